@@ -1,0 +1,49 @@
+# Every target installs what it needs into .venv first; `make help` lists them.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+HP ?= {}
+
+.DEFAULT_GOAL := help
+.PHONY: help install train test test-fast lint bench lock package clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(VENV)/.installed: pyproject.toml
+	@echo "Installing into $(VENV) (torch with CUDA is about 6 GB; minutes on a slow line) ..."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+	$(BIN)/uv pip install --python $(BIN)/python -e '.[dev]'
+	@touch $@
+
+install: $(VENV)/.installed ## Make .venv with everything in it
+
+train: install ## Train on the embedded digits, 2 ranks (other settings: make train HP=config/fast.json)
+	@echo "Training; results will be under runs/ ..."
+	$(BIN)/pyflyte run workflows/training.py training_wf --hp '$(if $(filter {},$(HP)),{"num_ranks": 2},$(HP))'
+
+test: install ## Run all tests
+	$(BIN)/python -m pytest
+
+test-fast: install ## Run the tests one wants while working (under 2 minutes)
+	$(BIN)/python -m pytest -m "not slow"
+
+lint: install ## Check style (ruff) and types (mypy, strict)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: install ## Run the benchmarks; results go to benchmarks/results/
+	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[bench]'
+	$(BIN)/python -m benchmarks
+
+lock: install ## Pin the image's dependencies, with hashes, in requirements.lock
+	$(BIN)/uv pip compile pyproject.toml --quiet --universal --python-version 3.10 --generate-hashes --no-emit-index-url --no-header --output-file requirements.lock
+
+package: install ## Serialize tasks, workflows and launch plans into build/flyte-package.tgz
+	@mkdir -p build
+	$(BIN)/pyflyte --pkgs workflows package --image flyte-ddp:latest --fast --force --output build/flyte-package.tgz
+
+clean: ## Remove .venv and caches; runs/ stays
+	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,156 @@
+"""A trained model on disk: ``model.pt``, the bare weights, and ``model.json``, the sidecar that makes them usable."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor, nn
+
+from flyte_ddp import models
+from flyte_ddp.errors import UserError
+from flyte_ddp.files import replacing, sync
+from flyte_ddp.images import InputSpec
+
+FORMAT = "flyte-ddp-model/1"
+
+
+class HashingFile:
+    """A file that takes the SHA-256 of what is written to it.
+
+    It has no ``fileno``, so torch writes through Python, where a full disk is an ``OSError``.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file = file
+        self.sha256 = hashlib.sha256()
+
+    def write(self, data: bytes) -> int:
+        """Writes and takes into the digest."""
+        self.sha256.update(data)
+        return self.file.write(data)
+
+    def flush(self) -> None:
+        """Flushes the file beneath."""
+        self.file.flush()
+
+
+def save_model(folder: Path, state_dict: Mapping[str, Tensor], sidecar: Mapping[str, Any]) -> tuple[Path, Path]:
+    """Writes ``model.pt`` and ``model.json`` into ``folder``: both, or neither.
+
+    Args:
+        folder: where to; made if it is not there.
+        state_dict: of the model itself, not of the wrapper that DDP or torch.compile put around it.
+        sidecar: JSON-able; ``format`` and ``digests.weights`` (SHA-256 of ``model.pt``) are added to it.
+
+    Returns:
+        The paths of the weights and of the sidecar.
+
+    Raises:
+        UserError: the disk is full, or the folder cannot be written to.
+
+    """
+    model_path, sidecar_path = folder / "model.pt", folder / "model.json"
+    # The sidecar's name appears last: where it is, the weights are. Both contents are on the disk before either name.
+    with replacing(sidecar_path) as sidecar_file, replacing(model_path) as model_file:
+        hashing = HashingFile(model_file)
+        # Not torch's zip format: Flyte's PythonPickledFile refuses that where python-magic is installed.
+        torch.save(portable(state_dict), hashing, _use_new_zipfile_serialization=False)  # type: ignore[arg-type]
+        digests = {**sidecar.get("digests", {}), "weights": hashing.sha256.hexdigest()}
+        content = {"format": FORMAT, **sidecar, "digests": digests}
+        sidecar_file.write(json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n")
+        sync(sidecar_file)
+    return model_path, sidecar_path
+
+
+def portable(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies on the CPU in plain row-major order, each with a storage of its own.
+
+    A view would be saved with all of the storage that it looks into, and a channels-last tensor in an order that other
+    frameworks do not expect.
+    """
+    return {
+        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in state_dict.items()
+    }
+
+
+def load_model(
+    model_path: Path, sidecar_path: Path, device: torch.device | str = "cpu"
+) -> tuple[nn.Module, dict[str, Any]]:
+    """The trained model in evaluation mode, and its sidecar.
+
+    Raises:
+        UserError: a file is missing or damaged, the two do not belong together, or the model that the sidecar names
+            does not take these weights any more.
+
+    """
+    sidecar = read_sidecar(sidecar_path)
+    digest = file_digest(model_path)
+    if digest != sidecar["digests"]["weights"]:
+        raise UserError(
+            f"{model_path} is damaged or not the model of {sidecar_path}: its SHA-256 is {digest[:12]}..., "
+            f"not {sidecar['digests']['weights'][:12]}...; take both files from the same run"
+        )
+    model = models.build(sidecar["model"], len(sidecar["classes"]), input_spec(sidecar))
+    try:
+        model.load_state_dict(torch.load(model_path, map_location="cpu", weights_only=True))
+    except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"{model_path} does not fit model {sidecar['model']!r}: {reason}; use the code that trained it"
+        ) from error
+    return model.to(device).eval(), sidecar
+
+
+def read_sidecar(path: Path) -> dict[str, Any]:
+    """The checked contents of ``model.json``."""
+    try:
+        sidecar = json.loads(path.read_bytes())
+    except OSError as error:
+        raise UserError(
+            f"cannot read sidecar {path}: {error.strerror}; give the model.json of a finished run"
+        ) from error
+    except ValueError as error:
+        raise UserError(f"sidecar {path} is not JSON ({error}); give the model.json of a finished run") from error
+    found = sidecar.get("format") if isinstance(sidecar, dict) else None
+    if found != FORMAT:
+        raise UserError(f"sidecar {path} has format {found!r}: it must be {FORMAT!r}; give the model.json of a run")
+    try:
+        input_spec(sidecar)
+        complete = len(sidecar["classes"]) > 0 and bool(sidecar["model"]) and bool(sidecar["digests"]["weights"])
+    except (KeyError, TypeError):
+        complete = False
+    if not complete:
+        raise UserError(
+            f"sidecar {path} is incomplete: needs model, classes, input and digests; take it from the run again"
+        )
+    return dict(sidecar)
+
+
+def input_spec(sidecar: Mapping[str, Any]) -> InputSpec:
+    """What the sidecar's model takes."""
+    values = sidecar["input"]
+    return InputSpec(
+        channels=values["channels"],
+        height=values["height"],
+        width=values["width"],
+        mean=tuple(values["mean"]),
+        std=tuple(values["std"]),
+    )
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file, in hex, as ``sha256sum`` prints it."""
+    sha256 = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                sha256.update(block)
+    except OSError as error:
+        raise UserError(f"cannot read model {path}: {error.strerror}; give the model.pt of a finished run") from error
+    return sha256.hexdigest()

@@ -1,0 +1,290 @@
+"""What a training run is asked to do: one flat, frozen, validated dataclass.
+
+Only what can change the result stands here, because every field is part of the cache key; where to log and how much to
+print comes from the environment (:mod:`flyte_ddp.settings`). Nothing heavy is imported: registration, command-line
+parsing and cache hits all pay for what this module loads.
+"""
+
+# No "from __future__ import annotations" here: flytekit derives the console's form from real types.
+import dataclasses
+import json
+import operator
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Optional
+
+from dataclasses_json import DataClassJsonMixin
+
+from flyte_ddp import catalog
+from flyte_ddp.errors import UserError, unknown_name
+
+
+def setting(
+    default: Any,
+    doc: str,
+    *,
+    at_least: Optional[float] = None,
+    at_most: Optional[float] = None,
+    above: Optional[float] = None,
+    below: Optional[float] = None,
+    choices: Optional[tuple[str, ...]] = None,
+) -> Any:
+    """A field with its documentation and its range; ``above`` and ``below`` exclude the bound itself."""
+    rules = {"at_least": at_least, "at_most": at_most, "above": above, "below": below}
+    metadata = {"doc": doc, "choices": choices, **{key: value for key, value in rules.items() if value is not None}}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Hyperparameters(DataClassJsonMixin):
+    """Everything that determines a training run's result.
+
+    Raises:
+        UserError: an unknown field, a value of the wrong type, or a value out of range; on every path by which a
+            value arrives (Python, command-line JSON, the console's form, a pod's msgpack).
+
+    """
+
+    # Data
+    dataset: str = setting(
+        "digits",
+        "Name of the data set (digits, mnist, fashion_mnist, cifar10), or `package.module:callable` for your own.",
+    )
+    data_source: str = setting(
+        "",
+        "Where the data set's files are: a directory, or a file://, s3:// or https:// mirror; "
+        "empty for the usual places (a system copy, then the public address).",
+    )
+    validation_fraction: float = setting(
+        0.1,
+        "Share of the training samples held out for early stopping and for choosing the best epoch; 0 holds out none.",
+        at_least=0.0,
+        below=1.0,
+    )
+    # Model
+    model: str = setting(
+        "small_cnn",
+        "small_cnn, tutorial, any classifier of torchvision by name, or `package.module:callable` for your own.",
+    )
+    image_size: int = setting(
+        0,
+        "Side of the square that images are resized to, in pixels; 0 keeps their own size.",
+        at_least=0,
+        at_most=4096,
+    )
+    init_from: str = setting(
+        "",
+        "A state_dict file (path or URI) with the weights to start from; empty starts from the seed. "
+        "Tensors whose shape does not fit, such as the head for another number of classes, are an error.",
+    )
+    # Length
+    epochs: int = setting(3, "Passes over the training samples.", at_least=1, at_most=100_000)
+    max_steps: int = setting(0, "Stop after so many optimiser steps; 0 sets no such limit.", at_least=0)
+    # Batches
+    batch_size: int = setting(
+        128,
+        "Samples per optimiser step, over all ranks and accumulation steps together, so that the number of ranks "
+        "changes the speed and not the result.",
+        at_least=1,
+        at_most=1_000_000,
+    )
+    test_batch_size: int = setting(
+        500, "Samples per evaluation batch; each batch is evaluated whole by one rank.", at_least=1, at_most=1_000_000
+    )
+    accumulation_steps: int = setting(
+        1,
+        "Parts into which each batch is cut to save memory; gradients are summed over them before the step.",
+        at_least=1,
+        at_most=100_000,
+    )
+    # Optimiser
+    optimizer: str = setting("sgd", "Optimiser.", choices=("sgd", "adam", "adamw"))
+    learning_rate: float = setting(
+        0.1, "Learning rate per optimiser step; the peak, where the schedule has one.", above=0.0, at_most=1_000.0
+    )
+    momentum: float = setting(0.9, "Momentum of SGD; the first beta of Adam and AdamW.", at_least=0.0, below=1.0)
+    weight_decay: float = setting(
+        5e-4, "Weight decay: L2 for SGD and Adam, decoupled for AdamW.", at_least=0.0, at_most=1.0
+    )
+    nesterov: bool = setting(True, "Nesterov momentum; for SGD with momentum above 0.")
+    schedule: str = setting(
+        "one_cycle",
+        "Learning rate over the run: constant, cosine to 0, or one_cycle (linear up over the first quarter, "
+        "linear down to 0).",
+        choices=("constant", "cosine", "one_cycle"),
+    )
+    warmup_steps: int = setting(
+        0,
+        "Optimiser steps of linear warm-up from 0; with one_cycle it replaces the first quarter. 0: no own warm-up.",
+        at_least=0,
+    )
+    label_smoothing: float = setting(
+        0.0, "Share of each training label spread evenly over all classes.", at_least=0.0, below=1.0
+    )
+    grad_clip_norm: float = setting(
+        0.0, "Largest L2 norm of the whole gradient; larger ones are scaled down. 0: no clipping.", at_least=0.0
+    )
+    # Regularisation and selection
+    augment: str = setting(
+        "none",
+        "Training-time augmentation: none, crop (shifted by up to 1/8 of the side), or crop_flip (crop and a mirror "
+        "image half of the time).",
+        choices=("none", "crop", "crop_flip"),
+    )
+    ema_decay: float = setting(
+        0.0, "Decay per step of the exponential moving average of the weights; 0 keeps none.", at_least=0.0, below=1.0
+    )
+    early_stop_patience: int = setting(
+        0,
+        "Stop after so many evaluations without a better validation loss; 0 never stops early. Needs a validation "
+        "split.",
+        at_least=0,
+    )
+    keep: str = setting(
+        "last",
+        "Weights to return: of the last step, of the evaluation with the best validation loss, or the moving average.",
+        choices=("last", "best", "ema"),
+    )
+    seed: int = setting(
+        0, "Seed of the initial weights, the order of samples, the split and augmentation.", at_least=0, at_most=2**31
+    )
+    # Hardware
+    num_ranks: int = setting(
+        0,
+        "Processes that train together; 0: one for each visible GPU, else one for each CPU core, at most 4.",
+        at_least=0,
+        at_most=4096,
+    )
+    backend: str = setting(
+        "auto", "Communication: nccl (GPUs), gloo (CPUs), or auto.", choices=("auto", "nccl", "gloo")
+    )
+    precision: str = setting(
+        "auto",
+        "fp32; bf16 (autocast); auto takes bf16 on GPUs that have it, and on CPUs with AVX512-BF16 or AMX for the "
+        "two small CNNs.",
+        choices=("auto", "fp32", "bf16"),
+    )
+    channels_last: str = setting(
+        "auto",
+        "Memory order of images and weights: on, off; auto turns it on for GPUs and for the two small CNNs.",
+        choices=("auto", "on", "off"),
+    )
+    compile: bool = setting(False, "Compile the model with torch.compile; pays off in long runs of large models only.")
+    deterministic: bool = setting(
+        False, "Use only operations with bit-equal results from run to run (torch.use_deterministic_algorithms)."
+    )
+    # Cadence
+    log_interval: int = setting(20, "Optimiser steps between logged training losses.", at_least=1)
+    eval_interval: int = setting(
+        1, "Epochs between evaluations; the last epoch is always evaluated.", at_least=1, at_most=100_000
+    )
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = checked(field, getattr(self, field.name))
+            object.__setattr__(self, field.name, value)
+        check_names(self)
+        check_combinations(self)
+
+    @classmethod
+    def from_mapping(cls, values: Any) -> "Hyperparameters":
+        """Builds from untrusted key-value pairs, such as decoded JSON."""
+        return cls(**known_fields(values))
+
+    @classmethod
+    def from_json(cls, s: Any, **_: Any) -> "Hyperparameters":
+        """The command line's way in (``--hp '{...}'``, ``--hp preset.json``, ``--inputs-file``)."""
+        try:
+            values = json.loads(s)
+        except ValueError as error:
+            raise UserError(f"hyperparameters are not valid JSON: {error}") from None
+        return cls.from_mapping(values)
+
+    @classmethod
+    def __pre_deserialize__(cls, values: Any) -> dict[str, Any]:
+        """Mashumaro's hook: the only place that sees raw values on a cluster, before they are silently converted."""
+        fields = {field.name: field for field in dataclasses.fields(cls)}
+        return {name: checked(fields[name], value) for name, value in known_fields(values).items()}
+
+
+def known_fields(values: Any) -> dict[str, Any]:
+    """The mapping itself, if every key is a hyperparameter's name."""
+    if not isinstance(values, Mapping):
+        raise UserError(f"hyperparameters must be a JSON object, got {values!r}")
+    names = [field.name for field in dataclasses.fields(Hyperparameters)]
+    for key in values:
+        if key not in names:
+            raise unknown_name("hyperparameter", str(key), names)
+    return dict(values)
+
+
+BOUNDS = {"at_least": operator.ge, "at_most": operator.le, "above": operator.gt, "below": operator.lt}
+# The console's form (protobuf Struct) carries numbers as doubles: larger whole numbers would be rounded silently.
+LARGEST: dict[type, float] = {int: 2**53, float: sys.float_info.max}
+TYPES: dict[type, str] = {bool: "true or false", str: "text", int: "a whole number", float: "a finite number"}
+
+
+def checked(field: "dataclasses.Field[Any]", value: Any) -> Any:
+    """The value in the field's own type and range.
+
+    A whole number given as ``3.0`` is taken for an int, because the console's form (protobuf Struct) knows doubles
+    only; anything else of another type is refused: text is never parsed, numbers never cut, truth never guessed.
+    """
+    rule = field.metadata
+    kind: Any = field.type
+    if kind is bool or kind is str:
+        fits = isinstance(value, kind)
+    else:
+        fits = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= LARGEST[kind]
+        fits = fits and (kind is float or value == int(value))
+    if not fits:
+        raise UserError(f"{field.name}={shown(value)}: must be {TYPES[kind]}")
+    value = kind(value)
+    if rule["choices"] is not None and value not in rule["choices"]:
+        raise unknown_name(field.name, value, rule["choices"])
+    for key, holds in BOUNDS.items():
+        if key in rule and not holds(value, rule[key]):
+            raise UserError(f"{field.name}={shown(value)}: must be {key.replace('_', ' ')} {rule[key]:g}")
+    return value
+
+
+def shown(value: Any) -> str:
+    """A value as an error message shows it: on one line and not too long."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def check_names(hp: Hyperparameters) -> None:
+    """Refuses unknown data sets and models, with the choices."""
+    if ":" not in hp.dataset and hp.dataset not in catalog.DATASETS:
+        raise unknown_name("dataset", hp.dataset, [*catalog.DATASETS, "package.module:callable"])
+    if ":" not in hp.model:
+        if reason := catalog.why_unsupported(hp.model):
+            raise UserError(f"model={hp.model!r} cannot be used: {reason}; choose a classifier such as resnet18")
+        if hp.model not in catalog.MODELS:
+            raise unknown_name("model", hp.model, [*catalog.MODELS, "package.module:callable"])
+
+
+def check_combinations(hp: Hyperparameters) -> None:
+    """Refuses fields that contradict one another."""
+    if hp.batch_size < hp.num_ranks:
+        raise UserError(
+            f"batch_size={hp.batch_size}: must be at least num_ranks={hp.num_ranks}, so that every rank has a sample; "
+            "raise batch_size or lower num_ranks"
+        )
+    if hp.accumulation_steps > 1 and hp.batch_size < hp.accumulation_steps * max(1, hp.num_ranks):
+        raise UserError(
+            f"batch_size={hp.batch_size}: must be at least accumulation_steps x ranks = "
+            f"{hp.accumulation_steps * max(1, hp.num_ranks)}; raise batch_size or lower accumulation_steps"
+        )
+    if hp.nesterov and hp.optimizer == "sgd" and hp.momentum == 0:
+        raise UserError("nesterov=True: needs momentum above 0; set momentum or nesterov=false")
+    if hp.early_stop_patience and hp.validation_fraction == 0:
+        raise UserError(
+            f"early_stop_patience={hp.early_stop_patience}: needs a validation split; set validation_fraction above 0"
+        )
+    if hp.keep == "best" and hp.validation_fraction == 0:
+        raise UserError("keep='best': needs a validation split to choose by; set validation_fraction above 0")
+    if hp.keep == "ema" and hp.ema_decay == 0:
+        raise UserError("keep='ema': there is no moving average; set ema_decay, for example to 0.99")

@@ -1,0 +1,239 @@
+"""Images and labels as plain arrays, and the folder of files in which all ranks share them."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flyte_ddp.errors import UserError
+
+Images = NDArray[np.uint8]
+Labels = NDArray[np.int64]
+
+ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")
+DESCRIPTION = "dataset.json"
+CHUNK_BYTES = 4 << 20  # what one pass over an array holds in memory beyond the array itself
+
+
+@dataclass(frozen=True, eq=False)
+class ImageArrays:
+    """A classification data set.
+
+    ``train_images`` is uint8 [N, H, W, C] in C order with C = 1 for grey, ``train_labels`` int64 [N] with values in
+    0..len(classes)-1; the test arrays likewise. ``mean`` and ``std`` are those of the training images scaled to 0..1,
+    one number a channel. ``digest`` is the SHA-256 (hex) of the four arrays and the classes. The last three are filled
+    in by :func:`open_arrays` and empty before; build one with :func:`image_arrays`.
+    """
+
+    name: str
+    train_images: Images
+    train_labels: Labels
+    test_images: Images
+    test_labels: Labels
+    classes: tuple[str, ...]
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+    digest: str = ""
+
+
+def image_arrays(
+    train_images: Any,
+    train_labels: Any,
+    test_images: Any,
+    test_labels: Any,
+    classes: Sequence[str],
+    name: str = "",
+) -> ImageArrays:
+    """Checks arrays, lists or CPU tensors and puts them into the form that training uses.
+
+    Args:
+        train_images: uint8 [N, H, W, C], or [N, H, W] for grey images.
+        train_labels: whole numbers [N], each the position of the sample's class in ``classes``.
+        test_images: uint8 [M, H, W, C] or [M, H, W], of the same size and channels.
+        test_labels: whole numbers [M].
+        classes: the classes' names.
+        name: what the data set is called; callables named in the hyperparameters can leave it out.
+
+    Raises:
+        UserError: another type or shape, no samples, no classes, or a label that is not a class's position.
+    """
+    if not classes:
+        raise UserError("classes=(): there must be a name for each class")
+    arrays = ImageArrays(
+        name=name,
+        train_images=checked_images("train_images", train_images),
+        train_labels=checked_labels("train_labels", train_labels, len(train_images), len(classes)),
+        test_images=checked_images("test_images", test_images),
+        test_labels=checked_labels("test_labels", test_labels, len(test_images), len(classes)),
+        classes=tuple(str(label) for label in classes),
+    )
+    train, test = arrays.train_images.shape[1:], arrays.test_images.shape[1:]
+    if train != test:
+        raise UserError(f"train_images are {sized(train)} and test_images {sized(test)}: both must have one size")
+    return arrays
+
+
+def checked_images(name: str, values: Any) -> Images:
+    images = np.asarray(values)
+    if images.dtype != np.uint8:
+        raise UserError(f"{name}: must be uint8 with values 0..255, got {images.dtype}; scale and convert them")
+    if images.ndim == 3:
+        images = images[..., np.newaxis]
+    if images.ndim != 4 or 0 in images.shape:
+        raise UserError(f"{name}: must be [N, H, W, C] or [N, H, W] with at least one sample, got {list(images.shape)}")
+    if images.shape[1] in (1, 3) and images.shape[3] > 4:
+        raise UserError(f"{name}: {list(images.shape)} looks like [N, C, H, W]; transpose them to [N, H, W, C]")
+    return np.ascontiguousarray(images)
+
+
+def checked_labels(name: str, values: Any, samples: int, classes: int) -> Labels:
+    labels = np.asarray(values)
+    if labels.dtype.kind not in "iu":
+        raise UserError(f"{name}: must be whole numbers, got {labels.dtype}")
+    if labels.shape != (samples,):
+        raise UserError(f"{name}: must be one label for each of the {samples} images, got shape {list(labels.shape)}")
+    wrong = np.flatnonzero((labels < 0) | (labels >= classes))
+    if len(wrong):
+        raise UserError(
+            f"{name}: label {labels[wrong[0]]} of sample {wrong[0]} is not one of the {classes} classes: "
+            f"must be 0..{classes - 1}"
+        )
+    return np.ascontiguousarray(labels, dtype=np.int64)
+
+
+def sized(shape: Sequence[int]) -> str:
+    """[H, W, C] as people write it."""
+    return "x".join(str(side) for side in shape)
+
+
+def chunks(array: NDArray[Any]) -> Iterator[NDArray[Any]]:
+    """The array's rows, a few megabytes at a time."""
+    rows = max(1, CHUNK_BYTES * len(array) // max(1, array.nbytes))
+    for start in range(0, len(array), rows):
+        yield array[start : start + rows]
+
+
+def normalisation(images: Images) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation (of the population) of each channel, of values scaled to 0..1.
+
+    They come from counts of the 256 values in whole numbers and are rounded once, so they are the exact figures to
+    fp64. The deviation of a constant channel is given as 1, because it is there to be divided by.
+
+    Args:
+        images: uint8 [N, H, W, C].
+    """
+    channels = images.shape[3]
+    counts = np.zeros((channels, 256), dtype=np.int64)
+    for chunk in chunks(images):
+        for channel in range(channels):
+            counts[channel] += np.bincount(chunk[..., channel].ravel(), minlength=256)
+    mean, std = [], []
+    for row in counts.tolist():
+        pixels = sum(row)
+        total = sum(value * count for value, count in enumerate(row))
+        squares = sum(value * value * count for value, count in enumerate(row))
+        spread = pixels * squares - total * total
+        mean.append(total / (255 * pixels))
+        std.append(math.sqrt(spread / (255 * pixels) ** 2) if spread else 1.0)
+    return tuple(mean), tuple(std)
+
+
+def content_digest(arrays: ImageArrays) -> str:
+    """SHA-256 (hex) of the four arrays (type, shape and values) and the names of the classes."""
+    digest = hashlib.sha256(json.dumps(arrays.classes).encode())
+    for name in ARRAYS:
+        array = getattr(arrays, name)
+        digest.update(f"\n{name} {array.dtype.str} {array.shape}\n".encode())
+        for chunk in chunks(array):
+            digest.update(chunk.reshape(-1).data)
+    return digest.hexdigest()
+
+
+def write_arrays(arrays: ImageArrays, folder: Path, origin: dict[str, str]) -> None:
+    """Measures the data set and writes it into an existing folder; the description comes last.
+
+    Args:
+        origin: further entries of the description: where the data came from.
+    """
+    for name in ARRAYS:
+        write_array(folder / f"{name}.npy", getattr(arrays, name))
+    mean, std = normalisation(arrays.train_images)
+    description = {
+        "name": arrays.name,
+        "classes": arrays.classes,
+        "mean": mean,
+        "std": std,
+        "digest": content_digest(arrays),
+        **origin,
+    }
+    with (folder / DESCRIPTION).open("w", encoding="utf-8") as file:
+        json.dump(description, file, indent=1)
+        flush(file)
+
+
+def write_array(path: Path, array: NDArray[Any]) -> None:
+    # Not numpy.save: its error for a full disk has no errno.
+    with path.open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
+        for chunk in chunks(array):
+            file.write(chunk.data)
+        flush(file)
+
+
+def flush(file: Any) -> None:
+    """To the disk itself, so that a power cut cannot leave a renamed file without its content."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def open_arrays(folder: Path) -> ImageArrays:
+    """Opens a prepared folder; the arrays are memory-mapped, read-only, and shared by all processes that do so.
+
+    Raises:
+        UserError: the folder is not a prepared data set, or a file of it is missing or truncated.
+    """
+    description = read_description(folder)
+    try:
+        loaded = {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in ARRAYS}
+        return ImageArrays(
+            name=description["name"],
+            classes=tuple(description["classes"]),
+            mean=tuple(description["mean"]),
+            std=tuple(description["std"]),
+            digest=description["digest"],
+            **loaded,
+        )
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{folder}: the prepared data set is damaged ({error}); delete it and fetch it again"
+        ) from error
+
+
+def read_description(folder: Path) -> dict[str, Any]:
+    """What ``dataset.json`` says."""
+    try:
+        description = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(
+            f"{folder}: is not a prepared data set, there is no {DESCRIPTION} in it; fetch one there"
+        ) from None
+    except ValueError as error:
+        raise UserError(f"{folder}: {DESCRIPTION} is damaged ({error}); delete the folder and fetch it again") from None
+    if not isinstance(description, dict):
+        raise UserError(f"{folder}: {DESCRIPTION} is damaged; delete the folder and fetch it again")
+    return description
+
+
+def total_bytes(arrays: ImageArrays) -> int:
+    """Size of the four arrays, which is what the prepared folder takes on the disk."""
+    return sum(getattr(arrays, field.name).nbytes for field in dataclasses.fields(arrays) if field.name in ARRAYS)

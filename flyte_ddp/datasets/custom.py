@@ -1,0 +1,113 @@
+"""A data set of the user's own, made by a callable that the hyperparameters name."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flyte_ddp.datasets.arrays import ImageArrays, Images, image_arrays, sized
+from flyte_ddp.datasets.identity import content_identity, digest_of
+from flyte_ddp.datasets.progress import Progress
+from flyte_ddp.errors import UserError
+from flyte_ddp.user_code import load_callable, user_source_digest
+
+
+@dataclass(frozen=True)
+class CustomSet:
+    """``spec`` names the callable; it is called with the data source as text and returns what :func:`collect` takes."""
+
+    spec: str
+    needed_bytes: int = 0  # known only once the data are there
+
+    def fingerprint(self, source: str) -> str:
+        """Names the user's code and the content of the source, without importing the one or copying the other."""
+        identity = digest_of([self.spec, user_source_digest(self.spec), source, content_identity(source)])
+        return f"{re.sub(r'[^A-Za-z0-9_.]', '-', self.spec)}-{identity[:16]}"
+
+    def load(self, source: str, workspace: Path, progress: Progress) -> tuple[ImageArrays, str]:
+        """Calls the user's code and collects what it returns."""
+        del workspace  # where the user's code downloads to is its own affair
+        arrays = collect(self.spec, load_callable(self.spec)(source), progress)
+        return arrays, f"{self.spec}({source!r})"
+
+
+def collect(spec: str, result: Any, progress: Progress) -> ImageArrays:
+    """Turns what the user's callable returned into checked arrays.
+
+    Args:
+        result: an ``ImageArrays``, or a pair (training set, test set) of map-style data sets as torch's and
+            torchvision's: ``len()``, and items of an image and a label. An image is a PIL image, a uint8 array [H, W]
+            or [H, W, C], or a uint8 tensor [H, W] or [C, H, W]. The names of the classes are the training set's
+            ``classes``, or else 0, 1, 2 and so on.
+
+    Raises:
+        UserError: anything else.
+    """
+    try:
+        if isinstance(result, ImageArrays):
+            given = {field.name: getattr(result, field.name) for field in dataclasses.fields(ImageArrays)[1:6]}
+            return image_arrays(**given, name=spec)
+        if not isinstance(result, (tuple, list)) or len(result) != 2:
+            raise UserError(
+                f"returned {type(result).__name__}; must return flyte_ddp.datasets.image_arrays(...) or a pair "
+                "(training set, test set)"
+            )
+        train_images, train_labels = materialise("training set", result[0], progress)
+        test_images, test_labels = materialise("test set", result[1], progress)
+        highest = max(*train_labels, *test_labels)
+        classes = getattr(result[0], "classes", None) or [str(label) for label in range(highest + 1)]
+        return image_arrays(train_images, train_labels, test_images, test_labels, list(classes), name=spec)
+    except UserError as error:
+        raise UserError(f"dataset={spec!r}: {error.message}") from error
+
+
+def materialise(which: str, samples: Any, progress: Progress) -> tuple[Images, list[int]]:
+    """Images [N, H, W, C] and labels [N] of a map-style data set."""
+    try:
+        count = len(samples)
+    except TypeError:
+        raise UserError(f"{which}: a {type(samples).__name__} has no len(); it must be a map-style data set") from None
+    if count == 0:
+        raise UserError(f"{which}: is empty")
+    images, labels = np.empty((0,), dtype=np.uint8), []
+    with progress.track(which, count, "images") as advance:
+        for index in range(count):
+            image, label = pixels_and_label(which, index, samples[index])
+            if index == 0:
+                images = np.empty((count, *image.shape), dtype=np.uint8)
+            if image.shape != images.shape[1:]:
+                raise UserError(
+                    f"{which}: image {index} is {sized(image.shape)} and image 0 is {sized(images.shape[1:])}; "
+                    "all must have one size: resize them and convert them to one mode"
+                )
+            images[index] = image
+            labels.append(label)
+            advance(1)
+    return images, labels
+
+
+def pixels_and_label(which: str, index: int, item: Any) -> tuple[Images, int]:
+    """One item as uint8 [H, W, C] and a whole number."""
+    try:
+        image, label = item
+        label = operator.index(label)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{which}: item {index} must be an image and a whole-number label: {error}") from error
+    if hasattr(image, "convert"):  # a PIL image: palettes, CMYK and the like become RGB, bitmaps grey
+        image = image.convert("L" if image.mode in ("1", "L") else "RGB")
+    tensor = hasattr(image, "permute")
+    pixels = np.asarray(image)
+    if pixels.dtype != np.uint8 or pixels.ndim not in (2, 3):
+        raise UserError(
+            f"{which}: image {index} is {pixels.dtype} {list(pixels.shape)}; must be a PIL image or uint8: "
+            "leave out transforms such as ToTensor and Normalize, training does that itself"
+        )
+    if pixels.ndim == 2:
+        return pixels[..., np.newaxis], label
+    return (pixels.transpose(1, 2, 0) if tensor else pixels), label

@@ -1,0 +1,152 @@
+"""From a data set's name to its fingerprint, and to a prepared folder."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+from flyte_ddp.datasets.arrays import ImageArrays, open_arrays, read_description, total_bytes, write_arrays
+from flyte_ddp.datasets.cifar10 import CIFAR10
+from flyte_ddp.datasets.custom import CustomSet
+from flyte_ddp.datasets.digits import Digits
+from flyte_ddp.datasets.fashion_mnist import FASHION_MNIST
+from flyte_ddp.datasets.mnist import MNIST
+from flyte_ddp.datasets.progress import MODES, Progress, size
+from flyte_ddp.errors import UserError, unknown_name
+
+
+class Dataset(Protocol):
+    """What each data set's own file provides."""
+
+    @property
+    def needed_bytes(self) -> int:
+        """Room on the disk for the prepared folder; 0 where it is not known beforehand."""
+
+    def fingerprint(self, source: str) -> str:
+        """A short text that changes when the content does."""
+
+    def load(self, source: str, workspace: Path, progress: Progress) -> tuple[ImageArrays, str]:
+        """The arrays and where they came from; ``workspace`` is an empty folder for downloads."""
+
+
+DATASETS: dict[str, Dataset] = {
+    "digits": Digits(),
+    "mnist": MNIST,
+    "fashion_mnist": FASHION_MNIST,
+    "cifar10": CIFAR10,
+}
+
+
+def named(dataset: str) -> Dataset:
+    """The data set of that name, or the user's own for ``package.module:callable``."""
+    if ":" in dataset:
+        return CustomSet(dataset)
+    if dataset not in DATASETS:
+        raise unknown_name("dataset", dataset, [*DATASETS, "package.module:callable"])
+    return DATASETS[dataset]
+
+
+def fingerprint(dataset: str, source: str) -> str:
+    """A short text, also fit for a file name, that changes exactly when the data's content does.
+
+    It takes milliseconds and no download: published data sets are named by their digests, of a mirror only its
+    ``SHA256SUMS`` is read. For ``package.module:callable`` it covers the callable's source and the source's content.
+
+    Raises:
+        UserError: an unknown data set, or a source that is not there.
+    """
+    return named(dataset).fingerprint(source)
+
+
+def fetch(dataset: str, source: str, folder: Path, *, progress: str = "auto") -> Path:
+    """Gets a data set, checks it and puts it into ``folder``, which appears whole or not at all.
+
+    Args:
+        dataset: a name of ``DATASETS``, or ``package.module:callable``.
+        source: a directory or a file://, s3:// or https:// mirror, which then is the only place that is asked; empty
+            for the usual places: a copy of the operating system's, then the public addresses.
+        folder: where to put it; if it holds this data set of this source already, nothing is done, so
+            name it by the :func:`fingerprint` where the source can change.
+        progress: auto, bar, lines or off; on stderr.
+
+    Returns:
+        The absolute path of ``folder``, for :func:`open_arrays`.
+
+    Raises:
+        UserError: an unknown data set; a source that is unreachable, empty, damaged or altered; a full disk; a folder
+            that holds something else or cannot be written.
+    """
+    if progress not in MODES:
+        raise unknown_name("progress", progress, MODES)
+    chosen = named(dataset)
+    folder = Path(folder).absolute()
+    if is_prepared(folder, dataset, source):
+        return folder
+    with workspace_beside(folder) as workspace:
+        with full_disk_explained(folder, dataset, chosen.needed_bytes):
+            arrays, origin = chosen.load(source, workspace, Progress(progress))
+        with full_disk_explained(folder, dataset, total_bytes(arrays)):
+            write_arrays(arrays, workspace, {"source": origin, "data_source": source})
+        try:
+            workspace.rename(folder)
+        except OSError:
+            if not is_prepared(folder, dataset, source):  # else another process was faster, with the same data
+                raise
+    return folder
+
+
+def is_prepared(folder: Path, dataset: str, source: str) -> bool:
+    """Whether the folder holds this data set; False where there is no folder, or an empty one.
+
+    Raises:
+        UserError: it holds something else, or a damaged data set.
+    """
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return False
+    description = read_description(folder)
+    held, held_source = description.get("name"), description.get("data_source")
+    if (held, held_source) != (dataset, source):
+        raise UserError(
+            f"{folder}: holds {held!r} of data_source={held_source!r} and not {dataset!r} of {source!r}; "
+            "choose another folder or delete it"
+        )
+    open_arrays(folder)
+    return True
+
+
+@contextmanager
+def workspace_beside(folder: Path) -> Iterator[Path]:
+    """A temporary folder on the same file system, removed in the end unless it was renamed."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        workspace = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written ({error.strerror}); choose a folder that can") from error
+    try:
+        mask = os.umask(0)
+        os.umask(mask)
+        workspace.chmod(0o777 & ~mask)  # mkdtemp's are private, and the data set is to be shared
+        yield workspace
+    finally:
+        shutil.rmtree(workspace, ignore_errors=True)
+
+
+@contextmanager
+def full_disk_explained(folder: Path, dataset: str, needed: int) -> Iterator[None]:
+    """Turns the error of a full disk (or quota) into the user's, with the size that is needed."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        need = f"{dataset} needs {size(needed)}, " if needed else ""
+        free = size(shutil.disk_usage(folder.parent).free)
+        raise UserError(
+            f"{folder}: the disk is full ({need}{free} are free there); free some space or choose another folder"
+        ) from error

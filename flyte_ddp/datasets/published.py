@@ -1,0 +1,149 @@
+"""Data sets that consist of published files with published digests, on the public addresses or a team's mirror."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from flyte_ddp.datasets.arrays import ImageArrays, image_arrays
+from flyte_ddp.datasets.download import AllFailedError, AlteredError, Expected, download, read_small
+from flyte_ddp.datasets.progress import Progress
+from flyte_ddp.datasets.transport import MissingError, join, local_path
+from flyte_ddp.errors import UserError
+
+SUMS = "SHA256SUMS"
+SUMS_LINE = re.compile(r"([0-9a-fA-F]{64}) [ *](?:\./)?(.+)")
+
+Arrays = tuple[object, object, object, object]  # train images, train labels, test images, test labels
+
+
+@dataclass(frozen=True)
+class PublishedFile:
+    """A file's name and MD5 (hex); ``repacked``: MD5 of known copies with the same content, compressed anew."""
+
+    name: str
+    md5: str
+    repacked: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class PublishedSet:
+    """A published data set.
+
+    ``addresses`` are directories that hold the files, tried in order after ``system_folder``, where a package of the
+    operating system puts them. ``read`` takes the folder with the verified files. ``needed_bytes`` is what the prepared
+    folder takes on the disk.
+    """
+
+    name: str
+    files: tuple[PublishedFile, ...]
+    addresses: tuple[str, ...]
+    classes: tuple[str, ...]
+    read: Callable[[Path], Arrays]
+    needed_bytes: int
+    system_folder: str = ""
+
+    def fingerprint(self, source: str) -> str:
+        """Names the content by the digests that its files must have; of a mirror only ``SHA256SUMS`` is read."""
+        sums = mirror_digests(self, source, Progress()) if source else None
+        lines = [f"{file.name} {sums[file.name] if sums else file.md5}" for file in self.files]
+        return f"{self.name}-{hashlib.sha256(chr(10).join(lines).encode()).hexdigest()[:16]}"
+
+    def load(self, source: str, workspace: Path, progress: Progress) -> tuple[ImageArrays, str]:
+        """Gets the files into ``workspace``, checks them, reads them and removes them."""
+        sums = mirror_digests(self, source, progress) if source else None
+        raw = workspace / "raw"
+        raw.mkdir()
+        used = [get(self, file, source, sums, raw, progress) for file in self.files]
+        try:
+            arrays = image_arrays(*self.read(raw), classes=self.classes, name=self.name)
+        except UserError as error:
+            raise UserError(f"{source or used[0]}: {error.message}") from error
+        shutil.rmtree(raw)
+        return arrays, " and ".join(dict.fromkeys(used))
+
+
+def get(
+    dataset: PublishedSet,
+    file: PublishedFile,
+    source: str,
+    sums: dict[str, str] | None,
+    folder: Path,
+    progress: Progress,
+) -> str:
+    """Puts one file into ``folder`` and returns the directory or mirror that it came from."""
+    expected = Expected("sha256", (sums[file.name],)) if sums else Expected("md5", (file.md5, *file.repacked))
+    places = [source] if source else usual_places(dataset)
+    try:
+        address = download(file.name, [join(place, file.name) for place in places], expected, folder, progress)
+    except AllFailedError as error:
+        if source:
+            explain(dataset, file.name, source, error, own_digests=bool(sums))
+        raise UserError(
+            f"{dataset.name}: cannot get {file.name} ({error}); check the network, or set data_source to a directory "
+            "or mirror that holds it"
+        ) from None
+    return address.removesuffix(file.name).rstrip("/")
+
+
+def usual_places(dataset: PublishedSet) -> list[str]:
+    """Where to look without a mirror: the system's copy, if there is one, then the public addresses."""
+    system = [dataset.system_folder] if dataset.system_folder and Path(dataset.system_folder).is_dir() else []
+    return [*system, *dataset.addresses]
+
+
+def mirror_digests(dataset: PublishedSet, source: str, progress: Progress) -> dict[str, str] | None:
+    """SHA-256 of each file as the mirror's ``SHA256SUMS`` has it, or None where the mirror has no such file.
+
+    With it a team serves data of its own in a published data set's format behind an address that does not change.
+
+    Raises:
+        UserError: the mirror is not there, or its ``SHA256SUMS`` leaves a file out.
+    """
+    path = local_path(source)
+    if path is not None and not path.is_dir():
+        raise UserError(f"data_source={source!r}: there is no such directory; give one that holds {names(dataset)}")
+    try:
+        content = read_small(join(source, SUMS), progress)
+    except AllFailedError as error:
+        if isinstance(next(iter(error.failures.values())), MissingError):
+            return None
+        explain(dataset, SUMS, source, error, own_digests=False)
+    found = {}
+    for line in content.decode("utf-8", "replace").splitlines():
+        if match := SUMS_LINE.fullmatch(line.strip()):
+            found[match[2]] = match[1].lower()
+    for file in dataset.files:
+        if file.name not in found:
+            raise UserError(
+                f"data_source={source!r}: {SUMS} there has no SHA-256 of {file.name}; "
+                f"renew it beside the files: sha256sum * > {SUMS}"
+            )
+    return found
+
+
+def explain(dataset: PublishedSet, name: str, source: str, error: AllFailedError, *, own_digests: bool) -> NoReturn:
+    """Raises the error for a mirror that failed; a given mirror is the only place that is asked."""
+    failure = next(iter(error.failures.values()))
+    where = f"data_source={source!r}"
+    if isinstance(failure, MissingError):
+        raise UserError(f"{where}: has no {name} ({failure}); it must hold {names(dataset)}") from None
+    if isinstance(failure, AlteredError) and own_digests:
+        raise UserError(
+            f"{where}: {name} is damaged or {SUMS} there is out of date: {failure}; copy the file again or renew {SUMS}"
+        ) from None
+    if isinstance(failure, AlteredError):
+        raise UserError(
+            f"{where}: {name} is damaged or altered: {failure}, its published digest; copy it again, or, if your data "
+            f"are meant to differ, publish their digests beside them: sha256sum * > {SUMS}"
+        ) from None
+    raise UserError(f"{where}: cannot read {name}: {failure}; check the address, and that the server is up") from None
+
+
+def names(dataset: PublishedSet) -> str:
+    return ", ".join(file.name for file in dataset.files)

@@ -1,0 +1,29 @@
+"""The process group as the rest of the library sees it; without one, the only process is rank 0 of 1."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def rank() -> int:
+    """The rank of this process; 0 without a process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """Number of ranks; 1 without a process group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def sum_over_ranks(values: Tensor) -> Tensor:
+    """Adds up a tensor over all ranks, in place, and returns it. Its device must suit the backend."""
+    if dist.is_initialized():
+        dist.all_reduce(values, op=dist.ReduceOp.SUM)
+    return values
+
+
+def any_rank(flag: bool, device: torch.device) -> bool:
+    """Whether the flag is set on any rank; every rank gets the same answer."""
+    return bool(sum_over_ranks(torch.tensor([int(flag)], device=device)).item())

@@ -1,0 +1,113 @@
+"""What a run gets from the machine: every ``auto`` of the hyperparameters is decided here, and never by a timing,
+because a timing would make results unrepeatable.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from flyte_ddp import catalog
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.errors import UserError
+from flyte_ddp.identity import REQUESTED_GPUS
+
+MOST_CPU_RANKS = 4
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The machine's side of a run, equal on all ranks."""
+
+    num_ranks: int
+    device_type: str  # cuda or cpu
+    backend: str  # nccl or gloo
+    bf16: bool
+    channels_last: bool
+    threads: int  # for each rank
+
+
+def cores() -> int:
+    """CPU cores this process may use: the smaller of its affinity mask and its cgroup's quota, at least 1."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(allowed, int(cgroup_quota())))
+
+
+def cgroup_quota(root: Path = Path("/sys/fs/cgroup")) -> float:
+    """CPU quota of the cgroup in cores, rounded as the kernel states it; infinite (a large number) without one."""
+    unlimited = 1e6
+    try:
+        quota, period = (root / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        try:
+            quota = (root / "cpu/cpu.cfs_quota_us").read_text().strip()
+            period = (root / "cpu/cpu.cfs_period_us").read_text().strip()
+        except OSError:
+            return unlimited
+    if quota in ("max", "-1"):
+        return unlimited
+    return max(1.0, int(quota) / int(period))
+
+
+def cpu_has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether the CPU multiplies bf16 itself (AVX512-BF16 or AMX); elsewhere bf16 is emulated and slower than fp32."""
+    try:
+        words = set(cpuinfo.read_text().split())
+    except OSError:
+        return False
+    return bool(words & {"avx512_bf16", "amx_bf16"})
+
+
+def detect(hp: Hyperparameters) -> Hardware:
+    """Decides ranks, device, backend, precision, memory order and threads.
+
+    Raises:
+        UserError: hyperparameters that this machine cannot serve, or a pod whose visible GPUs are not those requested.
+
+    """
+    gpus = torch.cuda.device_count()
+    check_expected_gpus(gpus)
+    backend = hp.backend if hp.backend != "auto" else ("nccl" if gpus else "gloo")
+    if backend == "nccl":
+        if gpus == 0:
+            raise UserError("backend='nccl': needs GPUs and none is visible; use backend='gloo' or 'auto'")
+        if hp.num_ranks > gpus:
+            raise UserError(
+                f"num_ranks={hp.num_ranks}: only {gpus} GPU(s) visible and each rank needs one; "
+                f"set num_ranks to at most {gpus}, or 0 for all of them"
+            )
+    device_type = "cuda" if backend == "nccl" else "cpu"
+    num_ranks = hp.num_ranks or (gpus if device_type == "cuda" else min(cores(), MOST_CPU_RANKS, hp.batch_size))
+    if hp.batch_size < num_ranks * hp.accumulation_steps:
+        raise UserError(
+            f"batch_size={hp.batch_size}: must be at least ranks x accumulation_steps = "
+            f"{num_ranks} x {hp.accumulation_steps}; raise batch_size or set num_ranks"
+        )
+    small = hp.model in catalog.SMALL_MODELS
+    has_bf16 = torch.cuda.is_bf16_supported() if device_type == "cuda" else cpu_has_bf16()
+    if hp.precision == "bf16" and not has_bf16:
+        raise UserError(
+            f"precision='bf16': this {'GPU' if device_type == 'cuda' else 'CPU'} has no bf16 arithmetic; "
+            "use precision='fp32' or 'auto'"
+        )
+    return Hardware(
+        num_ranks=num_ranks,
+        device_type=device_type,
+        backend=backend,
+        bf16=has_bf16 and (hp.precision == "bf16" or (hp.precision == "auto" and (device_type == "cuda" or small))),
+        channels_last=hp.channels_last == "on" or (hp.channels_last == "auto" and (device_type == "cuda" or small)),
+        threads=max(1, cores() // num_ranks),
+    )
+
+
+def check_expected_gpus(visible: int) -> None:
+    """In a pod: the number of GPUs that were requested for it must be there, no more and no fewer."""
+    expected = os.environ.get(REQUESTED_GPUS)
+    if expected is not None and int(expected) != visible:
+        raise UserError(
+            f"{visible} GPU(s) visible but {expected} requested for this task ({REQUESTED_GPUS}={expected}): "
+            "register with the resource profile that fits the nodes, or mend the node's GPU driver"
+        )

@@ -1,0 +1,52 @@
+"""What identifies a training run: the name of its folder, and with it the cache key. Needs no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+
+from flyte_ddp.code_digest import library_digest
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.datasets.identity import content_identity
+from flyte_ddp.errors import UserError
+from flyte_ddp.user_code import user_source_digest
+
+REQUESTED_GPUS = "FLYTE_DDP_GPUS"  # set in pods by the table that requests the GPUs (tasks/pods.py)
+
+
+def run_name(hp: Hyperparameters, data_fingerprint: str, trigger: str = "") -> str:
+    """Such as ``fashion_mnist-small_cnn-1f0c5a7e9b3d``: data set, model, and a digest of all that decides the result.
+
+    Args:
+        data_fingerprint: from ``flyte_ddp.datasets.fingerprint``.
+        trigger: any text that makes an otherwise equal run another one, such as a schedule's kickoff time.
+
+    Raises:
+        UserError: there is no such model code, or no such initial weights.
+
+    """
+    parts = (
+        hp.to_json(),
+        data_fingerprint,
+        library_digest(),
+        user_source_digest(hp.model) if ":" in hp.model else "",
+        content_identity(hp.init_from),
+        trigger,
+    )
+    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
+    return "-".join(name.replace(":", ".") for name in (hp.dataset, hp.model, digest))
+
+
+def check_requested_gpus(hp: Hyperparameters) -> None:
+    """Refuses, before a GPU pod starts, more ranks than the pod will have GPUs.
+
+    Raises:
+        UserError: with both numbers.
+
+    """
+    requested = int(os.environ.get(REQUESTED_GPUS, "0"))
+    if requested and hp.backend != "gloo" and hp.num_ranks > requested:
+        raise UserError(
+            f"num_ranks={hp.num_ranks}: the training pod requests {requested} GPU(s) and each rank needs one; "
+            f"set num_ranks to at most {requested}, or 0 for all of them, or register with a larger profile"
+        )

@@ -1,0 +1,40 @@
+"""From stored images to a model's input; the same function serves training, evaluation and prediction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """What a model takes: channels x height x width, and the normalisation of values in 0..1, one number a channel."""
+
+    channels: int
+    height: int
+    width: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+def prepare(images: Tensor, spec: InputSpec) -> Tensor:
+    """Scales, resizes, makes grey images RGB where the model needs it, and normalises.
+
+    Args:
+        images: uint8 [N, H, W, C], on the device where the result is wanted.
+        spec: the model's input; its ``channels`` are C, or 3 where C is 1.
+
+    Returns:
+        float32 [N, spec.channels, spec.height, spec.width]. Its memory is in channels-last order, as a stored batch is.
+
+    """
+    mean = torch.tensor(spec.mean, device=images.device) * 255.0
+    scale = 1.0 / (torch.tensor(spec.std, device=images.device) * 255.0)
+    batch = images.float().permute(0, 3, 1, 2)
+    if batch.shape[2:] != (spec.height, spec.width):
+        batch = functional.interpolate(batch, (spec.height, spec.width), mode="bilinear", antialias=True)
+    # A grey image broadcasts against a normalisation of three channels, which makes it RGB in the same pass.
+    return (batch - mean[:, None, None]) * scale[:, None, None]

@@ -1,0 +1,54 @@
+"""Weights to start from: a file on this machine, or one fetched from a URI for all ranks at once."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from flyte_ddp.errors import UserError
+
+
+@contextmanager
+def fetched(init_from: str) -> Iterator[Path | None]:
+    """A local path with the contents of ``init_from``; None if that is empty.
+
+    Raises:
+        UserError: it is not there or cannot be read.
+
+    """
+    if not init_from:
+        yield None
+    elif "://" not in init_from:
+        if not Path(init_from).is_file():
+            raise UserError(f"init_from={init_from!r}: no such file; give a state_dict saved by torch.save")
+        yield Path(init_from).absolute()
+    else:
+        from flyte_ddp.datasets.transport import UnavailableError, open_file
+
+        with tempfile.TemporaryDirectory(prefix="flyte-ddp-") as folder:
+            path = Path(folder) / "weights.pt"
+            try:
+                with open_file(init_from) as (_, chunks), path.open("wb") as target:
+                    target.writelines(chunks)
+            except UnavailableError as error:
+                raise UserError(f"init_from={init_from!r}: cannot be fetched: {error}; check the address") from None
+            yield path
+
+
+def load_initial_weights(model: nn.Module, path: Path, name: str) -> None:
+    """Loads a state_dict into a fresh model.
+
+    Raises:
+        UserError: not a state_dict, or one whose names or shapes do not fit.
+
+    """
+    try:
+        model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+    except Exception as error:  # torch raises many kinds for a file that is not what it should be
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"init_from={name!r}: it does not fit the model: {reason}") from None

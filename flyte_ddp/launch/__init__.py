@@ -1,0 +1,1 @@
+"""Launchers: each starts ranks, watches over them, and reports; nothing else."""

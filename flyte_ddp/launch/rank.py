@@ -1,0 +1,95 @@
+"""What every rank does first and last, whoever started it."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from flyte_ddp.errors import UserError
+from flyte_ddp.train import Job, train
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where the ranks meet, and which of them this one is."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    host: str
+    port: int
+    records: Path  # folder in which each rank leaves a record of its completion or its error
+
+
+def run_rank(job: Job, rendezvous: Rendezvous) -> None:
+    """Runs one rank of a gang from its first line to its record; raises SystemExit(1) after writing an error record."""
+    die_with_parent()
+    faulthandler.enable()
+    try:
+        torch.set_num_threads(job.hardware.threads)
+        join_process_group(job, rendezvous)
+        train(job)
+        dist.barrier()  # no rank closes its connections while another still needs them
+        dist.destroy_process_group()
+    except BaseException as error:
+        write_record(rendezvous, error)
+        # Ends the process without the clean-up that waits for peers, which may be gone.
+        sys.stderr.flush()
+        os._exit(1)
+    write_record(rendezvous, None)
+
+
+def join_process_group(job: Job, rendezvous: Rendezvous) -> None:
+    """Meets the other ranks in the store that the launcher hosts: no port is chosen before it is bound."""
+    store = TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=COLLECTIVE_TIMEOUT)
+    device = None
+    if job.hardware.device_type == "cuda":
+        device = torch.device("cuda", rendezvous.local_rank)
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        job.hardware.backend,
+        store=store,
+        rank=rendezvous.rank,
+        world_size=rendezvous.world_size,
+        timeout=COLLECTIVE_TIMEOUT,
+        device_id=device,
+    )
+
+
+def die_with_parent() -> None:
+    """Asks Linux to kill this process when the thread that started it ends, so that no rank outlives its launcher."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def write_record(rendezvous: Rendezvous, error: BaseException | None) -> None:
+    """Leaves this rank's record: the launcher takes a process that exits without one for a failure."""
+    record: dict[str, object] = {"rank": rendezvous.rank, "time": time.time()}
+    if error is not None:
+        record |= {
+            "type": type(error).__name__,
+            "message": str(error),
+            "users_mistake": isinstance(error, UserError),
+            "traceback": "".join(traceback.format_exception(error)),
+        }
+    name = "error" if error is not None else "completed"
+    path = rendezvous.records / f"{name}-{rendezvous.rank}.json"
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(record))
+    partial.replace(path)

@@ -1,0 +1,133 @@
+"""Names to models: two small CNNs, torchvision's classifiers, and the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flyte_ddp import catalog
+from flyte_ddp.errors import UserError, unknown_name
+from flyte_ddp.images import InputSpec
+
+
+def input_spec(
+    model: str, *, channels: int, height: int, width: int, mean: tuple[float, ...], std: tuple[float, ...], size: int
+) -> InputSpec:
+    """The input that ``model`` gets from images of ``channels`` x ``height`` x ``width``, resized to ``size`` if not 0.
+
+    Raises:
+        UserError: images that the model cannot take, with the sizes that it can.
+
+    """
+    if size:
+        height = width = size
+    smallest = {"tutorial": 16, "small_cnn": 8}.get(model, catalog.TORCHVISION_MODELS.get(model, 1))
+    multiple = catalog.SIZE_MULTIPLES.get(model, 1)
+    if min(height, width) < smallest or height % multiple or width % multiple:
+        rule = f"at least {smallest}" + (f" and a multiple of {multiple}" if multiple > 1 else "")
+        fits = -(-max(smallest, height, width) // multiple) * multiple
+        raise UserError(
+            f"model {model!r} cannot take {height}x{width} images: sides must be {rule}; set image_size={fits}"
+        )
+    if model in catalog.TORCHVISION_MODELS:
+        if channels == 1:
+            channels, mean, std = 3, mean * 3, std * 3
+        elif channels != 3:
+            raise UserError(
+                f"model {model!r} cannot take images of {channels} channels: torchvision's models take 1 or 3; "
+                "use small_cnn or a model of your own"
+            )
+    return InputSpec(channels=channels, height=height, width=width, mean=mean, std=std)
+
+
+def build(name: str, num_classes: int, spec: InputSpec) -> nn.Module:
+    """Makes the model with freshly initialised weights, from torch's global random state.
+
+    Args:
+        name: as in ``Hyperparameters.model``.
+        num_classes: width of the output.
+        spec: the input, from :func:`input_spec`.
+
+    Returns:
+        A module that maps float32 [N, spec.channels, spec.height, spec.width] to logits [N, num_classes].
+
+    """
+    if ":" in name:
+        from flyte_ddp.user_code import load_callable
+
+        model = load_callable(name)(num_classes=num_classes, input_shape=(spec.channels, spec.height, spec.width))
+        if not isinstance(model, nn.Module):
+            raise UserError(f"model {name!r} returned a {type(model).__name__}: it must return a torch.nn.Module")
+        return model
+    if name in SMALL_MODELS:
+        return SMALL_MODELS[name](num_classes, spec)
+    if name in catalog.TORCHVISION_MODELS:
+        return torchvision_model(name, num_classes, spec)
+    raise unknown_name("model", name, catalog.MODELS)
+
+
+def torchvision_model(name: str, num_classes: int, spec: InputSpec) -> nn.Module:
+    """One of torchvision's classifiers, without its auxiliary heads, so that it returns logits in training too."""
+    from torchvision import models
+
+    options: dict[str, Any] = {"weights": None, "num_classes": num_classes}
+    if name in ("googlenet", "inception_v3"):
+        options |= {"aux_logits": False, "init_weights": True}
+    elif name.startswith("vit_"):
+        options["image_size"] = spec.height
+    elif name == "maxvit_t":
+        options["input_size"] = (spec.height, spec.width)
+    if name.startswith("vit_") and spec.height != spec.width:
+        raise UserError(
+            f"model {name!r} cannot take {spec.height}x{spec.width} images: they must be square; set image_size"
+        )
+    model: nn.Module = models.get_model(name, **options)
+    return model
+
+
+class Tutorial(nn.Module):
+    """The two-convolution network of Flyte's MNIST tutorial (431,080 parameters on 1x28x28 images of 10 classes)."""
+
+    def __init__(self, num_classes: int, spec: InputSpec) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(spec.channels, 20, 5)
+        self.conv2 = nn.Conv2d(20, 50, 5)
+        height, width = (((side - 4) // 2 - 4) // 2 for side in (spec.height, spec.width))
+        self.fc1 = nn.Linear(50 * height * width, 500)
+        self.fc2 = nn.Linear(500, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits [N, classes] of images [N, C, H, W]."""
+        x = torch.max_pool2d(torch.relu(self.conv1(images)), 2)
+        x = torch.max_pool2d(torch.relu(self.conv2(x)), 2)
+        x = torch.relu(self.fc1(x.flatten(1)))
+        logits: Tensor = self.fc2(x)
+        return logits
+
+
+class SmallCNN(nn.Module):
+    """Three 3x3 convolutions, each followed by pooling, and a hidden layer."""
+
+    def __init__(self, num_classes: int, spec: InputSpec) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(spec.channels, 16, 3, padding=1)
+        self.conv2 = nn.Conv2d(16, 32, 3, padding=1)
+        self.conv3 = nn.Conv2d(32, 64, 3, padding=1)
+        height, width = (max(1, side // 8) for side in (spec.height, spec.width))
+        self.fc1 = nn.Linear(64 * height * width, 128)
+        self.fc2 = nn.Linear(128, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits [N, classes] of images [N, C, H, W]."""
+        x = images
+        for conv in (self.conv1, self.conv2, self.conv3):
+            x = torch.max_pool2d(torch.relu(conv(x)), 2)
+        x = torch.relu(self.fc1(x.flatten(1)))
+        logits: Tensor = self.fc2(x)
+        return logits
+
+
+SMALL_MODELS: dict[str, Callable[[int, InputSpec], nn.Module]] = {"small_cnn": SmallCNN, "tutorial": Tutorial}

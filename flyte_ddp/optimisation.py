@@ -1,0 +1,51 @@
+"""The optimiser and its learning rate: one entry in one table for each name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+
+from flyte_ddp.config import Hyperparameters
+
+ONE_CYCLE_RISE = 0.25  # share of the run during which one_cycle rises
+
+
+def make_optimizer(parameters: Iterable[nn.Parameter], hp: Hyperparameters) -> torch.optim.Optimizer:
+    """The optimiser, in torch's fused form: one pass over memory for a step."""
+    parameters = [parameter for parameter in parameters if parameter.requires_grad]
+    # A tensor learning rate would be needed under torch.compile only; the schedule sets a plain number at each step.
+    if hp.optimizer == "sgd":
+        return torch.optim.SGD(
+            parameters,
+            lr=hp.learning_rate,
+            momentum=hp.momentum,
+            weight_decay=hp.weight_decay,
+            nesterov=hp.nesterov,
+            fused=True,
+        )
+    adam = torch.optim.AdamW if hp.optimizer == "adamw" else torch.optim.Adam
+    return adam(parameters, lr=hp.learning_rate, betas=(hp.momentum, 0.999), weight_decay=hp.weight_decay, fused=True)
+
+
+# Each maps the share of the run that is done, 0 to 1, to a factor of the learning rate.
+SCHEDULES: dict[str, Callable[[float], float]] = {
+    "constant": lambda _: 1.0,
+    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+    "one_cycle": lambda progress: 1.0 - progress,
+}
+
+
+def learning_rate(hp: Hyperparameters, step: int, total_steps: int) -> float:
+    """The learning rate of optimiser step ``step`` (counted from 0) of ``total_steps``.
+
+    A linear warm-up is followed by the schedule's course over the steps that remain.
+    """
+    warmup = hp.warmup_steps
+    if hp.schedule == "one_cycle" and not warmup:
+        warmup = int(total_steps * ONE_CYCLE_RISE)
+    if step < warmup:
+        return hp.learning_rate * (step + 1) / (warmup + 1)
+    return hp.learning_rate * SCHEDULES[hp.schedule]((step - warmup) / max(1, total_steps - warmup))

@@ -1,0 +1,229 @@
+"""What a run leaves behind: metrics while it trains, and the model with its sidecar at the end. Rank 0 writes."""
+
+from __future__ import annotations
+
+import math
+import platform
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+import flyte_ddp
+from flyte_ddp import artifacts, distributed
+from flyte_ddp.code_digest import library_digest
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.datasets import ImageArrays
+from flyte_ddp.errors import UserError
+from flyte_ddp.evaluate import Evaluation
+from flyte_ddp.files import replacing
+from flyte_ddp.progress import Progress
+from flyte_ddp.selection import Selection
+from flyte_ddp.tracking import MetricsLog
+
+if TYPE_CHECKING:
+    from flyte_ddp.train import Job
+    from flyte_ddp.training_state import TrainingState
+
+WORST_MISTAKES = 16
+HISTOGRAM_BINS = 64
+
+
+class Recorder:
+    """Collects losses over all ranks and, on rank 0, writes metrics.jsonl and shows progress."""
+
+    def __init__(self, job: Job, arrays: ImageArrays, state: TrainingState) -> None:
+        self.job, self.arrays, self.state = job, arrays, state
+        self.writes = distributed.rank() == 0
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=state.device)
+        self.samples = 0
+        self.samples_in_all = 0
+        self.since = time.perf_counter()
+        self.training_seconds = 0.0
+        self.epoch_accuracies: list[float] = []
+        if self.writes:
+            self.log = MetricsLog(job.run_folder / "metrics.jsonl")
+            steps_per_epoch = -(-len(state.training) // job.hp.batch_size)
+            self.progress = Progress(job.settings.progress, state.total_steps, steps_per_epoch)
+            self.log.write(start_record(job, arrays, state))
+
+    def training(self, epoch: int, step: int, loss_sum: torch.Tensor, samples: int) -> None:
+        """Takes in a finished step (``step`` counts from 1) and its global batch's number of samples.
+
+        Every ``log_interval`` steps all ranks add up their losses: the record holds the mean over those samples.
+        """
+        self.loss_sum += loss_sum
+        self.samples += samples
+        if step % self.job.hp.log_interval and step != self.state.total_steps:
+            return
+        with self.state.clock("communication"):
+            loss = distributed.sum_over_ranks(self.loss_sum).item() / self.samples
+        check_finite(loss, self.job.hp, epoch, step)
+        elapsed = time.perf_counter() - self.since
+        rate = self.samples / elapsed
+        self.training_seconds += elapsed
+        self.samples_in_all += self.samples
+        if self.writes:
+            self.log.write(
+                {
+                    "kind": "train",
+                    "epoch": epoch,
+                    "step": step,
+                    "loss": loss,
+                    "learning_rate": self.state.optimizer.param_groups[0]["lr"],
+                    "samples_per_second": rate,
+                }
+            )
+            self.progress.step(epoch, step, loss, rate)
+        self.loss_sum.zero_()
+        self.samples = 0
+        self.since = time.perf_counter()
+
+    def evaluation(self, epoch: int, step: int, validation: Evaluation, test: Evaluation) -> None:
+        """Takes in the evaluation after ``epoch`` epochs."""
+        self.epoch_accuracies.append(test.accuracy)
+        if self.writes:
+            record: dict[str, Any] = {"kind": "evaluation", "epoch": epoch, "step": step}
+            if len(self.state.validation):
+                record |= {"validation_loss": validation.loss, "validation_accuracy": validation.accuracy}
+            record |= {"test_loss": test.loss, "test_accuracy": test.accuracy}
+            self.log.write(record)
+            self.progress.evaluation(record)
+            if self.job.settings.wandb_watch:
+                self.log.write({"kind": "watch", "step": step, "parameters": histograms(self.state.model)})
+        self.since = time.perf_counter()  # the rate of training leaves evaluation out
+
+    def finish(self, selection: Selection) -> None:
+        """Writes the predictions, the model with its sidecar, and the end record, in this order."""
+        if not self.writes:
+            return
+        self.progress.close()
+        model = self.state.kept_model()
+        model.load_state_dict(selection.weights)
+        folder = self.job.run_folder
+        with replacing(folder / "predictions.npz") as file:
+            np.savez(file, **self.predictions(selection.test))
+        metrics = {
+            "test_accuracy": selection.test.accuracy,
+            "test_loss": selection.test.loss,
+            "epoch_accuracies": self.epoch_accuracies,
+            "kept_epoch": selection.epoch,
+        }
+        artifacts.save_model(folder, model.state_dict(), self.sidecar(metrics))
+        self.log.write(
+            {
+                "kind": "end",
+                "test_accuracy": selection.test.accuracy,
+                "test_loss": selection.test.loss,
+                "seconds": self.seconds(),
+                "samples_per_second": self.samples_in_all / max(self.training_seconds, 1e-9),
+                "stopped": selection.stopped,
+            }
+        )
+        self.log.close()
+
+    def seconds(self) -> dict[str, float]:
+        """Where the time of rank 0 went; communication is what no computation hid."""
+        spent = self.state.clock.seconds
+        hidden_in_backward = self.state.sync.exposed_seconds
+        seconds = {
+            "data": spent["data"],
+            "forward_backward": spent["forward_backward"] - hidden_in_backward,
+            "communication": spent["communication"] + hidden_in_backward,
+            "evaluation": spent["evaluation"],
+        }
+        total = self.state.clock.total()
+        return {**seconds, "other": total - sum(seconds.values()), "total": total}
+
+    def predictions(self, test: Evaluation) -> dict[str, Any]:
+        """The first test samples and the worst mistakes, with pictures and scores, and the confusion matrix."""
+        rows = min(self.job.settings.wandb_table_rows, len(self.state.test))
+        wrong = torch.where(test.guesses != test.truth, test.losses, -torch.inf)
+        worst = wrong.topk(min(WORST_MISTAKES, int((test.guesses != test.truth).sum()))).indices
+        index = torch.cat([torch.arange(rows), worst]).numpy()
+        images, _ = self.state.test.gather(index)
+        with torch.inference_mode():
+            scores = functional.softmax(self.state.predict(images), dim=1)
+        return {
+            "index": index,
+            "images": images.cpu().numpy(),
+            "scores": scores.float().cpu().numpy(),
+            "truth": test.truth[index].numpy(),
+            "loss": test.losses[index].float().numpy(),
+            "table_rows": np.array(rows),
+            "confusion": test.confusion(self.state.num_classes).numpy(),
+        }
+
+    def sidecar(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        """What makes the bare weights usable; the digest of the weights is added when they are saved."""
+        spec, hp = self.state.spec, self.job.hp
+        return {
+            "format": artifacts.FORMAT,
+            "model": hp.model,
+            "classes": list(self.arrays.classes),
+            "input": {
+                "channels": spec.channels,
+                "height": spec.height,
+                "width": spec.width,
+                "mean": list(spec.mean),
+                "std": list(spec.std),
+            },
+            "hyperparameters": hp.to_dict(),
+            "metrics": metrics,
+            "digests": {"data": self.arrays.digest, "code": library_digest()},
+            "versions": versions(),
+            "num_ranks": distributed.world_size(),
+        }
+
+
+def start_record(job: Job, arrays: ImageArrays, state: TrainingState) -> dict[str, Any]:
+    """The facts of a run that are known before its first step."""
+    hardware = job.hardware
+    return {
+        "kind": "start",
+        "hyperparameters": job.hp.to_dict(),
+        "num_ranks": distributed.world_size(),
+        "device": torch.cuda.get_device_name(state.device) if state.device.type == "cuda" else "cpu",
+        "backend": hardware.backend if distributed.world_size() > 1 else "none",
+        "precision": "bf16" if hardware.bf16 else "fp32",
+        "channels_last": hardware.channels_last,
+        "threads_per_rank": hardware.threads,
+        "parameters": sum(parameter.numel() for parameter in state.model.parameters()),
+        "training_samples": len(state.training),
+        "validation_samples": len(state.validation),
+        "test_samples": len(state.test),
+        "steps": state.total_steps,
+        "classes": list(arrays.classes),
+    }
+
+
+def histograms(model: torch.nn.Module) -> dict[str, dict[str, list[float]]]:
+    """Counts and bin edges of every parameter's values."""
+    result = {}
+    for name, parameter in model.named_parameters():
+        counts, edges = np.histogram(parameter.detach().float().cpu().numpy(), bins=HISTOGRAM_BINS)
+        result[name] = {"counts": counts.tolist(), "edges": edges.tolist()}
+    return result
+
+
+def versions() -> dict[str, str]:
+    """What the weights were made with."""
+    from importlib.metadata import version
+
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torchvision": version("torchvision"),
+        "flyte_ddp": flyte_ddp.__version__,
+    }
+
+
+def check_finite(loss: float, hp: Hyperparameters, epoch: int, step: int) -> None:
+    """Raises UserError for a loss that is NaN or infinite."""
+    if not math.isfinite(loss):
+        raise UserError(
+            f"the training loss is {loss} at epoch {epoch}, step {step}: it must be finite; lower learning_rate "
+            f"(now {hp.learning_rate:g}), set grad_clip_norm or warmup_steps, or use precision='fp32'"
+        )

@@ -1,0 +1,67 @@
+"""What does not change a run's result, read from the environment so that it stays out of the cache key."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from flyte_ddp.errors import UserError
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Where to log and how much to print.
+
+    Environment: ``FLYTE_DDP_RUNS`` (folder of local runs), ``FLYTE_DDP_PROGRESS`` (auto, bar, lines, off),
+    ``WANDB_PROJECT``, ``WANDB_ENTITY``, ``WANDB_MODE`` (online, offline, disabled), ``WANDB_API_KEY``,
+    ``FLYTE_DDP_WANDB_TABLE_ROWS`` (rows of the table of predictions), ``FLYTE_DDP_WANDB_WATCH`` (1: log histograms of
+    the weights), ``FLYTE_DDP_WANDB_TIMEOUT`` (seconds that the end of a run waits for the wandb process).
+    """
+
+    progress: str = "auto"
+    wandb_project: str = "flyte-ddp"
+    wandb_entity: str = ""
+    wandb_mode: str = "offline"
+    wandb_table_rows: int = 200
+    wandb_watch: bool = False
+    wandb_timeout: float = 30.0
+    wandb_run_id: str = field(default="", kw_only=True)
+
+
+def runs_folder() -> Path:
+    """The folder that keeps local runs and data sets: ``$FLYTE_DDP_RUNS``, or ``runs`` under the working directory."""
+    return Path(os.environ.get("FLYTE_DDP_RUNS") or "runs").absolute()
+
+
+def from_environment(wandb_run_id: str = "") -> Settings:
+    """Reads the environment; without a wandb key the mode is offline, so that nothing ever prompts."""
+    env = os.environ
+    progress = env.get("FLYTE_DDP_PROGRESS", "auto")
+    if progress not in ("auto", "bar", "lines", "off"):
+        raise UserError(f"FLYTE_DDP_PROGRESS={progress!r}: choose one of auto, bar, lines, off")
+    mode = env.get("WANDB_MODE") or ("online" if env.get("WANDB_API_KEY") else "offline")
+    if mode not in ("online", "offline", "disabled"):
+        raise UserError(f"WANDB_MODE={mode!r}: choose one of online, offline, disabled")
+    return Settings(
+        progress=progress,
+        wandb_project=env.get("WANDB_PROJECT", "flyte-ddp"),
+        wandb_entity=env.get("WANDB_ENTITY", ""),
+        wandb_mode=mode,
+        wandb_table_rows=int(number("FLYTE_DDP_WANDB_TABLE_ROWS", 200)),
+        wandb_watch=env.get("FLYTE_DDP_WANDB_WATCH", "0") == "1",
+        wandb_timeout=number("FLYTE_DDP_WANDB_TIMEOUT", 30.0),
+        wandb_run_id=wandb_run_id,
+    )
+
+
+def number(name: str, default: float) -> float:
+    """A non-negative number from the environment."""
+    text = os.environ.get(name, "")
+    try:
+        value = float(text) if text else default
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise UserError(f"{name}={text!r}: must be a number of at least 0")
+    return value

@@ -1,0 +1,126 @@
+"""The main line of training, as one rank runs it: the same under every launcher."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.utils import clip_grad_norm_
+
+from flyte_ddp import sampling
+from flyte_ddp.augmentation import augment
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.datasets import open_arrays
+from flyte_ddp.distributed import rank, world_size
+from flyte_ddp.errors import UserError
+from flyte_ddp.evaluate import evaluate
+from flyte_ddp.hardware import Hardware
+from flyte_ddp.optimisation import learning_rate
+from flyte_ddp.recording import Recorder, check_finite
+from flyte_ddp.selection import Selection
+from flyte_ddp.settings import Settings
+from flyte_ddp.training_state import TrainingState
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that a rank needs to know: what to train, on which prepared data, and where results go."""
+
+    hp: Hyperparameters
+    hardware: Hardware
+    settings: Settings
+    data: Path
+    run_folder: Path
+    initial_weights: Path | None = None
+
+
+def train(job: Job) -> None:
+    """Trains, evaluates every ``eval_interval`` epochs, and leaves metrics, model and sidecar in the run folder.
+
+    Raises:
+        UserError: a model whose output does not fit the classes, a loss that is not finite, weights that do not fit.
+
+    """
+    hp = job.hp
+    arrays = open_arrays(job.data)
+    state = TrainingState.create(hp, job.hardware, arrays, job.initial_weights)
+    recorder = Recorder(job, arrays, state)
+    selection = Selection(hp)
+    step = 0
+    for epoch in range(hp.epochs):
+        order = sampling.epoch_order(state.training.indices, hp.seed, epoch)
+        for batch in global_batches(order, hp.batch_size):
+            loss_sum = train_step(state, batch, epoch, step)
+            step += 1
+            recorder.training(epoch, step, loss_sum, len(batch))
+            if step == state.total_steps:
+                break
+        finished = step == state.total_steps
+        if finished or (epoch + 1) % hp.eval_interval == 0:
+            with state.clock("evaluation"):
+                validation = evaluate(state.predict, state.validation, hp.test_batch_size, state.device)
+                test = evaluate(state.predict, state.test, hp.test_batch_size, state.device)
+            recorder.evaluation(epoch + 1, step, validation, test)
+            finished |= selection.consider(epoch + 1, validation, test, state)
+        if finished:
+            break
+    recorder.finish(selection)
+
+
+def global_batches(order: sampling.Indices, batch_size: int) -> Iterator[sampling.Indices]:
+    """Cuts an epoch's order into global batches; the last one may be smaller."""
+    for start in range(0, len(order), batch_size):
+        yield order[start : start + batch_size]
+
+
+def train_step(state: TrainingState, batch: sampling.Indices, epoch: int, step: int) -> Tensor:
+    """One optimiser step on a global batch, of which this rank computes its share.
+
+    Args:
+        batch: [B] positions in the training set, the same on all ranks.
+
+    Returns:
+        The sum of this rank's losses, an fp64 scalar on the device.
+
+    Raises:
+        UserError: an output that does not fit, or a loss that is not finite.
+
+    """
+    hp = state.hp
+    loss_sum = torch.zeros((), dtype=torch.float64, device=state.device)
+    for part in range(hp.accumulation_steps):
+        samples = sampling.share(sampling.share(batch, part, hp.accumulation_steps), rank(), world_size())
+        with state.clock("data"):
+            images, labels = state.training.gather(samples)
+            images = state.prepare(augment(images, hp.augment, seed=hp.seed, epoch=epoch, samples=samples))
+        with state.clock("forward_backward"), state.sync.accumulating(last=part == hp.accumulation_steps - 1):
+            with state.autocast():
+                logits = state.sync(images)
+            check_output(hp.model, logits, (len(samples), state.num_classes))
+            loss = functional.cross_entropy(logits.float(), labels, reduction="sum", label_smoothing=hp.label_smoothing)
+            state.sync.backward(loss / len(batch))
+        loss_sum += loss.detach()
+    if state.device.type == "cpu":  # On a GPU this would wait for the device; there the recorder looks now and then.
+        check_finite(loss_sum.item(), hp, epoch, step)
+    if hp.grad_clip_norm:
+        clip_grad_norm_(state.model.parameters(), hp.grad_clip_norm)
+    for group in state.optimizer.param_groups:
+        group["lr"] = learning_rate(hp, step, state.total_steps)
+    state.optimizer.step()
+    state.optimizer.zero_grad(set_to_none=True)
+    state.update_average()
+    return loss_sum
+
+
+def check_output(model: str, logits: object, expected: tuple[int, int]) -> None:
+    """Raises UserError unless the model returned one row of logits for each sample."""
+    got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+    if got != expected:
+        raise UserError(
+            f"model {model!r} returned {got}: it must return a tensor of shape (samples, classes) = {expected}; "
+            "size its last layer by num_classes"
+        )

@@ -1,0 +1,138 @@
+"""What training works on: the model, its optimiser, and the splits of the data, set up alike on every rank."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from flyte_ddp import models, sampling
+from flyte_ddp.clock import Clock
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.datasets import ImageArrays
+from flyte_ddp.hardware import Hardware
+from flyte_ddp.images import InputSpec, prepare
+from flyte_ddp.initial_weights import load_initial_weights
+from flyte_ddp.loading import ImageSet, on_device
+from flyte_ddp.optimisation import make_optimizer
+from flyte_ddp.strategies import GradientSync
+
+
+@dataclass
+class TrainingState:
+    """The objects of one rank; ``model`` is the bare module, ``sync`` the same module with synchronised gradients."""
+
+    hp: Hyperparameters
+    hardware: Hardware
+    device: torch.device
+    spec: InputSpec
+    num_classes: int
+    training: ImageSet
+    validation: ImageSet
+    test: ImageSet
+    total_steps: int
+    model: nn.Module
+    sync: GradientSync
+    optimizer: torch.optim.Optimizer
+    average: AveragedModel | None
+    clock: Clock
+
+    @classmethod
+    def create(
+        cls, hp: Hyperparameters, hardware: Hardware, arrays: ImageArrays, initial_weights: Path | None
+    ) -> TrainingState:
+        """Builds everything from the seed.
+
+        Raises:
+            UserError: images that the model cannot take, or initial weights that do not fit it.
+
+        """
+        on_gpu = hardware.device_type == "cuda"
+        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        torch.manual_seed(hp.seed)
+        torch.use_deterministic_algorithms(hp.deterministic)
+        _, height, width, channels = arrays.train_images.shape
+        spec = models.input_spec(
+            hp.model,
+            channels=channels,
+            height=height,
+            width=width,
+            mean=arrays.mean,
+            std=arrays.std,
+            size=hp.image_size,
+        )
+        model = models.build(hp.model, len(arrays.classes), spec)
+        if initial_weights is not None:
+            load_initial_weights(model, initial_weights, hp.init_from)
+        memory_format = torch.channels_last if hardware.channels_last else torch.contiguous_format
+        model = model.to(device=device).to(memory_format=memory_format)
+        indices = sampling.split_indices(len(arrays.train_labels), hp.validation_fraction, hp.seed)
+        stored = on_device(device, arrays.train_images, arrays.train_labels)
+        training, validation = (ImageSet(*stored, part) for part in indices)
+        stored = on_device(device, arrays.test_images, arrays.test_labels)
+        test = ImageSet(*stored, np.arange(len(arrays.test_labels)))
+        steps = hp.epochs * sampling.steps_per_epoch(len(training), hp.batch_size)
+        return cls(
+            hp=hp,
+            hardware=hardware,
+            device=device,
+            spec=spec,
+            num_classes=len(arrays.classes),
+            training=training,
+            validation=validation,
+            test=test,
+            total_steps=min(steps, hp.max_steps or steps),
+            model=model,
+            sync=GradientSync(cast("nn.Module", torch.compile(model)) if hp.compile else model, device),
+            optimizer=make_optimizer(model.parameters(), hp),
+            average=moving_average(model, hp.ema_decay) if hp.ema_decay else None,
+            clock=Clock(),
+        )
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Mixed precision for training's forward pass."""
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.hardware.bf16)
+
+    def prepare(self, images: Tensor) -> Tensor:
+        """uint8 [N, H, W, C] to the model's input, in the memory order that the run uses."""
+        batch = prepare(images, self.spec)
+        order = torch.channels_last if self.hardware.channels_last else torch.contiguous_format
+        return batch.contiguous(memory_format=order)
+
+    def predict(self, images: Tensor) -> Tensor:
+        """Logits [N, classes] in fp32 of the weights that would be kept now, for uint8 images [N, H, W, C].
+
+        Evaluation runs in fp32 whatever training's precision is, so that its metrics are those of the saved model.
+        """
+        model = self.kept_model()
+        was_training = model.training
+        model.eval()
+        try:
+            logits: Tensor = model(self.prepare(images))
+        finally:
+            model.train(was_training)
+        return logits
+
+    def kept_model(self) -> nn.Module:
+        """The module whose weights would be kept now: the moving average, if the run keeps that."""
+        if self.hp.keep == "ema":
+            assert self.average is not None
+            averaged: nn.Module = self.average.module
+            return averaged
+        return self.model
+
+    def update_average(self) -> None:
+        """Takes the weights of this step into the moving average, if there is one."""
+        if self.average is not None:
+            self.average.update_parameters(self.model)
+
+
+def moving_average(model: nn.Module, decay: float) -> AveragedModel:
+    """An exponential moving average of weights and buffers, to be updated after each step."""
+    return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True)  # type: ignore[no-untyped-call]

@@ -1,0 +1,1 @@
+"""Flyte tasks: each resolves its inputs to paths, calls one function of the library, and wraps what that made."""

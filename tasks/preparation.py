@@ -1,0 +1,64 @@
+"""Light tasks that come before training: check what was asked for, and fetch the data set."""
+
+import json
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Annotated, NamedTuple, Optional
+
+from flytekit import HashMethod, task
+from flytekit.types.directory import FlyteDirectory
+
+from flyte_ddp import identity
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.datasets import fetch, fingerprint
+from flyte_ddp.run import is_finished
+from flyte_ddp.settings import from_environment
+from tasks import places, pods
+
+
+class CheckedInputs(NamedTuple):
+    """What identifies the data and the run; locally with a token of the folder that holds them."""
+
+    data_version: str
+    run_version: str
+
+
+NO_SCHEDULE = datetime(1970, 1, 1, tzinfo=timezone.utc)  # kickoff time of a retraining that no schedule started
+
+
+def content_digest(data: FlyteDirectory) -> str:
+    """The digest of a prepared data set's content: what training is cached by."""
+    digest: str = json.loads((Path(data.path) / "dataset.json").read_text())["digest"]
+    return digest
+
+
+PreparedData = Annotated[FlyteDirectory, HashMethod(content_digest)]
+
+
+@task(**pods.light_pod(), retries=2)
+def check_inputs(hp: Hyperparameters, kickoff_time: Optional[datetime] = None) -> CheckedInputs:
+    """Check hyperparameters and identify the data, before any GPU pod starts.
+
+    Never cached. Its outputs change exactly when training has to run again: with the data, the code, the weights to
+    start from, or the kickoff time of a schedule that retrains at every tick.
+    """
+    identity.check_requested_gpus(hp)
+    data = fingerprint(hp.dataset, hp.data_source)
+    if kickoff_time == NO_SCHEDULE:
+        kickoff_time = datetime.now(timezone.utc)
+    run = identity.run_name(hp, data, trigger=kickoff_time.isoformat() if kickoff_time else "")
+    return CheckedInputs(
+        data_version=places.with_token(
+            f"datasets/{data}", complete=(places.folder_for(f"datasets/{data}") / "dataset.json").exists()
+        ),
+        run_version=places.with_token(run, complete=is_finished(places.folder_for(run))),
+    )
+
+
+@task(**pods.light_pod(), retries=2, cache=pods.by_content(ignored_inputs=("data_source",)))
+def fetch_dataset(dataset: str, data_source: str, data_version: str) -> PreparedData:
+    """Download, verify and prepare a data set, once for each version of its content."""
+    pods.check_code()
+    folder = places.folder_for(places.without_token(data_version))
+    fetch(dataset, data_source, folder, progress=from_environment().progress)
+    return places.directory(folder)

@@ -1,0 +1,44 @@
+"""The training task: one pod, one rank for each of its GPUs."""
+
+from pathlib import Path
+from typing import List, NamedTuple
+
+from flytekit import Deck, task
+from flytekit.types.directory import FlyteDirectory
+from flytekit.types.file import FlyteFile, PythonPickledFile
+
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.run import run_training
+from tasks import places, pods
+from tasks.tracking import settings
+
+
+class TrainingOutputs(NamedTuple):
+    """What a finished training hands on."""
+
+    epoch_accuracies: List[float]
+    model_state: PythonPickledFile
+    sidecar: FlyteFile
+    report: FlyteFile
+    metrics: FlyteFile
+
+
+@task(**pods.training_pod(), retries=2, cache=pods.by_content(), enable_deck=True, deck_fields=())
+def train_model(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -> TrainingOutputs:
+    """Train a model with distributed data parallelism on all GPUs of one pod.
+
+    Returns the test accuracy after each epoch, the weights (a bare state_dict), a JSON sidecar that makes them usable,
+    an HTML report, and all metrics as JSON lines.
+    """
+    pods.check_code()
+    run = places.without_token(run_version)
+    result = run_training(hp, Path(data.download()), places.folder_for(run), settings(run))
+    Deck("Training report", result.report.read_text())
+    places.tell(result)
+    return TrainingOutputs(
+        epoch_accuracies=result.epoch_accuracies,
+        model_state=places.file(PythonPickledFile, result.model),
+        sidecar=places.file(FlyteFile, result.sidecar),
+        report=places.file(FlyteFile, result.report),
+        metrics=places.file(FlyteFile, result.metrics),
+    )

