@@ -11,6 +11,7 @@ DATASETS: tuple[str, ...] = ("digits", "mnist", "fashion_mnist", "cifar10")
 SMALL_MODELS: tuple[str, ...] = ("small_cnn", "tutorial")
 
 # torchvision's image classifiers: the smallest image side, in pixels, with which a forward pass in training mode works.
+# Models that take any size are given 8, below which nothing is left to see.
 TORCHVISION_MODELS: dict[str, int] = {
     "alexnet": 63,
     "convnext_base": 32,

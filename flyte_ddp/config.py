@@ -19,6 +19,8 @@ from dataclasses_json import DataClassJsonMixin
 from flyte_ddp import catalog
 from flyte_ddp.errors import UserError, unknown_name
 
+LARGEST_INT = 2**53  # the console's form (protobuf Struct) carries doubles: larger ones would be rounded silently
+
 
 def setting(
     default: Any,
@@ -31,6 +33,8 @@ def setting(
     choices: Optional[tuple[str, ...]] = None,
 ) -> Any:
     """A field with its documentation and its range; ``above`` and ``below`` exclude the bound itself."""
+    if type(default) is int and at_most is None:
+        at_most = LARGEST_INT
     rules = {"at_least": at_least, "at_most": at_most, "above": above, "below": below}
     metadata = {"doc": doc, "choices": choices, **{key: value for key, value in rules.items() if value is not None}}
     return dataclasses.field(default=default, metadata=metadata)
@@ -79,7 +83,7 @@ class Hyperparameters(DataClassJsonMixin):
         "Tensors whose shape does not fit, such as the head for another number of classes, are an error.",
     )
     # Length
-    epochs: int = setting(3, "Passes over the training samples.", at_least=1, at_most=100_000)
+    epochs: int = setting(10, "Passes over the training samples.", at_least=1, at_most=100_000)
     max_steps: int = setting(0, "Stop after so many optimiser steps; 0 sets no such limit.", at_least=0)
     # Batches
     batch_size: int = setting(
@@ -99,7 +103,7 @@ class Hyperparameters(DataClassJsonMixin):
         at_most=100_000,
     )
     # Optimiser
-    optimizer: str = setting("sgd", "Optimiser.", choices=("sgd", "adam", "adamw"))
+    optimizer: str = setting("sgd", "Optimiser: SGD, Adam, or AdamW.", choices=("sgd", "adam", "adamw"))
     learning_rate: float = setting(
         0.1, "Learning rate per optimiser step; the peak, where the schedule has one.", above=0.0, at_most=1_000.0
     )
@@ -188,18 +192,18 @@ class Hyperparameters(DataClassJsonMixin):
         check_combinations(self)
 
     @classmethod
-    def from_mapping(cls, values: Any) -> "Hyperparameters":
-        """Builds from untrusted key-value pairs, such as decoded JSON."""
-        return cls(**known_fields(values))
+    def from_dict(cls, kvs: Any, **_: Any) -> "Hyperparameters":
+        """Builds from untrusted key-value pairs, such as decoded JSON; the inherited one would guess and drop."""
+        return cls(**known_fields(kvs))
 
     @classmethod
     def from_json(cls, s: Any, **_: Any) -> "Hyperparameters":
         """The command line's way in (``--hp '{...}'``, ``--hp preset.json``, ``--inputs-file``)."""
         try:
             values = json.loads(s)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"hyperparameters are not valid JSON: {error}") from None
-        return cls.from_mapping(values)
+        return cls.from_dict(values)
 
     @classmethod
     def __pre_deserialize__(cls, values: Any) -> dict[str, Any]:
@@ -211,7 +215,7 @@ class Hyperparameters(DataClassJsonMixin):
 def known_fields(values: Any) -> dict[str, Any]:
     """The mapping itself, if every key is a hyperparameter's name."""
     if not isinstance(values, Mapping):
-        raise UserError(f"hyperparameters must be a JSON object, got {values!r}")
+        raise UserError(f"hyperparameters must be a JSON object, got {shown(values)}")
     names = [field.name for field in dataclasses.fields(Hyperparameters)]
     for key in values:
         if key not in names:
@@ -220,8 +224,6 @@ def known_fields(values: Any) -> dict[str, Any]:
 
 
 BOUNDS = {"at_least": operator.ge, "at_most": operator.le, "above": operator.gt, "below": operator.lt}
-# The console's form (protobuf Struct) carries numbers as doubles: larger whole numbers would be rounded silently.
-LARGEST: dict[type, float] = {int: 2**53, float: sys.float_info.max}
 TYPES: dict[type, str] = {bool: "true or false", str: "text", int: "a whole number", float: "a finite number"}
 
 
@@ -236,7 +238,7 @@ def checked(field: "dataclasses.Field[Any]", value: Any) -> Any:
     if kind is bool or kind is str:
         fits = isinstance(value, kind)
     else:
-        fits = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= LARGEST[kind]
+        fits = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
         fits = fits and (kind is float or value == int(value))
     if not fits:
         raise UserError(f"{field.name}={shown(value)}: must be {TYPES[kind]}")
@@ -245,7 +247,7 @@ def checked(field: "dataclasses.Field[Any]", value: Any) -> Any:
         raise unknown_name(field.name, value, rule["choices"])
     for key, holds in BOUNDS.items():
         if key in rule and not holds(value, rule[key]):
-            raise UserError(f"{field.name}={shown(value)}: must be {key.replace('_', ' ')} {rule[key]:g}")
+            raise UserError(f"{field.name}={shown(value)}: must be {key.replace('_', ' ')} {rule[key]}")
     return value
 
 

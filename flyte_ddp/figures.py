@@ -56,7 +56,7 @@ STYLE: dict[Any, Any] = {
 
 @dataclass(frozen=True)
 class Series:
-    """One line of a chart; ``x`` increases."""
+    """One line of a chart; ``x`` increases, and the label is empty where there is no need for a legend."""
 
     label: str
     x: Sequence[float]
@@ -77,13 +77,16 @@ def styled() -> Iterator[None]:
         yield
 
 
-def line_chart(series: Sequence[Series], *, x_label: str, y_label: str, scale: str = "linear") -> str:
+def line_chart(
+    series: Sequence[Series], *, x_label: str, y_label: str, scale: str = "linear", x_from: float | None = None
+) -> str:
     """Lines over a common x, as an SVG element; long series as their means in bands from smallest to largest.
 
     Args:
         series: at least one, each with at least one point.
         x_label: what x is, with its unit.
         y_label: what y is, with its unit.
+        x_from: where the x axis begins; at the first point if it is not given.
         scale: of y: ``linear``, ``from 0``, or ``log``, which takes effect where the values differ enough to need it.
     """
     from matplotlib.figure import Figure
@@ -96,7 +99,11 @@ def line_chart(series: Sequence[Series], *, x_label: str, y_label: str, scale: s
         axes = figure.add_axes((0.125, 0.16, 0.855, 0.74))
         for line in series:
             draw(axes, line)
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+        if len({x for line in series for x in line.x}) == 1:
+            axes.set_xlim(series[0].x[0] - 1, series[0].x[0] + 1)
+        if x_from is not None:
+            axes.set_xlim(left=x_from)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
         if scale == "from 0":
             axes.set_ylim(0, max(1e-12, float(values.max(initial=0.0))) * 1.08)
@@ -110,7 +117,7 @@ def line_chart(series: Sequence[Series], *, x_label: str, y_label: str, scale: s
             y_label += ", logarithmic"
         axes.set_xlabel(x_label)
         axes.set_title(y_label, loc="left", fontsize=8.5, color=MUTED)  # reads better than a label on its side
-        if len(series) > 1:
+        if any(line.label for line in series):
             axes.legend(loc="best", labelcolor=INK)
         return as_svg(figure, f"{y_label} over {x_label}")
 
@@ -164,9 +171,9 @@ def confusion_heatmap(confusion: NDArray[np.int64], classes: Sequence[str]) -> s
         axes.grid(visible=False)
         axes.imshow(pixels, interpolation="none", aspect="equal")
         if labelled:
-            ticks, upright = range(len(names)), 0 if len(names) <= 3 else 90
+            ticks, turn = range(len(names)), 0 if max(map(len, names)) <= 3 else 90
             size = 8.5 if len(names) <= NAMED_CLASSES else 6.5
-            axes.set_xticks(ticks, labels=names, rotation=upright, parse_math=False, fontsize=size)
+            axes.set_xticks(ticks, labels=names, rotation=turn, parse_math=False, fontsize=size)
             axes.set_yticks(ticks, labels=names, parse_math=False, fontsize=size)
         if len(names) <= NAMED_CLASSES:
             for row, column in zip(*np.nonzero(confusion), strict=True):

@@ -8,8 +8,6 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from flyte_ddp import catalog
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
@@ -61,6 +59,22 @@ def cpu_has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     return bool(words & {"avx512_bf16", "amx_bf16"})
 
 
+def visible_gpus(devices: Path = Path("/dev")) -> int:
+    """GPUs that torch sees; where the machine has no such device, the answer does not take an import of torch."""
+    if not any((devices / name).exists() for name in ("nvidiactl", "nvidia0", "kfd", "dxg")):
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def gpu_has_bf16() -> bool:
+    """Whether the GPUs multiply bf16 themselves."""
+    import torch
+
+    return bool(torch.cuda.is_bf16_supported())
+
+
 def detect(hp: Hyperparameters) -> Hardware:
     """Decides ranks, device, backend, precision, memory order and threads.
 
@@ -68,7 +82,7 @@ def detect(hp: Hyperparameters) -> Hardware:
         UserError: hyperparameters that this machine cannot serve, or a pod whose visible GPUs are not those requested.
 
     """
-    gpus = torch.cuda.device_count()
+    gpus = visible_gpus()
     check_expected_gpus(gpus)
     backend = hp.backend if hp.backend != "auto" else ("nccl" if gpus else "gloo")
     if backend == "nccl":
@@ -87,7 +101,7 @@ def detect(hp: Hyperparameters) -> Hardware:
             f"{num_ranks} x {hp.accumulation_steps}; raise batch_size or set num_ranks"
         )
     small = hp.model in catalog.SMALL_MODELS
-    has_bf16 = torch.cuda.is_bf16_supported() if device_type == "cuda" else cpu_has_bf16()
+    has_bf16 = gpu_has_bf16() if device_type == "cuda" else cpu_has_bf16()
     if hp.precision == "bf16" and not has_bf16:
         raise UserError(
             f"precision='bf16': this {'GPU' if device_type == 'cuda' else 'CPU'} has no bf16 arithmetic; "

@@ -19,12 +19,12 @@ from flyte_ddp.datasets import ImageArrays
 from flyte_ddp.errors import UserError
 from flyte_ddp.evaluate import Evaluation
 from flyte_ddp.files import replacing
+from flyte_ddp.job import Job
 from flyte_ddp.progress import Progress
 from flyte_ddp.selection import Selection
 from flyte_ddp.tracking import MetricsLog
 
 if TYPE_CHECKING:
-    from flyte_ddp.train import Job
     from flyte_ddp.training_state import TrainingState
 
 WORST_MISTAKES = 16

@@ -35,7 +35,7 @@ def write_report(run_folder: Path) -> Path:
     page = render(run_folder)
     path = run_folder / "report.html"
     with replacing(path) as file:
-        file.write(page.encode("utf-8", "replace"))
+        file.write(page.encode("ascii"))
     return path
 
 
@@ -50,12 +50,14 @@ def render(run_folder: Path) -> str:
     style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
     sections = (headline, notes, curves, confusion, mistakes, time_spent, hyperparameters, provenance)
     body = "\n".join(filter(None, (make(run) for make in sections)))
-    return (
+    page = (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{text(run.name)}: training report</title>\n<style>\n{style}</style>\n</head>\n"
         f'<body style="margin:0">\n<div class="ddp-report">\n{body}\n</div>\n</body>\n</html>\n'
     )
+    # Plain ASCII comes through unharmed, whatever encoding a reader of the file takes for granted.
+    return page.encode("ascii", "xmlcharrefreplace").decode("ascii")
 
 
 def headline(run: Run) -> str:
@@ -65,20 +67,20 @@ def headline(run: Run) -> str:
     kept = kept_evaluation(run)
     accuracy = end.get("test_accuracy", kept.get("test_accuracy"))
     loss = end.get("test_loss", kept.get("test_loss"))
-    tests = start.get("test_samples", 0)
+    sizes = {part: start.get(f"{part}_samples", 0) for part in ("training", "validation", "test")}
+    right = "" if accuracy is None else f"{accuracy * sizes['test']:,.0f} of {sizes['test']:,} right"
     rate = end.get("samples_per_second", run.train[-1]["samples_per_second"] if run.train else None)
     device = "CPU" if start.get("device") == "cpu" else start.get("device", "")
     backend = start.get("backend", "none")
     ranks = [backend if backend != "none" else "", counted(start.get("threads_per_rank"), "thread", " each")]
     validation = f"validation loss {kept['validation_loss']:.4f}" if "validation_loss" in kept else ""
-    samples = [f"{start.get(f'{part}_samples', 0):,} {part}" for part in ("training", "validation", "test")]
     tiles = (
-        ("Test accuracy", percent(accuracy), "" if accuracy is None else f"{accuracy * tests:,.0f} of {tests:,} right"),
+        ("Test accuracy", percent(accuracy), right),
         ("Test loss", number(loss), validation),
         ("Duration", duration(total_seconds(run)), f"{run.steps:,} of {start.get('steps', 0):,} steps"),
         ("Samples per second", number(rate, ",.0f"), "in training, over all ranks"),
         ("Model", hp.get("model", ""), f"{start.get('parameters', 0):,} parameters"),
-        ("Data set", hp.get("dataset", ""), ", ".join(samples)),
+        ("Data set", hp.get("dataset", ""), ", ".join(f"{size:,} {part}" for part, size in sizes.items() if size)),
         ("Ranks", f"{start.get('num_ranks', 1)} on {device}", ", ".join(filter(None, ranks))),
         ("Precision", start.get("precision", ""), "channels last" if start.get("channels_last") else ""),
     )
@@ -135,18 +137,19 @@ def curves(run: Run) -> str:
         series("validation", evaluations, "epoch", "validation_accuracy", figures.GREEN),
         series("test", evaluations, "epoch", "test_accuracy", figures.ORANGE),
     )
-    rate = (series("learning rate", train, "step", "learning_rate", figures.BLUE),)
-    speed = (series("samples/s", train, "step", "samples_per_second", figures.BLUE),)
+    rate = (series("", train, "step", "learning_rate", figures.BLUE),)
+    speed = (series("", train, "step", "samples_per_second", figures.BLUE),)
     charts = (
         ("Loss", loss, "optimiser step", "cross-entropy (nats)", "log"),
-        ("Accuracy", accuracy, "epoch", "right guesses (%)", "linear"),
+        ("Accuracy", accuracy, "epoch", "samples guessed right (%)", "linear"),
         ("Learning rate", rate, "optimiser step", "learning rate", "from 0"),
         ("Training speed", speed, "optimiser step", "samples per second, all ranks", "from 0"),
     )
     drawn = []
     for title, candidates, x_label, y_label, scale in charts:
         if lines := [line for line in candidates if line.x]:
-            chart = figures.line_chart(lines, x_label=x_label, y_label=y_label, scale=scale)
+            x_from = 1 if x_label == "epoch" else 0
+            chart = figures.line_chart(lines, x_label=x_label, y_label=y_label, scale=scale, x_from=x_from)
             drawn.append(f"<figure><h3>{title}</h3>{chart}</figure>")
     body = "\n".join(drawn)
     return section("Course of the run", f'<div class="pair">\n{body}\n</div>') if drawn else ""
@@ -169,30 +172,24 @@ def confusion(run: Run) -> str:
     pairs = [divmod(int(k), len(matrix)) for k in np.argsort(-wrong, axis=None, kind="stable")[:LISTED]]
     recall = np.diag(matrix) / np.maximum(1, totals)
     hardest = [int(k) for k in np.argsort(np.where(totals, recall, 2.0), kind="stable")[:LISTED] if totals[k]]
-    lists = (
-        "<h3>Most frequent mistakes</h3>"
-        + table(
-            ("Truth", "Guess", "Samples", "Of the class"),
-            [
-                (names[t], names[g], f"{wrong[t, g]:,}", percent(wrong[t, g] / totals[t]))
-                for t, g in pairs
-                if wrong[t, g]
-            ],
-            numeric=(2, 3),
-        )
-        + "<h3>Hardest classes</h3>"
-        + table(
-            ("Class", "Right", "Samples"),
-            [(names[k], percent(recall[k]), f"{totals[k]:,}") for k in hardest],
-            numeric=(1, 2),
-        )
-    )
+    largest = [
+        (names[t], names[g], f"{wrong[t, g]:,}", percent(wrong[t, g] / totals[t])) for t, g in pairs if wrong[t, g]
+    ]
+    lowest = [(names[k], percent(recall[k]), f"{totals[k]:,}") for k in hardest]
     picture = figures.confusion_heatmap(matrix, names)
+    lists = f"<div><h3>Hardest classes</h3>{table(('Class', 'Right', 'Samples'), lowest, numeric=(1, 2))}</div>"
+    if largest:
+        header = ("Truth", "Guess", "Samples", "Of the class")
+        lists = f"<div><h3>Most frequent mistakes</h3>{table(header, largest, numeric=(2, 3))}</div>\n{lists}"
+    if len(names) <= figures.NAMED_CLASSES:
+        both = f'<figure class="square">{picture}</figure>\n<div class="lists">{lists}</div>'
+        body = f'<div class="pair wide-left">{both}</div>'
+    else:
+        body = f'<figure class="square large">{picture}</figure>\n<div class="pair">{lists}</div>'
     return section(
         "Confusion matrix",
         "<p>Test samples by class. Blue: right. Orange: mistakes, the darker the larger their share of the class, "
-        "on a scale of their own.</p>"
-        f'<div class="pair wide-left"><figure class="square">{picture}</figure><div>{lists}</div></div>',
+        f"on a scale of their own.</p>\n{body}",
     )
 
 
@@ -216,7 +213,7 @@ def mistake(found: Mistake, classes: Sequence[str]) -> str:
     return (
         f'<div class="mistake"><img src="{figures.thumbnail(found.image)}" alt="test sample {found.index}">'
         f'<span class="guess">guess <b>{guess}</b></span><span>truth <b>{truth}</b></span>'
-        f"<span>score {percent(found.score)}</span><span>test sample {found.index}</span></div>"
+        f"<span>score {percent(found.score)}</span><span>sample {found.index}</span></div>"
     )
 
 
@@ -233,7 +230,7 @@ def time_spent(run: Run) -> str:
     )
     parts = "".join(
         f'<div><span><i style="background:{PARTS[key][1]}"></i>{PARTS[key][0]}</span>'
-        f"<strong>{seconds[key]:,.2f} s</strong> ({percent(share)})</div>"
+        f"<strong>{part_seconds(seconds[key])}</strong> ({percent(share)})</div>"
         for key, share in shares.items()
     )
     return section(

@@ -58,8 +58,8 @@ def run_training(hp: Hyperparameters, data: Path, run_folder: Path, settings: Se
     from flyte_ddp import report, tracking
     from flyte_ddp.hardware import detect
     from flyte_ddp.initial_weights import fetched
+    from flyte_ddp.job import Job
     from flyte_ddp.launch.spawn import launch
-    from flyte_ddp.train import Job
 
     hardware = detect(hp)
     prepare_folder(run_folder)

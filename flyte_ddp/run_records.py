@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import zipfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,19 +96,15 @@ def in_order(records: dict[int, Record]) -> list[Record]:
 
 def read_records(path: Path) -> list[Record]:
     """The JSON lines of a file; a line that a killed writer left unfinished is passed over."""
+    records = []
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                with suppress(ValueError):
+                    records.append(json.loads(line))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; give the folder of a run") from error
-    records = []
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict):
-            records.append(record)
-    return records
+    return [record for record in records if isinstance(record, dict)]
 
 
 def read_sidecar(path: Path) -> Record:
@@ -125,7 +122,7 @@ def read_predictions(path: Path) -> tuple[NDArray[np.int64] | None, list[Mistake
     if not path.exists():
         return None, []
     try:
-        with np.load(path, allow_pickle=False) as arrays:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             first = int(arrays["table_rows"])  # the rows before are those of wandb's table
             index, images, truth = (arrays[key][first:] for key in ("index", "images", "truth"))
             scores, confusion = arrays["scores"][first:], arrays["confusion"]

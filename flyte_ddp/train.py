@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -13,29 +11,15 @@ from torch.nn.utils import clip_grad_norm_
 
 from flyte_ddp import sampling
 from flyte_ddp.augmentation import augment
-from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import open_arrays
 from flyte_ddp.distributed import rank, world_size
 from flyte_ddp.errors import UserError
 from flyte_ddp.evaluate import evaluate
-from flyte_ddp.hardware import Hardware
+from flyte_ddp.job import Job
 from flyte_ddp.optimisation import learning_rate
 from flyte_ddp.recording import Recorder, check_finite
 from flyte_ddp.selection import Selection
-from flyte_ddp.settings import Settings
 from flyte_ddp.training_state import TrainingState
-
-
-@dataclass(frozen=True)
-class Job:
-    """All that a rank needs to know: what to train, on which prepared data, and where results go."""
-
-    hp: Hyperparameters
-    hardware: Hardware
-    settings: Settings
-    data: Path
-    run_folder: Path
-    initial_weights: Path | None = None
 
 
 def train(job: Job) -> None:

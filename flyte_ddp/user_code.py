@@ -110,6 +110,7 @@ def hidden(name: str) -> bool:
 
 
 def not_found(spec: str, module: str) -> UserError:
+    """The error for a module that Python does not find."""
     return UserError(
         f"{spec!r}: no module named {module!r}; install it, or start from the directory that holds it "
         f"(now {Path.cwd()})"

@@ -7,6 +7,8 @@ folder is ever answered with paths that are not there.
 
 import os
 import secrets
+from collections.abc import Mapping
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,7 +17,6 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.run import Result
 from flyte_ddp.settings import runs_folder
 
 FileType = TypeVar("FileType", bound=FlyteFile)
@@ -51,10 +52,7 @@ def with_token(name: str, *, complete: bool) -> str:
             fresh.replace(path)
         return f"{name}@{path.read_text()}"
     except OSError as error:
-        raise UserError(
-            f"runs folder {runs_folder()}: {error.strerror}; it must be writable, so mend its permissions or set "
-            "FLYTE_DDP_RUNS to another folder"
-        ) from None
+        raise not_writable(error) from None
 
 
 def without_token(name: str) -> str:
@@ -72,15 +70,27 @@ def directory(path: Path) -> FlyteDirectory:
     return FlyteDirectory(str(path), remote_directory=False) if is_local() else FlyteDirectory(str(path))
 
 
-def tell(result: Result) -> None:
+def new_folder(name: str) -> Path:
+    """An empty folder whose name starts with ``name`` and the time."""
+    folder = folder_for(f"{name}-{datetime.now(timezone.utc):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}")
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise not_writable(error) from None
+    return folder
+
+
+def tell(headline: str, files: Mapping[Path, str]) -> None:
     """Says, at the end of a local run, what was made and where."""
-    if not is_local():
-        return
-    print(f"\ntest accuracy {result.test_accuracy:.2%} after {len(result.epoch_accuracies)} evaluation(s); made in")
-    for path, what in (
-        (result.model, "the weights: a bare state_dict"),
-        (result.sidecar, "what makes them usable: classes, normalisation, metrics, digests"),
-        (result.report, "the report: open it in a browser"),
-        (result.metrics, "all metrics, one JSON object a line"),
-    ):
-        print(f"  {os.path.relpath(path):<60} {what}", flush=True)
+    if is_local():
+        print(f"\n{headline}")
+        for path, what in files.items():
+            print(f"  {os.path.relpath(path):<60} {what}", flush=True)
+
+
+def not_writable(error: OSError) -> UserError:
+    """The error for a runs folder in which nothing can be made."""
+    return UserError(
+        f"runs folder {runs_folder()}: {error.strerror}; it must be writable, so mend its permissions or set "
+        "FLYTE_DDP_RUNS to another folder"
+    )

@@ -34,7 +34,15 @@ def train_model(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -> 
     run = places.without_token(run_version)
     result = run_training(hp, Path(data.download()), places.folder_for(run), settings(run))
     Deck("Training report", result.report.read_text())
-    places.tell(result)
+    places.tell(
+        f"test accuracy {result.test_accuracy:.2%}; made in",
+        {
+            result.model: "the weights, a bare state_dict",
+            result.sidecar: "what makes them usable: classes, normalisation, metrics",
+            result.report: "the report, to open in a browser",
+            result.metrics: "all metrics, one JSON object a line",
+        },
+    )
     return TrainingOutputs(
         epoch_accuracies=result.epoch_accuracies,
         model_state=places.file(PythonPickledFile, result.model),

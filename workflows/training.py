@@ -1,6 +1,6 @@
 """Data set to model: the training workflow and its launch plans.
 
-pyflyte run workflows/training.py training_wf --hp config/fast.json
+Run it with ``pyflyte run workflows/training.py training_wf --hp config/fast.json``.
 """
 
 import os

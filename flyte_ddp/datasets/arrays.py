@@ -52,6 +52,7 @@ def image_arrays(
     test_images: Any,
     test_labels: Any,
     classes: Sequence[str],
+    *,
     name: str = "",
 ) -> ImageArrays:
     """Checks arrays, lists or CPU tensors and puts them into the form that training uses.
@@ -84,6 +85,7 @@ def image_arrays(
 
 
 def checked_images(name: str, values: Any) -> Images:
+    """uint8 [N, H, W, C] in C order, or the error that says what is wrong with the values."""
     images = np.asarray(values)
     if images.dtype != np.uint8:
         raise UserError(f"{name}: must be uint8 with values 0..255, got {images.dtype}; scale and convert them")
@@ -97,6 +99,7 @@ def checked_images(name: str, values: Any) -> Images:
 
 
 def checked_labels(name: str, values: Any, samples: int, classes: int) -> Labels:
+    """int64 [samples] in 0..classes-1, or the error that says what is wrong with the values."""
     labels = np.asarray(values)
     if labels.dtype.kind not in "iu":
         raise UserError(f"{name}: must be whole numbers, got {labels.dtype}")
@@ -182,7 +185,7 @@ def write_arrays(arrays: ImageArrays, folder: Path, origin: dict[str, str]) -> N
 
 
 def write_array(path: Path, array: NDArray[Any]) -> None:
-    # Not numpy.save: its error for a full disk has no errno.
+    """The array as a ``.npy`` file; not by numpy.save, whose error for a full disk has no errno."""
     with path.open("wb") as file:
         np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
         for chunk in chunks(array):

@@ -27,11 +27,14 @@ ALLOWED_GLOBALS = {
     ("_codecs", "encode"),
 }
 
+WRONG_CONTENT = (ValueError, TypeError, IndexError, AttributeError)  # what a damaged or foreign pickle may end in
+
 
 class BatchUnpickler(pickle.Unpickler):
     """Reads arrays, lists and text only: a mirror with digests of its own could otherwise run code here."""
 
     def find_class(self, module: str, name: str) -> Any:
+        """The few allowed ones."""
         if (module, name) not in ALLOWED_GLOBALS:
             raise UserError(f"{ARCHIVE}: asks for {module}.{name}, which a batch of images does not need; refused")
         return super().find_class(module, name)
@@ -53,9 +56,11 @@ def read_archive(folder: Path) -> tuple[Images, list[int], Images, list[int]]:
                     batches[name] = read_batch(content)
         train = [batches[name] for name in TRAIN_BATCHES]
         test_images, test_labels = batches[TEST_BATCH]
+    except UserError:
+        raise
     except KeyError as error:
         raise UserError(f"{ARCHIVE}: has no {error}") from error
-    except (tarfile.TarError, pickle.UnpicklingError, EOFError, zlib.error, OSError) as error:
+    except (tarfile.TarError, zlib.error, pickle.UnpicklingError, EOFError, OSError, *WRONG_CONTENT) as error:
         raise UserError(f"{ARCHIVE}: not a whole archive of CIFAR-10 ({error})") from error
     images = np.concatenate([images for images, _ in train])
     return images, [label for _, labels in train for label in labels], test_images, test_labels

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 import re
 from dataclasses import dataclass
@@ -50,21 +49,26 @@ def collect(spec: str, result: Any, progress: Progress) -> ImageArrays:
         UserError: anything else.
     """
     try:
-        if isinstance(result, ImageArrays):
-            given = {field.name: getattr(result, field.name) for field in dataclasses.fields(ImageArrays)[1:6]}
-            return image_arrays(**given, name=spec)
-        if not isinstance(result, (tuple, list)) or len(result) != 2:
-            raise UserError(
-                f"returned {type(result).__name__}; must return flyte_ddp.datasets.image_arrays(...) or a pair "
-                "(training set, test set)"
-            )
-        train_images, train_labels = materialise("training set", result[0], progress)
-        test_images, test_labels = materialise("test set", result[1], progress)
-        highest = max(*train_labels, *test_labels)
-        classes = getattr(result[0], "classes", None) or [str(label) for label in range(highest + 1)]
-        return image_arrays(train_images, train_labels, test_images, test_labels, list(classes), name=spec)
+        return gathered(spec, result, progress)
     except UserError as error:
         raise UserError(f"dataset={spec!r}: {error.message}") from error
+
+
+def gathered(name: str, result: Any, progress: Progress) -> ImageArrays:
+    """:func:`collect`, with errors that do not yet say whose data set it is."""
+    if isinstance(result, ImageArrays):
+        four = (result.train_images, result.train_labels, result.test_images, result.test_labels)
+        return image_arrays(*four, classes=result.classes, name=name)
+    if not isinstance(result, (tuple, list)) or len(result) != 2:
+        raise UserError(
+            f"returned {type(result).__name__}; must return flyte_ddp.datasets.image_arrays(...) or a pair "
+            "(training set, test set)"
+        )
+    train_images, train_labels = materialise("training set", result[0], progress)
+    test_images, test_labels = materialise("test set", result[1], progress)
+    highest = max(*train_labels, *test_labels)
+    classes = getattr(result[0], "classes", None) or [str(label) for label in range(highest + 1)]
+    return image_arrays(train_images, train_labels, test_images, test_labels, list(classes), name=name)
 
 
 def materialise(which: str, samples: Any, progress: Progress) -> tuple[Images, list[int]]:

@@ -57,5 +57,6 @@ class Digits:
 
 
 def refuse_source(source: str) -> None:
+    """There is one place only where the digits are."""
     if source:
         raise UserError(f"data_source={source!r}: the digits come with scikit-learn; leave data_source empty")

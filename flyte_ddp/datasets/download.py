@@ -68,7 +68,7 @@ def with_retries(name: str, addresses: Sequence[str], action: Callable[[str], Re
         for address in tuple(remaining):
             try:
                 return action(address)
-            except UnavailableError as error:
+            except UnavailableError as error:  # noqa: PERF203
                 altered_again = isinstance(error, AlteredError) and isinstance(failures.get(address), AlteredError)
                 failures[address] = error
                 if not error.transient or altered_again:
@@ -94,20 +94,28 @@ def transfer(name: str, address: str, expected: Expected, folder: Path, progress
                     file.write(chunk)
                     digest.update(chunk)
                     advance(len(chunk))
-            received = file.tell()
-            if size is not None and received != size:
-                raise UnavailableError(f"truncated after {received:,} of {size:,} bytes", transient=remote)
-            if digest.hexdigest() not in expected.digests:
-                raise AlteredError(
-                    f"{expected.algorithm} {digest.hexdigest()} ({received:,} bytes) instead of {expected.digests[0]}",
-                    transient=remote,
-                )
+            check_size(file.tell(), size, remote=remote)
+            check_digest(digest.hexdigest(), file.tell(), expected, remote=remote)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(folder / name)
     except BaseException:
         temporary.unlink()
         raise
+
+
+def check_size(received: int, size: int | None, *, remote: bool) -> None:
+    """Raises UnavailableError for a body that is not as long as was announced."""
+    if size is not None and received != size:
+        raise UnavailableError(f"truncated after {received:,} of {size:,} bytes", transient=remote)
+
+
+def check_digest(digest: str, received: int, expected: Expected, *, remote: bool) -> None:
+    """Raises AlteredError for content that is not the expected one."""
+    if digest not in expected.digests:
+        raise AlteredError(
+            f"{expected.algorithm} {digest} ({received:,} bytes) instead of {expected.digests[0]}", transient=remote
+        )
 
 
 def read_small(address: str, progress: Progress) -> bytes:
@@ -120,8 +128,7 @@ def read_small(address: str, progress: Progress) -> bytes:
     def get(place: str) -> bytes:
         with open_file(place) as (size, chunks):
             content = b"".join(chunks)
-        if size is not None and len(content) != size:
-            raise UnavailableError(f"truncated after {len(content):,} of {size:,} bytes", transient=True)
+        check_size(len(content), size, remote=local_path(place) is None)
         return content
 
     return with_retries(address.rpartition("/")[2], [address], get, progress)

@@ -49,10 +49,12 @@ def content_identity(source: str) -> str:
 
 
 def digest_of(lines: Iterable[str]) -> str:
+    """SHA-256 (hex) of lines of text."""
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def local_identity(source: str, path: Path) -> str:
+    """Of a file its content, of a directory names and contents of all files in it."""
     if path.is_file():
         return digest_of([file_digest(path)])
     if not path.is_dir():
@@ -64,6 +66,7 @@ def local_identity(source: str, path: Path) -> str:
 
 
 def file_digest(path: Path) -> str:
+    """SHA-256 (hex) of a file's content."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(CHUNK_BYTES):
@@ -72,6 +75,7 @@ def file_digest(path: Path) -> str:
 
 
 def s3_identity(source: str) -> str:
+    """Of names, sizes and ETags of the object, or of all objects under the prefix."""
     bucket, key = s3_location(source)
     prefix = key.rstrip("/")
     with s3_failures():
@@ -86,6 +90,7 @@ def s3_identity(source: str) -> str:
 
 
 def http_identity(source: str) -> str:
+    """Of what the server says about the content; of the content itself where it says nothing."""
     try:
         with open_file(join(source, "SHA256SUMS")) as (_, chunks):
             return hashlib.sha256(b"".join(chunks)).hexdigest()

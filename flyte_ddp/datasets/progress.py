@@ -20,6 +20,7 @@ class Progress:
 
     @property
     def shown(self) -> str:
+        """The mode with ``auto`` decided."""
         if self.mode != "auto":
             return self.mode
         return "bar" if sys.stderr.isatty() else "lines"
@@ -35,6 +36,7 @@ class Progress:
             yield lambda _: None
 
     def note(self, text: str) -> None:
+        """Says something on a line of its own."""
         if self.shown == "bar":
             tqdm.write(text, file=sys.stderr)
         elif self.shown == "lines":
@@ -43,6 +45,7 @@ class Progress:
 
 
 def amount(total: int | None, unit: str) -> str:
+    """A number of ``unit`` as people read it."""
     if total is None:
         return "size unknown"
     return size(total) if unit == "B" else f"{total:,} {unit}"

@@ -59,7 +59,7 @@ class PublishedSet:
         sums = mirror_digests(self, source, progress) if source else None
         raw = workspace / "raw"
         raw.mkdir()
-        used = [get(self, file, source, sums, raw, progress) for file in self.files]
+        used = [get(self, file, source, sums, raw, progress=progress) for file in self.files]
         try:
             arrays = image_arrays(*self.read(raw), classes=self.classes, name=self.name)
         except UserError as error:
@@ -74,6 +74,7 @@ def get(
     source: str,
     sums: dict[str, str] | None,
     folder: Path,
+    *,
     progress: Progress,
 ) -> str:
     """Puts one file into ``folder`` and returns the directory or mirror that it came from."""
@@ -146,4 +147,5 @@ def explain(dataset: PublishedSet, name: str, source: str, error: AllFailedError
 
 
 def names(dataset: PublishedSet) -> str:
+    """The files of a data set, for messages."""
     return ", ".join(file.name for file in dataset.files)

@@ -19,7 +19,7 @@ CHUNK_BYTES = 1 << 20
 CONNECT_TIMEOUT = 10.0  # seconds
 READ_TIMEOUT = 30.0  # seconds without a byte
 
-Content = tuple["int | None", Iterator[bytes]]  # size, where it is known, and the bytes
+Content = tuple[int | None, Iterator[bytes]]  # size, where it is known, and the bytes
 
 
 class UnavailableError(Exception):
@@ -44,7 +44,9 @@ def scheme(address: str) -> str:
     if found not in ("file", "http", "https", "s3"):
         raise UserError(f"data_source={address!r}: must be a path, or start with file://, s3://, https:// or http://")
     if found != "file" and not address.partition("://")[2].partition("/")[0]:
-        raise UserError(f"data_source={address!r}: must name a {'bucket' if found == 's3' else 'server'} after {found}://")
+        raise UserError(
+            f"data_source={address!r}: must name a {'bucket' if found == 's3' else 'server'} after {found}://"
+        )
     return found
 
 
@@ -79,6 +81,7 @@ def open_file(address: str) -> Iterator[Content]:
 
 @contextmanager
 def open_local(path: Path) -> Iterator[Content]:
+    """:func:`open_file` for a path."""
     try:
         file = path.open("rb")
     except (FileNotFoundError, NotADirectoryError):
@@ -90,8 +93,9 @@ def open_local(path: Path) -> Iterator[Content]:
 
 
 @contextmanager
-def open_http(address: str, method: str = "GET") -> Iterator[Content]:
-    with http_response(address, method) as response:
+def open_http(address: str) -> Iterator[Content]:
+    """:func:`open_file` for an HTTP address."""
+    with http_response(address, "GET") as response:
         size = response.headers.get("Content-Length")
         yield int(size) if size else None, response.raw.stream(CHUNK_BYTES, decode_content=False)
 
@@ -145,6 +149,7 @@ def root_cause(error: BaseException) -> str:
 
 @contextmanager
 def open_s3(address: str) -> Iterator[Content]:
+    """:func:`open_file` for an S3 object."""
     bucket, key = s3_location(address)
     with s3_failures():
         response = s3_client().get_object(Bucket=bucket, Key=key)

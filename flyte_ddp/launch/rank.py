@@ -16,10 +16,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.train import Job, train
+from flyte_ddp.job import Job
+from flyte_ddp.train import train
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
@@ -32,8 +33,7 @@ class Rendezvous:
     rank: int
     world_size: int
     local_rank: int
-    host: str
-    port: int
+    store: Path  # a file in a fresh folder, through which they exchange their addresses
     records: Path  # folder in which each rank leaves a record of its completion or its error
 
 
@@ -56,8 +56,8 @@ def run_rank(job: Job, rendezvous: Rendezvous) -> None:
 
 
 def join_process_group(job: Job, rendezvous: Rendezvous) -> None:
-    """Meets the other ranks in the store that the launcher hosts: no port is chosen before it is bound."""
-    store = TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=COLLECTIVE_TIMEOUT)
+    """Meets the other ranks; each binds a free port and then says which, so no two runs are in each other's way."""
+    store = FileStore(str(rendezvous.store), rendezvous.world_size)
     device = None
     if job.hardware.device_type == "cuda":
         device = torch.device("cuda", rendezvous.local_rank)

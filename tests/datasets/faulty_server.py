@@ -14,7 +14,7 @@ class FaultyServer:
     """``faults[name]`` are done one a request, in order, before the file is served as it should be.
 
     A fault is an HTTP status, ``truncate`` (the connection ends halfway), ``alter`` (one byte differs), ``hang`` (no
-    answer), or ``gzip`` (a header says the content is compressed for the way).
+    answer), ``stall`` (no more after half of it), or ``gzip`` (a header says the content is compressed for the way).
     """
 
     url: str = ""
@@ -80,4 +80,6 @@ def answer(handler: BaseHTTPRequestHandler, state: FaultyServer) -> None:
     if fault == "alter":
         content = content[:-1] + bytes([content[-1] ^ 1])
     if handler.command == "GET":
-        handler.wfile.write(content[: len(content) // 2] if fault == "truncate" else content)
+        handler.wfile.write(content[: len(content) // 2] if fault in ("truncate", "stall") else content)
+    if fault == "stall":
+        state.over.wait(20)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import DEBIAN, NAMES, Tiny, leftovers, sums, tiny_files
 from faulty_server import FaultyServer
+from mnist_files import DEBIAN, NAMES, Tiny, leftovers, sums, tiny_files
 
 from flyte_ddp import catalog
 from flyte_ddp.datasets import DATASETS, fetch, fingerprint, open_arrays, transport
@@ -126,6 +126,7 @@ def test_a_server_that_answers_late_is_asked_again(
         (401, 1, "HTTP 401"),
         ("truncate", 4, "IncompleteRead"),
         ("hang", 4, "no answer within 0.1 s"),
+        ("stall", 4, "no answer within 0.1 s"),
         ("alter", 2, "damaged or altered"),
     ],
 )
@@ -138,7 +139,7 @@ def test_a_fault_that_stays_is_an_error(
     tries: int,
     said: str,
 ) -> None:
-    monkeypatch.setattr(transport, "READ_TIMEOUT", 0.1 if fault == "hang" else 5.0)
+    monkeypatch.setattr(transport, "READ_TIMEOUT", 0.1 if fault in ("hang", "stall") else 5.0)
     server.files, server.faults = tiny.files, {NAMES[2]: [fault] * 9}
     with pytest.raises(UserError) as caught:
         fetch("mnist", server.url, tmp_path / "data", progress="off")

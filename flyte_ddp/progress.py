@@ -1,0 +1,170 @@
+"""What a person sees while a run trains: a bar on a terminal, lines that space out elsewhere. Rank 0 shows it."""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps [{elapsed}<{remaining}{postfix}]"
+
+
+class Schedule:
+    """Points that space out: the first at once, then whenever the position has grown by a factor.
+
+    Args:
+        growth: from one point to the next, so that n points reach as far as ``growth ** n``.
+        minimum: least distance between points, which is what counts at the beginning.
+    """
+
+    def __init__(self, *, growth: float, minimum: float) -> None:
+        self._growth, self._minimum = growth, minimum
+        self._next = -math.inf
+
+    def due(self, position: float) -> bool:
+        """Whether the next point is reached."""
+        return position >= self._next
+
+    def mark(self, position: float) -> None:
+        """Notes that this was one."""
+        self._next = max(position * self._growth, position + self._minimum)
+
+
+class Progress:
+    """Shows steps and evaluations of a run.
+
+    Args:
+        mode: bar, lines, off, or auto (a bar if the stream is a terminal, else lines).
+        total_steps: optimiser steps of the whole run.
+        steps_per_epoch: optimiser steps of one epoch.
+        stream: where to; standard error if None.
+        clock: seconds, from any origin.
+
+    Lines come at once, every two seconds, and then whenever the time has grown by 30 %: 16 in a minute, 32 in an hour.
+    Every evaluation has a line up to the 20th, of later ones those whose number has grown by 5 %, and the last.
+    """
+
+    def __init__(
+        self,
+        mode: str,
+        total_steps: int,
+        steps_per_epoch: int,
+        *,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._stream = stream or sys.stderr
+        if mode == "auto":
+            mode = "bar" if self._stream.isatty() else "lines"
+        self._mode = mode
+        self._total_steps = total_steps
+        self._epochs = -(-total_steps // steps_per_epoch)
+        self._clock = clock
+        self._start = clock()
+        self._first: tuple[float, int] | None = None  # when and at which step the first report came
+        self._last_step = 0
+        self._values: dict[str, str] = {}
+        self._updates = Schedule(growth=1.0, minimum=0.1) if mode == "bar" else Schedule(growth=1.3, minimum=2.0)
+        self._evaluations = Schedule(growth=1.05, minimum=1.0)
+        self._evaluated = 0
+        self._untold = ""  # the last evaluation, where it was left out
+        self._bar: tqdm[Any] | None = None
+        if mode == "bar":
+            # tqdm's own lock is a semaphore shared between processes, which a killed rank would leave behind.
+            tqdm.set_lock(threading.RLock())
+            self._bar = tqdm(total=total_steps, desc=self._epoch(0), bar_format=BAR, file=self._stream, mininterval=0)
+
+    def due(self) -> bool:
+        """Whether :meth:`step` would show something now: only then is a loss worth fetching from a device."""
+        return self._mode != "off" and self._updates.due(self._elapsed())
+
+    def step(self, epoch: int, step: int, loss: float | None, samples_per_second: float | None) -> None:
+        """Takes in a finished step, and shows it if that is due.
+
+        Args:
+            epoch: counted from 0.
+            step: steps done so far, over all epochs.
+            loss: None where it is not known, which leaves the last one standing; ``samples_per_second`` likewise.
+            samples_per_second: of all ranks together.
+        """
+        self._last_step = step
+        if loss is not None:
+            self._values["loss"] = f"loss {loss:.4f}"
+        if samples_per_second is not None:
+            self._values["rate"] = f"{samples_per_second:,.0f} samples/s"
+        if not self.due():
+            return
+        now = self._elapsed()
+        self._updates.mark(now)
+        if self._bar is not None:
+            self._bar.set_description_str(self._epoch(epoch), refresh=False)
+            self._move_bar()
+            return
+        self._first = self._first or (now, step)
+        parts = [f"{self._epoch(epoch)}, step {step:,}/{self._total_steps:,}", *self._values.values()]
+        self._print(", ".join([*parts, f"{duration(now)} elapsed", *self._remaining(now, step)]))
+
+    def evaluation(self, record: Mapping[str, Any]) -> None:
+        """Takes in an evaluation record of metrics.jsonl (its ``epoch``: epochs done so far), and shows it if due."""
+        self._evaluated += 1
+        self._last_step = record["step"]
+        results = [
+            f"{split} accuracy {100 * record[f'{split}_accuracy']:.2f} % (loss {record[f'{split}_loss']:.4f})"
+            for split in ("validation", "test")
+            if f"{split}_accuracy" in record
+        ]
+        line = (
+            f"{self._epoch(record['epoch'] - 1)}, step {record['step']:,}/{self._total_steps:,}: {', '.join(results)}"
+        )
+        if self._evaluations.due(self._evaluated):
+            self._evaluations.mark(self._evaluated)
+            self._print(line)
+            self._untold = ""
+        else:
+            self._untold = line
+
+    def close(self) -> None:
+        """Shows the last evaluation, if it was left out, and leaves the terminal in order; may be called twice."""
+        if self._untold:
+            self._print(self._untold)
+            self._untold = ""
+        if self._bar is not None:
+            self._move_bar()
+            self._bar.close()
+
+    def _elapsed(self) -> float:
+        return self._clock() - self._start
+
+    def _epoch(self, epoch: int) -> str:
+        return f"epoch {epoch + 1}/{self._epochs}"
+
+    def _remaining(self, now: float, step: int) -> list[str]:
+        # From the first report on, so that start-up and the steps before a resume don't count.
+        began, first_step = self._first or (now, step)
+        if step == first_step:
+            return []
+        return [f"{duration((now - began) / (step - first_step) * (self._total_steps - step))} left"]
+
+    def _move_bar(self) -> None:
+        assert self._bar is not None
+        self._bar.set_postfix_str(", ".join(self._values.values()), refresh=False)
+        self._bar.update(self._last_step - self._bar.n)
+
+    def _print(self, line: str) -> None:
+        if self._bar is not None:
+            self._bar.write(line, file=self._stream)
+        elif self._mode == "lines":
+            self._stream.write(f"{line}\n")
+            self._stream.flush()
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds: 1:02:03, or 2:03."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,202 @@
+"""What a run reports: metrics.jsonl always, and wandb from it, fed by a process of its own.
+
+Training only ever appends lines to a file. Whatever wandb does (no key, a dead server, a crash) happens in other
+processes, started by :func:`start_wandb` and ended by :meth:`WandbProcess.finish` in bounded time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from flyte_ddp.errors import UserError
+from flyte_ddp.settings import Settings
+from flyte_ddp.wandb_follower import METRICS, Order, Status, kill_tree, launch, read_status
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class MetricsLog:
+    """Appends records to a file of JSON lines; a context manager. One writer a file.
+
+    A record is a mapping of JSON values; ``time`` (Unix seconds) is added. Numbers that JSON cannot express, NaN and
+    the infinities, become null.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            # Without a buffer every record is with the operating system, and so with readers, at once.
+            self._file = path.open("ab", buffering=0)
+            # A writer that was killed may have left half a line, which must not swallow the next record.
+            if self._file.tell() and not path.read_bytes().endswith(b"\n"):
+                self._append(b"\n")
+        except OSError as error:
+            raise self._failure(error) from error
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Appends one record."""
+        line = json.dumps(finite({**record, "time": time.time()}), allow_nan=False)
+        try:
+            self._append(line.encode() + b"\n")
+        except OSError as error:
+            raise self._failure(error) from error
+
+    def _append(self, data: bytes) -> None:
+        while data:  # a disk that fills up takes a part of it first
+            data = data[self._file.write(data) :]
+
+    def _failure(self, error: OSError) -> UserError:
+        return UserError(f"cannot write {self._path}: {error.strerror}; free some space or choose another run folder")
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+def finite(value: Any) -> Any:
+    """The value with None for every float in it that is NaN or infinite."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    return value
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics file, without what a killed writer left unfinished; none where there is no file."""
+    if not path.exists():
+        return []
+    records = []
+    for line in path.read_bytes().splitlines():
+        with contextlib.suppress(ValueError):
+            record = json.loads(line)
+            if isinstance(record, dict):
+                records.append(record)
+    return records
+
+
+def start_wandb(
+    run_folder: Path, settings: Settings, hyperparameters: Mapping[str, Any], name: str
+) -> WandbProcess | None:
+    """Starts the process that feeds wandb from the run folder's metrics.jsonl; returns at once and never raises.
+
+    Args:
+        run_folder: where metrics.jsonl will be; wandb's own files go to its ``wandb`` folder. Records that are in
+            metrics.jsonl already, from an earlier attempt at the same run, are not sent again.
+        settings: project, entity, mode, run id and the time that the end may take.
+        hyperparameters: wandb's config.
+        name: the run's display name.
+
+    Returns:
+        The process, or None where wandb is disabled or the process cannot be started (which is printed).
+    """
+    if settings.wandb_mode == "disabled":
+        return None
+    metrics = run_folder / METRICS
+    try:
+        order = Order(
+            run_folder=str(run_folder.absolute()),
+            training_pid=os.getpid(),
+            mode=settings.wandb_mode,
+            project=settings.wandb_project,
+            entity=settings.wandb_entity,
+            run_id=re.sub(r"[^\w-]+", "-", settings.wandb_run_id, flags=re.ASCII)[-128:] or uuid.uuid4().hex[:8],
+            name=name,
+            config=dict(hyperparameters),
+            offset=metrics.stat().st_size if metrics.exists() else 0,
+            timeout=settings.wandb_timeout,
+        )
+        order.folder.mkdir(parents=True, exist_ok=True)
+        (order.folder / "order.json").write_text(json.dumps(asdict(order)))
+        (order.folder / "status.json").unlink(missing_ok=True)  # an earlier attempt's
+        with order.log.open("ab") as log:
+            process = launch(
+                "flyte_ddp.wandb_follower", order.run_folder, stdout=log, stderr=log, start_new_session=True
+            )
+    except (OSError, ValueError, TypeError) as error:
+        say(f"wandb: not started ({error}); the metrics are in {shown(metrics)}")
+        return None
+    return WandbProcess(process, order)
+
+
+class WandbProcess:
+    """A running follower; :meth:`finish` belongs in a ``finally``."""
+
+    def __init__(self, process: subprocess.Popen[bytes], order: Order) -> None:
+        self._process = process
+        self._order = order
+
+    @property
+    def pid(self) -> int:
+        """Process id of the follower."""
+        return self._process.pid
+
+    def finish(self) -> None:
+        """Says that the run is over, waits at most ``settings.wandb_timeout`` seconds and prints what became of it."""
+        process = self._process
+        if process.stdin is None or process.stdin.closed:
+            return
+        with contextlib.suppress(OSError):
+            # A byte, not only the closed pipe: a forked process that is still around keeps a copy of it open.
+            process.stdin.write(b"\n")
+            process.stdin.flush()
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+        try:
+            process.wait(self._order.timeout)
+        except subprocess.TimeoutExpired:
+            kill_tree(process.pid)
+            process.wait()
+        say(outcome(self._order, read_status(self._order)))
+
+
+def outcome(order: Order, status: Status) -> str:
+    """One line: where the run can be seen, or how to send it, or why there is nothing to send."""
+    if not status.folder:
+        reason = status.reason or "wandb did not start"
+        return f"wandb: nothing was logged ({reason}); see {shown(order.log)}, the metrics are in {METRICS}"
+    sync = f"wandb sync {shlex.quote(shown(Path(status.folder)))}"
+    reason = f" ({status.reason})" if status.reason else ""
+    if status.url and status.state == "finished":
+        return f"wandb: {status.url}{reason}"
+    if status.url:
+        return f"wandb: {status.url} is not complete{reason}; send the rest with: {sync}"
+    return f"wandb: kept offline{reason}; send it with: {sync}"
+
+
+def shown(path: Path) -> str:
+    """The path as a person would type it from here."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative
+
+
+def say(text: str) -> None:
+    """Prints a line to standard error."""
+    with contextlib.suppress(OSError, ValueError):  # nobody may be listening any more
+        print(text, file=sys.stderr, flush=True)

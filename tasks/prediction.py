@@ -1,0 +1,42 @@
+"""The prediction task: a trained model applied to a folder of images, or to a data set's test split."""
+
+from pathlib import Path
+from typing import Optional
+
+from flytekit import task
+from flytekit.types.directory import FlyteDirectory
+from flytekit.types.file import FlyteFile, PythonPickledFile
+
+from flyte_ddp.datasets import fetch, fingerprint
+from flyte_ddp.errors import UserError
+from flyte_ddp.settings import from_environment
+from tasks import places, pods
+
+
+@task(**pods.light_pod(), retries=2)
+def predict_images(
+    model_state: PythonPickledFile,
+    sidecar: FlyteFile,
+    images: Optional[FlyteDirectory] = None,
+    dataset: str = "",
+    data_source: str = "",
+) -> FlyteFile:
+    """Classify a folder of images, or the test split of a data set, into a table (CSV) of predictions."""
+    from flyte_ddp.predict import predict
+
+    pods.check_code()
+    if (images is None) == (not dataset):
+        raise UserError(f"images={images}, dataset={dataset!r}: give either a folder of images or a data set")
+    prepared = None
+    if dataset:
+        folder = places.folder_for(f"datasets/{fingerprint(dataset, data_source)}")
+        prepared = fetch(dataset, data_source, folder, progress=from_environment().progress)
+    table = predict(
+        Path(model_state.download()),
+        Path(sidecar.download()),
+        images=Path(images.download()) if images is not None else None,
+        dataset=prepared,
+        output=places.new_folder("predictions") / "predictions.csv",
+    )
+    places.tell("predictions made in", {table: "one row for each image"})
+    return places.file(FlyteFile, table)

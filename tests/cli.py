@@ -1,0 +1,77 @@
+"""Runs this environment's ``pyflyte`` as a user does, in a process with a home and a runs folder of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PYFLYTE = Path(sys.executable).with_name("pyflyte")
+DEADLINE = 120.0  # seconds, for a machine that is busy; a call takes 2 to 8
+OWN_PREFIXES = ("AWS_", "FLYTE", "PYTHON", "PYTEST", "WANDB_")
+# matplotlib keeps its list of fonts there; a folder for each home would cost every training run a second.
+MATPLOTLIB = Path(tempfile.gettempdir()) / f"flyte-ddp-tests-matplotlib-{os.getuid()}"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What a process said, both streams together, and how it ended."""
+
+    exit_code: int
+    output: str
+
+    @property
+    def panel(self) -> str:
+        """The text in pyflyte's panel for an error, unwrapped; empty without one."""
+        found = re.search(r"╭─ Error ─+╮\n(.*?)╰─+╯", self.output, re.DOTALL)
+        return " ".join(found[1].replace("│", " ").split()) if found else ""
+
+
+def pyflyte(
+    *arguments: str,
+    home: Path,
+    runs: Path | None = None,
+    directory: Path = ROOT,
+    wrapper: tuple[str, ...] = (),
+    **environment: str,
+) -> Ended:
+    """Calls ``pyflyte`` with the arguments.
+
+    Args:
+        home: stands for the user's home directory, in which Flyte keeps its cache.
+        runs: the runs folder; ``home / "runs"`` if not given.
+        directory: where to call it.
+        wrapper: a command to start it with.
+        environment: more variables; wandb is off unless they say otherwise.
+
+    """
+    home.mkdir(parents=True, exist_ok=True)
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(OWN_PREFIXES) and not name.lower().endswith("_proxy")
+    }
+    own = {
+        "HOME": str(home),
+        "FLYTE_DDP_RUNS": str(runs or home / "runs"),
+        "WANDB_MODE": "disabled",
+        "MPLCONFIGDIR": str(MATPLOTLIB),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    ended = subprocess.run(
+        [*wrapper, str(PYFLYTE), *arguments],
+        cwd=directory,
+        env={**inherited, **own, **environment},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+    )
+    return Ended(ended.returncode, ended.stdout)

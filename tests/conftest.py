@@ -1,0 +1,19 @@
+"""What all tests share: nothing of the user's own environment reaches them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No settings of flytekit, of wandb or of this package, and an empty home: Flyte keeps its local cache there."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in tuple(os.environ):
+            if name.startswith(("FLYTE", "WANDB_")):
+                patch.delenv(name)
+        patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+        yield

@@ -1,0 +1,74 @@
+"""A small data set in MNIST's format, and the published FashionMNIST files."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flyte_ddp.datasets.mnist import MNIST
+from flyte_ddp.datasets.published import PublishedSet
+
+NAMES = tuple(file.name for file in MNIST.files)
+DEBIAN = Path("/usr/share/datasets/fashion-mnist")
+# Times in the gzip headers of the published FashionMNIST files, which Debian's copies leave out.
+PUBLISHED_TIMES = {"train": 1504176606, "t10k": 1504176627}
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """A small data set in MNIST's format: its entry in the table, what is in its files, and the files."""
+
+    dataset: PublishedSet
+    arrays: tuple[NDArray[np.uint8], ...]
+    files: dict[str, bytes]
+
+    def write(self, folder: Path) -> Path:
+        """Puts the files into a folder."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in self.files.items():
+            (folder / name).write_bytes(content)
+        return folder
+
+
+def idx_bytes(array: NDArray[np.uint8]) -> bytes:
+    """An uncompressed IDX file."""
+    return struct.pack(f">BBBB{array.ndim}I", 0, 0, 8, array.ndim, *array.shape) + array.tobytes()
+
+
+def tiny_files(seed: int) -> tuple[tuple[NDArray[np.uint8], ...], dict[str, bytes]]:
+    """Arrays and the four files that hold them."""
+    random = np.random.default_rng(seed)
+    arrays = (
+        random.integers(0, 256, (40, 5, 7), dtype=np.uint8),
+        random.integers(0, 10, 40, dtype=np.uint8),
+        random.integers(0, 256, (12, 5, 7), dtype=np.uint8),
+        random.integers(0, 10, 12, dtype=np.uint8),
+    )
+    contents = (gzip.compress(idx_bytes(array), mtime=0) for array in arrays)
+    return arrays, dict(zip(NAMES, contents, strict=True))
+
+
+def rebuilt_fashion_mnist() -> dict[str, bytes]:
+    """The published FashionMNIST files, from Debian's: the compressed data are the same bytes after another header."""
+    rebuilt = {}
+    for path in sorted(DEBIAN.iterdir()):
+        time = PUBLISHED_TIMES[path.name.partition("-")[0]]
+        header = b"\x1f\x8b\x08\x08" + struct.pack("<I", time) + b"\x00\x03"
+        rebuilt[path.name] = header + path.stem.encode() + b"\0" + path.read_bytes()[10:]
+    return rebuilt
+
+
+def sums(files: dict[str, bytes]) -> bytes:
+    """What ``sha256sum *`` prints."""
+    return "".join(f"{hashlib.sha256(content).hexdigest()}  {name}\n" for name, content in files.items()).encode()
+
+
+def leftovers(folder: Path) -> list[str]:
+    """Everything in a folder, hidden files too."""
+    return sorted(path.name for path in folder.iterdir()) if folder.exists() else []

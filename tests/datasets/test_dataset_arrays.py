@@ -1,0 +1,160 @@
+"""The prepared folder: what is refused, what is measured, what is opened."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays as numpy_arrays
+
+from flyte_ddp.datasets import ImageArrays, image_arrays, open_arrays
+from flyte_ddp.datasets import arrays as module
+from flyte_ddp.datasets.arrays import content_digest, normalisation, write_arrays
+from flyte_ddp.errors import UserError
+
+
+def small(**changes: Any) -> dict[str, Any]:
+    """Arguments that are right, but for the changes."""
+    random = np.random.default_rng(0)
+    arguments: dict[str, Any] = {
+        "train_images": random.integers(0, 256, (6, 4, 5, 3), dtype=np.uint8),
+        "train_labels": np.arange(6) % 3,
+        "test_images": random.integers(0, 256, (4, 4, 5, 3), dtype=np.uint8),
+        "test_labels": np.arange(4) % 3,
+        "classes": ["a", "b", "c"],
+    }
+    return {**arguments, **changes}
+
+
+def blank(*shape: int) -> Any:
+    return np.zeros(shape, dtype=np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"train_images": blank(6, 4, 5, 3).astype(np.float32)}, "train_images: must be uint8.*float32"),
+        ({"train_images": blank(6, 4)}, r"\[N, H, W, C\].*got \[6, 4\]"),
+        ({"train_images": blank(0, 4, 5, 3), "train_labels": np.zeros(0, int)}, "at least one sample"),
+        ({"test_images": blank(4, 0, 5, 3)}, r"test_images:.*got \[4, 0, 5, 3\]"),
+        ({"train_images": blank(6, 3, 32, 32)}, r"looks like \[N, C, H, W\]"),
+        ({"test_images": blank(4, 5, 4, 3)}, "train_images are 4x5x3 and test_images 5x4x3"),
+        ({"test_images": blank(4, 4, 5)}, "train_images are 4x5x3 and test_images 4x5x1"),
+        ({"train_labels": np.zeros(6)}, "train_labels: must be whole numbers, got float64"),
+        ({"train_labels": [0] * 5}, r"one label for each of the 6 images, got shape \[5\]"),
+        ({"train_labels": np.zeros((6, 1), int)}, r"got shape \[6, 1\]"),
+        ({"train_labels": [0, 1, 2, 3, 0, 0]}, r"label 3 of sample 3 .*must be 0\.\.2"),
+        ({"test_labels": [0, -1, 0, 0]}, r"test_labels: label -1 of sample 1 .*must be 0\.\.2"),
+        ({"classes": []}, "a name for each class"),
+    ],
+)
+def test_what_does_not_fit_is_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        image_arrays(**small(**changes))
+
+
+def test_tensors_lists_and_grey_images_are_taken() -> None:
+    given_images = small()["train_images"][..., 0]
+    made = image_arrays(torch.from_numpy(given_images), [0, 1, 2, 0, 1, 2], blank(1, 4, 5), np.uint8([2]), range(3))  # type: ignore[arg-type]
+    assert made.train_images.shape == (6, 4, 5, 1)
+    np.testing.assert_array_equal(made.train_images[..., 0], given_images)
+    assert made.train_labels.dtype == made.test_labels.dtype == np.int64
+    assert made.classes == ("0", "1", "2")
+
+
+def test_images_in_another_memory_order_are_copied_into_c_order() -> None:
+    transposed = small()["train_images"].transpose(0, 2, 1, 3)
+    made = image_arrays(**small(train_images=transposed, test_images=blank(4, 5, 4, 3)))
+    assert made.train_images.flags.c_contiguous
+    np.testing.assert_array_equal(made.train_images, transposed)
+
+
+def test_what_is_written_is_what_is_opened(tmp_path: Path) -> None:
+    made = image_arrays(**small(), name="flowers")
+    write_arrays(made, tmp_path, {"source": "a field"})
+    opened = open_arrays(tmp_path)
+    for name in ("train_images", "train_labels", "test_images", "test_labels"):
+        array = getattr(opened, name)
+        assert isinstance(array, np.memmap)
+        assert not array.flags.writeable
+        np.testing.assert_array_equal(array, small()[name])
+        np.testing.assert_array_equal(np.load(tmp_path / f"{name}.npy"), small()[name])
+    assert (opened.name, opened.classes) == ("flowers", ("a", "b", "c"))
+    assert opened.digest == content_digest(made) == content_digest(opened)
+    description = json.loads((tmp_path / "dataset.json").read_text())
+    assert set(description) == {"name", "classes", "mean", "std", "digest", "source"}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    images=numpy_arrays(np.uint8, st.tuples(*(st.integers(1, 6),) * 3, st.integers(1, 4))),
+    chunk_bytes=st.integers(1, 200),
+)
+def test_the_normalisation_is_exact_whatever_the_chunks(images: Any, chunk_bytes: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "CHUNK_BYTES", chunk_bytes)
+        mean, std = normalisation(images)
+    for channel in range(images.shape[3]):
+        values = [Fraction(int(value), 255) for value in images[..., channel].ravel()]
+        average = sum(values) / len(values)
+        variance = sum((value - average) ** 2 for value in values) / len(values)
+        assert mean[channel] == float(average)
+        assert std[channel] == pytest.approx(float(variance) ** 0.5 if variance else 1.0, rel=4e-16)
+
+
+def test_the_normalisation_takes_little_memory() -> None:
+    """16 MB of images must not become 128 MB of counters' input."""
+    import tracemalloc
+
+    images = np.random.default_rng(0).integers(0, 256, (16, 1024, 1024, 1), dtype=np.uint8)
+    tracemalloc.start()
+    normalisation(images)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 48e6
+
+
+def test_the_digest_changes_with_any_part() -> None:
+    made = image_arrays(**small())
+    digests = {content_digest(made), content_digest(dataclasses.replace(made, name="renamed"))}
+    assert len(digests) == 1  # a name is not content
+    for name in ("train_images", "train_labels", "test_images", "test_labels"):
+        changed = getattr(made, name).copy()
+        changed.reshape(-1)[-1] ^= 1
+        digests.add(content_digest(dataclasses.replace(made, **{name: changed})))
+    digests.add(content_digest(dataclasses.replace(made, classes=("a", "b", "d"))))
+    reshaped = dataclasses.replace(made, train_images=made.train_images.reshape(6, 5, 4, 3))
+    digests.add(content_digest(reshaped))
+    assert len(digests) == 7
+
+
+@pytest.mark.parametrize("damage", ["truncate", "remove", "remove json", "cut json", "list json", "drop key"])
+def test_a_damaged_folder_says_so(tmp_path: Path, damage: str) -> None:
+    write_arrays(image_arrays(**small()), tmp_path, {})
+    array, description = tmp_path / "train_images.npy", tmp_path / "dataset.json"
+    if damage == "truncate":
+        array.write_bytes(array.read_bytes()[:-1])
+    elif damage == "remove":
+        array.unlink()
+    elif damage == "remove json":
+        description.unlink()
+    else:
+        text = description.read_text()
+        replaced = {"cut json": text[:-5], "list json": "[]", "drop key": text.replace('"digest"', '"other"')}
+        description.write_text(replaced[damage])
+    with pytest.raises(UserError, match="is not a prepared data set" if damage == "remove json" else "damaged"):
+        open_arrays(tmp_path)
+
+
+def test_arrays_are_compared_by_identity() -> None:
+    """Comparing the fields would end in numpy's "truth value is ambiguous"."""
+    made: ImageArrays = image_arrays(**small())
+    assert made != image_arrays(**small())

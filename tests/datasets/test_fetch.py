@@ -1,0 +1,210 @@
+"""Fetching as such: atomic, repeatable, concurrent, on a full disk; and what a fingerprint costs."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import errno
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from faulty_server import FaultyServer
+from mnist_files import NAMES, Tiny, leftovers
+
+from flyte_ddp.datasets import arrays, fetch, fetching, fingerprint, open_arrays
+from flyte_ddp.errors import UserError
+
+
+def test_a_second_fetch_does_nothing(tiny: Tiny, server: FaultyServer, tmp_path: Path) -> None:
+    server.files = tiny.files
+    first = fetch("mnist", server.url, tmp_path / "data", progress="off")
+    requests = len(server.requests)
+    written = {path: path.stat().st_mtime_ns for path in first.iterdir()}
+    assert fetch("mnist", server.url, tmp_path / "data", progress="off") == first == (tmp_path / "data").absolute()
+    assert len(server.requests) == requests
+    assert {path: path.stat().st_mtime_ns for path in first.iterdir()} == written
+
+
+def test_two_fetches_at_once_both_succeed(tiny: Tiny, server: FaultyServer, tmp_path: Path) -> None:
+    """Each request waits for its twin, so neither fetch can be over before the other has begun to write."""
+    server.files, server.before_answer = tiny.files, threading.Barrier(2)
+    folder = tmp_path / "data"
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        both = [pool.submit(fetch, "mnist", server.url, folder, progress="off") for _ in range(2)]
+        assert [future.result(timeout=20) for future in both] == [folder, folder]
+    np.testing.assert_array_equal(open_arrays(folder).train_images[..., 0], tiny.arrays[0])
+    assert leftovers(tmp_path) == ["data"]
+    assert server.requests.count(NAMES[3]) == 2
+
+
+def test_an_empty_folder_is_filled(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    assert len(open_arrays(fetch("digits", "", tmp_path / "data", progress="off")).train_images) == 1_500
+
+
+def test_a_folder_with_something_else_is_left_alone(tiny: Tiny, tmp_path: Path) -> None:
+    mirror = str(tiny.write(tmp_path / "mirror"))
+    with pytest.raises(UserError, match="is not a prepared data set"):
+        fetch("digits", "", Path(mirror), progress="off")
+    folder = fetch("mnist", mirror, tmp_path / "data", progress="off")
+    for dataset, source in (("digits", ""), ("mnist", "")):
+        with pytest.raises(UserError, match=r"holds 'mnist' of data_source=.*choose another folder"):
+            fetch(dataset, source, folder, progress="off")
+    assert leftovers(Path(mirror)) == sorted(NAMES)
+
+
+def test_a_damaged_folder_is_not_taken_for_a_data_set(tmp_path: Path) -> None:
+    folder = fetch("digits", "", tmp_path / "data", progress="off")
+    os.truncate(folder / "test_images.npy", 200)
+    with pytest.raises(UserError, match=r"damaged.*delete it and fetch it again"):
+        fetch("digits", "", folder, progress="off")
+
+
+def test_the_folder_has_the_usual_permissions(tmp_path: Path) -> None:
+    (tmp_path / "plain").mkdir()
+    folder = fetch("digits", "", tmp_path / "data", progress="off")
+    assert folder.stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"file/data: cannot be written \(.*choose a folder"):
+        fetch("digits", "", tmp_path / "file" / "data", progress="off")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("calls_before", [0, 2, 4, 6])
+def test_a_full_disk_at_any_write_leaves_nothing(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, calls_before: int
+) -> None:
+    mirror = str(tiny.write(tmp_path / "mirror"))
+    calls = iter(range(100))
+
+    def full(descriptor: int) -> None:
+        del descriptor
+        if next(calls) >= calls_before:
+            raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UserError, match=r"data: the disk is full \(mnist needs .*B, .*B are free there\)"):
+        fetch("mnist", mirror, tmp_path / "data", progress="off")
+    assert leftovers(tmp_path) == ["mirror"]
+
+
+FULL_DISK = """
+import os, pathlib, subprocess, sys
+from flyte_ddp.datasets import fetch
+from flyte_ddp.errors import UserError
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", sys.argv[1]], check=True)
+try:
+    fetch("digits", "", pathlib.Path(sys.argv[1]) / "data", progress="off")
+except UserError as error:
+    print(error.message, os.listdir(sys.argv[1]))
+"""
+
+
+def test_a_really_full_disk(tmp_path: Path) -> None:
+    """A file system of 64 kB in a mount namespace of its own."""
+    alone = ["unshare", "--mount", "--map-root-user"]
+    try:
+        subprocess.run([*alone, "mount", "-t", "tmpfs", "none", str(tmp_path)], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("needs the right to mount in a namespace (unshare)")
+    command = [*alone, sys.executable, "-c", FULL_DISK, str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert f"{tmp_path}/data: the disk is full (digits needs 129kB, " in result.stdout
+    assert result.stdout.endswith(" []\n")
+
+
+def test_an_interrupt_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fetching, "write_arrays", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        fetch("digits", "", tmp_path / "data", progress="off")
+    assert leftovers(tmp_path) == []
+
+
+def test_the_description_is_written_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = []
+    flush = arrays.flush
+
+    def recorded(file: object) -> None:
+        written.append(Path(file.name).name)  # type: ignore[attr-defined]
+        flush(file)
+
+    monkeypatch.setattr(arrays, "flush", recorded)
+    fetch("digits", "", tmp_path / "data", progress="off")
+    assert written[-1] == "dataset.json"
+    assert len(written) == 5
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress(
+    tiny: Tiny,
+    server: FaultyServer,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    terminal: bool,
+) -> None:
+    """A bar on a terminal; else a line for each file, and one for a failure before it is retried."""
+    server.files, server.faults = tiny.files, {NAMES[0]: [503]}
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
+    fetch("mnist", server.url, tmp_path / "data")
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "503" in said.err
+    assert ("100%" in said.err) == terminal
+    for name in NAMES:
+        assert name in said.err
+    if not terminal:
+        assert len(said.err.splitlines()) == len(NAMES) + 1
+
+
+def test_progress_can_be_off(
+    tiny: Tiny, server: FaultyServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.files, server.faults = tiny.files, {NAMES[0]: [503]}
+    fetch("mnist", server.url, tmp_path / "data", progress="off")
+    assert capsys.readouterr() == ("", "")
+    with pytest.raises(UserError, match=r"unknown progress 'of': did you mean 'off'"):
+        fetch("mnist", server.url, tmp_path / "other", progress="of")
+
+
+def test_the_digits_are_scikit_learns(tmp_path: Path) -> None:
+    from sklearn.datasets import load_digits
+
+    bunch = load_digits()
+    ours = open_arrays(fetch("digits", "", tmp_path / "data", progress="off"))
+    images = np.concatenate([ours.train_images, ours.test_images])[..., 0]
+    np.testing.assert_allclose(images / 255, bunch.images / 16, atol=0.5 / 255)
+    assert (images.min(), images.max()) == (0, 255)
+    np.testing.assert_array_equal(np.concatenate([ours.train_labels, ours.test_labels]), bunch.target)
+    assert (len(ours.train_images), len(ours.test_images)) == (1_500, 297)
+    with pytest.raises(UserError, match=r"data_source='elsewhere'.*leave data_source empty"):
+        fetch("digits", "elsewhere", tmp_path / "other", progress="off")
+
+
+LIGHT = """
+import sys
+from flyte_ddp.datasets import fingerprint
+print(fingerprint(sys.argv[1], ""))
+print(" ".join(sorted({name.partition(".")[0] for name in sys.modules})))
+"""
+
+
+@pytest.mark.parametrize("dataset", ["fashion_mnist", "digits", "cifar10"])
+def test_a_fingerprint_loads_nothing_heavy(dataset: str) -> None:
+    command = [sys.executable, "-c", LIGHT, dataset]
+    printed, modules = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert printed == fingerprint(dataset, "")
+    assert printed.startswith(f"{dataset}-")
+    assert len(printed) == len(dataset) + 17
+    heavy = {"torch", "torchvision", "sklearn", "scipy", "pandas", "PIL", "requests", "botocore", "flytekit", "wandb"}
+    assert not heavy & set(modules.split())

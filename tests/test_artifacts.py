@@ -1,0 +1,253 @@
+"""The saved model and its sidecar."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import pickle
+import resource
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from flyte_ddp import artifacts, models
+from flyte_ddp.errors import UserError
+from flyte_ddp.images import InputSpec
+
+GREY = InputSpec(channels=1, height=28, width=28, mean=(0.25,), std=(0.5,))
+CLASSES = [f"class {k}" for k in range(10)]
+
+
+def sidecar(model: str = "tutorial", spec: InputSpec = GREY, classes: list[str] = CLASSES) -> dict[str, Any]:
+    inputs = {"channels": spec.channels, "height": spec.height, "width": spec.width, "mean": spec.mean, "std": spec.std}
+    return {"model": model, "classes": classes, "input": inputs, "digests": {"data": "d" * 64}}
+
+
+def trained(name: str = "tutorial", seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return models.build(name, 10, GREY)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Path, Path]:
+    return artifacts.save_model(tmp_path / "run", trained().state_dict(), sidecar())
+
+
+class TutorialNetwork(nn.Module):
+    """Flyte's MNIST tutorial's network, written down by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 20, 5, 1)
+        self.conv2 = nn.Conv2d(20, 50, 5, 1)
+        self.fc1 = nn.Linear(4 * 4 * 50, 500)
+        self.fc2 = nn.Linear(500, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = functional.max_pool2d(functional.relu(self.conv1(x)), 2, 2)
+        x = functional.max_pool2d(functional.relu(self.conv2(x)), 2, 2)
+        return self.fc2(functional.relu(self.fc1(x.view(-1, 4 * 4 * 50))))  # type: ignore[no-any-return]
+
+
+def test_three_lines_of_plain_pytorch_load_the_model(tmp_path: Path) -> None:
+    original = trained()
+    path, _ = artifacts.save_model(tmp_path, original.state_dict(), sidecar())
+
+    model = TutorialNetwork()
+    model.load_state_dict(torch.load(path, weights_only=True))
+    model.eval()
+
+    images = torch.randn(5, 1, 28, 28)
+    assert torch.equal(model(images), original(images))
+
+
+OWN_MODEL = """
+from torch import nn
+
+def make(num_classes, input_shape):
+    return nn.Sequential(nn.Conv2d(input_shape[0], 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.LazyLinear(num_classes))
+"""
+
+
+def test_load_model_gives_back_weights_and_buffers_in_evaluation_mode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model_of_test_artifacts.py").write_text(OWN_MODEL)
+    monkeypatch.syspath_prepend(tmp_path)
+    original = models.build("model_of_test_artifacts:make", 10, GREY)
+    original(torch.randn(8, 1, 28, 28))  # gives the last layer its shape; moves BatchNorm's statistics and its counter
+    paths = artifacts.save_model(tmp_path, original.state_dict(), sidecar("model_of_test_artifacts:make"))
+    loaded, content = artifacts.load_model(*paths, "cpu")
+    assert not loaded.training
+    assert content["classes"] == CLASSES
+    expected = original.state_dict()
+    assert expected["1.num_batches_tracked"] == 1
+    assert loaded.state_dict().keys() == expected.keys()
+    for name, tensor in loaded.state_dict().items():
+        assert tensor.dtype == expected[name].dtype
+        assert torch.equal(tensor, expected[name]), name
+
+
+def test_tensors_are_saved_in_row_major_order_without_what_lies_around_them(tmp_path: Path) -> None:
+    model = trained("small_cnn").to(memory_format=torch.channels_last)
+    whole = torch.arange(1_000_000.0)
+    state = {**model.state_dict(), "view": whole[10:20], "half": torch.ones(3, dtype=torch.bfloat16)}
+    assert not state["conv2.weight"].is_contiguous()
+    path, _ = artifacts.save_model(tmp_path, state, sidecar("small_cnn"))
+    for name, tensor in torch.load(path, weights_only=True).items():
+        assert tensor.stride() == torch.empty(tensor.shape).stride(), name
+        assert tensor.dtype == state[name].dtype
+        assert torch.equal(tensor, state[name])
+    parameters = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
+    assert path.stat().st_size < parameters + 10_000
+
+
+def test_the_file_is_a_bare_pickle(saved: tuple[Path, Path]) -> None:
+    # torch's zip format starts with PK; this is protocol 2, then torch's magic number as a ten-byte integer.
+    start = saved[0].read_bytes()[:14]
+    assert start == b"\x80\x02\x8a\x0a" + (0x1950A86A20F9469CFC6C).to_bytes(10, "little")
+
+
+def test_flyte_takes_the_file_for_a_pickle(saved: tuple[Path, Path]) -> None:
+    pytest.importorskip("magic", exc_type=ImportError)
+    from flytekit.types.file import PythonPickledFile
+    from flytekit.types.file.file import FlyteFilePathTransformer
+
+    FlyteFilePathTransformer().validate_file_type(PythonPickledFile, str(saved[0]))
+    zipped = saved[0].with_name("zipped.pt")
+    torch.save({}, zipped)
+    with pytest.raises(ValueError, match="Incorrect file type"):
+        FlyteFilePathTransformer().validate_file_type(PythonPickledFile, str(zipped))
+
+
+def test_the_sidecar_keeps_what_it_was_given_and_adds_format_and_digest(saved: tuple[Path, Path]) -> None:
+    written = json.loads(saved[1].read_text(encoding="utf-8"))
+    digest = hashlib.sha256(saved[0].read_bytes()).hexdigest()
+    expected = {**json.loads(json.dumps(sidecar())), "format": "flyte-ddp-model/1"}
+    assert written == {**expected, "digests": {"data": "d" * 64, "weights": digest}}
+    assert sorted(path.name for path in saved[0].parent.iterdir()) == ["model.json", "model.pt"]
+
+
+@pytest.fixture
+def small_files() -> Iterator[Callable[[int], None]]:
+    """Lets the kernel refuse to make files larger than so many bytes, as a disk does that fills up midway."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.mark.parametrize(
+    ("limit", "classes"),
+    [(100_000, 10), (2_000_000, 400_000)],
+    ids=["weights do not fit", "sidecar does not fit"],
+)
+def test_a_full_disk_leaves_neither_file(
+    tmp_path: Path, small_files: Callable[[int], None], limit: int, classes: int
+) -> None:
+    content = sidecar(classes=["a class"] * classes)
+    small_files(limit)
+    with pytest.raises(UserError, match=r"cannot write .*/model\.\w+: File too large; free some space"):
+        artifacts.save_model(tmp_path, trained().state_dict(), content)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("call", [1, 2])
+def test_a_full_disk_leaves_the_pair_of_before(
+    saved: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    before = [path.read_bytes() for path in saved]
+    calls = iter(range(1, 10))
+
+    def full(_: int) -> None:
+        if next(calls) == call:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UserError, match="No space left on device; free some space"):
+        artifacts.save_model(saved[0].parent, trained(seed=1).state_dict(), sidecar())
+    assert [path.read_bytes() for path in saved] == before
+    assert len(list(saved[0].parent.iterdir())) == 2
+
+
+def test_a_folder_that_cannot_be_written_to_is_a_users_mistake(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"cannot write .*make its folder writable"):
+        artifacts.save_model(tmp_path / "file", trained().state_dict(), sidecar())
+
+
+def flip_a_bit(model: Path, _: Path) -> None:
+    content = bytearray(model.read_bytes())
+    content[len(content) // 2] ^= 1
+    model.write_bytes(content)
+
+
+def edit(**changes: object) -> Callable[[Path, Path], None]:
+    def change(_: Path, path: Path) -> None:
+        content = {**json.loads(path.read_text()), **changes}
+        path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+
+    return change
+
+
+DAMAGES: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
+    "bit": (flip_a_bit, r"model.pt is damaged or not the model of .*SHA-256"),
+    "truncated": (lambda model, _: os.truncate(model, 1000), "model.pt is damaged"),
+    "no model": (lambda model, _: model.unlink(), r"cannot read model .*model.pt: No such file"),
+    "no sidecar": (lambda _, path: path.unlink(), r"cannot read sidecar .*model.json: No such file"),
+    "binary sidecar": (lambda _, path: path.write_bytes(b"\x80\x02\xff"), r"model.json is not JSON"),
+    "cut sidecar": (lambda _, path: os.truncate(path, 30), r"model.json is not JSON"),
+    "list": (lambda _, path: path.write_text("[]"), "has format None: it must be 'flyte-ddp-model/1'"),
+    "format": (edit(format="flyte-ddp-model/9"), "has format 'flyte-ddp-model/9'"),
+    "no classes": (edit(classes=None), "model.json is incomplete"),
+    "empty input": (edit(input={}), "model.json is incomplete"),
+    "no digest": (edit(digests={}), "model.json is incomplete"),
+    "other classes": (edit(classes=["only one"]), r"model.pt does not fit model 'tutorial': .*size mismatch for fc2"),
+    "other model": (edit(model="small_cnn"), r"model.pt does not fit model 'small_cnn': .*[Mm]issing key"),
+    "unknown model": (edit(model="smal_cnn"), r"unknown model 'smal_cnn': did you mean 'small_cnn'"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_model_is_refused_in_two_lines(saved: tuple[Path, Path], name: str) -> None:
+    damage, message = DAMAGES[name]
+    damage(*saved)
+    with pytest.raises(UserError, match=message) as error:
+        artifacts.load_model(*saved)
+    assert "\n" not in error.value.message
+
+
+def test_another_runs_sidecar_is_refused(saved: tuple[Path, Path], tmp_path: Path) -> None:
+    _, other = artifacts.save_model(tmp_path / "other", trained(seed=1).state_dict(), sidecar())
+    with pytest.raises(UserError, match="take both files from the same run"):
+        artifacts.load_model(saved[0], other)
+
+
+class Trap:
+    """Unpickles to a call."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_pickle_that_runs_code_is_refused_and_does_not_run(saved: tuple[Path, Path], tmp_path: Path) -> None:
+    model, path = saved
+    model.write_bytes(pickle.dumps(Trap(tmp_path / "sprung"), protocol=2))
+    edit(digests={"weights": hashlib.sha256(model.read_bytes()).hexdigest()})(*saved)
+    with pytest.raises(UserError, match=r"model.pt does not fit model"):
+        artifacts.load_model(model, path)
+    assert not (tmp_path / "sprung").exists()

@@ -1,0 +1,199 @@
+"""The tables of names and sizes, compared with what torchvision really has and really takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torchvision
+from torchvision.models import regnet
+
+from flyte_ddp import catalog, datasets, models
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.errors import UserError
+from flyte_ddp.images import InputSpec, prepare
+
+ALL = set(torchvision.models.list_models())
+CLASSIFIERS = set(torchvision.models.list_models(module=torchvision.models))
+CLASSES = 7
+# One of each family; the others, built alike, are marked slow.
+QUICK = {
+    *("alexnet", "convnext_tiny", "densenet121", "efficientnet_b0", "googlenet", "inception_v3", "maxvit_t"),
+    *("mnasnet0_5", "mobilenet_v2", "mobilenet_v3_small", "regnet_x_400mf", "regnet_y_400mf", "resnet18"),
+    *("shufflenet_v2_x0_5", "squeezenet1_0", "squeezenet1_1", "swin_t", "swin_v2_t", "vgg11", "vgg11_bn"),
+    *("vit_b_16", "vit_b_32", "vit_h_14"),
+}
+ANY_SIZE = 8  # what models that take any size are given
+
+
+def spec_for(model: str, side: int, *, channels: int = 1, width: int | None = None) -> InputSpec:
+    return models.input_spec(
+        model,
+        channels=channels,
+        height=side,
+        width=width or side,
+        mean=(0.5,) * channels,
+        std=(0.5,) * channels,
+        size=0,
+    )
+
+
+def marked(names: list[str]) -> list[Any]:
+    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in names]
+
+
+@pytest.fixture
+def without_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, InputSpec], torch.Size]:
+    """Builds a model and runs it forward in training mode on torch's meta device: shapes only, no weights."""
+    block_params = regnet.BlockParams.from_init_params
+
+    def on_cpu(**options: Any) -> regnet.BlockParams:  # it computes widths with tensors, which have to have values
+        with torch.device("cpu"):
+            return block_params(**options)
+
+    monkeypatch.setattr(regnet.BlockParams, "from_init_params", on_cpu)
+
+    def run(model: str, spec: InputSpec) -> torch.Size:
+        with torch.device("meta"):
+            built = models.build(model, CLASSES, spec).train()
+            output: torch.Tensor = built(torch.empty(2, spec.channels, spec.height, spec.width))
+        return output.shape
+
+    return run
+
+
+def test_the_classifiers_are_torchvisions() -> None:
+    assert set(catalog.TORCHVISION_MODELS) == CLASSIFIERS
+    assert list(catalog.TORCHVISION_MODELS) == sorted(CLASSIFIERS)
+
+
+def test_the_names_are_those_that_the_library_serves() -> None:
+    assert set(catalog.SMALL_MODELS) == set(models.SMALL_MODELS)
+    assert set(catalog.DATASETS) == set(datasets.DATASETS)
+    assert set(catalog.SIZE_MULTIPLES) <= CLASSIFIERS
+
+
+@pytest.mark.parametrize("model", sorted(ALL - CLASSIFIERS))
+def test_every_other_model_of_torchvision_is_refused_with_the_reason(model: str) -> None:
+    with pytest.raises(UserError) as refusal:
+        Hyperparameters(model=model)
+    module = torchvision.models.get_model_builder(model).__module__
+    words = next(
+        words
+        for part, words in {
+            "quantization": "inference only",
+            "segmentation": "segments images",
+            "detection": "detects",
+            "optical_flow": "optical flow",
+            "video": "video",
+        }.items()
+        if part in module
+    )
+    assert repr(model) in refusal.value.message
+    assert words in refusal.value.message
+
+
+def test_no_classifier_is_refused() -> None:
+    for model in CLASSIFIERS:
+        assert Hyperparameters(model=model).model == model
+
+
+@pytest.mark.parametrize("model", marked(sorted(CLASSIFIERS)))
+def test_the_smallest_size_works(model: str, without_memory: Callable[[str, InputSpec], torch.Size]) -> None:
+    smallest = catalog.TORCHVISION_MODELS[model]
+    assert without_memory(model, spec_for(model, smallest)) == (2, CLASSES)
+
+
+@pytest.mark.parametrize("model", sorted(CLASSIFIERS))
+def test_one_pixel_less_is_refused(model: str) -> None:
+    smallest = catalog.TORCHVISION_MODELS[model]
+    with pytest.raises(UserError, match=rf"{model}.* {smallest - 1}x{smallest - 1} .*set image_size={smallest}$"):
+        spec_for(model, smallest - 1)
+
+
+@pytest.mark.parametrize(
+    "model", marked(sorted(model for model, side in catalog.TORCHVISION_MODELS.items() if side != ANY_SIZE))
+)
+def test_what_is_refused_would_have_failed(model: str, without_memory: Callable[[str, InputSpec], torch.Size]) -> None:
+    smallest = catalog.TORCHVISION_MODELS[model]
+    with pytest.raises((RuntimeError, AssertionError, ValueError)):
+        without_memory(model, dataclasses.replace(spec_for(model, smallest), height=smallest - 1, width=smallest - 1))
+
+
+@pytest.mark.parametrize("model", marked(sorted(catalog.SIZE_MULTIPLES)))
+def test_multiples_work_and_nothing_between(model: str, without_memory: Callable[[str, InputSpec], torch.Size]) -> None:
+    multiple = catalog.SIZE_MULTIPLES[model]
+    assert without_memory(model, spec_for(model, 2 * multiple)) == (2, CLASSES)
+    between = multiple + 1
+    with pytest.raises(UserError, match=rf"a multiple of {multiple}; set image_size={2 * multiple}$"):
+        spec_for(model, between)
+    with pytest.raises((RuntimeError, AssertionError, ValueError)):
+        without_memory(model, dataclasses.replace(spec_for(model, multiple), height=between, width=between))
+
+
+@pytest.mark.parametrize("model", sorted(models.SMALL_MODELS))
+def test_the_small_models_smallest_size(model: str) -> None:
+    smallest = {"small_cnn": 8, "tutorial": 16}[model]
+    spec = spec_for(model, smallest, channels=5)
+    assert models.build(model, CLASSES, spec)(torch.zeros(2, 5, smallest, smallest)).shape == (2, CLASSES)
+    with pytest.raises(UserError, match=f"at least {smallest}"):
+        spec_for(model, smallest - 1)
+    below = smallest - 1
+    with pytest.raises(RuntimeError):
+        models.build(model, CLASSES, dataclasses.replace(spec, height=below, width=below))(
+            torch.zeros(2, 5, below, below)
+        )
+
+
+@pytest.mark.parametrize("model", catalog.MODELS)
+@pytest.mark.parametrize(("height", "width"), [(1, 1), (8, 8), (28, 28), (32, 17), (63, 500), (225, 225)])
+def test_the_size_that_a_message_names_is_taken(model: str, height: int, width: int) -> None:
+    try:
+        spec_for(model, height, width=width)
+    except UserError as error:
+        message = error.message
+    else:
+        return
+    found = re.search(r"set image_size=(\d+)$", message)
+    assert found, message
+    side = int(found[1])
+    taken = models.input_spec(model, channels=1, height=height, width=width, mean=(0.5,), std=(0.5,), size=side)
+    assert (taken.height, taken.width) == (side, side)
+
+
+def test_grey_images_become_rgb_for_torchvisions_models() -> None:
+    spec = spec_for("resnet18", 8)
+    assert (spec.channels, spec.mean, spec.std) == (3, (0.5,) * 3, (0.5,) * 3)
+    grey = torch.randint(0, 256, (2, 8, 8, 1), dtype=torch.uint8)
+    batch = prepare(grey, spec)
+    assert torch.equal(batch, batch[:, :1].expand(2, 3, 8, 8))
+    torch.testing.assert_close(batch[:, 0], (grey[..., 0] / 255 - 0.5) / 0.5)
+    assert models.build("resnet18", CLASSES, spec)(batch).shape == (2, CLASSES)
+
+
+def test_small_models_keep_the_channels() -> None:
+    assert [spec_for("small_cnn", 8, channels=channels).channels for channels in (1, 2, 3, 5)] == [1, 2, 3, 5]
+
+
+@pytest.mark.parametrize("channels", [2, 4])
+def test_torchvisions_models_refuse_other_channels(channels: int) -> None:
+    with pytest.raises(UserError, match=f"{channels} channels: .* take 1 or 3"):
+        spec_for("resnet18", 32, channels=channels)
+
+
+@pytest.mark.parametrize("model", sorted(model for model in CLASSIFIERS if model.startswith("vit_")))
+def test_vision_transformers_refuse_oblong_images(model: str) -> None:
+    side = catalog.SIZE_MULTIPLES[model]
+    with pytest.raises(UserError, match=f"{side}x{2 * side} images: they must be square; set image_size"):
+        models.build(model, CLASSES, spec_for(model, side, width=2 * side))
+
+
+@pytest.mark.parametrize("model", ["googlenet", "inception_v3"])
+def test_auxiliary_heads_are_left_out(model: str) -> None:
+    with torch.device("meta"):
+        built = models.build(model, CLASSES, spec_for(model, 299))
+    assert not [name for name, _ in built.named_parameters() if name.lower().startswith("aux")]

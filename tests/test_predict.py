@@ -1,0 +1,233 @@
+"""Predictions against the same computed with plain torch, numpy and Pillow."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from flyte_ddp import artifacts, models
+from flyte_ddp.errors import UserError
+from flyte_ddp.images import InputSpec
+from flyte_ddp.predict import folder_batches, predict, read_image
+
+GREY = InputSpec(channels=1, height=16, width=16, mean=(0.3,), std=(0.4,))
+RGB = InputSpec(channels=3, height=16, width=16, mean=(0.3, 0.4, 0.5), std=(0.2, 0.25, 0.3))
+CLASSES = ["shoe", 'a "quoted", name', "bag"]
+
+
+def save(folder: Path, spec: InputSpec, seed: int = 0) -> tuple[Path, Path]:
+    """A model with random weights whose guesses differ from image to image."""
+    torch.manual_seed(seed)
+    model = models.build("small_cnn", len(CLASSES), spec)
+    with torch.no_grad():
+        logits = model(torch.randn(64, spec.channels, 2, 2).repeat_interleave(8, dim=2).repeat_interleave(8, dim=3))
+        last = model.get_submodule("fc2")
+        last.bias -= logits.mean(dim=0)
+        for parameter in last.parameters():
+            parameter.mul_(30)
+    inputs = {"channels": spec.channels, "height": spec.height, "width": spec.width, "mean": spec.mean, "std": spec.std}
+    return artifacts.save_model(folder, model.state_dict(), {"model": "small_cnn", "classes": CLASSES, "input": inputs})
+
+
+def expected_scores(paths: tuple[Path, Path], images: np.ndarray[Any, Any], spec: InputSpec) -> torch.Tensor:
+    """Softmax for images [N, H, W, C] of the model's size, by numpy and plain torch."""
+    model = models.build("small_cnn", len(CLASSES), spec)
+    model.load_state_dict(torch.load(paths[0], weights_only=True))
+    normal = (images / 255.0 - np.array(spec.mean)) / np.array(spec.std)
+    with torch.no_grad():
+        return torch.softmax(model.eval()(torch.tensor(normal.transpose(0, 3, 1, 2), dtype=torch.float32)), dim=1)
+
+
+def read_table(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="", encoding="utf-8", errors="surrogateescape") as file:
+        return list(csv.DictReader(file))
+
+
+def scores_of(rows: list[dict[str, str]]) -> torch.Tensor:
+    return torch.tensor([[float(row[f"score_{name}"]) for name in CLASSES] for row in rows])
+
+
+def check_guesses(rows: list[dict[str, str]], scores: torch.Tensor) -> None:
+    assert torch.allclose(scores_of(rows), scores, atol=2e-6)
+    assert [row["guess"] for row in rows] == [CLASSES[k] for k in scores.argmax(1)]
+    assert torch.allclose(torch.tensor([float(row["score"]) for row in rows]), scores.max(1).values, atol=2e-6)
+    assert len({row["guess"] for row in rows}) > 1, "one guess for all would hide an error"
+
+
+def noise(*shape: int) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+
+
+def blocks(count: int, channels: int) -> np.ndarray[Any, Any]:
+    """Images [count, 16, 16, channels] of four even quarters each, which differ more than noise does."""
+    return noise(count, 2, 2, channels).repeat(8, axis=1).repeat(8, axis=2)
+
+
+@pytest.fixture
+def grey_model(tmp_path: Path) -> tuple[Path, Path]:
+    return save(tmp_path / "model", GREY)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "images").mkdir()
+    return tmp_path / "images"
+
+
+def write_dataset(folder: Path, channels: int, count: int = 23) -> Path:
+    folder.mkdir()
+    arrays = {"images": blocks(count, channels), "labels": np.arange(count) % 3}
+    for part in ("train", "test"):
+        for name, array in arrays.items():
+            np.save(folder / f"{part}_{name}.npy", array)
+    description = {"name": "noise", "classes": CLASSES, "mean": [0.5] * channels, "std": [0.3] * channels}
+    (folder / "dataset.json").write_text(json.dumps({**description, "digest": "0" * 64, "source": "a test"}))
+    return folder
+
+
+def test_a_folder_is_predicted_file_by_file_in_the_order_of_paths(
+    grey_model: tuple[Path, Path], folder: Path, tmp_path: Path
+) -> None:
+    names = ["b.png", "a/second.bmp", "a/first.PNG", "a/deep/er.gif", "comma, and.png", os.fsdecode(b"n\xf6n.png")]
+    images = blocks(len(names), 1)
+    for name, image in zip(names, images, strict=True):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image[:, :, 0]).save(folder / name)
+    (folder / "labels.txt").write_text("not an image, and not named like one")
+    (folder / "._b.png").write_text("what macOS leaves behind")
+
+    output = predict(*grey_model, images=folder, dataset=None, output=tmp_path / "new/table.csv", batch_size=4)
+    rows = read_table(output)
+    order = sorted(range(len(names)), key=lambda k: names[k].split("/"))
+    assert [row["id"] for row in rows] == [names[k] for k in order]
+    assert list(rows[0]) == ["id", "guess", "score", *(f"score_{name}" for name in CLASSES)]
+    check_guesses(rows, expected_scores(grey_model, images[order], GREY))
+    assert [path.name for path in output.parent.iterdir()] == ["table.csv"]
+
+
+@pytest.mark.parametrize(("channels", "spec"), [(1, GREY), (3, RGB), (1, RGB)], ids=["grey", "rgb", "grey as rgb"])
+def test_a_data_set_is_predicted_with_truths(tmp_path: Path, channels: int, spec: InputSpec) -> None:
+    paths = save(tmp_path / "model", spec)
+    dataset = write_dataset(tmp_path / "dataset", channels)
+    output = predict(*paths, images=None, dataset=dataset, output=tmp_path / "table.csv", batch_size=5)
+    rows = read_table(output)
+    assert [row["id"] for row in rows] == [str(k) for k in range(23)]
+    assert [row["truth"] for row in rows] == [CLASSES[k % 3] for k in range(23)]
+    check_guesses(rows, expected_scores(paths, np.repeat(blocks(23, channels), spec.channels // channels, 3), spec))
+
+
+def test_colour_is_made_grey_and_grey_is_made_colour_as_pillow_does(
+    grey_model: tuple[Path, Path], folder: Path, tmp_path: Path
+) -> None:
+    colour = blocks(6, 3)
+    for k, image in enumerate(colour):
+        Image.fromarray(image).save(folder / f"{k}.png")
+    rows = read_table(predict(*grey_model, images=folder, dataset=None, output=tmp_path / "grey.csv"))
+    luma = np.rint(colour @ np.array([0.299, 0.587, 0.114]))[..., np.newaxis]  # ITU-R 601-2
+    assert torch.allclose(scores_of(rows), expected_scores(grey_model, luma, GREY), atol=0.02)
+
+    colour_model = save(tmp_path / "colour", RGB)
+    rows = read_table(predict(*colour_model, images=folder, dataset=None, output=tmp_path / "rgb.csv"))
+    check_guesses(rows, expected_scores(colour_model, colour, RGB))
+
+
+def test_images_of_any_size_are_resized(grey_model: tuple[Path, Path], folder: Path, tmp_path: Path) -> None:
+    smooth = [
+        Image.fromarray(noise(4, 4)).resize(size, Image.Resampling.BICUBIC) for size in ((32, 32), (50, 20), (8, 8))
+    ]
+    for k, image in enumerate(smooth):
+        image.save(folder / f"{k}.png")
+    rows = read_table(predict(*grey_model, images=folder, dataset=None, output=tmp_path / "table.csv"))
+    resized = [np.asarray(image.convert("F").resize((16, 16), Image.Resampling.BILINEAR)) for image in smooth]
+    expected = expected_scores(grey_model, np.stack(resized)[..., np.newaxis], GREY)
+    assert torch.allclose(scores_of(rows), expected, atol=1e-3)
+
+
+def test_sixteen_bits_are_scaled_and_not_clipped(tmp_path: Path) -> None:
+    pixels = noise(9, 7)
+    Image.fromarray(pixels.astype(np.uint16) * 256 + 17).save(tmp_path / "deep.png")
+    assert np.array_equal(read_image(tmp_path / "deep.png", 1)[:, :, 0].numpy(), pixels)
+
+
+def test_images_are_read_a_batch_at_a_time(folder: Path) -> None:
+    for k in range(10):
+        Image.fromarray(noise(16, 16)).save(folder / f"{k}.png")
+    batches = folder_batches(folder, GREY, 4, torch.device("cpu"))
+    assert next(batches)[2].shape == (4, 1, 16, 16)
+    for k in range(4, 10):
+        (folder / f"{k}.png").unlink()
+    with pytest.raises(UserError, match=r"4\.png cannot be read"):
+        next(batches)
+
+
+def text_as_png(folder: Path) -> None:
+    (folder / "notes.png").write_text("not an image")
+
+
+def cut_jpeg(folder: Path) -> None:
+    Image.fromarray(noise(64, 64)).save(folder / "cut.jpg")
+    os.truncate(folder / "cut.jpg", 900)
+
+
+def picture(folder: Path) -> None:
+    Image.fromarray(noise(16, 16)).save(folder / "fine.png")
+
+
+@pytest.mark.parametrize(
+    ("prepare_folder", "message"),
+    [
+        (lambda _: None, r"images: no image in it; put \.png"),
+        (lambda folder: folder.rmdir(), "images: must be a folder"),
+        (text_as_png, r"notes\.png is not an image"),
+        (cut_jpeg, r"cut\.jpg cannot be read as an image \(.*truncated"),
+    ],
+    ids=["empty", "missing", "text", "truncated"],
+)
+def test_what_is_no_image_is_named_and_leaves_no_table(
+    grey_model: tuple[Path, Path], folder: Path, tmp_path: Path, prepare_folder: Callable[[Path], None], message: str
+) -> None:
+    prepare_folder(folder)
+    with pytest.raises(UserError, match=message):
+        predict(*grey_model, images=folder, dataset=None, output=tmp_path / "out/table.csv")
+    assert list(tmp_path.glob("out/*")) == []
+
+
+def test_channels_that_the_model_does_not_take_are_refused(
+    grey_model: tuple[Path, Path], folder: Path, tmp_path: Path
+) -> None:
+    colour = write_dataset(tmp_path / "colour", 3)
+    with pytest.raises(UserError, match="data set 'noise' has 3 channels: the model takes 1"):
+        predict(*grey_model, images=None, dataset=colour, output=tmp_path / "table.csv")
+    picture(folder)
+    four = save(tmp_path / "four", InputSpec(channels=4, height=16, width=16, mean=(0.5,) * 4, std=(0.5,) * 4))
+    with pytest.raises(UserError, match="the model takes 4 channels: image files have 1 or 3"):
+        predict(*four, images=folder, dataset=None, output=tmp_path / "table.csv")
+
+
+def test_exactly_one_source_and_a_whole_batch(grey_model: tuple[Path, Path], folder: Path, tmp_path: Path) -> None:
+    output = tmp_path / "table.csv"
+    with pytest.raises(UserError, match="give exactly one"):
+        predict(*grey_model, images=None, dataset=None, output=output)
+    with pytest.raises(UserError, match="give exactly one"):
+        predict(*grey_model, images=folder, dataset=folder, output=output)
+    with pytest.raises(UserError, match="batch_size=0: must be at least 1"):
+        predict(*grey_model, images=folder, dataset=None, output=output, batch_size=0)
+
+
+def test_a_model_with_another_runs_sidecar_is_refused(
+    grey_model: tuple[Path, Path], folder: Path, tmp_path: Path
+) -> None:
+    picture(folder)
+    _, other = save(tmp_path / "other", GREY, seed=1)
+    with pytest.raises(UserError, match="take both files from the same run"):
+        predict(grey_model[0], other, images=folder, dataset=None, output=tmp_path / "table.csv")
+    assert not (tmp_path / "table.csv").exists()

@@ -1,0 +1,413 @@
+"""The report: its figures against the records that they come from, read back out of the HTML."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+import pytest
+from PIL import Image
+
+from flyte_ddp import figures, markup, report
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.errors import UserError
+from flyte_ddp.figures import Series
+from flyte_ddp.run_records import read_run
+
+Record = dict[str, Any]
+VOID = {"meta", "img", "br", "link", "input"}
+
+
+class Page(HTMLParser):
+    """An HTML page as a list of (tag, attributes, text inside)."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str], list[str]]] = []
+        self.open: list[tuple[str, dict[str, str], list[str]]] = []
+        self.feed(html)
+        self.close()
+        assert not self.open, f"not closed: {[tag for tag, _, _ in self.open]}"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        element = (tag, {name: value or "" for name, value in attrs}, list[str]())
+        self.elements.append(element)
+        if tag not in VOID:
+            self.open.append(element)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, {name: value or "" for name, value in attrs}, []))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop()[0] == tag
+
+    def handle_data(self, data: str) -> None:
+        for _, _, inside in self.open:
+            inside.append(data)
+
+    def texts(self, tag: str, **attributes: str) -> list[str]:
+        """The text inside all elements of a tag that have these attributes."""
+        return [
+            "".join(inside).strip()
+            for name, found, inside in self.elements
+            if name == tag and all(found.get(key.rstrip("_")) == value for key, value in attributes.items())
+        ]
+
+    def attributes(self, name: str) -> list[str]:
+        return [found[name] for _, found, _ in self.elements if name in found]
+
+    def tiles(self) -> dict[str, tuple[str, str]]:
+        """Label to value and detail of the headline."""
+        return {label: (value, "".join(detail)) for label, value, *detail in self.pieces("tile")}
+
+    def pieces(self, style: str) -> list[list[str]]:
+        """The texts of the pieces inside each element of a class."""
+        return [inside for _, found, inside in self.elements if found.get("class") == style]
+
+    def rows(self) -> list[list[str]]:
+        """All table rows, cell by cell."""
+        return [inside for tag, _, inside in self.elements if tag == "tr"]
+
+
+def records(
+    *, epochs: int = 3, steps: int = 100, every: int = 10, classes: list[str] | None = None, validation: bool = True
+) -> list[Record]:
+    """A run's records, each figure another one."""
+    hp = Hyperparameters(dataset="mnist", epochs=epochs, num_ranks=2, learning_rate=0.25)
+    start = {
+        "kind": "start",
+        "time": 1_700_000_000.0,
+        "hyperparameters": hp.to_dict(),
+        "num_ranks": 2,
+        "device": "cpu",
+        "backend": "gloo",
+        "precision": "bf16",
+        "threads_per_rank": 1,
+        "parameters": 431_080,
+        "training_samples": 54_000,
+        "validation_samples": 6_000 if validation else 0,
+        "test_samples": 10_000,
+        "steps": epochs * steps,
+        "classes": classes or [f"class {k}" for k in range(10)],
+    }
+    result: list[Record] = [start]
+    for step in range(every, epochs * steps + 1, every):
+        train = {"kind": "train", "time": 1_700_000_000.0 + step / 10, "epoch": (step - 1) // steps, "step": step}
+        result.append({**train, "loss": 2.0 / step, "learning_rate": 0.1, "samples_per_second": 17_000.0 + step})
+        if step % steps == 0:
+            epoch = step // steps
+            held_out = {"validation_loss": 0.5 / epoch, "validation_accuracy": 0.8 + epoch / 1000} if validation else {}
+            tested = {"test_loss": 0.75 / epoch, "test_accuracy": 0.7 + epoch / 1000}
+            done = {"kind": "evaluation", "epoch": epoch, "step": step, "time": 0.0}
+            result.append({**done, **held_out, **tested})
+    seconds = {"data": 1.0, "forward_backward": 5.0, "communication": 2.0, "evaluation": 1.5, "other": 0.5}
+    end = {"kind": "end", "time": 1_700_000_200.0, "test_accuracy": 0.9137, "test_loss": 0.2468, "stopped": ""}
+    return [*result, {**end, "seconds": {**seconds, "total": 10.0}, "samples_per_second": 16_543.2}]
+
+
+def write_run(folder: Path, lines: list[Record], confusion: np.ndarray[Any, Any] | None = None) -> Path:
+    """A run folder with these records; with a confusion matrix also predictions, two of wandb's and three mistakes."""
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if confusion is not None:
+        classes = len(confusion)
+        truth = np.array([0, 1, 0, 1, 0])
+        guess = np.array([0, 0, 1, 0, classes - 1])
+        scores = np.full((5, classes), 0.1 / classes, dtype=np.float32)
+        scores[np.arange(5), guess] = (0.9, 0.8, 0.97, 0.86, 0.75)
+        images = np.random.default_rng(0).integers(0, 256, (5, 8, 8, 1), dtype=np.uint8)
+        arrays: dict[str, Any] = {"images": images, "scores": scores, "truth": truth, "confusion": confusion}
+        arrays |= {"index": np.array([0, 1, 71, 52, 33]), "table_rows": np.array(2)}
+        np.savez(folder / "predictions.npz", **arrays, loss=np.array([0, 0, 3, 2, 1], dtype=np.float32))
+    return folder
+
+
+def matrix(classes: int) -> np.ndarray[Any, Any]:
+    """A confusion matrix without two equal rows."""
+    counts = np.random.default_rng(1).integers(0, 3, (classes, classes)) + np.diag(np.arange(50, 50 + classes))
+    counts[1, 0] = 40
+    return counts
+
+
+def test_the_headline_has_the_figures_of_the_records(tmp_path: Path) -> None:
+    page = Page(report.render(write_run(tmp_path / "a run", records())))
+    assert page.texts("h1") == ["a run"]
+    assert page.tiles() == {
+        "Test accuracy": ("91.37\N{NO-BREAK SPACE}%", "9,137 of 10,000 right"),
+        "Test loss": ("0.2468", "validation loss 0.1667"),
+        "Duration": ("10.0 s", "300 of 300 steps"),
+        "Samples per second": ("16,543", "in training, over all ranks"),
+        "Model": ("small_cnn", "431,080 parameters"),
+        "Data set": ("mnist", "54,000 training, 6,000 validation, 10,000 test"),
+        "Ranks": ("2 on CPU", "gloo, 1 thread each"),
+        "Precision": ("bf16", ""),
+    }
+
+
+def test_the_kept_epoch_is_the_one_that_the_sidecar_names(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", records())
+    digests, versions = {"weights": "ab12", "data": "cd34"}, {"torch": "2.15.0"}
+    content = {"metrics": {"kept_epoch": 2}, "digests": digests, "versions": versions}
+    (folder / "model.json").write_text(json.dumps(content))
+    page = Page(report.render(folder))
+    assert page.tiles()["Test loss"][1] == "validation loss 0.2500"
+    assert "Weights kept: after epoch 2." in "".join(page.texts("p"))
+    for row in (["weights", "ab12"], ["data", "cd34"], ["torch", "2.15.0"]):
+        assert row in page.rows()
+
+
+def test_the_time_is_divided_as_recorded(tmp_path: Path) -> None:
+    page = Page(report.render(write_run(tmp_path / "run", records())))
+    widths = [float(width) for style in page.attributes("style") for width in re.findall(r"width:([\d.]+)%", style)]
+    assert widths == [10.0, 50.0, 20.0, 15.0, 5.0]
+    body = " ".join("".join(page.texts("div", class_="parts")).split())
+    for name, seconds in (
+        ("Data", 1),
+        ("Forward and backward", 5),
+        ("Communication", 2),
+        ("Evaluation", 1.5),
+        ("Other", 0.5),
+    ):
+        assert f"{name}{seconds:.2f} s ({10 * seconds:.2f} %)" in body
+
+
+def test_hyperparameters_that_differ_from_their_defaults_are_set_apart(tmp_path: Path) -> None:
+    page = Page(report.render(write_run(tmp_path / "run", records())))
+    rows = {row[0]: row[1:3] for row in page.rows() if len(row) == 4}
+    assert rows["learning_rate"] == ["0.25", "0.1"]
+    assert rows["nesterov"] == ["true", "true"]
+    assert set(rows) > set(Hyperparameters().to_dict())
+    changed = "".join(page.texts("table", class_="settings changed"))
+    assert [name for name in rows if name in changed.split("\n")[0] or f"\n{name}" in changed] == [
+        "Name",
+        "dataset",
+        "learning_rate",
+        "num_ranks",
+    ]
+
+
+def test_the_confusion_matrix_and_its_lists(tmp_path: Path) -> None:
+    counts = matrix(10)
+    page = Page(report.render(write_run(tmp_path / "run", records(), counts)))
+    picture = Page(figures.confusion_heatmap(counts, list("abcdefghij")))
+    assert sorted(int(text) for text in picture.texts("text") if text.isdecimal()) == sorted(counts[counts > 0])
+    assert [text for text in picture.texts("text") if len(text) == 1 and text.isalpha()] == list("abcdefghij") * 2
+    of_class = f"{100 * 40 / counts[1].sum():.2f}\N{NO-BREAK SPACE}%"
+    assert ["class 1", "class 0", "40", of_class] in page.rows()
+    recall = counts.diagonal() / counts.sum(axis=1)
+    hardest = [row[0] for row in page.rows()[page.rows().index(["Class", "Right", "Samples"]) + 1 :][:8]]
+    assert hardest == [f"class {k}" for k in np.argsort(recall, kind="stable")[:8]]
+
+
+def test_the_worst_mistakes_are_pictures_of_the_samples(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", records(), matrix(10))
+    page = Page(report.render(folder))
+    cards = ["".join(card) for card in page.pieces("mistake")]
+    scores = ("97.00\N{NO-BREAK SPACE}%", "86.00\N{NO-BREAK SPACE}%", "75.00\N{NO-BREAK SPACE}%")
+    named = (("class 1", "class 0", 71), ("class 0", "class 1", 52), ("class 9", "class 0", 33))
+    expected = [f"guess {g}truth {t}score {score}sample {k}" for (g, t, k), score in zip(named, scores, strict=True)]
+    assert cards == expected
+    images = np.load(folder / "predictions.npz")["images"][2:, :, :, 0]
+    for uri, image in zip(page.attributes("src"), images, strict=True):
+        pixels = np.asarray(Image.open(io.BytesIO(base64.b64decode(uri.removeprefix("data:image/png;base64,")))))
+        assert np.array_equal(pixels, np.kron(image, np.ones((14, 14), np.uint8)))
+
+
+@pytest.mark.parametrize("shape", [(300, 200, 3), (40, 40, 4), (1, 1, 1), (64, 64, 2)])
+def test_thumbnails_of_any_image_fit_their_place(shape: tuple[int, int, int]) -> None:
+    uri = figures.thumbnail(np.zeros(shape, dtype=np.uint8))
+    picture = Image.open(io.BytesIO(base64.b64decode(uri.removeprefix("data:image/png;base64,"))))
+    assert max(picture.size) in range(57, 113)
+
+
+def test_whatever_a_run_is_called_stays_text(tmp_path: Path) -> None:
+    names = [
+        "<script>alert(1)</script>",
+        '"><img src=x onerror=alert(1)>',
+        "$\\frac{$",
+        "a & b",
+        "\u732b",
+        "two\nlines",
+    ]
+    lines = records(classes=names)
+    lines[0]["hyperparameters"]["model"] = "<i>module</i>:make"
+    lines[0]["notes"] = ["<b>note</b> & more"]
+    lines[-1]["stopped"] = "<u>after epoch 2</u>"
+    html = report.render(write_run(tmp_path / "<b>run", lines, matrix(6)))
+    page = Page(html)
+    assert {tag for tag, _, _ in page.elements}.isdisjoint({"script", "u"})
+    assert not [name for _, found, _ in page.elements for name in found if name.startswith("on")]
+    assert page.texts("h1") == ["<b>run"]
+    assert page.texts("li") == ["<b>note</b> & more"]
+    assert page.texts("p", class_="banner") == ["Stopped early: <u>after epoch 2</u>"]
+    assert page.tiles()["Model"][0] == "<i>module</i>:make"
+    listed = {cell for row in page.rows() for cell in row}
+    assert set(names) <= listed
+    assert "$\\frac{$" in page.texts("text"), "a class name is no formula"
+
+
+def test_the_page_needs_nothing_from_elsewhere_and_styles_nothing_else(tmp_path: Path) -> None:
+    html = report.render(write_run(tmp_path / "run", records(), matrix(10)))
+    page = Page(html)
+    assert all(uri.startswith("data:") for uri in page.attributes("src"))
+    assert all(uri.startswith(("#", "data:")) for name in ("href", "xlink:href") for uri in page.attributes(name))
+    assert not re.search(r"url\((?!['\"]?#)|@import", html)
+    style = re.sub(r"@media[^{]*\{(.*?\})\s*\}", r"\1", page.texts("style")[0], flags=re.DOTALL)
+    selectors = [one.strip() for group in re.findall(r"([^{}]+)\{", style) for one in group.split(",")]
+    assert selectors
+    assert [one for one in selectors if not one.startswith(".ddp-report")] == []
+
+
+def legends(page: Page) -> list[str]:
+    return [text for text in page.texts("text") if text in ("training", "validation", "test")]
+
+
+def test_a_run_without_a_validation_split_shows_none(tmp_path: Path) -> None:
+    page = Page(report.render(write_run(tmp_path / "with", records())))
+    assert legends(page) == ["training", "validation", "test", "validation", "test"]
+    page = Page(report.render(write_run(tmp_path / "without", records(validation=False))))
+    assert legends(page) == ["training", "test", "test"]
+    assert page.tiles()["Test loss"] == ("0.2468", "")
+    assert page.tiles()["Data set"] == ("mnist", "54,000 training, 10,000 test")
+
+
+def test_one_epoch_has_one_mark_on_the_axis(tmp_path: Path) -> None:
+    page = Page(report.render(write_run(tmp_path / "run", records(epochs=1))))
+    texts = page.texts("text")
+    ticks = texts[: texts.index("epoch")]
+    assert ticks[-3:] == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize("classes", [2, 40, 100, 300])
+def test_many_classes_are_listed_by_name_and_keep_the_page_small(tmp_path: Path, classes: int) -> None:
+    names = [f"a class of birds, number {k}" for k in range(classes)]
+    html = report.render(write_run(tmp_path / "run", records(classes=names), matrix(classes)))
+    assert len(html) < 600_000
+    assert [names[1], names[0], "40"] in [row[:3] for row in Page(html).rows()]
+
+
+def test_long_runs_are_thinned(tmp_path: Path) -> None:
+    short = report.render(write_run(tmp_path / "short", records(epochs=3)))
+    long = report.render(write_run(tmp_path / "long", records(epochs=200, every=1)))
+    assert len(long) < 3 * len(short) < 600_000
+
+
+def test_a_thinned_line_keeps_the_mean_and_the_extremes() -> None:
+    values = np.random.default_rng(0).normal(size=5003)
+    steps = np.arange(5003.0)
+    x, low, mean, high = figures.thinned(steps, values)
+    assert len(x) == figures.MAX_POINTS
+    edges = np.searchsorted(steps, x)  # the mean x of a run lies inside it
+    for k in (0, 150, 299):
+        run = values[int(k * 5003 / 300) : int((k + 1) * 5003 / 300)]
+        assert (low[k], high[k]) == (run.min(), run.max())
+        assert mean[k] == pytest.approx(run.mean())
+    assert np.all(np.diff(edges) > 0)
+
+
+def test_a_line_goes_through_the_values() -> None:
+    svg = figures.line_chart([Series("", [0, 1, 2], [10.0, 30.0, 20.0], "#123456")], x_label="x", y_label="y")
+    path = next(line for line in re.findall(r'<path d="([^"]*)"[^>]*stroke: #123456', svg))
+    points = np.array([[float(number) for number in pair.split()] for pair in re.findall(r"[ML] ([\d. ]+)", path)])
+    heights = points[:3, 1]
+    assert (heights[0] - heights[2]) / (heights[0] - heights[1]) == pytest.approx(0.5, abs=1e-4)
+    assert (points[1, 0] - points[0, 0]) == pytest.approx(points[2, 0] - points[1, 0], abs=1e-4)
+
+
+@pytest.mark.parametrize("scale", ["linear", "from 0", "log"])
+@pytest.mark.parametrize(
+    "values", [[float("nan"), 1.0], [float("nan")], [0.0, 100.0], [1e-9, 1e9], [float("inf"), 1.0]]
+)
+def test_odd_values_can_be_drawn(values: list[float], scale: str) -> None:
+    line = Series("loss", list(range(len(values))), values, figures.BLUE)
+    Page(figures.line_chart([line], x_label="step", y_label="loss", scale=scale))
+
+
+def test_an_unfinished_run_says_so_and_shows_what_there_is(tmp_path: Path) -> None:
+    lines = records()[:15]  # the start, an evaluation and 13 training records
+    page = Page(report.render(write_run(tmp_path / "run", lines)))
+    assert page.texts("p", class_="banner") == ["This run has not finished: the figures are those so far."]
+    assert page.tiles()["Test accuracy"][0] == "70.10\N{NO-BREAK SPACE}%"
+    assert page.tiles()["Duration"] == ("13.0 s", "130 of 300 steps")
+    page = Page(report.render(write_run(tmp_path / "only started", lines[:1])))
+    assert page.tiles()["Test accuracy"] == ("n/a", "")
+    assert "svg" not in {tag for tag, _, _ in page.elements}
+
+
+def test_a_retry_replaces_what_the_attempt_before_said(tmp_path: Path) -> None:
+    first, second = records(), records()
+    for line in first:
+        line.update({key: 99.0 for key in ("loss", "samples_per_second") if key in line})
+    second[0]["num_ranks"] = 3
+    folder = write_run(tmp_path / "run", [*first, *second[:12]])
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"kind":"train","step":110,"lo')  # killed while it wrote
+    run = read_run(folder)
+    assert (run.start["num_ranks"], run.end) == (3, {})
+    assert [line["loss"] for line in run.train] == [2.0 / step for step in range(10, 101, 10)] + [99.0] * 20
+    assert [line["step"] for line in run.train] == list(range(10, 301, 10))
+
+
+def test_the_report_is_written_whole_and_the_same_every_time(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", records(), matrix(10))
+    path = report.write_report(folder)
+    assert path == folder / "report.html"
+    assert path.read_text(encoding="ascii") == report.render(folder)
+    assert sorted(path.name for path in folder.iterdir()) == ["metrics.jsonl", "predictions.npz", "report.html"]
+
+
+def test_the_users_matplotlib_settings_neither_change_nor_matter(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", records(), matrix(10))
+    page = report.render(folder)
+    with mpl.rc_context({"font.size": 30, "axes.grid": False}):
+        before = dict(mpl.rcParams)
+        assert report.render(folder) == page
+        assert dict(mpl.rcParams) == before
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"cannot read .*metrics.jsonl: No such file"):
+        report.render(tmp_path)
+    folder = write_run(tmp_path / "empty", [])
+    with pytest.raises(UserError, match="has no start record"):
+        report.write_report(folder)
+    folder = write_run(tmp_path / "predictions", records(), matrix(10))
+    os.truncate(folder / "predictions.npz", 500)
+    with pytest.raises(UserError, match=r"cannot read predictions .*predictions.npz"):
+        report.write_report(folder)
+    folder = write_run(tmp_path / "sidecar", records())
+    (folder / "model.json").write_text("{")
+    with pytest.raises(UserError, match=r"cannot read sidecar .*model.json"):
+        report.write_report(folder)
+    assert not list(tmp_path.rglob("report.html"))
+
+
+def test_importing_the_report_loads_neither_matplotlib_nor_torch() -> None:
+    code = "import sys, flyte_ddp.report; print(sorted({'matplotlib', 'torch', 'PIL'} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.04, "0.0 s"),
+        (59.9, "59.9 s"),
+        (60, "1 min 00 s"),
+        (3599, "59 min 59 s"),
+        (3600, "1 h 00 min"),
+        (90_061, "25 h 01 min"),
+    ],
+)
+def test_durations_are_given_in_two_units(seconds: float, text: str) -> None:
+    assert markup.duration(seconds) == text
