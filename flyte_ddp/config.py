@@ -179,7 +179,7 @@ class Hyperparameters(DataClassJsonMixin):
         False, "Use only operations with bit-equal results from run to run (torch.use_deterministic_algorithms)."
     )
     # Cadence
-    log_interval: int = setting(20, "Optimiser steps between logged training losses.", at_least=1)
+    log_interval: int = setting(10, "Optimiser steps between logged training losses.", at_least=1)
     eval_interval: int = setting(
         1, "Epochs between evaluations; the last epoch is always evaluated.", at_least=1, at_most=100_000
     )

@@ -6,11 +6,12 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING
 
 from flyte_ddp.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 @contextmanager
@@ -47,6 +48,8 @@ def load_initial_weights(model: nn.Module, path: Path, name: str) -> None:
         UserError: not a state_dict, or one whose names or shapes do not fit.
 
     """
+    import torch  # the launcher, which only fetches, does without
+
     try:
         model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
     except Exception as error:  # torch raises many kinds for a file that is not what it should be

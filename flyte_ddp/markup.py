@@ -55,11 +55,13 @@ def counted(count: int | None, noun: str, rest: str = "") -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """A time in the two units that matter."""
+    """A time to about three digits, from milliseconds to hours."""
     if seconds is None or not math.isfinite(seconds):
         return "n/a"
+    if seconds < 1:
+        return f"{1000 * seconds:.0f} ms"
     if seconds < 60:
-        return f"{seconds:.1f} s"
+        return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
         return f"{minutes} min {rest:02d} s"

@@ -45,7 +45,7 @@ class Progress:
         stream: where to; standard error if None.
         clock: seconds, from any origin.
 
-    Lines come at once, every two seconds, and then whenever the time has grown by 30 %: 16 in a minute, 32 in an hour.
+    Lines come at once, every two seconds, and then whenever the time has grown by 30 %: 12 in a minute, 28 in an hour.
     Every evaluation has a line up to the 20th, of later ones those whose number has grown by 5 %, and the last.
     """
 

@@ -25,6 +25,8 @@ from flyte_ddp.selection import Selection
 from flyte_ddp.tracking import MetricsLog
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from flyte_ddp.training_state import TrainingState
 
 WORST_MISTAKES = 16
@@ -48,6 +50,14 @@ class Recorder:
             steps_per_epoch = -(-len(state.training) // job.hp.batch_size)
             self.progress = Progress(job.settings.progress, state.total_steps, steps_per_epoch)
             self.log.write(start_record(job, arrays, state))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.writes:
+            self.progress.close()
+            self.log.close()
 
     def training(self, epoch: int, step: int, loss_sum: torch.Tensor, samples: int) -> None:
         """Takes in a finished step (``step`` counts from 1) and its global batch's number of samples.
@@ -99,7 +109,6 @@ class Recorder:
         """Writes the predictions, the model with its sidecar, and the end record, in this order."""
         if not self.writes:
             return
-        self.progress.close()
         model = self.state.kept_model()
         model.load_state_dict(selection.weights)
         folder = self.job.run_folder
@@ -122,7 +131,6 @@ class Recorder:
                 "stopped": selection.stopped,
             }
         )
-        self.log.close()
 
     def seconds(self) -> dict[str, float]:
         """Where the time of rank 0 went; communication is what no computation hid."""

@@ -148,7 +148,7 @@ def curves(run: Run) -> str:
     drawn = []
     for title, candidates, x_label, y_label, scale in charts:
         if lines := [line for line in candidates if line.x]:
-            x_from = 1 if x_label == "epoch" else 0
+            x_from = 0 if x_label == "optimiser step" else None
             chart = figures.line_chart(lines, x_label=x_label, y_label=y_label, scale=scale, x_from=x_from)
             drawn.append(f"<figure><h3>{title}</h3>{chart}</figure>")
     body = "\n".join(drawn)
@@ -230,12 +230,12 @@ def time_spent(run: Run) -> str:
     )
     parts = "".join(
         f'<div><span><i style="background:{PARTS[key][1]}"></i>{PARTS[key][0]}</span>'
-        f"<strong>{part_seconds(seconds[key])}</strong> ({percent(share)})</div>"
+        f"<strong>{duration(seconds[key])}</strong> ({percent(share)})</div>"
         for key, share in shares.items()
     )
     return section(
         "Where the time went",
-        "<p>Seconds of rank 0. Communication is what computation did not hide; other is start-up of the ranks' data "
+        "<p>Time of rank 0. Communication is what computation did not hide; other is start-up of the ranks' data "
         "and model, the optimiser, and writing results.</p>"
         f'<div class="bar">{bar}</div><div class="parts">{parts}</div>',
     )

@@ -2,6 +2,7 @@
 
 # No "from __future__ import annotations" here: DDP checks a communication hook's annotations, and wants real types.
 import time
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -28,6 +29,8 @@ class GradientSync:
         self.model = model
         self.parallel: DistributedDataParallel | None = None
         if world_size() > 1:
+            # A kernel for one channel has two equally good memory orders, of which DDP expects the other one.
+            warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
             self.parallel = DistributedDataParallel(
                 model, device_ids=[device] if device.type == "cuda" else None, gradient_as_bucket_view=True
             )

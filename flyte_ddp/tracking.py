@@ -12,6 +12,7 @@ import math
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -169,10 +170,14 @@ class WandbProcess:
         with contextlib.suppress(OSError):
             process.stdin.close()
         try:
-            process.wait(self._order.timeout)
-        except subprocess.TimeoutExpired:
-            kill_tree(process.pid)
-            process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(self._order.timeout)
+        finally:  # also where a person loses patience
+            if process.poll() is None:
+                kill_tree(process.pid)
+                process.wait()
+            with contextlib.suppress(OSError):  # and its child, where the follower itself was killed
+                os.killpg(process.pid, signal.SIGKILL)
         say(outcome(self._order, read_status(self._order)))
 
 

@@ -32,27 +32,27 @@ def train(job: Job) -> None:
     hp = job.hp
     arrays = open_arrays(job.data)
     state = TrainingState.create(hp, job.hardware, arrays, job.initial_weights)
-    recorder = Recorder(job, arrays, state)
     selection = Selection(hp)
-    step = 0
-    for epoch in range(hp.epochs):
-        order = sampling.epoch_order(state.training.indices, hp.seed, epoch)
-        for batch in global_batches(order, hp.batch_size):
-            loss_sum = train_step(state, batch, epoch, step)
-            step += 1
-            recorder.training(epoch, step, loss_sum, len(batch))
-            if step == state.total_steps:
+    with Recorder(job, arrays, state) as recorder:
+        step = 0
+        for epoch in range(hp.epochs):
+            order = sampling.epoch_order(state.training.indices, hp.seed, epoch)
+            for batch in global_batches(order, hp.batch_size):
+                loss_sum = train_step(state, batch, epoch, step)
+                step += 1
+                recorder.training(epoch, step, loss_sum, len(batch))
+                if step == state.total_steps:
+                    break
+            finished = step == state.total_steps
+            if finished or (epoch + 1) % hp.eval_interval == 0:
+                with state.clock("evaluation"):
+                    validation = evaluate(state.predict, state.validation, hp.test_batch_size, state.device)
+                    test = evaluate(state.predict, state.test, hp.test_batch_size, state.device)
+                recorder.evaluation(epoch + 1, step, validation, test)
+                finished |= selection.consider(epoch + 1, validation, test, state)
+            if finished:
                 break
-        finished = step == state.total_steps
-        if finished or (epoch + 1) % hp.eval_interval == 0:
-            with state.clock("evaluation"):
-                validation = evaluate(state.predict, state.validation, hp.test_batch_size, state.device)
-                test = evaluate(state.predict, state.test, hp.test_batch_size, state.device)
-            recorder.evaluation(epoch + 1, step, validation, test)
-            finished |= selection.consider(epoch + 1, validation, test, state)
-        if finished:
-            break
-    recorder.finish(selection)
+        recorder.finish(selection)
 
 
 def global_batches(order: sampling.Indices, batch_size: int) -> Iterator[sampling.Indices]:

@@ -51,7 +51,7 @@ def test_smoke_is_the_smallest_and_needs_no_network() -> None:
 
 
 def test_the_tutorial_preset_is_the_tutorials() -> None:
-    """Flyte's MNIST tutorial: its network, SGD at 0.01 with momentum 0.5, ten epochs of batches of 128 on each of two ranks."""
+    """Flyte's MNIST tutorial: SGD at 0.01 with momentum 0.5, ten epochs of batches of 128 on each of two ranks."""
     hp = Hyperparameters.from_dict(values("tutorial"))
     assert (hp.dataset, hp.model, hp.optimizer, hp.schedule) == ("mnist", "tutorial", "sgd", "constant")
     assert (hp.epochs, hp.batch_size, hp.test_batch_size) == (10, 256, 1000)

@@ -74,21 +74,26 @@ def watch(gang: Sequence[BaseProcess], records: Path) -> Exception | None:
 
 
 def first_failure(gang: Sequence[BaseProcess], records: Path) -> Exception:
-    """The error of the rank that failed first: what a rank's death does to the others comes after it."""
-    for rank, process in enumerate(gang):
-        code = process.exitcode
-        if code is not None and code < 0:
-            name = signal.Signals(-code).name
-            hint = ", which is often the kernel's out-of-memory killer" if name == "SIGKILL" else ""
-            return RankError(f"rank {rank} was killed by {name}{hint}")
+    """The error of the rank that failed first: what a rank's death does to the others comes after it.
+
+    A rank that was killed leaves no record, and its victims' records only say that it was gone. SIGABRT is the exception:
+    gloo aborts in a victim, too, when a peer's connection closes at the wrong moment.
+    """
+    signals = {rank: -code for rank, process in enumerate(gang) if (code := process.exitcode) is not None and code < 0}
+    killed = [rank for rank, number in signals.items() if number != signal.SIGABRT]
     errors = [json.loads(path.read_text()) for path in records.glob("error-*.json")]
-    if not errors:
-        rank = next(rank for rank, process in enumerate(gang) if process.exitcode is not None)
-        return RankError(f"rank {rank} ended with exit code {gang[rank].exitcode} before it had finished training")
-    first = min(errors, key=lambda error: error["time"])
-    if first["users_mistake"]:
-        return UserError(first["message"])
-    return RankError(f"rank {first['rank']}: {first['type']}: {first['message']}\n\n{first['traceback']}")
+    if killed or (signals and not errors):
+        rank = min(killed or signals)
+        name = signal.Signals(signals[rank]).name
+        hint = ", which is often the kernel's out-of-memory killer" if name == "SIGKILL" else ""
+        return RankError(f"rank {rank} was killed by {name}{hint}")
+    if errors:
+        first = min(errors, key=lambda error: error["time"])
+        if first["users_mistake"]:
+            return UserError(first["message"])
+        return RankError(f"rank {first['rank']}: {first['type']}: {first['message']}\n\n{first['traceback']}")
+    rank = next(rank for rank, process in enumerate(gang) if process.exitcode is not None)
+    return RankError(f"rank {rank} ended with exit code {gang[rank].exitcode} before it had finished training")
 
 
 def end(gang: Sequence[BaseProcess]) -> None:

@@ -33,7 +33,7 @@ def bucket(served: S3Server, tmp_path: Path) -> Path:
 
 
 @pytest.fixture(params=["aws", "flyte"])
-def environment(request: pytest.FixtureRequest, served: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
+def s3_variables(request: pytest.FixtureRequest, served: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
     """The standard variables, or Flyte's beside standard ones that lead nowhere."""
     if request.param == "flyte":
         monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
@@ -45,7 +45,7 @@ def environment(request: pytest.FixtureRequest, served: S3Server, monkeypatch: p
     return str(request.param)
 
 
-@pytest.mark.usefixtures("environment")
+@pytest.mark.usefixtures("s3_variables")
 def test_a_prefix_is_a_mirror(tiny: Tiny, bucket: Path, tmp_path: Path) -> None:
     tiny.write(bucket / "sets" / "tiny")
     source = f"s3://{bucket.name}/sets/tiny/"
@@ -55,12 +55,12 @@ def test_a_prefix_is_a_mirror(tiny: Tiny, bucket: Path, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def standard(served: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def standard_variables(served: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in served.aws_environment().items():
         monkeypatch.setenv(name, value)
 
 
-@pytest.mark.usefixtures("standard")
+@pytest.mark.usefixtures("standard_variables")
 def test_the_mirrors_own_digests(tiny: Tiny, bucket: Path, tmp_path: Path) -> None:
     tiny.write(bucket)
     published = fingerprint("mnist", f"s3://{bucket.name}")
@@ -72,14 +72,14 @@ def test_the_mirrors_own_digests(tiny: Tiny, bucket: Path, tmp_path: Path) -> No
     assert leftovers(tmp_path) == []
 
 
-@pytest.mark.usefixtures("standard", "tiny")
+@pytest.mark.usefixtures("standard_variables", "tiny")
 @pytest.mark.parametrize("source", ["s3://no-such-bucket/x", "s3://{bucket}/empty"])
 def test_a_missing_bucket_or_an_empty_prefix_is_an_error(bucket: Path, tmp_path: Path, source: str) -> None:
     with pytest.raises(UserError, match=f"has no {NAMES[0]} .HTTP 404 NoSuch"):
         fetch("mnist", source.format(bucket=bucket.name), tmp_path / "data", progress="off")
 
 
-@pytest.mark.usefixtures("standard")
+@pytest.mark.usefixtures("standard_variables")
 def test_a_wrong_key_is_an_error(tiny: Tiny, bucket: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny.write(bucket)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not-the-secret")
@@ -100,7 +100,7 @@ def test_a_server_that_is_gone_is_an_error(monkeypatch: pytest.MonkeyPatch) -> N
             fingerprint("mnist", "s3://bucket/x")
 
 
-@pytest.mark.usefixtures("standard")
+@pytest.mark.usefixtures("standard_variables")
 def test_the_identity_of_a_prefix_changes_with_content_alone(bucket: Path) -> None:
     """Of a file of the same size and time too; a neighbour whose name begins alike is not part of it."""
     inside = bucket / "data" / "deeper"

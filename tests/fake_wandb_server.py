@@ -1,0 +1,106 @@
+"""A server on loopback that stands in for wandb's: one that works, and ones that don't."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+@dataclass
+class FakeServer:
+    """Its address, and what it was sent: run names, history rows and the paths of uploaded files."""
+
+    url: str = ""
+    run_ids: set[str] = field(default_factory=set)
+    history: list[dict[str, Any]] = field(default_factory=list)
+    uploads: dict[str, bytes] = field(default_factory=dict)
+    requests: int = 0
+
+    def graphql(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The least that wandb 0.31 needs to go on."""
+        variables = body.get("variables") or {}
+        project = {"id": "p", "name": variables.get("project"), "entity": {"id": "e", "name": "someone"}}
+        if "query ArtifactType" in body["query"]:
+            return {"project": {"artifact": None}}
+        match body.get("operationName"):
+            case "Viewer":
+                viewer = {"id": "u", "entity": "someone", "username": "someone", "email": "", "flags": "{}"}
+                return {"viewer": {**viewer, "teams": {"edges": []}}}
+            case "RunResumeStatus":
+                return {"model": None}
+            case "UpsertBucket":
+                self.run_ids.add(variables["name"])
+                bucket = {"id": "b", "name": variables["name"], "displayName": "", "project": project}
+                return {"upsertBucket": {"bucket": bucket, "inserted": True}}
+            case "CreateRunFiles":
+                files = [{"name": name, "uploadUrl": f"{self.url}/upload/{name}"} for name in variables["files"]]
+                return {"createRunFiles": {"runID": "b", "uploadHeaders": [], "files": files}}
+            case "CreateArtifact":
+                artifact = {"id": "a", "state": "COMMITTED", "artifactSequence": {"id": "s", "latestArtifact": None}}
+                return {"createArtifact": {"artifact": artifact}}
+        return {}
+
+    def answer(self, path: str, body: bytes) -> dict[str, Any]:
+        if path == "/graphql":
+            return {"data": self.graphql(json.loads(body))}
+        if path.endswith("/file_stream"):
+            stream = json.loads(body).get("files", {}).get("wandb-history.jsonl", {})
+            self.history += [json.loads(line) for line in stream.get("content", [])]
+        elif path.startswith("/upload/"):
+            self.uploads[path.removeprefix("/upload/")] = body
+        return {}
+
+
+@contextmanager
+def fake_server(behaviour: str = "works") -> Iterator[FakeServer]:
+    """A running server.
+
+    Args:
+        behaviour: works, refuses (connections), hangs (accepts them and never answers), fails (500), or babbles
+            (answers something that is not JSON).
+    """
+    server = FakeServer()
+    if behaviour in ("refuses", "hangs"):
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))  # bound and not listening: the port is ours and refuses
+            if behaviour == "hangs":
+                listener.listen(100)
+            server.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            yield server
+        return
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            server.requests += 1
+            status, content = 200, b"<html>hello</html>"
+            if behaviour == "works":
+                content = json.dumps(server.answer(self.path, body)).encode()
+            elif behaviour == "fails":
+                status = 500
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        do_GET = do_PUT = do_POST
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.url = f"http://127.0.0.1:{http.server_port}"
+    thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    try:
+        yield server
+    finally:
+        http.shutdown()
+        thread.join()
+        http.server_close()

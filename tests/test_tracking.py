@@ -1,0 +1,425 @@
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import io
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from flyte_ddp import wandb_feed
+from flyte_ddp.errors import UserError
+from flyte_ddp.settings import Settings
+from flyte_ddp.tracking import MetricsLog, read_metrics, start_wandb
+from tests.fake_wandb_server import FakeServer, fake_server
+
+KEY = "0123456789abcdef" * 2 + "01234567"
+HYPERPARAMETERS = {"epochs": 2, "learning_rate": 0.1, "num_ranks": 0}
+CLASSES = ["boot", "bag", "shirt"]
+IMAGES = np.random.default_rng(1).integers(0, 256, (6, 5, 4, 1), dtype=np.uint8)
+SCORES = np.array(
+    [[0.7, 0.2, 0.1], [0.1, 0.8, 0.1], [0.2, 0.2, 0.6], [0.5, 0.3, 0.2], [0, 0, 1], [0, 1, 0]], np.float32
+)
+TRUTH = np.array([0, 1, 1, 0, 0, 2])
+TABLE_ROWS = 4
+COUNTS, EDGES = [3, 0, 5, 1], [-1.0, -0.5, 0.0, 0.5, 1.0]
+RECORDS: list[dict[str, Any]] = [
+    {"kind": "start", "hyperparameters": HYPERPARAMETERS, "num_ranks": 2, "device": "cpu", "classes": CLASSES},
+    {"kind": "train", "epoch": 0, "step": 20, "loss": 0.9, "learning_rate": 0.05, "samples_per_second": 17000.0},
+    {"kind": "train", "epoch": 0, "step": 40, "loss": math.inf, "learning_rate": 0.04, "samples_per_second": 16000.0},
+    {"kind": "evaluation", "epoch": 1, "step": 40, "validation_loss": 0.5, "validation_accuracy": 0.8,
+     "test_loss": 0.6, "test_accuracy": 0.75},
+    {"kind": "watch", "step": 40, "parameters": {"conv.weight": {"counts": COUNTS, "edges": EDGES}}},
+    {"kind": "train", "epoch": 1, "step": 60, "loss": 0.3, "learning_rate": 0.01, "samples_per_second": 18000.0},
+    {"kind": "evaluation", "epoch": 2, "step": 80, "test_loss": 0.4, "test_accuracy": 0.9},
+]  # fmt: skip
+END = {"kind": "end", "test_accuracy": 0.9, "test_loss": 0.4, "seconds": {"total": 3.5}, "stopped": ""}
+# What must arrive at wandb, in this order, by wandb's names.
+ROWS = [
+    {"step": 20, "epoch": 0, "loss": 0.9, "learning_rate": 0.05, "samples_per_second": 17000.0},
+    {"step": 40, "epoch": 0, "learning_rate": 0.04, "samples_per_second": 16000.0},
+    {"step": 40, "epoch": 1, "validation_loss": 0.5, "validation_accuracy": 0.8, "test_loss": 0.6, "accuracy": 0.75},
+    {"step": 60, "epoch": 1, "loss": 0.3, "learning_rate": 0.01, "samples_per_second": 18000.0},
+    {"step": 80, "epoch": 2, "test_loss": 0.4, "accuracy": 0.9},
+]
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks at processes through /proc")
+
+
+# metrics.jsonl
+
+
+def test_records_come_back_as_written(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    before = time.time()
+    with MetricsLog(path) as log:
+        for record in RECORDS:
+            log.write(record)
+            lines = path.read_text().splitlines()  # while the log is open: it doesn't keep anything back
+            assert before <= json.loads(lines[-1])["time"] <= time.time()
+    expected = [{**record} for record in RECORDS]
+    expected[2]["loss"] = None
+    assert [without_time(record) for record in read_metrics(path)] == expected
+
+
+def test_every_line_is_strict_json(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsLog(path) as log:
+        log.write({"kind": "x", "loss": math.nan, "nested": {"edges": [1.0, -math.inf]}, "pair": (1, math.inf)})
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    record = json.loads(path.read_text(), parse_constant=refuse)
+    assert without_time(record) == {"kind": "x", "loss": None, "nested": {"edges": [1.0, None]}, "pair": [1, None]}
+
+
+def test_half_a_line_costs_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"kind": "train", "step": 1}\n{"kind": "tra')
+    assert read_metrics(path) == [{"kind": "train", "step": 1}]
+    with MetricsLog(path) as log:
+        log.write({"kind": "train", "step": 2})
+    assert [record["step"] for record in read_metrics(path)] == [1, 2]
+
+
+def test_no_file_has_no_records(tmp_path: Path) -> None:
+    assert read_metrics(tmp_path / "metrics.jsonl") == []
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"cannot write .*metrics\.jsonl: No such file"):
+        MetricsLog(tmp_path / "nowhere" / "metrics.jsonl")
+    if Path("/dev/full").exists():
+        with MetricsLog(Path("/dev/full")) as log, pytest.raises(UserError, match="No space left"):
+            log.write({"kind": "train"})
+
+
+# What wandb is fed from
+
+
+class EndsAfter:
+    """The end of a run after some looks at the file, each of which may first change it."""
+
+    def __init__(self, *actions: Callable[[], object]) -> None:
+        self.actions = list(actions)
+
+    def wait(self, seconds: float) -> bool:
+        self.actions.pop(0)()
+        return not self.actions
+
+
+def test_records_are_followed_as_they_are_written(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+
+    def write(text: str) -> Callable[[], object]:
+        def action() -> None:
+            with path.open("a") as file:
+                file.write(text)
+
+        return action
+
+    def nothing() -> None:
+        assert not path.exists()
+
+    end = EndsAfter(
+        nothing, write('{"step": 1}\n{"st'), write('ep": 2}\n'), write('{"step": 3}\nrubbish\n{"step": 4}\n{"s')
+    )
+    assert list(wandb_feed.follow(path, 0, end)) == [{"step": step} for step in (1, 2, 3, 4)]
+
+
+def test_records_of_an_earlier_attempt_are_not_followed(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n')
+    offset = path.stat().st_size
+    with path.open("a") as file:
+        file.write('{"step": 2}\n')
+    assert list(wandb_feed.follow(path, offset, EndsAfter(lambda: None))) == [{"step": 2}]
+
+
+# The follower, with a real wandb
+
+
+@pytest.fixture
+def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Text in the environment of every process that this test starts, directly or not; none may outlive it."""
+    value = uuid.uuid4().hex
+    monkeypatch.setenv("FLYTE_DDP_TEST_MARK", value)
+    yield value
+    for pid in processes(value):
+        os.kill(pid, signal.SIGKILL)
+
+
+def processes(mark: str, name: str = "") -> list[int]:
+    """Processes whose environment holds the mark and whose command the name: also those that lost their parent."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (folder / "environ").read_bytes() and name in (folder / "cmdline").read_text():
+                found.append(int(folder.name))
+        except OSError:
+            continue
+    return found
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.02)
+
+
+def settings(mode: str, timeout: float = 20.0) -> Settings:
+    return Settings(wandb_mode=mode, wandb_timeout=timeout, wandb_run_id="exec/task:7", wandb_project="a-project")
+
+
+def write_run(folder: Path) -> None:
+    """What training leaves: all records, and the predictions before the last one."""
+    with MetricsLog(folder / "metrics.jsonl") as log:
+        for record in RECORDS:
+            log.write(record)
+        arrays = {"index": np.arange(6), "images": IMAGES, "scores": SCORES, "truth": TRUTH, "loss": np.zeros(6)}
+        np.savez(folder / "predictions.npz", table_rows=np.array(TABLE_ROWS), **arrays)
+        log.write(END)
+
+
+def is_open(folder: Path) -> bool:
+    path = folder / "wandb" / "status.json"
+    return path.exists() and json.loads(path.read_text())["state"] != "starting"
+
+
+def offline_records(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """What the only offline run in the folder holds, by type of record, as wandb's own reader tells it."""
+    (log,) = (folder / "wandb").glob("offline-run-*/*.wandb")
+    specification = importlib.util.find_spec("wandb")  # what `wandb leet` calls, which itself takes a second to import
+    assert specification is not None
+    assert specification.origin is not None
+    reader = Path(specification.origin).with_name("bin") / "wandb-core"
+    command = [reader, "leet", "inspect", "--no-observability", "--json", log]
+    result = subprocess.run(command, capture_output=True, check=True, text=True)
+    records: dict[str, list[dict[str, Any]]] = {}
+    for line in result.stdout.splitlines():
+        record = json.loads(line)
+        records.setdefault(record["type"], []).append(record[record["type"]])
+    return records
+
+
+def logged_rows(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of plain numbers, without wandb's own columns, histograms and tables."""
+    rows = [{key: value for key, value in row.items() if not key.startswith("_")} for row in history]
+    return [
+        row for row in rows if len(row) > 1 and not any(key.startswith(("parameters/", "predictions")) for key in row)
+    ]
+
+
+def without_time(record: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in record.items() if key != "time"}
+
+
+def files_with(text: str, *folders: Path) -> list[Path]:
+    files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
+    assert files
+    return [path for path in files if text.encode() in path.read_bytes()]
+
+
+@needs_proc
+def test_an_offline_run_holds_everything(tmp_path: Path, mark: str, capsys: pytest.CaptureFixture[str]) -> None:
+    wandb = start_wandb(tmp_path, settings("offline"), HYPERPARAMETERS, "a name")
+    assert wandb is not None
+    wait_for(lambda: is_open(tmp_path))
+    write_run(tmp_path)
+    wandb.finish()
+    assert processes(mark) == []
+
+    records = offline_records(tmp_path)
+    assert logged_rows([each["item"] for each in records["history"]]) == ROWS
+    (run,) = records["run"]
+    assert (run["run_id"], run["project"], run["display_name"]) == ("exec-task-7", "a-project", "a name")
+    config: dict[str, Any] = {}
+    for update in [run, *records["config"]]:
+        config |= update.get("config", update).get("update", {})
+    config.pop("_wandb")
+    assert config == {**HYPERPARAMETERS, "run": {"num_ranks": 2, "device": "cpu", "classes": CLASSES}}
+    summary: dict[str, Any] = {}
+    for update in records["summary"]:
+        summary |= update.get("update", {})
+    assert {key: summary[key] for key in ("test_accuracy", "seconds", "stopped")} == {
+        key: END[key] for key in ("test_accuracy", "seconds", "stopped")
+    }
+    (histogram,) = (each["item"] for each in records["history"] if "parameters/conv.weight.bins" in each["item"])
+    assert histogram["parameters/conv.weight.values"] == COUNTS
+    assert histogram["parameters/conv.weight.bins"] == EDGES
+    assert histogram["step"] == 40
+    assert records["exit"] == [{"exit_code": 0}]
+    check_table(tmp_path)
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("wandb: kept offline; send it with: wandb sync ")
+    assert output.err.count("\n") == 1
+
+
+def check_table(folder: Path) -> None:
+    """The table's rows, and the pictures in it pixel by pixel."""
+    contents = [path.read_bytes() for path in (folder / "wandb/artifacts").rglob("*") if path.is_file()]
+    pictures = {hashlib.sha256(content).hexdigest(): content for content in contents if content.startswith(b"\x89PNG")}
+    assert len(pictures) == TABLE_ROWS
+    table = next(json.loads(content) for content in contents if b'"column_types"' in content)
+    assert table["columns"] == ["id", "image", "guess", "truth", "score_0", "score_1", "score_2"]
+    named = [(row[0], row[2], row[3]) for row in table["data"]]
+    assert named == [(0, "boot", "boot"), (1, "bag", "bag"), (2, "shirt", "bag"), (3, "boot", "boot")]
+    for row, image, scores in zip(table["data"], IMAGES, SCORES, strict=False):
+        picture = Image.open(io.BytesIO(pictures[row[1]["sha256"]]))
+        np.testing.assert_array_equal(np.asarray(picture), image[..., 0])
+        np.testing.assert_array_equal(np.array(row[4:], np.float32), scores)
+
+
+@needs_proc
+@pytest.mark.slow
+def test_without_a_key_nothing_is_asked(tmp_path: Path, mark: str, capsys: pytest.CaptureFixture[str]) -> None:
+    wandb = start_wandb(tmp_path, settings("online"), HYPERPARAMETERS, "a name")
+    assert wandb is not None
+    write_run(tmp_path)
+    wandb.finish()
+    assert processes(mark) == []
+    assert "No API key configured" in capsys.readouterr().err
+    assert logged_rows([each["item"] for each in offline_records(tmp_path)["history"]]) == ROWS
+
+
+@needs_proc
+@pytest.mark.parametrize(
+    "behaviour",
+    ["refuses", *[pytest.param(each, marks=pytest.mark.slow) for each in ("hangs", "fails", "babbles")]],
+)
+def test_a_bad_server_costs_bounded_time_and_no_data(
+    tmp_path: Path, mark: str, behaviour: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    with fake_server(behaviour) as server:
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        begin = time.monotonic()
+        wandb = start_wandb(tmp_path, settings("online", timeout=6), HYPERPARAMETERS, "a name")
+        assert wandb is not None
+        assert time.monotonic() - begin < 0.5
+        write_run(tmp_path)
+        written = (tmp_path / "metrics.jsonl").read_bytes()
+        begin = time.monotonic()
+        wandb.finish()
+        assert time.monotonic() - begin < 6.5
+    assert processes(mark) == []
+    assert (tmp_path / "metrics.jsonl").read_bytes() == written
+    assert capsys.readouterr().err.startswith("wandb: kept offline (")
+    assert logged_rows([each["item"] for each in offline_records(tmp_path)["history"]]) == ROWS
+    assert list((tmp_path / "wandb").glob("run-*")) == []
+
+
+@needs_proc
+def test_a_good_server_gets_everything_and_no_file_the_key(
+    tmp_path: Path, mark: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home, folder = tmp_path / "home", tmp_path / "run"
+    folder.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    with fake_server() as server:
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        wandb = start_wandb(folder, settings("online"), HYPERPARAMETERS, "a name")
+        assert wandb is not None
+        wait_for(lambda: is_open(folder))
+        write_run(folder)
+        wandb.finish()
+    assert processes(mark) == []
+    check_arrived(server)
+    assert capsys.readouterr().err == f"wandb: {server.url}/someone/a-project/runs/exec-task-7\n"
+    assert files_with(KEY, home, folder) == []
+
+
+def check_arrived(server: FakeServer) -> None:
+    assert server.run_ids == {"exec-task-7"}
+    assert logged_rows(server.history) == ROWS
+    (table,) = (json.loads(body) for name, body in server.uploads.items() if name.startswith("media/table/predictions"))
+    assert [row[0] for row in table["data"]] == [0, 1, 2, 3]
+
+
+PARENT = """
+import sys, time
+from pathlib import Path
+from flyte_ddp.settings import Settings
+from flyte_ddp.tracking import MetricsLog, start_wandb
+folder = Path(sys.argv[1])
+start_wandb(folder, Settings(wandb_run_id="x"), {}, "x")
+MetricsLog(folder / "metrics.jsonl").write({"kind": "train", "epoch": 0, "step": 1, "loss": 2.5})
+time.sleep(600)
+"""
+
+
+@needs_proc
+def test_the_parents_death_ends_it(tmp_path: Path, mark: str) -> None:
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path)])
+    wait_for(lambda: is_open(tmp_path) and read_metrics(tmp_path / "metrics.jsonl"))
+    assert processes(mark, "wandb-core")
+    parent.kill()
+    parent.wait()
+    wait_for(lambda: not processes(mark), seconds=5)
+    records = offline_records(tmp_path)
+    assert logged_rows([each["item"] for each in records["history"]]) == [{"step": 1, "epoch": 0, "loss": 2.5}]
+    assert records["exit"] == [{"exit_code": 1}]
+
+
+@needs_proc
+def test_a_killed_wandb_is_started_again(tmp_path: Path, mark: str) -> None:
+    wandb = start_wandb(tmp_path, settings("offline"), HYPERPARAMETERS, "a name")
+    assert wandb is not None
+    wait_for(lambda: is_open(tmp_path))
+    for pid in processes(mark, "wandb-core"):
+        os.kill(pid, signal.SIGKILL)
+    write_run(tmp_path)
+    wandb.finish()
+    wait_for(lambda: not processes(mark), seconds=5)  # its monitor, an orphan now, looks for it every second or so
+    assert logged_rows([each["item"] for each in offline_records(tmp_path)["history"]]) == ROWS
+
+
+@needs_proc
+@pytest.mark.parametrize("stopped", ["wandb_feed", "wandb_follower"])
+def test_a_process_that_hangs_is_not_waited_for(
+    tmp_path: Path, mark: str, stopped: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wandb = start_wandb(tmp_path, settings("offline", timeout=1), HYPERPARAMETERS, "a name")
+    assert wandb is not None
+    wait_for(lambda: is_open(tmp_path))
+    (victim,) = processes(mark, f"flyte_ddp.{stopped}")
+    os.kill(victim, signal.SIGSTOP)
+    begin = time.monotonic()
+    wandb.finish()
+    assert time.monotonic() - begin < 2
+    wait_for(lambda: not processes(mark), seconds=2)
+    assert capsys.readouterr().err.startswith("wandb: kept offline")
+
+
+def test_disabled_starts_nothing(tmp_path: Path) -> None:
+    assert start_wandb(tmp_path, settings("disabled"), HYPERPARAMETERS, "a name") is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_is_said_and_not_raised(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "wandb").write_text("in the way")
+    assert start_wandb(tmp_path, settings("offline"), HYPERPARAMETERS, "a name") is None
+    assert capsys.readouterr().err.startswith("wandb: not started (")
+
+
+def test_the_parent_does_not_import_wandb() -> None:
+    code = "import sys, flyte_ddp.tracking; sys.exit('wandb' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

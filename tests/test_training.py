@@ -1,0 +1,231 @@
+"""Training on real gloo ranks against a plain single-process loop, and how failures of ranks are reported."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from flyte_ddp import artifacts, hardware, models, sampling
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.datasets import fetch, open_arrays
+from flyte_ddp.errors import RankError, UserError
+from flyte_ddp.images import InputSpec
+from flyte_ddp.run import RESULTS, Result, run_training
+from flyte_ddp.settings import Settings
+from flyte_ddp.tracking import read_metrics
+
+QUIET = Settings(progress="off", wandb_mode="disabled")
+BASE = Hyperparameters(epochs=2, batch_size=100, num_ranks=2, precision="fp32", channels_last="off", log_interval=1)
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return fetch("digits", "", tmp_path_factory.mktemp("data") / "digits", progress="off")
+
+
+@pytest.fixture(autouse=True)
+def _user_models_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parent)
+
+
+def train(hp: Hyperparameters, data: Path, folder: Path) -> Result:
+    return run_training(hp, data, folder, QUIET)
+
+
+def weights(result: Result) -> dict[str, torch.Tensor]:
+    return torch.load(result.model, weights_only=True)
+
+
+def plain_loop(hp: Hyperparameters, data: Path) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """One process, no DDP, no library code but the order of samples and the model's definition."""
+    arrays = open_arrays(data)
+    torch.manual_seed(hp.seed)
+    spec = InputSpec(1, 8, 8, arrays.mean, arrays.std)
+    model = models.build(hp.model, 10, spec)
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=1.0, momentum=hp.momentum, weight_decay=hp.weight_decay, nesterov=hp.nesterov
+    )
+    training, _ = sampling.split_indices(len(arrays.train_labels), hp.validation_fraction, hp.seed)
+    images = (torch.tensor(np.array(arrays.train_images)).permute(0, 3, 1, 2) / 255 - arrays.mean[0]) / arrays.std[0]
+    labels = torch.tensor(np.array(arrays.train_labels))
+    total = hp.epochs * -(-len(training) // hp.batch_size)
+    rise = int(total * 0.25)
+    losses, step = [], 0
+    for epoch in range(hp.epochs):
+        order = torch.from_numpy(sampling.epoch_order(training, hp.seed, epoch))
+        for batch in order.split(hp.batch_size):
+            for group in optimizer.param_groups:
+                below = (step + 1) / (rise + 1)
+                group["lr"] = hp.learning_rate * (below if step < rise else 1 - (step - rise) / (total - rise))
+            optimizer.zero_grad()
+            loss = functional.cross_entropy(model(images[batch]), labels[batch])
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+            step += 1
+    return model.state_dict(), losses
+
+
+@pytest.mark.parametrize(
+    ("ranks", "accumulation"),
+    [(1, 1), (2, 3), pytest.param(2, 1, marks=pytest.mark.slow), pytest.param(3, 1, marks=pytest.mark.slow)],
+)
+def test_any_number_of_ranks_computes_what_one_process_would(
+    digits: Path, tmp_path: Path, ranks: int, accumulation: int
+) -> None:
+    """1,350 samples in batches of 100: the last batch of each epoch is ragged, and divides by neither 3 nor 4."""
+    hp = replace(BASE, num_ranks=ranks, accumulation_steps=accumulation)
+    result = train(hp, digits, tmp_path / "run")
+    expected, losses = plain_loop(hp, digits)
+    reported = [record["loss"] for record in read_metrics(result.metrics) if record["kind"] == "train"]
+    assert reported == pytest.approx(losses, rel=1e-4)
+    for name, value in weights(result).items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_reported_metrics_are_those_of_the_saved_model(digits: Path, tmp_path: Path) -> None:
+    result = train(replace(BASE, precision="auto", channels_last="auto", test_batch_size=64), digits, tmp_path / "run")
+    model, sidecar = artifacts.load_model(result.model, result.sidecar)
+    arrays = open_arrays(digits)
+    images = (torch.tensor(np.array(arrays.test_images)).permute(0, 3, 1, 2) / 255 - arrays.mean[0]) / arrays.std[0]
+    truth = torch.tensor(np.array(arrays.test_labels))
+    with torch.no_grad():
+        logits = model(images)
+    assert sidecar["metrics"]["test_accuracy"] == (logits.argmax(1) == truth).sum().item() / len(truth)
+    assert sidecar["metrics"]["test_loss"] == pytest.approx(functional.cross_entropy(logits, truth).item(), rel=1e-5)
+    assert result.epoch_accuracies[-1] == result.test_accuracy
+    with np.load(result.run_folder / "predictions.npz") as kept:
+        confusion = kept["confusion"]
+    assert confusion.sum() == len(truth)
+    assert confusion.trace() == (logits.argmax(1) == truth).sum().item()
+
+
+@pytest.mark.slow
+def test_the_same_run_twice_gives_the_same_bits(digits: Path, tmp_path: Path) -> None:
+    hp = replace(BASE, epochs=1, augment="crop_flip", deterministic=True)
+    first, second = (train(hp, digits, tmp_path / name) for name in ("first", "second"))
+    for name, value in weights(first).items():
+        assert torch.equal(value, weights(second)[name])
+
+
+def test_keeping_the_best_goes_by_the_validation_loss(digits: Path, tmp_path: Path) -> None:
+    """So high a constant rate that the last epoch is not the best."""
+    hp = replace(
+        BASE, num_ranks=1, epochs=8, keep="best", early_stop_patience=2, schedule="constant", learning_rate=0.5, seed=3
+    )
+    result = train(hp, digits, tmp_path / "run")
+    evaluations = [record for record in read_metrics(result.metrics) if record["kind"] == "evaluation"]
+    losses = [record["validation_loss"] for record in evaluations]
+    best = losses.index(min(losses))
+    sidecar = json.loads(result.sidecar.read_text())
+    assert sidecar["metrics"]["kept_epoch"] == best + 1
+    assert sidecar["metrics"]["test_loss"] == evaluations[best]["test_loss"]
+    assert len(losses) == min(8, best + 3)
+
+
+@pytest.mark.slow
+def test_the_moving_average_is_the_one_of_its_definition(digits: Path, tmp_path: Path) -> None:
+    """One rank, steps of one epoch each: the weights after every epoch are known from runs that stop there."""
+    hp = replace(BASE, num_ranks=1, schedule="constant", learning_rate=0.01, batch_size=2000, epochs=3, ema_decay=0.5)
+    stops = [weights(train(replace(hp, max_steps=n), digits, tmp_path / f"stop{n}")) for n in (1, 2, 3)]
+    average = weights(train(replace(hp, keep="ema"), digits, tmp_path / "ema"))
+    for name, value in average.items():
+        expected = 0.5 * (0.5 * stops[0][name] + 0.5 * stops[1][name]) + 0.5 * stops[2][name]
+        torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_training_starts_from_given_weights(digits: Path, tmp_path: Path) -> None:
+    first = train(replace(BASE, num_ranks=1, epochs=1), digits, tmp_path / "first")
+    hp = replace(BASE, num_ranks=1, init_from=str(first.model), learning_rate=1e-9, max_steps=1, weight_decay=0.0)
+    second = train(hp, digits, tmp_path / "second")
+    for name, value in weights(second).items():
+        torch.testing.assert_close(value, weights(first)[name], rtol=0, atol=1e-6)
+    with pytest.raises(UserError, match=r"init_from=.*does not fit the model"):
+        train(replace(hp, model="user_models:linear"), digits, tmp_path / "third")
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("hp", "words"),
+    [
+        (replace(BASE, learning_rate=1000.0, schedule="constant", epochs=30), "training loss is (nan|inf).*epoch.*step"),
+        (replace(BASE, model="user_models:twelve_classes"), r"returned \(\d+, 12\).*\(\d+, 10\)"),
+        (replace(BASE, model="user_models:not_a_module"), "returned a str: it must return a torch.nn.Module"),
+        (replace(BASE, model="tutorial"), "cannot take 8x8 images.*image_size=16"),
+    ],
+)
+def test_a_users_mistake_ends_in_one_error_and_no_result(
+    digits: Path, tmp_path: Path, hp: Hyperparameters, words: str, ranks: int
+) -> None:
+    if ranks == 2 and "tutorial" in hp.model:
+        pytest.skip("the same check, before any rank matters")
+    with pytest.raises(UserError, match=words) as caught:
+        train(replace(hp, num_ranks=ranks), digits, tmp_path / "run")
+    assert len(caught.value.message.splitlines()) <= 2
+    assert not [name for name in RESULTS if (tmp_path / "run" / name).exists()]
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("killed", "rank 1 was killed by SIGKILL"),
+        pytest.param("raises", "rank 1: ArithmeticError: rank 1's own words", marks=pytest.mark.slow),
+        pytest.param("leaves", "rank 1 ended with exit code 0 before it had finished", marks=pytest.mark.slow),
+    ],
+)
+def test_the_rank_that_failed_first_is_the_one_named(digits: Path, tmp_path: Path, model: str, words: str) -> None:
+    with pytest.raises(RankError, match=words):
+        train(replace(BASE, model=f"user_models:{model}"), digits, tmp_path / "run")
+    assert children_of(os.getpid()) == []
+
+
+def children_of(pid: int) -> list[str]:
+    """Command lines of the living children, but for multiprocessing's own resource tracker."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+            command = stat.with_name("cmdline").read_text().replace("\0", " ")
+        except OSError:
+            continue
+        if int(fields[1]) == pid and fields[0] != "Z" and "resource_tracker" not in command:
+            found.append(command)
+    return found
+
+
+@pytest.mark.slow
+def test_torchvision_models_train_on_grey_images(digits: Path, tmp_path: Path) -> None:
+    hp = replace(BASE, model="squeezenet1_1", image_size=32, max_steps=2, batch_size=16, test_batch_size=297)
+    result = train(hp, digits, tmp_path / "run")
+    assert weights(result)["features.0.weight"].shape[1] == 3
+
+
+def test_more_ranks_than_requested_gpus_names_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLYTE_DDP_GPUS", "2")
+    with pytest.raises(UserError, match=r"0 GPU\(s\) visible but 2 requested"):
+        hardware.detect(BASE)
+
+
+def test_cpu_quota_of_a_container_counts(tmp_path: Path) -> None:
+    assert hardware.cgroup_quota(tmp_path) > 1000
+    (tmp_path / "cpu.max").write_text("250000 100000\n")
+    assert hardware.cgroup_quota(tmp_path) == 2.5
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert hardware.cgroup_quota(tmp_path) > 1000
+
+
+def test_bf16_where_there_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "cpuinfo").write_text("flags : fpu avx2\n")
+    assert not hardware.cpu_has_bf16(tmp_path / "cpuinfo")
+    monkeypatch.setattr(hardware, "cpu_has_bf16", lambda: False)
+    with pytest.raises(UserError, match="precision='bf16': this CPU has no bf16"):
+        hardware.detect(replace(BASE, precision="bf16"))
+    assert not hardware.detect(replace(BASE, precision="auto")).bf16
