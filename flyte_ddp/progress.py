@@ -157,6 +157,7 @@ class Progress:
 
     def _print(self, line: str) -> None:
         if self._bar is not None:
+            self._move_bar()
             self._bar.write(line, file=self._stream)
         elif self._mode == "lines":
             self._stream.write(f"{line}\n")

@@ -207,7 +207,7 @@ def offline_records(folder: Path) -> dict[str, list[dict[str, Any]]]:
     assert specification is not None
     assert specification.origin is not None
     reader = Path(specification.origin).with_name("bin") / "wandb-core"
-    command = [reader, "leet", "inspect", "--no-observability", "--json", log]
+    command = [reader, "leet", "inspect", "--no-observability", "--json", "--run-file", log]
     result = subprocess.run(command, capture_output=True, check=True, text=True)
     records: dict[str, list[dict[str, Any]]] = {}
     for line in result.stdout.splitlines():
@@ -378,6 +378,7 @@ def test_the_parents_death_ends_it(tmp_path: Path, mark: str) -> None:
 
 
 @needs_proc
+@pytest.mark.slow
 def test_a_killed_wandb_is_started_again(tmp_path: Path, mark: str) -> None:
     wandb = start_wandb(tmp_path, settings("offline"), HYPERPARAMETERS, "a name")
     assert wandb is not None
@@ -386,7 +387,7 @@ def test_a_killed_wandb_is_started_again(tmp_path: Path, mark: str) -> None:
         os.kill(pid, signal.SIGKILL)
     write_run(tmp_path)
     wandb.finish()
-    wait_for(lambda: not processes(mark), seconds=5)  # its monitor, an orphan now, looks for it every second or so
+    wait_for(lambda: not processes(mark))  # its monitor, an orphan now, looks for it every few seconds
     assert logged_rows([each["item"] for each in offline_records(tmp_path)["history"]]) == ROWS
 
 

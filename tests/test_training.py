@@ -156,7 +156,10 @@ def test_training_starts_from_given_weights(digits: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("hp", "words"),
     [
-        (replace(BASE, learning_rate=1000.0, schedule="constant", epochs=30), "training loss is (nan|inf).*epoch.*step"),
+        (
+            replace(BASE, learning_rate=1000.0, schedule="constant", epochs=30),
+            "loss is (nan|inf).*epoch.*step",
+        ),
         (replace(BASE, model="user_models:twelve_classes"), r"returned \(\d+, 12\).*\(\d+, 10\)"),
         (replace(BASE, model="user_models:not_a_module"), "returned a str: it must return a torch.nn.Module"),
         (replace(BASE, model="tutorial"), "cannot take 8x8 images.*image_size=16"),

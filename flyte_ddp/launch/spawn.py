@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import signal
 import sys
 import tempfile
@@ -59,6 +60,9 @@ def start_rank(job: Job, rank: int, num_ranks: int, records: Path) -> None:
     from flyte_ddp.launch.rank import Rendezvous, run_rank
 
     run_rank(job, Rendezvous(rank, num_ranks, local_rank=rank, store=records / "store", records=records))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # all is written: taking the interpreter with torch apart would cost another second
 
 
 def watch(gang: Sequence[BaseProcess], records: Path) -> Exception | None:
@@ -76,8 +80,8 @@ def watch(gang: Sequence[BaseProcess], records: Path) -> Exception | None:
 def first_failure(gang: Sequence[BaseProcess], records: Path) -> Exception:
     """The error of the rank that failed first: what a rank's death does to the others comes after it.
 
-    A rank that was killed leaves no record, and its victims' records only say that it was gone. SIGABRT is the exception:
-    gloo aborts in a victim, too, when a peer's connection closes at the wrong moment.
+    A rank that was killed leaves no record, and its victims' records only say that it was gone. SIGABRT is the
+    exception: gloo aborts in a victim, too, when a peer's connection closes at the wrong moment.
     """
     signals = {rank: -code for rank, process in enumerate(gang) if (code := process.exitcode) is not None and code < 0}
     killed = [rank for rank, number in signals.items() if number != signal.SIGABRT]

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from flyte_ddp.datasets import open_arrays
 from flyte_ddp.datasets.mnist import MNIST
 from flyte_ddp.datasets.published import PublishedSet
 
@@ -72,3 +73,12 @@ def sums(files: dict[str, bytes]) -> bytes:
 def leftovers(folder: Path) -> list[str]:
     """Everything in a folder, hidden files too."""
     return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+
+
+def assert_tiny(folder: Path, tiny: Tiny) -> None:
+    """The prepared folder holds what was in the files."""
+    ours = open_arrays(folder)
+    np.testing.assert_array_equal(ours.train_images[..., 0], tiny.arrays[0])
+    np.testing.assert_array_equal(ours.train_labels, tiny.arrays[1])
+    np.testing.assert_array_equal(ours.test_images[..., 0], tiny.arrays[2])
+    np.testing.assert_array_equal(ours.test_labels, tiny.arrays[3])

@@ -1,0 +1,33 @@
+"""The layers: what imports what, and what importing costs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+from cli import ROOT
+
+HEAVY = ("torch", "torchvision", "wandb", "matplotlib", "sklearn", "botocore", "ray", "dask")
+
+
+def test_importing_the_workflows_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, workflows.training, workflows.prediction\n"
+        f"print(*[name for name in {HEAVY!r} if name in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == ""
+
+
+def test_the_launcher_starts_ranks_without_torch() -> None:
+    code = "import sys, flyte_ddp.run, flyte_ddp.launch.spawn, flyte_ddp.report, flyte_ddp.tracking\nprint('torch' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "False"
+
+
+def test_the_library_knows_neither_flytekit_nor_its_callers() -> None:
+    imports = re.compile(r"^\s*(?:from|import) (flytekit|tasks|workflows)\b", re.MULTILINE)
+    files = list((ROOT / "flyte_ddp").rglob("*.py"))
+    assert len(files) > 30
+    assert not [path for path in files if imports.search(path.read_text())]

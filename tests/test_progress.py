@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import io
+import math
+import os
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flyte_ddp.progress import Progress, Schedule, duration
+
+
+class Clock:
+    """Time as the test sets it; it starts anywhere."""
+
+    def __init__(self) -> None:
+        self.now = 12345.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def evaluation(epoch: int, step: int, **values: float) -> dict[str, Any]:
+    return {"kind": "evaluation", "epoch": epoch, "step": step, "test_loss": 0.5, "test_accuracy": 0.875, **values}
+
+
+def run_lines(seconds: float, interval: float) -> list[float]:
+    """The times of the lines of a run that reports a step every ``interval`` seconds."""
+    stream, clock = io.StringIO(), Clock()
+    steps = int(seconds / interval) + 1
+    progress = Progress("lines", steps, steps, stream=stream, clock=clock)
+    times = []
+    for step in range(1, steps + 1):
+        clock.now = 12345.0 + (step - 1) * interval
+        told = stream.tell()
+        progress.step(0, step, 1.0, 100.0)
+        if stream.tell() > told:
+            times.append(clock.now - 12345.0)
+    return times
+
+
+def test_the_first_lines_come_soon_and_then_ever_more_slowly() -> None:
+    # Each the first eighth of a second at or after max(last + 2, last * 1.3), worked out by hand.
+    expected = [0, 2, 4, 6, 8, 10.5, 13.75, 17.875, 23.25, 30.25, 39.375, 51.25]
+    assert run_lines(60.0, 0.125) == expected
+
+
+@given(seconds=st.floats(60, 1e6), factor=st.integers(2, 100))
+def test_the_number_of_lines_grows_with_the_logarithm_of_the_time(seconds: float, factor: int) -> None:
+    def lines(duration: float) -> int:
+        schedule, now, count = Schedule(growth=1.3, minimum=2.0), 0.0, 0
+        while now <= duration:  # reports that come ever 1 % later: a week has too many seconds to try all
+            if schedule.due(now):
+                schedule.mark(now)
+                count += 1
+            now = max(now + 0.5, now * 1.01)
+        return count
+
+    more = lines(seconds * factor) - lines(seconds)
+    assert math.log(factor, 1.3 * 1.01) - 2 <= more <= math.log(factor, 1.3) + 1
+
+
+def test_a_line_tells_where_the_run_is_and_when_it_ends() -> None:
+    stream, clock = io.StringIO(), Clock()
+    progress = Progress("lines", 1266, 422, stream=stream, clock=clock)
+    clock.now += 10  # start-up, which must not count for the time that is left
+    progress.step(0, 20, 0.90123, 17000.4)
+    clock.now += 4
+    progress.step(1, 440, None, None)
+    assert stream.getvalue().splitlines() == [
+        "epoch 1/3, step 20/1,266, loss 0.9012, 17,000 samples/s, 0:10 elapsed",
+        # 420 steps in 4 s, 826 to go: 7.87 s
+        "epoch 2/3, step 440/1,266, loss 0.9012, 17,000 samples/s, 0:14 elapsed, 0:08 left",
+    ]
+
+
+def test_a_loss_is_asked_for_only_when_a_line_is_due() -> None:
+    clock = Clock()
+    progress = Progress("lines", 100, 100, stream=io.StringIO(), clock=clock)
+    assert progress.due()
+    progress.step(0, 1, 1.0, 1.0)
+    clock.now += 1.9
+    assert not progress.due()
+    clock.now += 0.2
+    assert progress.due()
+    assert not Progress("off", 100, 100, stream=io.StringIO(), clock=clock).due()
+
+
+def test_an_evaluation_line_has_both_splits_if_there_are_two() -> None:
+    stream = io.StringIO()
+    progress = Progress("lines", 20, 10, stream=stream, clock=Clock())
+    progress.evaluation(evaluation(1, 10, validation_loss=0.25, validation_accuracy=0.901))
+    progress.evaluation(evaluation(2, 20))
+    assert stream.getvalue().splitlines() == [
+        "epoch 1/2, step 10/20: validation accuracy 90.10 % (loss 0.2500), test accuracy 87.50 % (loss 0.5000)",
+        "epoch 2/2, step 20/20: test accuracy 87.50 % (loss 0.5000)",
+    ]
+
+
+@pytest.mark.parametrize("evaluations", [1, 20, 100, 10_000])
+def test_evaluations_are_thinned_out_but_never_the_last(evaluations: int) -> None:
+    stream = io.StringIO()
+    progress = Progress("lines", evaluations, 1, stream=stream, clock=Clock())
+    for epoch in range(1, evaluations + 1):
+        progress.evaluation(evaluation(epoch, epoch))
+    progress.close()
+    shown = [int(line.split("/")[0].removeprefix("epoch ")) for line in stream.getvalue().splitlines()]
+    assert shown[:20] == list(range(1, min(evaluations, 20) + 1))
+    assert shown[-1] == evaluations
+    assert len(shown) <= 20 + max(0.0, math.log(evaluations / 20, 1.05)) + 1
+    assert all(earlier < later <= max(earlier + 1, 1.1 * earlier) for earlier, later in pairwise(shown))
+
+
+def test_off_shows_nothing() -> None:
+    stream = io.StringIO()
+    progress = Progress("off", 10, 5, stream=stream, clock=Clock())
+    progress.step(0, 1, 1.0, 1.0)
+    progress.evaluation(evaluation(1, 5))
+    progress.close()
+    assert stream.getvalue() == ""
+
+
+def on_terminal(mode: str) -> str:
+    """What a short run writes to a terminal."""
+    reader, writer = os.openpty()
+    clock = Clock()
+    with os.fdopen(writer, "w") as terminal:
+        progress = Progress(mode, 40, 20, stream=terminal, clock=clock)
+        for step in range(1, 41):
+            clock.now += 0.02
+            progress.step((step - 1) // 20, step, 1 / step, 17000.0)
+            if step % 20 == 0:
+                progress.evaluation(evaluation(step // 20, step))
+        progress.close()
+        terminal.flush()
+        output = os.read(reader, 1_000_000).decode()
+    os.close(reader)
+    return output
+
+
+def test_a_terminal_gets_a_bar_and_the_evaluations_above_it() -> None:
+    output = on_terminal("auto")
+    states = [part for part in output.split("\r") if "steps [" in part]
+    assert "0/40 steps" in states[0]
+    assert "40/40 steps" in states[-1]
+    assert "epoch 2/2: 100%" in states[-1]
+    assert "17,000 samples/s" in states[-1]
+    assert 0.8 / 0.1 <= len(states) <= 20  # not one for each step: a terminal is slow
+    for epoch in (1, 2):
+        assert f"epoch {epoch}/2, step {epoch * 20}/40: test accuracy 87.50 % (loss 0.5000)" in output
+    assert output.endswith("\n")
+
+
+def test_lines_can_be_had_on_a_terminal() -> None:
+    output = on_terminal("lines")
+    assert "steps [" not in output
+    assert output.splitlines()[0] == "epoch 1/2, step 1/40, loss 1.0000, 17,000 samples/s, 0:00 elapsed"
+
+
+def test_without_a_terminal_there_are_lines() -> None:
+    stream = io.StringIO()
+    Progress("auto", 10, 5, stream=stream, clock=Clock()).step(0, 1, 1.0, 1.0)
+    assert stream.getvalue().count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0:00"), (59.4, "0:59"), (59.6, "1:00"), (3599.6, "1:00:00"), (3723, "1:02:03")]
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
