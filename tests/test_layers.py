@@ -21,7 +21,8 @@ def test_importing_the_workflows_imports_nothing_heavy() -> None:
 
 
 def test_the_launcher_starts_ranks_without_torch() -> None:
-    code = "import sys, flyte_ddp.run, flyte_ddp.launch.spawn, flyte_ddp.report, flyte_ddp.tracking\nprint('torch' in sys.modules)"
+    modules = "flyte_ddp.run, flyte_ddp.launch.spawn, flyte_ddp.report, flyte_ddp.tracking"
+    code = f"import sys, {modules}\nprint('torch' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "False"
 

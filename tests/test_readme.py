@@ -19,10 +19,9 @@ def table() -> str:
     """Name, default, range and documentation of every field, as Markdown."""
     lines = ["| name | default | values | meaning |", "|---|---|---|---|"]
     for field in dataclasses.fields(Hyperparameters):
-        default = str(field.default).lower() if field.type is bool else field.default
-        lines.append(
-            f"| `{field.name}` | {default if default != '' else '(empty)'} | {values(field)} | {field.metadata['doc']} |"
-        )
+        default = str(field.default).lower() if field.type is bool else str(field.default)
+        cells = [f"`{field.name}`", default or "(empty)", values(field), field.metadata["doc"]]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
