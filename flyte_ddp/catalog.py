@@ -6,9 +6,13 @@ compare them with what is really there.
 
 from __future__ import annotations
 
-DATASETS: tuple[str, ...] = ("digits", "mnist", "fashion_mnist", "cifar10")
+from flyte_ddp.errors import UserError
 
-SMALL_MODELS: tuple[str, ...] = ("small_cnn", "tutorial")
+# Each data set with the side of its square images, in pixels.
+DATASETS: dict[str, int] = {"digits": 8, "mnist": 28, "fashion_mnist": 28, "cifar10": 32}
+
+# The two small CNNs with the smallest image side that they take.
+SMALL_MODELS: dict[str, int] = {"small_cnn": 8, "tutorial": 16}
 
 # torchvision's image classifiers: the smallest image side, in pixels, with which a forward pass in training mode works.
 # Models that take any size are given 8, below which nothing is left to see.
@@ -127,6 +131,24 @@ UNSUPPORTED_PREFIXES: dict[str, str] = {
 }
 
 MODELS: tuple[str, ...] = (*SMALL_MODELS, *TORCHVISION_MODELS)
+
+
+def check_image_size(model: str, height: int, width: int) -> None:
+    """Refuses images that the model cannot take; of the user's own models nothing is known.
+
+    Raises:
+        UserError: with the sizes that it can take.
+    """
+    smallest = {**SMALL_MODELS, **TORCHVISION_MODELS}.get(model, 1)
+    multiple = SIZE_MULTIPLES.get(model, 1)
+    rule = f"sides must be at least {smallest}" + (f" and a multiple of {multiple}" if multiple > 1 else "")
+    fits = -(-max(smallest, height, width) // multiple) * multiple
+    if min(height, width) < smallest or height % multiple or width % multiple:
+        raise UserError(f"model {model!r} cannot take {height}x{width} images: {rule}; set image_size={fits}")
+    if model.startswith("vit_") and height != width:
+        raise UserError(
+            f"model {model!r} cannot take {height}x{width} images: they must be square; set image_size={fits}"
+        )
 
 
 def why_unsupported(model: str) -> str | None:

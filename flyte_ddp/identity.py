@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 
+from flyte_ddp import catalog
 from flyte_ddp.code_digest import library_digest
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.identity import content_identity
@@ -35,6 +36,17 @@ def run_name(hp: Hyperparameters, data_fingerprint: str, trigger: str = "") -> s
     )
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
     return "-".join(name.replace(":", ".") for name in (hp.dataset, hp.model, digest))
+
+
+def check_known_image_size(hp: Hyperparameters) -> None:
+    """Refuses, before any data is fetched, a model that cannot take the data set's images, where both are known.
+
+    Raises:
+        UserError: with the sizes that the model can take.
+    """
+    side = hp.image_size or catalog.DATASETS.get(hp.dataset, 0)
+    if side:
+        catalog.check_image_size(hp.model, side, side)
 
 
 def check_requested_gpus(hp: Hyperparameters) -> None:

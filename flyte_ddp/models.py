@@ -24,14 +24,7 @@ def input_spec(
     """
     if size:
         height = width = size
-    smallest = {"tutorial": 16, "small_cnn": 8}.get(model, catalog.TORCHVISION_MODELS.get(model, 1))
-    multiple = catalog.SIZE_MULTIPLES.get(model, 1)
-    if min(height, width) < smallest or height % multiple or width % multiple:
-        rule = f"at least {smallest}" + (f" and a multiple of {multiple}" if multiple > 1 else "")
-        fits = -(-max(smallest, height, width) // multiple) * multiple
-        raise UserError(
-            f"model {model!r} cannot take {height}x{width} images: sides must be {rule}; set image_size={fits}"
-        )
+    catalog.check_image_size(model, height, width)
     if model in catalog.TORCHVISION_MODELS:
         if channels == 1:
             channels, mean, std = 3, mean * 3, std * 3
@@ -80,10 +73,6 @@ def torchvision_model(name: str, num_classes: int, spec: InputSpec) -> nn.Module
         options["image_size"] = spec.height
     elif name == "maxvit_t":
         options["input_size"] = (spec.height, spec.width)
-    if name.startswith("vit_") and spec.height != spec.width:
-        raise UserError(
-            f"model {name!r} cannot take {spec.height}x{spec.width} images: they must be square; set image_size"
-        )
     model: nn.Module = models.get_model(name, **options)
     return model
 
