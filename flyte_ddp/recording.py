@@ -67,6 +67,8 @@ class Recorder:
         self.loss_sum += loss_sum
         self.samples += samples
         if step % self.job.hp.log_interval and step != self.state.total_steps:
+            if self.writes and self.progress.due():
+                self.progress.step(epoch, step, None, None)
             return
         with self.state.clock("communication"):
             loss = distributed.sum_over_ranks(self.loss_sum).item() / self.samples

@@ -27,7 +27,7 @@ class Ended:
 
     @property
     def panel(self) -> str:
-        """The text in pyflyte's panel for an error, unwrapped; empty without one."""
+        """The text in pyflyte's panel for an error; empty without one."""
         found = re.search(r"╭─ Error ─+╮\n(.*?)╰─+╯", self.output, re.DOTALL)
         return " ".join(found[1].replace("│", " ").split()) if found else ""
 
@@ -61,7 +61,7 @@ def pyflyte(
         "FLYTE_DDP_RUNS": str(runs or home / "runs"),
         "WANDB_MODE": "disabled",
         "MPLCONFIGDIR": str(MATPLOTLIB),
-        "PYTHONDONTWRITEBYTECODE": "1",
+        "COLUMNS": "1000",  # so that the panel of an error is not wrapped, within a path for example
     }
     ended = subprocess.run(
         [*wrapper, str(PYFLYTE), *arguments],

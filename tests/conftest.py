@@ -9,7 +9,7 @@ import pytest
 
 
 @pytest.fixture(scope="session", autouse=True)
-def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def isolated_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """No settings of flytekit, of wandb or of this package, and an empty home: Flyte keeps its local cache there."""
     with pytest.MonkeyPatch.context() as patch:
         for name in tuple(os.environ):

@@ -1,0 +1,1 @@
+"""Benchmarks that measure both sides in one run; ``python -m benchmarks --list`` names them."""

@@ -1,0 +1,71 @@
+"""Runs benchmarks by name, or all of them: ``python -m benchmarks [NAME ...]``."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import os
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+from benchmarks import measuring, rendering
+
+NAMES = ("data_path", "startup", "epoch", "preset", "memory", "scaling")
+HERE = Path(__file__).resolve().parent
+
+
+def main() -> int:
+    """Runs what the command line names; a benchmark that fails does not stop the others."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}; none: all of them")
+    parser.add_argument("--list", action="store_true", help="say what there is and stop")
+    parser.add_argument("--quick", action="store_true", help="tiny settings, to see that it works; into build/")
+    parser.add_argument("--repeats", type=int, default=0, help="measurements of each side")
+    parser.add_argument("--tutorial", action="store_true", help="in preset, the tutorial's settings too (minutes)")
+    parser.add_argument("--output", type=Path, help="folder of results (benchmarks/results)")
+    arguments = parser.parse_args()
+    if unknown := [name for name in arguments.names if name not in NAMES]:
+        parser.error(f"no benchmark {', '.join(unknown)}; choose from {', '.join(NAMES)}")
+    if arguments.list:
+        for name in NAMES:
+            print(f"{name:<10} {description(name).splitlines()[0]}")
+        return 0
+    output = arguments.output or (HERE.parent / "build" / "benchmarks" if arguments.quick else HERE / "results")
+    failed = [name for name in arguments.names or NAMES if not run(name, arguments, output)]
+    rendering.render(output)
+    print(f"results: {os.path.relpath(output / 'README.md')}" + (f"; failed: {', '.join(failed)}" if failed else ""))
+    return 1 if failed else 0
+
+
+def description(name: str) -> str:
+    """The docstring of a benchmark's module."""
+    return ast.get_docstring(ast.parse((HERE / f"{name}.py").read_text())) or ""
+
+
+def run(name: str, arguments: argparse.Namespace, output: Path) -> bool:
+    """Runs one benchmark and writes its results; returns whether that went well."""
+    print(f"{name}: {description(name).splitlines()[0]}", flush=True)
+    load, begin = os.getloadavg()[0], time.perf_counter()
+    try:
+        with tempfile.TemporaryDirectory(prefix="flyte-ddp-bench-") as folder:
+            options = measuring.Options(arguments.repeats, arguments.quick, Path(folder), arguments.tutorial)
+            result = importlib.import_module(f"benchmarks.{name}").measure(options)
+    except Exception:  # one that fails must not stop the others
+        traceback.print_exc()
+        return False
+    seconds = time.perf_counter() - begin
+    measuring.write(name, description(name), result, options, output, load, seconds)
+    for target in result.targets:
+        row = {"at_least": target.at_least, "at_most": target.at_most, "unit": target.unit}
+        measured = rendering.shown(target.value, target.unit)
+        print(f"  {target.what}: {measured} ({rendering.bound(row)}) {rendering.verdict(target.met)}", flush=True)
+    print(f"  {seconds:.0f} s", flush=True)
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,150 @@
+"""The rate of training against the same ranks doing the same DDP step on one resident batch.
+
+In the same two processes, in turn: the library's step with its data path and its records (ours); forward, backward and
+optimiser on one batch that is already prepared (resident), with the same strategy, precision and optimiser; and the
+same without synchronising gradients (alone), which gives the share of communication by subtraction. The library's own
+account of communication (what no computation hides, as in its "end" record) stands beside it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+from torch.multiprocessing.spawn import spawn
+from torch.nn import functional
+
+from benchmarks.measuring import Options, Result, Target
+from benchmarks.running import fashion_mnist, run_python
+from flyte_ddp import sampling
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.datasets import open_arrays
+from flyte_ddp.hardware import cpu_has_bf16, detect
+from flyte_ddp.job import Job
+from flyte_ddp.launch.rank import Rendezvous, join_process_group
+from flyte_ddp.recording import Recorder
+from flyte_ddp.settings import Settings
+from flyte_ddp.train import global_batches, train_step
+from flyte_ddp.training_state import TrainingState
+
+MODELS = ("tutorial", "small_cnn")
+
+
+def measure(options: Options) -> Result:
+    """Measures both models in each precision, each in processes of its own."""
+    steps, blocks = (4, 2) if options.quick else (59, options.number(15))
+    # The learning rate is tiny, so that weights stay where arithmetic costs the usual, also where ranks drift apart.
+    hp: dict[str, Any] = {
+        "dataset": "fashion_mnist",
+        "batch_size": 256,
+        "num_ranks": 2,
+        "validation_fraction": 0.0,
+        "learning_rate": 1e-6,
+        "weight_decay": 0.0,
+    }
+    result = Result(settings={**hp, "threads_per_rank": 1, "steps_per_measurement": steps})
+    data = fashion_mnist(options.folder)
+    for model, precision in itertools.product(MODELS, ("fp32", "bf16") if cpu_has_bf16() else ("fp32",)):
+        side = f"{model} {precision}"
+        print(f"    {side}", flush=True)
+        output = options.folder / f"{model}-{precision}.json"
+        order: dict[str, Any] = {"hp": hp | {"model": model, "precision": precision, "epochs": 1000}, "data": str(data)}
+        order |= {"steps": steps, "blocks": blocks, "output": str(output)}
+        run_python("benchmarks.data_path", json.dumps(order))
+        found = json.loads(output.read_text())
+        for kind, rates in found["rates"].items():
+            for rate in rates:
+                result.add(f"{side}: {kind}", rate, "samples/s")
+        share = result.ratio(f"{side}: ours / resident", f"{side}: ours", f"{side}: resident")
+        exposed = 1 - result.ratio(f"{side}: resident / alone", f"{side}: resident", f"{side}: alone")
+        result.targets += [
+            Target(f"{side}: rate of training, share of the resident batch's", share, "%", at_least=0.95),
+            Target(f"{side}: share of communication by the library's account", found["communication"], "%"),
+            Target(f"{side}: share of communication by subtraction", exposed, "%"),
+        ]
+    return result
+
+
+def run_rank(rank: int, order: dict[str, Any], records: str) -> None:
+    """One rank: blocks of steps of each kind in turn, the first of each not counted; rank 0 writes the rates."""
+    hp = Hyperparameters(**order["hp"])
+    folder = Path(records)
+    job = Job(
+        hp=hp, hardware=detect(hp), settings=Settings(progress="off"), data=Path(order["data"]), run_folder=folder
+    )
+    torch.set_num_threads(job.hardware.threads)
+    join_process_group(job, Rendezvous(rank, hp.num_ranks, local_rank=rank, store=folder / "store", records=folder))
+    arrays = open_arrays(job.data)
+    state = TrainingState.create(hp, job.hardware, arrays, None)
+    with Recorder(job, arrays, state) as recorder:
+        kinds = {"ours": ours(state, recorder), "resident": resident(state, True), "alone": resident(state, False)}
+        rates: dict[str, list[float]] = {kind: [] for kind in kinds}
+        account: dict[str, float] = {}
+        for block in range(order["blocks"] + 1):
+            for kind, steps in kinds.items():
+                before = recorder.seconds()
+                measured = rate(steps, order["steps"])
+                if block and kind == "ours":
+                    account = {
+                        part: account.get(part, 0) + now - before[part] for part, now in recorder.seconds().items()
+                    }
+                if block:
+                    rates[kind].append(measured)
+    if rank == 0:
+        found = {"rates": rates, "communication": account["communication"] / account["total"]}
+        Path(order["output"]).write_text(json.dumps(found))
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
+def rate(steps: Iterator[int], number: int) -> float:
+    """Samples a second over the next ``number`` steps, of all ranks together."""
+    distributed.barrier()
+    begin = time.perf_counter()
+    samples = sum(itertools.islice(steps, number))
+    distributed.barrier()
+    return samples / (time.perf_counter() - begin)
+
+
+def ours(state: TrainingState, recorder: Recorder) -> Iterator[int]:
+    """The library's steps with their records; yields each global batch's number of samples."""
+    step = 0
+    for epoch in itertools.count():
+        for batch in global_batches(
+            sampling.epoch_order(state.training.indices, state.hp.seed, epoch), state.hp.batch_size
+        ):
+            loss_sum = train_step(state, batch, epoch, step)
+            step += 1
+            recorder.training(epoch, step, loss_sum, len(batch))
+            yield len(batch)
+
+
+def resident(state: TrainingState, synchronised: bool) -> Iterator[int]:
+    """Steps on one prepared batch, with or without communication; yields the global batch's number of samples."""
+    size = state.hp.batch_size
+    images, labels = state.training.gather(
+        sampling.share(state.training.indices[:size], distributed.get_rank(), state.hp.num_ranks)
+    )
+    images = state.prepare(images)
+    while True:
+        with state.sync.accumulating(last=synchronised):
+            with state.autocast():
+                logits = state.sync(images)
+            state.sync.backward(functional.cross_entropy(logits.float(), labels, reduction="sum") / size)
+        state.optimizer.step()
+        state.optimizer.zero_grad(set_to_none=True)
+        yield size
+
+
+if __name__ == "__main__":
+    request = json.loads(sys.argv[1])
+    with tempfile.TemporaryDirectory() as folder_:
+        spawn(run_rank, (request, folder_), request["hp"]["num_ranks"])  # type: ignore[no-untyped-call]

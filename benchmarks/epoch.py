@@ -1,0 +1,111 @@
+"""Seconds for an epoch (training and evaluation): ours against a plain DDP loop and Lightning's ddp_spawn.
+
+FashionMNIST, the tutorial's network, global batch 256, 2 CPU ranks of 1 thread, the same hyperparameters, no wandb and
+no progress on any side. Each measurement is a fresh run of two epochs with a seed of its own; ratios and targets are
+those of the second epoch, the first (with warm-up) is reported beside it. Start-up and preparation of data are in
+neither.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import statistics
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.measuring import Options, Result, Target, interleaved
+from benchmarks.running import fashion_mnist, run_library, run_python
+from flyte_ddp.datasets import ImageArrays, open_arrays
+from flyte_ddp.hardware import cpu_has_bf16
+
+COMMON = {"batch_size": 256, "test_batch_size": 1000, "learning_rate": 0.05, "momentum": 0.9, "num_ranks": 2}
+OURS = {
+    **COMMON,
+    "dataset": "fashion_mnist",
+    "model": "tutorial",
+    "weight_decay": 0.0,
+    "nesterov": False,
+    "schedule": "constant",
+    "validation_fraction": 0.0,
+}
+
+
+def measure(options: Options) -> Result:
+    """Measures all sides in turn."""
+    size = {"epochs": 1, "max_steps": 8} if options.quick else {"epochs": 2, "max_steps": 0}
+    result = Result(settings={**COMMON, **size, "threads_per_rank": 1})
+    data = fashion_mnist(options.folder)
+    order = COMMON | size | write_idx(open_arrays(data), options.folder / "torchvision")
+    peers = {"plain": lambda seed: run_peer(result, options.folder, "plain", order | {"seed": seed})}
+    if importlib.util.find_spec("lightning"):
+        peers["lightning"] = lambda seed: run_peer(result, options.folder, "lightning", order | {"seed": seed})
+    hp = OURS | size
+    ours = {"fp32": lambda seed: run_ours(result, options.folder, data, "fp32", hp | {"seed": seed})}
+    if cpu_has_bf16():
+        ours["bf16"] = lambda seed: run_ours(result, options.folder, data, "bf16", hp | {"seed": seed})
+    interleaved({**peers, **ours}, options.number(5))
+    for name in peers:
+        for side, factor in zip(ours, (2.3, 3.5), strict=False):
+            figure = result.ratio(f"{name} / {side}", f"{name}: last epoch", f"{side}: last epoch")
+            target = factor if name == "plain" else None
+            result.targets.append(Target(f"epoch of {side}, times faster than {name}", figure, "x", at_least=target))
+    result.targets += [accuracy_gap(result, side) for side in ours]
+    return result
+
+
+def run_ours(result: Result, folder: Path, data: Path, precision: str, hp: dict[str, Any]) -> None:
+    """One run of the library; ``auto`` is what chooses bf16 here."""
+    hp |= {"precision": "auto" if precision == "bf16" else precision}
+    done = run_library(hp, data, folder / f"run-{precision}-{hp['seed']}")
+    note(result, precision, done.epoch_seconds(), done.of("evaluation")[-1]["test_accuracy"])
+    seconds = done.of("end")[0]["seconds"]
+    for part in ("data", "forward_backward", "communication", "evaluation", "other"):
+        result.add(f"{precision}: share of {part} in all time", seconds[part] / seconds["total"], "%")
+
+
+def run_peer(result: Result, folder: Path, name: str, order: dict[str, Any]) -> None:
+    """One run of ``plain_ddp`` or ``lightning_ddp``."""
+    output = folder / f"{name}-{order['seed']}.json"
+    run_python(f"benchmarks.{name}_ddp", json.dumps(order | {"output": str(output)}))
+    epochs = json.loads(output.read_text())
+    note(result, name, [epoch["seconds"] for epoch in epochs], epochs[-1]["accuracy"])
+
+
+def note(result: Result, side: str, seconds: list[float], accuracy: float) -> None:
+    """Adds the measurements of one run."""
+    result.add(f"{side}: first epoch", seconds[0], "s")
+    result.add(f"{side}: last epoch", seconds[-1], "s")
+    result.add(f"{side}: test accuracy", accuracy, "%")
+
+
+def accuracy_gap(result: Result, side: str) -> Target:
+    """The mean gain in test accuracy over the plain loop; it must not be below 0 by more than two standard errors."""
+    pairs = zip(result.values(f"{side}: test accuracy"), result.values("plain: test accuracy"), strict=True)
+    gaps = [ours - theirs for ours, theirs in pairs]
+    error = statistics.stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else 0.0
+    what = f"test accuracy of {side} minus that of plain, mean (target: 0 less two standard errors)"
+    return Target(what, statistics.fmean(gaps), "%", at_least=-2 * error)
+
+
+def write_idx(arrays: ImageArrays, folder: Path) -> dict[str, Any]:
+    """Writes the files that torchvision's FashionMNIST reads, and returns where they are and how to normalise."""
+    raw = folder / "FashionMNIST" / "raw"
+    raw.mkdir(parents=True)
+    for name, images, labels in (
+        ("train", arrays.train_images, arrays.train_labels),
+        ("t10k", arrays.test_images, arrays.test_labels),
+    ):
+        write_idx_file(raw / f"{name}-images-idx3-ubyte", images[..., 0])
+        write_idx_file(raw / f"{name}-labels-idx1-ubyte", labels.astype(np.uint8))
+    return {"data": str(folder), "mean": arrays.mean[0], "std": arrays.std[0]}
+
+
+def write_idx_file(path: Path, values: NDArray[np.uint8]) -> None:
+    """One array in the IDX format, not compressed."""
+    header = struct.pack(f">BBBB{values.ndim}I", 0, 0, 8, values.ndim, *values.shape)
+    path.write_bytes(header + values.tobytes())

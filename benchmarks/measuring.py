@@ -1,0 +1,157 @@
+"""What a benchmark found: measurements, their statistics, targets, and the machine they were taken on."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("torch", "torchvision", "flytekit", "lightning", "wandb", "numpy")
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a benchmark is to run."""
+
+    repeats: int  # measurements of each side; 0: the benchmark's own number
+    quick: bool  # tiny settings, to see that it works; the figures mean nothing
+    folder: Path  # a fresh temporary folder
+    tutorial: bool = False  # also measure the tutorial's hyperparameters in `preset`, for minutes
+
+    def number(self, full: int, quick: int = 1) -> int:
+        """Repeats to take: those asked for, else the benchmark's own."""
+        return self.repeats or (quick if self.quick else full)
+
+
+@dataclass
+class Series:
+    """Repeated measurements of one quantity, in the order in which they were taken."""
+
+    unit: str
+    values: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A figure with the bound that issue 2 sets for it; without a bound it is only reported."""
+
+    what: str
+    value: float
+    unit: str
+    at_least: float | None = None
+    at_most: float | None = None
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the bound is kept; None without a bound."""
+        if self.at_least is None and self.at_most is None:
+            return None
+        return (self.at_least is None or self.value >= self.at_least) and (
+            self.at_most is None or self.value <= self.at_most
+        )
+
+
+@dataclass
+class Result:
+    """All that a benchmark measured."""
+
+    settings: dict[str, Any]
+    series: dict[str, Series] = field(default_factory=dict)
+    targets: list[Target] = field(default_factory=list)
+
+    def add(self, label: str, value: float, unit: str) -> None:
+        """Appends one measurement to the series ``label``."""
+        self.series.setdefault(label, Series(unit)).values.append(value)
+
+    def values(self, label: str) -> list[float]:
+        """The measurements of a series."""
+        return self.series[label].values
+
+    def median(self, label: str) -> float:
+        """The median of a series."""
+        return statistics.median(self.values(label))
+
+    def ratio(self, label: str, above: str, below: str) -> float:
+        """Adds the series of the pairs' ratios ``above / below``, and returns its median."""
+        pairs = zip(self.values(above), self.values(below), strict=True)
+        self.series[label] = Series("x", [first / second for first, second in pairs])
+        return self.median(label)
+
+
+def summary(values: Sequence[float]) -> dict[str, float]:
+    """Count, median, mean, standard deviation (of the sample), smallest and largest."""
+    return {
+        "n": len(values),
+        "median": statistics.median(values),
+        "mean": statistics.fmean(values),
+        "stdev": statistics.stdev(values) if len(values) > 1 else 0.0,
+        "min": min(values),
+        "max": max(values),
+    }
+
+
+def interleaved(sides: Mapping[str, Callable[[int], None]], repeats: int) -> None:
+    """Measures A B A B: slow changes of the machine then meet all sides alike.
+
+    Args:
+        sides: takes a measurement, given the number of the repeat.
+
+    """
+    for repeat in range(repeats):
+        for name, measure in sides.items():
+            print(f"    {repeat + 1}/{repeats} {name}", flush=True)
+            measure(repeat)
+
+
+def machine() -> dict[str, Any]:
+    """The processor, its cores that this process may use, and the memory."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    facts = dict(line.split(":", 1) for line in lines if ":" in line)
+    facts = {key.strip(): value.strip() for key, value in facts.items()}
+    flags = facts.get("flags", "").split()
+    return {
+        "cpu": f"{facts.get('model name', platform.processor())} (family {facts.get('cpu family', '?')})",
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "bf16_instructions": [flag for flag in flags if flag in ("avx512_bf16", "amx_bf16")],
+        "system": f"{platform.system()} {platform.release()}",
+    }
+
+
+def versions() -> dict[str, str]:
+    """Python and the packages that matter; those that are not installed are left out."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def write(
+    name: str, description: str, result: Result, options: Options, output: Path, load: float, seconds: float
+) -> None:
+    """Writes ``<name>.json`` with every single measurement."""
+    content = {
+        "name": name,
+        "description": description,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "quick": options.quick,
+        "machine": machine(),
+        "load_average_before": load,
+        "versions": versions(),
+        "seconds": round(seconds, 1),
+        "settings": result.settings,
+        "targets": [{**asdict(target), "met": target.met} for target in result.targets],
+        "series": {label: {**asdict(series), **summary(series.values)} for label, series in result.series.items()},
+    }
+    output.mkdir(parents=True, exist_ok=True)
+    (output / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")

@@ -1,0 +1,132 @@
+"""Memory of one more rank, beyond what a rank costs without data.
+
+Synthetic images of about 1 GB, an epoch that touches all of them, a model so small that data dominate. PSS (each page
+divided by the number of processes that map it) is read from ``/proc/PID/smaps_rollup`` of all ranks while they train,
+and the largest sum is taken. What the third rank adds, less what it adds with a tiny data set and as many steps, is
+compared with the size of the data.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import numpy as np
+from torch import nn
+
+from benchmarks.measuring import Options, Result, Target, interleaved
+from benchmarks.running import run_library, write_data
+from flyte_ddp.datasets import ImageArrays
+from flyte_ddp.datasets.arrays import total_bytes
+
+BATCH_SIZE = 1024
+SHAPE = (32, 32, 3)
+POLL_SECONDS = 0.1
+
+
+def model(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+    """A linear classifier of 4x4 averages; the ranks import it by name."""
+    channels, height, width = input_shape
+    return nn.Sequential(nn.AvgPool2d(8), nn.Flatten(), nn.Linear(channels * height * width // 64, num_classes))
+
+
+def measure(options: Options) -> Result:
+    """Measures 2 and 3 ranks, on large and on tiny data."""
+    samples = 33_000 if options.quick else 360_000
+    steps = -(-samples // BATCH_SIZE)
+    folders = {
+        "large": write_data(options.folder / "large", synthetic(samples)),
+        "tiny": write_data(options.folder / "tiny", synthetic(4 * BATCH_SIZE)),
+    }
+    size = total_bytes(synthetic(samples))
+    result = Result(
+        settings={"samples": samples, "data_mb": round(size / 1e6), "batch_size": BATCH_SIZE, "steps": steps}
+    )
+
+    def run(name: str, ranks: int, repeat: int) -> None:
+        hp = {
+            "dataset": "benchmarks.memory:synthetic",
+            "model": "benchmarks.memory:model",
+            "batch_size": BATCH_SIZE,
+            "epochs": 1 if name == "large" else steps,
+            "max_steps": steps,
+            "eval_interval": steps,
+            "num_ranks": ranks,
+            "validation_fraction": 0.0,
+            "learning_rate": 1e-3,
+        }
+        sums: list[float] = []
+        run_library(
+            hp,
+            folders[name],
+            options.folder / f"run-{name}-{ranks}-{repeat}",
+            watch=lambda process: sums.extend(watch(process, ranks)),
+        )
+        result.add(f"{name} data, {ranks} ranks: PSS of all ranks", max(sums), "MB")
+
+    sides = [(name, ranks) for ranks in (2, 3) for name in folders]
+    interleaved(
+        {f"{name} {ranks}": lambda repeat, name=name, ranks=ranks: run(name, ranks, repeat) for name, ranks in sides},  # type: ignore[misc]
+        options.number(3),
+    )
+    added = {
+        name: [
+            three - two
+            for two, three in zip(
+                *(result.values(f"{name} data, {ranks} ranks: PSS of all ranks") for ranks in (2, 3)), strict=True
+            )
+        ]
+        for name in folders
+    }
+    for large, tiny in zip(added["large"], added["tiny"], strict=True):
+        result.add("added by the third rank for the data", large - tiny, "MB")
+        result.add("the same, share of the data's size", (large - tiny) * 1e6 / size, "%")
+    share = result.median("the same, share of the data's size")
+    result.targets.append(Target("added by one more rank for the data, of the data's size", share, "%", at_most=0.05))
+    mapped = result.median("large data, 2 ranks: PSS of all ranks") - result.median(
+        "tiny data, 2 ranks: PSS of all ranks"
+    )
+    what = "the data in the memory of 2 ranks together, of the data's size (about 100 %: all of it was touched, once)"
+    result.targets.append(Target(what, mapped * 1e6 / size, "%"))
+    return result
+
+
+def synthetic(samples: int) -> ImageArrays:
+    """Random images of ten classes, in a block that is repeated."""
+    images = np.random.default_rng(0).integers(0, 256, (1000, *SHAPE), dtype=np.uint8)
+    labels = np.arange(samples, dtype=np.int64) % 10
+    repeated = np.broadcast_to(images, (-(-samples // 1000), *images.shape)).reshape(-1, *SHAPE)[:samples]
+    return ImageArrays("synthetic", repeated, labels, images, labels[:1000], tuple("0123456789"))
+
+
+def watch(process: subprocess.Popen[str], ranks: int) -> list[float]:
+    """Sums of the ranks' PSS in MB, read again and again until the process ends."""
+    sums = []
+    while True:
+        readings = [pss for child in children(process.pid) if (pss := rank_pss(child)) is not None]
+        if len(readings) == ranks:
+            sums.append(sum(readings) / 1e6)
+        try:
+            process.wait(POLL_SECONDS)
+        except subprocess.TimeoutExpired:
+            continue
+        return sums
+
+
+def children(pid: int) -> list[int]:
+    """Processes that the process's main thread has started."""
+    try:
+        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def rank_pss(pid: int) -> int | None:
+    """PSS in bytes of a spawned rank; None for any other process, or one that has ended."""
+    try:
+        if "spawn_main" not in Path(f"/proc/{pid}/cmdline").read_text():
+            return None
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return None
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))

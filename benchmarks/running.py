@@ -1,0 +1,140 @@
+"""Runs what is measured: each run in processes of its own, with a known environment."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flyte_ddp.datasets import ImageArrays, fetch, open_arrays
+from flyte_ddp.datasets.arrays import write_arrays
+
+ROOT = Path(__file__).resolve().parent.parent
+LIMIT_SECONDS = 900.0  # for one run; a hang ends as a failure of its benchmark
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of the library."""
+
+    began: float  # Unix time just before the library was called, with flytekit and the tasks imported but not torch
+    records: list[dict[str, Any]]  # of metrics.jsonl
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        """The records of one kind."""
+        return [record for record in self.records if record["kind"] == kind]
+
+    def epoch_seconds(self) -> list[float]:
+        """Training and evaluation of each epoch; start-up and the end's writing are left out."""
+        times = [self.of("start")[0]["time"], *(record["time"] for record in self.of("evaluation"))]
+        return [after - before for before, after in itertools.pairwise(times)]
+
+    def seconds_to_first_step(self) -> float:
+        """From the library's call to the first record of training."""
+        return float(self.of("train")[0]["time"]) - self.began
+
+
+def environment(home: Path | None = None, **changes: str) -> dict[str, str]:
+    """This process's environment without settings of ours, of wandb and of OpenMP, and with another HOME."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("FLYTE_", "WANDB_", "OMP_"))}
+    if home is not None:
+        home.mkdir(parents=True, exist_ok=True)
+        changes |= {"HOME": str(home)}
+    return kept | changes
+
+
+def run_python(module: str, *arguments: str) -> None:
+    """Runs ``python -m module`` from the repository's root.
+
+    Raises:
+        RuntimeError: it failed; with the end of what it printed.
+
+    """
+    run_command([sys.executable, "-m", module, *arguments], environment())
+
+
+def run_command(command: list[str], variables: Mapping[str, str]) -> None:
+    """Runs a command from the repository's root and waits for it.
+
+    Raises:
+        RuntimeError: it failed; with the end of what it printed.
+
+    """
+    done = subprocess.run(
+        command, cwd=ROOT, env=dict(variables), capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: exit code {done.returncode}\n{(done.stdout + done.stderr)[-3000:]}")
+
+
+def run_library(
+    hp: Mapping[str, Any],
+    data: Path,
+    folder: Path,
+    *,
+    wandb: str = "disabled",
+    watch: Callable[[subprocess.Popen[str]], None] | None = None,
+) -> Run:
+    """Trains once, in a fresh process that has imported what ``pyflyte`` has; the folder is removed afterwards.
+
+    Args:
+        watch: called with the running process; returns when that has ended.
+
+    Raises:
+        RuntimeError: training failed.
+
+    """
+    folder.mkdir(parents=True)
+    request = {"hp": dict(hp), "data": str(data), "folder": str(folder), "wandb": wandb}
+    command = [sys.executable, "-m", "benchmarks.library_run", json.dumps(request)]
+    log = folder / "output.txt"
+    with log.open("w") as file:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=file, stderr=file, text=True)
+        try:
+            if watch is not None:
+                watch(process)
+            process.wait(LIMIT_SECONDS)
+        finally:
+            process.kill()
+    if process.returncode:
+        raise RuntimeError(f"training failed with exit code {process.returncode}\n{log.read_text()[-3000:]}")
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    run = Run(float((folder / "began.txt").read_text()), records)
+    shutil.rmtree(folder)
+    return run
+
+
+def fashion_mnist(folder: Path, samples: int = 0) -> Path:
+    """The prepared FashionMNIST; with ``samples``, its training images repeated or cut to that number."""
+    prepared = fetch("fashion_mnist", "", folder / "fashion_mnist", progress="off")
+    if not samples:
+        return prepared
+    arrays = open_arrays(prepared)
+    positions = np.arange(samples) % len(arrays.train_labels)
+    return write_data(
+        folder / f"fashion_mnist_{samples}",
+        ImageArrays(
+            name=f"fashion_mnist_{samples}",
+            train_images=arrays.train_images[positions],
+            train_labels=arrays.train_labels[positions],
+            test_images=arrays.test_images,
+            test_labels=arrays.test_labels,
+            classes=arrays.classes,
+        ),
+    )
+
+
+def write_data(folder: Path, arrays: ImageArrays) -> Path:
+    """Writes a prepared data set by hand."""
+    folder.mkdir(parents=True)
+    write_arrays(arrays, folder, {"source": "made for a benchmark"})
+    return folder

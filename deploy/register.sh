@@ -1,0 +1,79 @@
+#!/usr/bin/env bash
+# Registers this commit's tasks, workflows and launch plans, with all sources, and activates the launch plans.
+set -euo pipefail
+
+usage() {
+    cat <<'TEXT'
+Usage: deploy/register.sh --config FILE --image IMAGE --profile PROFILE [--project NAME] [--domain NAME]
+                          [--sources-in-image] [--dry-run]
+
+  --config FILE        which cluster: deploy/sandbox.yaml, deploy/production.yaml or your own
+  --image IMAGE        what pods run in, built from Dockerfile, with its tag
+  --profile PROFILE    resources of the training pod: a name in tasks/pods.py (gpu, gpu-a100, sandbox, local)
+  --project, --domain  where in Flyte (flytesnacks, development)
+  --sources-in-image   send no sources: the image was built from this commit with --target with-sources
+  --dry-run            contact no cluster; make the package under build/ and say what would be done
+
+Read from the environment: FLYTE_DDP_NOTIFY, FLYTE_DDP_WANDB_SECRET, WANDB_PROJECT and others (deploy/README.md).
+TEXT
+}
+
+fail() {
+    printf 'Error: %s\n' "$*" >&2
+    exit 1
+}
+
+config="" image="" profile="" project=flytesnacks domain=development copy=all dry_run=""
+while [ $# -gt 0 ]; do
+    case $1 in
+        --config | --image | --profile | --project | --domain)
+            [ -n "${2:-}" ] || fail "$1: a value must follow; see deploy/register.sh --help"
+            printf -v "${1#--}" %s "$2"
+            shift 2
+            ;;
+        --sources-in-image) copy=none && shift ;;
+        --dry-run) dry_run=yes && shift ;;
+        --help | -h) usage && exit ;;
+        *) fail "unknown argument '$1': see deploy/register.sh --help" ;;
+    esac
+done
+for name in config image profile; do
+    [ -n "${!name}" ] || fail "--$name is missing: it has no default, so that nothing is registered by mistake; add --$name"
+done
+[ -f "$config" ] || fail "--config $config: there is no such file; choose deploy/sandbox.yaml or deploy/production.yaml"
+config=$(realpath "$config")
+
+cd "$(dirname "$0")/.."
+changes=$(git status --porcelain --untracked-files=all) ||
+    fail "$PWD is not a git clone: the version registered is the commit's; clone the repository"
+[ -z "$changes" ] ||
+    fail "the working tree differs from its commit: what is registered must be found again by its version;" \
+        "commit, stash or remove"$'\n'"$changes"
+
+# Flyte keeps what it has under a version that exists, without a word. So everything that is registered is in the version:
+# the commit, the profile, and a digest of the image and of the settings that tasks and launch plans are made from.
+settings=$(env | { grep -E '^(FLYTE_DDP|WANDB)_' || true; } | { grep -v -E '^(WANDB_API_KEY|FLYTE_DDP_PROFILE)=' || true; } | LC_ALL=C sort)
+digest=$(printf '%s\n' "$image" "$copy" "$settings" | git hash-object --stdin | cut -c1-6)
+version=$(git describe --tags --always --abbrev=12)-$profile-$digest
+
+# An installed copy of the library, of another clone perhaps, must not be what is registered.
+export FLYTE_DDP_PROFILE=$profile PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+pyflyte=pyflyte
+[ ! -x .venv/bin/pyflyte ] || pyflyte=.venv/bin/pyflyte
+command -v "$pyflyte" >/dev/null || fail "pyflyte is not installed here: it does the registering; run make install"
+
+register=("$pyflyte" --config "$config" register --project "$project" --domain "$domain" --image "$image"
+    --version "$version" --copy "$copy" --activate-launchplans workflows)
+package=("$pyflyte" --pkgs workflows package --image "$image" --copy "$copy" --force
+    --output "build/flyte-package-$version.tgz")
+
+printf 'commit   %s\nversion  %s\nprofile  %s\nimage    %s\ncluster  %s (%s, %s)\n' \
+    "$(git log -1 --format='%h %s')" "$version" "$profile" "$image" "$config" "$project" "$domain"
+if [ -n "$dry_run" ]; then
+    mkdir -p build
+    printf '\nDry run: packages only. To register: '
+    printf '%q ' env "FLYTE_DDP_PROFILE=$profile" "${register[@]}"
+    printf '\n\n'
+    exec "${package[@]}"
+fi
+exec "${register[@]}"
