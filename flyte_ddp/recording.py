@@ -43,6 +43,7 @@ class Recorder:
         self.samples = 0
         self.samples_in_all = 0
         self.since = time.perf_counter()
+        self.evaluated = 0.0
         self.training_seconds = 0.0
         self.epoch_accuracies: list[float] = []
         if self.writes:
@@ -73,7 +74,9 @@ class Recorder:
         with self.state.clock("communication"):
             loss = distributed.sum_over_ranks(self.loss_sum).item() / self.samples
         check_finite(loss, self.job.hp, epoch, step)
-        elapsed = time.perf_counter() - self.since
+        # The rate of training leaves out an evaluation that came in between.
+        evaluated = self.state.clock.seconds["evaluation"]
+        elapsed = time.perf_counter() - self.since - (evaluated - self.evaluated)
         rate = self.samples / elapsed
         self.training_seconds += elapsed
         self.samples_in_all += self.samples
@@ -91,7 +94,7 @@ class Recorder:
             self.progress.step(epoch, step, loss, rate)
         self.loss_sum.zero_()
         self.samples = 0
-        self.since = time.perf_counter()
+        self.since, self.evaluated = time.perf_counter(), evaluated
 
     def evaluation(self, epoch: int, step: int, validation: Evaluation, test: Evaluation) -> None:
         """Takes in the evaluation after ``epoch`` epochs."""
@@ -105,7 +108,6 @@ class Recorder:
             self.progress.evaluation(record)
             if self.job.settings.wandb_watch:
                 self.log.write({"kind": "watch", "step": step, "parameters": histograms(self.state.model)})
-        self.since = time.perf_counter()  # the rate of training leaves evaluation out
 
     def finish(self, selection: Selection) -> None:
         """Writes the predictions, the model with its sidecar, and the end record, in this order."""
