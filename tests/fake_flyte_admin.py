@@ -1,0 +1,76 @@
+"""A Flyte cluster's side of registration, on loopback: it takes everything and remembers what it was given."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import grpc
+from flyteidl.admin import launch_plan_pb2, task_pb2, workflow_pb2
+from flyteidl.service import admin_pb2_grpc, dataproxy_pb2, dataproxy_pb2_grpc
+
+
+class FakeFlyteAdmin(admin_pb2_grpc.AdminServiceServicer, dataproxy_pb2_grpc.DataProxyServiceServicer):  # type: ignore[misc]
+    """What was registered, activated and uploaded."""
+
+    def __init__(self, upload_address: str) -> None:
+        self.upload_address = upload_address
+        self.endpoint = ""
+        self.tasks: list[task_pb2.TaskCreateRequest] = []
+        self.workflows: list[workflow_pb2.WorkflowCreateRequest] = []
+        self.launch_plans: list[launch_plan_pb2.LaunchPlanCreateRequest] = []
+        self.activated: list[launch_plan_pb2.LaunchPlanUpdateRequest] = []
+        self.uploads: list[bytes] = []
+
+    def CreateTask(self, request: Any, context: Any) -> Any:
+        self.tasks.append(request)
+        return task_pb2.TaskCreateResponse()
+
+    def CreateWorkflow(self, request: Any, context: Any) -> Any:
+        self.workflows.append(request)
+        return workflow_pb2.WorkflowCreateResponse()
+
+    def CreateLaunchPlan(self, request: Any, context: Any) -> Any:
+        self.launch_plans.append(request)
+        return launch_plan_pb2.LaunchPlanCreateResponse()
+
+    def UpdateLaunchPlan(self, request: Any, context: Any) -> Any:
+        self.activated.append(request)
+        return launch_plan_pb2.LaunchPlanUpdateResponse()
+
+    def CreateUploadLocation(self, request: Any, context: Any) -> Any:
+        native = f"s3://bucket/{request.project}/{request.domain}/{request.filename}"
+        return dataproxy_pb2.CreateUploadLocationResponse(signed_url=self.upload_address, native_url=native)
+
+
+@contextmanager
+def fake_flyte_admin() -> Iterator[FakeFlyteAdmin]:
+    """Runs until the context ends, on ports that the system chooses."""
+
+    class Upload(BaseHTTPRequestHandler):
+        def do_PUT(self) -> None:
+            admin.uploads.append(self.rfile.read(int(self.headers["Content-Length"])))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            """Keeps quiet."""
+
+    storage = ThreadingHTTPServer(("127.0.0.1", 0), Upload)
+    admin = FakeFlyteAdmin(f"http://127.0.0.1:{storage.server_port}/upload")
+    threading.Thread(target=storage.serve_forever, daemon=True).start()
+    server = grpc.server(ThreadPoolExecutor())
+    admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)
+    dataproxy_pb2_grpc.add_DataProxyServiceServicer_to_server(admin, server)
+    admin.endpoint = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    try:
+        yield admin
+    finally:
+        server.stop(None).wait()
+        storage.shutdown()
+        storage.server_close()

@@ -1,0 +1,66 @@
+"""Packages of serialized tasks, workflows and launch plans, as ``pyflyte package`` makes them, read back."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tarfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cli import ROOT
+from flyteidl.admin.launch_plan_pb2 import LaunchPlan
+from flyteidl.admin.task_pb2 import TaskSpec
+from flyteidl.admin.workflow_pb2 import WorkflowSpec
+
+
+@dataclass
+class Package:
+    """What a Flyte cluster would be given, by name; ``sources`` is the archive that pods unpack, if there is one."""
+
+    tasks: dict[str, TaskSpec] = field(default_factory=dict)
+    workflows: dict[str, WorkflowSpec] = field(default_factory=dict)
+    launch_plans: dict[str, LaunchPlan] = field(default_factory=dict)
+    sources: Path | None = None
+
+
+def read(archive: Path, folder: Path) -> Package:
+    """Unpacks a package into ``folder``; a file's kind is the digit that its name ends with."""
+    package = Package()
+    with tarfile.open(archive) as tar:
+        tar.extractall(folder, filter="data")
+    for path in folder.iterdir():
+        content = path.read_bytes()
+        if path.name.endswith("_1.pb"):
+            task = TaskSpec.FromString(content)
+            package.tasks[task.template.id.name] = task
+        elif path.name.endswith("_2.pb"):
+            workflow = WorkflowSpec.FromString(content)
+            package.workflows[workflow.template.id.name] = workflow
+        elif path.name.endswith("_3.pb"):
+            plan = LaunchPlan.FromString(content)
+            package.launch_plans[plan.id.name] = plan
+        else:
+            package.sources = path
+    return package
+
+
+def names(archive: Path) -> set[str]:
+    """The files in an archive."""
+    with tarfile.open(archive) as tar:
+        return {member.name for member in tar if member.isfile()}
+
+
+def project_files() -> list[str]:
+    """All files of the project as it is here, committed or not, without what git ignores."""
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    output = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return [name for name in output.split("\0") if name and (ROOT / name).is_file()]
+
+
+def copy_project(folder: Path) -> None:
+    """Copies those files."""
+    for name in project_files():
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, target)

@@ -1,0 +1,154 @@
+"""Runs a packaged task as a pod does: its own command, a fresh folder, inputs and outputs in a blob store."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cli import MATPLOTLIB, ROOT
+from flyteidl.admin.task_pb2 import TaskSpec
+from flyteidl.core.errors_pb2 import ContainerError, ErrorDocument
+from flyteidl.core.literals_pb2 import Literal, LiteralMap
+from packaged import Package
+from s3_server import S3Server
+
+BUCKET = "flyte"
+DEADLINE = 120.0  # seconds, for a machine that is busy; a pod takes 3 to 10
+WORKDIR = "/root"  # in the image; here a fresh folder stands for it
+# The image has the dependencies only; here they share site-packages with an installation of the repository.
+WITHOUT_REPOSITORY = f"import sys\nsys.path[:] = [path for path in sys.path if path != {str(ROOT)!r}]\n"
+
+
+@dataclass(frozen=True)
+class PodEnded:
+    """What a pod left in the blob store, and what it printed."""
+
+    exit_code: int
+    log: str
+    outputs: Mapping[str, Literal] | None
+    error: ContainerError | None
+    deck: str | None
+
+
+@dataclass
+class Cluster:
+    """Starts pods for a package's tasks, one after the other, each in a folder of its own."""
+
+    package: Package
+    server: S3Server
+    folder: Path
+    pods: list[Path] = field(default_factory=list)
+
+    def run(
+        self,
+        task: str,
+        inputs: Mapping[str, Literal],
+        *,
+        image: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> PodEnded:
+        """Runs a task to its end.
+
+        Args:
+            image: a folder of sources that are in the image; those of the package are not sent then.
+            environment: more variables, over those of the container.
+
+        """
+        name = f"pod{len(self.pods)}"
+        pod, store = self.folder / name, self.server.folder / BUCKET / name
+        self.pods.append(pod)
+        workdir = pod / "root"
+        if image is None:
+            workdir.mkdir(parents=True)
+        else:
+            shutil.copytree(image, workdir)
+        (pod / "site").mkdir()
+        (pod / "site/sitecustomize.py").write_text(WITHOUT_REPOSITORY)
+        store.mkdir(parents=True)
+        (store / "inputs.pb").write_bytes(LiteralMap(literals=inputs).SerializeToString())
+        spec = self.package.tasks[task]
+        command = self.command(spec, name, workdir)
+        if image is not None:
+            command = command[command.index("--") + 1 :]
+        with (pod / "log").open("wb") as log:
+            process = subprocess.run(
+                command,
+                cwd=workdir,
+                env={**self.environment(spec, pod), **(environment or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                timeout=DEADLINE,
+                check=False,
+            )
+        outputs, error, deck = (store / "meta" / file for file in ("outputs.pb", "error.pb", "deck.html"))
+        return PodEnded(
+            exit_code=process.returncode,
+            log=(pod / "log").read_text(),
+            outputs=LiteralMap.FromString(outputs.read_bytes()).literals if outputs.exists() else None,
+            error=ErrorDocument.FromString(error.read_bytes()).error if error.exists() else None,
+            deck=deck.read_text() if deck.exists() else None,
+        )
+
+    def command(self, spec: TaskSpec, name: str, workdir: Path) -> list[str]:
+        """The container's command with what Flyte puts into it."""
+        store = f"s3://{BUCKET}/{name}"
+        values = {
+            "{{.input}}": f"{store}/inputs.pb",
+            "{{.outputPrefix}}": f"{store}/meta",
+            "{{.rawOutputDataPrefix}}": f"{store}/raw",
+            "{{.checkpointOutputPrefix}}": f"{store}/checkpoint",
+            "{{.prevCheckpointPrefix}}": "",
+            "{{ .remote_package_path }}": self.send_sources(),
+            WORKDIR: str(workdir),
+        }
+        container = spec.template.container
+        command = [values.get(word, word) for word in (*container.command, *container.args)]
+        assert not [word for word in command if "{{" in word]
+        return command
+
+    def send_sources(self) -> str:
+        """Puts the package's sources into the blob store, where registration would have."""
+        assert self.package.sources is not None
+        target = self.server.folder / BUCKET / self.package.sources.name
+        if not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(self.package.sources, target)
+        return f"s3://{BUCKET}/{target.name}"
+
+    def environment(self, spec: TaskSpec, pod: Path) -> dict[str, str]:
+        """What Flyte, the image and the container's specification set, and nothing of this process's own."""
+        return {
+            "PATH": f"{Path(sys.executable).parent}:{os.defpath}",
+            "HOME": str(pod / "root"),
+            "PYTHONPATH": f"{pod / 'root'}:{pod / 'site'}",
+            "PYTHONUNBUFFERED": "1",
+            "MPLCONFIGDIR": str(MATPLOTLIB),
+            "FLYTE_INTERNAL_EXECUTION_PROJECT": "flytesnacks",
+            "FLYTE_INTERNAL_EXECUTION_DOMAIN": "development",
+            "FLYTE_INTERNAL_EXECUTION_ID": "f1a2b3c4",
+            "FLYTE_INTERNAL_TASK_NAME": spec.template.id.name,
+            "FLYTE_ATTEMPT_NUMBER": "0",
+            **self.server.flyte_environment(),
+            **{pair.key: pair.value for pair in spec.template.container.env},
+        }
+
+    def stored(self, uri: str) -> Path:
+        """The file behind an address in the blob store."""
+        prefix = f"s3://{BUCKET}/"
+        assert uri.startswith(prefix), uri
+        return self.server.folder / BUCKET / uri.removeprefix(prefix)
+
+
+def unpacked(package: Package, folder: Path) -> Path:
+    """The package's sources in a folder."""
+    assert package.sources is not None
+    with tarfile.open(package.sources) as tar:
+        tar.extractall(folder, filter="data")
+    return folder

@@ -1,0 +1,271 @@
+"""The register script, in a clone of its own; the image's recipe; the cluster's configuration."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import packaged
+import pytest
+import yaml
+from cli import ROOT, Ended
+from docker.utils.build import PatternMatcher
+from fake_flyte_admin import fake_flyte_admin
+from flyteidl.admin.launch_plan_pb2 import ACTIVE
+from flytekit.configuration import PlatformConfig
+
+from flyte_ddp.code_digest import library_digest
+
+BIN = Path(sys.executable).parent
+SOURCES = ("config/", "flyte_ddp/", "tasks/", "workflows/")  # what a pod needs
+GIT = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"} | {
+    f"GIT_{who}_{what}": "test@example.com" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")
+}
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
+
+
+def git(clone: Path, *arguments: str) -> str:
+    ended = subprocess.run(
+        ["git", *arguments], cwd=clone, env={**os.environ, **GIT}, capture_output=True, text=True, check=True
+    )
+    return ended.stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def committed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The project as it is here, as the one commit of a repository, with a library that is not the installed one."""
+    folder = tmp_path_factory.mktemp("clone") / "project"
+    packaged.copy_project(folder)
+    (folder / "flyte_ddp/__init__.py").write_text('__version__ = "the clone\'s"\n')
+    git(folder, "init", "--quiet")
+    git(folder, "add", "--all")
+    git(folder, "commit", "--quiet", "--message", "All of it")
+    return folder
+
+
+@pytest.fixture
+def clone(committed: Path, tmp_path: Path) -> Path:
+    """A copy of that repository, with what lies about in one that is used."""
+    folder = tmp_path / "project"
+    shutil.copytree(committed, folder)
+    for name in (".venv/lib/module.py", "runs/digits/model.pt", "build/old.tgz", "flyte_ddp/__pycache__/x.pyc"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("not for pods")
+    return folder
+
+
+def register(clone: Path, *arguments: str, **environment: str) -> Ended:
+    """Runs the script from the clone's folder, with this environment's pyflyte on the path."""
+    own = {"PATH": f"{BIN}:{os.environ['PATH']}", "HOME": str(clone.parent), **GIT}
+    return run("deploy/register.sh", *arguments, cwd=clone, env={**own, **environment})
+
+
+def run(*command: str | Path, cwd: Path = ROOT, env: dict[str, str] | None = None) -> Ended:
+    """Runs a command; both its streams together."""
+    ended = subprocess.run(
+        command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120, check=False
+    )
+    return Ended(ended.returncode, ended.stdout)
+
+
+def sources_of(clone: Path) -> set[str]:
+    """What pods must be sent; and .dockerignore, which the matcher that flytekit takes from docker never leaves out."""
+    committed = git(clone, "ls-files").splitlines()
+    return {name for name in committed if name.startswith(SOURCES)} | {".dockerignore"}
+
+
+REQUIRED = {"--config": "deploy/sandbox.yaml", "--image": "flyte-ddp:1", "--profile": "sandbox"}
+COMPLETE = [word for pair in REQUIRED.items() for word in pair]
+
+
+def fake_pyflyte(clone: Path) -> None:
+    """A pyflyte in the clone's own environment, that says how it was called and does nothing."""
+    script = clone / ".venv/bin/pyflyte"
+    script.parent.mkdir(parents=True)
+    script.write_text('#!/bin/sh\necho "called: $FLYTE_DDP_PROFILE $*"\n')
+    script.chmod(stat.S_IRWXU)
+
+
+def version(clone: Path, *arguments: str, **environment: str) -> str:
+    ended = register(clone, *(arguments or COMPLETE), **environment)
+    found = re.search(r"^called: .* --version (\S+) ", ended.output, re.MULTILINE)
+    assert found, ended.output
+    return found[1]
+
+
+def test_a_dry_run_packs_all_sources_of_the_commit(clone: Path, tmp_path: Path) -> None:
+    ended = register(clone, *COMPLETE, "--dry-run")
+    assert ended.exit_code == 0, ended.output
+    [archive] = (clone / "build").glob("flyte-package-*.tgz")
+    assert archive.name.startswith(f"flyte-package-{git(clone, 'rev-parse', '--short=12', 'HEAD')}-sandbox-")
+    package = packaged.read(archive, tmp_path / "package")
+    assert package.sources is not None
+    files = packaged.names(package.sources)
+    assert files == sources_of(clone)
+    assert {"flyte_ddp/report.css", "flyte_ddp/train.py", "config/smoke.json", "tasks/pods.py"} <= files
+    [variables] = [task.template.container.env for name, task in package.tasks.items() if name.endswith("train_model")]
+    registered = {pair.key: pair.value for pair in variables}
+    assert registered["FLYTE_DDP_PROFILE"] == "sandbox"
+    assert registered["FLYTE_DDP_CODE"] == library_digest(clone / "flyte_ddp") != library_digest()
+
+
+def test_registration_sends_and_activates_everything(clone: Path, tmp_path: Path) -> None:
+    with fake_flyte_admin() as admin:
+        config = yaml.safe_load((clone / "deploy/sandbox.yaml").read_text())
+        config["admin"]["endpoint"] = admin.endpoint
+        (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(config))
+        arguments = ("--config", "../cluster.yaml", "--image", "flyte-ddp:1", "--profile", "gpu")
+        ended = register(clone, *arguments, "--project", "vision", "--domain", "production")
+    assert ended.exit_code == 0, ended.output
+    created = [*admin.tasks, *admin.workflows, *admin.launch_plans]
+    assert (len(admin.tasks), len(admin.workflows), len(admin.launch_plans)) == (4, 3, 6)
+    assert {(entity.id.project, entity.id.domain) for entity in created} == {("vision", "production")}
+    [registered] = {entity.id.version for entity in created}
+    assert registered.startswith(f"{git(clone, 'rev-parse', '--short=12', 'HEAD')}-gpu-")
+    assert {plan.id.name for plan in admin.launch_plans} == {plan.id.name for plan in admin.activated}
+    assert {(plan.id.version, plan.state) for plan in admin.activated} == {(registered, ACTIVE)}
+    [upload] = admin.uploads
+    (tmp_path / "sources.tar.gz").write_bytes(upload)
+    assert packaged.names(tmp_path / "sources.tar.gz") == sources_of(clone)
+    for task in admin.tasks:
+        arguments = task.spec.template.container.args
+        assert arguments[:2] == ["pyflyte-fast-execute", "--additional-distribution"]
+        assert arguments[2].startswith("s3://bucket/vision/production/")
+
+
+@pytest.mark.parametrize("change", ["tasks/pods.py", "flyte_ddp/untracked.py"])
+def test_a_tree_that_differs_from_its_commit_is_refused(clone: Path, change: str) -> None:
+    fake_pyflyte(clone)
+    with (clone / change).open("a") as file:
+        file.write("# a change\n")
+    ended = register(clone, *COMPLETE)
+    assert ended.exit_code == 1
+    assert "called:" not in ended.output
+    headline, changed = ended.output.splitlines()
+    assert headline.startswith("Error: the working tree differs from its commit")
+    assert headline.endswith("commit, stash or remove")
+    assert changed.endswith(change)
+
+
+@pytest.mark.parametrize("missing", REQUIRED)
+def test_nothing_that_matters_has_a_default(clone: Path, missing: str) -> None:
+    arguments = [word for pair in REQUIRED.items() if pair[0] != missing for word in pair]
+    ended = register(clone, *arguments, FLYTE_DDP_PROFILE="gpu")
+    assert ended.exit_code == 1
+    assert ended.output.startswith(f"Error: {missing} is missing: ")
+    assert len(ended.output.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--profil", "gpu"], "unknown argument '--profil': see deploy/register.sh --help"),
+        (["--image"], "--image: a value must follow; see deploy/register.sh --help"),
+        (
+            [*COMPLETE, "--config", "deploy/nowhere.yaml"],
+            "--config deploy/nowhere.yaml: there is no such file; choose deploy/sandbox.yaml or deploy/production.yaml",
+        ),
+    ],
+)
+def test_bad_arguments_are_refused_in_one_line(clone: Path, arguments: list[str], message: str) -> None:
+    ended = register(clone, *arguments)
+    assert (ended.exit_code, ended.output) == (1, f"Error: {message}\n")
+
+
+def test_an_unknown_profile_is_refused_with_the_choices(clone: Path) -> None:
+    ended = register(clone, *COMPLETE, "--profile", "gpus", "--dry-run")
+    assert ended.exit_code == 1
+    assert ended.panel.startswith("unknown FLYTE_DDP_PROFILE 'gpus': did you mean 'gpu'? choose one of ")
+    assert not list((clone / "build").glob("flyte-package-*"))
+
+
+def test_help_explains_every_option(clone: Path) -> None:
+    ended = register(clone, "--help")
+    assert ended.exit_code == 0
+    script = (clone / "deploy/register.sh").read_text()
+    [cases] = re.findall(r"^    case \$1 in$(.*?)^    esac$", script, re.MULTILINE | re.DOTALL)
+    options = set(re.findall(r"--[a-z-]+(?= \||\))", cases)) - {"--help"}
+    assert len(options) == 7
+    assert all(option in ended.output for option in options)
+
+
+def test_the_version_names_commit_profile_and_settings(clone: Path) -> None:
+    fake_pyflyte(clone)
+    plain = version(clone)
+    assert re.fullmatch(rf"{git(clone, 'rev-parse', '--short=12', 'HEAD')}-sandbox-[0-9a-f]{{6}}", plain)
+    assert version(clone, WANDB_API_KEY="secret") == plain  # a secret leaves no trace, not even a digest
+    assert version(clone, FLYTE_DDP_PROFILE="gpu") == plain  # the option decides
+    others = [
+        version(clone, FLYTE_DDP_NOTIFY="a@example.com"),
+        version(clone, WANDB_PROJECT="digits"),
+        version(clone, *COMPLETE, "--image", "flyte-ddp:2"),
+        version(clone, *COMPLETE, "--profile", "gpu"),
+        version(clone, *COMPLETE, "--sources-in-image"),
+    ]
+    assert len({plain, *others}) == 6
+    git(clone, "tag", "v1.0")
+    assert version(clone) == plain.replace(git(clone, "rev-parse", "--short=12", "HEAD"), "v1.0")
+
+
+def test_sources_in_the_image_are_not_sent(clone: Path) -> None:
+    fake_pyflyte(clone)
+    assert " --copy all " in register(clone, *COMPLETE).output
+    assert " --copy none " in register(clone, *COMPLETE, "--sources-in-image").output
+
+
+def test_no_configuration_holds_a_secret() -> None:
+    for name, insecure in {"sandbox": True, "production": False}.items():
+        path = ROOT / f"deploy/{name}.yaml"
+        assert not {"clientSecret", "clientSecretLocation"} & set(yaml.safe_load(path.read_text())["admin"])
+        platform = PlatformConfig.auto(str(path))
+        assert platform.endpoint
+        assert (platform.insecure, platform.client_credentials_secret) == (insecure, None)
+
+
+def test_the_dockerfile_is_clean() -> None:
+    ended = run(BIN / "hadolint", "--no-color", ROOT / "Dockerfile")
+    assert (ended.exit_code, ended.output) == (0, "")
+
+
+def test_the_image_pins_its_base_and_runs_without_root() -> None:
+    stages = re.findall(r"^FROM (\S+)", DOCKERFILE, re.MULTILINE)
+    assert re.fullmatch(r"python:3\.1[0-2]\.\d+-slim-\w+", stages[0])
+    assert stages[1:] == ["dependencies", "dependencies"]
+    [user] = re.findall(r"^USER (\d+):\d+$", DOCKERFILE, re.MULTILINE)
+    assert int(user) > 0
+    assert "--require-hashes" in DOCKERFILE
+
+
+def test_no_secret_can_get_into_a_layer() -> None:
+    instructions = re.findall(r"^([A-Z]+) (.*)$", DOCKERFILE, re.MULTILINE)
+    assert not [text for name, text in instructions if name in ("ARG", "ADD")]
+    assert [text for name, text in instructions if name == "ENV"] == ["PYTHONPATH=/root PYTHONUNBUFFERED=1"]
+    copied = {text.split()[-1] for name, text in instructions if name == "COPY"}
+    assert copied == {name.rstrip("/") for name in SOURCES}
+
+
+def test_the_image_finds_what_registration_unpacks() -> None:
+    [folder] = re.findall(r"^WORKDIR (\S+)$", DOCKERFILE, re.MULTILINE)
+    assert f"PYTHONPATH={folder} " in DOCKERFILE
+    assert folder == "/root"  # where flytekit unpacks sources, unless told otherwise
+
+
+def test_a_download_without_git_packs_no_rubbish_either() -> None:
+    patterns = (ROOT / ".dockerignore").read_text().splitlines()
+    ignored = PatternMatcher([line for line in patterns if not line.startswith("#")])
+    for name in (".git/config", ".venv/bin/python", "runs/digits/model.pt", "build/x.tgz", "tasks/__pycache__/a.pyc"):
+        assert ignored.matches(name), name
+    for name in packaged.project_files():
+        assert not (name.startswith(SOURCES) and ignored.matches(name)), name
+
+
+def test_the_script_passes_shellcheck() -> None:
+    if not shutil.which("shellcheck"):
+        pytest.skip("needs shellcheck")
+    ended = run("shellcheck", ROOT / "deploy/register.sh")
+    assert (ended.exit_code, ended.output) == (0, "")

@@ -1,0 +1,255 @@
+"""What a Flyte cluster is given: the serialized tasks, workflows and launch plans, read back from the package."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import packaged
+import pytest
+import yaml
+from cli import ROOT, Ended, pyflyte
+from flyteidl.admin.launch_plan_pb2 import CONCURRENCY_LIMIT_BEHAVIOR_SKIP
+from flyteidl.core.execution_pb2 import WorkflowExecution
+from flyteidl.core.literals_pb2 import Literal
+from flyteidl.core.security_pb2 import Secret
+from flyteidl.core.tasks_pb2 import Resources
+from packaged import Package
+
+from flyte_ddp.code_digest import library_digest
+from flyte_ddp.config import Hyperparameters
+
+CHECK, FETCH, TRAIN, PREDICT = (
+    "tasks.preparation.check_inputs",
+    "tasks.preparation.fetch_dataset",
+    "tasks.training.train_model",
+    "tasks.prediction.predict_images",
+)
+PLANS = {"training_on_demand", "nightly_retraining", "retraining_on_change"}
+GPU_RESOURCES = {"CPU": "8", "MEMORY": "30Gi", "GPU": "2", "EPHEMERAL_STORAGE": "20Gi"}
+
+
+def make_package(folder: Path, **environment: str) -> tuple[Ended, Package]:
+    archive = folder / "package.tgz"
+    arguments = ("--pkgs", "workflows", "package", "--image", "flyte-ddp:test", "--output", str(archive))
+    ended = pyflyte(*arguments, home=folder / "home", **environment)
+    return ended, packaged.read(archive, folder / "package") if archive.exists() else Package()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Package]:
+    """Makes packages, each only once."""
+    packages: dict[tuple[tuple[str, str], ...], Package] = {}
+
+    def make(**environment: str) -> Package:
+        key = tuple(sorted(environment.items()))
+        if key not in packages:
+            ended, package = make_package(tmp_path_factory.mktemp("package"), **environment)
+            assert ended.exit_code == 0, ended.output
+            packages[key] = package
+        return packages[key]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def default(made: Callable[..., Package]) -> Package:
+    """The package of somebody who chose no profile, but said whom to notify."""
+    return made(FLYTE_DDP_NOTIFY="a@example.com, b@example.com", WANDB_PROJECT="digits", WANDB_MODE="online")
+
+
+@pytest.fixture(scope="module")
+def sandbox(made: Callable[..., Package]) -> Package:
+    return made(FLYTE_DDP_PROFILE="sandbox")
+
+
+def resources(entries: Any) -> dict[str, str]:
+    return {Resources.ResourceName.Name(entry.name): entry.value for entry in entries}
+
+
+def environment(package: Package, task: str) -> dict[str, str]:
+    return {pair.key: pair.value for pair in package.tasks[task].template.container.env}
+
+
+def hyperparameters(literal: Literal) -> Mapping[str, Any]:
+    assert literal.scalar.binary.tag == "msgpack"
+    content: Mapping[str, Any] = msgpack.unpackb(literal.scalar.binary.value)
+    return content
+
+
+def test_everything_is_there(default: Package) -> None:
+    workflows = {
+        "workflows.training.training_wf",
+        "workflows.training.retraining_wf",
+        "workflows.prediction.predict_wf",
+    }
+    assert set(default.tasks) == {CHECK, FETCH, TRAIN, PREDICT}
+    assert set(default.workflows) == workflows
+    assert set(default.launch_plans) == PLANS | workflows  # each workflow has a plan of its own name, Flyte's default
+
+
+def test_without_a_profile_the_training_pod_gets_gpus(default: Package) -> None:
+    template = default.tasks[TRAIN].template
+    assert resources(template.container.resources.requests) == GPU_RESOURCES
+    assert resources(template.container.resources.limits) == GPU_RESOURCES
+    assert template.extended_resources.shared_memory.size_limit == "4Gi"
+    assert not template.extended_resources.HasField("gpu_accelerator")
+    assert template.metadata.pod_template_name == "flyte-ddp-gpu"
+
+
+def test_the_sandbox_gets_none(sandbox: Package) -> None:
+    template = sandbox.tasks[TRAIN].template
+    expected = {"CPU": "1", "MEMORY": "2Gi", "EPHEMERAL_STORAGE": "2Gi"}
+    assert resources(template.container.resources.requests) == expected
+    assert resources(template.container.resources.limits) == expected
+    assert template.extended_resources.shared_memory.size_limit == "128Mi"
+    assert template.metadata.pod_template_name == ""
+    assert not template.security_context.secrets
+
+
+def test_a_profile_can_ask_for_a_type_of_gpu(made: Callable[..., Package]) -> None:
+    template = made(FLYTE_DDP_PROFILE="gpu-a100", FLYTE_DDP_WANDB_SECRET="off").tasks[TRAIN].template
+    assert template.extended_resources.gpu_accelerator.device == "nvidia-tesla-a100"
+    assert resources(template.container.resources.requests)["GPU"] == "8"
+    assert resources(template.container.resources.limits)["GPU"] == "8"
+    assert not template.security_context.secrets
+
+
+def test_an_unknown_profile_is_refused_with_the_choices(tmp_path: Path) -> None:
+    ended, package = make_package(tmp_path, FLYTE_DDP_PROFILE="sandbux")
+    assert ended.exit_code == 1
+    assert ended.panel.startswith("unknown FLYTE_DDP_PROFILE 'sandbux': did you mean 'sandbox'? choose one of gpu, ")
+    assert "Traceback" not in ended.output
+    assert not package.tasks
+
+
+@pytest.mark.parametrize("task", [CHECK, FETCH, PREDICT])
+def test_light_tasks_ask_for_little(default: Package, task: str) -> None:
+    template = default.tasks[task].template
+    asked = template.container.resources
+    assert resources(asked.requests) == {"CPU": "500m", "MEMORY": "1Gi", "EPHEMERAL_STORAGE": "4Gi"}
+    assert resources(asked.limits) == {"CPU": "2", "MEMORY": "4Gi", "EPHEMERAL_STORAGE": "4Gi"}
+    assert template.metadata.pod_template_name == ""
+    assert not template.security_context.secrets
+
+
+@pytest.mark.parametrize("profile", ["default", "sandbox"])
+def test_pods_know_what_was_requested(profile: str, request: pytest.FixtureRequest) -> None:
+    package: Package = request.getfixturevalue(profile)
+    requested = resources(package.tasks[TRAIN].template.container.resources.requests).get("GPU", "0")
+    for task in package.tasks:
+        variables = environment(package, task)
+        assert variables["FLYTE_DDP_GPUS"] == requested
+        assert variables["FLYTE_DDP_PROFILE"] == {"default": "gpu", "sandbox": "sandbox"}[profile]
+        assert variables["FLYTE_DDP_CODE"] == library_digest()
+
+
+def test_only_the_training_pod_knows_wandb(default: Package, sandbox: Package) -> None:
+    wandb = {"WANDB_PROJECT": "digits", "WANDB_MODE": "online", "FLYTE_DDP_WANDB_SECRET": "wandb/api_key"}
+    assert wandb.items() <= environment(default, TRAIN).items()
+    for task in (CHECK, FETCH, PREDICT):
+        assert not [name for name in environment(default, task) if "WANDB" in name]
+    [secret] = default.tasks[TRAIN].template.security_context.secrets
+    assert (secret.group, secret.key, secret.mount_requirement) == ("wandb", "api_key", Secret.ENV_VAR)
+    assert environment(sandbox, TRAIN)["FLYTE_DDP_WANDB_SECRET"] == "off"
+
+
+def test_retries_and_timeouts(default: Package) -> None:
+    hour = 3600
+    for task, timeout in {CHECK: hour, FETCH: hour, PREDICT: hour, TRAIN: 24 * hour}.items():
+        metadata = default.tasks[task].template.metadata
+        assert (metadata.retries.retries, metadata.timeout.seconds) == (2, timeout), task
+
+
+def test_caching_is_by_the_library_and_the_inputs(default: Package) -> None:
+    version = hashlib.sha256(library_digest().encode()).hexdigest()  # flytekit hashes what a cache policy answers
+    for task, ignored in {FETCH: ["data_source"], TRAIN: []}.items():
+        metadata = default.tasks[task].template.metadata
+        assert metadata.discoverable
+        assert metadata.discovery_version == version
+        assert metadata.cache_serializable
+        assert list(metadata.cache_ignore_input_vars) == ignored
+    assert not default.tasks[CHECK].template.metadata.discoverable
+    assert not default.tasks[PREDICT].template.metadata.discoverable
+
+
+def test_the_training_task_has_a_deck(default: Package) -> None:
+    assert {name for name, task in default.tasks.items() if task.template.metadata.generates_deck.value} == {TRAIN}
+
+
+def test_training_returns_what_it_says(default: Package) -> None:
+    outputs = default.workflows["workflows.training.training_wf"].template.interface.outputs.variables
+    assert set(outputs) == {"epoch_accuracies", "model_state", "sidecar", "report", "metrics"}
+    assert outputs["model_state"].type.blob.format == "python_pickle"
+
+
+def test_schedules(default: Package) -> None:
+    schedules = {name: default.launch_plans[name].spec.entity_metadata.schedule for name in PLANS}
+    nightly, hourly = schedules["nightly_retraining"], schedules["retraining_on_change"]
+    assert (nightly.cron_schedule.schedule, nightly.kickoff_time_input_arg) == ("0 3 * * *", "kickoff_time")
+    assert (hourly.cron_schedule.schedule, hourly.kickoff_time_input_arg) == ("0 * * * *", "")
+    assert not schedules["training_on_demand"].ByteSize()
+
+
+def test_a_tick_is_skipped_while_a_run_is_going(default: Package) -> None:
+    for name, most in {"nightly_retraining": 1, "retraining_on_change": 1, "training_on_demand": 0}.items():
+        policy = default.launch_plans[name].spec.concurrency_policy
+        assert (policy.max, policy.behavior) == (most, CONCURRENCY_LIMIT_BEHAVIOR_SKIP if most else 0)
+
+
+@pytest.mark.parametrize("name", sorted(PLANS))
+def test_plans_start_with_all_defaults(default: Package, name: str) -> None:
+    spec = default.launch_plans[name].spec
+    parameters = spec.default_inputs.parameters
+    assert hyperparameters(parameters["hp"].default) == Hyperparameters().to_dict()
+    assert set(parameters) - {"hp"} <= {"kickoff_time"}
+    assert not any(parameter.required for parameter in parameters.values())
+    assert not spec.fixed_inputs.literals
+
+
+@pytest.mark.parametrize("name", sorted(PLANS))
+def test_failures_are_notified(default: Package, sandbox: Package, name: str) -> None:
+    [notification] = default.launch_plans[name].spec.entity_metadata.notifications
+    assert list(notification.email.recipients_email) == ["a@example.com", "b@example.com"]
+    phases = {WorkflowExecution.Phase.Name(phase) for phase in notification.phases}
+    assert phases == {"FAILED", "TIMED_OUT", "ABORTED"}
+    assert not sandbox.launch_plans[name].spec.entity_metadata.notifications
+
+
+def test_the_console_explains_tasks_and_workflows(default: Package) -> None:
+    entities = {**default.tasks, **default.workflows}
+    descriptions = {name: entity.description.short_description for name, entity in entities.items()}
+    assert descriptions[TRAIN] == "Train a model with distributed data parallelism on all GPUs of one pod."
+    for name, description in descriptions.items():
+        assert description.endswith("."), name
+
+
+def test_the_pod_template_is_the_one_that_profiles_name() -> None:
+    from tasks.pods import PROFILES
+
+    template = yaml.safe_load((ROOT / "deploy/pod-template.yaml").read_text())
+    assert template["kind"] == "PodTemplate"
+    assert {profile.pod_template for profile in PROFILES.values() if profile.gpus} == {template["metadata"]["name"]}
+    spec = template["template"]["spec"]
+    [container] = spec["containers"]
+    assert container["name"] in ("default", "primary")  # Flyte merges containers of these names, and refuses others
+    assert spec["terminationGracePeriodSeconds"] > 30  # what Kubernetes gives without it, and wandb may take alone
+    [toleration] = spec["tolerations"]
+    assert (toleration["key"], toleration["effect"]) == ("nvidia.com/gpu", "NoSchedule")
+
+
+def test_the_lock_file_pins_all_that_the_project_needs() -> None:
+    lock = (ROOT / "requirements.lock").read_text()
+    required = [line for line in importlib.metadata.requires("flyte-ddp") or [] if "extra ==" not in line]
+    pinned = {line.partition("==")[0] for line in lock.splitlines() if line and line[0] not in " #"}
+    assert {re.split("[<>=!~ ]", line)[0] for line in required} <= pinned
+    assert "torch" in pinned
+    assert [name for name in pinned if name.startswith("nvidia-nccl")], "torch without GPUs"
+    assert lock.count("==") <= lock.count("--hash=sha256:")
+    assert "://" not in lock
+    assert "--index-url" not in lock

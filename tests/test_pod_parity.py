@@ -1,0 +1,216 @@
+"""Packaged tasks, run the way pods run them, give what a local run gives and fail as a user's mistake should."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import packaged
+import pytest
+import torch
+from cli import pyflyte
+from flyteidl.core.errors_pb2 import ContainerError
+from flyteidl.core.execution_pb2 import ExecutionError
+from flyteidl.core.literals_pb2 import Literal
+from pod import Cluster, PodEnded, unpacked
+from s3_server import s3_server
+
+from flyte_ddp.code_digest import library_digest
+
+pytestmark = pytest.mark.slow
+
+CHECK, FETCH, TRAIN = "tasks.preparation.check_inputs", "tasks.preparation.fetch_dataset", "tasks.training.train_model"
+SMOKE: dict[str, Any] = {"dataset": "digits", "epochs": 1, "max_steps": 8, "num_ranks": 2}
+VERSION = "0.0.0+package"  # of the packaged library, to tell it from the one that is installed here
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """The project as it is here, but for the library's version, packaged for a cluster without GPUs."""
+    folder = tmp_path_factory.mktemp("cluster")
+    project = folder / "project"
+    packaged.copy_project(project)
+    (project / "flyte_ddp/__init__.py").write_text(f'__version__ = "{VERSION}"\n')
+    archive = folder / "package.tgz"
+    arguments = ("--pkgs", "workflows", "package", "--image", "flyte-ddp:test", "--copy", "all")
+    home, environment = folder / "home", {"FLYTE_DDP_PROFILE": "sandbox", "WANDB_MODE": "offline"}
+    ended = pyflyte(*arguments, "--output", str(archive), home=home, directory=project, **environment)
+    assert ended.exit_code == 0, ended.output
+    (folder / "store/flyte").mkdir(parents=True)
+    with s3_server(folder / "store") as server:
+        yield Cluster(packaged.read(archive, folder / "package"), server, folder)
+
+
+def text(value: str) -> Literal:
+    literal = Literal()
+    literal.scalar.primitive.string_value = value
+    return literal
+
+
+def from_workflow(hp: dict[str, Any]) -> Literal:
+    """Hyperparameters as one task hands them to the next."""
+    literal = Literal()
+    literal.scalar.binary.value = msgpack.packb(hp)
+    literal.scalar.binary.tag = "msgpack"
+    return literal
+
+
+def from_console(hp: dict[str, Any]) -> Literal:
+    """Hyperparameters as the console's form sends them."""
+    literal = Literal()
+    literal.scalar.generic.update(hp)
+    return literal
+
+
+def check_inputs(cluster: Cluster, hp: Literal) -> dict[str, Literal]:
+    """Inputs of the first task, with what the workflow itself gives it."""
+    nodes = cluster.package.workflows["workflows.training.training_wf"].template.nodes
+    [node] = [node for node in nodes if node.task_node.reference_id.name == CHECK]
+    bound = {binding.var: binding.binding for binding in node.inputs}
+    assert set(bound) == {"hp", "kickoff_time"}
+    return {"hp": hp, "kickoff_time": Literal(scalar=bound["kickoff_time"].scalar)}
+
+
+@pytest.fixture(scope="module")
+def checked(cluster: Cluster) -> PodEnded:
+    return cluster.run(CHECK, check_inputs(cluster, from_console(SMOKE)))
+
+
+@pytest.fixture(scope="module")
+def fetched(cluster: Cluster, checked: PodEnded) -> PodEnded:
+    assert checked.outputs, checked.log
+    versions = {"data_version": checked.outputs["data_version"]}
+    return cluster.run(FETCH, {"dataset": text("digits"), "data_source": text(""), **versions})
+
+
+@pytest.fixture(scope="module")
+def train_inputs(checked: PodEnded, fetched: PodEnded) -> dict[str, Literal]:
+    assert checked.outputs, checked.log
+    assert fetched.outputs, fetched.log
+    return {
+        "hp": from_workflow(SMOKE),
+        "data": fetched.outputs["o0"],
+        "run_version": checked.outputs["run_version"],
+    }
+
+
+@pytest.fixture(scope="module")
+def trained(cluster: Cluster, train_inputs: dict[str, Literal]) -> PodEnded:
+    return cluster.run(TRAIN, train_inputs)
+
+
+def refused(ended: PodEnded) -> str:
+    """The message of a pod that failed by a user's mistake: not tried again, and without outputs."""
+    assert ended.error is not None, ended.log
+    assert ended.outputs is None
+    assert ended.error.kind == ContainerError.NON_RECOVERABLE
+    assert ended.error.origin == ExecutionError.USER
+    assert ended.error.code.startswith("USER"), ended.error.code
+    message: str = ended.error.message
+    return message
+
+
+def test_the_cache_version_is_that_of_the_sources_sent(cluster: Cluster, tmp_path: Path) -> None:
+    digest = library_digest(unpacked(cluster.package, tmp_path) / "flyte_ddp")
+    assert digest != library_digest()
+    for name in (FETCH, TRAIN):
+        task = cluster.package.tasks[name].template
+        # flytekit hashes what a cache policy answers
+        assert task.metadata.discovery_version == hashlib.sha256(digest.encode()).hexdigest()
+        assert {pair.key: pair.value for pair in task.container.env}["FLYTE_DDP_CODE"] == digest
+
+
+def test_the_first_task_identifies_data_and_run(checked: PodEnded) -> None:
+    assert checked.exit_code == 0
+    assert checked.error is None
+    assert checked.outputs, checked.log
+    versions = {name: literal.scalar.primitive.string_value for name, literal in checked.outputs.items()}
+    assert versions["data_version"].startswith("datasets/digits-")
+    assert versions["run_version"].startswith("digits-small_cnn-")
+    assert "@" not in "".join(versions.values()), "tokens are for local runs"
+
+
+def test_the_data_set_goes_to_the_blob_store(cluster: Cluster, fetched: PodEnded) -> None:
+    assert fetched.outputs, fetched.log
+    data = fetched.outputs["o0"]
+    folder = cluster.stored(data.scalar.blob.uri)
+    description = json.loads((folder / "dataset.json").read_text())
+    assert data.hash == description["digest"]  # what training is cached by
+    assert np.load(folder / "train_images.npy").shape[1:] == (8, 8, 1)
+    assert len(np.load(folder / "train_labels.npy")) + len(np.load(folder / "test_labels.npy")) == 1797
+
+
+def test_training_leaves_a_usable_model(cluster: Cluster, trained: PodEnded) -> None:
+    assert trained.exit_code == 0, trained.log
+    assert trained.outputs, trained.log
+    stored = {
+        name: cluster.stored(trained.outputs[name].scalar.blob.uri)
+        for name in ("model_state", "sidecar", "report", "metrics")
+    }
+    sidecar = json.loads(stored["sidecar"].read_text())
+    assert sidecar["versions"]["flyte_ddp"] == VERSION, "a rank imported another library than the one that was sent"
+    assert sidecar["num_ranks"] == 2
+    [accuracy] = trained.outputs["epoch_accuracies"].collection.literals
+    assert accuracy.scalar.primitive.float_value == sidecar["metrics"]["test_accuracy"]
+    weights = stored["model_state"].read_bytes()
+    assert hashlib.sha256(weights).hexdigest() == sidecar["digests"]["weights"]
+    state = torch.load(io.BytesIO(weights), weights_only=True)
+    assert all(isinstance(tensor, torch.Tensor) and tensor.isfinite().all() for tensor in state.values())
+    assert not [name for name in state if name.startswith("module.")]
+    records = [json.loads(line) for line in stored["metrics"].read_text().splitlines()]
+    assert (records[0]["kind"], records[-1]["kind"]) == ("start", "end")
+    assert stored["report"].read_text().startswith("<!DOCTYPE html>")
+
+
+def test_the_deck_holds_the_report(cluster: Cluster, trained: PodEnded) -> None:
+    assert trained.outputs, trained.log
+    assert trained.deck is not None
+    report = cluster.stored(trained.outputs["report"].scalar.blob.uri).read_text()
+    assert report in trained.deck
+
+
+@pytest.mark.parametrize(
+    ("encoded", "values", "message"),
+    [
+        (from_workflow, {"learning_rat": 0.1}, "unknown hyperparameter 'learning_rat': did you mean 'learning_rate'?"),
+        (from_console, {"epochs": "4"}, "epochs='4': must be a whole number"),
+    ],
+    ids=["workflow", "console"],
+)
+def test_bad_hyperparameters_are_the_users_mistake(
+    cluster: Cluster, encoded: Any, values: dict[str, Any], message: str
+) -> None:
+    ended = cluster.run(CHECK, check_inputs(cluster, encoded({**SMOKE, **values})))
+    assert message in refused(ended)
+
+
+def test_a_loss_that_is_not_finite_is_the_users_mistake(cluster: Cluster, train_inputs: dict[str, Literal]) -> None:
+    hp = {**SMOKE, "learning_rate": 1000.0, "schedule": "constant", "max_steps": 0}
+    ended = cluster.run(TRAIN, {**train_inputs, "hp": from_workflow(hp)})
+    message = refused(ended)
+    assert "the training loss is" in message
+    assert "lower learning_rate (now 1000)" in message
+
+
+def test_a_pod_with_other_gpus_than_requested_names_both_numbers(
+    cluster: Cluster, train_inputs: dict[str, Literal]
+) -> None:
+    environment = {"FLYTE_DDP_GPUS": "2", "CUDA_VISIBLE_DEVICES": ""}
+    message = refused(cluster.run(TRAIN, train_inputs, environment=environment))
+    assert "2 GPU" in message
+    assert "0 " in message
+
+
+def test_an_image_with_another_library_is_refused(
+    cluster: Cluster, train_inputs: dict[str, Literal], tmp_path: Path
+) -> None:
+    image = unpacked(cluster.package, tmp_path / "image")
+    (image / "flyte_ddp/__init__.py").write_text('__version__ = "stale"\n')
+    message = refused(cluster.run(TRAIN, train_inputs, image=image))
+    assert f"this pod runs library sources {library_digest(image / 'flyte_ddp')}" in message
