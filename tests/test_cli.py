@@ -154,7 +154,7 @@ def test_each_clone_has_its_own_results_and_changed_sources_train_anew(tmp_path:
         assert trained(ended)
         assert {path.parents[1] for path in outputs(ended).values()} == {clone / "runs"}
     source = clones[0] / "flyte_ddp/evaluate.py"
-    source.write_text(source.read_text() + "\n# changed\n")
+    source.write_text(source.read_text().replace('"""', "'''", 2))  # of the same length
     before = state(clones[0] / "runs")
     changed = run(clones[0])
     assert trained(changed)
@@ -197,11 +197,10 @@ def test_changed_data_behind_the_same_address_train_anew(tmp_path: Path) -> None
     assert json.loads(outputs(back)["sidecar"].read_text())["digests"]["data"] == digests[0]
 
 
-OWN_CODE = """
+OWN_DATA = """
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from flyte_ddp.datasets import image_arrays
 
@@ -210,6 +209,9 @@ def load(source):
     images = np.load(Path(source) / "images.npy")
     labels = np.arange(len(images)) % 2
     return image_arrays(images, labels, images[:6], labels[:6], ["even", "odd"])
+"""
+OWN_MODEL = """
+import torch
 
 
 def linear(num_classes, input_shape):
@@ -220,23 +222,24 @@ def linear(num_classes, input_shape):
 
 @pytest.mark.slow
 def test_own_data_and_model_beside_the_user_train_anew_when_they_change(tmp_path: Path) -> None:
-    data, code = tmp_path / "data", tmp_path / "own_code.py"
+    data = tmp_path / "data"
     data.mkdir()
-    hp = {"dataset": "own_code:load", "data_source": str(data), "model": "own_code:linear", **TINY}
+    (tmp_path / "own_data.py").write_text(OWN_DATA)
+    hp = {"dataset": "own_data:load", "data_source": str(data), "model": "own_model:linear", **TINY}
 
     def run(level: int, source: str) -> Ended:
         np.save(data / "images.npy", np.full((20, 3, 4, 2), level, dtype=np.uint8))
-        code.write_text(source)
+        (tmp_path / "own_model.py").write_text(source)
         return train(hp, home=tmp_path / "home", directory=tmp_path)
 
-    first = run(10, OWN_CODE)
+    first = run(10, OWN_MODEL)
     assert trained(first)
     sidecar = json.loads(outputs(first)["sidecar"].read_text())
     assert sidecar["classes"] == ["even", "odd"]
     assert sidecar["input"]["channels"] == 2
-    assert not trained(run(10, OWN_CODE))
+    assert not trained(run(10, OWN_MODEL))
     seen = {outputs(first)["model_state"]}
-    for level, source in ((11, OWN_CODE), (10, OWN_CODE + "\n# changed\n")):
+    for level, source in ((11, OWN_MODEL), (10, OWN_MODEL + "\n# changed\n")):
         ended = run(level, source)
         assert trained(ended)
         assert outputs(ended)["model_state"] not in seen
@@ -359,10 +362,10 @@ def test_a_mirror_that_is_not_reachable(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_model_whose_output_does_not_fit(tmp_path: Path) -> None:
     """It is the user's own, in the working directory, from which both ranks import it."""
-    (tmp_path / "own_code.py").write_text(OWN_CODE.replace("width, num_classes)", "width, num_classes + 1)"))
-    hp = {"model": "own_code:linear", "num_ranks": 2, "batch_size": 64}
+    (tmp_path / "own_model.py").write_text(OWN_MODEL.replace("width, num_classes)", "width, num_classes + 1)"))
+    hp = {"model": "own_model:linear", "num_ranks": 2, "batch_size": 64}
     ended = train(hp, home=tmp_path / "home", directory=tmp_path)
-    assert_refused(ended, tmp_path, "'own_code:linear'", "(32, 11)", "(32, 10)", "num_classes")
+    assert_refused(ended, tmp_path, "'own_model:linear'", "(32, 11)", "(32, 10)", "num_classes")
 
 
 @pytest.mark.slow
