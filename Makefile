@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-HP ?= {}
+HP ?= {"num_ranks": 2, "backend": "gloo"}
 
 .DEFAULT_GOAL := help
 .PHONY: help install train test test-fast lint bench lock package clean
@@ -21,7 +21,7 @@ install: $(VENV)/.installed ## Make .venv with everything in it
 
 train: install ## Train on the embedded digits, 2 ranks (other settings: make train HP=config/fast.json)
 	@echo "Training; results will be under runs/ ..."
-	$(BIN)/pyflyte run workflows/training.py training_wf --hp '$(if $(filter {},$(HP)),{"num_ranks": 2},$(HP))'
+	$(BIN)/pyflyte run workflows/training.py training_wf --hp '$(HP)'
 
 test: install ## Run all tests
 	$(BIN)/python -m pytest

@@ -3,8 +3,8 @@
 The first is counted in a fresh process that has imported flytekit and the tasks, as ``pyflyte`` has, but not torch:
 from the library's call to the record of the first optimiser step (log_interval 1, wandb offline as without a key,
 default model on FashionMNIST). It stands against a fresh process that does a bare ``mp.spawn`` of two ranks that form
-a gloo group: counted with the parent's import of torch, which mp.spawn needs, and without. The second is the second of two
-identical ``pyflyte run`` against the second run of an empty cached workflow.
+a gloo group: counted with the parent's import of torch, which mp.spawn needs, and without. The time of a cache hit is
+that of the second of two identical ``pyflyte run``, against the second run of an empty cached workflow.
 """
 
 from __future__ import annotations

@@ -56,8 +56,7 @@ settings=$(env | { grep -E '^(FLYTE_DDP|WANDB)_' || true; } | { grep -v -E '^(WA
 digest=$(printf '%s\n' "$image" "$copy" "$settings" | git hash-object --stdin | cut -c1-6)
 version=$(git describe --tags --always --abbrev=12)-$profile-$digest
 
-# An installed copy of the library, of another clone perhaps, must not be what is registered.
-export FLYTE_DDP_PROFILE=$profile PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+export FLYTE_DDP_PROFILE=$profile
 pyflyte=pyflyte
 [ ! -x .venv/bin/pyflyte ] || pyflyte=.venv/bin/pyflyte
 command -v "$pyflyte" >/dev/null || fail "pyflyte is not installed here: it does the registering; run make install"

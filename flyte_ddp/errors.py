@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import click
 
-LONGEST_LIST = 40  # choices printed in full; a longer list would bury the message
+LONGEST_LIST = 12  # choices printed in full; a longer list would bury the message
 
 
 class UserError(click.ClickException, ValueError):

@@ -111,5 +111,5 @@ def read_result(folder: Path) -> Result:
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether the folder holds all results of a run."""
-    return all((folder / name).exists() for name in RESULTS)
+    """Whether the folder holds all that a finished run leaves, and so all that a cached result points to."""
+    return all((folder / name).exists() for name in (*RESULTS, "metrics.jsonl"))

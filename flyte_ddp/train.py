@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -82,7 +83,7 @@ def train_step(state: TrainingState, batch: sampling.Indices, epoch: int, step: 
             images, labels = state.training.gather(samples)
             images = state.prepare(augment(images, hp.augment, seed=hp.seed, epoch=epoch, samples=samples))
         with state.clock("forward_backward"), state.sync.accumulating(last=part == hp.accumulation_steps - 1):
-            with state.autocast():
+            with state.autocast(), batch_norm_errors(hp, len(samples)):
                 logits = state.sync(images)
             check_output(hp.model, logits, (len(samples), state.num_classes))
             loss = functional.cross_entropy(logits.float(), labels, reduction="sum", label_smoothing=hp.label_smoothing)
@@ -98,6 +99,21 @@ def train_step(state: TrainingState, batch: sampling.Indices, epoch: int, step: 
     state.optimizer.zero_grad(set_to_none=True)
     state.update_average()
     return loss_sum
+
+
+@contextmanager
+def batch_norm_errors(hp: Hyperparameters, samples: int) -> Iterator[None]:
+    """Turns BatchNorm's refusal of a single value for each channel, which it cannot normalise, into a UserError."""
+    try:
+        yield
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        raise UserError(
+            f"batch_size={hp.batch_size}: leaves a batch in which a rank has {samples} sample(s), and BatchNorm in model "
+            f"{hp.model!r} needs two or more values a channel; choose a batch_size with another remainder, or a larger "
+            "image_size"
+        ) from None
 
 
 def check_output(model: str, logits: object, expected: tuple[int, int]) -> None:

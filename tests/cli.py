@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -9,8 +10,11 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
+WORKFLOWS = str(ROOT / "workflows/training.py")
+TINY: dict[str, Any] = {"num_ranks": 1, "max_steps": 1}
 PYFLYTE = Path(sys.executable).with_name("pyflyte")
 DEADLINE = 120.0  # seconds, for a machine that is busy; a call takes 2 to 8
 OWN_PREFIXES = ("AWS_", "FLYTE", "PYTHON", "PYTEST", "WANDB_")
@@ -47,7 +51,7 @@ def pyflyte(
         runs: the runs folder; ``home / "runs"`` if not given.
         directory: where to call it.
         wrapper: a command to start it with.
-        environment: more variables; wandb is off unless they say otherwise.
+        environment: more variables; wandb is off and GPUs are hidden unless they say otherwise.
 
     """
     home.mkdir(parents=True, exist_ok=True)
@@ -60,6 +64,7 @@ def pyflyte(
         "HOME": str(home),
         "FLYTE_DDP_RUNS": str(runs or home / "runs"),
         "WANDB_MODE": "disabled",
+        "CUDA_VISIBLE_DEVICES": "",
         "MPLCONFIGDIR": str(MATPLOTLIB),
         "COLUMNS": "1000",  # so that the panel of an error is not wrapped, within a path for example
     }
@@ -75,3 +80,19 @@ def pyflyte(
         check=False,
     )
     return Ended(ended.returncode, ended.stdout)
+
+
+def train(hp: dict[str, Any], name: str = "training_wf", **options: Any) -> Ended:
+    """``pyflyte run workflows/training.py NAME --hp '{...}'``."""
+    return pyflyte("run", WORKFLOWS, name, "--hp", json.dumps(hp), **options)
+
+
+# A user's own model, for a module in the directory where ``pyflyte`` is called.
+OWN_MODEL = """
+import torch
+
+
+def linear(num_classes, input_shape):
+    channels, height, width = input_shape
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(channels * height * width, num_classes))
+"""

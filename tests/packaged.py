@@ -52,10 +52,16 @@ def names(archive: Path) -> set[str]:
 
 
 def project_files() -> list[str]:
-    """All files of the project as it is here, committed or not, without what git ignores."""
-    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    output = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    return [name for name in output.split("\0") if name and (ROOT / name).is_file()]
+    """The files of the project as it is here: all that git tracks, and sources that are new."""
+    tracked = listed_by_git("--cached")
+    new = listed_by_git("--others", "--exclude-standard", "--", "config", "flyte_ddp", "tasks", "workflows")
+    return [name for name in (*tracked, *new) if (ROOT / name).is_file()]
+
+
+def listed_by_git(*options: str) -> list[str]:
+    """Files that ``git ls-files`` names."""
+    ended = subprocess.run(["git", "ls-files", "-z", *options], cwd=ROOT, capture_output=True, text=True, check=True)
+    return [name for name in ended.stdout.split("\0") if name]
 
 
 def copy_project(folder: Path) -> None:

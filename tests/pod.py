@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -76,20 +77,12 @@ class Cluster:
         command = self.command(spec, name, workdir)
         if image is not None:
             command = command[command.index("--") + 1 :]
-        with (pod / "log").open("wb") as log:
-            process = subprocess.run(
-                command,
-                cwd=workdir,
-                env={**self.environment(spec, pod), **(environment or {})},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                timeout=DEADLINE,
-                check=False,
-            )
+        exit_code = run_to_its_end(
+            command, workdir, {**self.environment(spec, pod), **(environment or {})}, pod / "log"
+        )
         outputs, error, deck = (store / "meta" / file for file in ("outputs.pb", "error.pb", "deck.html"))
         return PodEnded(
-            exit_code=process.returncode,
+            exit_code=exit_code,
             log=(pod / "log").read_text(),
             outputs=LiteralMap.FromString(outputs.read_bytes()).literals if outputs.exists() else None,
             error=ErrorDocument.FromString(error.read_bytes()).error if error.exists() else None,
@@ -144,6 +137,26 @@ class Cluster:
         prefix = f"s3://{BUCKET}/"
         assert uri.startswith(prefix), uri
         return self.server.folder / BUCKET / uri.removeprefix(prefix)
+
+
+def run_to_its_end(command: list[str], workdir: Path, environment: Mapping[str, str], log: Path) -> int:
+    """Runs a pod's command; one that takes too long is killed with all processes that it has started."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            cwd=workdir,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    try:
+        return process.wait(DEADLINE)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise
 
 
 def unpacked(package: Package, folder: Path) -> Path:

@@ -232,3 +232,10 @@ def test_bf16_where_there_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, tm
     with pytest.raises(UserError, match="precision='bf16': this CPU has no bf16"):
         hardware.detect(replace(BASE, precision="bf16"))
     assert not hardware.detect(replace(BASE, precision="auto")).bf16
+
+
+def test_a_batch_too_small_for_batch_norm_is_explained(digits: Path, tmp_path: Path) -> None:
+    """1,350 samples to train on: a batch of 1,349 leaves one of a single sample, and ResNet18 makes 8x8 images 1x1."""
+    hp = replace(BASE, model="resnet18", batch_size=1349, num_ranks=1, validation_fraction=0.1, epochs=1)
+    with pytest.raises(UserError, match=r"batch_size=1349: leaves a batch in which a rank has 1 sample"):
+        train(hp, digits, tmp_path / "run")

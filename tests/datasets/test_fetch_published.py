@@ -22,7 +22,7 @@ from flyte_ddp.errors import UserError
 
 
 def test_every_name_of_the_catalogue_is_in_the_table() -> None:
-    assert tuple(DATASETS) == catalog.DATASETS
+    assert tuple(DATASETS) == tuple(catalog.DATASETS)
 
 
 def test_the_tables_are_torchvisions() -> None:

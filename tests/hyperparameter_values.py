@@ -1,0 +1,150 @@
+"""Tables of hyperparameters, written down independently of their definition: types, ranges, bad and good values."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+Values = dict[str, Any]
+
+TYPES: dict[str, type] = {
+    **dict.fromkeys(("dataset", "data_source", "model", "init_from", "optimizer", "schedule", "augment"), str),
+    **dict.fromkeys(("keep", "backend", "precision", "channels_last"), str),
+    **dict.fromkeys(("validation_fraction", "learning_rate", "momentum", "weight_decay"), float),
+    **dict.fromkeys(("label_smoothing", "grad_clip_norm", "ema_decay"), float),
+    **dict.fromkeys(("image_size", "epochs", "max_steps", "batch_size", "test_batch_size"), int),
+    **dict.fromkeys(("accumulation_steps", "warmup_steps", "early_stop_patience", "seed", "num_ranks"), int),
+    **dict.fromkeys(("log_interval", "eval_interval"), int),
+    **dict.fromkeys(("nesterov", "compile", "deterministic"), bool),
+}
+
+# Of each number: the lowest and highest that are right, and the nearest that are not; None where there is no end.
+RANGES: dict[str, tuple[float, float, float | None, float | None]] = {
+    "validation_fraction": (0, 0.999999, -1e-9, 1),
+    "image_size": (0, 4096, -1, 4097),
+    "epochs": (1, 100_000, 0, 100_001),
+    "max_steps": (0, 2**53, -1, 2**54),
+    "batch_size": (1, 1_000_000, 0, 1_000_001),
+    "test_batch_size": (1, 1_000_000, 0, 1_000_001),
+    "accumulation_steps": (1, 100_000, 0, 100_001),
+    "learning_rate": (1e-300, 1000, 0, 1000.1),
+    "momentum": (0, 0.999999, -0.1, 1),
+    "weight_decay": (0, 1, -1e-9, 1.001),
+    "warmup_steps": (0, 2**53, -1, 2**54),
+    "label_smoothing": (0, 0.999999, -0.1, 1),
+    "grad_clip_norm": (0, 1e300, -0.1, None),
+    "ema_decay": (0, 0.999999, -0.1, 1),
+    "early_stop_patience": (0, 2**53, -1, 2**54),
+    "seed": (0, 2**31, -1, 2**31 + 1),
+    "num_ranks": (0, 4096, -1, 4097),
+    "log_interval": (1, 2**53, 0, 2**54),
+    "eval_interval": (1, 100_000, 0, 100_001),
+}
+# What lets a number stand at the end of its range.
+BESIDE: Values = {"batch_size": 1_000_000, "nesterov": False}
+
+# Values, and what the message must name: the field, the value, the rule.
+BAD: dict[str, tuple[Values, tuple[str, ...]]] = {
+    "misspelt": ({"epoch": 3}, ("'epoch'", "did you mean 'epochs'")),
+    "unknown": ({"colour": "red"}, ("unknown hyperparameter 'colour'", "choose one of", "batch_size")),
+    "capitals": ({"Epochs": 3}, ("'Epochs'", "'epochs'")),
+    "empty key": ({"": 3}, ("unknown hyperparameter ''",)),
+    "hook's name": ({"__pre_deserialize__": 3}, ("unknown hyperparameter",)),
+    "text for int": ({"epochs": "4"}, ("epochs='4'", "whole number")),
+    "text for float": ({"learning_rate": "0.1"}, ("learning_rate='0.1'", "number")),
+    "text for bool": ({"nesterov": "false"}, ("nesterov='false'", "true or false")),
+    "empty text for int": ({"epochs": ""}, ("epochs=''", "whole number")),
+    "fraction for int": ({"epochs": 3.7}, ("epochs=3.7", "whole number")),
+    "small fraction for int": ({"batch_size": 128.0000001}, ("batch_size=128.0000001", "whole number")),
+    "one for bool": ({"nesterov": 1}, ("nesterov=1", "true or false")),
+    "zero for bool": ({"compile": 0}, ("compile=0", "true or false")),
+    "float for bool": ({"deterministic": 0.5}, ("deterministic=0.5", "true or false")),
+    "true for int": ({"epochs": True}, ("epochs=True", "whole number")),
+    "false for int": ({"num_ranks": False}, ("num_ranks=False", "whole number")),
+    "true for float": ({"learning_rate": True}, ("learning_rate=True", "number")),
+    "false for float": ({"weight_decay": False}, ("weight_decay=False", "number")),
+    "number for text": ({"dataset": 7}, ("dataset=7", "text")),
+    "true for text": ({"channels_last": True}, ("channels_last=True", "text")),
+    "null for int": ({"epochs": None}, ("epochs=None", "whole number")),
+    "null for float": ({"momentum": None}, ("momentum=None", "number")),
+    "null for bool": ({"nesterov": None}, ("nesterov=None", "true or false")),
+    "null for text": ({"data_source": None}, ("data_source=None", "text")),
+    "list for int": ({"epochs": [3]}, ("epochs=[3", "whole number")),
+    "list for text": ({"dataset": ["digits"]}, ("dataset=['digits']", "text")),
+    "empty list for float": ({"learning_rate": []}, ("learning_rate=[]", "number")),
+    "object for int": ({"epochs": {"value": 3}}, ("epochs={'value': 3", "whole number")),
+    "object for bool": ({"nesterov": {}}, ("nesterov={}", "true or false")),
+    "huge float for int": ({"max_steps": 1e300}, ("max_steps=", "at most 9007199254740992")),
+    "unknown dataset": ({"dataset": "imagenet"}, ("dataset 'imagenet'", "digits", "fashion_mnist", "package.module")),
+    "misspelt dataset": ({"dataset": "fashion-mnist"}, ("'fashion-mnist'", "did you mean 'fashion_mnist'")),
+    "empty dataset": ({"dataset": ""}, ("dataset ''", "cifar10")),
+    "unknown model": ({"model": "my_net"}, ("model 'my_net'", "choose one of", "README")),
+    "misspelt model": ({"model": "resnet_18"}, ("'resnet_18'", "did you mean 'resnet18'")),
+    "detector": ({"model": "fasterrcnn_resnet50_fpn"}, ("'fasterrcnn_resnet50_fpn'", "detects objects", "resnet18")),
+    "empty model": ({"model": ""}, ("model ''",)),
+    "unknown optimizer": ({"optimizer": "SGD"}, ("optimizer 'SGD'", "adam, adamw, sgd")),
+    "unknown schedule": ({"schedule": "onecycle"}, ("schedule 'onecycle'", "constant, cosine, one_cycle")),
+    "unknown augment": ({"augment": "flip"}, ("augment 'flip'", "crop, crop_flip, none")),
+    "unknown keep": ({"keep": "first"}, ("keep 'first'", "best, ema, last")),
+    "unknown backend": ({"backend": "mpi"}, ("backend 'mpi'", "auto, gloo, nccl")),
+    "unknown precision": ({"precision": "fp16"}, ("precision 'fp16'", "auto, bf16, fp32")),
+    "unknown order": ({"channels_last": "yes"}, ("channels_last 'yes'", "auto, off, on")),
+    "batch below ranks": ({"batch_size": 2, "num_ranks": 4}, ("batch_size=2", "num_ranks=4")),
+    "batch below parts": ({"batch_size": 4, "accumulation_steps": 5}, ("batch_size=4", "accumulation_steps", "5")),
+    "batch below product": (
+        {"batch_size": 11, "num_ranks": 3, "accumulation_steps": 4},
+        ("batch_size=11", "accumulation_steps x ranks = 12"),
+    ),
+    "nesterov alone": ({"momentum": 0}, ("nesterov=True", "momentum above 0")),
+    "patience without split": (
+        {"early_stop_patience": 2, "validation_fraction": 0},
+        ("early_stop_patience=2", "validation_fraction above 0"),
+    ),
+    "best without split": ({"keep": "best", "validation_fraction": 0}, ("keep='best'", "validation_fraction above 0")),
+    "ema without average": ({"keep": "ema"}, ("keep='ema'", "ema_decay")),
+    "second of two": ({"epochs": 3, "seed": "1"}, ("seed='1'",)),
+    **{
+        f"{field} {side}": ({field: value}, (f"{field}={value}", "must be"))
+        for field, (_, _, *outside) in RANGES.items()
+        for side, value in zip(("too low", "too high"), outside, strict=True)
+        if value is not None
+    },
+}
+
+# Numbers that a protobuf Struct, or msgpack, cannot hold.
+NOT_EVERYWHERE: dict[str, tuple[Values, tuple[str, ...]]] = {
+    "nan": ({"learning_rate": float("nan")}, ("learning_rate=nan", "finite")),
+    "infinity": ({"learning_rate": float("inf")}, ("learning_rate=inf", "finite")),
+    "minus infinity": ({"momentum": float("-inf")}, ("momentum=-inf", "finite")),
+    "nan for int": ({"epochs": float("nan")}, ("epochs=nan", "whole number")),
+    "infinity for int": ({"max_steps": float("inf")}, ("max_steps=inf", "whole number")),
+    "huge int": ({"max_steps": 10**400}, ("max_steps=1000", "whole number")),
+    "huge int for float": ({"grad_clip_norm": 10**400}, ("grad_clip_norm=1000", "finite")),
+    "int next to a double": ({"max_steps": 2**53 + 1}, ("max_steps=9007199254740993", "at most 9007199254740992")),
+}
+
+PRESETS = sorted((Path(__file__).parents[1] / "config").glob("*.json"))
+GOOD: dict[str, tuple[Values, Values]] = {  # given, and as it must arrive
+    "defaults": ({}, {}),
+    "whole double for int": ({"epochs": 3.0, "seed": 0.0}, {"epochs": 3, "seed": 0}),
+    "int for float": ({"learning_rate": 1, "weight_decay": 0}, {"learning_rate": 1.0, "weight_decay": 0.0}),
+    "largest seed": ({"seed": 2**31}, {"seed": 2**31}),
+    "no short decimal": ({"learning_rate": 1 / 3}, {"learning_rate": 1 / 3}),
+    "smallest double": ({"learning_rate": 5e-324}, {"learning_rate": 5e-324}),
+    "own code": ({"model": "my_package.models:Net"}, {"model": "my_package.models:Net"}),
+    "own data": ({"dataset": "flowers:load", "data_source": "s3://b/k"},) * 2,
+    "text beyond ASCII": ({"data_source": "/données/été 🌞\n"}, {"data_source": "/données/été 🌞\n"}),
+    "every choice": ({"optimizer": "adamw", "schedule": "cosine", "keep": "best", "precision": "bf16"},) * 2,
+    "moving average": ({"keep": "ema", "ema_decay": 0.99},) * 2,
+    "batch of ranks and parts": ({"batch_size": 12, "num_ranks": 3, "accumulation_steps": 4},) * 2,
+    "no momentum": ({"momentum": 0.0, "nesterov": False},) * 2,
+    "adam needs no momentum": ({"optimizer": "adam", "momentum": 0.0},) * 2,
+    "bool": ({"nesterov": False, "compile": True, "deterministic": True},) * 2,
+    **{path.stem: (json.loads(path.read_text()),) * 2 for path in PRESETS},
+    **{
+        f"{field} {end}": ({**BESIDE, field: value},) * 2
+        for field, (low, high, *_) in RANGES.items()
+        for end, value in (("lowest", low), ("highest", high))
+    },
+}
