@@ -12,6 +12,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from flyte_ddp import sampling
 from flyte_ddp.augmentation import augment
+from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import open_arrays
 from flyte_ddp.distributed import rank, world_size
 from flyte_ddp.errors import UserError
@@ -110,8 +111,8 @@ def batch_norm_errors(hp: Hyperparameters, samples: int) -> Iterator[None]:
         if "more than 1 value per channel" not in str(error):
             raise
         raise UserError(
-            f"batch_size={hp.batch_size}: leaves a batch in which a rank has {samples} sample(s), and BatchNorm in model "
-            f"{hp.model!r} needs two or more values a channel; choose a batch_size with another remainder, or a larger "
+            f"batch_size={hp.batch_size}: leaves a batch in which a rank has {samples} sample(s), and BatchNorm in "
+            f"model {hp.model!r} needs two values a channel; choose a batch_size with another remainder, or a larger "
             "image_size"
         ) from None
 
