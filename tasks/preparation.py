@@ -42,6 +42,7 @@ def check_inputs(hp: Hyperparameters, kickoff_time: Optional[datetime] = None) -
     Never cached. Its outputs change exactly when training has to run again: with the data, the code, the weights to
     start from, or the kickoff time of a schedule that retrains at every tick.
     """
+    pods.check_code()
     identity.check_known_image_size(hp)
     identity.check_requested_gpus(hp)
     data = fingerprint(hp.dataset, hp.data_source)
