@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 import os
@@ -135,10 +136,12 @@ def on_terminal(mode: str) -> str:
             if step % 20 == 0:
                 progress.evaluation(evaluation(step // 20, step))
         progress.close()
-        terminal.flush()
-        output = os.read(reader, 1_000_000).decode()
+    output = b""
+    with contextlib.suppress(OSError):  # how the end of what was written to a terminal shows
+        while part := os.read(reader, 65536):
+            output += part
     os.close(reader)
-    return output
+    return output.decode()
 
 
 def test_a_terminal_gets_a_bar_and_the_evaluations_above_it() -> None:
