@@ -38,7 +38,7 @@ class Rendezvous:
 
 
 def run_rank(job: Job, rendezvous: Rendezvous) -> None:
-    """Runs one rank of a gang from its first line to its record; raises SystemExit(1) after writing an error record."""
+    """Runs one rank of a gang from its first line to its record; a failed one ends the process with exit code 1."""
     die_with_parent()
     faulthandler.enable()
     try:
