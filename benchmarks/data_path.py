@@ -136,10 +136,10 @@ def resident(state: TrainingState, synchronised: bool) -> Iterator[int]:
     )
     images = state.prepare(images)
     while True:
-        with state.sync.accumulating(last=synchronised):
+        with state.sync.micro_batch(last=synchronised):
             with state.autocast():
                 logits = state.sync(images)
-            state.sync.backward(functional.cross_entropy(logits.float(), labels, reduction="sum") / size)
+            (functional.cross_entropy(logits.float(), labels, reduction="sum") / size).backward()
         state.optimizer.step()
         state.optimizer.zero_grad(set_to_none=True)
         yield size

@@ -163,6 +163,12 @@ class Hyperparameters(DataClassJsonMixin):
     backend: str = setting(
         "auto", "Communication: nccl (GPUs), gloo (CPUs), or auto.", choices=("auto", "nccl", "gloo")
     )
+    strategy: str = setting(
+        "auto",
+        "How gradients are added up over the ranks: ddp (torch's DistributedDataParallel), shared_memory (CPU ranks of "
+        "one machine, on Linux), or auto: shared memory where it can be.",
+        choices=("auto", "ddp", "shared_memory"),
+    )
     precision: str = setting(
         "auto",
         "fp32; bf16 (autocast); auto takes bf16 on GPUs that have it, and on CPUs with AVX512-BF16 or AMX for the "

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import TypeVar
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+
+Value = TypeVar("Value")
 
 
 def rank() -> int:
@@ -27,3 +35,23 @@ def sum_over_ranks(values: Tensor) -> Tensor:
 def any_rank(flag: bool, device: torch.device) -> bool:
     """Whether the flag is set on any rank; every rank gets the same answer."""
     return bool(sum_over_ranks(torch.tensor([int(flag)], device=device)).item())
+
+
+def copy_from_rank_0(tensors: Iterable[Tensor]) -> None:
+    """Overwrites tensors, in place, by those of rank 0."""
+    for tensor in tensors:
+        dist.broadcast(tensor.detach(), src=0)
+
+
+def average_over_ranks(tensors: Iterable[Tensor]) -> None:
+    """Replaces floating-point tensors, in place, by their mean over the ranks."""
+    for tensor in tensors:
+        if tensor.is_floating_point():
+            sum_over_ranks(tensor.detach()).div_(world_size())
+
+
+def from_rank_0(value: Value) -> Value:
+    """What rank 0 calls this with; small, as it is pickled."""
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]

@@ -5,6 +5,7 @@ because a timing would make results unrepeatable.
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +24,7 @@ class Hardware:
     num_ranks: int
     device_type: str  # cuda or cpu
     backend: str  # nccl or gloo
+    strategy: str  # ddp or shared_memory
     bf16: bool
     channels_last: bool
     threads: int  # for each rank
@@ -111,10 +113,22 @@ def detect(hp: Hyperparameters) -> Hardware:
         num_ranks=num_ranks,
         device_type=device_type,
         backend=backend,
+        strategy=strategy(hp, device_type),
         bf16=has_bf16 and (hp.precision == "bf16" or (hp.precision == "auto" and (device_type == "cuda" or small))),
         channels_last=hp.channels_last == "on" or (hp.channels_last == "auto" and (device_type == "cuda" or small)),
         threads=max(1, cores() // num_ranks),
     )
+
+
+def strategy(hp: Hyperparameters, device_type: str) -> str:
+    """How gradients are added up: in shared memory where the ranks are CPU processes (of this machine)."""
+    possible = device_type == "cpu" and sys.platform == "linux"
+    if hp.strategy == "shared_memory" and not possible:
+        raise UserError(
+            f"strategy='shared_memory': needs CPU ranks on Linux, these are on {device_type} and {sys.platform}; "
+            "use strategy='ddp' or 'auto'"
+        )
+    return hp.strategy if hp.strategy != "auto" else ("shared_memory" if possible else "ddp")
 
 
 def check_expected_gpus(visible: int) -> None:

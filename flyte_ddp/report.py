@@ -71,8 +71,8 @@ def headline(run: Run) -> str:
     right = "" if accuracy is None else f"{accuracy * sizes['test']:,.0f} of {sizes['test']:,} right"
     rate = end.get("samples_per_second", run.train[-1]["samples_per_second"] if run.train else None)
     device = "CPU" if start.get("device") == "cpu" else start.get("device", "")
-    backend = start.get("backend", "none")
-    ranks = [backend if backend != "none" else "", counted(start.get("threads_per_rank"), "thread", " each")]
+    links = [start.get(key, "none").replace("_", " ") for key in ("backend", "strategy")]
+    ranks = [*(link for link in links if link != "none"), counted(start.get("threads_per_rank"), "thread", " each")]
     validation = f"validation loss {kept['validation_loss']:.4f}" if "validation_loss" in kept else ""
     tiles = (
         ("Test accuracy", percent(accuracy), right),

@@ -14,7 +14,7 @@ from flyte_ddp import sampling
 from flyte_ddp.augmentation import augment
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import open_arrays
-from flyte_ddp.distributed import rank, world_size
+from flyte_ddp.distributed import average_over_ranks, rank, world_size
 from flyte_ddp.errors import UserError
 from flyte_ddp.evaluate import evaluate
 from flyte_ddp.job import Job
@@ -47,6 +47,8 @@ def train(job: Job) -> None:
                     break
             finished = step == state.total_steps
             if finished or (epoch + 1) % hp.eval_interval == 0:
+                with state.clock("communication"):
+                    average_over_ranks(state.kept_model().buffers())
                 with state.clock("evaluation"):
                     validation = evaluate(state.predict, state.validation, hp.test_batch_size, state.device)
                     test = evaluate(state.predict, state.test, hp.test_batch_size, state.device)
@@ -83,12 +85,12 @@ def train_step(state: TrainingState, batch: sampling.Indices, epoch: int, step: 
         with state.clock("data"):
             images, labels = state.training.gather(samples)
             images = state.prepare(augment(images, hp.augment, seed=hp.seed, epoch=epoch, samples=samples))
-        with state.clock("forward_backward"), state.sync.accumulating(last=part == hp.accumulation_steps - 1):
+        with state.clock("forward_backward"), state.sync.micro_batch(last=part == hp.accumulation_steps - 1):
             with state.autocast(), batch_norm_errors(hp, len(samples)):
                 logits = state.sync(images)
             check_output(hp.model, logits, (len(samples), state.num_classes))
             loss = functional.cross_entropy(logits.float(), labels, reduction="sum", label_smoothing=hp.label_smoothing)
-            state.sync.backward(loss / len(batch))
+            (loss / len(batch)).backward()  # type: ignore[no-untyped-call]
         loss_sum += loss.detach()
     if state.device.type == "cpu":  # On a GPU this would wait for the device; there the recorder looks now and then.
         check_finite(loss_sum.item(), hp, epoch, step)

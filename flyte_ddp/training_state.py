@@ -21,7 +21,7 @@ from flyte_ddp.images import InputSpec, prepare
 from flyte_ddp.initial_weights import load_initial_weights
 from flyte_ddp.loading import ImageSet, on_device
 from flyte_ddp.optimisation import make_optimizer
-from flyte_ddp.strategies import GradientSync
+from flyte_ddp.strategies import GradientSync, synchronised
 
 
 @dataclass
@@ -89,7 +89,9 @@ class TrainingState:
             test=test,
             total_steps=min(steps, hp.max_steps or steps),
             model=model,
-            sync=GradientSync(cast("nn.Module", torch.compile(model)) if hp.compile else model, device),
+            sync=synchronised(
+                cast("nn.Module", torch.compile(model)) if hp.compile else model, hardware.strategy, device
+            ),
             optimizer=make_optimizer(model.parameters(), hp),
             average=moving_average(model, hp.ema_decay) if hp.ema_decay else None,
             clock=Clock(),

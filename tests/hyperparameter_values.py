@@ -10,7 +10,7 @@ Values = dict[str, Any]
 
 TYPES: dict[str, type] = {
     **dict.fromkeys(("dataset", "data_source", "model", "init_from", "optimizer", "schedule", "augment"), str),
-    **dict.fromkeys(("keep", "backend", "precision", "channels_last"), str),
+    **dict.fromkeys(("keep", "backend", "strategy", "precision", "channels_last"), str),
     **dict.fromkeys(("validation_fraction", "learning_rate", "momentum", "weight_decay"), float),
     **dict.fromkeys(("label_smoothing", "grad_clip_norm", "ema_decay"), float),
     **dict.fromkeys(("image_size", "epochs", "max_steps", "batch_size", "test_batch_size"), int),
@@ -87,6 +87,7 @@ BAD: dict[str, tuple[Values, tuple[str, ...]]] = {
     "unknown schedule": ({"schedule": "onecycle"}, ("schedule 'onecycle'", "constant, cosine, one_cycle")),
     "unknown augment": ({"augment": "flip"}, ("augment 'flip'", "crop, crop_flip, none")),
     "unknown keep": ({"keep": "first"}, ("keep 'first'", "best, ema, last")),
+    "unknown strategy": ({"strategy": "ring"}, ("strategy 'ring'", "auto, ddp, shared_memory")),
     "unknown backend": ({"backend": "mpi"}, ("backend 'mpi'", "auto, gloo, nccl")),
     "unknown precision": ({"precision": "fp16"}, ("precision 'fp16'", "auto, bf16, fp32")),
     "unknown order": ({"channels_last": "yes"}, ("channels_last 'yes'", "auto, off, on")),

@@ -78,6 +78,7 @@ def records(
         "num_ranks": 2,
         "device": "cpu",
         "backend": "gloo",
+        "strategy": "shared_memory",
         "precision": "bf16",
         "threads_per_rank": 1,
         "parameters": 431_080,

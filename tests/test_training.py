@@ -74,14 +74,20 @@ def plain_loop(hp: Hyperparameters, data: Path) -> tuple[dict[str, torch.Tensor]
 
 
 @pytest.mark.parametrize(
-    ("ranks", "accumulation"),
-    [(1, 1), (2, 3), pytest.param(2, 1, marks=pytest.mark.slow), pytest.param(3, 1, marks=pytest.mark.slow)],
+    ("ranks", "accumulation", "strategy"),
+    [
+        (1, 1, "auto"),
+        (2, 3, "shared_memory"),
+        pytest.param(3, 1, "shared_memory", marks=pytest.mark.slow),
+        pytest.param(2, 3, "ddp", marks=pytest.mark.slow),
+        pytest.param(3, 1, "ddp", marks=pytest.mark.slow),
+    ],
 )
 def test_any_number_of_ranks_computes_what_one_process_would(
-    digits: Path, tmp_path: Path, ranks: int, accumulation: int
+    digits: Path, tmp_path: Path, ranks: int, accumulation: int, strategy: str
 ) -> None:
     """1,350 samples in batches of 100: the last batch of each epoch is ragged, and divides by neither 3 nor 4."""
-    hp = replace(BASE, num_ranks=ranks, accumulation_steps=accumulation)
+    hp = replace(BASE, num_ranks=ranks, accumulation_steps=accumulation, strategy=strategy)
     result = train(hp, digits, tmp_path / "run")
     expected, losses = plain_loop(hp, digits)
     reported = [record["loss"] for record in read_metrics(result.metrics) if record["kind"] == "train"]
@@ -91,8 +97,17 @@ def test_any_number_of_ranks_computes_what_one_process_would(
 
 
 @pytest.mark.slow
-def test_reported_metrics_are_those_of_the_saved_model(digits: Path, tmp_path: Path) -> None:
-    result = train(replace(BASE, precision="auto", channels_last="auto", test_batch_size=64), digits, tmp_path / "run")
+@pytest.mark.parametrize(
+    "hp",
+    [
+        replace(BASE, precision="auto", channels_last="auto", test_batch_size=64),
+        replace(BASE, model="user_models:batch_norm", test_batch_size=64, strategy="shared_memory"),
+        replace(BASE, model="user_models:batch_norm", test_batch_size=64, strategy="ddp"),
+    ],
+)
+def test_reported_metrics_are_those_of_the_saved_model(digits: Path, tmp_path: Path, hp: Hyperparameters) -> None:
+    """With BatchNorm, too, whose running statistics each rank gathers on its own."""
+    result = train(hp, digits, tmp_path / "run")
     model, sidecar = artifacts.load_model(result.model, result.sidecar)
     arrays = open_arrays(digits)
     images = (torch.tensor(np.array(arrays.test_images)).permute(0, 3, 1, 2) / 255 - arrays.mean[0]) / arrays.std[0]
@@ -140,6 +155,16 @@ def test_the_moving_average_is_the_one_of_its_definition(digits: Path, tmp_path:
     for name, value in average.items():
         expected = 0.5 * (0.5 * stops[0][name] + 0.5 * stops[1][name]) + 0.5 * stops[2][name]
         torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_parameters_that_get_no_gradient_stay_as_they_are(digits: Path, tmp_path: Path) -> None:
+    hp = replace(BASE, model="user_models:partly_used", epochs=1, weight_decay=0.1)
+    result = train(hp, digits, tmp_path / "run")
+    torch.manual_seed(hp.seed)
+    initial = models.build(hp.model, 10, InputSpec(1, 8, 8, (0.0,), (1.0,))).state_dict()
+    unchanged = {name for name, value in weights(result).items() if torch.equal(value, initial[name])}
+    assert unchanged == {"unused.weight", "unused.bias"}
 
 
 def test_training_starts_from_given_weights(digits: Path, tmp_path: Path) -> None:
@@ -229,6 +254,15 @@ def test_bf16_where_there_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, tm
     with pytest.raises(UserError, match="precision='bf16': this CPU has no bf16"):
         hardware.detect(replace(BASE, precision="bf16"))
     assert not hardware.detect(replace(BASE, precision="auto")).bf16
+
+
+def test_shared_memory_is_for_cpu_ranks_on_linux(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert hardware.strategy(BASE, "cpu") == "shared_memory"
+    assert hardware.strategy(BASE, "cuda") == "ddp"
+    with pytest.raises(UserError, match="strategy='shared_memory': needs CPU ranks on Linux.*use strategy='ddp'"):
+        hardware.strategy(replace(BASE, strategy="shared_memory"), "cuda")
+    monkeypatch.setattr("sys.platform", "darwin")
+    assert hardware.strategy(BASE, "cpu") == "ddp"
 
 
 def test_a_batch_too_small_for_batch_norm_is_explained(digits: Path, tmp_path: Path) -> None:

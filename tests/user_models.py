@@ -15,6 +15,27 @@ def linear(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(channels * height * width, num_classes))
 
 
+def batch_norm(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+    """For 8x8 images."""
+    return nn.Sequential(nn.Conv2d(input_shape[0], 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, num_classes))
+
+
+class PartlyUsed(nn.Module):
+    """Has a layer that no output depends on."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.unused = nn.Linear(3, 3)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.inner(images)
+
+
+def partly_used(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+    return PartlyUsed(linear(num_classes, input_shape))
+
+
 def twelve_classes(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
     return linear(12, input_shape)
 

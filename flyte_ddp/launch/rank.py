@@ -11,19 +11,19 @@ import sys
 import time
 import traceback
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
+from flyte_ddp.distributed import COLLECTIVE_TIMEOUT
 from flyte_ddp.errors import UserError
 from flyte_ddp.job import Job
 from flyte_ddp.train import train
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h of glibc
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,8 @@ def run_rank(job: Job, rendezvous: Rendezvous) -> None:
     faulthandler.enable()
     try:
         torch.set_num_threads(job.hardware.threads)
+        if job.hardware.device_type == "cpu":
+            keep_freed_memory()
         join_process_group(job, rendezvous)
         train(job)
         dist.barrier()  # no rank closes its connections while another still needs them
@@ -70,6 +72,18 @@ def join_process_group(job: Job, rendezvous: Rendezvous) -> None:
         timeout=COLLECTIVE_TIMEOUT,
         device_id=device,
     )
+
+
+def keep_freed_memory() -> None:
+    """Has glibc keep what is freed instead of giving it back to the kernel, which would hand it out anew page by page.
+
+    A step frees what the next one needs again; the page faults of a small CNN's step on a CPU were up to a fifth of it.
+    """
+    if sys.platform == "linux":
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+        if mallopt is not None:
+            mallopt(M_MMAP_MAX, 0)
+            mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def die_with_parent() -> None:

@@ -1,0 +1,122 @@
+"""Memory that the ranks of one machine share, with a barrier of its own.
+
+The memory has no name in any file system: whatever ends the ranks, nothing is left behind, and the size of ``/dev/shm``
+(64 MB in a pod) is no limit. Linux only.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import socket
+
+import torch
+from torch import Tensor
+
+from flyte_ddp.distributed import COLLECTIVE_TIMEOUT, from_rank_0, rank, world_size
+
+LIMIT_SECONDS = COLLECTIVE_TIMEOUT.total_seconds()
+LONGEST_MESSAGE = 64
+ALIGNMENT = 64  # bytes, a cache line: no two ranks write into the same one
+
+
+class NodeMemory:
+    """Tensors in memory that all ranks of the process group map; zeros at first.
+
+    All ranks make it together, with the same arguments.
+    """
+
+    def __init__(self, pieces: list[tuple[int, torch.dtype]]) -> None:
+        """Makes one flat tensor for each (number of elements, type); they are in ``tensors``.
+
+        Raises:
+            OSError: the ranks are not on one machine, or the memory cannot be had.
+
+        """
+        sizes = [-(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT for count, dtype in pieces]
+        memory, self.peers = share(sum(sizes))
+        self.tensors: list[Tensor] = []
+        offset = 0
+        for (count, dtype), size in zip(pieces, sizes, strict=True):
+            self.tensors.append(torch.frombuffer(memory, dtype=dtype, count=count, offset=offset))
+            offset += size
+
+    def barrier(self) -> None:
+        """Returns once all ranks have called it; each then sees what the others wrote before.
+
+        Every rank sends a message to rank 0 and gets one back: two wake-ups, where the backend's barrier takes more.
+
+        Raises:
+            RuntimeError: a rank has ended, or did not come within the time limit of collectives.
+
+        """
+        for other, peer in self.peers.items():
+            if rank() != 0:
+                send(peer, other)
+            receive(peer, other)
+        if rank() == 0:
+            for other, peer in self.peers.items():
+                send(peer, other)
+
+
+def share(size: int) -> tuple[mmap.mmap, dict[int, socket.socket]]:
+    """Memory of ``size`` bytes, and connections by rank: rank 0's to all others, another's to rank 0.
+
+    Rank 0 hands the memory on through the connections, as an open file that has no name.
+    """
+    # A name that starts with \0 is in no file system, and found by processes of the same network namespace only.
+    address = f"\0flyte-ddp-{secrets.token_hex(16)}"
+    peers: dict[int, socket.socket] = {}
+    if rank() == 0:
+        file = os.memfd_create("flyte-ddp")
+        os.ftruncate(file, size)
+        with new_socket() as listener:
+            listener.bind(address)
+            listener.listen(world_size())
+            from_rank_0(address)
+            while len(peers) < world_size() - 1:
+                peer, _ = listener.accept()
+                peer.settimeout(LIMIT_SECONDS)
+                peers[int(peer.recv(LONGEST_MESSAGE))] = peer
+                socket.send_fds(peer, [b"memory"], [file])
+    else:
+        peers[0] = new_socket()
+        peers[0].connect(from_rank_0(address))
+        peers[0].send(str(rank()).encode())
+        _, [file], _, _ = socket.recv_fds(peers[0], LONGEST_MESSAGE, 1)
+    memory = mmap.mmap(file, size)
+    os.close(file)
+    return memory, peers
+
+
+def new_socket() -> socket.socket:
+    """A socket between processes of one machine, which keeps messages apart."""
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    made.settimeout(LIMIT_SECONDS)
+    return made
+
+
+def send(peer: socket.socket, other: int) -> None:
+    """Tells another rank that this one is here, or raises RuntimeError if that has ended."""
+    try:
+        peer.send(b"here")
+    except ConnectionError:
+        raise gone(other) from None
+
+
+def receive(peer: socket.socket, other: int) -> None:
+    """Waits until another rank is here, or raises RuntimeError if it has ended or does not come."""
+    try:
+        message = peer.recv(LONGEST_MESSAGE)
+    except TimeoutError:
+        raise RuntimeError(f"rank {other} did not come to a barrier within {peer.gettimeout():g} s") from None
+    except ConnectionError:
+        message = b""
+    if not message:
+        raise gone(other)
+
+
+def gone(other: int) -> RuntimeError:
+    """The error for a rank whose connection is closed."""
+    return RuntimeError(f"rank {other} has ended while others waited for it")

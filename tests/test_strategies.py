@@ -1,0 +1,122 @@
+"""Gradients added up in shared memory, on real ranks, against gloo's own sum."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from flyte_ddp.node_memory import NodeMemory
+from flyte_ddp.strategies import SharedMemorySync
+
+RANKS = 3
+
+
+def run_ranks(function: Callable[[Path], None], folder: Path) -> list[int | None]:
+    """Runs a function in each rank of a gloo group, and returns the exit codes."""
+    context = multiprocessing.get_context("spawn")
+    gang = [context.Process(target=run_rank, args=(function, rank, folder)) for rank in range(RANKS)]
+    for process in gang:
+        process.start()
+    for process in gang:
+        process.join(120)
+        process.kill()
+    return [process.exitcode for process in gang]
+
+
+def run_rank(function: Callable[[Path], None], rank: int, folder: Path) -> None:
+    store = dist.FileStore(str(folder / "store"), RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
+    function(folder)
+    dist.barrier()
+
+
+def parameters() -> list[nn.Parameter]:
+    """Types, shapes and orders in memory that models have, an odd size and a scalar among them."""
+    convolution = torch.zeros(5, 3, 4, 4).to(memory_format=torch.channels_last)
+    values = [
+        torch.zeros(7),
+        convolution,
+        torch.zeros(3, 2, dtype=torch.float64),
+        torch.zeros((), dtype=torch.bfloat16),
+    ]
+    return [nn.Parameter(value) for value in values]
+
+
+def add_up_random_gradients(folder: Path) -> None:
+    model = nn.ParameterList(parameters())
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    sync = SharedMemorySync(model)
+    for _ in range(5):  # the two sets of places are used in turn
+        for parameter in model:
+            # In whatever order in memory the backward pass leaves it.
+            parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+        expected = [parameter.grad.double() for parameter in model]
+        for gradient in expected:
+            dist.all_reduce(gradient)
+        with sync.micro_batch(last=False):
+            pass
+        with sync.micro_batch(last=True):
+            pass
+        for parameter, gradient in zip(model, expected, strict=True):
+            tolerance = {torch.float32: 1e-6, torch.float64: 1e-15, torch.bfloat16: 0.03}[parameter.dtype]
+            torch.testing.assert_close(parameter.grad.double(), gradient, rtol=tolerance, atol=tolerance)
+            same = [torch.empty_like(parameter.grad.contiguous()) for _ in range(RANKS)]
+            dist.all_gather(same, parameter.grad.contiguous())
+            assert all(torch.equal(same[0], other) for other in same[1:])
+
+
+def add_up_with_missing_gradients(_: Path) -> None:
+    model = nn.ParameterList([nn.Parameter(torch.full((4,), float(dist.get_rank()))) for _ in range(3)])
+    everywhere, in_rank_1, nowhere = model
+    sync = SharedMemorySync(model)
+    assert all(torch.equal(parameter, torch.zeros(4)) for parameter in model), "all start from rank 0's values"
+    for step in range(4):
+        model.zero_grad()
+        everywhere.grad = torch.ones(4)
+        if dist.get_rank() == 1:
+            in_rank_1.grad = torch.full((4,), float(step))
+        sync.add_up()
+        assert torch.equal(everywhere.grad, torch.full((4,), float(RANKS)))
+        assert torch.equal(in_rank_1.grad, torch.full((4,), float(step)))
+        assert nowhere.grad is None
+
+
+def lose_a_rank(folder: Path) -> None:
+    memory = NodeMemory([(1, torch.int64)])
+    memory.barrier()
+    if dist.get_rank() == 1:
+        os._exit(0)
+    with pytest.raises(RuntimeError, match=r"rank \d has ended while others waited for it"):
+        memory.barrier()
+    (folder / f"noticed-{dist.get_rank()}").touch()
+    os._exit(0)
+
+
+def wait_in_vain(_: Path) -> None:
+    memory = NodeMemory([(1, torch.int64)])
+    if dist.get_rank() == 0:
+        for peer in memory.peers.values():
+            peer.settimeout(0.1)
+        with pytest.raises(RuntimeError, match=r"rank \d did not come to a barrier within 0.1 s"):
+            memory.barrier()
+    dist.barrier()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("function", [add_up_random_gradients, add_up_with_missing_gradients, wait_in_vain])
+def test_shared_memory(function: Callable[[Path], None], tmp_path: Path) -> None:
+    assert run_ranks(function, tmp_path) == [0] * RANKS
+
+
+@pytest.mark.slow
+def test_the_others_notice_at_once_that_a_rank_has_gone(tmp_path: Path) -> None:
+    run_ranks(lose_a_rank, tmp_path)
+    assert {path.name for path in tmp_path.glob("noticed-*")} == {"noticed-0", "noticed-2"}
