@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -31,10 +32,16 @@ def prepare(images: Tensor, spec: InputSpec) -> Tensor:
         float32 [N, spec.channels, spec.height, spec.width]. Its memory is in channels-last order, as a stored batch is.
 
     """
-    mean = torch.tensor(spec.mean, device=images.device) * 255.0
-    scale = 1.0 / (torch.tensor(spec.std, device=images.device) * 255.0)
+    mean, scale = normalisation(spec, images.device)
     batch = images.float().permute(0, 3, 1, 2)
     if batch.shape[2:] != (spec.height, spec.width):
         batch = functional.interpolate(batch, (spec.height, spec.width), mode="bilinear", antialias=True)
     # A grey image broadcasts against a normalisation of three channels, which makes it RGB in the same pass.
-    return (batch - mean[:, None, None]) * scale[:, None, None]
+    return (batch - mean).mul_(scale)
+
+
+@functools.lru_cache(maxsize=8)
+def normalisation(spec: InputSpec, device: torch.device) -> tuple[Tensor, Tensor]:
+    """What to take from a value in 0..255 and what to multiply by then, each float32 [channels, 1, 1] on the device."""
+    mean, std = (torch.tensor(values, device=device)[:, None, None] for values in (spec.mean, spec.std))
+    return mean * 255.0, 1.0 / (std * 255.0)

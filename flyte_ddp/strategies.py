@@ -83,9 +83,10 @@ class SharedMemorySync(GradientSync):
         """Makes each gradient its sum over the ranks; one that no rank has stays None, as on a single rank."""
         has_gradient, gradients = self.has_gradient[self.turn], self.gradients[self.turn]
         self.turn = 1 - self.turn
+        own = rank()
         for index, (parameter, of_ranks) in enumerate(zip(self.parameters, gradients, strict=True)):
-            has_gradient[rank(), index] = parameter.grad is not None
-            of_ranks[rank()] = 0.0 if parameter.grad is None else parameter.grad
+            has_gradient[own, index] = parameter.grad is not None
+            of_ranks[own] = 0.0 if parameter.grad is None else parameter.grad
         self.memory.barrier()
         for parameter, of_ranks, any_has in zip(
             self.parameters, gradients, has_gradient.any(dim=0).tolist(), strict=True
