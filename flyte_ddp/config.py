@@ -94,7 +94,7 @@ class Hyperparameters(DataClassJsonMixin):
         at_most=1_000_000,
     )
     test_batch_size: int = setting(
-        500, "Samples per evaluation batch; each batch is evaluated whole by one rank.", at_least=1, at_most=1_000_000
+        250, "Samples per evaluation batch; each batch is evaluated whole by one rank.", at_least=1, at_most=1_000_000
     )
     accumulation_steps: int = setting(
         1,

@@ -32,6 +32,20 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     return values
 
 
+class StartedSum:
+    """A sum over all ranks that goes on while the rank computes; the tensor is left as it is."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._sum = values.clone()
+        self._work = dist.all_reduce(self._sum, async_op=True) if dist.is_initialized() else None
+
+    def wait(self) -> Tensor:
+        """The sum."""
+        if self._work is not None:
+            self._work.wait()
+        return self._sum
+
+
 def any_rank(flag: bool, device: torch.device) -> bool:
     """Whether the flag is set on any rank; every rank gets the same answer."""
     return bool(sum_over_ranks(torch.tensor([int(flag)], device=device)).item())

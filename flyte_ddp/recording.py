@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import platform
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,6 +34,15 @@ WORST_MISTAKES = 16
 HISTOGRAM_BINS = 64
 
 
+@dataclass(frozen=True)
+class LoggedStep:
+    """A step whose loss is being added up over the ranks, for one step's time: no rank waits for the others' losses."""
+
+    loss_sum: distributed.StartedSum
+    samples: int
+    record: dict[str, Any]
+
+
 class Recorder:
     """Collects losses over all ranks and, on rank 0, writes metrics.jsonl and shows progress."""
 
@@ -41,6 +51,7 @@ class Recorder:
         self.writes = distributed.rank() == 0
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=state.device)
         self.samples = 0
+        self.logged: LoggedStep | None = None
         self.samples_in_all = 0
         self.since = time.perf_counter()
         self.evaluated = 0.0
@@ -65,39 +76,50 @@ class Recorder:
 
         Every ``log_interval`` steps all ranks add up their losses: the record holds the mean over those samples.
         """
+        self.log_step()
         self.loss_sum += loss_sum
         self.samples += samples
         if step % self.job.hp.log_interval and step != self.state.total_steps:
             if self.writes and self.progress.due():
                 self.progress.step(epoch, step, None, None)
             return
-        with self.state.clock("communication"):
-            loss = distributed.sum_over_ranks(self.loss_sum).item() / self.samples
-        check_finite(loss, self.job.hp, epoch, step)
         # The rate of training leaves out an evaluation that came in between.
         evaluated = self.state.clock.seconds["evaluation"]
         elapsed = time.perf_counter() - self.since - (evaluated - self.evaluated)
-        rate = self.samples / elapsed
         self.training_seconds += elapsed
         self.samples_in_all += self.samples
-        if self.writes:
-            self.log.write(
-                {
-                    "kind": "train",
-                    "epoch": epoch,
-                    "step": step,
-                    "loss": loss,
-                    "learning_rate": self.state.optimizer.param_groups[0]["lr"],
-                    "samples_per_second": rate,
-                }
-            )
-            self.progress.step(epoch, step, loss, rate)
+        self.logged = LoggedStep(
+            distributed.StartedSum(self.loss_sum),
+            self.samples,
+            {
+                "kind": "train",
+                "time": time.time(),
+                "epoch": epoch,
+                "step": step,
+                "learning_rate": self.state.optimizer.param_groups[0]["lr"],
+                "samples_per_second": self.samples / elapsed,
+            },
+        )
         self.loss_sum.zero_()
         self.samples = 0
         self.since, self.evaluated = time.perf_counter(), evaluated
 
+    def log_step(self) -> None:
+        """Writes the record of the step whose loss was being added up, if there is one."""
+        if self.logged is None:
+            return
+        logged, self.logged = self.logged, None
+        with self.state.clock("communication"):
+            loss = logged.loss_sum.wait().item() / logged.samples
+        record = logged.record
+        check_finite(loss, self.job.hp, record["epoch"], record["step"])
+        if self.writes:
+            self.log.write({**record, "loss": loss})
+            self.progress.step(record["epoch"], record["step"], loss, record["samples_per_second"])
+
     def evaluation(self, epoch: int, step: int, validation: Evaluation, test: Evaluation) -> None:
         """Takes in the evaluation after ``epoch`` epochs."""
+        self.log_step()
         self.epoch_accuracies.append(test.accuracy)
         if self.writes:
             record: dict[str, Any] = {"kind": "evaluation", "epoch": epoch, "step": step}
@@ -154,7 +176,7 @@ class Recorder:
         rows = min(self.job.settings.wandb_table_rows, len(self.state.test))
         wrong = torch.where(test.guesses != test.truth, test.losses, -torch.inf)
         worst = wrong.topk(min(WORST_MISTAKES, int((test.guesses != test.truth).sum()))).indices
-        index = torch.cat([torch.arange(rows), worst]).numpy()
+        index = torch.cat([torch.arange(rows), worst]).numpy().astype(np.int32)
         images, _ = self.state.test.gather(index)
         with torch.inference_mode():
             scores = functional.softmax(self.state.predict(images), dim=1)

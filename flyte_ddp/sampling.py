@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-Indices = NDArray[np.int64]
+Indices = NDArray[np.int32]
 
 SPLIT, ORDER = 0, 1  # what a random stream is for; keeps streams of one seed apart
 
@@ -22,7 +22,7 @@ def random_stream(purpose: int, seed: int, epoch: int = 0) -> np.random.Generato
 def split_indices(samples: int, validation_fraction: float, seed: int) -> tuple[Indices, Indices]:
     """Divides the training samples at random into those trained on and those held out, each in ascending order."""
     held_out = round(samples * validation_fraction)
-    order = random_stream(SPLIT, seed).permutation(samples)
+    order = random_stream(SPLIT, seed).permutation(np.arange(samples, dtype=np.int32))
     return np.sort(order[held_out:]), np.sort(order[:held_out])
 
 

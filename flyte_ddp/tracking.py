@@ -54,7 +54,7 @@ class MetricsLog:
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Appends one record."""
-        line = json.dumps(finite({**record, "time": time.time()}), allow_nan=False)
+        line = json.dumps(finite({"time": time.time(), **record}), allow_nan=False)
         try:
             self._append(line.encode() + b"\n")
         except OSError as error:

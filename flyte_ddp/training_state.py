@@ -76,7 +76,7 @@ class TrainingState:
         stored = on_device(device, arrays.train_images, arrays.train_labels)
         training, validation = (ImageSet(*stored, part) for part in indices)
         stored = on_device(device, arrays.test_images, arrays.test_labels)
-        test = ImageSet(*stored, np.arange(len(arrays.test_labels)))
+        test = ImageSet(*stored, np.arange(len(arrays.test_labels), dtype=np.int32))
         steps = hp.epochs * sampling.steps_per_epoch(len(training), hp.batch_size)
         return cls(
             hp=hp,

@@ -259,7 +259,7 @@ def test_bf16_where_there_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, tm
 def test_shared_memory_is_for_cpu_ranks_on_linux(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hardware.strategy(BASE, "cpu") == "shared_memory"
     assert hardware.strategy(BASE, "cuda") == "ddp"
-    with pytest.raises(UserError, match="strategy='shared_memory': needs CPU ranks on Linux.*use strategy='ddp'"):
+    with pytest.raises(UserError, match=r"strategy='shared_memory': needs CPU ranks on Linux.*use strategy='ddp'"):
         hardware.strategy(replace(BASE, strategy="shared_memory"), "cuda")
     monkeypatch.setattr("sys.platform", "darwin")
     assert hardware.strategy(BASE, "cpu") == "ddp"
