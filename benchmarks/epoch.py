@@ -79,8 +79,9 @@ def run_ours(result: Result, folder: Path, data: Path, precision: str, hp: dict[
 
 def run_peer(result: Result, folder: Path, name: str, order: dict[str, Any]) -> None:
     """One run of ``plain_ddp`` or ``lightning_ddp``, whichever the name begins with."""
-    output = folder / f"{name.split()[0]}-{order['seed']}.json"
-    run_python(f"benchmarks.{name.split()[0]}_ddp", json.dumps(order | {"output": str(output)}))
+    peer = name.partition(" ")[0]
+    output = folder / f"{peer}-{order['seed']}.json"
+    run_python(f"benchmarks.{peer}_ddp", json.dumps(order | {"output": str(output)}))
     epochs = json.loads(output.read_text())
     note(result, name, [epoch["seconds"] for epoch in epochs], epochs[-1]["accuracy"])
 
