@@ -3,7 +3,8 @@
 In the same two processes, in turn: the library's step with its data path and its records (ours); forward, backward and
 optimiser on one batch that is already prepared (resident), with the same strategy, precision and optimiser; and the
 same without synchronising gradients (alone), which gives the share of communication by subtraction. The library's own
-account of communication (what no computation hides, as in its "end" record) stands beside it.
+account of communication (what no computation hides, as in its "end" record) stands beside it. The target is for the
+tutorial's network; small_cnn, whose step is a third as long, shows what the same milliseconds weigh there.
 """
 
 from __future__ import annotations
@@ -67,7 +68,12 @@ def measure(options: Options) -> Result:
         share = result.ratio(f"{side}: ours / resident", f"{side}: ours", f"{side}: resident")
         exposed = 1 - result.ratio(f"{side}: resident / alone", f"{side}: resident", f"{side}: alone")
         result.targets += [
-            Target(f"{side}: rate of training, share of the resident batch's", share, "%", at_least=0.95),
+            Target(
+                f"{side}: rate of training, share of the resident batch's",
+                share,
+                "%",
+                at_least=0.95 if model == "tutorial" else None,
+            ),
             Target(f"{side}: share of communication by the library's account", found["communication"], "%"),
             Target(f"{side}: share of communication by subtraction", exposed, "%"),
         ]

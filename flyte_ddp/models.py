@@ -91,8 +91,7 @@ class Tutorial(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Logits [N, classes] of images [N, C, H, W]."""
         # The tutorial takes relu first; after pooling it is the same function on a quarter of the values.
-        # Pooling of bf16 takes channels by 32 and the rest, here all 20, one by one; of fp32 by 16.
-        x = torch.relu(torch.max_pool2d(self.conv1(images).float(), 2))
+        x = torch.relu(torch.max_pool2d(self.conv1(images), 2))
         x = torch.relu(torch.max_pool2d(self.conv2(x), 2))
         x = torch.relu(self.fc1(x.flatten(1)))
         logits: Tensor = self.fc2(x)
