@@ -97,14 +97,13 @@ class Tutorial(nn.Module):
         logits: Tensor = self.fc2(x)
         return logits
 
-
     def convolve_and_pool(self, images: Tensor) -> Tensor:
         """The first convolution, pooled, whose output at full resolution is most of the step's traffic to memory.
 
         A CPU takes it 32 images at a time, so that it is pooled while it is in the cache, and pools in fp32, since 20
         channels are too few for the vectors of bf16.
         """
-        parts = images.split(32) if images.device.type == "cpu" else [images]
+        parts = torch.split(images, 32) if images.device.type == "cpu" else (images,)
         return torch.cat([torch.max_pool2d(self.conv1(part).float(), 2) for part in parts])
 
 
