@@ -8,7 +8,8 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
@@ -52,16 +53,24 @@ def any_rank(flag: bool, device: torch.device) -> bool:
 
 
 def copy_from_rank_0(tensors: Iterable[Tensor]) -> None:
-    """Overwrites tensors, in place, by those of rank 0."""
+    """Overwrites tensors, in place, by those of rank 0; expanded ones, which cannot be written to, stay as they are."""
     for tensor in tensors:
-        dist.broadcast(tensor.detach(), src=0)
+        if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+            continue
+        # gloo takes memory for dense, whatever the strides say, and does not know all types: bytes it is.
+        value = tensor.detach().contiguous()
+        dist.broadcast(value.view(-1).view(torch.uint8), src=0)
+        if value.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(value)
 
 
-def average_over_ranks(tensors: Iterable[Tensor]) -> None:
-    """Replaces floating-point tensors, in place, by their mean over the ranks."""
-    for tensor in tensors:
-        if tensor.is_floating_point():
-            sum_over_ranks(tensor.detach()).div_(world_size())
+def average_batch_norm(model: nn.Module) -> None:
+    """Replaces the running statistics of BatchNorm, in place, by their mean over the ranks."""
+    for module in model.modules():
+        if isinstance(module, _BatchNorm):
+            for statistics in (module.running_mean, module.running_var):
+                if statistics is not None:
+                    sum_over_ranks(statistics).div_(world_size())
 
 
 def from_rank_0(value: Value) -> Value:

@@ -28,6 +28,10 @@ class RankError(RuntimeError):
     """A rank failed through no mistake of the user's that we know of; carries what the rank itself reported."""
 
 
+class PeerGoneError(RuntimeError):
+    """Another rank has ended: what a rank reports that is not itself the cause."""
+
+
 def unknown_name(kind: str, name: str, choices: Iterable[str]) -> UserError:
     """The error for a name that is not in a table, with the nearest choice first and then all of them."""
     names = sorted(choices)

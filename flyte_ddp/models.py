@@ -103,8 +103,9 @@ class Tutorial(nn.Module):
         A CPU takes it 32 images at a time, so that it is pooled while it is in the cache, and pools in fp32, since 20
         channels are too few for the vectors of bf16.
         """
-        parts = torch.split(images, 32) if images.device.type == "cpu" else (images,)
-        return torch.cat([torch.max_pool2d(self.conv1(part).float(), 2) for part in parts])
+        if images.device.type != "cpu":
+            return torch.max_pool2d(self.conv1(images), 2)
+        return torch.cat([torch.max_pool2d(self.conv1(part).float(), 2) for part in torch.split(images, 32)])
 
 
 class SmallCNN(nn.Module):

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from flyte_ddp.distributed import COLLECTIVE_TIMEOUT, from_rank_0, rank, world_size
+from flyte_ddp.errors import PeerGoneError
 
 LIMIT_SECONDS = COLLECTIVE_TIMEOUT.total_seconds()
 LONGEST_MESSAGE = 64
-ALIGNMENT = 64  # bytes, a cache line: no two ranks write into the same one
+ALIGNMENT = 64  # bytes: every tensor starts on a cache line
 
 
 class NodeMemory:
@@ -117,6 +118,6 @@ def receive(peer: socket.socket, other: int) -> None:
         raise gone(other)
 
 
-def gone(other: int) -> RuntimeError:
+def gone(other: int) -> PeerGoneError:
     """The error for a rank whose connection is closed."""
-    return RuntimeError(f"rank {other} has ended while others waited for it")
+    return PeerGoneError(f"rank {other} has ended while others waited for it")

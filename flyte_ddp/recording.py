@@ -118,8 +118,15 @@ class Recorder:
             self.progress.step(record["epoch"], record["step"], loss, record["samples_per_second"])
 
     def evaluation(self, epoch: int, step: int, validation: Evaluation, test: Evaluation) -> None:
-        """Takes in the evaluation after ``epoch`` epochs."""
+        """Takes in the evaluation after ``epoch`` epochs.
+
+        Raises:
+            UserError: a loss that is not finite: the last steps led astray, after their own losses had been checked.
+
+        """
         self.log_step()
+        for measured in (validation, test):
+            check_finite(measured.loss, self.job.hp, epoch - 1, step)
         self.epoch_accuracies.append(test.accuracy)
         if self.writes:
             record: dict[str, Any] = {"kind": "evaluation", "epoch": epoch, "step": step}
@@ -259,6 +266,6 @@ def check_finite(loss: float, hp: Hyperparameters, epoch: int, step: int) -> Non
     """Raises UserError for a loss that is NaN or infinite."""
     if not math.isfinite(loss):
         raise UserError(
-            f"the training loss is {loss} at epoch {epoch}, step {step}: it must be finite; lower learning_rate "
+            f"the loss is {loss} at epoch {epoch}, step {step}: it must be finite; lower learning_rate "
             f"(now {hp.learning_rate:g}), set grad_clip_norm or warmup_steps, or use precision='fp32'"
         )

@@ -53,7 +53,9 @@ class SharedMemorySync(GradientSync):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         copy_from_rank_0([*model.parameters(), *model.buffers()])
-        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.parameters = [
+            parameter for parameter in model.parameters() if parameter.requires_grad and parameter.numel()
+        ]
         # Two sets of places, used in turn: who is ahead fills one while others still read the other. Before it comes
         # back to that one it has passed a barrier that they reach only after reading.
         ranks, sets = world_size(), 2
@@ -62,8 +64,8 @@ class SharedMemorySync(GradientSync):
         self.memory = NodeMemory(flags + gradients)
         self.has_gradient = [flat.view(ranks, -1) for flat in self.memory.tensors[:sets]]
         views = [
-            # Each rank's gradient in the same order of memory as the parameter: [ranks, *parameter.shape].
-            flat.as_strided((ranks, *parameter.shape), (parameter.numel(), *parameter.stride()))
+            # Each rank's gradient in the same order of memory as the parameter, without its gaps, if it has any.
+            flat.as_strided((ranks, *parameter.shape), (parameter.numel(), *torch.empty_like(parameter).stride()))
             for parameter, flat in zip(self.parameters * sets, self.memory.tensors[sets:], strict=True)
         ]
         self.gradients = [views[: len(self.parameters)], views[len(self.parameters) :]]
@@ -105,11 +107,15 @@ class DDPSync(GradientSync):
         self.last_bucket_started = 0.0
         # A kernel for one channel has two equally good memory orders, of which DDP expects the other one.
         warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
+        warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
         self.parallel = DistributedDataParallel(
             model,
             device_ids=[device] if device.type == "cuda" else None,
             gradient_as_bucket_view=True,
             broadcast_buffers=False,
+            # Otherwise a model with a parameter that no output depends on fails in its second step, or, if there is
+            # none, ends with gradients that were never added up.
+            find_unused_parameters=True,
         )
         self.parallel.register_comm_hook(self, add_over_ranks)
 

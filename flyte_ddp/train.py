@@ -14,7 +14,7 @@ from flyte_ddp import sampling
 from flyte_ddp.augmentation import augment
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import open_arrays
-from flyte_ddp.distributed import average_over_ranks, rank, world_size
+from flyte_ddp.distributed import average_batch_norm, rank, world_size
 from flyte_ddp.errors import UserError
 from flyte_ddp.evaluate import evaluate
 from flyte_ddp.job import Job
@@ -48,7 +48,7 @@ def train(job: Job) -> None:
             finished = step == state.total_steps
             if finished or (epoch + 1) % hp.eval_interval == 0:
                 with state.clock("communication"):
-                    average_over_ranks(state.kept_model().buffers())
+                    average_batch_norm(state.kept_model())
                 with state.clock("evaluation"):
                     validation = evaluate(state.predict, state.validation, hp.test_batch_size, state.device)
                     test = evaluate(state.predict, state.test, hp.test_batch_size, state.device)
@@ -93,7 +93,7 @@ def train_step(state: TrainingState, batch: sampling.Indices, epoch: int, step: 
             (loss / len(batch)).backward()  # type: ignore[no-untyped-call]
         loss_sum += loss.detach()
     if state.device.type == "cpu":  # On a GPU this would wait for the device; there the recorder looks now and then.
-        check_finite(loss_sum.item(), hp, epoch, step)
+        check_finite(loss_sum.item(), hp, epoch, step + 1)
     if hp.grad_clip_norm:
         clip_grad_norm_(state.model.parameters(), hp.grad_clip_norm)
     for group in state.optimizer.param_groups:

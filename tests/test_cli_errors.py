@@ -129,7 +129,7 @@ def test_a_model_whose_output_does_not_fit(tmp_path: Path) -> None:
 def test_a_loss_that_is_not_finite(num_ranks: int, tmp_path: Path) -> None:
     hp = {"learning_rate": 1000, "schedule": "constant", "epochs": 20, "num_ranks": num_ranks}
     ended = train(hp, home=tmp_path)
-    assert_refused(ended, tmp_path, "training loss is", "must be finite", "lower learning_rate (now 1000)")
+    assert_refused(ended, tmp_path, "the loss is", "must be finite", "lower learning_rate (now 1000)")
     found = re.search(r"loss is (\S+) at epoch (\d+), step (\d+)", ended.panel)
     assert found
     assert not math.isfinite(float(found[1]))

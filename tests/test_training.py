@@ -158,8 +158,9 @@ def test_the_moving_average_is_the_one_of_its_definition(digits: Path, tmp_path:
 
 
 @pytest.mark.slow
-def test_parameters_that_get_no_gradient_stay_as_they_are(digits: Path, tmp_path: Path) -> None:
-    hp = replace(BASE, model="user_models:partly_used", epochs=1, weight_decay=0.1)
+@pytest.mark.parametrize("strategy", ["shared_memory", "ddp"])
+def test_parameters_that_get_no_gradient_stay_as_they_are(digits: Path, tmp_path: Path, strategy: str) -> None:
+    hp = replace(BASE, model="user_models:partly_used", epochs=1, weight_decay=0.1, strategy=strategy)
     result = train(hp, digits, tmp_path / "run")
     torch.manual_seed(hp.seed)
     initial = models.build(hp.model, 10, InputSpec(1, 8, 8, (0.0,), (1.0,))).state_dict()
@@ -184,6 +185,12 @@ def test_training_starts_from_given_weights(digits: Path, tmp_path: Path) -> Non
         (
             replace(BASE, learning_rate=1000.0, schedule="constant", epochs=30),
             "loss is (nan|inf).*epoch.*step",
+        ),
+        (  # the last step's own loss is finite, what it leads to is not
+            replace(
+                BASE, learning_rate=1000.0, momentum=0.0, nesterov=False, schedule="constant", max_steps=3, keep="best"
+            ),
+            "loss is (nan|inf).*epoch.*step 3",
         ),
         (replace(BASE, model="user_models:twelve_classes"), r"returned \(\d+, 12\).*\(\d+, 10\)"),
         (replace(BASE, model="user_models:not_a_module"), "returned a str: it must return a torch.nn.Module"),

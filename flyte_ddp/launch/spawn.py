@@ -18,7 +18,7 @@ from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from flyte_ddp.errors import RankError, UserError
+from flyte_ddp.errors import PeerGoneError, RankError, UserError
 from flyte_ddp.job import Job
 
 GRACE_SECONDS = 2.0  # between asking the survivors of a failed gang to end and killing them
@@ -86,17 +86,23 @@ def first_failure(gang: Sequence[BaseProcess], records: Path) -> Exception:
     signals = {rank: -code for rank, process in enumerate(gang) if (code := process.exitcode) is not None and code < 0}
     killed = [rank for rank, number in signals.items() if number != signal.SIGABRT]
     errors = [json.loads(path.read_text()) for path in records.glob("error-*.json")]
-    if killed or (signals and not errors):
+    causes = [error for error in errors if error["type"] != PeerGoneError.__name__]
+    if killed or (signals and not causes):
         rank = min(killed or signals)
         name = signal.Signals(signals[rank]).name
         hint = ", which is often the kernel's out-of-memory killer" if name == "SIGKILL" else ""
         return RankError(f"rank {rank} was killed by {name}{hint}")
-    if errors:
-        first = min(errors, key=lambda error: error["time"])
+    if causes:
+        first = min(causes, key=lambda error: error["time"])
         if first["users_mistake"]:
             return UserError(first["message"])
         return RankError(f"rank {first['rank']}: {first['type']}: {first['message']}\n\n{first['traceback']}")
-    rank = next(rank for rank, process in enumerate(gang) if process.exitcode is not None)
+    silent = [
+        rank
+        for rank, process in enumerate(gang)
+        if process.exitcode is not None and not any(records.glob(f"*-{rank}.json"))
+    ]
+    rank = silent[0] if silent else errors[0]["rank"]
     return RankError(f"rank {rank} ended with exit code {gang[rank].exitcode} before it had finished training")
 
 
