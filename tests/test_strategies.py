@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from flyte_ddp.distributed import copy_from_rank_0
 from flyte_ddp.node_memory import NodeMemory
 from flyte_ddp.strategies import SharedMemorySync
 
@@ -39,13 +40,15 @@ def run_rank(function: Callable[[Path], None], rank: int, folder: Path) -> None:
 
 
 def parameters() -> list[nn.Parameter]:
-    """Types, shapes and orders in memory that models have, an odd size and a scalar among them."""
+    """Types, shapes and orders in memory that models have, an odd size, a scalar, gaps and nothing among them."""
     convolution = torch.zeros(5, 3, 4, 4).to(memory_format=torch.channels_last)
     values = [
         torch.zeros(7),
         convolution,
         torch.zeros(3, 2, dtype=torch.float64),
         torch.zeros((), dtype=torch.bfloat16),
+        torch.zeros(3, 6)[:, ::2],
+        torch.zeros(0, 5),
     ]
     return [nn.Parameter(value) for value in values]
 
@@ -71,6 +74,18 @@ def add_up_random_gradients(folder: Path) -> None:
             same = [torch.empty_like(parameter.grad.contiguous()) for _ in range(RANKS)]
             dist.all_gather(same, parameter.grad.contiguous())
             assert all(torch.equal(same[0], other) for other in same[1:])
+
+
+def copy_odd_tensors(_: Path) -> None:
+    own = float(dist.get_rank() + 1)
+    whole = torch.full((4, 6), own)
+    alike = [torch.full((3,), int(own), dtype=torch.int16), torch.full((2, 3), own).t(), torch.full((), own)]
+    expanded = torch.full((1,), own).expand(5)
+    copy_from_rank_0([*alike, whole[:, ::2], expanded])
+    assert all((tensor == 1).all() for tensor in alike)
+    assert (whole[:, ::2] == 1).all()
+    assert (whole[:, 1::2] == own).all()
+    assert (expanded == own).all()
 
 
 def add_up_with_missing_gradients(_: Path) -> None:
@@ -111,7 +126,9 @@ def wait_in_vain(_: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("function", [add_up_random_gradients, add_up_with_missing_gradients, wait_in_vain])
+@pytest.mark.parametrize(
+    "function", [add_up_random_gradients, add_up_with_missing_gradients, copy_odd_tensors, wait_in_vain]
+)
 def test_shared_memory(function: Callable[[Path], None], tmp_path: Path) -> None:
     assert run_ranks(function, tmp_path) == [0] * RANKS
 
