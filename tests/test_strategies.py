@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -76,6 +77,26 @@ def add_up_random_gradients(folder: Path) -> None:
             assert all(torch.equal(same[0], other) for other in same[1:])
 
 
+def read_late(folder: Path) -> None:
+    """Rank 2 reads a step's gradients only when the others have written those of the next step."""
+    (parameter,) = model = nn.ParameterList([nn.Parameter(torch.zeros(4))])
+    sync = SharedMemorySync(model)
+    barrier, steps = sync.memory.barrier, 4
+
+    def slow_barrier() -> None:
+        (folder / f"{dist.get_rank()}-has-written-{step}").touch()
+        barrier()
+        if dist.get_rank() == 2 and step + 1 < steps:
+            while not all((folder / f"{other}-has-written-{step + 1}").exists() for other in (0, 1)):
+                time.sleep(0.001)
+
+    sync.memory.barrier = slow_barrier
+    for step in range(steps):
+        parameter.grad = torch.full((4,), 10.0**step)
+        sync.add_up()
+        assert torch.equal(parameter.grad, torch.full((4,), RANKS * 10.0**step))
+
+
 def copy_odd_tensors(_: Path) -> None:
     own = float(dist.get_rank() + 1)
     whole = torch.full((4, 6), own)
@@ -127,7 +148,7 @@ def wait_in_vain(_: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "function", [add_up_random_gradients, add_up_with_missing_gradients, copy_odd_tensors, wait_in_vain]
+    "function", [add_up_random_gradients, add_up_with_missing_gradients, read_late, copy_odd_tensors, wait_in_vain]
 )
 def test_shared_memory(function: Callable[[Path], None], tmp_path: Path) -> None:
     assert run_ranks(function, tmp_path) == [0] * RANKS
