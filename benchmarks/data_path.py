@@ -1,10 +1,10 @@
-"""The rate of training against the same ranks doing the same DDP step on one resident batch.
+"""The rate of training against the same ranks doing the same step on one resident batch.
 
 In the same two processes, in turn: the library's step with its data path and its records (ours); forward, backward and
 optimiser on one batch that is already prepared (resident), with the same strategy, precision and optimiser; and the
 same without synchronising gradients (alone), which gives the share of communication by subtraction. The library's own
 account of communication (what no computation hides, as in its "end" record) stands beside it. The target is for the
-tutorial's network; small_cnn, whose step is a third as long, shows what the same milliseconds weigh there.
+tutorial's network; small_cnn, whose step is about half as long, shows what the same milliseconds weigh there.
 """
 
 from __future__ import annotations

@@ -47,11 +47,6 @@ class StartedSum:
         return self._sum
 
 
-def any_rank(flag: bool, device: torch.device) -> bool:
-    """Whether the flag is set on any rank; every rank gets the same answer."""
-    return bool(sum_over_ranks(torch.tensor([int(flag)], device=device)).item())
-
-
 def copy_from_rank_0(tensors: Iterable[Tensor]) -> None:
     """Overwrites tensors, in place, by those of rank 0; expanded ones, which cannot be written to, stay as they are."""
     for tensor in tensors:

@@ -53,6 +53,6 @@ def on_device(
 ) -> tuple[NDArray[np.uint8] | Tensor, NDArray[np.int64] | Tensor]:
     """Stored arrays as they are for a CPU, copied to the device for a GPU."""
     if device.type == "cpu":
-        # The same memory without numpy's memmap class, whose indexing takes twice as long.
+        # The same memory without numpy's memmap class, whose indexing is slower.
         return np.asarray(images), np.asarray(labels)
     return torch.from_numpy(np.array(images)).to(device), torch.from_numpy(np.array(labels)).to(device)

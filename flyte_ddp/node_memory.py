@@ -85,7 +85,10 @@ def share(size: int) -> tuple[mmap.mmap, dict[int, socket.socket]]:
         peers[0] = new_socket()
         peers[0].connect(from_rank_0(address))
         peers[0].send(str(rank()).encode())
-        _, [file], _, _ = socket.recv_fds(peers[0], LONGEST_MESSAGE, 1)
+        _, files, _, _ = socket.recv_fds(peers[0], LONGEST_MESSAGE, 1)
+        if not files:
+            raise gone(0)
+        file = files[0]
     memory = mmap.mmap(file, size)
     os.close(file)
     return memory, peers

@@ -46,8 +46,8 @@ class GradientSync:
 class SharedMemorySync(GradientSync):
     """For CPU ranks of one machine: each puts its gradients where all can read them, and adds up those of all.
 
-    gloo goes through TCP even on one machine; that takes about as long as a small model's backward pass, and its
-    threads need the cores that compute. All ranks add in the same order, and so get the same bits.
+    gloo goes through TCP even on one machine, and its threads need the cores that compute. All ranks add in the same
+    order, and so get the same bits.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -77,7 +77,7 @@ def join_process_group(job: Job, rendezvous: Rendezvous) -> None:
 def keep_freed_memory() -> None:
     """Has glibc keep what is freed instead of giving it back to the kernel, which would hand it out anew page by page.
 
-    A step frees what the next one needs again; the page faults of a small CNN's step on a CPU were up to a fifth of it.
+    A step frees what the next one needs again, and page faults are dear in virtual machines.
     """
     if sys.platform == "linux":
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

@@ -92,18 +92,18 @@ def first_failure(gang: Sequence[BaseProcess], records: Path) -> Exception:
         name = signal.Signals(signals[rank]).name
         hint = ", which is often the kernel's out-of-memory killer" if name == "SIGKILL" else ""
         return RankError(f"rank {rank} was killed by {name}{hint}")
-    if causes:
-        first = min(causes, key=lambda error: error["time"])
-        if first["users_mistake"]:
-            return UserError(first["message"])
-        return RankError(f"rank {first['rank']}: {first['type']}: {first['message']}\n\n{first['traceback']}")
     silent = [
         rank
         for rank, process in enumerate(gang)
         if process.exitcode is not None and not any(records.glob(f"*-{rank}.json"))
     ]
-    rank = silent[0] if silent else errors[0]["rank"]
-    return RankError(f"rank {rank} ended with exit code {gang[rank].exitcode} before it had finished training")
+    if causes or not silent:
+        first = min(causes or errors, key=lambda error: error["time"])
+        if first["users_mistake"]:
+            return UserError(first["message"])
+        return RankError(f"rank {first['rank']}: {first['type']}: {first['message']}\n\n{first['traceback']}")
+    code = gang[silent[0]].exitcode
+    return RankError(f"rank {silent[0]} ended with exit code {code} before it had finished training")
 
 
 def end(gang: Sequence[BaseProcess]) -> None:
