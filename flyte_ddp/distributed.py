@@ -40,6 +40,10 @@ class StartedSum:
         self._sum = values.clone()
         self._work = dist.all_reduce(self._sum, async_op=True) if dist.is_initialized() else None
 
+    def arrived(self) -> bool:
+        """Whether ``wait`` would return at once."""
+        return self._work is None or self._work.is_completed()
+
     def wait(self) -> Tensor:
         """The sum."""
         if self._work is not None:

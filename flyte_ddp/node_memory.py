@@ -6,10 +6,12 @@ The memory has no name in any file system: whatever ends the ranks, nothing is l
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import secrets
 import socket
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -21,27 +23,24 @@ LIMIT_SECONDS = COLLECTIVE_TIMEOUT.total_seconds()
 LONGEST_MESSAGE = 64
 ALIGNMENT = 64  # bytes: every tensor starts on a cache line
 
+Piece = tuple[int, torch.dtype]  # number of elements, and their type
+
 
 class NodeMemory:
-    """Tensors in memory that all ranks of the process group map; zeros at first.
+    """Memory that all ranks of the process group map, as uint8 [size] in ``bytes``; zeros at first.
 
-    All ranks make it together, with the same arguments.
+    All ranks make it together, with the same size.
     """
 
-    def __init__(self, pieces: list[tuple[int, torch.dtype]]) -> None:
-        """Makes one flat tensor for each (number of elements, type); they are in ``tensors``.
+    def __init__(self, size: int) -> None:
+        """Makes ``size`` bytes, at least one.
 
         Raises:
             OSError: the ranks are not on one machine, or the memory cannot be had.
 
         """
-        sizes = [-(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT for count, dtype in pieces]
-        memory, self.peers = share(sum(sizes))
-        self.tensors: list[Tensor] = []
-        offset = 0
-        for (count, dtype), size in zip(pieces, sizes, strict=True):
-            self.tensors.append(torch.frombuffer(memory, dtype=dtype, count=count, offset=offset))
-            offset += size
+        memory, self.peers = share(max(size, 1))
+        self.bytes = torch.frombuffer(memory, dtype=torch.uint8)
 
     def barrier(self) -> None:
         """Returns once all ranks have called it; each then sees what the others wrote before.
@@ -59,6 +58,20 @@ class NodeMemory:
         if rank() == 0:
             for other, peer in self.peers.items():
                 send(peer, other)
+
+
+def sizes(pieces: Sequence[Piece]) -> list[int]:
+    """Bytes that each piece takes up, with the gap behind it."""
+    return [-(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT for count, dtype in pieces]
+
+
+def cut(memory: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
+    """Flat tensors, one for each piece, that lie one after another in a uint8 tensor."""
+    offsets = itertools.accumulate(sizes(pieces), initial=0)
+    return [
+        memory[offset : offset + count * dtype.itemsize].view(dtype)
+        for (count, dtype), offset in zip(pieces, offsets, strict=False)
+    ]
 
 
 def share(size: int) -> tuple[mmap.mmap, dict[int, socket.socket]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import platform
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +68,11 @@ class Recorder:
         return self
 
     def __exit__(self, *_: object) -> None:
+        # After an error in the step that follows a logged one: its loss is worth keeping, but not worth waiting for,
+        # and no error of its own may take the place of the first.
+        if self.logged is not None and self.logged.loss_sum.arrived():
+            with suppress(RuntimeError, UserError):
+                self.log_step()
         if self.writes:
             self.progress.close()
             self.log.close()

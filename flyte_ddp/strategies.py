@@ -7,7 +7,7 @@ averaged: a ragged batch is exact.
 # No "from __future__ import annotations" here: DDP checks a communication hook's annotations, and wants real types.
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -18,7 +18,9 @@ from torch._C._distributed_c10d import GradBucket  # what torch.distributed re-e
 from torch.nn.parallel import DistributedDataParallel
 
 from flyte_ddp.distributed import copy_from_rank_0, rank, world_size
-from flyte_ddp.node_memory import NodeMemory
+from flyte_ddp.node_memory import NodeMemory, Piece, cut, sizes
+
+BUCKET_BYTES = 16 << 20  # of one rank's gradients
 
 
 class GradientSync:
@@ -47,28 +49,20 @@ class SharedMemorySync(GradientSync):
     """For CPU ranks of one machine: each puts its gradients where all can read them, and adds up those of all.
 
     gloo goes through TCP even on one machine, and its threads need the cores that compute. All ranks add in the same
-    order, and so get the same bits.
+    order, and so get the same bits. What is shared grows with the largest parameter, not with the model.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, bucket_bytes: int = BUCKET_BYTES) -> None:
         super().__init__(model)
         copy_from_rank_0([*model.parameters(), *model.buffers()])
-        self.parameters = [
-            parameter for parameter in model.parameters() if parameter.requires_grad and parameter.numel()
-        ]
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.numel()]
+        groups = in_buckets(trained, bucket_bytes)
         # Two sets of places, used in turn: who is ahead fills one while others still read the other. Before it comes
         # back to that one it has passed a barrier that they reach only after reading.
-        ranks, sets = world_size(), 2
-        flags = [(ranks * len(self.parameters), torch.bool)] * sets
-        gradients = [(ranks * parameter.numel(), parameter.dtype) for parameter in self.parameters] * sets
-        self.memory = NodeMemory(flags + gradients)
-        self.has_gradient = [flat.view(ranks, -1) for flat in self.memory.tensors[:sets]]
-        views = [
-            # Each rank's gradient in the same order of memory as the parameter, without its gaps, if it has any.
-            flat.as_strided((ranks, *parameter.shape), (parameter.numel(), *torch.empty_like(parameter).stride()))
-            for parameter, flat in zip(self.parameters * sets, self.memory.tensors[sets:], strict=True)
-        ]
-        self.gradients = [views[: len(self.parameters)], views[len(self.parameters) :]]
+        size = max((sum(sizes(places(group))) for group in groups), default=0)
+        self.memory = NodeMemory(2 * size)
+        sets = self.memory.bytes[:size], self.memory.bytes[size : 2 * size]
+        self.buckets = [[SharedBucket(group, places_of_set) for places_of_set in sets] for group in groups]
         self.turn = 0
 
     @contextmanager
@@ -83,20 +77,63 @@ class SharedMemorySync(GradientSync):
     @torch.no_grad()
     def add_up(self) -> None:
         """Makes each gradient its sum over the ranks; one that no rank has stays None, as on a single rank."""
-        has_gradient, gradients = self.has_gradient[self.turn], self.gradients[self.turn]
-        self.turn = 1 - self.turn
+        for in_either_set in self.buckets:
+            bucket = in_either_set[self.turn]
+            self.turn = 1 - self.turn
+            bucket.put()
+            self.memory.barrier()
+            bucket.add_up()
+
+
+class SharedBucket:
+    """Some parameters, with places in shared memory for each rank's gradients of them."""
+
+    def __init__(self, parameters: list[nn.Parameter], memory: Tensor) -> None:
+        self.parameters = parameters
+        ranks = world_size()
+        flags, *flats = cut(memory, places(parameters))
+        self.has_gradient = flags.view(ranks, -1)
+        self.gradients = [
+            # Each rank's gradient in the same order of memory as the parameter, without its gaps, if it has any.
+            flat.as_strided((ranks, *parameter.shape), (parameter.numel(), *torch.empty_like(parameter).stride()))
+            for parameter, flat in zip(parameters, flats, strict=True)
+        ]
+
+    def put(self) -> None:
+        """Copies this rank's gradients into its places."""
         own = rank()
-        for index, (parameter, of_ranks) in enumerate(zip(self.parameters, gradients, strict=True)):
-            has_gradient[own, index] = parameter.grad is not None
+        for index, (parameter, of_ranks) in enumerate(zip(self.parameters, self.gradients, strict=True)):
+            self.has_gradient[own, index] = parameter.grad is not None
             of_ranks[own] = 0.0 if parameter.grad is None else parameter.grad
-        self.memory.barrier()
-        for parameter, of_ranks, any_has in zip(
-            self.parameters, gradients, has_gradient.any(dim=0).tolist(), strict=True
-        ):
-            if any_has:
+
+    def add_up(self) -> None:
+        """Overwrites the gradients by their sums over all ranks."""
+        any_has = self.has_gradient.any(dim=0).tolist()
+        for parameter, of_ranks, has_gradient in zip(self.parameters, self.gradients, any_has, strict=True):
+            if has_gradient:
                 parameter.grad = torch.add(of_ranks[0], of_ranks[1], out=parameter.grad)
                 for gradient in of_ranks[2:]:
                     parameter.grad += gradient
+
+
+def in_buckets(parameters: Sequence[nn.Parameter], most_bytes: int) -> list[list[nn.Parameter]]:
+    """Cuts a sequence into groups of at most so many bytes; a larger parameter is a group of its own."""
+    groups: list[list[nn.Parameter]] = []
+    room = 0
+    for parameter in parameters:
+        if parameter.nbytes > room:
+            groups.append([])
+            room = most_bytes
+        groups[-1].append(parameter)
+        room -= parameter.nbytes
+    return groups
+
+
+def places(parameters: Sequence[nn.Parameter]) -> list[Piece]:
+    """What a bucket holds: which ranks have which gradients, and each parameter's gradients of all ranks."""
+    ranks = world_size()
+    gradients = [(ranks * parameter.numel(), parameter.dtype) for parameter in parameters]
+    return [(ranks * len(parameters), torch.bool), *gradients]
 
 
 class DDPSync(GradientSync):

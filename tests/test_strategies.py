@@ -16,7 +16,7 @@ from torch import nn
 
 from flyte_ddp.distributed import copy_from_rank_0
 from flyte_ddp.node_memory import NodeMemory
-from flyte_ddp.strategies import SharedMemorySync
+from flyte_ddp.strategies import BUCKET_BYTES, SharedMemorySync
 
 RANKS = 3
 
@@ -54,10 +54,10 @@ def parameters() -> list[nn.Parameter]:
     return [nn.Parameter(value) for value in values]
 
 
-def add_up_random_gradients(folder: Path) -> None:
+def add_up_random_gradients(_: Path, bucket_bytes: int = BUCKET_BYTES) -> None:
     model = nn.ParameterList(parameters())
     generator = torch.Generator().manual_seed(dist.get_rank())
-    sync = SharedMemorySync(model)
+    sync = SharedMemorySync(model, bucket_bytes)
     for _ in range(5):  # the two sets of places are used in turn
         for parameter in model:
             # In whatever order in memory the backward pass leaves it.
@@ -77,24 +77,41 @@ def add_up_random_gradients(folder: Path) -> None:
             assert all(torch.equal(same[0], other) for other in same[1:])
 
 
+def add_up_in_buckets(_: Path) -> None:
+    for bucket_bytes in (1, 60, 1000):  # a parameter each, some together (28, 960, 48 and 2 bytes), all
+        add_up_random_gradients(_, bucket_bytes)
+
+
+def share_little(_: Path) -> None:
+    model = nn.ParameterList([nn.Parameter(torch.zeros(1000)) for _ in range(100)])
+    for bucket_bytes, most in ((4000, 1), (8192, 2), (1, 1)):
+        shared = SharedMemorySync(model, bucket_bytes).memory.bytes.numel()
+        assert 2 * RANKS * most * 4000 <= shared <= 2 * RANKS * most * 4000 * 1.1
+
+
 def read_late(folder: Path) -> None:
-    """Rank 2 reads a step's gradients only when the others have written those of the next step."""
-    (parameter,) = model = nn.ParameterList([nn.Parameter(torch.zeros(4))])
-    sync = SharedMemorySync(model)
-    barrier, steps = sync.memory.barrier, 4
+    """Rank 2 reads a bucket's gradients only when the others have written those of the next one."""
+    parameters = nn.ParameterList([nn.Parameter(torch.zeros(4)) for _ in range(3)])
+    sync = SharedMemorySync(parameters, bucket_bytes=1)
+    barrier, steps, done = sync.memory.barrier, 3, 0
+    last = steps * len(parameters) - 1
 
     def slow_barrier() -> None:
-        (folder / f"{dist.get_rank()}-has-written-{step}").touch()
+        nonlocal done
+        (folder / f"{dist.get_rank()}-has-written-{done}").touch()
         barrier()
-        if dist.get_rank() == 2 and step + 1 < steps:
-            while not all((folder / f"{other}-has-written-{step + 1}").exists() for other in (0, 1)):
+        if dist.get_rank() == 2 and done < last:
+            while not all((folder / f"{other}-has-written-{done + 1}").exists() for other in (0, 1)):
                 time.sleep(0.001)
+        done += 1
 
     sync.memory.barrier = slow_barrier
     for step in range(steps):
-        parameter.grad = torch.full((4,), 10.0**step)
+        for index, parameter in enumerate(parameters):
+            parameter.grad = torch.full((4,), 10.0**step + index)
         sync.add_up()
-        assert torch.equal(parameter.grad, torch.full((4,), RANKS * 10.0**step))
+        for index, parameter in enumerate(parameters):
+            assert torch.equal(parameter.grad, torch.full((4,), RANKS * (10.0**step + index)))
 
 
 def copy_odd_tensors(_: Path) -> None:
@@ -126,7 +143,7 @@ def add_up_with_missing_gradients(_: Path) -> None:
 
 
 def lose_a_rank(folder: Path) -> None:
-    memory = NodeMemory([(1, torch.int64)])
+    memory = NodeMemory(1)
     memory.barrier()
     if dist.get_rank() == 1:
         os._exit(0)
@@ -137,7 +154,7 @@ def lose_a_rank(folder: Path) -> None:
 
 
 def wait_in_vain(_: Path) -> None:
-    memory = NodeMemory([(1, torch.int64)])
+    memory = NodeMemory(1)
     if dist.get_rank() == 0:
         for peer in memory.peers.values():
             peer.settimeout(0.1)
@@ -148,7 +165,16 @@ def wait_in_vain(_: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "function", [add_up_random_gradients, add_up_with_missing_gradients, read_late, copy_odd_tensors, wait_in_vain]
+    "function",
+    [
+        add_up_random_gradients,
+        add_up_in_buckets,
+        add_up_with_missing_gradients,
+        share_little,
+        read_late,
+        copy_odd_tensors,
+        wait_in_vain,
+    ],
 )
 def test_shared_memory(function: Callable[[Path], None], tmp_path: Path) -> None:
     assert run_ranks(function, tmp_path) == [0] * RANKS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -74,20 +75,20 @@ def plain_loop(hp: Hyperparameters, data: Path) -> tuple[dict[str, torch.Tensor]
 
 
 @pytest.mark.parametrize(
-    ("ranks", "accumulation", "strategy"),
+    ("ranks", "accumulation", "strategy", "batch_size"),
     [
-        (1, 1, "auto"),
-        (2, 3, "shared_memory"),
-        pytest.param(3, 1, "shared_memory", marks=pytest.mark.slow),
-        pytest.param(2, 3, "ddp", marks=pytest.mark.slow),
-        pytest.param(3, 1, "ddp", marks=pytest.mark.slow),
+        (1, 1, "auto", 100),
+        (2, 3, "shared_memory", 100),
+        pytest.param(3, 1, "shared_memory", 71, marks=pytest.mark.slow),
+        pytest.param(2, 3, "ddp", 100, marks=pytest.mark.slow),
+        pytest.param(3, 1, "ddp", 71, marks=pytest.mark.slow),
     ],
 )
 def test_any_number_of_ranks_computes_what_one_process_would(
-    digits: Path, tmp_path: Path, ranks: int, accumulation: int, strategy: str
+    digits: Path, tmp_path: Path, ranks: int, accumulation: int, strategy: str, batch_size: int
 ) -> None:
-    """1,350 samples in batches of 100: the last batch of each epoch is ragged, and divides by neither 3 nor 4."""
-    hp = replace(BASE, num_ranks=ranks, accumulation_steps=accumulation, strategy=strategy)
+    """1,350 samples: an epoch's last batch is ragged; after batches of 71 it is one sample, and two ranks have none."""
+    hp = replace(BASE, num_ranks=ranks, accumulation_steps=accumulation, strategy=strategy, batch_size=batch_size)
     result = train(hp, digits, tmp_path / "run")
     expected, losses = plain_loop(hp, digits)
     reported = [record["loss"] for record in read_metrics(result.metrics) if record["kind"] == "train"]
@@ -155,6 +156,15 @@ def test_the_moving_average_is_the_one_of_its_definition(digits: Path, tmp_path:
     for name, value in average.items():
         expected = 0.5 * (0.5 * stops[0][name] + 0.5 * stops[1][name]) + 0.5 * stops[2][name]
         torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_every_loss_before_the_one_that_is_not_finite_is_kept(digits: Path, tmp_path: Path) -> None:
+    hp = replace(BASE, num_ranks=1, learning_rate=1000.0, schedule="constant", epochs=30)
+    with pytest.raises(UserError, match=r"loss is (nan|inf)") as caught:
+        train(hp, digits, tmp_path / "run")
+    failed = int(re.search(r"step (\d+)", caught.value.message)[1])
+    logged = [record["step"] for record in read_metrics(tmp_path / "run/metrics.jsonl") if record["kind"] == "train"]
+    assert logged == list(range(1, failed))
 
 
 @pytest.mark.slow
