@@ -82,6 +82,9 @@ class Hyperparameters(DataClassJsonMixin):
         "A state_dict file (path or URI) with the weights to start from; empty starts from the seed. "
         "Tensors whose shape does not fit, such as the head for another number of classes, are an error.",
     )
+    sync_batchnorm: bool = setting(
+        True, "BatchNorm normalises by the statistics of the whole batch; false: each rank by those of its own share."
+    )
     # Length
     epochs: int = setting(10, "Passes over the training samples.", at_least=1, at_most=100_000)
     max_steps: int = setting(0, "Stop after so many optimiser steps; 0 sets no such limit.", at_least=0)
@@ -172,8 +175,8 @@ class Hyperparameters(DataClassJsonMixin):
     precision: str = setting(
         "auto",
         "fp32; bf16 (autocast); auto takes bf16 on GPUs that have it, and on CPUs with AVX512-BF16 or AMX for the "
-        "two small CNNs.",
-        choices=("auto", "fp32", "bf16"),
+        "two small CNNs; fp64 is for comparisons.",
+        choices=("auto", "fp32", "bf16", "fp64"),
     )
     channels_last: str = setting(
         "auto",

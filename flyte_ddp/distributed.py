@@ -8,8 +8,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import Tensor
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
@@ -31,6 +30,13 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     if dist.is_initialized():
         dist.all_reduce(values, op=dist.ReduceOp.SUM)
     return values
+
+
+def gather(numbers: Tensor) -> Tensor:
+    """[n] of each rank to [ranks, n] on all; n is the same on all ranks."""
+    of_ranks = numbers.new_zeros(world_size(), numbers.numel())
+    of_ranks[rank()] = numbers
+    return sum_over_ranks(of_ranks)
 
 
 class StartedSum:
@@ -61,15 +67,6 @@ def copy_from_rank_0(tensors: Iterable[Tensor]) -> None:
         dist.broadcast(value.view(-1).view(torch.uint8), src=0)
         if value.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(value)
-
-
-def average_batch_norm(model: nn.Module) -> None:
-    """Replaces the running statistics of BatchNorm, in place, by their mean over the ranks."""
-    for module in model.modules():
-        if isinstance(module, _BatchNorm):
-            for statistics in (module.running_mean, module.running_var):
-                if statistics is not None:
-                    sum_over_ranks(statistics).div_(world_size())
 
 
 def from_rank_0(value: Value) -> Value:

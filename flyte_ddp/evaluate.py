@@ -52,8 +52,8 @@ def evaluate(
     table = torch.zeros(4, len(images), dtype=torch.float64, device=device)
     with torch.inference_mode():
         for place, batch, labels in images.batches(batch_size, rank(), world_size()):
-            logits = predict(batch).float()
-            table[0, place] = functional.cross_entropy(logits, labels, reduction="none").double()
+            logits = predict(batch).double()
+            table[0, place] = functional.cross_entropy(logits, labels, reduction="none")
             table[1, place] = logits.argmax(1).double()
             table[2, place] = labels.double()
             table[3, place] += 1

@@ -25,7 +25,7 @@ class Hardware:
     device_type: str  # cuda or cpu
     backend: str  # nccl or gloo
     strategy: str  # ddp or shared_memory
-    bf16: bool
+    precision: str  # fp32, bf16 or fp64
     channels_last: bool
     threads: int  # for each rank
 
@@ -103,21 +103,30 @@ def detect(hp: Hyperparameters) -> Hardware:
             f"{num_ranks} x {hp.accumulation_steps}; raise batch_size or set num_ranks"
         )
     small = hp.model in catalog.SMALL_MODELS
-    has_bf16 = gpu_has_bf16() if device_type == "cuda" else cpu_has_bf16()
-    if hp.precision == "bf16" and not has_bf16:
-        raise UserError(
-            f"precision='bf16': this {'GPU' if device_type == 'cuda' else 'CPU'} has no bf16 arithmetic; "
-            "use precision='fp32' or 'auto'"
-        )
     return Hardware(
         num_ranks=num_ranks,
         device_type=device_type,
         backend=backend,
         strategy=strategy(hp, device_type),
-        bf16=has_bf16 and (hp.precision == "bf16" or (hp.precision == "auto" and (device_type == "cuda" or small))),
+        precision=precision(hp, device_type, small=small),
         channels_last=hp.channels_last == "on" or (hp.channels_last == "auto" and (device_type == "cuda" or small)),
         threads=max(1, cores() // num_ranks),
     )
+
+
+def precision(hp: Hyperparameters, device_type: str, *, small: bool) -> str:
+    """The arithmetic of training; ``auto`` takes bf16 where it pays, on CPUs for small models only."""
+    if hp.precision in ("fp32", "fp64"):
+        return hp.precision
+    has_bf16 = gpu_has_bf16() if device_type == "cuda" else cpu_has_bf16()
+    if hp.precision == "auto":
+        return "bf16" if has_bf16 and (device_type == "cuda" or small) else "fp32"
+    if not has_bf16:
+        raise UserError(
+            f"precision='bf16': this {'GPU' if device_type == 'cuda' else 'CPU'} has no bf16 arithmetic; "
+            "use precision='fp32' or 'auto'"
+        )
+    return "bf16"
 
 
 def strategy(hp: Hyperparameters, device_type: str) -> str:

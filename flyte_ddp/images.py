@@ -21,19 +21,20 @@ class InputSpec:
     std: tuple[float, ...]
 
 
-def prepare(images: Tensor, spec: InputSpec) -> Tensor:
+def prepare(images: Tensor, spec: InputSpec, dtype: torch.dtype = torch.float32) -> Tensor:
     """Scales, resizes, makes grey images RGB where the model needs it, and normalises.
 
     Args:
         images: uint8 [N, H, W, C], on the device where the result is wanted.
         spec: the model's input; its ``channels`` are C, or 3 where C is 1.
+        dtype: of the result, and of the arithmetic.
 
     Returns:
-        float32 [N, spec.channels, spec.height, spec.width]. Its memory is in channels-last order, as a stored batch is.
+        [N, spec.channels, spec.height, spec.width]. Its memory is in channels-last order, as a stored batch is.
 
     """
-    mean, scale = normalisation(spec, images.device)
-    batch = images.float().permute(0, 3, 1, 2)
+    mean, scale = normalisation(spec, images.device, dtype)
+    batch = images.to(dtype).permute(0, 3, 1, 2)
     if batch.shape[2:] != (spec.height, spec.width):
         batch = functional.interpolate(batch, (spec.height, spec.width), mode="bilinear", antialias=True)
     # A grey image broadcasts against a normalisation of three channels, which makes it RGB in the same pass.
@@ -41,7 +42,7 @@ def prepare(images: Tensor, spec: InputSpec) -> Tensor:
 
 
 @functools.lru_cache(maxsize=8)
-def normalisation(spec: InputSpec, device: torch.device) -> tuple[Tensor, Tensor]:
-    """What to take from a value in 0..255 and what to multiply by then, each float32 [channels, 1, 1] on the device."""
-    mean, std = (torch.tensor(values, device=device)[:, None, None] for values in (spec.mean, spec.std))
+def normalisation(spec: InputSpec, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """What to take from a value in 0..255 and what to multiply by then, each [channels, 1, 1] on the device."""
+    mean, std = (torch.tensor(values, dtype=dtype, device=device)[:, None, None] for values in (spec.mean, spec.std))
     return mean * 255.0, 1.0 / (std * 255.0)

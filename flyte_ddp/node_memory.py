@@ -60,6 +60,32 @@ class NodeMemory:
                 send(peer, other)
 
 
+class NodeGather:
+    """Hands each rank the numbers of all; for a few numbers much faster than a collective of gloo.
+
+    All ranks make it together, with the same arguments.
+    """
+
+    def __init__(self, most: int) -> None:
+        """Makes places for at most so many numbers of each rank."""
+        # Two sets of places, used in turn: see SharedMemorySync.
+        self.memory = NodeMemory(2 * world_size() * most * torch.float64.itemsize)
+        self.places = self.memory.bytes.view(torch.float64).view(2, world_size(), most)
+        self.turn = 0
+
+    def __call__(self, numbers: Tensor) -> Tensor:
+        """fp64 [n] to fp64 [ranks, n]; n is the same on all ranks."""
+        places = self.places[self.turn, :, : numbers.numel()]
+        self.turn = 1 - self.turn
+        places[rank()] = numbers
+        self.memory.barrier()
+        return places.clone()
+
+    def __deepcopy__(self, _: object) -> NodeGather:
+        """Itself: a model's copy talks through the same memory."""
+        return self
+
+
 def sizes(pieces: Sequence[Piece]) -> list[int]:
     """Bytes that each piece takes up, with the gap behind it."""
     return [-(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT for count, dtype in pieces]

@@ -235,7 +235,7 @@ def start_record(job: Job, arrays: ImageArrays, state: TrainingState) -> dict[st
         "device": torch.cuda.get_device_name(state.device) if state.device.type == "cuda" else "cpu",
         "backend": hardware.backend if distributed.world_size() > 1 else "none",
         "strategy": hardware.strategy if distributed.world_size() > 1 else "none",
-        "precision": "bf16" if hardware.bf16 else "fp32",
+        "precision": hardware.precision,
         "channels_last": hardware.channels_last,
         "threads_per_rank": hardware.threads,
         "parameters": sum(parameter.numel() for parameter in state.model.parameters()),

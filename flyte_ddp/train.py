@@ -12,9 +12,10 @@ from torch.nn.utils import clip_grad_norm_
 
 from flyte_ddp import sampling
 from flyte_ddp.augmentation import augment
+from flyte_ddp.batch_norm import average_running_statistics
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import open_arrays
-from flyte_ddp.distributed import average_batch_norm, rank, world_size
+from flyte_ddp.distributed import rank, world_size
 from flyte_ddp.errors import UserError
 from flyte_ddp.evaluate import evaluate
 from flyte_ddp.job import Job
@@ -48,7 +49,7 @@ def train(job: Job) -> None:
             finished = step == state.total_steps
             if finished or (epoch + 1) % hp.eval_interval == 0:
                 with state.clock("communication"):
-                    average_batch_norm(state.kept_model())
+                    average_running_statistics(state.kept_model(), state.samples)
                 with state.clock("evaluation"):
                     validation = evaluate(state.predict, state.validation, hp.test_batch_size, state.device)
                     test = evaluate(state.predict, state.test, hp.test_batch_size, state.device)
@@ -80,18 +81,22 @@ def train_step(state: TrainingState, batch: sampling.Indices, epoch: int, step: 
     """
     hp = state.hp
     loss_sum = torch.zeros((), dtype=torch.float64, device=state.device)
-    for part in range(hp.accumulation_steps):
-        samples = sampling.share(sampling.share(batch, part, hp.accumulation_steps), rank(), world_size())
+    parts = min(hp.accumulation_steps, len(batch))  # none is empty, though a rank's share of it may be
+    for part in range(parts):
+        samples = sampling.share(sampling.share(batch, part, parts), rank(), world_size())
         with state.clock("data"):
             images, labels = state.training.gather(samples)
             images = state.prepare(augment(images, hp.augment, seed=hp.seed, epoch=epoch, samples=samples))
-        with state.clock("forward_backward"), state.sync.micro_batch(last=part == hp.accumulation_steps - 1):
-            with state.autocast(), batch_norm_errors(hp, len(samples)):
+        with state.clock("forward_backward"), state.sync.micro_batch(last=part == parts - 1):
+            with state.autocast(), batch_norm_errors(hp):
                 logits = state.sync(images)
             check_output(hp.model, logits, (len(samples), state.num_classes))
-            loss = functional.cross_entropy(logits.float(), labels, reduction="sum", label_smoothing=hp.label_smoothing)
+            loss = functional.cross_entropy(
+                at_least_fp32(logits), labels, reduction="sum", label_smoothing=hp.label_smoothing
+            )
             (loss / len(batch)).backward()  # type: ignore[no-untyped-call]
         loss_sum += loss.detach()
+        state.samples += len(samples)
     if state.device.type == "cpu":  # On a GPU this would wait for the device; there the recorder looks now and then.
         check_finite(loss_sum.item(), hp, epoch, step + 1)
     if hp.grad_clip_norm:
@@ -104,8 +109,13 @@ def train_step(state: TrainingState, batch: sampling.Indices, epoch: int, step: 
     return loss_sum
 
 
+def at_least_fp32(logits: Tensor) -> Tensor:
+    """bf16, which autocast or a user's model may return, is too coarse for a loss."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
 @contextmanager
-def batch_norm_errors(hp: Hyperparameters, samples: int) -> Iterator[None]:
+def batch_norm_errors(hp: Hyperparameters) -> Iterator[None]:
     """Turns BatchNorm's refusal of a single value for each channel, which it cannot normalise, into a UserError."""
     try:
         yield
@@ -113,9 +123,9 @@ def batch_norm_errors(hp: Hyperparameters, samples: int) -> Iterator[None]:
         if "more than 1 value per channel" not in str(error):
             raise
         raise UserError(
-            f"batch_size={hp.batch_size}: leaves a batch in which a rank has {samples} sample(s), and BatchNorm in "
-            f"model {hp.model!r} needs two values a channel; choose a batch_size with another remainder, or a larger "
-            "image_size"
+            f"batch_size={hp.batch_size}: leaves a batch in which BatchNorm in model {hp.model!r} gets a single value "
+            "a channel, and it needs two; choose a batch_size with another remainder, or a larger image_size"
+            + ("" if hp.sync_batchnorm else ", or sync_batchnorm=true")
         ) from None
 
 

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from flyte_ddp import models, sampling
+from flyte_ddp.batch_norm import synchronise_batch_norm
 from flyte_ddp.clock import Clock
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import ImageArrays
+from flyte_ddp.distributed import world_size
 from flyte_ddp.hardware import Hardware
 from flyte_ddp.images import InputSpec, prepare
 from flyte_ddp.initial_weights import load_initial_weights
@@ -31,6 +33,7 @@ class TrainingState:
     hp: Hyperparameters
     hardware: Hardware
     device: torch.device
+    dtype: torch.dtype  # of weights and images
     spec: InputSpec
     num_classes: int
     training: ImageSet
@@ -42,6 +45,7 @@ class TrainingState:
     optimizer: torch.optim.Optimizer
     average: AveragedModel | None
     clock: Clock
+    samples: int = 0  # that this rank has trained on
 
     @classmethod
     def create(
@@ -70,8 +74,11 @@ class TrainingState:
         model = models.build(hp.model, len(arrays.classes), spec)
         if initial_weights is not None:
             load_initial_weights(model, initial_weights, hp.init_from)
+        dtype = torch.float64 if hardware.precision == "fp64" else torch.float32
         memory_format = torch.channels_last if hardware.channels_last else torch.contiguous_format
-        model = model.to(device=device).to(memory_format=memory_format)
+        model = model.to(device=device, dtype=dtype).to(memory_format=memory_format)
+        if hp.sync_batchnorm and world_size() > 1:
+            synchronise_batch_norm(model, on_one_machine=hardware.strategy == "shared_memory")
         indices = sampling.split_indices(len(arrays.train_labels), hp.validation_fraction, hp.seed)
         stored = on_device(device, arrays.train_images, arrays.train_labels)
         training, validation = (ImageSet(*stored, part) for part in indices)
@@ -82,6 +89,7 @@ class TrainingState:
             hp=hp,
             hardware=hardware,
             device=device,
+            dtype=dtype,
             spec=spec,
             num_classes=len(arrays.classes),
             training=training,
@@ -99,18 +107,18 @@ class TrainingState:
 
     def autocast(self) -> AbstractContextManager[object]:
         """Mixed precision for training's forward pass."""
-        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.hardware.bf16)
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.hardware.precision == "bf16")
 
     def prepare(self, images: Tensor) -> Tensor:
         """uint8 [N, H, W, C] to the model's input, in the memory order that the run uses."""
-        batch = prepare(images, self.spec)
+        batch = prepare(images, self.spec, self.dtype)
         order = torch.channels_last if self.hardware.channels_last else torch.contiguous_format
         return batch.contiguous(memory_format=order)
 
     def predict(self, images: Tensor) -> Tensor:
-        """Logits [N, classes] in fp32 of the weights that would be kept now, for uint8 images [N, H, W, C].
+        """Logits [N, classes] of the weights that would be kept now, for uint8 images [N, H, W, C].
 
-        Evaluation runs in fp32 whatever training's precision is, so that its metrics are those of the saved model.
+        bf16 is for training only: evaluation's metrics are those of the saved model.
         """
         model = self.kept_model()
         was_training = model.training

@@ -16,7 +16,7 @@ TYPES: dict[str, type] = {
     **dict.fromkeys(("image_size", "epochs", "max_steps", "batch_size", "test_batch_size"), int),
     **dict.fromkeys(("accumulation_steps", "warmup_steps", "early_stop_patience", "seed", "num_ranks"), int),
     **dict.fromkeys(("log_interval", "eval_interval"), int),
-    **dict.fromkeys(("nesterov", "compile", "deterministic"), bool),
+    **dict.fromkeys(("nesterov", "compile", "sync_batchnorm", "deterministic"), bool),
 }
 
 # Of each number: the lowest and highest that are right, and the nearest that are not; None where there is no end.

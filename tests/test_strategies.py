@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import run_ranks
 from torch import nn
 
 from flyte_ddp.distributed import copy_from_rank_0
@@ -19,25 +18,6 @@ from flyte_ddp.node_memory import NodeMemory
 from flyte_ddp.strategies import BUCKET_BYTES, SharedMemorySync
 
 RANKS = 3
-
-
-def run_ranks(function: Callable[[Path], None], folder: Path) -> list[int | None]:
-    """Runs a function in each rank of a gloo group, and returns the exit codes."""
-    context = multiprocessing.get_context("spawn")
-    gang = [context.Process(target=run_rank, args=(function, rank, folder)) for rank in range(RANKS)]
-    for process in gang:
-        process.start()
-    for process in gang:
-        process.join(120)
-        process.kill()
-    return [process.exitcode for process in gang]
-
-
-def run_rank(function: Callable[[Path], None], rank: int, folder: Path) -> None:
-    store = dist.FileStore(str(folder / "store"), RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
-    function(folder)
-    dist.barrier()
 
 
 def parameters() -> list[nn.Parameter]:
@@ -177,10 +157,10 @@ def wait_in_vain(_: Path) -> None:
     ],
 )
 def test_shared_memory(function: Callable[[Path], None], tmp_path: Path) -> None:
-    assert run_ranks(function, tmp_path) == [0] * RANKS
+    assert run_ranks(function, tmp_path, RANKS) == [0] * RANKS
 
 
 @pytest.mark.slow
 def test_the_others_notice_at_once_that_a_rank_has_gone(tmp_path: Path) -> None:
-    run_ranks(lose_a_rank, tmp_path)
+    run_ranks(lose_a_rank, tmp_path, RANKS)
     assert {path.name for path in tmp_path.glob("noticed-*")} == {"noticed-0", "noticed-2"}

@@ -1,0 +1,175 @@
+"""BatchNorm on several ranks: over the global batch, so that N ranks compute what one process would.
+
+torch's ``SyncBatchNorm`` refuses CPU tensors; this one works on CPUs and GPUs, and weighs each rank by its samples, of
+which it may have none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from flyte_ddp import distributed
+from flyte_ddp.distributed import sum_over_ranks
+from flyte_ddp.node_memory import NodeGather
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+Gather = Callable[[Tensor], Tensor]  # fp64 [n] of each rank to [ranks, n] on all
+
+
+def synchronise_batch_norm(model: nn.Module, *, on_one_machine: bool) -> None:
+    """Has every BatchNorm of the model, in place, normalise training batches by the statistics of all ranks together.
+
+    Parameters, buffers, hooks and ``state_dict`` stay what they are.
+
+    Args:
+        on_one_machine: the ranks are CPU processes of one machine, and may talk through shared memory.
+
+    """
+    found = [module for module in model.modules() if type(module) in BATCH_NORMS]
+    if not found:
+        return
+    most = max(2 * cast("int", module.num_features) + 1 for module in found)
+    gather: Gather = NodeGather(most) if on_one_machine else distributed.gather
+    for module in found:
+        module.__class__ = GlobalBatchNorm  # the same state, other arithmetic
+        module.gather = gather  # type: ignore[assignment]
+
+
+class GlobalBatchNorm(_BatchNorm):
+    """BatchNorm1d, 2d or 3d over the samples of all ranks. Every rank takes part in each training pass."""
+
+    gather: Gather
+
+    def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002
+        if input.dim() < 2:
+            raise ValueError(f"BatchNorm got {input.dim()} dimension(s): it needs [N, C] or [N, C, ...]")
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # it talks to other ranks
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """[N, C, ...] normalised for each channel; N differs between ranks, and may be 0.
+
+        Raises:
+            ValueError: the ranks have a single value for each channel together.
+
+        """
+        self._check_input_dim(input)
+        if not self.training:
+            return super().forward(input)
+        output, mean, variance, count = Normalise.apply(input, self.weight, self.bias, self.eps, self.gather)
+        if self.track_running_stats:
+            self.update_running_statistics(mean, variance * (count / (count - 1)))
+        return output  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def update_running_statistics(self, mean: Tensor, variance: Tensor) -> None:
+        """Takes in those of one global batch, as torch's BatchNorm does."""
+        assert self.num_batches_tracked is not None
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        self.num_batches_tracked.add_(1)
+        weight = self.momentum if self.momentum is not None else 1.0 / self.num_batches_tracked.item()
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), weight)
+        self.running_var.lerp_(variance.to(self.running_var.dtype), weight)
+
+
+class Normalise(torch.autograd.Function):
+    """(x - mean) / sqrt(variance + eps) x weight + bias, with the mean and variance of all ranks' values.
+
+    Ioffe and Szegedy, "Batch Normalization", 2015. Losses are divided by the global count and gradients added over
+    ranks, so the sums of the backward pass are those of the global batch, too.
+    """
+
+    @staticmethod
+    def forward(  # noqa: PLR0917
+        ctx: Any, values: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, gather: Gather
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Returns the output, and mean [C], variance [C] (biased) and count [], which are fp64."""
+        mean, variance, count = global_statistics(values, gather)
+        if count.item() <= 1:
+            raise ValueError("Expected more than 1 value per channel when training, over all ranks")
+        precision = torch.promote_types(values.dtype, torch.float32)
+        moments = mean.to(precision), variance.to(precision)
+        ctx.save_for_backward(values, weight, *moments, count)
+        ctx.eps, ctx.gather = eps, gather
+        ctx.mark_non_differentiable(mean, variance, count)
+        if not values.numel():
+            return values.clone(), mean, variance, count
+        output = functional.batch_norm(values, *moments, weight, bias, training=False, eps=eps)
+        return output, mean, variance, count
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
+        """The gradient of the values, and this rank's part of those of weight and bias."""
+        values, weight, mean, variance, count = ctx.saved_tensors
+        gradient = gradients[0]
+        scale = weight if weight is not None else torch.ones_like(mean)
+        if values.numel():
+            # As if the statistics were constants: the gradients' sums and, for the values, gradient x scale / std.
+            constant, of_scale, of_shift = torch.ops.aten.native_batch_norm_backward(
+                gradient, values, scale, mean, variance, None, None, False, ctx.eps, [True, True, True]
+            )
+        else:
+            constant, of_scale, of_shift = values.clone(), torch.zeros_like(mean), torch.zeros_like(mean)
+        sums = ctx.gather(torch.cat([of_shift, of_scale]).double()).sum(dim=0).view(2, -1) / count
+        # What they add, because they follow the values: a share of the sums for each value.
+        deviation = (variance.double() + ctx.eps).rsqrt()
+        slope = -(scale * deviation.square() * sums[1]).to(mean.dtype)
+        offset = -(scale * deviation * sums[0]).to(mean.dtype)
+        shape = (1, -1, *[1] * (values.dim() - 2))
+        mean, slope, offset = (moment.view(shape) for moment in (mean, slope, offset))
+        of_values = (constant + offset).addcmul_(values - mean, slope).to(values.dtype)
+        if weight is None:
+            return of_values, None, None, None, None
+        return of_values, of_scale.to(weight.dtype), of_shift.to(weight.dtype), None, None
+
+
+def global_statistics(values: Tensor, gather: Gather) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean [C], biased variance [C] and count [] of all ranks' values [N, C, ...] together, in fp64.
+
+    Each rank's mean and sum of squared deviations go to all in one exchange and are combined in the order of the ranks:
+    Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983. Sums of squares would cancel.
+    """
+    channels = values.shape[1]
+    own = torch.zeros(2 * channels + 1, dtype=torch.float64, device=values.device)
+    if values.numel():
+        count = values.numel() // channels
+        precise = values.to(torch.promote_types(values.dtype, torch.float32))
+        # What batch_norm itself uses: the biased variance, in two passes; var_mean takes four times as long on a CPU.
+        mean, variance = torch.batch_norm_update_stats(precise, None, None, momentum=0.0)
+        own[:channels], own[channels:-1], own[-1] = mean, variance.double() * count, count
+    means, squares, counts = torch.split(gather(own), [channels, channels, 1], dim=1)
+    total = counts.sum()
+    mean = (means * counts).sum(dim=0) / total
+    variance = (squares + counts * (means - mean).square()).sum(dim=0) / total
+    return mean, variance, total
+
+
+@torch.no_grad()
+def average_running_statistics(model: nn.Module, samples: int) -> None:
+    """Replaces BatchNorm's running statistics, in place, by their mean over the ranks, weighted by their samples.
+
+    Where statistics are synchronised they are the same on all ranks already, and left as they are.
+    """
+    separate = [
+        module for module in model.modules() if isinstance(module, _BatchNorm) and type(module) is not GlobalBatchNorm
+    ]
+    statistics = [
+        statistic
+        for module in separate
+        for statistic in (module.running_mean, module.running_var)
+        if statistic is not None
+    ]
+    if not statistics:
+        return
+    total = sum_over_ranks(torch.tensor(float(samples), dtype=torch.float64, device=statistics[0].device))
+    for statistic in statistics:
+        weighted = statistic.double() * (samples / total)
+        statistic.copy_(sum_over_ranks(weighted))

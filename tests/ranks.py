@@ -1,0 +1,35 @@
+"""Runs a function of a test in the ranks of a real gloo group."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+
+def run_ranks(function: Callable[[Path], None], folder: Path, ranks: int) -> list[int | None]:
+    """Runs a function in each rank, with one thread, and returns the exit codes."""
+    context = multiprocessing.get_context("spawn")
+    gang = [context.Process(target=run_rank, args=(function, rank, ranks, folder)) for rank in range(ranks)]
+    for process in gang:
+        process.start()
+    for process in gang:
+        process.join(120)
+        process.kill()
+    return [process.exitcode for process in gang]
+
+
+def run_rank(function: Callable[[Path], None], rank: int, ranks: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+    function(folder)
+    # No rank closes its connections while another may still use them; a barrier of gloo itself would do so.
+    store.set(f"done {rank}", "")
+    store.wait([f"done {other}" for other in range(ranks)])
+    os._exit(0)

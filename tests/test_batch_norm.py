@@ -1,0 +1,137 @@
+"""BatchNorm over several ranks against torch's own BatchNorm in one process on the whole batch."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor, nn
+
+from flyte_ddp.batch_norm import GlobalBatchNorm, average_running_statistics, synchronise_batch_norm
+
+SHARES = [(3, 2, 2), (2, 1, 0), (1, 1, 0), (0, 0, 5)]  # samples of each rank
+LAYERS = {
+    "2d": lambda: nn.BatchNorm2d(3, dtype=torch.float64),
+    "1d": lambda: nn.BatchNorm1d(3, dtype=torch.float64),
+    "3d": lambda: nn.BatchNorm3d(3, dtype=torch.float64),
+    "cumulative average": lambda: nn.BatchNorm2d(3, momentum=None, dtype=torch.float64),
+    "not affine": lambda: nn.BatchNorm2d(3, affine=False, dtype=torch.float64),
+    "no running statistics": lambda: nn.BatchNorm2d(3, track_running_stats=False, dtype=torch.float64),
+    "torch's SyncBatchNorm": lambda: nn.SyncBatchNorm(3, dtype=torch.float64),
+}
+
+
+def own_share(whole: Tensor, samples: tuple[int, ...]) -> Tensor:
+    return whole.split(samples)[dist.get_rank()]
+
+
+def one_process(layer: nn.Module) -> nn.Module:
+    """The layer as torch would run it alone: SyncBatchNorm refuses CPUs, and is BatchNorm2d here."""
+    alone = copy.deepcopy(layer)
+    if isinstance(alone, nn.SyncBatchNorm):
+        alone.__class__ = nn.BatchNorm2d
+    return alone
+
+
+def compare_layers_through_memory(_: Path) -> None:
+    compare_layers(_, on_one_machine=True)
+
+
+def compare_layers(_: Path, *, on_one_machine: bool = False) -> None:
+    torch.manual_seed(0)  # the whole batch is the same on all ranks, which take their share of it
+    for name, make in LAYERS.items():
+        ours = make()
+        for parameter in ours.parameters():
+            nn.init.normal_(parameter)
+        reference = one_process(ours)
+        model = nn.Sequential(ours)
+        synchronise_batch_norm(model, on_one_machine=on_one_machine)
+        model = copy.deepcopy(model) if on_one_machine else model  # as the moving average is
+        ours = model[0]
+        sides = {"1d": (), "3d": (2, 3, 2)}.get(name, (4, 2))
+        for samples in SHARES:
+            whole = torch.randn(sum(samples), 3, *sides, dtype=torch.float64) * 10 + 100
+            gradient = torch.randn_like(whole)
+            if len(sides) == 2:
+                whole = whole.contiguous(memory_format=torch.channels_last)
+            expected = whole.clone().requires_grad_()
+            reference.zero_grad()
+            output = reference(expected)
+            output.backward(gradient)
+
+            own = own_share(whole, samples).clone().requires_grad_()
+            ours.zero_grad()
+            model(own).backward(own_share(gradient, samples))
+            close = {"rtol": 1e-10, "atol": 1e-10}
+            torch.testing.assert_close(model[0](own.detach()), own_share(output.detach(), samples), **close)
+            reference(expected.detach())  # the running statistics of the pass just made
+            torch.testing.assert_close(own.grad, own_share(expected.grad, samples), **close)
+            for parameter, theirs in zip(ours.parameters(), reference.parameters(), strict=True):
+                dist.all_reduce(parameter.grad)
+                torch.testing.assert_close(parameter.grad, theirs.grad, **close)
+            assert ours.state_dict().keys() == reference.state_dict().keys()
+            for key, value in reference.state_dict().items():
+                torch.testing.assert_close(ours.state_dict()[key], value, **close)
+        model.eval()
+        reference.eval()
+        some = whole[: dist.get_rank() + 1]  # evaluation asks nothing of the other ranks
+        if dist.get_rank() != 1:
+            torch.testing.assert_close(model(some), reference(some), **close)
+
+
+def compare_bf16(_: Path) -> None:
+    torch.manual_seed(0)
+    layer, samples = nn.BatchNorm2d(8), (5, 4, 4)
+    reference, model = copy.deepcopy(layer), nn.Sequential(layer)
+    synchronise_batch_norm(model, on_one_machine=False)
+    whole = (torch.randn(13, 8, 6, 6) * 3 + 1).bfloat16()
+    gradient = torch.randn_like(whole)
+    expected, own = whole.clone().requires_grad_(), own_share(whole, samples).clone().requires_grad_()
+    output = reference(expected)
+    output.backward(gradient)
+    own_output = model(own)
+    own_output.backward(own_share(gradient, samples))
+    assert own_output.dtype == output.dtype
+    torch.testing.assert_close(own_output, own_share(output, samples), rtol=0.02, atol=0.02)
+    torch.testing.assert_close(own.grad, own_share(expected.grad, samples), rtol=0.02, atol=0.02)
+    torch.testing.assert_close(layer.running_var, reference.running_var, rtol=1e-4, atol=0)
+    assert layer.running_var.dtype == torch.float32
+
+
+def refuse_a_single_value(_: Path) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2))
+    synchronise_batch_norm(model, on_one_machine=False)
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        model(torch.randn(int(dist.get_rank() == 1), 2))
+
+
+def average_by_samples(_: Path) -> None:
+    own = float(dist.get_rank())
+    model = nn.Sequential(nn.BatchNorm2d(2), nn.BatchNorm2d(2, track_running_stats=False), nn.Linear(2, 2))
+    model[0].running_mean.fill_(own)
+    model[0].running_var.fill_(10 * own)
+    average_running_statistics(model, samples=[30, 10, 20][dist.get_rank()])
+    mean = (0 * 30 + 1 * 10 + 2 * 20) / 60
+    torch.testing.assert_close(model[0].running_mean, torch.full((2,), mean))
+    torch.testing.assert_close(model[0].running_var, torch.full((2,), 10 * mean))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "function", [compare_layers, compare_layers_through_memory, compare_bf16, refuse_a_single_value, average_by_samples]
+)
+def test_batch_norm_on_three_ranks(function, tmp_path: Path) -> None:
+    assert run_ranks(function, tmp_path, 3) == [0, 0, 0]
+
+
+def test_a_model_keeps_its_state_and_its_other_layers() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.InstanceNorm2d(2))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    synchronise_batch_norm(model, on_one_machine=False)
+    assert [type(module) for module in model] == [nn.Conv2d, GlobalBatchNorm, nn.InstanceNorm2d]
+    assert before.keys() == model.state_dict().keys()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

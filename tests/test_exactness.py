@@ -1,0 +1,121 @@
+"""N ranks compute what one process would: in fp64, against a plain loop, parameter by parameter after each step."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor
+from torch.nn import functional
+
+from flyte_ddp import models, sampling
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.datasets import fetch, open_arrays
+from flyte_ddp.distributed import rank, sum_over_ranks
+from flyte_ddp.hardware import detect
+from flyte_ddp.images import InputSpec
+from flyte_ddp.train import global_batches, train_step
+from flyte_ddp.training_state import TrainingState
+
+STEPS = 50
+BASE = Hyperparameters(
+    validation_fraction=0.93,  # 105 of the 1,500 training samples of digits are left
+    epochs=1000,
+    max_steps=STEPS,
+    schedule="cosine",
+    augment="none",
+    precision="fp64",
+    backend="gloo",
+)
+# Each leaves a ragged last batch: of 9 samples, of 1 (so that all ranks but one have none), of 15 in three parts, and
+# of 1 in three parts (of which two are empty on all ranks).
+CASES = {
+    f"{model}-{batch_size}-{parts}": replace(BASE, model=model, batch_size=batch_size, accumulation_steps=parts)
+    for model, (batch_size, parts) in itertools.product(
+        ("small_cnn", "user_models:batch_norm"), ((32, 1), (26, 1), (30, 3), (13, 3))
+    )
+}
+
+
+def batches(hp: Hyperparameters, samples: sampling.Indices) -> Iterator[sampling.Indices]:
+    for epoch in range(hp.epochs):
+        yield from global_batches(sampling.epoch_order(samples, hp.seed, epoch), hp.batch_size)
+
+
+def train_in_ranks(folder: Path) -> None:
+    """Leaves, from rank 0, every case's losses and parameters after each step."""
+    arrays = open_arrays(folder / "digits")
+    for (name, case), strategy in itertools.product(CASES.items(), ("shared_memory", "ddp")):
+        hp = replace(case, strategy=strategy, num_ranks=torch.distributed.get_world_size())
+        state = TrainingState.create(hp, detect(hp), arrays, None)
+        losses, states = [], []
+        for step, batch in zip(range(STEPS), batches(hp, state.training.indices), strict=False):
+            loss_sum = sum_over_ranks(train_step(state, batch, 0, step))
+            losses.append(loss_sum.item() / len(batch))
+            states.append({key: value.clone() for key, value in state.model.state_dict().items()})
+        if rank() == 0:
+            torch.save((losses, states), folder / f"{name}-{strategy}.pt")
+
+
+def plain_loop(hp: Hyperparameters, data: Path) -> tuple[list[float], list[dict[str, Tensor]]]:
+    """One process, torch's own layers and optimiser; of the library only the order of samples and the model."""
+    arrays = open_arrays(data)
+    torch.manual_seed(hp.seed)
+    model = models.build(hp.model, 10, InputSpec(1, 8, 8, arrays.mean, arrays.std)).double()
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=1.0, momentum=hp.momentum, weight_decay=hp.weight_decay, nesterov=hp.nesterov
+    )
+    training, _ = sampling.split_indices(len(arrays.train_labels), hp.validation_fraction, hp.seed)
+    assert len(training) == 105
+    images = torch.tensor(np.array(arrays.train_images)).permute(0, 3, 1, 2).double()
+    images = (images / 255 - arrays.mean[0]) / arrays.std[0]
+    labels = torch.tensor(np.array(arrays.train_labels))
+    losses, states = [], []
+    for step, batch in zip(range(STEPS), batches(hp, training), strict=False):
+        for group in optimizer.param_groups:
+            group["lr"] = hp.learning_rate * (1 + np.cos(np.pi * step / STEPS)) / 2
+        optimizer.zero_grad()
+        loss = torch.zeros((), dtype=torch.float64)
+        for part in np.array_split(batch, hp.accumulation_steps):
+            if len(part):
+                loss = loss + functional.cross_entropy(model(images[part]), labels[part], reduction="sum") / len(batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        states.append({key: value.clone() for key, value in model.state_dict().items()})
+    return losses, states
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_every_step_of_any_number_of_ranks_is_that_of_one_process(
+    ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(__file__).parent)  # where user_models is found
+    data = fetch("digits", "", tmp_path / "digits", progress="off")
+    assert run_ranks(train_in_ranks, tmp_path, ranks) == [0] * ranks
+    for name, hp in CASES.items():
+        expected_losses, expected_states = plain_loop(hp, data)
+        for strategy in ("shared_memory", "ddp"):
+            losses, states = torch.load(tmp_path / f"{name}-{strategy}.pt")
+            assert len(losses) == STEPS
+            np.testing.assert_allclose(losses, expected_losses, rtol=0, atol=1e-9)
+            for state, expected in zip(states, expected_states, strict=True):
+                assert state.keys() == expected.keys()
+                for key, value in expected.items():
+                    torch.testing.assert_close(state[key], value, rtol=0, atol=1e-9)
+
+
+def test_the_loop_it_is_compared_with_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parent)
+    data = fetch("digits", "", tmp_path / "digits", progress="off")
+    for hp in CASES.values():
+        losses, _ = plain_loop(hp, data)
+        assert isinstance(losses[0], float)
+        assert losses[-1] < losses[0] / 2
