@@ -30,7 +30,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import open_arrays
 from flyte_ddp.hardware import cpu_has_bf16, detect
 from flyte_ddp.job import Job
-from flyte_ddp.launch.rank import Rendezvous, join_process_group
+from flyte_ddp.launch.rank import Rendezvous, join_process_group, keep_freed_memory
 from flyte_ddp.recording import Recorder
 from flyte_ddp.settings import Settings
 from flyte_ddp.train import global_batches, train_step
@@ -88,6 +88,7 @@ def run_rank(rank: int, order: dict[str, Any], records: str) -> None:
         hp=hp, hardware=detect(hp), settings=Settings(progress="off"), data=Path(order["data"]), run_folder=folder
     )
     torch.set_num_threads(job.hardware.threads)
+    keep_freed_memory()
     join_process_group(job, Rendezvous(rank, hp.num_ranks, local_rank=rank, store=folder / "store", records=folder))
     arrays = open_arrays(job.data)
     state = TrainingState.create(hp, job.hardware, arrays, None)

@@ -24,7 +24,7 @@ class Hardware:
     num_ranks: int
     device_type: str  # cuda or cpu
     backend: str  # nccl or gloo
-    strategy: str  # ddp or shared_memory
+    strategy: str  # ddp, hooks or shared_memory
     precision: str  # fp32, bf16 or fp64
     channels_last: bool
     threads: int  # for each rank

@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -171,6 +171,64 @@ class DDPSync(GradientSync):
             self.exposed_seconds += time.perf_counter() - self.last_bucket_started
 
 
+class HooksSync(GradientSync):
+    """One all-reduce for each parameter, started while the backward pass goes on; DDP's idea without its buckets.
+
+    Every rank starts them in the same order, from the last parameter to the first, whatever the order in which its
+    gradients come; otherwise ranks that use different parameters would add up tensors that do not belong together.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        copy_from_rank_0([*model.parameters(), *model.buffers()])
+        self.order = [parameter for parameter in model.parameters() if parameter.requires_grad][::-1]
+        self.started: list[dist.Work] = []
+        self.ready: set[nn.Parameter] = set()
+        self.last = False
+        for parameter in self.order:
+            parameter.register_post_accumulate_grad_hook(self.gradient_is_there)  # type: ignore[no-untyped-call]
+
+    def gradient_is_there(self, parameter: Tensor) -> None:
+        """Starts the sums that may start now."""
+        if self.last:
+            self.ready.add(cast("nn.Parameter", parameter))
+            while len(self.started) < len(self.order) and self.order[len(self.started)] in self.ready:
+                self.start_next()
+
+    def start_next(self) -> None:
+        """Starts the sum of the next parameter in the order, which without a gradient adds zeros."""
+        parameter = self.order[len(self.started)]
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        self.started.append(dist.all_reduce(parameter.grad, async_op=True))
+
+    @contextmanager
+    def micro_batch(self, *, last: bool) -> Iterator[None]:
+        """See :class:`GradientSync`."""
+        self.last = last
+        yield
+        if last:
+            begin = time.perf_counter()
+            self.finish()
+            self.exposed_seconds += time.perf_counter() - begin
+
+    def finish(self) -> None:
+        """Waits for the sums; a gradient that no rank has becomes None again, as on a single rank."""
+        has_gradient = torch.tensor([parameter.grad is not None for parameter in self.order]).to(
+            self.order[0].device, torch.int32
+        )
+        while len(self.started) < len(self.order):
+            self.start_next()
+        self.started.append(dist.all_reduce(has_gradient, async_op=True))
+        for work in self.started:
+            work.wait()
+        for parameter, ranks_with_gradient in zip(self.order, has_gradient.tolist(), strict=True):
+            if not ranks_with_gradient:
+                parameter.grad = None
+        self.started.clear()
+        self.ready.clear()
+
+
 def add_over_ranks(sync: DDPSync, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """DDP communication hook: the sum of one bucket of gradients over the ranks."""
     sync.last_bucket_started = time.perf_counter()
@@ -183,4 +241,6 @@ def synchronised(model: nn.Module, strategy: str, device: torch.device) -> Gradi
     """The model with the strategy of that name; a single rank needs none."""
     if world_size() == 1:
         return GradientSync(model)
-    return SharedMemorySync(model) if strategy == "shared_memory" else DDPSync(model, device)
+    if strategy == "ddp":
+        return DDPSync(model, device)
+    return SharedMemorySync(model) if strategy == "shared_memory" else HooksSync(model)

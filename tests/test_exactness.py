@@ -24,6 +24,7 @@ from flyte_ddp.train import global_batches, train_step
 from flyte_ddp.training_state import TrainingState
 
 STEPS = 50
+STRATEGIES = ("shared_memory", "ddp", "hooks")
 BASE = Hyperparameters(
     validation_fraction=0.93,  # 105 of the 1,500 training samples of digits are left
     epochs=1000,
@@ -51,7 +52,7 @@ def batches(hp: Hyperparameters, samples: sampling.Indices) -> Iterator[sampling
 def train_in_ranks(folder: Path) -> None:
     """Leaves, from rank 0, every case's losses and parameters after each step."""
     arrays = open_arrays(folder / "digits")
-    for (name, case), strategy in itertools.product(CASES.items(), ("shared_memory", "ddp")):
+    for (name, case), strategy in itertools.product(CASES.items(), STRATEGIES):
         hp = replace(case, strategy=strategy, num_ranks=torch.distributed.get_world_size())
         state = TrainingState.create(hp, detect(hp), arrays, None)
         losses, states = [], []
@@ -102,7 +103,7 @@ def test_every_step_of_any_number_of_ranks_is_that_of_one_process(
     assert run_ranks(train_in_ranks, tmp_path, ranks) == [0] * ranks
     for name, hp in CASES.items():
         expected_losses, expected_states = plain_loop(hp, data)
-        for strategy in ("shared_memory", "ddp"):
+        for strategy in STRATEGIES:
             losses, states = torch.load(tmp_path / f"{name}-{strategy}.pt")
             assert len(losses) == STEPS
             np.testing.assert_allclose(losses, expected_losses, rtol=0, atol=1e-9)

@@ -1,4 +1,4 @@
-"""Gradients added up in shared memory, on real ranks, against gloo's own sum."""
+"""Gradients added up over real ranks, against gloo's own sum or numbers known beforehand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import nn
 
 from flyte_ddp.distributed import copy_from_rank_0
 from flyte_ddp.node_memory import NodeMemory
-from flyte_ddp.strategies import BUCKET_BYTES, SharedMemorySync
+from flyte_ddp.strategies import BUCKET_BYTES, SharedMemorySync, synchronised
 
 RANKS = 3
 
@@ -122,6 +122,33 @@ def add_up_with_missing_gradients(_: Path) -> None:
         assert nowhere.grad is None
 
 
+class UsesSome(nn.Module):
+    """Each rank uses parameters of its own, in an order of its own, and all but one of them somewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(torch.full((size,), 1.0)) for size in (2, 3, 4, 5)])
+
+    def forward(self, factors: torch.Tensor) -> torch.Tensor:
+        used = {0: [0, 1], 1: [1, 0], 2: [2, 1]}[dist.get_rank()]
+        return sum(self.weights[index].sum() * factors[index] for index in used)
+
+
+def use_different_parameters(_: Path) -> None:
+    for strategy in ("ddp", "hooks", "shared_memory"):
+        model = UsesSome()
+        sync = synchronised(model, strategy, torch.device("cpu"))
+        for step in range(3):
+            model.zero_grad()
+            for last in (False, True):  # the gradients of both are added up
+                with sync.micro_batch(last=last):
+                    sync(torch.tensor([1.0, 10.0, 100.0, 1000.0]) * (step + 1)).backward()
+            gradients = [None if weight.grad is None else weight.grad.unique().tolist() for weight in model.weights]
+            factor = 2 * (step + 1)
+            assert gradients[:3] == [[2 * factor], [30 * factor], [100 * factor]], strategy
+            assert gradients[3] in (None, [0.0] if strategy == "ddp" else None), strategy
+
+
 def lose_a_rank(folder: Path) -> None:
     memory = NodeMemory(1)
     memory.barrier()
@@ -153,6 +180,7 @@ def wait_in_vain(_: Path) -> None:
         share_little,
         read_late,
         copy_odd_tensors,
+        use_different_parameters,
         wait_in_vain,
     ],
 )

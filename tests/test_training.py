@@ -169,7 +169,7 @@ def test_every_loss_before_the_one_that_is_not_finite_is_kept(digits: Path, tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["shared_memory", "ddp"])
+@pytest.mark.parametrize("strategy", ["shared_memory", "ddp", "hooks"])
 def test_parameters_that_get_no_gradient_stay_as_they_are(digits: Path, tmp_path: Path, strategy: str) -> None:
     hp = replace(BASE, model="user_models:partly_used", epochs=1, weight_decay=0.1, strategy=strategy)
     result = train(hp, digits, tmp_path / "run")
