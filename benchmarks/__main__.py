@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks import measuring, rendering
 
-NAMES = ("data_path", "startup", "epoch", "preset", "memory", "scaling")
+NAMES = ("data_path", "strategies", "startup", "epoch", "preset", "memory", "scaling")
 HERE = Path(__file__).resolve().parent
 
 
