@@ -87,6 +87,8 @@ def train_step(state: TrainingState, batch: sampling.Indices, epoch: int, step: 
         with state.clock("data"):
             images, labels = state.training.gather(samples)
             images = state.prepare(augment(images, hp.augment, seed=hp.seed, epoch=epoch, samples=samples))
+        if state.randomness is not None:
+            state.randomness.begin_pass(hp.seed, epoch, samples, state.device)
         with state.clock("forward_backward"), state.sync.micro_batch(last=part == parts - 1):
             with state.autocast(), batch_norm_errors(hp):
                 logits = state.sync(images)

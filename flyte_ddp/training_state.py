@@ -18,6 +18,7 @@ from flyte_ddp.clock import Clock
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import ImageArrays
 from flyte_ddp.distributed import world_size
+from flyte_ddp.dropout import SampleRandomness, derive_dropout_from_samples
 from flyte_ddp.hardware import Hardware
 from flyte_ddp.images import InputSpec, prepare
 from flyte_ddp.initial_weights import load_initial_weights
@@ -44,6 +45,7 @@ class TrainingState:
     sync: GradientSync
     optimizer: torch.optim.Optimizer
     average: AveragedModel | None
+    randomness: SampleRandomness | None
     clock: Clock
     samples: int = 0  # that this rank has trained on
 
@@ -77,6 +79,7 @@ class TrainingState:
         dtype = torch.float64 if hardware.precision == "fp64" else torch.float32
         memory_format = torch.channels_last if hardware.channels_last else torch.contiguous_format
         model = model.to(device=device, dtype=dtype).to(memory_format=memory_format)
+        randomness = derive_dropout_from_samples(model)
         if hp.sync_batchnorm and world_size() > 1:
             synchronise_batch_norm(model, on_one_machine=hardware.strategy == "shared_memory")
         indices = sampling.split_indices(len(arrays.train_labels), hp.validation_fraction, hp.seed)
@@ -102,6 +105,7 @@ class TrainingState:
             ),
             optimizer=make_optimizer(model.parameters(), hp),
             average=moving_average(model, hp.ema_decay) if hp.ema_decay else None,
+            randomness=randomness,
             clock=Clock(),
         )
 

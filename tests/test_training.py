@@ -98,6 +98,14 @@ def test_any_number_of_ranks_computes_what_one_process_would(
 
 
 @pytest.mark.slow
+def test_dropout_is_the_same_on_any_number_of_ranks(digits: Path, tmp_path: Path) -> None:
+    hp = replace(BASE, model="user_models:dropout", precision="fp64", batch_size=71)
+    one, three = (weights(train(replace(hp, num_ranks=ranks), digits, tmp_path / str(ranks))) for ranks in (1, 3))
+    for name, value in one.items():
+        torch.testing.assert_close(three[name], value, rtol=0, atol=1e-9)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "hp",
     [

@@ -20,6 +20,13 @@ def batch_norm(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module
     return nn.Sequential(nn.Conv2d(input_shape[0], 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, num_classes))
 
 
+def dropout(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+    """For 8x8 images."""
+    return nn.Sequential(
+        nn.Conv2d(input_shape[0], 4, 3), nn.Dropout2d(0.3), nn.Flatten(), nn.Dropout(0.5), nn.Linear(144, num_classes)
+    )
+
+
 class PartlyUsed(nn.Module):
     """Has a layer that no output depends on."""
 
