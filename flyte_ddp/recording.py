@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
 
 import flyte_ddp
 from flyte_ddp import artifacts, distributed
@@ -58,6 +59,7 @@ class Recorder:
         self.evaluated = 0.0
         self.training_seconds = 0.0
         self.epoch_accuracies: list[float] = []
+        self.random_state = random_state(state.device)
         if self.writes:
             self.log = MetricsLog(job.run_folder / "metrics.jsonl")
             steps_per_epoch = -(-len(state.training) // job.hp.batch_size)
@@ -168,8 +170,18 @@ class Recorder:
                 "seconds": self.seconds(),
                 "samples_per_second": self.samples_in_all / max(self.training_seconds, 1e-9),
                 "stopped": selection.stopped,
+                "notes": self.notes(),
             }
         )
+
+    def notes(self) -> list[str]:
+        """Why the result would be another one on another number of ranks, if it would."""
+        reasons = []
+        if not torch.equal(self.random_state, random_state(self.state.device)):
+            reasons.append("The model draws random numbers otherwise than by torch's dropout layers")
+        if not self.job.hp.sync_batchnorm and any(isinstance(m, _BatchNorm) for m in self.state.model.modules()):
+            reasons.append("BatchNorm used the statistics of each rank's own share (sync_batchnorm is false)")
+        return [f"{reason}: on another number of ranks the result would be another." for reason in reasons]
 
     def seconds(self) -> dict[str, float]:
         """Where the time of rank 0 went; communication is what no computation hid."""
@@ -254,6 +266,11 @@ def histograms(model: torch.nn.Module) -> dict[str, dict[str, list[float]]]:
         counts, edges = np.histogram(parameter.detach().float().cpu().numpy(), bins=HISTOGRAM_BINS)
         result[name] = {"counts": counts.tolist(), "edges": edges.tolist()}
     return result
+
+
+def random_state(device: torch.device) -> torch.Tensor:
+    """The state of torch's random numbers on a device, which nothing of this library draws from while it trains."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 def versions() -> dict[str, str]:

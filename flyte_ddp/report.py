@@ -121,7 +121,7 @@ def total_seconds(run: Run) -> float | None:
 
 def notes(run: Run) -> str:
     """What the run itself wants its reader to know."""
-    lines = run.start.get("notes") or []
+    lines = run.end.get("notes") or []
     return section("Notes", "<ul>" + "".join(f"<li>{text(line)}</li>" for line in lines) + "</ul>") if lines else ""
 
 

@@ -110,7 +110,7 @@ def test_whatever_a_run_is_called_stays_text(tmp_path: Path) -> None:
     ]
     lines = records(classes=names)
     lines[0]["hyperparameters"]["model"] = "<i>module</i>:make"
-    lines[0]["notes"] = ["<b>note</b> & more"]
+    lines[-1]["notes"] = ["<b>note</b> & more"]
     lines[-1]["stopped"] = "<u>after epoch 2</u>"
     html = report.render(write_run(tmp_path / "<b>run", lines, matrix(6)))
     page = Page(html)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import re
@@ -185,6 +186,24 @@ def test_parameters_that_get_no_gradient_stay_as_they_are(digits: Path, tmp_path
     initial = models.build(hp.model, 10, InputSpec(1, 8, 8, (0.0,), (1.0,))).state_dict()
     unchanged = {name for name, value in weights(result).items() if torch.equal(value, initial[name])}
     assert unchanged == {"unused.weight", "unused.bias"}
+
+
+@pytest.mark.parametrize(
+    ("hp", "words"),
+    [
+        (replace(BASE, model="user_models:functional_dropout"), "draws random numbers otherwise"),
+        (replace(BASE, model="user_models:batch_norm", sync_batchnorm=False), "BatchNorm used the statistics of each"),
+        (replace(BASE, model="user_models:batch_norm"), ""),
+        (replace(BASE, model="user_models:dropout", augment="crop_flip"), ""),
+    ],
+)
+def test_the_report_says_where_the_number_of_ranks_matters(
+    digits: Path, tmp_path: Path, hp: Hyperparameters, words: str
+) -> None:
+    result = train(replace(hp, num_ranks=1, epochs=1), digits, tmp_path / "run")
+    notes = read_metrics(result.metrics)[-1]["notes"]
+    assert [words in note for note in notes] == ([True] if words else [])
+    assert all(note in html.unescape(result.report.read_text()) for note in notes)
 
 
 def test_training_starts_from_given_weights(digits: Path, tmp_path: Path) -> None:
