@@ -8,6 +8,7 @@ from pathlib import Path
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
+from flyte_ddp.run_lock import hold
 from flyte_ddp.settings import Settings
 
 RESULTS = ("model.json", "model.pt", "predictions.npz", "report.html")
@@ -50,7 +51,7 @@ def run_training(hp: Hyperparameters, data: Path, run_folder: Path, settings: Se
         run_folder: where results go; those of an earlier run in it are removed first, so that none is taken for new.
 
     Raises:
-        UserError: a mistake that the user can mend; no result is left behind.
+        UserError: a mistake that the user can mend, such as another run in the same folder; no result is left behind.
         RankError: a rank failed.
 
     """
@@ -86,8 +87,10 @@ def run_training(hp: Hyperparameters, data: Path, run_folder: Path, settings: Se
 
 
 def prepare_folder(folder: Path) -> None:
-    """Makes the run folder, writable and without an earlier run's results."""
+    """Makes the run folder, held by this process, writable and without an earlier run's results."""
     try:
+        if not hold(folder):
+            raise UserError(f"run folder {folder}: another run is writing into it; wait for its end or name another")
         folder.mkdir(parents=True, exist_ok=True)
         remove_results(folder)
         (folder / "metrics.jsonl").unlink(missing_ok=True)

@@ -5,6 +5,7 @@ text that is part of the cache key and is renewed when the folder's files are go
 folder is ever answered with paths that are not there.
 """
 
+import itertools
 import os
 import secrets
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
 from flyte_ddp.errors import UserError
+from flyte_ddp.run_lock import hold
 from flyte_ddp.settings import runs_folder
 
 FileType = TypeVar("FileType", bound=FlyteFile)
@@ -32,6 +34,21 @@ def folder_for(name: str) -> Path:
     """The folder called ``name``: under the runs folder locally, else under the pod's working directory."""
     base = runs_folder() if is_local() else Path(current_context().working_directory)
     return base / name
+
+
+def free_run(name: str) -> str:
+    """The run's name; with a number, locally, while another process is at the same run."""
+    if not is_local():
+        return name
+    for number in itertools.count(1):
+        candidate = name if number == 1 else f"{name}-{number}"
+        try:
+            if hold(folder_for(candidate)):
+                break
+        except OSError as error:
+            raise not_writable(error) from None
+        print(f"{os.path.relpath(folder_for(candidate))}: another process is at this run, so it is made anew beside it")
+    return candidate
 
 
 def with_token(name: str, *, complete: bool) -> str:

@@ -48,7 +48,7 @@ def check_inputs(hp: Hyperparameters, kickoff_time: Optional[datetime] = None) -
     data = fingerprint(hp.dataset, hp.data_source)
     if kickoff_time == NO_SCHEDULE:
         kickoff_time = datetime.now(timezone.utc)
-    run = identity.run_name(hp, data, trigger=kickoff_time.isoformat() if kickoff_time else "")
+    run = places.free_run(identity.run_name(hp, data, trigger=kickoff_time.isoformat() if kickoff_time else ""))
     return CheckedInputs(
         data_version=places.with_token(
             f"datasets/{data}", complete=(places.folder_for(f"datasets/{data}") / "dataset.json").exists()

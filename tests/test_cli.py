@@ -10,6 +10,9 @@ import shutil
 import struct
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -19,6 +22,8 @@ import torch
 from cli import OWN_MODEL, ROOT, TINY, WORKFLOWS, Ended, pyflyte, train
 
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.errors import UserError
+from flyte_ddp.run import prepare_folder
 from tasks.places import without_token
 from tasks.preparation import check_inputs
 
@@ -110,6 +115,51 @@ def test_what_was_deleted_is_made_again(tmp_path: Path) -> None:
     assert other.exit_code != 0
     assert "Traceback" not in other.output
     assert all(words in other.panel for words in (str(datasets), "train_images.npy", "delete it"))
+
+
+@contextmanager
+def held_by_another_process(folder: Path) -> Iterator[None]:
+    """A process that is at a run in the folder, and in the end is killed."""
+    code = (
+        "import sys, pathlib; from flyte_ddp.run_lock import hold; print(hold(pathlib.Path(sys.argv[1])), flush=True)"
+    )
+    command = [sys.executable, "-c", f"{code}; sys.stdin.read()", str(folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "True\n"
+        try:
+            yield
+        finally:
+            process.kill()
+
+
+@pytest.mark.slow
+def test_a_run_that_is_still_going_is_not_written_into(tmp_path: Path) -> None:
+    first = outputs(train(TINY, home=tmp_path))["model_state"].parent
+    before = state(first)
+    with held_by_another_process(first):
+        second = train(TINY, home=tmp_path)
+        assert trained(second)
+        assert "another process is at this run" in second.output
+        assert outputs(second)["model_state"].parent == first.with_name(f"{first.name}-2")
+        with pytest.raises(UserError, match="another run is writing into it"):
+            prepare_folder(first)
+    assert state(first) == before
+    third = train(TINY, home=tmp_path)
+    assert not trained(third), "the one that was at it has been killed"
+    assert outputs(third)["model_state"].parent == first
+
+
+@pytest.mark.slow
+def test_equal_runs_at_the_same_time(tmp_path: Path) -> None:
+    hp = {"num_ranks": 2, "max_steps": 4, "batch_size": 64}
+    with ThreadPoolExecutor() as pool:
+        ended = [future.result() for future in [pool.submit(train, hp, home=tmp_path) for _ in range(4)]]
+    folders = {outputs(one)["model_state"].parent for one in ended}
+    assert sum(trained(one) for one in ended) == len(folders)
+    first, *others = [torch.load(folder / "model.pt", weights_only=True) for folder in folders]
+    for other in others:
+        assert all(torch.equal(value, other[name]) for name, value in first.items())
 
 
 @pytest.mark.slow
