@@ -36,11 +36,11 @@ BASE = Hyperparameters(
 )
 # Each leaves a ragged last batch: of 9 samples, of 1 (so that all ranks but one have none), of 15 in three parts, and
 # of 1 in three parts (of which two are empty on all ranks).
+SIZES = {"small_cnn": ((32, 1), (13, 3)), "user_models:batch_norm": ((32, 1), (26, 1), (30, 3), (13, 3))}
 CASES = {
     f"{model}-{batch_size}-{parts}": replace(BASE, model=model, batch_size=batch_size, accumulation_steps=parts)
-    for model, (batch_size, parts) in itertools.product(
-        ("small_cnn", "user_models:batch_norm"), ((32, 1), (26, 1), (30, 3), (13, 3))
-    )
+    for model, sizes in SIZES.items()
+    for batch_size, parts in sizes
 }
 
 
