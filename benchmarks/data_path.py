@@ -30,10 +30,11 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import open_arrays
 from flyte_ddp.hardware import cpu_has_bf16, detect
 from flyte_ddp.job import Job
-from flyte_ddp.launch.rank import Rendezvous, join_process_group, keep_freed_memory
+from flyte_ddp.launch.rank import Place, join_process_group, keep_freed_memory
 from flyte_ddp.recording import Recorder
+from flyte_ddp.run import identity_of
 from flyte_ddp.settings import Settings
-from flyte_ddp.train import global_batches, train_step
+from flyte_ddp.train import batches_to_do, train_step
 from flyte_ddp.training_state import TrainingState
 
 MODELS = ("tutorial", "small_cnn")
@@ -84,12 +85,19 @@ def run_rank(rank: int, order: dict[str, Any], records: str) -> None:
     """One rank: blocks of steps of each kind in turn, the first of each not counted; rank 0 writes the rates."""
     hp = Hyperparameters(**order["hp"])
     folder = Path(records)
+    data = Path(order["data"])
     job = Job(
-        hp=hp, hardware=detect(hp), settings=Settings(progress="off"), data=Path(order["data"]), run_folder=folder
+        hp=hp,
+        hardware=detect(hp),
+        settings=Settings(progress="off"),
+        data=data,
+        run_folder=folder,
+        identity=identity_of(hp, data),
     )
     torch.set_num_threads(job.hardware.threads)
     keep_freed_memory()
-    join_process_group(job, Rendezvous(rank, hp.num_ranks, local_rank=rank, store=folder / "store", records=folder))
+    store = distributed.FileStore(str(folder / "store"), hp.num_ranks)  # type: ignore[attr-defined]
+    join_process_group(job, Place(rank, hp.num_ranks, local_rank=rank), store)
     arrays = open_arrays(job.data)
     state = TrainingState.create(hp, job.hardware, arrays, None)
     with Recorder(job, arrays, state) as recorder:
@@ -124,15 +132,11 @@ def rate(steps: Iterator[int], number: int) -> float:
 
 def ours(state: TrainingState, recorder: Recorder) -> Iterator[int]:
     """The library's steps with their records; yields each global batch's number of samples."""
-    step = 0
-    for epoch in itertools.count():
-        for batch in global_batches(
-            sampling.epoch_order(state.training.indices, state.hp.seed, epoch), state.hp.batch_size
-        ):
-            loss_sum = train_step(state, batch, epoch, step)
-            step += 1
-            recorder.training(epoch, step, loss_sum, len(batch))
+    while True:
+        for batch in batches_to_do(state):
+            train_step(state, batch, recorder)
             yield len(batch)
+        state.epoch += 1
 
 
 def resident(state: TrainingState, synchronised: bool) -> Iterator[int]:
@@ -146,7 +150,10 @@ def resident(state: TrainingState, synchronised: bool) -> Iterator[int]:
         with state.sync.micro_batch(last=synchronised):
             with state.autocast():
                 logits = state.sync(images)
-            (functional.cross_entropy(logits.float(), labels, reduction="sum") / size).backward()
+            loss = functional.cross_entropy(logits.float(), labels, reduction="sum")
+            (loss / size).backward()
+        if synchronised:
+            state.sync.add_up(loss.detach().double())
         state.optimizer.step()
         state.optimizer.zero_grad(set_to_none=True)
         yield size

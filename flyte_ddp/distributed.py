@@ -10,9 +10,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-COLLECTIVE_TIMEOUT = timedelta(minutes=10)
-
 Value = TypeVar("Value")
+_timeout = 600.0
+
+
+def set_timeout(limit: float) -> None:
+    """Sets how many seconds this rank waits for others outside torch's own collectives, as process groups have it."""
+    global _timeout  # noqa: PLW0603 (a property of the process, as the process group is)
+    _timeout = limit
+
+
+def timeout() -> float:
+    """How many seconds this rank waits for others."""
+    return _timeout
+
+
+def seconds(number: float) -> timedelta:
+    """As torch wants it."""
+    return timedelta(seconds=number)
 
 
 def rank() -> int:
@@ -37,24 +52,6 @@ def gather(numbers: Tensor) -> Tensor:
     of_ranks = numbers.new_zeros(world_size(), numbers.numel())
     of_ranks[rank()] = numbers
     return sum_over_ranks(of_ranks)
-
-
-class StartedSum:
-    """A sum over all ranks that goes on while the rank computes; the tensor is left as it is."""
-
-    def __init__(self, values: Tensor) -> None:
-        self._sum = values.clone()
-        self._work = dist.all_reduce(self._sum, async_op=True) if dist.is_initialized() else None
-
-    def arrived(self) -> bool:
-        """Whether ``wait`` would return at once."""
-        return self._work is None or self._work.is_completed()
-
-    def wait(self) -> Tensor:
-        """The sum."""
-        if self._work is not None:
-            self._work.wait()
-        return self._sum
 
 
 def copy_from_rank_0(tensors: Iterable[Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""The two kinds of failure: a user's mistake, and a rank that failed."""
+"""The kinds of failure: a user's mistake, a rank that failed, and a run that was told to stop."""
 
 from __future__ import annotations
 
@@ -25,7 +25,40 @@ class UserError(click.ClickException, ValueError):
 
 
 class RankError(RuntimeError):
-    """A rank failed through no mistake of the user's that we know of; carries what the rank itself reported."""
+    """A rank failed through no mistake of the user's that we know of; carries what the rank itself reported.
+
+    ``recoverable``: the same run may well succeed when it is tried again, because what failed was the machine.
+    """
+
+    def __init__(self, message: str, *, recoverable: bool = False) -> None:
+        super().__init__(message)
+        self.recoverable = recoverable
+
+
+class StoppedError(click.ClickException, RuntimeError):
+    """The run was told to stop.
+
+    Args:
+        signal: the name of what told it.
+        step: of the newest checkpoint, 0 without any, None if that is not known.
+
+    """
+
+    def __init__(self, signal: str, step: int | None = 0) -> None:
+        super().__init__(f"stopped by {signal}; {where_it_goes_on(step)}")
+
+
+def where_it_goes_on(step: int | None) -> str:
+    """What the same run will do when it is started again."""
+    if step is None:
+        return "the same run will go on from its last checkpoint"
+    if step == 0:
+        return "the same run will begin anew, because no step was done"
+    return f"the same run will go on after step {step:,}, which is saved"
+
+
+class CollectiveTimeoutError(RuntimeError):
+    """Another rank did not come in time to where all ranks meet."""
 
 
 class PeerGoneError(RuntimeError):

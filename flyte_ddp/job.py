@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from flyte_ddp.checkpoint import Checkpoint, Identity
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.hardware import Hardware
 from flyte_ddp.settings import Settings
@@ -19,4 +20,6 @@ class Job:
     settings: Settings
     data: Path
     run_folder: Path
+    identity: Identity
     initial_weights: Path | None = None
+    checkpoint: Checkpoint | None = None  # to go on from

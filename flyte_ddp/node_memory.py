@@ -16,10 +16,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flyte_ddp.distributed import COLLECTIVE_TIMEOUT, from_rank_0, rank, world_size
-from flyte_ddp.errors import PeerGoneError
+from flyte_ddp.distributed import from_rank_0, rank, timeout, world_size
+from flyte_ddp.errors import CollectiveTimeoutError, PeerGoneError
 
-LIMIT_SECONDS = COLLECTIVE_TIMEOUT.total_seconds()
 LONGEST_MESSAGE = 64
 ALIGNMENT = 64  # bytes: every tensor starts on a cache line
 
@@ -117,7 +116,7 @@ def share(size: int) -> tuple[mmap.mmap, dict[int, socket.socket]]:
             from_rank_0(address)
             while len(peers) < world_size() - 1:
                 peer, _ = listener.accept()
-                peer.settimeout(LIMIT_SECONDS)
+                peer.settimeout(timeout())
                 peers[int(peer.recv(LONGEST_MESSAGE))] = peer
                 socket.send_fds(peer, [b"memory"], [file])
     else:
@@ -136,7 +135,7 @@ def share(size: int) -> tuple[mmap.mmap, dict[int, socket.socket]]:
 def new_socket() -> socket.socket:
     """A socket between processes of one machine, which keeps messages apart."""
     made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    made.settimeout(LIMIT_SECONDS)
+    made.settimeout(timeout())
     return made
 
 
@@ -153,7 +152,7 @@ def receive(peer: socket.socket, other: int) -> None:
     try:
         message = peer.recv(LONGEST_MESSAGE)
     except TimeoutError:
-        raise RuntimeError(f"rank {other} did not come to a barrier within {peer.gettimeout():g} s") from None
+        raise CollectiveTimeoutError(f"rank {other} did not come within {peer.gettimeout():g} s") from None
     except ConnectionError:
         message = b""
     if not message:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import platform
 import time
-from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,15 +34,6 @@ WORST_MISTAKES = 16
 HISTOGRAM_BINS = 64
 
 
-@dataclass(frozen=True)
-class LoggedStep:
-    """A step whose loss is being added up over the ranks, for one step's time: no rank waits for the others' losses."""
-
-    loss_sum: distributed.StartedSum
-    samples: int
-    record: dict[str, Any]
-
-
 class Recorder:
     """Collects losses over all ranks and, on rank 0, writes metrics.jsonl and shows progress."""
 
@@ -53,7 +42,6 @@ class Recorder:
         self.writes = distributed.rank() == 0
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=state.device)
         self.samples = 0
-        self.logged: LoggedStep | None = None
         self.samples_in_all = 0
         self.since = time.perf_counter()
         self.evaluated = 0.0
@@ -70,60 +58,70 @@ class Recorder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # After an error in the step that follows a logged one: its loss is worth keeping, but not worth waiting for,
-        # and no error of its own may take the place of the first.
-        if self.logged is not None and self.logged.loss_sum.arrived():
-            with suppress(RuntimeError, UserError):
-                self.log_step()
         if self.writes:
             self.progress.close()
             self.log.close()
 
-    def training(self, epoch: int, step: int, loss_sum: torch.Tensor, samples: int) -> None:
-        """Takes in a finished step (``step`` counts from 1) and its global batch's number of samples.
+    def so_far(self) -> dict[str, Any]:
+        """What is known of the steps that have no record yet, and of the whole run."""
+        return {
+            "loss_sum": self.loss_sum,
+            "samples": self.samples,
+            "samples_in_all": self.samples_in_all,
+            "training_seconds": self.training_seconds,
+            "seconds": self.elapsed(),
+            "epoch_accuracies": self.epoch_accuracies,
+        }
 
-        Every ``log_interval`` steps all ranks add up their losses: the record holds the mean over those samples.
+    def go_on(self, so_far: dict[str, Any]) -> None:
+        """Continues where :meth:`so_far` was called."""
+        self.loss_sum.copy_(so_far["loss_sum"])
+        self.samples, self.samples_in_all = so_far["samples"], so_far["samples_in_all"]
+        self.training_seconds = so_far["training_seconds"]
+        self.epoch_accuracies = so_far["epoch_accuracies"]
+        self.evaluated = self.state.clock.seconds["evaluation"]
+        self.since = time.perf_counter() - so_far["seconds"]
+
+    def elapsed(self) -> float:
+        """Seconds of training since the last record, without an evaluation that came in between."""
+        return time.perf_counter() - self.since - (self.state.clock.seconds["evaluation"] - self.evaluated)
+
+    def training(self, epoch: int, step: int, loss_sum: torch.Tensor, samples: int) -> None:
+        """Takes in a finished step (``step`` counts from 1): the sum of all ranks' losses, and the number of samples.
+
+        The record of every ``log_interval`` steps holds the mean over their samples.
+
+        Raises:
+            UserError: a loss that is not finite, on a GPU, where it is looked at only when it is recorded.
+
         """
-        self.log_step()
         self.loss_sum += loss_sum
         self.samples += samples
         if step % self.job.hp.log_interval and step != self.state.total_steps:
             if self.writes and self.progress.due():
                 self.progress.step(epoch, step, None, None)
             return
-        # The rate of training leaves out an evaluation that came in between.
-        evaluated = self.state.clock.seconds["evaluation"]
-        elapsed = time.perf_counter() - self.since - (evaluated - self.evaluated)
+        elapsed = self.elapsed()
         self.training_seconds += elapsed
         self.samples_in_all += self.samples
-        self.logged = LoggedStep(
-            distributed.StartedSum(self.loss_sum),
-            self.samples,
-            {
-                "kind": "train",
-                "time": time.time(),
-                "epoch": epoch,
-                "step": step,
-                "learning_rate": self.state.optimizer.param_groups[0]["lr"],
-                "samples_per_second": self.samples / elapsed,
-            },
-        )
+        loss = self.loss_sum.item() / self.samples
+        check_finite(loss, self.job.hp, epoch, step)
+        if self.writes:
+            rate = self.samples / elapsed
+            self.log.write(
+                {
+                    "kind": "train",
+                    "epoch": epoch,
+                    "step": step,
+                    "learning_rate": self.state.optimizer.param_groups[0]["lr"],
+                    "samples_per_second": rate,
+                    "loss": loss,
+                }
+            )
+            self.progress.step(epoch, step, loss, rate)
         self.loss_sum.zero_()
         self.samples = 0
-        self.since, self.evaluated = time.perf_counter(), evaluated
-
-    def log_step(self) -> None:
-        """Writes the record of the step whose loss was being added up, if there is one."""
-        if self.logged is None:
-            return
-        logged, self.logged = self.logged, None
-        with self.state.clock("communication"):
-            loss = logged.loss_sum.wait().item() / logged.samples
-        record = logged.record
-        check_finite(loss, self.job.hp, record["epoch"], record["step"])
-        if self.writes:
-            self.log.write({**record, "loss": loss})
-            self.progress.step(record["epoch"], record["step"], loss, record["samples_per_second"])
+        self.since, self.evaluated = time.perf_counter(), self.state.clock.seconds["evaluation"]
 
     def evaluation(self, epoch: int, step: int, validation: Evaluation, test: Evaluation) -> None:
         """Takes in the evaluation after ``epoch`` epochs.
@@ -132,7 +130,6 @@ class Recorder:
             UserError: a loss that is not finite: the last steps led astray, after their own losses had been checked.
 
         """
-        self.log_step()
         for measured in (validation, test):
             check_finite(measured.loss, self.job.hp, epoch - 1, step)
         self.epoch_accuracies.append(test.accuracy)
@@ -186,11 +183,11 @@ class Recorder:
     def seconds(self) -> dict[str, float]:
         """Where the time of rank 0 went; communication is what no computation hid."""
         spent = self.state.clock.seconds
-        hidden_in_backward = self.state.sync.exposed_seconds
+        waited_in_backward = self.state.sync.waited
         seconds = {
             "data": spent["data"],
-            "forward_backward": spent["forward_backward"] - hidden_in_backward,
-            "communication": spent["communication"] + hidden_in_backward,
+            "forward_backward": spent["forward_backward"] - waited_in_backward,
+            "communication": spent["communication"] + waited_in_backward,
             "evaluation": spent["evaluation"],
         }
         total = self.state.clock.total()
@@ -242,6 +239,7 @@ def start_record(job: Job, arrays: ImageArrays, state: TrainingState) -> dict[st
     hardware = job.hardware
     return {
         "kind": "start",
+        "resumed_after_step": job.checkpoint.step if job.checkpoint else 0,
         "hyperparameters": job.hp.to_dict(),
         "num_ranks": distributed.world_size(),
         "device": torch.cuda.get_device_name(state.device) if state.device.type == "cuda" else "cpu",

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 
+from flyte_ddp import checkpoint
+from flyte_ddp.code_digest import library_digest
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.datasets.arrays import read_description
+from flyte_ddp.datasets.identity import content_identity
 from flyte_ddp.errors import UserError
+from flyte_ddp.files import replacing
+from flyte_ddp.launch import spawn
 from flyte_ddp.run_lock import hold
 from flyte_ddp.settings import Settings
+from flyte_ddp.user_code import user_source_digest
 
 RESULTS = ("model.json", "model.pt", "predictions.npz", "report.html")
 
@@ -43,16 +54,23 @@ class Result:
         return self.run_folder / "report.html"
 
 
-def run_training(hp: Hyperparameters, data: Path, run_folder: Path, settings: Settings) -> Result:
+Launch = Callable[..., None]  # (job, num_ranks=...), from flyte_ddp.launch
+
+
+def run_training(
+    hp: Hyperparameters, data: Path, run_folder: Path, settings: Settings, launch: Launch = spawn.launch
+) -> Result:
     """Trains on all ranks of this machine and writes the report.
 
     Args:
         data: a prepared data set, from ``flyte_ddp.datasets.fetch``.
         run_folder: where results go; those of an earlier run in it are removed first, so that none is taken for new.
+            From a checkpoint in it, which a run leaves that did not come to its end, this one goes on.
 
     Raises:
         UserError: a mistake that the user can mend, such as another run in the same folder; no result is left behind.
         RankError: a rank failed.
+        StoppedError: this process was told to stop.
 
     """
     # torch is imported here, not above, so that importing this module stays cheap for command-line start-up.
@@ -60,29 +78,34 @@ def run_training(hp: Hyperparameters, data: Path, run_folder: Path, settings: Se
     from flyte_ddp.hardware import detect
     from flyte_ddp.initial_weights import fetched
     from flyte_ddp.job import Job
-    from flyte_ddp.launch.spawn import launch
 
     hardware = detect(hp)
     prepare_folder(run_folder)
+    belongs = identity_of(hp, data)
+    found = begin_or_go_on(run_folder, belongs, settings)
     wandb = tracking.start_wandb(run_folder, settings, hp.to_dict(), run_folder.name)
     try:
-        with fetched(hp.init_from) as initial_weights:
+        with fetched(hp.init_from if found is None else "") as initial_weights:
             job = Job(
                 hp=hp,
                 hardware=hardware,
                 settings=settings,
                 data=data,
                 run_folder=run_folder,
+                identity=belongs,
+                checkpoint=found,
                 initial_weights=initial_weights,
             )
             launch(job, num_ranks=hardware.num_ranks)
         report.write_report(run_folder)
     except BaseException:
         remove_results(run_folder)
+        remove_partial_files(run_folder)  # of ranks that were killed
         raise
     finally:
         if wandb is not None:
             wandb.finish()
+    shutil.rmtree(run_folder / checkpoint.FOLDER, ignore_errors=True)
     return read_result(run_folder)
 
 
@@ -93,12 +116,49 @@ def prepare_folder(folder: Path) -> None:
             raise UserError(f"run folder {folder}: another run is writing into it; wait for its end or name another")
         folder.mkdir(parents=True, exist_ok=True)
         remove_results(folder)
-        (folder / "metrics.jsonl").unlink(missing_ok=True)
-        (folder / "metrics.jsonl").touch()
+        remove_partial_files(folder)
+        (folder / "metrics.jsonl").open("ab").close()
     except OSError as error:
         raise UserError(
             f"run folder {folder}: {error.strerror}; it must be writable, so mend its permissions or set FLYTE_DDP_RUNS"
         ) from None
+
+
+def identity_of(hp: Hyperparameters, data: Path) -> checkpoint.Identity:
+    """What a checkpoint must belong to."""
+    return checkpoint.identity(
+        hp,
+        data=read_description(data)["digest"],
+        code=library_digest(),
+        user_code=user_source_digest(hp.model) if ":" in hp.model else "",
+        initial_weights=content_identity(hp.init_from),
+    )
+
+
+def begin_or_go_on(folder: Path, run: checkpoint.Identity, settings: Settings) -> checkpoint.Checkpoint | None:
+    """The checkpoint to go on from, if there is one; metrics.jsonl is then as it was when that was written, else empty.
+
+    Raises:
+        UserError: a checkpoint of another run.
+
+    """
+    found = checkpoint.newest_of(folder / checkpoint.FOLDER)
+    if found is None:
+        (folder / "metrics.jsonl").write_bytes(b"")
+        return None
+    checkpoint.check_belongs(found, run)
+    with replacing(folder / "metrics.jsonl") as file:
+        file.write(found.metrics)
+    if settings.progress != "off":
+        when = datetime.fromtimestamp(found.time).strftime("%Y-%m-%d %H:%M:%S")  # noqa: DTZ006 (for a person, here)
+        print(f"going on after step {found.step:,}, saved {when}", file=sys.stderr, flush=True)
+    return replace(found, metrics=b"")  # the ranks have no use for them
+
+
+def remove_partial_files(folder: Path) -> None:
+    """Removes what was being written when a process was killed."""
+    for path in (*folder.glob(".*.tmp"), *(folder / checkpoint.FOLDER).glob(".*.tmp")):
+        path.unlink(missing_ok=True)
 
 
 def remove_results(folder: Path) -> None:

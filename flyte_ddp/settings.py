@@ -16,10 +16,14 @@ class Settings:
     Environment: ``FLYTE_DDP_RUNS`` (folder of local runs), ``FLYTE_DDP_PROGRESS`` (auto, bar, lines, off),
     ``WANDB_PROJECT``, ``WANDB_ENTITY``, ``WANDB_MODE`` (online, offline, disabled), ``WANDB_API_KEY``,
     ``FLYTE_DDP_WANDB_TABLE_ROWS`` (rows of the table of predictions), ``FLYTE_DDP_WANDB_WATCH`` (1: log histograms of
-    the weights), ``FLYTE_DDP_WANDB_TIMEOUT`` (seconds that the end of a run waits for the wandb process).
+    the weights), ``FLYTE_DDP_WANDB_TIMEOUT`` (seconds that the end of a run waits for the wandb process),
+    ``FLYTE_DDP_CHECKPOINT_SECONDS`` (longest time between two checkpoints), ``FLYTE_DDP_TIMEOUT`` (seconds that ranks
+    wait for one another).
     """
 
     progress: str = "auto"
+    checkpoint_seconds: float = 60.0
+    timeout: float = 600.0
     wandb_project: str = "flyte-ddp"
     wandb_entity: str = ""
     wandb_mode: str = "offline"
@@ -45,6 +49,8 @@ def from_environment(wandb_run_id: str = "") -> Settings:
         raise UserError(f"WANDB_MODE={mode!r}: choose one of online, offline, disabled")
     return Settings(
         progress=progress,
+        checkpoint_seconds=number("FLYTE_DDP_CHECKPOINT_SECONDS", 60.0, least=0.1),
+        timeout=number("FLYTE_DDP_TIMEOUT", 600.0, least=1.0),
         wandb_project=env.get("WANDB_PROJECT", "flyte-ddp"),
         wandb_entity=env.get("WANDB_ENTITY", ""),
         wandb_mode=mode,
@@ -55,13 +61,13 @@ def from_environment(wandb_run_id: str = "") -> Settings:
     )
 
 
-def number(name: str, default: float) -> float:
-    """A non-negative number from the environment."""
+def number(name: str, default: float, least: float = 0.0) -> float:
+    """A number from the environment."""
     text = os.environ.get(name, "")
     try:
         value = float(text) if text else default
     except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise UserError(f"{name}={text!r}: must be a number of at least 0")
+        value = float("nan")
+    if not least <= value < float("inf"):
+        raise UserError(f"{name}={text!r}: must be a number of at least {least:g}")
     return value

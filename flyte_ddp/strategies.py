@@ -17,22 +17,22 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket  # what torch.distributed re-exports as GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from flyte_ddp.distributed import copy_from_rank_0, rank, world_size
+from flyte_ddp.distributed import copy_from_rank_0, rank, sum_over_ranks, world_size
 from flyte_ddp.node_memory import NodeMemory, Piece, cut, sizes
 
 BUCKET_BYTES = 16 << 20  # of one rank's gradients
 
 
 class GradientSync:
-    """A model whose gradients, after the last micro-batch of a step, are those of the global batch on every rank.
+    """A model whose gradients, after :meth:`add_up`, are those of the global batch on every rank.
 
-    This one is for a single rank, which has nothing to do for that. ``exposed_seconds`` is the time spent on
-    communication that no computation hid.
+    This one is for a single rank, which has nothing to do for that. ``waited`` is the time in seconds that backward
+    passes spent on communication that no computation hid.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.exposed_seconds = 0.0
+        self.waited = 0.0
 
     def __call__(self, images: Tensor) -> Tensor:
         """The model's output for this rank's share of a batch."""
@@ -43,6 +43,18 @@ class GradientSync:
     def micro_batch(self, *, last: bool) -> Iterator[None]:  # noqa: ARG002
         """Goes around forward and backward of one micro-batch; all but the last of a step only accumulate."""
         yield
+
+    def add_up(self, loss_sum: Tensor) -> Tensor:
+        """Ends a step's communication: adds up over the ranks what backward passes left, and the loss.
+
+        Args:
+            loss_sum: fp64 scalar, the sum of this rank's losses.
+
+        Returns:
+            The sum of all ranks' losses, the same bits on all of them.
+
+        """
+        return loss_sum
 
 
 class SharedMemorySync(GradientSync):
@@ -56,52 +68,45 @@ class SharedMemorySync(GradientSync):
         super().__init__(model)
         copy_from_rank_0([*model.parameters(), *model.buffers()])
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.numel()]
-        groups = in_buckets(trained, bucket_bytes)
+        groups = in_buckets(trained, bucket_bytes) or [[]]
         # Two sets of places, used in turn: who is ahead fills one while others still read the other. Before it comes
         # back to that one it has passed a barrier that they reach only after reading.
-        size = max((sum(sizes(places(group))) for group in groups), default=0)
+        size = max(sum(sizes(places(group))) for group in groups)
         self.memory = NodeMemory(2 * size)
         sets = self.memory.bytes[:size], self.memory.bytes[size : 2 * size]
         self.buckets = [[SharedBucket(group, places_of_set) for places_of_set in sets] for group in groups]
         self.turn = 0
 
-    @contextmanager
-    def micro_batch(self, *, last: bool) -> Iterator[None]:
-        """See :class:`GradientSync`."""
-        yield
-        if last:
-            begin = time.perf_counter()
-            self.add_up()
-            self.exposed_seconds += time.perf_counter() - begin
-
     @torch.no_grad()
-    def add_up(self) -> None:
-        """Makes each gradient its sum over the ranks; one that no rank has stays None, as on a single rank."""
+    def add_up(self, loss_sum: Tensor) -> Tensor:
+        """See :class:`GradientSync`; a gradient that no rank has stays None, as on a single rank."""
         for in_either_set in self.buckets:
             bucket = in_either_set[self.turn]
             self.turn = 1 - self.turn
-            bucket.put()
+            bucket.put(loss_sum)
             self.memory.barrier()
             bucket.add_up()
+        return bucket.losses.sum()
 
 
 class SharedBucket:
-    """Some parameters, with places in shared memory for each rank's gradients of them."""
+    """Some parameters, with places in shared memory for each rank's gradients of them, and for its loss."""
 
     def __init__(self, parameters: list[nn.Parameter], memory: Tensor) -> None:
         self.parameters = parameters
         ranks = world_size()
-        flags, *flats = cut(memory, places(parameters))
-        self.has_gradient = flags.view(ranks, -1)
+        self.losses, flags, *flats = cut(memory, places(parameters))
+        self.has_gradient = flags.view(ranks, len(parameters))
         self.gradients = [
             # Each rank's gradient in the same order of memory as the parameter, without its gaps, if it has any.
             flat.as_strided((ranks, *parameter.shape), (parameter.numel(), *torch.empty_like(parameter).stride()))
             for parameter, flat in zip(parameters, flats, strict=True)
         ]
 
-    def put(self) -> None:
-        """Copies this rank's gradients into its places."""
+    def put(self, loss_sum: Tensor) -> None:
+        """Copies this rank's loss and gradients into its places."""
         own = rank()
+        self.losses[own] = loss_sum
         for index, (parameter, of_ranks) in enumerate(zip(self.parameters, self.gradients, strict=True)):
             self.has_gradient[own, index] = parameter.grad is not None
             of_ranks[own] = 0.0 if parameter.grad is None else parameter.grad
@@ -130,10 +135,10 @@ def in_buckets(parameters: Sequence[nn.Parameter], most_bytes: int) -> list[list
 
 
 def places(parameters: Sequence[nn.Parameter]) -> list[Piece]:
-    """What a bucket holds: which ranks have which gradients, and each parameter's gradients of all ranks."""
+    """What a bucket holds: the ranks' losses, which of them have which gradients, and those of each parameter."""
     ranks = world_size()
     gradients = [(ranks * parameter.numel(), parameter.dtype) for parameter in parameters]
-    return [(ranks * len(parameters), torch.bool), *gradients]
+    return [(ranks, torch.float64), (ranks * len(parameters), torch.bool), *gradients]
 
 
 class DDPSync(GradientSync):
@@ -168,7 +173,11 @@ class DDPSync(GradientSync):
         with nullcontext() if last else self.parallel.no_sync():
             yield
         if self.last_bucket_started:  # ``backward`` has ended when the last bucket's sum was there
-            self.exposed_seconds += time.perf_counter() - self.last_bucket_started
+            self.waited += time.perf_counter() - self.last_bucket_started
+
+    def add_up(self, loss_sum: Tensor) -> Tensor:
+        """See :class:`GradientSync`; the gradients are there already."""
+        return sum_over_ranks(loss_sum)
 
 
 class HooksSync(GradientSync):
@@ -207,19 +216,16 @@ class HooksSync(GradientSync):
         """See :class:`GradientSync`."""
         self.last = last
         yield
-        if last:
-            begin = time.perf_counter()
-            self.finish()
-            self.exposed_seconds += time.perf_counter() - begin
 
-    def finish(self) -> None:
-        """Waits for the sums; a gradient that no rank has becomes None again, as on a single rank."""
+    def add_up(self, loss_sum: Tensor) -> Tensor:
+        """See :class:`GradientSync`; a gradient that no rank has becomes None again, as on a single rank."""
         has_gradient = torch.tensor([parameter.grad is not None for parameter in self.order]).to(
             self.order[0].device, torch.int32
         )
         while len(self.started) < len(self.order):
             self.start_next()
         self.started.append(dist.all_reduce(has_gradient, async_op=True))
+        self.started.append(dist.all_reduce(loss_sum, async_op=True))
         for work in self.started:
             work.wait()
         for parameter, ranks_with_gradient in zip(self.order, has_gradient.tolist(), strict=True):
@@ -227,6 +233,7 @@ class HooksSync(GradientSync):
                 parameter.grad = None
         self.started.clear()
         self.ready.clear()
+        return loss_sum
 
 
 def add_over_ranks(sync: DDPSync, bucket: GradBucket) -> torch.futures.Future[Tensor]:

@@ -67,6 +67,10 @@ class MetricsLog:
     def _failure(self, error: OSError) -> UserError:
         return UserError(f"cannot write {self._path}: {error.strerror}; free some space or choose another run folder")
 
+    def size(self) -> int:
+        """Bytes in the file."""
+        return self._file.tell()
+
     def close(self) -> None:
         """Closes the file."""
         self._file.close()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -13,11 +14,12 @@ from torch.nn.utils import clip_grad_norm_
 from flyte_ddp import sampling
 from flyte_ddp.augmentation import augment
 from flyte_ddp.batch_norm import average_running_statistics
+from flyte_ddp.checkpointing import Checkpointer, Run, restore
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import open_arrays
 from flyte_ddp.distributed import rank, world_size
 from flyte_ddp.errors import UserError
-from flyte_ddp.evaluate import evaluate
+from flyte_ddp.evaluate import Evaluation, evaluate
 from flyte_ddp.job import Job
 from flyte_ddp.optimisation import learning_rate
 from flyte_ddp.recording import Recorder, check_finite
@@ -25,8 +27,12 @@ from flyte_ddp.selection import Selection
 from flyte_ddp.training_state import TrainingState
 
 
-def train(job: Job) -> None:
+def train(job: Job, offer_saving: Callable[[Callable[[], int]], None] = lambda _: None) -> None:
     """Trains, evaluates every ``eval_interval`` epochs, and leaves metrics, model and sidecar in the run folder.
+
+    Args:
+        offer_saving: is given a function that whoever watches over this rank may call, from any thread, to have a
+            checkpoint written at once; it returns the step of the newest one, 0 without any.
 
     Raises:
         UserError: a model whose output does not fit the classes, a loss that is not finite, weights that do not fit.
@@ -37,43 +43,59 @@ def train(job: Job) -> None:
     state = TrainingState.create(hp, job.hardware, arrays, job.initial_weights)
     selection = Selection(hp)
     with Recorder(job, arrays, state) as recorder:
-        step = 0
-        for epoch in range(hp.epochs):
-            order = sampling.epoch_order(state.training.indices, hp.seed, epoch)
-            for batch in global_batches(order, hp.batch_size):
-                loss_sum = train_step(state, batch, epoch, step)
-                step += 1
-                recorder.training(epoch, step, loss_sum, len(batch))
-                if step == state.total_steps:
-                    break
-            finished = step == state.total_steps
-            if finished or (epoch + 1) % hp.eval_interval == 0:
-                with state.clock("communication"):
-                    average_running_statistics(state.kept_model(), state.samples)
-                with state.clock("evaluation"):
-                    validation = evaluate(state.predict, state.validation, hp.test_batch_size, state.device)
-                    test = evaluate(state.predict, state.test, hp.test_batch_size, state.device)
-                recorder.evaluation(epoch + 1, step, validation, test)
-                finished |= selection.consider(epoch + 1, validation, test, state)
-            if finished:
-                break
+        run = Run(state, selection, recorder)
+        if job.checkpoint is not None:
+            restore(run, job.checkpoint)
+        with Checkpointer(job, run) as checkpoints:
+            offer_saving(checkpoints.save)
+            while state.epoch < state.epochs and not selection.stopped:
+                for batch in batches_to_do(state):
+                    train_step(state, batch, recorder)
+                evaluation = evaluate_splits(state) if evaluation_is_due(state) else None
+                with state.changing:
+                    state.epoch += 1
+                    if evaluation is not None:
+                        recorder.evaluation(state.epoch, state.step, *evaluation)
+                        selection.consider(state.epoch, *evaluation, state)
+                checkpoints.epoch_done()
         recorder.finish(selection)
 
 
-def global_batches(order: sampling.Indices, batch_size: int) -> Iterator[sampling.Indices]:
-    """Cuts an epoch's order into global batches; the last one may be smaller."""
-    for start in range(0, len(order), batch_size):
+def batches_to_do(state: TrainingState) -> Iterator[sampling.Indices]:
+    """The current epoch's global batches that no step has been done on yet."""
+    order = sampling.epoch_order(state.training.indices, state.hp.seed, state.epoch)
+    done = state.step - state.epoch * sampling.steps_per_epoch(len(order), state.hp.batch_size)
+    batches = global_batches(order, state.hp.batch_size, first=done)
+    return itertools.islice(batches, state.total_steps - state.step)
+
+
+def global_batches(order: sampling.Indices, batch_size: int, first: int = 0) -> Iterator[sampling.Indices]:
+    """Cuts an epoch's order into global batches, from the ``first``-th one on; the last one may be smaller."""
+    for start in range(first * batch_size, len(order), batch_size):
         yield order[start : start + batch_size]
 
 
-def train_step(state: TrainingState, batch: sampling.Indices, epoch: int, step: int) -> Tensor:
-    """One optimiser step on a global batch, of which this rank computes its share.
+def train_step(state: TrainingState, batch: sampling.Indices, recorder: Recorder) -> None:
+    """One optimiser step on a global batch, which is recorded.
+
+    Args:
+        batch: [B] positions in the training set, the same on all ranks.
+
+    """
+    loss_sum = compute_gradients(state, batch)
+    with state.changing:
+        apply_gradients(state)
+        recorder.training(state.epoch, state.step, loss_sum, len(batch))
+
+
+def compute_gradients(state: TrainingState, batch: sampling.Indices) -> Tensor:
+    """Forward and backward pass over a global batch, of which this rank computes its share.
 
     Args:
         batch: [B] positions in the training set, the same on all ranks.
 
     Returns:
-        The sum of this rank's losses, an fp64 scalar on the device.
+        The sum of all ranks' losses, an fp64 scalar on the device.
 
     Raises:
         UserError: an output that does not fit, or a loss that is not finite.
@@ -86,9 +108,9 @@ def train_step(state: TrainingState, batch: sampling.Indices, epoch: int, step: 
         samples = sampling.share(sampling.share(batch, part, parts), rank(), world_size())
         with state.clock("data"):
             images, labels = state.training.gather(samples)
-            images = state.prepare(augment(images, hp.augment, seed=hp.seed, epoch=epoch, samples=samples))
+            images = state.prepare(augment(images, hp.augment, seed=hp.seed, epoch=state.epoch, samples=samples))
         if state.randomness is not None:
-            state.randomness.begin_pass(hp.seed, epoch, samples, state.device)
+            state.randomness.begin_pass(hp.seed, state.epoch, samples, state.device)
         with state.clock("forward_backward"), state.sync.micro_batch(last=part == parts - 1):
             with state.autocast(), batch_norm_errors(hp):
                 logits = state.sync(images)
@@ -99,16 +121,43 @@ def train_step(state: TrainingState, batch: sampling.Indices, epoch: int, step: 
             (loss / len(batch)).backward()  # type: ignore[no-untyped-call]
         loss_sum += loss.detach()
         state.samples += len(samples)
+    with state.clock("communication"):
+        loss_sum = state.sync.add_up(loss_sum)
     if state.device.type == "cpu":  # On a GPU this would wait for the device; there the recorder looks now and then.
-        check_finite(loss_sum.item(), hp, epoch, step + 1)
+        check_finite(loss_sum.item(), hp, state.epoch, state.step + 1)
+    return loss_sum
+
+
+def apply_gradients(state: TrainingState) -> None:
+    """The optimiser's part of a step."""
+    hp = state.hp
     if hp.grad_clip_norm:
         clip_grad_norm_(state.model.parameters(), hp.grad_clip_norm)
     for group in state.optimizer.param_groups:
-        group["lr"] = learning_rate(hp, step, state.total_steps)
+        group["lr"] = learning_rate(hp, state.step, state.total_steps)
     state.optimizer.step()
     state.optimizer.zero_grad(set_to_none=True)
     state.update_average()
-    return loss_sum
+    state.step += 1
+    state.keep_buffers()
+
+
+def evaluation_is_due(state: TrainingState) -> bool:
+    """Whether the epoch that is being trained ends with an evaluation."""
+    return state.step == state.total_steps or (state.epoch + 1) % state.hp.eval_interval == 0
+
+
+def evaluate_splits(state: TrainingState) -> tuple[Evaluation, Evaluation]:
+    """The weights that would be kept now, on the validation and the test split."""
+    with state.clock("communication"):
+        average_running_statistics(state.kept_model(), state.samples)
+        state.keep_buffers()
+    with state.clock("evaluation"):
+        validation, test = (
+            evaluate(state.predict, split, state.hp.test_batch_size, state.device)
+            for split in (state.validation, state.test)
+        )
+    return validation, test
 
 
 def at_least_fp32(logits: Tensor) -> Tensor:

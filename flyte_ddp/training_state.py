@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
@@ -17,7 +18,7 @@ from flyte_ddp.batch_norm import synchronise_batch_norm
 from flyte_ddp.clock import Clock
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import ImageArrays
-from flyte_ddp.distributed import world_size
+from flyte_ddp.distributed import rank, world_size
 from flyte_ddp.dropout import SampleRandomness, derive_dropout_from_samples
 from flyte_ddp.hardware import Hardware
 from flyte_ddp.images import InputSpec, prepare
@@ -48,6 +49,11 @@ class TrainingState:
     randomness: SampleRandomness | None
     clock: Clock
     samples: int = 0  # that this rank has trained on
+    step: int = 0  # optimiser steps that are done
+    epoch: int = 0  # epochs that are done, with their evaluation
+    # Held while a step's results replace those of the step before, so that a checkpoint sees the ones or the others.
+    changing: threading.Lock = field(default_factory=threading.Lock)
+    kept_buffers: list[Tensor] = field(default_factory=list)
 
     @classmethod
     def create(
@@ -108,6 +114,25 @@ class TrainingState:
             randomness=randomness,
             clock=Clock(),
         )
+
+    @property
+    def epochs(self) -> int:
+        """How many epochs the run has; the last one may end early."""
+        return -(-self.total_steps // sampling.steps_per_epoch(len(self.training), self.hp.batch_size))
+
+    def keep_buffers(self) -> None:
+        """Remembers the buffers as they are after a step, because the next forward pass changes them."""
+        if rank() == 0:
+            if not self.kept_buffers:
+                self.kept_buffers = [buffer.detach().clone() for buffer in self.model.buffers()]
+            for kept, buffer in zip(self.kept_buffers, self.model.buffers(), strict=True):
+                kept.copy_(buffer)
+
+    def buffers_after_step(self) -> dict[str, Tensor]:
+        """Those of the state_dict, as they were after the step that was finished last; none before the first."""
+        persistent = self.model.state_dict().keys()
+        names = [name for name, _ in self.model.named_buffers()]
+        return {name: kept for name, kept in zip(names, self.kept_buffers, strict=False) if name in persistent}
 
     def autocast(self) -> AbstractContextManager[object]:
         """Mixed precision for training's forward pass."""

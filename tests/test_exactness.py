@@ -17,10 +17,10 @@ from torch.nn import functional
 from flyte_ddp import models, sampling
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_arrays
-from flyte_ddp.distributed import rank, sum_over_ranks
+from flyte_ddp.distributed import rank
 from flyte_ddp.hardware import detect
 from flyte_ddp.images import InputSpec
-from flyte_ddp.train import global_batches, train_step
+from flyte_ddp.train import apply_gradients, compute_gradients, global_batches
 from flyte_ddp.training_state import TrainingState
 
 STEPS = 50
@@ -56,9 +56,9 @@ def train_in_ranks(folder: Path) -> None:
         hp = replace(case, strategy=strategy, num_ranks=torch.distributed.get_world_size())
         state = TrainingState.create(hp, detect(hp), arrays, None)
         losses, states = [], []
-        for step, batch in zip(range(STEPS), batches(hp, state.training.indices), strict=False):
-            loss_sum = sum_over_ranks(train_step(state, batch, 0, step))
-            losses.append(loss_sum.item() / len(batch))
+        for _, batch in zip(range(STEPS), batches(hp, state.training.indices), strict=False):
+            losses.append(compute_gradients(state, batch).item() / len(batch))
+            apply_gradients(state)
             states.append({key: value.clone() for key, value in state.model.state_dict().items()})
         if rank() == 0:
             torch.save((losses, states), folder / f"{name}-{strategy}.pt")

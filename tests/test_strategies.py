@@ -49,6 +49,7 @@ def add_up_random_gradients(_: Path, bucket_bytes: int = BUCKET_BYTES) -> None:
             pass
         with sync.micro_batch(last=True):
             pass
+        assert sync.add_up(torch.tensor(dist.get_rank() + 0.5)).item() == 4.5
         for parameter, gradient in zip(model, expected, strict=True):
             tolerance = {torch.float32: 1e-6, torch.float64: 1e-15, torch.bfloat16: 0.03}[parameter.dtype]
             torch.testing.assert_close(parameter.grad.double(), gradient, rtol=tolerance, atol=tolerance)
@@ -89,7 +90,7 @@ def read_late(folder: Path) -> None:
     for step in range(steps):
         for index, parameter in enumerate(parameters):
             parameter.grad = torch.full((4,), 10.0**step + index)
-        sync.add_up()
+        sync.add_up(torch.zeros(()))
         for index, parameter in enumerate(parameters):
             assert torch.equal(parameter.grad, torch.full((4,), RANKS * (10.0**step + index)))
 
@@ -116,7 +117,7 @@ def add_up_with_missing_gradients(_: Path) -> None:
         everywhere.grad = torch.ones(4)
         if dist.get_rank() == 1:
             in_rank_1.grad = torch.full((4,), float(step))
-        sync.add_up()
+        sync.add_up(torch.zeros(()))
         assert torch.equal(everywhere.grad, torch.full((4,), float(RANKS)))
         assert torch.equal(in_rank_1.grad, torch.full((4,), float(step)))
         assert nowhere.grad is None
@@ -143,6 +144,7 @@ def use_different_parameters(_: Path) -> None:
             for last in (False, True):  # the gradients of both are added up
                 with sync.micro_batch(last=last):
                     sync(torch.tensor([1.0, 10.0, 100.0, 1000.0]) * (step + 1)).backward()
+            assert sync.add_up(torch.tensor(dist.get_rank() + 0.5)).item() == 4.5
             gradients = [None if weight.grad is None else weight.grad.unique().tolist() for weight in model.weights]
             factor = 2 * (step + 1)
             assert gradients[:3] == [[2 * factor], [30 * factor], [100 * factor]], strategy
@@ -165,7 +167,7 @@ def wait_in_vain(_: Path) -> None:
     if dist.get_rank() == 0:
         for peer in memory.peers.values():
             peer.settimeout(0.1)
-        with pytest.raises(RuntimeError, match=r"rank \d did not come to a barrier within 0.1 s"):
+        with pytest.raises(RuntimeError, match=r"rank \d did not come within 0.1 s"):
             memory.barrier()
     dist.barrier()
 

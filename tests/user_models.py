@@ -1,12 +1,8 @@
-"""Models such as users bring, named in tests as ``user_models:...``; some fail in one rank only."""
+"""Models such as users bring, named in tests as ``user_models:...``."""
 
 from __future__ import annotations
 
-import os
-import signal
-
 import torch
-import torch.distributed as dist
 from torch import nn
 
 
@@ -64,48 +60,3 @@ def twelve_classes(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Mo
 
 def not_a_module(num_classes: int, input_shape: tuple[int, int, int]) -> str:
     return "model"
-
-
-class Failing(nn.Module):
-    """Fails in rank 1 at its third forward pass in training."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-        self.passes = 0
-
-    def fail(self) -> None:
-        raise NotImplementedError
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        self.passes += self.training
-        if self.passes == 3 and dist.get_rank() == 1:
-            self.fail()
-        return self.inner(images)
-
-
-class Raises(Failing):
-    def fail(self) -> None:
-        raise ArithmeticError("rank 1's own words")
-
-
-class Killed(Failing):
-    def fail(self) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-class Leaves(Failing):
-    def fail(self) -> None:
-        os._exit(0)
-
-
-def raises(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
-    return Raises(linear(num_classes, input_shape))
-
-
-def killed(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
-    return Killed(linear(num_classes, input_shape))
-
-
-def leaves(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
-    return Leaves(linear(num_classes, input_shape))

@@ -1,122 +1,167 @@
 """Launches ranks on this machine as spawned processes, and watches over them.
 
 This is what ``torch.multiprocessing.spawn`` does, without its import of torch, which the launcher itself does not need:
-the ranks start that much earlier. They meet in a file of a fresh folder, so that no port is chosen before it is bound.
+the ranks start that much earlier.
 """
 
 from __future__ import annotations
 
-import json
 import multiprocessing
-import os
 import signal
 import sys
-import tempfile
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from multiprocessing import connection
+from contextlib import contextmanager, suppress
+from multiprocessing import connection, resource_tracker
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from pathlib import Path
+from typing import Any
 
-from flyte_ddp.errors import PeerGoneError, RankError, UserError
+from flyte_ddp.errors import StoppedError, UserError
 from flyte_ddp.job import Job
+from flyte_ddp.launch.failures import cause_is_known, first_failure
+from flyte_ddp.launch.rank_process import start_rank
+from flyte_ddp.launch.stopping import SIGNALS, StopRequest
 
-GRACE_SECONDS = 2.0  # between asking the survivors of a failed gang to end and killing them
+SETTLE_SECONDS = 2.0  # that a cause may show itself later than its consequences
+SAVE_SECONDS = 8.0  # for a checkpoint before a gang is ended
+
+
+class Member:
+    """A rank as its launcher sees it."""
+
+    def __init__(self, rank: int, process: BaseProcess, pipe: Connection, stacks: Connection) -> None:
+        self.rank, self.process, self.pipe, self.stacks = rank, process, pipe, stacks
+        self.error: dict[str, Any] | None = None
+        self.completed = False
+        self.saved: int | None = None  # step of the checkpoint that it was asked for
+        self.listening = True
+
+    @property
+    def pid(self) -> int:
+        """Process id; the process has been started."""
+        assert self.process.pid is not None
+        return self.process.pid
+
+    def send(self, kind: str, **values: Any) -> None:
+        """Tells the rank something, if it is still there."""
+        with suppress(OSError):
+            self.pipe.send({"kind": kind, **values})
+
+    def messages(self) -> Iterator[dict[str, Any]]:
+        """What the rank has sent since the last call."""
+        try:
+            while self.listening and self.pipe.poll():
+                yield self.pipe.recv()
+        except (EOFError, OSError):
+            self.listening = False
+
+    def failed(self) -> bool:
+        """Whether it has reported an error, or ended without having completed."""
+        return self.error is not None or (self.process.exitcode is not None and not self.completed)
 
 
 def launch(job: Job, *, num_ranks: int) -> None:
-    """Runs the job on ``num_ranks`` processes; one rank runs in this process, without a process group.
+    """Runs the job on ``num_ranks`` processes.
 
     Raises:
         UserError: the user's mistake, as the rank that failed first reported it.
         RankError: any other failure of a rank, named by the rank that failed first.
-    """
-    if num_ranks == 1:
-        with one_rank_here(job):
-            from flyte_ddp.train import train
+        StoppedError: the process got SIGTERM; for Ctrl-C it is a KeyboardInterrupt.
 
-            train(job)
-        return
-    with tempfile.TemporaryDirectory(prefix="flyte-ddp-") as folder:
-        records = Path(folder)
-        context = multiprocessing.get_context("spawn")
-        gang: list[BaseProcess] = [
-            context.Process(target=start_rank, args=(job, rank, num_ranks, records), name=f"rank {rank}")
-            for rank in range(num_ranks)
-        ]
+    """
+    gang: list[Member] = []
+    with StopRequest() as stop:
         try:
-            with main_script_hidden():
-                for process in gang:
-                    process.start()
-            failure = watch(gang, records)
+            start(gang, job, num_ranks)
+            watch(gang, stop, job)
         finally:
             end(gang)
-        if failure:
+
+
+def start(gang: list[Member], job: Job, num_ranks: int) -> None:
+    """Starts the ranks, one after the other, and adds them to the gang."""
+    context = multiprocessing.get_context("spawn")
+    resource_tracker.ensure_running()  # it unblocks signals, so before they are blocked
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until the ranks have their own handlers
+    try:
+        with main_script_hidden():
+            for rank in range(num_ranks):
+                pipe, its_pipe = context.Pipe()
+                stacks, its_stacks = context.Pipe(duplex=False)
+                process = context.Process(
+                    target=start_rank, args=(job, rank, num_ranks, its_pipe, its_stacks), name=f"rank {rank}"
+                )
+                process.start()
+                gang.append(Member(rank, process, pipe, stacks))
+                its_pipe.close()  # so that the end of the rank is the end of the pipe
+                its_stacks.close()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def watch(gang: Sequence[Member], stop: StopRequest, job: Job) -> None:
+    """Returns when all ranks have completed; raises when one has failed, or the run is to stop."""
+    while not all(member.completed for member in gang):
+        listen(gang, stop)
+        if any(member.failed() for member in gang):
+            settled = time.monotonic() + SETTLE_SECONDS
+            while not cause_is_known(gang) and time.monotonic() < settled and any(not m.failed() for m in gang):
+                listen(gang, stop, 0.1)
+            failure = first_failure(gang, job.settings.timeout)
+            if not isinstance(failure, UserError):
+                save(gang, stop)
             raise failure
+        if stop.signal is not None:
+            step = save(gang, stop)
+            if stop.signal == signal.SIGINT:
+                raise KeyboardInterrupt
+            raise StoppedError(stop.signal.name, step)
 
 
-def start_rank(job: Job, rank: int, num_ranks: int, records: Path) -> None:
-    """A spawned process's first function."""
-    from flyte_ddp.launch.rank import Rendezvous, run_rank
-
-    run_rank(job, Rendezvous(rank, num_ranks, local_rank=rank, store=records / "store", records=records))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # all is written: taking the interpreter with torch apart would cost another second
-
-
-def watch(gang: Sequence[BaseProcess], records: Path) -> Exception | None:
-    """Waits until all ranks have completed, and returns None, or one has failed, and returns its error."""
-    waiting = set(range(len(gang)))
-    while waiting:
-        connection.wait([gang[rank].sentinel for rank in waiting])
-        ended = {rank for rank in waiting if gang[rank].exitcode is not None}
-        if any(not (records / f"completed-{rank}.json").exists() for rank in ended):
-            return first_failure(gang, records)
-        waiting -= ended
-    return None
-
-
-def first_failure(gang: Sequence[BaseProcess], records: Path) -> Exception:
-    """The error of the rank that failed first: what a rank's death does to the others comes after it.
-
-    A rank that was killed leaves no record, and its victims' records only say that it was gone. SIGABRT is the
-    exception: gloo aborts in a victim, too, when a peer's connection closes at the wrong moment.
-    """
-    signals = {rank: -code for rank, process in enumerate(gang) if (code := process.exitcode) is not None and code < 0}
-    killed = [rank for rank, number in signals.items() if number != signal.SIGABRT]
-    errors = [json.loads(path.read_text()) for path in records.glob("error-*.json")]
-    causes = [error for error in errors if error["type"] != PeerGoneError.__name__]
-    if killed or (signals and not causes):
-        rank = min(killed or signals)
-        name = signal.Signals(signals[rank]).name
-        hint = ", which is often the kernel's out-of-memory killer" if name == "SIGKILL" else ""
-        return RankError(f"rank {rank} was killed by {name}{hint}")
-    silent = [
-        rank
-        for rank, process in enumerate(gang)
-        if process.exitcode is not None and not any(records.glob(f"*-{rank}.json"))
-    ]
-    if causes or not silent:
-        first = min(causes or errors, key=lambda error: error["time"])
-        if first["users_mistake"]:
-            return UserError(first["message"])
-        return RankError(f"rank {first['rank']}: {first['type']}: {first['message']}\n\n{first['traceback']}")
-    code = gang[silent[0]].exitcode
-    return RankError(f"rank {silent[0]} ended with exit code {code} before it had finished training")
+def listen(gang: Sequence[Member], stop: StopRequest, seconds: float | None = None) -> None:
+    """Waits for a message or the end of a rank, or for a request to stop, and takes the messages in."""
+    pipes = [member.pipe for member in gang if member.listening]
+    alive = [member.process.sentinel for member in gang if member.process.exitcode is None]
+    connection.wait([*pipes, *alive, *([] if stop.signal else [stop.reader])], seconds)
+    for member in gang:
+        ended = member.process.exitcode is not None  # what it sent before is in the pipe
+        for message in member.messages():
+            if message["kind"] == "error":
+                member.error = message
+            elif message["kind"] == "completed":
+                member.completed = True
+            elif message["kind"] == "saved":
+                member.saved = message["step"]
+            elif message["kind"] == "stop":
+                stop.make(signal.SIGTERM)
+            elif message["kind"] == "port":
+                for other in gang[1:]:
+                    other.send("port", port=message["port"])
+        if ended:
+            member.listening = False
 
 
-def end(gang: Sequence[BaseProcess]) -> None:
-    """Ends the ranks that are still there: asked first, then killed."""
-    started = [process for process in gang if process.pid is not None]
-    for process in started:
-        if process.is_alive():
-            process.terminate()
-    for process in started:
-        process.join(GRACE_SECONDS)
-        if process.is_alive():
-            process.kill()
-            process.join()
+def save(gang: Sequence[Member], stop: StopRequest) -> int | None:
+    """Has rank 0 write a checkpoint, if it is still able to; returns the step of the newest one, 0 without any."""
+    leader = gang[0]
+    leader.saved = None
+    leader.send("save")
+    deadline = time.monotonic() + SAVE_SECONDS
+    while leader.saved is None and not leader.failed() and (left := deadline - time.monotonic()) > 0:
+        listen(gang, stop, left)
+    return leader.saved
+
+
+def end(gang: Sequence[Member]) -> None:
+    """Kills the ranks that are still there; nothing of theirs needs them for its clean-up."""
+    for member in gang:
+        member.process.kill()
+    for member in gang:
+        member.process.join()
+        member.process.close()
+        member.pipe.close()
+        member.stacks.close()
 
 
 @contextmanager
@@ -133,17 +178,3 @@ def main_script_hidden() -> Iterator[None]:
         main.__spec__ = spec
         if file is not None:
             main.__file__ = file
-
-
-@contextmanager
-def one_rank_here(job: Job) -> Iterator[None]:
-    """Sets this process up as the only rank, and sets it back."""
-    import torch
-
-    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    torch.set_num_threads(job.hardware.threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-        torch.use_deterministic_algorithms(deterministic)

@@ -1,0 +1,179 @@
+"""Checkpoints on disk: two files, written in turn, so that a good one is there whatever happens to the other.
+
+A file is its SHA-256, a line of JSON that says what it belongs to and how far it got, the metrics so far, and what
+torch saved. All but the last can be read without torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import itertools
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.errors import UserError
+from flyte_ddp.files import replacing
+
+FOLDER = "checkpoints"  # in the run folder
+SLOTS = ("a.ckpt", "b.ckpt")
+FORMAT = "flyte-ddp-checkpoint/1"
+DIGEST_LINE = len(f"{FORMAT} {'0' * 64}\n")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a checkpoint belongs to: only a run with the same can go on from it."""
+
+    hyperparameters: dict[str, Any]
+    data: str
+    code: str
+    user_code: str
+    initial_weights: str
+
+
+def identity(hp: Hyperparameters, *, data: str, code: str, user_code: str = "", initial_weights: str = "") -> Identity:
+    """Of a run; the number of ranks is left out, because it changes who computes and not what is computed.
+
+    Args:
+        data: content digest of the prepared data; ``code``, ``user_code`` and ``initial_weights`` likewise.
+
+    """
+    values = {name: value for name, value in hp.to_dict().items() if name != "num_ranks"}
+    return Identity(values, data, code, user_code, initial_weights)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that was found whole."""
+
+    path: Path
+    epoch: int  # epochs that are done, with their evaluation
+    step: int  # optimiser steps that are done
+    num_ranks: int
+    time: float
+    identity: Identity
+    metrics: bytes
+    offset: int  # of what torch saved, in the file
+
+
+class Hashing(io.RawIOBase):
+    """A file that takes the SHA-256 of what is written to it."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file = file
+        self.sha256 = hashlib.sha256()
+
+    def writable(self) -> bool:
+        """It is."""
+        return True
+
+    def write(self, data: Any) -> int:
+        """Writes and takes into the digest."""
+        self.sha256.update(data)
+        return self.file.write(data)
+
+
+def slots(folder: Path, newest: Path | None) -> Iterator[Path]:
+    """Where the next checkpoints go: in turn, beginning with the one that is not the newest."""
+    first = 1 if newest is not None and newest.name == SLOTS[0] else 0
+    return itertools.cycle(folder / name for name in (SLOTS[first], SLOTS[1 - first]))
+
+
+def write(
+    path: Path, description: Mapping[str, Any], identity: Identity, metrics: bytes, save: Callable[[BinaryIO], object]
+) -> None:
+    """Writes a checkpoint in place of an older one.
+
+    Args:
+        path: from :func:`slots`.
+        description: ``epoch``, ``step``, ``num_ranks`` and ``time``.
+        metrics: contents of metrics.jsonl up to this step.
+        save: writes the state into a file.
+
+    Raises:
+        UserError: the disk is full, or the folder cannot be written to.
+
+    """
+    header = {**description, "identity": asdict(identity), "metrics_bytes": len(metrics)}
+    with replacing(path) as file:
+        file.write(b" " * DIGEST_LINE)
+        hashing = Hashing(file)
+        hashing.write(json.dumps(header).encode() + b"\n")
+        hashing.write(metrics)
+        save(hashing)  # type: ignore[arg-type]
+        file.seek(0)
+        file.write(f"{FORMAT} {hashing.sha256.hexdigest()}\n".encode())
+
+
+def newest_of(folder: Path) -> Checkpoint | None:
+    """The newest checkpoint that is whole; damaged ones are passed over."""
+    found = [checkpoint for name in SLOTS if (checkpoint := read(folder / name)) is not None]
+    return max(found, key=lambda checkpoint: (checkpoint.step, checkpoint.epoch), default=None)
+
+
+def read(path: Path) -> Checkpoint | None:
+    """The checkpoint in a file; None if there is none, or it is damaged."""
+    try:
+        with path.open("rb") as file:
+            digest_line = file.read(DIGEST_LINE)
+            sha256 = hashlib.sha256()
+            while block := file.read(1 << 20):
+                sha256.update(block)
+            if digest_line != f"{FORMAT} {sha256.hexdigest()}\n".encode():
+                return None
+            file.seek(DIGEST_LINE)
+            header = json.loads(file.readline())
+            metrics = file.read(header["metrics_bytes"])
+            offset = file.tell()
+    except OSError:
+        return None
+    return Checkpoint(
+        path=path,
+        epoch=header["epoch"],
+        step=header["step"],
+        num_ranks=header["num_ranks"],
+        time=header["time"],
+        identity=Identity(**header["identity"]),
+        metrics=metrics,
+        offset=offset,
+    )
+
+
+def state_in(checkpoint: Checkpoint) -> io.BytesIO:
+    """What torch saved."""
+    with checkpoint.path.open("rb") as file:
+        file.seek(checkpoint.offset)
+        return io.BytesIO(file.read())
+
+
+def check_belongs(checkpoint: Checkpoint, run: Identity) -> None:
+    """Refuses a checkpoint of another run.
+
+    Raises:
+        UserError: what is different.
+
+    """
+    theirs, ours = asdict(checkpoint.identity), asdict(run)
+    if theirs == ours:
+        return
+    reasons = [
+        f"{name}={theirs['hyperparameters'].get(name)!r}, now {ours['hyperparameters'].get(name)!r}"
+        for name in {**theirs["hyperparameters"], **ours["hyperparameters"]}
+        if theirs["hyperparameters"].get(name) != ours["hyperparameters"].get(name)
+    ]
+    words = {
+        "data": "other data",
+        "code": "other code of flyte_ddp",
+        "user_code": "other code of the model",
+        "initial_weights": "other initial weights",
+    }
+    reasons += [f"{what} ({theirs[key]}, now {ours[key]})" for key, what in words.items() if theirs[key] != ours[key]]
+    raise UserError(
+        f"{checkpoint.path} belongs to another run: {'; '.join(reasons)}; "
+        "go back to what it was made with, or delete it to begin anew"
+    )

@@ -1,0 +1,185 @@
+"""When a run's state is saved, and what belongs to it. Rank 0 saves, from a thread of its own.
+
+Random numbers are functions of the position (seed, epoch, step, sample), so the position stands for their state.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from flyte_ddp import checkpoint
+from flyte_ddp.distributed import rank, world_size
+from flyte_ddp.errors import UserError
+from flyte_ddp.evaluate import Evaluation
+from flyte_ddp.job import Job
+from flyte_ddp.recording import Recorder
+from flyte_ddp.selection import Selection
+from flyte_ddp.training_state import TrainingState
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+@dataclass(frozen=True)
+class Run:
+    """All that changes while a run trains."""
+
+    state: TrainingState
+    selection: Selection
+    recorder: Recorder
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A run's state after a step, in memory of its own."""
+
+    epoch: int
+    step: int
+    metrics_bytes: int  # of metrics.jsonl
+    values: dict[str, Any]
+
+
+def take(run: Run) -> Snapshot:
+    """Copies the state after the step that was finished last, also while the next one is being computed."""
+    state, selection, recorder = run.state, run.selection, run.recorder
+    with state.changing:
+        values = {
+            "model": {**state.model.state_dict(), **state.buffers_after_step()},
+            "average": state.average.state_dict() if state.average else None,
+            "optimizer": state.optimizer.state_dict(),
+            "samples": state.samples,
+            "seconds": dict(state.clock.seconds),
+            "total_seconds": state.clock.total(),
+            "selection": {
+                "best_loss": selection.best_loss,
+                "evaluations_since_best": selection.evaluations_since_best,
+                "stopped": selection.stopped,
+                "epoch": selection.epoch,
+                "test": vars(selection.test) if selection.epoch else None,
+            },
+            "recorder": recorder.so_far(),
+        }
+        # Those are a copy already, which nothing changes.
+        best = selection.weights if selection.epoch and state.hp.keep == "best" else None
+        return Snapshot(state.epoch, state.step, recorder.log.size(), {**copied(values), "best": best})
+
+
+def copied(value: Any) -> Any:
+    """The same with tensors of its own, on the CPU."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, Mapping):
+        return {key: copied(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [copied(item) for item in value]
+    return value
+
+
+def restore(run: Run, found: checkpoint.Checkpoint) -> None:
+    """Puts a run, on every rank, where the checkpoint was taken."""
+    state, selection, recorder = run.state, run.selection, run.recorder
+    values = torch.load(checkpoint.state_in(found), map_location="cpu", weights_only=True)
+    state.model.load_state_dict(values["model"])
+    if state.average is not None:
+        state.average.load_state_dict(values["average"])
+    state.optimizer.load_state_dict(values["optimizer"])
+    state.samples = values["samples"]
+    state.epoch, state.step = found.epoch, found.step
+    state.keep_buffers()
+    state.clock.seconds.update(values["seconds"])
+    state.clock.started -= values["total_seconds"]
+    saved = values["selection"]
+    selection.best_loss, selection.stopped, selection.epoch = saved["best_loss"], saved["stopped"], saved["epoch"]
+    selection.evaluations_since_best = saved["evaluations_since_best"]
+    if selection.epoch:
+        selection.test = Evaluation(**saved["test"])
+        selection.weights = values["best"] or state.kept_model().state_dict()
+    recorder.go_on(values["recorder"])
+
+
+class Checkpointer:
+    """Saves a run's state after each epoch, every so many seconds, when asked to, and when training fails.
+
+    Training waits while a copy is taken in memory, and for nothing else. A context manager.
+    """
+
+    def __init__(self, job: Job, run: Run) -> None:
+        self.job, self.run = job, run
+        found = job.checkpoint
+        self.slots = checkpoint.slots(job.run_folder / checkpoint.FOLDER, found.path if found else None)
+        self.saved = (found.step, found.epoch) if found else (0, 0)
+        self.writing = threading.Lock()
+        self.wake = threading.Event()
+        self.pending: Snapshot | None = None
+        self.closed = False
+        self.told = False
+        self.thread = threading.Thread(target=self._work, name="checkpoints", daemon=True)
+
+    def __enter__(self) -> Self:
+        if rank() == 0:
+            self.thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if rank() == 0:
+            self.closed = True
+            self.wake.set()
+            self.thread.join()  # what is being written gets written
+            if error is not None and not isinstance(error, UserError):
+                self.save()
+
+    def epoch_done(self) -> None:
+        """Takes a copy of the state and has it written; one that still waits for that is left out."""
+        if rank() == 0:
+            self.pending = take(self.run)
+            self.wake.set()
+
+    def save(self, snapshot: Snapshot | None = None) -> int:
+        """Writes a snapshot, or the state as it is now, unless that is saved already; from any thread.
+
+        Returns:
+            The step of the newest checkpoint; 0 if there is none.
+
+        """
+        with self.writing:
+            try:
+                snapshot = snapshot or take(self.run)
+                # Of the first step that went wrong only the weights may show it; the last good checkpoint stays.
+                if (snapshot.step, snapshot.epoch) > self.saved and finite(snapshot.values["model"]):
+                    self._write(snapshot)
+                    self.saved = (snapshot.step, snapshot.epoch)
+            except Exception as error:
+                if not self.told:
+                    print(f"no checkpoint: {error}; training goes on", file=sys.stderr, flush=True)
+                self.told = True
+        return self.saved[0]
+
+    def _write(self, snapshot: Snapshot) -> None:
+        with (self.job.run_folder / "metrics.jsonl").open("rb") as file:
+            metrics = file.read(snapshot.metrics_bytes)
+        about = {"epoch": snapshot.epoch, "step": snapshot.step, "num_ranks": world_size(), "time": time.time()}
+        checkpoint.write(
+            next(self.slots), about, self.job.identity, metrics, lambda file: torch.save(snapshot.values, file)
+        )
+
+    def _work(self) -> None:
+        while not self.closed:
+            self.wake.wait(self.job.settings.checkpoint_seconds)
+            self.wake.clear()
+            snapshot, self.pending = self.pending, None
+            if snapshot is not None or not self.closed:
+                self.save(snapshot)
+
+
+def finite(tensors: Mapping[str, Any]) -> bool:
+    """Whether all numbers are."""
+    return all(bool(value.isfinite().all()) for value in tensors.values() if isinstance(value, Tensor))

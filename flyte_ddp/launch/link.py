@@ -1,0 +1,80 @@
+"""The pipe between a rank and its launcher: what became of the rank goes one way, an address and requests the other."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from flyte_ddp.errors import CollectiveTimeoutError, PeerGoneError, UserError
+
+# How gloo and NCCL say, in a RuntimeError, that another rank has gone or did not come.
+PEER_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
+TIMED_OUT = ("Timed out waiting", "timed out", "Watchdog caught collective operation timeout")
+
+
+class Link:
+    """A rank's end of the pipe. A thread listens to the launcher, so that it is heard whatever the rank is doing."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self._sending = threading.Lock()
+        self._addresses: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._save: Callable[[], int] = lambda: 0
+        threading.Thread(target=self._listen, name="launcher", daemon=True).start()
+
+    def send(self, kind: str, **values: Any) -> None:
+        """Tells the launcher something."""
+        with self._sending:
+            self._pipe.send({"kind": kind, **values})
+
+    def report(self, error: BaseException) -> None:
+        """Tells the launcher how this rank failed."""
+        self.send(
+            "error",
+            time=time.time(),
+            cause=cause(error),
+            type=type(error).__name__,
+            message=str(error),
+            traceback="".join(traceback.format_exception(error)),
+        )
+
+    def port(self) -> int:
+        """Where the ranks meet, from rank 0 by way of the launcher."""
+        return self._addresses.get()
+
+    def offer_saving(self, save: Callable[[], int]) -> None:
+        """Takes what the launcher may ask for: to write a checkpoint at once, which returns its step."""
+        self._save = save
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                message = self._pipe.recv()
+                if message["kind"] == "port":
+                    self._addresses.put(message["port"])
+                elif message["kind"] == "save":
+                    self.send("saved", step=self._save())
+        except (EOFError, OSError):
+            os._exit(1)  # the launcher is gone; where Linux does it, this process has been killed already
+
+
+def cause(error: BaseException) -> str:
+    """``mistake`` of the user's, ``peer`` gone, ``timeout`` of waiting for a peer, or the rank's ``own``."""
+    if isinstance(error, UserError):
+        return "mistake"
+    if isinstance(error, PeerGoneError):
+        return "peer"
+    if isinstance(error, CollectiveTimeoutError):
+        return "timeout"
+    if isinstance(error, RuntimeError):
+        if any(words in str(error) for words in PEER_GONE):
+            return "peer"
+        if any(words in str(error) for words in TIMED_OUT):
+            return "timeout"
+    return "own"

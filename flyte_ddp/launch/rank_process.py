@@ -1,0 +1,74 @@
+"""A rank as a process of its own: signals, its launcher's death, and its report, around :func:`run_rank`.
+
+Needs no torch until the rank can report that importing it failed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import signal
+import sys
+import threading
+from multiprocessing.connection import Connection
+
+from flyte_ddp.job import Job
+from flyte_ddp.launch.link import Link
+from flyte_ddp.launch.stopping import SIGNALS
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def start_rank(job: Job, rank: int, num_ranks: int, pipe: Connection, stacks: Connection) -> None:
+    """The process's first function, called with ``SIGNALS`` blocked; ends the process.
+
+    Args:
+        pipe: to the launcher, see :class:`Link`.
+        stacks: where Python's stack is written to on SIGUSR1, even while the rank sits in a call that does not return.
+
+    """
+    die_with_parent()
+    faulthandler.register(signal.SIGUSR1, file=stacks.fileno(), all_threads=False)
+    link = Link(pipe)
+    leave_signals_to_the_launcher(link)
+    try:
+        from flyte_ddp.launch.rank import Place, run_rank
+
+        run_rank(job, Place(rank, num_ranks, local_rank=rank), link)
+    except BaseException as error:
+        link.report(error)
+        code = 1
+    else:
+        link.send("completed")
+        code = 0
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Without the clean-up that waits for peers, which may be gone, and takes a second to take torch apart.
+    os._exit(code)
+
+
+def die_with_parent() -> None:
+    """Asks Linux to kill this process when the thread that started it ends, so that no rank outlives its launcher."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def leave_signals_to_the_launcher(link: Link) -> None:
+    """Has the launcher stop all ranks when this one gets SIGTERM, which may be sent to all processes or to one.
+
+    Python's own handlers wait for the main thread, which may sit in a collective for long; a thread that reads from
+    the wake-up file does not. Ctrl-C goes to all processes of a terminal, the launcher among them.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    signal.signal(signal.SIGTERM, lambda *_: None)
+
+    def forward() -> None:
+        while os.read(reader, 1):
+            link.send("stop")
+
+    threading.Thread(target=forward, name="signals", daemon=True).start()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)

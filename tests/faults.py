@@ -1,0 +1,119 @@
+"""Faults for ranks: a model, named in tests as ``faults:model``, that fails where the environment says.
+
+``FAULTS`` is JSON: ``rank``, ``at`` (import, data, training, evaluation or checkpoint), ``pass`` (how often that point
+is passed before), ``kind``, and ``marker``, a file that the fault leaves: a run that finds it does not fail again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+
+FAULT: dict[str, Any] = json.loads(os.environ.get("FAULTS", "{}"))
+
+
+def inject(monkeypatch: pytest.MonkeyPatch, marker: Path, **fault: Any) -> None:
+    """Has the next run fail; ranks read it from their environment."""
+    monkeypatch.setenv("FAULTS", json.dumps({"pass": 0, "marker": str(marker), **fault}))
+
+
+def hang() -> None:
+    """In Python code of the model's."""
+    while True:
+        time.sleep(0.01)
+
+
+def hang_in_c() -> None:
+    """In a call that holds the interpreter's lock: no Python code runs in this process any more."""
+    import ctypes
+
+    ctypes.PyDLL(None).pause()
+
+
+def fail() -> None:
+    raise ArithmeticError("the rank's own words")
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+KINDS: dict[str, Callable[[], object]] = {
+    "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "SIGSEGV": lambda: os.kill(os.getpid(), signal.SIGSEGV),
+    "SIGTERM": lambda: os.kill(os.getpid(), signal.SIGTERM),
+    "sys.exit": lambda: sys.exit(0),
+    "os._exit": lambda: os._exit(0),
+    "KeyboardInterrupt": interrupt,
+    "ArithmeticError": fail,
+    "hang": hang,
+    "hang in C": hang_in_c,
+}
+passed: dict[str, int] = {}
+
+
+def passing(point: str) -> None:
+    """Fails, if that is what is to happen here and now."""
+    if FAULT.get("at") != point or FAULT["rank"] != (dist.get_rank() if dist.is_initialized() else 0):
+        return
+    passed[point] = passed.get(point, -1) + 1
+    marker = Path(FAULT["marker"])
+    if passed[point] == FAULT["pass"] and not marker.exists():
+        marker.write_text(str(time.time()))
+        KINDS[FAULT["kind"]]()
+
+
+def before(owner: Any, name: str, point: str) -> None:
+    """Passes a point before each call of a function of the library."""
+    function = getattr(owner, name)
+
+    def with_point(*args: Any, **kwargs: Any) -> Any:
+        passing(point)
+        return function(*args, **kwargs)
+
+    setattr(owner, name, with_point)
+
+
+class Passing(nn.Module):
+    """Passes points before its forward passes."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, images: Any) -> Any:
+        passing("training" if self.training else "evaluation")
+        return self.inner(images)
+
+
+def model(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+    """For 8x8 images; with BatchNorm and dropout."""
+    return Passing(
+        nn.Sequential(
+            nn.Conv2d(input_shape[0], 4, 3),
+            nn.BatchNorm2d(4),
+            nn.ReLU(),
+            nn.Dropout(0.2),
+            nn.Flatten(),
+            nn.Linear(144, num_classes),
+        )
+    )
+
+
+if FAULT and dist.is_initialized():  # in a rank
+    from flyte_ddp import checkpoint
+    from flyte_ddp.loading import ImageSet
+
+    passing("import")
+    before(ImageSet, "gather", "data")
+    before(checkpoint, "write", "checkpoint")

@@ -1,0 +1,210 @@
+"""Ranks that die, hang or are told to stop, at any point: what the caller is told, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import faults
+import pytest
+from processes import children_of
+
+from flyte_ddp import checkpoint
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.datasets import fetch
+from flyte_ddp.errors import RankError, StoppedError
+from flyte_ddp.run import RESULTS, run_training
+from flyte_ddp.settings import Settings
+from flyte_ddp.wandb_follower import descendants
+
+pytestmark = pytest.mark.slow
+
+QUIET = Settings(progress="off", wandb_mode="disabled")
+HP = Hyperparameters(
+    model="faults:model", epochs=2, batch_size=100, num_ranks=2, precision="fp32", log_interval=1, max_steps=20
+)
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return fetch("digits", "", tmp_path_factory.mktemp("data") / "digits", progress="off")
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where processes put their temporary files; user models are found."""
+    monkeypatch.chdir(Path(__file__).parent)
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))  # torch makes it, for all its users
+    return folder
+
+
+def nothing_is_left(run: Path, temporary: Path) -> None:
+    """No process, no temporary file, no partial file, nothing that looks like a result."""
+    assert children_of(os.getpid()) == []
+    assert [*temporary.iterdir()] == []
+    assert {path.name for path in run.rglob("*") if path.is_file()} <= {"metrics.jsonl", *checkpoint.SLOTS}
+    assert not [name for name in RESULTS if (run / name).exists()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "at", "rank", "words", "recoverable"),
+    [
+        ("SIGKILL", "import", 1, "rank 1 was killed by SIGKILL, which is often the kernel's out-of-memory", True),
+        ("SIGKILL", "checkpoint", 0, "rank 0 was killed by SIGKILL", True),
+        ("SIGSEGV", "evaluation", 1, "rank 1 was killed by SIGSEGV", True),
+        ("SIGSEGV", "data", 0, "rank 0 was killed by SIGSEGV", True),
+        ("sys.exit", "training", 0, "rank 0: SystemExit: 0", False),
+        ("os._exit", "evaluation", 0, "rank 0 ended with exit code 0 before it had finished", False),
+        ("os._exit", "data", 1, "rank 1 ended with exit code 0 before it had finished", False),
+        ("KeyboardInterrupt", "training", 1, "rank 1: KeyboardInterrupt", False),
+        ("ArithmeticError", "import", 1, "rank 1: ArithmeticError: the rank's own words", False),
+        ("ArithmeticError", "training", 1, "rank 1: ArithmeticError: the rank's own words\n\n.*in fail", False),
+        ("ArithmeticError", "evaluation", 1, "rank 1: ArithmeticError: the rank's own words", False),
+    ],
+)
+def test_a_rank_that_fails_is_named_and_takes_the_others_along(
+    digits: Path,
+    tmp_path: Path,
+    temporary: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    at: str,
+    rank: int,
+    words: str,
+    recoverable: bool,
+) -> None:
+    marker = tmp_path / "marker"
+    faults.inject(monkeypatch, marker, rank=rank, at=at, kind=kind)
+    with pytest.raises(RankError, match=f"(?s){words}") as caught:
+        run_training(HP, digits, tmp_path / "run", QUIET)
+    assert time.time() - float(marker.read_text()) < 15
+    assert caught.value.recoverable == recoverable
+    nothing_is_left(tmp_path / "run", temporary)
+
+
+def test_a_failed_import_is_told(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before there is a process group, or torch."""
+    broken = tmp_path / "site"
+    (broken / "torch").mkdir(parents=True)
+    (broken / "torch/__init__.py").write_text("raise OSError('libcudart.so: cannot open shared object file')\n")
+    monkeypatch.syspath_prepend(broken)
+    with pytest.raises(RankError, match=r"rank \d: OSError: libcudart.so: cannot open"):
+        run_training(HP, digits, tmp_path / "run", QUIET)
+
+
+@pytest.mark.parametrize(("strategy", "kind"), [("shared_memory", "hang"), ("ddp", "hang in C")])
+def test_a_rank_that_hangs_is_named_with_its_stack(
+    digits: Path, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch, strategy: str, kind: str
+) -> None:
+    faults.inject(monkeypatch, tmp_path / "marker", rank=1, at="training", kind=kind, **{"pass": 3})
+    with pytest.raises(RankError) as caught:
+        run_training(replace(HP, strategy=strategy, num_ranks=3), digits, tmp_path / "run", replace(QUIET, timeout=3.0))
+    assert caught.value.recoverable
+    said = str(caught.value)
+    assert "rank 1 did not come where ranks 0 and 2 waited for 3 s" in said
+    assert 'faults.py", line' in said
+    assert f"in {'hang_in_c' if kind == 'hang in C' else 'hang'}" in said
+    found = checkpoint.newest_of(tmp_path / "run" / checkpoint.FOLDER)
+    assert found is not None
+    assert found.step == 3, "what was done before is saved"
+    nothing_is_left(tmp_path / "run", temporary)
+
+
+def when(marker: Path, action: Callable[[], object]) -> threading.Thread:
+    """Calls the action once the marker is there."""
+
+    def wait() -> None:
+        while not marker.exists():
+            time.sleep(0.01)
+        action()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize(("at", "rank"), [("training", 0), ("training", 1), ("evaluation", 1), ("checkpoint", 0)])
+def test_sigterm_saves_the_last_step_wherever_the_ranks_are(
+    digits: Path, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch, at: str, rank: int
+) -> None:
+    """A rank hangs, so that the others sit in a collective, when SIGTERM comes."""
+    marker = tmp_path / "marker"
+    faults.inject(monkeypatch, marker, rank=rank, at=at, kind="hang", **{"pass": 3 if at == "training" else 0})
+    told = when(marker, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(StoppedError) as caught:
+        run_training(HP, digits, tmp_path / "run", QUIET)
+    told.join()
+    assert time.time() - float(marker.read_text()) < 15
+    found = checkpoint.newest_of(tmp_path / "run" / checkpoint.FOLDER)
+    if at != "checkpoint":
+        assert found is not None
+        assert found.step == (3 if at == "training" else 14)
+        assert f"the same run will go on after step {found.step}, which is saved" in caught.value.message
+    nothing_is_left(tmp_path / "run", temporary)
+
+
+def test_a_rank_hands_sigterm_on(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where it is sent to all processes of a job, or to any one of them."""
+    faults.inject(monkeypatch, tmp_path / "marker", rank=1, at="training", kind="SIGTERM", **{"pass": 3})
+    with pytest.raises(StoppedError, match=r"stopped by SIGTERM; the same run will go on after step \d+"):
+        run_training(HP, digits, tmp_path / "run", QUIET)
+
+
+def test_sigterm_before_the_first_step(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    faults.inject(monkeypatch, tmp_path / "marker", rank=0, at="training", kind="hang")
+    told = when(tmp_path / "marker", lambda: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(StoppedError, match="will begin anew, because no step was done"):
+        run_training(HP, digits, tmp_path / "run", QUIET)
+    told.join()
+
+
+def test_ctrl_c_saves_too(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    faults.inject(monkeypatch, tmp_path / "marker", rank=0, at="training", kind="hang", **{"pass": 3})
+    told = when(tmp_path / "marker", lambda: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        run_training(HP, digits, tmp_path / "run", QUIET)
+    told.join()
+    found = checkpoint.newest_of(tmp_path / "run" / checkpoint.FOLDER)
+    assert found is not None
+    assert found.step == 3
+
+
+LAUNCHER = """
+import json, sys
+from pathlib import Path
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.run import run_training
+from flyte_ddp.settings import Settings
+hp, data, folder = sys.argv[1:]
+settings = Settings(progress="off", wandb_mode="disabled")
+run_training(Hyperparameters(**json.loads(hp)), Path(data), Path(folder), settings)
+"""
+
+
+def test_the_ranks_do_not_outlive_their_launcher(
+    digits: Path, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marker = tmp_path / "marker"
+    faults.inject(monkeypatch, marker, rank=1, at="training", kind="hang", **{"pass": 3})
+    command = [sys.executable, "-c", LAUNCHER, HP.to_json(), str(digits), str(tmp_path / "run")]
+    with subprocess.Popen(command) as launcher:
+        when(marker, lambda: None).join()
+        ranks = descendants(launcher.pid)
+        assert len(ranks) >= HP.num_ranks
+        launcher.kill()
+    deadline = time.monotonic() + 15
+    while any(Path(f"/proc/{pid}").exists() for pid in ranks) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert [pid for pid in ranks if Path(f"/proc/{pid}").exists()] == []
+    assert [*temporary.iterdir()] == []
