@@ -9,7 +9,7 @@ from flytekit.types.file import FlyteFile, PythonPickledFile
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.run import run_training
-from tasks import places, pods
+from tasks import places, pods, recovery
 from tasks.tracking import settings
 
 
@@ -30,10 +30,13 @@ def train_model(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -> 
     Returns the test accuracy after each epoch, the weights (a bare state_dict), a JSON sidecar that makes them usable,
     an HTML report, and all metrics as JSON lines.
     """
-    pods.check_code()
-    run = places.without_token(run_version)
-    result = run_training(hp, Path(data.download()), places.folder_for(run), settings(run))
-    Deck("Training report", result.report.read_text())
+    with recovery.retried():
+        pods.check_code()
+        run = places.without_token(run_version)
+        folder = places.folder_for(run)
+        with recovery.checkpoints_kept(folder):
+            result = run_training(hp, Path(data.download()), folder, settings(run))
+        Deck("Training report", result.report.read_text())
     places.tell(
         f"test accuracy {result.test_accuracy:.2%}; made in",
         {

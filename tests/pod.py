@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,6 +30,7 @@ WITHOUT_REPOSITORY = f"import sys\nsys.path[:] = [path for path in sys.path if p
 class PodEnded:
     """What a pod left in the blob store, and what it printed."""
 
+    name: str
     exit_code: int
     log: str
     outputs: Mapping[str, Literal] | None
@@ -53,12 +54,16 @@ class Cluster:
         *,
         image: Path | None = None,
         environment: Mapping[str, str] | None = None,
+        previous: str = "",
+        during: Callable[[subprocess.Popen[bytes], Path], None] = lambda *_: None,
     ) -> PodEnded:
         """Runs a task to its end.
 
         Args:
             image: a folder of sources that are in the image; those of the package are not sent then.
             environment: more variables, over those of the container.
+            previous: name of the pod that was the attempt before this one.
+            during: called with the pod's process, and the folder that is its checkpoints' place in the blob store.
 
         """
         name = f"pod{len(self.pods)}"
@@ -74,14 +79,19 @@ class Cluster:
         store.mkdir(parents=True)
         (store / "inputs.pb").write_bytes(LiteralMap(literals=inputs).SerializeToString())
         spec = self.package.tasks[task]
-        command = self.command(spec, name, workdir)
+        command = self.command(spec, name, workdir, previous)
         if image is not None:
             command = command[command.index("--") + 1 :]
         exit_code = run_to_its_end(
-            command, workdir, {**self.environment(spec, pod), **(environment or {})}, pod / "log"
+            command,
+            workdir,
+            {**self.environment(spec, pod), **(environment or {})},
+            pod / "log",
+            lambda process: during(process, store / "checkpoint"),
         )
         outputs, error, deck = (store / "meta" / file for file in ("outputs.pb", "error.pb", "deck.html"))
         return PodEnded(
+            name=name,
             exit_code=exit_code,
             log=(pod / "log").read_text(),
             outputs=LiteralMap.FromString(outputs.read_bytes()).literals if outputs.exists() else None,
@@ -89,7 +99,7 @@ class Cluster:
             deck=deck.read_text() if deck.exists() else None,
         )
 
-    def command(self, spec: TaskSpec, name: str, workdir: Path) -> list[str]:
+    def command(self, spec: TaskSpec, name: str, workdir: Path, previous: str) -> list[str]:
         """The container's command with what Flyte puts into it."""
         store = f"s3://{BUCKET}/{name}"
         values = {
@@ -97,7 +107,7 @@ class Cluster:
             "{{.outputPrefix}}": f"{store}/meta",
             "{{.rawOutputDataPrefix}}": f"{store}/raw",
             "{{.checkpointOutputPrefix}}": f"{store}/checkpoint",
-            "{{.prevCheckpointPrefix}}": "",
+            "{{.prevCheckpointPrefix}}": f"s3://{BUCKET}/{previous}/checkpoint" if previous else "",
             "{{ .remote_package_path }}": self.send_sources(),
             WORKDIR: str(workdir),
         }
@@ -139,7 +149,13 @@ class Cluster:
         return self.server.folder / BUCKET / uri.removeprefix(prefix)
 
 
-def run_to_its_end(command: list[str], workdir: Path, environment: Mapping[str, str], log: Path) -> int:
+def run_to_its_end(
+    command: list[str],
+    workdir: Path,
+    environment: Mapping[str, str],
+    log: Path,
+    during: Callable[[subprocess.Popen[bytes]], None],
+) -> int:
     """Runs a pod's command; one that takes too long is killed with all processes that it has started."""
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -152,8 +168,9 @@ def run_to_its_end(command: list[str], workdir: Path, environment: Mapping[str, 
             start_new_session=True,
         )
     try:
+        during(process)
         return process.wait(DEADLINE)
-    except subprocess.TimeoutExpired:
+    except BaseException:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         raise

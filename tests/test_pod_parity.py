@@ -6,6 +6,10 @@ import csv
 import hashlib
 import io
 import json
+import os
+import signal
+import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,10 +23,14 @@ from cli import pyflyte
 from flyteidl.core.errors_pb2 import ContainerError
 from flyteidl.core.execution_pb2 import ExecutionError
 from flyteidl.core.literals_pb2 import Literal
-from pod import Cluster, PodEnded, unpacked
+from pod import DEADLINE, Cluster, PodEnded, unpacked
 from s3_server import s3_server
 
 from flyte_ddp.code_digest import library_digest
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.run import run_training
+from flyte_ddp.settings import Settings
+from flyte_ddp.wandb_follower import descendants
 
 pytestmark = pytest.mark.slow
 
@@ -228,3 +236,65 @@ def test_an_image_with_another_library_is_refused(
     (image / "flyte_ddp/__init__.py").write_text('__version__ = "stale"\n')
     message = refused(cluster.run(TRAIN, train_inputs, image=image))
     assert f"this pod runs library sources {library_digest(image / 'flyte_ddp')}" in message
+
+
+LONG = {**SMOKE, "epochs": 60, "max_steps": 0, "batch_size": 64}
+
+
+def wait_for_a_checkpoint(process: subprocess.Popen[bytes], checkpoints: Path) -> None:
+    """Until one is in the blob store."""
+    deadline = time.monotonic() + DEADLINE
+    while not [*checkpoints.glob("*.ckpt")] and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def kill_a_rank(process: subprocess.Popen[bytes], checkpoints: Path) -> None:
+    """What the kernel does where a pod runs out of memory: the largest process is a rank, not the task's own."""
+    wait_for_a_checkpoint(process, checkpoints)
+    ranks = [pid for pid in descendants(process.pid) if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()]
+    os.kill(ranks[-1], signal.SIGKILL)
+
+
+def take_the_pod_away(process: subprocess.Popen[bytes], checkpoints: Path) -> None:
+    """What Kubernetes does when it takes the node away."""
+    wait_for_a_checkpoint(process, checkpoints)
+    process.terminate()
+
+
+def resumed(cluster: Cluster, ended: PodEnded) -> list[int]:
+    """After which steps the attempts at a run began."""
+    assert ended.outputs, ended.log
+    lines = cluster.stored(ended.outputs["metrics"].scalar.blob.uri).read_text().splitlines()
+    return [record["resumed_after_step"] for record in map(json.loads, lines) if record["kind"] == "start"]
+
+
+def test_attempts_that_are_cut_off_lose_nothing(
+    cluster: Cluster, fetched: PodEnded, train_inputs: dict[str, Literal], tmp_path: Path
+) -> None:
+    inputs = {**train_inputs, "hp": from_workflow(LONG)}
+    first = cluster.run(TRAIN, inputs, during=kill_a_rank)
+    # This one finds a checkpoint in its own place at once: it hands on what the one before had.
+    second = cluster.run(TRAIN, inputs, previous=first.name, during=take_the_pod_away)
+    for ended, words in ((first, "was killed by SIGKILL"), (second, "stopped by SIGTERM")):
+        assert ended.outputs is None
+        assert ended.error is not None, ended.log
+        assert ended.error.kind == ContainerError.RECOVERABLE
+        assert words in ended.error.message
+    third = cluster.run(TRAIN, inputs, previous=second.name)
+    assert resumed(cluster, third)[0] == 0
+    assert resumed(cluster, third)[-1] > 0
+    assert third.outputs
+    assert fetched.outputs
+    data = cluster.stored(fetched.outputs["o0"].scalar.blob.uri)
+    settings = Settings(progress="off", wandb_mode="disabled")
+    undisturbed = run_training(Hyperparameters(**LONG), data, tmp_path / "run", settings)
+    models = undisturbed.model, cluster.stored(third.outputs["model_state"].scalar.blob.uri)
+    expected, found = (torch.load(path, weights_only=True) for path in models)
+    assert all(torch.equal(value, found[name]) for name, value in expected.items())
+
+
+def test_an_attempt_after_one_without_checkpoints_begins_anew(
+    cluster: Cluster, train_inputs: dict[str, Literal]
+) -> None:
+    ended = cluster.run(TRAIN, train_inputs, previous="no-such-pod")
+    assert resumed(cluster, ended) == [0]

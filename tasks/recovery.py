@@ -1,0 +1,123 @@
+"""Retries: which failures Flyte is told to try again, and checkpoints that outlive a pod."""
+
+import contextvars
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from flytekit import current_context
+from flytekit.core.checkpointer import Checkpoint
+from flytekit.exceptions.user import FlyteDataNotFoundException, FlyteRecoverableException
+
+from flyte_ddp.checkpoint import FOLDER, SLOTS
+from flyte_ddp.errors import RankError, StoppedError
+from tasks import places
+
+POLL_SECONDS = 0.5
+
+
+@contextmanager
+def retried() -> Iterator[None]:
+    """Goes around all of a task's body: tells Flyte which failures the same run may survive when it is tried again.
+
+    Flyte counts any exception as final that does not say otherwise, and a pod that ends on SIGTERM without a word as
+    well as one that never said why; ``retries`` and ``interruptible`` would mean nothing.
+    """
+    before = None
+    if threading.current_thread() is threading.main_thread():
+        before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    except (RankError, StoppedError, Sigterm) as error:
+        failure = StoppedError("SIGTERM", step=None) if isinstance(error, Sigterm) else error
+        if places.is_local() or (isinstance(failure, RankError) and not failure.recoverable):
+            raise failure from None
+        raise FlyteRecoverableException(str(failure)) from error
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
+
+
+class Sigterm(BaseException):
+    """SIGTERM came before or after training, which handles it itself; no ``except Exception`` must stop this."""
+
+
+def stop(*_: object) -> None:
+    """Handles SIGTERM."""
+    raise Sigterm
+
+
+@contextmanager
+def checkpoints_kept(run_folder: Path) -> Iterator[None]:
+    """In a pod: brings the checkpoints of the attempt before, and sends this one's to where the next will find them."""
+    if places.is_local():
+        yield
+        return
+    try:
+        store = current_context().checkpoint
+    except NotImplementedError:  # a platform without a place for checkpoints
+        yield
+        return
+    folder = run_folder / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    if store.prev_exists():
+        bring(store, folder)
+    sender = Sender(store, folder)
+    sender.send_new()  # at once: Flyte shows an attempt the checkpoints of the one before it, and no older ones
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(sender.run,), name="sender")
+    thread.start()
+    try:
+        yield
+    finally:
+        sender.stop.set()
+        thread.join()
+        sender.send_new()
+
+
+def bring(store: Checkpoint, folder: Path) -> None:
+    """Downloads the checkpoints; there may be none, of an attempt that did not get so far."""
+    try:
+        store.restore(folder)
+    except FlyteDataNotFoundException:
+        print("the attempt before left no checkpoint", flush=True)
+
+
+class Sender:
+    """Sends checkpoints, each under its own name, when they have been replaced by newer ones."""
+
+    def __init__(self, store: Checkpoint, folder: Path) -> None:
+        self.store, self.folder = store, folder
+        self.sent: dict[str, tuple[int, int]] = {}
+        self.stop = threading.Event()
+        self.told = False
+
+    def run(self) -> None:
+        """Sends until it is stopped."""
+        while not self.stop.wait(POLL_SECONDS):
+            self.send_new()
+
+    def send_new(self) -> None:
+        """Sends those that have changed; a failure is told, and tried again the next time."""
+        for name in SLOTS:
+            # Under a second name the file stays as it is while a newer one takes its place.
+            link = self.folder / ".sending" / name
+            try:
+                link.parent.mkdir(exist_ok=True)
+                link.unlink(missing_ok=True)
+                os.link(self.folder / name, link)
+                found = link.stat()
+                mark = (found.st_ino, found.st_mtime_ns)
+                if self.sent.get(name) != mark:
+                    self.store.save(link)
+                    self.sent[name] = mark
+            except FileNotFoundError:
+                continue
+            except Exception as error:
+                if not self.told:
+                    print(f"checkpoint {name} could not be sent: {error}; training goes on", flush=True)
+                self.told = True
+            finally:
+                link.unlink(missing_ok=True)
