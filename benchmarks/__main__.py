@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks import measuring, rendering
 
-NAMES = ("data_path", "strategies", "startup", "epoch", "preset", "memory", "scaling")
+NAMES = ("data_path", "strategies", "startup", "epoch", "preset", "memory", "scaling", "published")
 HERE = Path(__file__).resolve().parent
 
 
@@ -52,7 +52,7 @@ def run(name: str, arguments: argparse.Namespace, output: Path) -> bool:
     load, begin = os.getloadavg()[0], time.perf_counter()
     try:
         with tempfile.TemporaryDirectory(prefix="flyte-ddp-bench-") as folder:
-            options = measuring.Options(arguments.repeats, arguments.quick, Path(folder), arguments.tutorial)
+            options = measuring.Options(arguments.repeats, arguments.quick, Path(folder), output, arguments.tutorial)
             result = importlib.import_module(f"benchmarks.{name}").measure(options)
     except Exception:  # one that fails must not stop the others
         traceback.print_exc()

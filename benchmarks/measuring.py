@@ -23,6 +23,7 @@ class Options:
     repeats: int  # measurements of each side; 0: the benchmark's own number
     quick: bool  # tiny settings, to see that it works; the figures mean nothing
     folder: Path  # a fresh temporary folder
+    output: Path  # where results go
     tutorial: bool = False  # also measure the tutorial's hyperparameters in `preset`, for minutes
 
     def number(self, full: int, quick: int = 1) -> int:

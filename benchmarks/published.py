@@ -1,0 +1,162 @@
+"""ResNet18 on FashionMNIST on 1, 2 and 4 ranks, against a published table of losses.
+
+The table is of "Distributed training from scratch", part II (our seed 003): 10 epochs, SGD 0.001, global batch 128,
+synchronised BatchNorm, no augmentation, images in [0, 1], losses of each epoch. Training is the library's own. Its
+validation is the document's, in a copy that only this benchmark has: of N ranks it takes the first 10,000 / N test
+images in order, leaves BatchNorm in training mode (batches of 128), and averages the batches' means. Beside it stand
+the library's exact figures, over all 10,000 images with the running statistics.
+
+Each number of ranks has a folder under build/published, from which an interrupted run goes on: ten epochs take some 12
+minutes on two cores, three times.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.measuring import Options, Result, Target
+from benchmarks.published_model import FOLDER, STEPS_PER_EPOCH, Published
+from benchmarks.running import ROOT, fashion_mnist
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.run import is_finished, run_training
+from flyte_ddp.settings import Settings
+
+# Epoch by epoch, in the document's order; it titles both of the first two "2 GPUs", and says that they are of 2 and 4.
+TRAIN = {
+    2: (0.5944, 0.3944, 0.3384, 0.3009, 0.2744, 0.2497, 0.2325, 0.2161, 0.2022, 0.1876),
+    4: (0.5937, 0.3910, 0.3356, 0.3019, 0.2735, 0.2505, 0.2317, 0.2144, 0.2006, 0.1860),
+    1: (0.5893, 0.3940, 0.3376, 0.3005, 0.2735, 0.2520, 0.2330, 0.2176, 0.2005, 0.1881),
+}
+VALIDATION = {
+    2: (0.4728, 0.4090, 0.3770, 0.3555, 0.3463, 0.3527, 0.3287, 0.3372, 0.3346, 0.3350),
+    4: (0.4382, 0.3805, 0.3603, 0.3261, 0.3098, 0.3067, 0.3118, 0.2965, 0.2921, 0.2902),
+    1: (0.4605, 0.3993, 0.3635, 0.3473, 0.3341, 0.3263, 0.3237, 0.3175, 0.3121, 0.3189),
+}
+HP = Hyperparameters(
+    dataset="fashion_mnist",
+    validation_fraction=0.0,
+    model="benchmarks.published_model:build",
+    epochs=10,
+    batch_size=128,
+    learning_rate=0.001,
+    momentum=0.0,
+    nesterov=False,
+    weight_decay=0.0,
+    schedule="constant",
+    augment="none",
+    keep="last",
+    backend="gloo",
+    precision="fp32",
+    log_interval=1,
+)
+
+
+def measure(options: Options) -> Result:
+    """Trains what is not trained yet, validates, and plots."""
+    folder = options.folder if options.quick else ROOT / "build" / "published"
+    folder.mkdir(parents=True, exist_ok=True)
+    os.chdir(ROOT)  # where the model is found
+    data = unnormalised(folder)
+    result = Result(settings={"hyperparameters": HP.to_json()})
+    ours: dict[str, dict[int, list[float]]] = {"train": {}, "validation": {}, "exact": {}}
+    for ranks in TRAIN:
+        run = folder / f"ranks-{ranks}"
+        train(ranks, data, run, max_steps=2 if options.quick else 0)
+        ours["train"][ranks], ours["exact"][ranks] = losses(run)
+        ours["validation"][ranks] = [
+            documents_validation(path, data, ranks)
+            for path in sorted((run / "weights").glob("*.pt"), key=lambda path: int(path.stem.partition("-")[2]))
+        ]
+        for kind, found in ours.items():
+            for loss in found[ranks]:
+                result.add(f"{ranks} ranks: {kind} loss, epoch by epoch", loss, "")
+    for kind, published, bound in (("train", TRAIN, 0.02), ("validation", VALIDATION, 0.05)):
+        for ranks, theirs in published.items():
+            worst = max(abs(a - b) for a, b in zip(ours[kind][ranks], theirs, strict=False))
+            result.targets.append(
+                Target(f"{ranks} ranks: largest distance of a {kind} loss from the table's", worst, "", at_most=bound)
+            )
+    plot(ours, options.output / "published.svg")
+    return result
+
+
+def unnormalised(folder: Path) -> Path:
+    """FashionMNIST with a mean of 0 and a deviation of 1: its pixels reach the model as they are, in [0, 1]."""
+    target = folder / "unnormalised"
+    if not target.exists():
+        partial = folder / "unnormalised.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.copytree(fashion_mnist(folder), partial)
+        description = json.loads((partial / "dataset.json").read_text())
+        description |= {"mean": [0.0], "std": [1.0], "digest": f"{description['digest']}-unnormalised"}
+        (partial / "dataset.json").write_text(json.dumps(description))
+        partial.rename(target)
+    return target
+
+
+def train(ranks: int, data: Path, run: Path, max_steps: int) -> None:
+    """Trains, or goes on with it, unless it is done."""
+    if is_finished(run):
+        return
+    (run / "weights").mkdir(parents=True, exist_ok=True)
+    os.environ[FOLDER] = str(run / "weights")
+    values: dict[str, Any] = {**HP.to_dict(), "num_ranks": ranks, "max_steps": max_steps}
+    run_training(Hyperparameters(**values), data, run, Settings(wandb_mode="disabled"))
+
+
+def losses(run: Path) -> tuple[list[float], list[float]]:
+    """The mean of each epoch's losses, a batch each as in the document, and the library's own test losses."""
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [record["loss"] for record in records if record["kind"] == "train"]
+    epochs = [steps[start : start + STEPS_PER_EPOCH] for start in range(0, len(steps), STEPS_PER_EPOCH)]
+    exact = [record["test_loss"] for record in records if record["kind"] == "evaluation"]
+    return [float(np.mean(epoch)) for epoch in epochs], exact
+
+
+def documents_validation(weights: Path, data: Path, ranks: int) -> float:
+    """The document's validation loss of N ranks, which in one process are batches of 128 in order."""
+    import torch
+    from torch.nn import functional
+
+    from flyte_ddp.datasets import open_arrays
+
+    arrays = open_arrays(data)
+    count = len(arrays.test_labels) // ranks
+    images = torch.tensor(np.array(arrays.test_images[:count])).permute(0, 3, 1, 2) / 255
+    labels = torch.tensor(np.array(arrays.test_labels[:count]))
+    model = Published(len(arrays.classes))
+    model.net.load_state_dict(torch.load(weights, weights_only=True))
+    with torch.no_grad():  # the model stays in training mode
+        means = [
+            functional.cross_entropy(model(batch), truth).item()
+            for batch, truth in zip(images.split(128), labels.split(128), strict=True)
+        ]
+    return float(np.mean(means))
+
+
+def plot(ours: dict[str, dict[int, list[float]]], path: Path) -> None:
+    """The runs over the document's curves."""
+    from matplotlib.figure import Figure
+
+    from flyte_ddp.figures import BLUE, GREEN, ORANGE, styled
+
+    with styled():
+        figure = Figure(figsize=(9, 3.6), layout="constrained")
+        axes = figure.subplots(1, 2)
+        for axis, kind, published in ((axes[0], "train", TRAIN), (axes[1], "validation", VALIDATION)):
+            for (ranks, theirs), color in zip(published.items(), (GREEN, ORANGE, BLUE), strict=True):
+                epochs = range(1, len(theirs) + 1)
+                axis.plot(epochs, theirs, color=color, linestyle=":", label=f"published, {ranks}")
+                axis.plot(
+                    epochs[: len(ours[kind][ranks])], ours[kind][ranks], color=color, label=f"ours, {ranks} ranks"
+                )
+            axis.set(title=f"{kind} loss", xlabel="epoch")
+            axis.legend()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, format="svg", metadata={"Date": None})
