@@ -57,6 +57,7 @@ def take(run: Run) -> Snapshot:
             "average": state.average.state_dict() if state.average else None,
             "optimizer": state.optimizer.state_dict(),
             "samples": state.samples,
+            "spoiled": state.loss_watch.spoiled,
             "seconds": dict(state.clock.seconds),
             "total_seconds": state.clock.total(),
             "selection": {
@@ -153,8 +154,7 @@ class Checkpointer:
         with self.writing:
             try:
                 snapshot = snapshot or take(self.run)
-                # Of the first step that went wrong only the weights may show it; the last good checkpoint stays.
-                if (snapshot.step, snapshot.epoch) > self.saved and finite(snapshot.values["model"]):
+                if (snapshot.step, snapshot.epoch) > self.saved and is_good(snapshot):
                     self._write(snapshot)
                     self.saved = (snapshot.step, snapshot.epoch)
             except Exception as error:
@@ -180,6 +180,9 @@ class Checkpointer:
                 self.save(snapshot)
 
 
-def finite(tensors: Mapping[str, Any]) -> bool:
-    """Whether all numbers are."""
-    return all(bool(value.isfinite().all()) for value in tensors.values() if isinstance(value, Tensor))
+def is_good(snapshot: Snapshot) -> bool:
+    """Whether it is worth going on from: of a step that went wrong it may be the weights that show it first."""
+    weights = snapshot.values["model"].values()
+    return not snapshot.values["spoiled"] and all(
+        bool(value.isfinite().all()) for value in weights if isinstance(value, Tensor)
+    )

@@ -15,9 +15,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 import flyte_ddp
 from flyte_ddp import artifacts, distributed
 from flyte_ddp.code_digest import library_digest
-from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import ImageArrays
-from flyte_ddp.errors import UserError
+from flyte_ddp.diagnosis import not_finite
 from flyte_ddp.evaluate import Evaluation
 from flyte_ddp.files import replacing
 from flyte_ddp.job import Job
@@ -90,10 +89,6 @@ class Recorder:
         """Takes in a finished step (``step`` counts from 1): the sum of all ranks' losses, and the number of samples.
 
         The record of every ``log_interval`` steps holds the mean over their samples.
-
-        Raises:
-            UserError: a loss that is not finite, on a GPU, where it is looked at only when it is recorded.
-
         """
         self.loss_sum += loss_sum
         self.samples += samples
@@ -105,7 +100,6 @@ class Recorder:
         self.training_seconds += elapsed
         self.samples_in_all += self.samples
         loss = self.loss_sum.item() / self.samples
-        check_finite(loss, self.job.hp, epoch, step)
         if self.writes:
             rate = self.samples / elapsed
             self.log.write(
@@ -131,7 +125,8 @@ class Recorder:
 
         """
         for measured in (validation, test):
-            check_finite(measured.loss, self.job.hp, epoch - 1, step)
+            if not math.isfinite(measured.loss):
+                raise not_finite(self.state, measured.loss, epoch - 1, step, weights_of=step)
         self.epoch_accuracies.append(test.accuracy)
         if self.writes:
             record: dict[str, Any] = {"kind": "evaluation", "epoch": epoch, "step": step}
@@ -281,12 +276,3 @@ def versions() -> dict[str, str]:
         "torchvision": version("torchvision"),
         "flyte_ddp": flyte_ddp.__version__,
     }
-
-
-def check_finite(loss: float, hp: Hyperparameters, epoch: int, step: int) -> None:
-    """Raises UserError for a loss that is NaN or infinite."""
-    if not math.isfinite(loss):
-        raise UserError(
-            f"the loss is {loss} at epoch {epoch}, step {step}: it must be finite; lower learning_rate "
-            f"(now {hp.learning_rate:g}), set grad_clip_norm or warmup_steps, or use precision='fp32'"
-        )

@@ -22,7 +22,7 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.evaluate import Evaluation, evaluate
 from flyte_ddp.job import Job
 from flyte_ddp.optimisation import learning_rate
-from flyte_ddp.recording import Recorder, check_finite
+from flyte_ddp.recording import Recorder
 from flyte_ddp.selection import Selection
 from flyte_ddp.training_state import TrainingState
 
@@ -103,18 +103,12 @@ def compute_gradients(state: TrainingState, batch: sampling.Indices) -> Tensor:
     """
     hp = state.hp
     loss_sum = torch.zeros((), dtype=torch.float64, device=state.device)
-    parts = min(hp.accumulation_steps, len(batch))  # none is empty, though a rank's share of it may be
-    for part in range(parts):
-        samples = sampling.share(sampling.share(batch, part, parts), rank(), world_size())
+    *others, last = own_shares(batch, hp.accumulation_steps)
+    for samples in (*others, last):
         with state.clock("data"):
-            images, labels = state.training.gather(samples)
-            images = state.prepare(augment(images, hp.augment, seed=hp.seed, epoch=state.epoch, samples=samples))
-        if state.randomness is not None:
-            state.randomness.begin_pass(hp.seed, state.epoch, samples, state.device)
-        with state.clock("forward_backward"), state.sync.micro_batch(last=part == parts - 1):
-            with state.autocast(), batch_norm_errors(hp):
-                logits = state.sync(images)
-            check_output(hp.model, logits, (len(samples), state.num_classes))
+            images, labels = prepared(state, samples)
+        with state.clock("forward_backward"), state.sync.micro_batch(last=samples is last):
+            logits = forward(state, state.sync, images, samples)
             loss = functional.cross_entropy(
                 at_least_fp32(logits), labels, reduction="sum", label_smoothing=hp.label_smoothing
             )
@@ -123,9 +117,39 @@ def compute_gradients(state: TrainingState, batch: sampling.Indices) -> Tensor:
         state.samples += len(samples)
     with state.clock("communication"):
         loss_sum = state.sync.add_up(loss_sum)
-    if state.device.type == "cpu":  # On a GPU this would wait for the device; there the recorder looks now and then.
-        check_finite(loss_sum.item(), hp, state.epoch, state.step + 1)
+    state.loss_watch.look(loss_sum, lambda: forward_again(state, batch))
     return loss_sum
+
+
+def own_shares(batch: sampling.Indices, parts: int) -> list[sampling.Indices]:
+    """This rank's share of each micro-batch; none of these is empty on all ranks."""
+    parts = min(parts, len(batch))
+    return [sampling.share(sampling.share(batch, part, parts), rank(), world_size()) for part in range(parts)]
+
+
+def prepared(state: TrainingState, samples: sampling.Indices) -> tuple[Tensor, Tensor]:
+    """The model's input for these samples, augmented for the current epoch, and their labels."""
+    hp = state.hp
+    images, labels = state.training.gather(samples)
+    return state.prepare(augment(images, hp.augment, seed=hp.seed, epoch=state.epoch, samples=samples)), labels
+
+
+def forward(
+    state: TrainingState, model: Callable[[Tensor], Tensor], images: Tensor, samples: sampling.Indices
+) -> Tensor:
+    """Logits [n, classes] of this rank's samples, in training."""
+    if state.randomness is not None:
+        state.randomness.begin_pass(state.hp.seed, state.epoch, samples, state.device)
+    with state.autocast(), batch_norm_errors(state.hp):
+        logits = model(images)
+    check_output(state.hp.model, logits, (len(samples), state.num_classes))
+    return logits
+
+
+def forward_again(state: TrainingState, batch: sampling.Indices) -> None:
+    """All forward passes of a step, without a strategy for gradients, to look at what the modules make of it."""
+    for samples in own_shares(batch, state.hp.accumulation_steps):
+        forward(state, state.model, prepared(state, samples)[0], samples)
 
 
 def apply_gradients(state: TrainingState) -> None:

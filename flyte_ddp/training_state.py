@@ -18,6 +18,7 @@ from flyte_ddp.batch_norm import synchronise_batch_norm
 from flyte_ddp.clock import Clock
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import ImageArrays
+from flyte_ddp.diagnosis import LossWatch
 from flyte_ddp.distributed import rank, world_size
 from flyte_ddp.dropout import SampleRandomness, derive_dropout_from_samples
 from flyte_ddp.hardware import Hardware
@@ -51,9 +52,13 @@ class TrainingState:
     samples: int = 0  # that this rank has trained on
     step: int = 0  # optimiser steps that are done
     epoch: int = 0  # epochs that are done, with their evaluation
+    loss_watch: LossWatch = field(init=False)
     # Held while a step's results replace those of the step before, so that a checkpoint sees the ones or the others.
     changing: threading.Lock = field(default_factory=threading.Lock)
     kept_buffers: list[Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.loss_watch = LossWatch(self, a_step_later=self.device.type == "cuda")
 
     @classmethod
     def create(

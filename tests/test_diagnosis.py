@@ -1,0 +1,118 @@
+"""A loss that is not finite: the error says where that began, and the last good checkpoint stays."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import inline
+import pytest
+import torch
+from torch import nn
+
+from flyte_ddp import checkpoint
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.datasets import fetch
+from flyte_ddp.diagnosis import LossWatch
+from flyte_ddp.errors import UserError
+from flyte_ddp.run import run_training
+from flyte_ddp.settings import Settings
+from flyte_ddp.training_state import TrainingState
+
+QUIET = Settings(progress="off", wandb_mode="disabled", checkpoint_seconds=0.1)
+BAD_STEP = 17  # in the second epoch, of 14 steps
+
+
+class Spoiling(torch.autograd.Function):
+    """Passes values through; the gradient, or the values themselves, are spoilt."""
+
+    @staticmethod
+    def forward(ctx, values, what):
+        ctx.what = what
+        return values * float("inf") if what == "activation" else values.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * (float("nan") if ctx.what == "gradient" else 1.0), None
+
+
+class Spoils(nn.Module):
+    """Goes wrong in one training step, in the middle of the network."""
+
+    def __init__(self, channels: int, num_classes: int, what: str) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(channels, 4, 3), nn.Conv2d(4, 4, 3)
+        self.middle = Middle(what)
+        self.last = nn.Linear(64, num_classes)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.last(self.second(self.middle(self.first(images))).flatten(1))
+
+
+class Middle(nn.Module):
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+        self.register_buffer("step", torch.zeros(()))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        if self.training and torch.is_grad_enabled():
+            self.step += 1
+        spoilt = self.training and self.step >= BAD_STEP  # also when the pass is done again
+        return Spoiling.apply(values, self.what if spoilt else "")
+
+
+def gradient(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+    return Spoils(input_shape[0], num_classes, "gradient")
+
+
+def activation(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+    return Spoils(input_shape[0], num_classes, "activation")
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return fetch("digits", "", tmp_path_factory.mktemp("data") / "digits", progress="off")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "a_step_later"), [(1, False), (1, True), pytest.param(2, False, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize(
+    ("what", "step", "words"),
+    [
+        ("gradient", BAD_STEP + 1, rf"gradient that was not finite is that of first\.bias, in step {BAD_STEP}"),
+        ("activation", BAD_STEP, r"activation that was not finite is the output of middle, on rank 0"),
+    ],
+)
+def test_the_error_names_epoch_step_and_where_it_began(
+    digits: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    what: str,
+    step: int,
+    words: str,
+    ranks: int,
+    a_step_later: bool,
+) -> None:
+    """A step later: as on a GPU, where the weights must not change in the meantime."""
+    if a_step_later:
+        monkeypatch.setattr(
+            TrainingState,
+            "__post_init__",
+            lambda state: setattr(state, "loss_watch", LossWatch(state, a_step_later=True)),
+        )
+    monkeypatch.chdir(Path(__file__).parent)
+    hp = Hyperparameters(
+        model=f"test_diagnosis:{what}", epochs=3, batch_size=100, num_ranks=ranks, precision="fp32", learning_rate=0.01
+    )
+    with pytest.raises(UserError, match=rf"loss is (nan|inf) at epoch 1, step {step} \(the first {words}") as caught:
+        run_training(hp, digits, tmp_path / "run", QUIET, launch=inline.launch)
+    assert len(caught.value.message.splitlines()) == 1
+    found = checkpoint.newest_of(tmp_path / "run" / checkpoint.FOLDER)
+    assert found is not None
+    assert 14 <= found.step < BAD_STEP
+    weights = torch.load(checkpoint.state_in(found), weights_only=True)["model"]
+    assert all(bool(value.isfinite().all()) for value in weights.values())
+    with pytest.raises(UserError, match=re.escape(caught.value.message)):  # the same again, from the checkpoint
+        run_training(hp, digits, tmp_path / "run", QUIET, launch=inline.launch)
