@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 HP ?= {"num_ranks": 2, "backend": "gloo"}
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-fast lint bench lock package clean
+.PHONY: help install train test test-fast lint bench chaos lock package clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,6 +37,9 @@ lint: install ## Check style (ruff) and types (mypy, strict)
 bench: install ## Run the benchmarks; results go to benchmarks/results/
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[bench]'
 	$(BIN)/python -m benchmarks
+
+chaos: install ## Kill, stop and damage runs at 50 random moments; each retry must end in the same model (10 minutes)
+	$(BIN)/python -m benchmarks chaos
 
 lock: install ## Pin the image's dependencies, with hashes, in requirements.lock
 	$(BIN)/uv pip compile pyproject.toml --quiet --universal --python-version 3.10 --generate-hashes --no-emit-index-url --no-header --output-file requirements.lock

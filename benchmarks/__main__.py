@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks import measuring, rendering
 
-NAMES = ("data_path", "strategies", "startup", "epoch", "preset", "memory", "scaling", "published")
+NAMES = ("data_path", "strategies", "startup", "epoch", "preset", "memory", "scaling", "published", "chaos")
 HERE = Path(__file__).resolve().parent
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import workflows.training  # noqa: F401
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.run import run_training
-from flyte_ddp.settings import Settings
+from flyte_ddp.settings import from_environment
 
 
 def main(request: str) -> None:
@@ -19,7 +20,7 @@ def main(request: str) -> None:
     if "torch" in sys.modules:
         raise RuntimeError("the workflow's module imported torch, which `pyflyte run` would pay for at every start")
     hp = Hyperparameters(**order["hp"])
-    settings = Settings(progress="off", wandb_mode=order["wandb"])
+    settings = replace(from_environment(), progress="off", wandb_mode=order["wandb"])
     folder = Path(order["folder"])
     began = time.time()
     run_training(hp, Path(order["data"]), folder, settings)

@@ -123,15 +123,16 @@ class Checkpointer:
         self.pending: Snapshot | None = None
         self.closed = False
         self.told = False
+        self.active = rank() == 0 and job.settings.checkpoint_seconds > 0
         self.thread = threading.Thread(target=self._work, name="checkpoints", daemon=True)
 
     def __enter__(self) -> Self:
-        if rank() == 0:
+        if self.active:
             self.thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if rank() == 0:
+        if self.active:
             self.closed = True
             self.wake.set()
             self.thread.join()  # what is being written gets written
@@ -140,7 +141,7 @@ class Checkpointer:
 
     def epoch_done(self) -> None:
         """Takes a copy of the state and has it written; one that still waits for that is left out."""
-        if rank() == 0:
+        if self.active:
             self.pending = take(self.run)
             self.wake.set()
 
@@ -151,6 +152,8 @@ class Checkpointer:
             The step of the newest checkpoint; 0 if there is none.
 
         """
+        if not self.active:
+            return self.saved[0]
         with self.writing:
             try:
                 snapshot = snapshot or take(self.run)

@@ -167,13 +167,23 @@ class Recorder:
         )
 
     def notes(self) -> list[str]:
-        """Why the result would be another one on another number of ranks, if it would."""
-        reasons = []
+        """That the run was cut off, and why the result would be another one on another number of ranks, if it would."""
+        reasons, found, ranks = [], self.job.checkpoint, distributed.world_size()
         if not torch.equal(self.random_state, random_state(self.state.device)):
             reasons.append("The model draws random numbers otherwise than by torch's dropout layers")
         if not self.job.hp.sync_batchnorm and any(isinstance(m, _BatchNorm) for m in self.state.model.modules()):
             reasons.append("BatchNorm used the statistics of each rank's own share (sync_batchnorm is false)")
-        return [f"{reason}: on another number of ranks the result would be another." for reason in reasons]
+        notes = [f"{reason}: on another number of ranks the result would be another." for reason in reasons]
+        if found is not None:
+            how = (
+                "bit for bit"
+                if found.num_ranks == ranks
+                else f"up to rounding, because it is of {found.num_ranks} ranks"
+            )
+            notes.append(
+                f"The run went on from a checkpoint after step {found.step:,}; it is as if it had not been cut off, {how}."
+            )
+        return notes
 
     def seconds(self) -> dict[str, float]:
         """Where the time of rank 0 went; communication is what no computation hid."""

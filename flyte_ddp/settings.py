@@ -17,7 +17,7 @@ class Settings:
     ``WANDB_PROJECT``, ``WANDB_ENTITY``, ``WANDB_MODE`` (online, offline, disabled), ``WANDB_API_KEY``,
     ``FLYTE_DDP_WANDB_TABLE_ROWS`` (rows of the table of predictions), ``FLYTE_DDP_WANDB_WATCH`` (1: log histograms of
     the weights), ``FLYTE_DDP_WANDB_TIMEOUT`` (seconds that the end of a run waits for the wandb process),
-    ``FLYTE_DDP_CHECKPOINT_SECONDS`` (longest time between two checkpoints), ``FLYTE_DDP_TIMEOUT`` (seconds that ranks
+    ``FLYTE_DDP_CHECKPOINT_SECONDS`` (longest time between two checkpoints; 0: none are written), ``FLYTE_DDP_TIMEOUT`` (seconds that ranks
     wait for one another).
     """
 
@@ -49,7 +49,7 @@ def from_environment(wandb_run_id: str = "") -> Settings:
         raise UserError(f"WANDB_MODE={mode!r}: choose one of online, offline, disabled")
     return Settings(
         progress=progress,
-        checkpoint_seconds=number("FLYTE_DDP_CHECKPOINT_SECONDS", 60.0, least=0.1),
+        checkpoint_seconds=number("FLYTE_DDP_CHECKPOINT_SECONDS", 60.0),
         timeout=number("FLYTE_DDP_TIMEOUT", 600.0, least=1.0),
         wandb_project=env.get("WANDB_PROJECT", "flyte-ddp"),
         wandb_entity=env.get("WANDB_ENTITY", ""),

@@ -62,8 +62,8 @@ def fake_server(behaviour: str = "works") -> Iterator[FakeServer]:
     """A running server.
 
     Args:
-        behaviour: works, refuses (connections), hangs (accepts them and never answers), fails (500), or babbles
-            (answers something that is not JSON).
+        behaviour: works, refuses (connections), hangs (accepts them and never answers), fails (500), denies (401, the
+            key is wrong), or babbles (answers something that is not JSON).
     """
     server = FakeServer()
     if behaviour in ("refuses", "hangs"):
@@ -82,8 +82,8 @@ def fake_server(behaviour: str = "works") -> Iterator[FakeServer]:
             status, content = 200, b"<html>hello</html>"
             if behaviour == "works":
                 content = json.dumps(server.answer(self.path, body)).encode()
-            elif behaviour == "fails":
-                status = 500
+            elif behaviour in ("fails", "denies"):
+                status = 500 if behaviour == "fails" else 401
             self.send_response(status)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()

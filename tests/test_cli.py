@@ -5,11 +5,14 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import os
 import re
 import shutil
+import signal
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,11 +22,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cli import OWN_MODEL, ROOT, TINY, WORKFLOWS, Ended, pyflyte, train
+from cli import DEADLINE, OWN_MODEL, PYFLYTE, ROOT, TINY, WORKFLOWS, Ended, pyflyte, train
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.run import prepare_folder
+from flyte_ddp.wandb_follower import descendants
 from tasks.places import without_token
 from tasks.preparation import check_inputs
 
@@ -151,15 +155,54 @@ def test_a_run_that_is_still_going_is_not_written_into(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_equal_runs_at_the_same_time(tmp_path: Path) -> None:
+def test_runs_at_the_same_time_from_one_directory(tmp_path: Path) -> None:
+    """Eight, half of them equal."""
     hp = {"num_ranks": 2, "max_steps": 4, "batch_size": 64}
+    asked = [hp] * 4 + [{**hp, "seed": seed, "num_ranks": 1} for seed in (1, 2, 3, 4)]
     with ThreadPoolExecutor() as pool:
-        ended = [future.result() for future in [pool.submit(train, hp, home=tmp_path) for _ in range(4)]]
-    folders = {outputs(one)["model_state"].parent for one in ended}
-    assert sum(trained(one) for one in ended) == len(folders)
+        ended = [future.result() for future in [pool.submit(train, one, home=tmp_path) for one in asked]]
+    equal, different = ended[:4], ended[4:]
+    folders = {outputs(one)["model_state"].parent for one in equal}
+    assert sum(trained(one) for one in equal) == len(folders)
+    assert all(trained(one) for one in different)
+    assert len({outputs(one)["model_state"].parent for one in different} | folders) == 4 + len(folders)
     first, *others = [torch.load(folder / "model.pt", weights_only=True) for folder in folders]
     for other in others:
         assert all(torch.equal(value, other[name]) for name, value in first.items())
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_goes_on_when_the_command_is_given_again(tmp_path: Path) -> None:
+    hp = {"num_ranks": 2, "epochs": 300, "batch_size": 64, "eval_interval": 5}
+
+    def stop_after_a_checkpoint() -> None:
+        deadline = time.monotonic() + DEADLINE
+        while time.monotonic() < deadline:
+            if [*tmp_path.rglob("*.ckpt")]:
+                [launcher] = [pid for pid in descendants(os.getpid()) if is_pyflyte(pid)]
+                os.kill(launcher, signal.SIGTERM)
+                return
+            time.sleep(0.01)
+
+    with ThreadPoolExecutor() as pool:
+        stopper = pool.submit(stop_after_a_checkpoint)
+        stopped = train(hp, home=tmp_path)
+        stopper.result()
+    assert stopped.exit_code == 1
+    assert "Traceback" not in stopped.output
+    said = re.fullmatch(
+        r"stopped by SIGTERM; the same run will go on after step ([\d,]+), which is saved", stopped.panel
+    )
+    assert said, stopped.output
+    again = train({**hp, "epochs": 300}, home=tmp_path)
+    assert f"going on after step {said[1]}" in again.output
+    files = outputs(again)
+    assert not [*tmp_path.rglob("*.ckpt")]
+    assert f"went on from a checkpoint after step {said[1]};" in files["report"].read_text()
+
+
+def is_pyflyte(pid: int) -> bool:
+    return f"{PYFLYTE}" in Path(f"/proc/{pid}/cmdline").read_text().split("\0")[:2]
 
 
 @pytest.mark.slow

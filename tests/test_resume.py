@@ -69,7 +69,7 @@ def weights(result: Result) -> dict[str, torch.Tensor]:
 
 def figures(result: Result) -> list[dict[str, Any]]:
     """The records, without those of time."""
-    timed = ("time", "samples_per_second", "seconds")
+    timed = ("time", "samples_per_second", "seconds", "notes")
     return [
         {key: value for key, value in record.items() if key not in timed}
         for record in read_metrics(result.metrics)
@@ -115,6 +115,7 @@ def test_the_retry_ends_bit_for_bit_like_a_run_that_came_through(
     for name, value in weights(expected).items():
         assert torch.equal(value, weights(retried)[name]), name
     assert figures(retried) == figures(expected)
+    assert f"went on from a checkpoint after step {resumed[1]};" in retried.report.read_text()
     assert not (tmp_path / "run" / checkpoint.FOLDER).exists()
 
 

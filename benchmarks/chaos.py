@@ -1,0 +1,204 @@
+"""Faults at random moments, each followed by the same run again: every model must come out the same, bit for bit.
+
+A run trains for some seconds on 2 ranks in a process of its own, with augmentation, a moving average and selection of
+the best epoch. One fault comes at a moment drawn from its whole duration, start-up included: a random rank or the
+launcher is killed, one of them gets SIGTERM, or the launcher is killed and the newest checkpoint damaged. The sequence
+of faults and moments follows from a seed; where the processes are at that moment does not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from benchmarks.measuring import Options, Result, Target
+from benchmarks.rendering import table
+from benchmarks.running import ROOT, environment
+from flyte_ddp import checkpoint
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.datasets import fetch
+from flyte_ddp.wandb_follower import descendants
+
+FAULTS = 50
+SEED = 0
+LIMIT_SECONDS = 120.0  # for a process to end, by itself or because of a fault
+KINDS = (
+    "kill a rank",
+    "kill the launcher",
+    "SIGTERM to the launcher",
+    "SIGTERM to a rank",
+    "kill the launcher, damage the newest checkpoint",
+)
+HP = Hyperparameters(
+    dataset="digits",
+    epochs=60,
+    batch_size=64,
+    num_ranks=2,
+    augment="crop",
+    ema_decay=0.9,
+    keep="best",
+    precision="fp32",
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One fault and what came of it."""
+
+    kind: str
+    moment: float  # seconds after the start
+    seconds_to_end: float  # from the fault to the end of the last process
+    resumed_after: int  # step; 0: the retry began anew
+    left: int  # processes that outlived the launcher
+    same_model: bool = False
+
+
+def measure(options: Options) -> Result:
+    """Provokes one fault after the other, and writes the table."""
+    number = options.repeats or (len(KINDS) if options.quick else FAULTS)
+    hp = replace(HP, epochs=20) if options.quick else HP
+    data = fetch("digits", "", options.folder / "digits", progress="off")
+    undisturbed = options.folder / "undisturbed"
+    begin = time.perf_counter()
+    if finish(start(hp, data, undisturbed)) != 0:
+        raise RuntimeError((undisturbed / "output.txt").read_text())
+    duration = time.perf_counter() - begin
+    choice = random.Random(SEED)
+    rows: list[Row] = []
+    folder = options.folder / "run"
+    while len(rows) < number:
+        kind = KINDS[len(rows) % len(KINDS)]
+        row = one_fault(kind, choice.uniform(0.0, duration), choice.random(), lambda: start(hp, data, folder), folder)
+        if row is None:  # the run had ended before
+            continue
+        rows.append(replace(row, same_model=same_weights(folder, undisturbed)))
+        print(f"    {len(rows)}/{number} {described(rows[-1])}", flush=True)
+    write_table(rows, options.output / "chaos.md")
+    result = Result(settings={"seed": SEED, "hyperparameters": HP.to_json()})
+    for row in rows:
+        result.add(f"{row.kind}: from the fault to the end of all processes", row.seconds_to_end, "s")
+        result.add("step after which the retry went on", row.resumed_after, "steps")
+    same = sum(row.same_model for row in rows)
+    result.targets = [
+        Target("faults", len(rows), "faults", at_least=None if options.quick else FAULTS),
+        Target("final models equal to the undisturbed one's", same / len(rows), "%", at_least=1.0),
+        Target("processes left behind", sum(row.left for row in rows), "processes", at_most=0),
+        Target("longest time from a fault to the end", max(row.seconds_to_end for row in rows), "s", at_most=15),
+    ]
+    return result
+
+
+def one_fault(
+    kind: str, moment: float, which: float, begin: Callable[[], subprocess.Popen[bytes]], folder: Path
+) -> Row | None:
+    """Begins a run, disturbs it, and begins it again; None if it had ended before the fault came.
+
+    Args:
+        moment: seconds after the start.
+        which: 0 to 1: of the ranks, or the place in the checkpoint.
+
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    process = begin()
+    time.sleep(moment)
+    family = [pid for pid in descendants(process.pid) if is_rank(pid)]
+    if process.poll() is not None:
+        return None
+    began = time.perf_counter()
+    victim = family[int(which * len(family))] if kind.endswith("a rank") and family else process.pid
+    os.kill(victim, signal.SIGTERM if kind.startswith("SIGTERM") else signal.SIGKILL)
+    exit_code = finish(process)
+    while (left := [pid for pid in family if is_rank(pid)]) and time.perf_counter() - began < LIMIT_SECONDS / 8:
+        time.sleep(0.01)
+    seconds = time.perf_counter() - began
+    if exit_code == 0:
+        return None
+    if "damage" in kind:
+        damage(folder, which)
+    if finish(begin()) != 0:
+        raise RuntimeError(f"the run after {kind!r} failed:\n{(folder / 'output.txt').read_text()[-3000:]}")
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    resumed = [record["resumed_after_step"] for record in records if record["kind"] == "start"][-1]
+    return Row(kind, moment, seconds, resumed, len(left))
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    """Whether the models of two runs are equal, bit for bit."""
+    import torch
+
+    weights, expected = (torch.load(folder / "model.pt", weights_only=True) for folder in (one, other))
+    return weights.keys() == expected.keys() and all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+def start(hp: Hyperparameters, data: Path, folder: Path) -> subprocess.Popen[bytes]:
+    """Starts a run in the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    request = {"hp": hp.to_dict(), "data": str(data), "folder": str(folder), "wandb": "disabled"}
+    with (folder / "output.txt").open("ab") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.library_run", json.dumps(request)],
+            cwd=ROOT,
+            env=environment(FLYTE_DDP_CHECKPOINT_SECONDS="0.5"),
+            stdout=output,
+            stderr=output,
+        )
+
+
+def finish(process: subprocess.Popen[bytes]) -> int:
+    """Waits for its end; returns its exit code."""
+    try:
+        return process.wait(LIMIT_SECONDS)
+    finally:
+        process.kill()
+
+
+def is_rank(pid: int) -> bool:
+    """Whether there is such a process and it is a rank."""
+    try:
+        return b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def damage(folder: Path, where: float) -> None:
+    """Changes one byte of the newest checkpoint, or cuts it off there."""
+    newest = checkpoint.newest_of(folder / checkpoint.FOLDER)
+    if newest is None:
+        return
+    content = bytearray(newest.path.read_bytes())
+    position = int(where * len(content))
+    content[position] ^= 1
+    newest.path.write_bytes(content if position % 2 else content[:position])
+
+
+def described(row: Row) -> str:
+    """In a line."""
+    went_on = f"went on after step {row.resumed_after:,}" if row.resumed_after else "began anew"
+    return f"{row.kind} after {row.moment:.1f} s: {went_on}, {'same model' if row.same_model else 'ANOTHER MODEL'}"
+
+
+def write_table(rows: list[Row], path: Path) -> None:
+    """All faults, as Markdown."""
+    cells = [
+        [
+            str(number),
+            row.kind,
+            f"{row.moment:.2f} s",
+            f"{row.seconds_to_end:.2f} s",
+            f"{row.resumed_after:,}",
+            "yes" if row.same_model else "**no**",
+        ]
+        for number, row in enumerate(rows, 1)
+    ]
+    head = ["", "fault", "after", "all processes gone after", "the retry went on after step", "same model, bit for bit"]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"# Faults\n\nMade by `make chaos`; see chaos.json for the machine.\n\n{table(head, cells)}")

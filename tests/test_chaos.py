@@ -1,0 +1,21 @@
+"""The short version of ``make chaos``: one fault of each kind at a random moment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import chaos
+from benchmarks.measuring import Options
+
+
+@pytest.mark.slow
+def test_every_retry_ends_in_the_same_model(tmp_path: Path) -> None:
+    result = chaos.measure(Options(repeats=0, quick=True, folder=tmp_path, output=tmp_path / "results"))
+    figures = {target.what: target.value for target in result.targets}
+    assert figures["faults"] == len(chaos.KINDS)
+    assert figures["final models equal to the undisturbed one's"] == 1.0
+    assert figures["processes left behind"] == 0
+    assert figures["longest time from a fault to the end"] < 15
+    assert "**no**" not in (tmp_path / "results/chaos.md").read_text()

@@ -1,0 +1,63 @@
+"""Evaluation on any number of ranks: every sample counts once, and the figures are the same to the last bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch.nn import functional
+
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.datasets import fetch, open_arrays
+from flyte_ddp.distributed import rank, world_size
+from flyte_ddp.evaluate import evaluate
+from flyte_ddp.hardware import detect
+from flyte_ddp.loading import ImageSet
+from flyte_ddp.train import evaluate_splits
+from flyte_ddp.training_state import TrainingState
+
+HP = Hyperparameters(backend="gloo", precision="fp32", validation_fraction=0.1)
+SIZES = (7, 64, 297, 1000)  # of test batches; 297 samples, so that some ranks get none
+
+
+def evaluate_in_ranks(folder: Path) -> None:
+    arrays = open_arrays(folder.parent / "digits")
+    found = {}
+    for size in SIZES:
+        hp = Hyperparameters(**{**HP.to_dict(), "test_batch_size": size, "num_ranks": world_size()})
+        state = TrainingState.create(hp, detect(hp), arrays, None)
+        found[size] = [vars(split) for split in evaluate_splits(state)]
+    if rank() == 0:
+        torch.save(found, folder / "found.pt")
+
+
+@pytest.mark.slow
+def test_metrics_are_the_same_on_any_number_of_ranks(tmp_path: Path) -> None:
+    data = fetch("digits", "", tmp_path / "digits", progress="off")
+    found = {}
+    for ranks in (1, 2, 3, 4):
+        (tmp_path / str(ranks)).mkdir()
+        assert run_ranks(evaluate_in_ranks, tmp_path / str(ranks), ranks) == [0] * ranks
+        found[ranks] = torch.load(tmp_path / str(ranks) / "found.pt", weights_only=True)
+    arrays = open_arrays(data)
+    for size in SIZES:
+        for one, *others in zip(*(found[ranks][size] for ranks in found), strict=True):
+            for other in others:
+                assert (one["loss"], one["accuracy"]) == (other["loss"], other["accuracy"])
+                assert all(torch.equal(one[key], other[key]) for key in ("losses", "guesses", "truth"))
+        _, test = found[1][size]
+        assert torch.equal(test["truth"], torch.tensor(arrays.test_labels))
+
+
+def test_a_sample_that_is_not_counted_once_is_an_error() -> None:
+    class Twice(ImageSet):
+        def batches(self, batch_size, part, parts):
+            yield from super().batches(batch_size, part, parts)
+            yield from super().batches(batch_size, part, parts)
+
+    images, labels = torch.zeros(5, 1, 1, 1, dtype=torch.uint8), torch.zeros(5, dtype=torch.int64)
+    split = Twice(images, labels, torch.arange(5, dtype=torch.int32).numpy())
+    with pytest.raises(RuntimeError, match="counted 5 of 5 samples not exactly once"):
+        evaluate(lambda batch: functional.one_hot(batch[:, 0, 0, 0].long(), 2).float(), split, 2, torch.device("cpu"))
