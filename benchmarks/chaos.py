@@ -33,10 +33,10 @@ SEED = 0
 LIMIT_SECONDS = 120.0  # for a process to end, by itself or because of a fault
 KINDS = (
     "kill a rank",
-    "kill the launcher",
     "SIGTERM to the launcher",
-    "SIGTERM to a rank",
     "kill the launcher, damage the newest checkpoint",
+    "SIGTERM to a rank",
+    "kill the launcher",
 )
 HP = Hyperparameters(
     dataset="digits",

@@ -175,14 +175,9 @@ class Recorder:
             reasons.append("BatchNorm used the statistics of each rank's own share (sync_batchnorm is false)")
         notes = [f"{reason}: on another number of ranks the result would be another." for reason in reasons]
         if found is not None:
-            how = (
-                "bit for bit"
-                if found.num_ranks == ranks
-                else f"up to rounding, because it is of {found.num_ranks} ranks"
-            )
-            notes.append(
-                f"The run went on from a checkpoint after step {found.step:,}; it is as if it had not been cut off, {how}."
-            )
+            how = "bit for bit" if found.num_ranks == ranks else f"up to rounding: it was of {found.num_ranks} ranks"
+            as_if = f"the result is as if it had not been cut off, {how}"
+            notes.append(f"The run went on from a checkpoint after step {found.step:,}; {as_if}.")
         return notes
 
     def seconds(self) -> dict[str, float]:

@@ -17,8 +17,8 @@ class Settings:
     ``WANDB_PROJECT``, ``WANDB_ENTITY``, ``WANDB_MODE`` (online, offline, disabled), ``WANDB_API_KEY``,
     ``FLYTE_DDP_WANDB_TABLE_ROWS`` (rows of the table of predictions), ``FLYTE_DDP_WANDB_WATCH`` (1: log histograms of
     the weights), ``FLYTE_DDP_WANDB_TIMEOUT`` (seconds that the end of a run waits for the wandb process),
-    ``FLYTE_DDP_CHECKPOINT_SECONDS`` (longest time between two checkpoints; 0: none are written), ``FLYTE_DDP_TIMEOUT`` (seconds that ranks
-    wait for one another).
+    ``FLYTE_DDP_CHECKPOINT_SECONDS`` (longest time between two checkpoints; 0: none are written), ``FLYTE_DDP_TIMEOUT``
+    (seconds that ranks wait for one another).
     """
 
     progress: str = "auto"

@@ -1,4 +1,4 @@
-"""The short version of ``make chaos``: one fault of each kind at a random moment."""
+"""The short version of ``make chaos``: faults at random moments."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import pytest
 from benchmarks import chaos
 from benchmarks.measuring import Options
 
+FAULTS = 3  # of the kinds, the first ones
+
 
 @pytest.mark.slow
 def test_every_retry_ends_in_the_same_model(tmp_path: Path) -> None:
-    result = chaos.measure(Options(repeats=0, quick=True, folder=tmp_path, output=tmp_path / "results"))
+    result = chaos.measure(Options(repeats=FAULTS, quick=True, folder=tmp_path, output=tmp_path / "results"))
     figures = {target.what: target.value for target in result.targets}
-    assert figures["faults"] == len(chaos.KINDS)
+    assert figures["faults"] == FAULTS
     assert figures["final models equal to the undisturbed one's"] == 1.0
     assert figures["processes left behind"] == 0
     assert figures["longest time from a fault to the end"] < 15

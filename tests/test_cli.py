@@ -173,7 +173,7 @@ def test_runs_at_the_same_time_from_one_directory(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_an_interrupted_run_goes_on_when_the_command_is_given_again(tmp_path: Path) -> None:
-    hp = {"num_ranks": 2, "epochs": 300, "batch_size": 64, "eval_interval": 5}
+    hp = {"num_ranks": 2, "epochs": 120, "batch_size": 64, "eval_interval": 5}
 
     def stop_after_a_checkpoint() -> None:
         deadline = time.monotonic() + DEADLINE
@@ -194,7 +194,7 @@ def test_an_interrupted_run_goes_on_when_the_command_is_given_again(tmp_path: Pa
         r"stopped by SIGTERM; the same run will go on after step ([\d,]+), which is saved", stopped.panel
     )
     assert said, stopped.output
-    again = train({**hp, "epochs": 300}, home=tmp_path)
+    again = train(hp, home=tmp_path)
     assert f"going on after step {said[1]}" in again.output
     files = outputs(again)
     assert not [*tmp_path.rglob("*.ckpt")]
