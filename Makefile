@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 HP ?= {"num_ranks": 2, "backend": "gloo"}
+PARALLEL := --numprocesses 2 --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help install train test test-fast lint bench chaos lock package clean
@@ -24,10 +25,10 @@ train: install ## Train on the embedded digits, 2 ranks (other settings: make tr
 	$(BIN)/pyflyte run workflows/training.py training_wf --hp '$(HP)'
 
 test: install ## Run all tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
 
 test-fast: install ## Run the tests one wants while working (under 2 minutes)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow"
 
 lint: install ## Check style (ruff) and types (mypy, strict)
 	$(BIN)/ruff check .

@@ -14,24 +14,25 @@ from pathlib import Path
 
 from benchmarks import measuring, rendering
 
-NAMES = ("data_path", "strategies", "startup", "epoch", "preset", "memory", "scaling", "published", "chaos")
+NAMES = ("data_path", "strategies", "startup", "epoch", "preset", "memory", "scaling", "cost")
+LONG = ("published", "chaos")  # run when they are named
 HERE = Path(__file__).resolve().parent
 
 
 def main() -> int:
     """Runs what the command line names; a benchmark that fails does not stop the others."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}; none: all of them")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"none: {', '.join(NAMES)}; or {', '.join(LONG)}")
     parser.add_argument("--list", action="store_true", help="say what there is and stop")
     parser.add_argument("--quick", action="store_true", help="tiny settings, to see that it works; into build/")
     parser.add_argument("--repeats", type=int, default=0, help="measurements of each side")
     parser.add_argument("--tutorial", action="store_true", help="in preset, the tutorial's settings too (minutes)")
     parser.add_argument("--output", type=Path, help="folder of results (benchmarks/results)")
     arguments = parser.parse_args()
-    if unknown := [name for name in arguments.names if name not in NAMES]:
-        parser.error(f"no benchmark {', '.join(unknown)}; choose from {', '.join(NAMES)}")
+    if unknown := [name for name in arguments.names if name not in (*NAMES, *LONG)]:
+        parser.error(f"no benchmark {', '.join(unknown)}; choose from {', '.join((*NAMES, *LONG))}")
     if arguments.list:
-        for name in NAMES:
+        for name in (*NAMES, *LONG):
             print(f"{name:<10} {description(name).splitlines()[0]}")
         return 0
     output = arguments.output or (HERE.parent / "build" / "benchmarks" if arguments.quick else HERE / "results")

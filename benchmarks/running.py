@@ -82,11 +82,13 @@ def run_library(
     folder: Path,
     *,
     wandb: str = "disabled",
+    variables: Mapping[str, str] | None = None,
     watch: Callable[[subprocess.Popen[str]], None] | None = None,
 ) -> Run:
     """Trains once, in a fresh process that has imported what ``pyflyte`` has; the folder is removed afterwards.
 
     Args:
+        variables: more of the environment.
         watch: called with the running process; returns when that has ended.
 
     Raises:
@@ -97,8 +99,11 @@ def run_library(
     request = {"hp": dict(hp), "data": str(data), "folder": str(folder), "wandb": wandb}
     command = [sys.executable, "-m", "benchmarks.library_run", json.dumps(request)]
     log = folder / "output.txt"
+    given = environment(**(variables or {}))
     with log.open("w") as file:
-        process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=file, stderr=file, text=True)
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment(**(variables or {})), stdout=file, stderr=file, text=True
+        )
         try:
             if watch is not None:
                 watch(process)
