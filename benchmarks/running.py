@@ -101,9 +101,7 @@ def run_library(
     log = folder / "output.txt"
     given = environment(**(variables or {}))
     with log.open("w") as file:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment(**(variables or {})), stdout=file, stderr=file, text=True
-        )
+        process = subprocess.Popen(command, cwd=ROOT, env=given, stdout=file, stderr=file, text=True)
         try:
             if watch is not None:
                 watch(process)

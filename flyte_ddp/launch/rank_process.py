@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+from contextlib import suppress
 from multiprocessing.connection import Connection
 
 from flyte_ddp.job import Job
@@ -37,15 +38,22 @@ def start_rank(job: Job, rank: int, num_ranks: int, pipe: Connection, stacks: Co
 
         run_rank(job, Place(rank, num_ranks, local_rank=rank), link)
     except BaseException as error:
+        flush()  # before the report: when the launcher has it, it ends this process
         link.report(error)
         code = 1
     else:
+        flush()
         link.send("completed")
         code = 0
-    sys.stdout.flush()
-    sys.stderr.flush()
     # Without the clean-up that waits for peers, which may be gone, and takes a second to take torch apart.
     os._exit(code)
+
+
+def flush() -> None:
+    """Sends off what was printed."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # nobody may be listening any more
+            stream.flush()
 
 
 def die_with_parent() -> None:

@@ -148,7 +148,7 @@ def save(gang: Sequence[Member], stop: StopRequest) -> int | None:
     leader.saved = None
     leader.send("save")
     deadline = time.monotonic() + SAVE_SECONDS
-    while leader.saved is None and not leader.failed() and (left := deadline - time.monotonic()) > 0:
+    while leader.saved is None and leader.listening and (left := deadline - time.monotonic()) > 0:
         listen(gang, stop, left)
     return leader.saved
 
