@@ -13,6 +13,7 @@ import traceback
 from pathlib import Path
 
 from benchmarks import measuring, rendering
+from flyte_ddp.errors import StoppedError
 
 NAMES = ("data_path", "strategies", "startup", "epoch", "preset", "memory", "scaling", "cost")
 LONG = ("published", "chaos")  # run when they are named
@@ -37,6 +38,7 @@ def main() -> int:
         return 0
     output = arguments.output or (HERE.parent / "build" / "benchmarks" if arguments.quick else HERE / "results")
     failed = [name for name in arguments.names or NAMES if not run(name, arguments, output)]
+    output.mkdir(parents=True, exist_ok=True)
     rendering.render(output)
     print(f"results: {os.path.relpath(output / 'README.md')}" + (f"; failed: {', '.join(failed)}" if failed else ""))
     return 1 if failed else 0
@@ -55,6 +57,8 @@ def run(name: str, arguments: argparse.Namespace, output: Path) -> bool:
         with tempfile.TemporaryDirectory(prefix="flyte-ddp-bench-") as folder:
             options = measuring.Options(arguments.repeats, arguments.quick, Path(folder), output, arguments.tutorial)
             result = importlib.import_module(f"benchmarks.{name}").measure(options)
+    except StoppedError as error:
+        raise SystemExit(f"{name}: {error}") from None
     except Exception:  # one that fails must not stop the others
         traceback.print_exc()
         return False

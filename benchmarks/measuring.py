@@ -41,7 +41,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Target:
-    """A figure with the bound that issue 2 sets for it; without a bound it is only reported."""
+    """A figure with the bound set for it; without a bound it is only reported."""
 
     what: str
     value: float

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torchvision.models import resnet18
 
-STEPS_PER_EPOCH = 469  # 60,000 images in batches of 128
 FOLDER = "FLYTE_DDP_PUBLISHED_WEIGHTS"  # environment: where to
 
 
@@ -28,10 +27,12 @@ class Published(nn.Module):
     def train(self, mode: bool = True) -> Published:
         """An evaluation in the library begins with ``train(False)``: after the last step of an epoch."""
         if self.training and not mode and (folder := os.environ.get(FOLDER)):
-            path = Path(folder, f"epoch-{int(self.net.bn1.num_batches_tracked) // STEPS_PER_EPOCH}.pt")
+            path = Path(folder, f"{int(self.net.bn1.num_batches_tracked)}.pt")
             first_rank = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
             if first_rank and not path.exists():
-                torch.save(self.net.state_dict(), path)
+                partial = path.with_suffix(".partial")
+                torch.save(self.net.state_dict(), partial)
+                partial.rename(path)  # whole or not at all, as the run may be cut off here
         return super().train(mode)
 
 

@@ -93,7 +93,8 @@ class Normalise(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Returns the output, and mean [C], variance [C] (biased) and count [], which are fp64."""
         mean, variance, count = global_statistics(values, gather)
-        if count.item() <= 1:
+        # Only where it may be so: fetching a number from a GPU holds up the host.
+        if values.numel() <= values.shape[1] and count.item() <= 1:
             raise ValueError("Expected more than 1 value per channel when training, over all ranks")
         precision = torch.promote_types(values.dtype, torch.float32)
         moments = mean.to(precision), variance.to(precision)
@@ -153,10 +154,10 @@ def global_statistics(values: Tensor, gather: Gather) -> tuple[Tensor, Tensor, T
 
 
 @torch.no_grad()
-def average_running_statistics(model: nn.Module, samples: int) -> None:
-    """Replaces BatchNorm's running statistics, in place, by their mean over the ranks, weighted by their samples.
+def averaged_running_statistics(model: nn.Module, samples: int) -> list[tuple[Tensor, Tensor]]:
+    """BatchNorm's running statistics, each with its mean over the ranks, weighted by their samples.
 
-    Where statistics are synchronised they are the same on all ranks already, and left as they are.
+    Where statistics are synchronised they are the same on all ranks already, and not among these.
     """
     separate = [
         module for module in model.modules() if isinstance(module, _BatchNorm) and type(module) is not GlobalBatchNorm
@@ -168,8 +169,6 @@ def average_running_statistics(model: nn.Module, samples: int) -> None:
         if statistic is not None
     ]
     if not statistics:
-        return
+        return []
     total = sum_over_ranks(torch.tensor(float(samples), dtype=torch.float64, device=statistics[0].device))
-    for statistic in statistics:
-        weighted = statistic.double() * (samples / total)
-        statistic.copy_(sum_over_ranks(weighted))
+    return [(statistic, sum_over_ranks(statistic.double() * (samples / total))) for statistic in statistics]

@@ -54,7 +54,7 @@ class Checkpoint:
     path: Path
     epoch: int  # epochs that are done, with their evaluation
     step: int  # optimiser steps that are done
-    num_ranks: int
+    num_ranks: tuple[int, ...]  # all that trained it so far, in ascending order
     time: float
     identity: Identity
     metrics: bytes
@@ -136,7 +136,7 @@ def read(path: Path) -> Checkpoint | None:
         path=path,
         epoch=header["epoch"],
         step=header["step"],
-        num_ranks=header["num_ranks"],
+        num_ranks=tuple(header["num_ranks"]),
         time=header["time"],
         identity=Identity(**header["identity"]),
         metrics=metrics,

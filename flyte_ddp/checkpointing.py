@@ -18,7 +18,6 @@ from torch import Tensor
 
 from flyte_ddp import checkpoint
 from flyte_ddp.distributed import rank, world_size
-from flyte_ddp.errors import UserError
 from flyte_ddp.evaluate import Evaluation
 from flyte_ddp.job import Job
 from flyte_ddp.recording import Recorder
@@ -48,18 +47,23 @@ class Snapshot:
     values: dict[str, Any]
 
 
-def take(run: Run) -> Snapshot:
-    """Copies the state after the step that was finished last, also while the next one is being computed."""
+def take(run: Run) -> Snapshot | None:
+    """Copies the state after the step that was finished last, also while the next one is being computed.
+
+    None if a step failed when it had changed a part of the state.
+    """
     state, selection, recorder = run.state, run.selection, run.recorder
-    with state.changing:
+    with state.lock:
+        if state.torn:
+            return None
         values = {
             "model": {**state.model.state_dict(), **state.buffers_after_step()},
             "average": state.average.state_dict() if state.average else None,
             "optimizer": state.optimizer.state_dict(),
-            "samples": state.samples,
             "spoiled": state.loss_watch.spoiled,
             "seconds": dict(state.clock.seconds),
             "total_seconds": state.clock.total(),
+            "waited": state.sync.waited,
             "selection": {
                 "best_loss": selection.best_loss,
                 "evaluations_since_best": selection.evaluations_since_best,
@@ -93,11 +97,11 @@ def restore(run: Run, found: checkpoint.Checkpoint) -> None:
     if state.average is not None:
         state.average.load_state_dict(values["average"])
     state.optimizer.load_state_dict(values["optimizer"])
-    state.samples = values["samples"]
     state.epoch, state.step = found.epoch, found.step
     state.keep_buffers()
     state.clock.seconds.update(values["seconds"])
     state.clock.started -= values["total_seconds"]
+    state.sync.waited = values["waited"]
     saved = values["selection"]
     selection.best_loss, selection.stopped, selection.epoch = saved["best_loss"], saved["stopped"], saved["epoch"]
     selection.evaluations_since_best = saved["evaluations_since_best"]
@@ -135,9 +139,11 @@ class Checkpointer:
         if self.active:
             self.closed = True
             self.wake.set()
-            self.thread.join()  # what is being written gets written
-            if error is not None and not isinstance(error, UserError):
+            self.thread.join()  # what waits gets written
+            if error is not None:
                 self.save()
+            with self.writing:
+                self.active = False
 
     def epoch_done(self) -> None:
         """Takes a copy of the state and has it written; one that still waits for that is left out."""
@@ -145,47 +151,55 @@ class Checkpointer:
             self.pending = take(self.run)
             self.wake.set()
 
-    def save(self, snapshot: Snapshot | None = None) -> int:
-        """Writes a snapshot, or the state as it is now, unless that is saved already; from any thread.
+    def save(self) -> int:
+        """Writes the state as it is now, unless that is saved already; from any thread.
 
         Returns:
             The step of the newest checkpoint; 0 if there is none.
 
         """
-        if not self.active:
-            return self.saved[0]
         with self.writing:
-            try:
-                snapshot = snapshot or take(self.run)
-                if (snapshot.step, snapshot.epoch) > self.saved and is_good(snapshot):
+            if self.active:
+                self._save(now=True)
+        return self.saved[0]
+
+    def _save(self, *, now: bool) -> None:
+        """Writes the state as it is now, if that is asked for and worth going on from; else what waits for it."""
+        waiting, self.pending = self.pending, None
+        try:
+            for snapshot in (take(self.run) if now else None, waiting):
+                if snapshot and (snapshot.step, snapshot.epoch) > self.saved and self._is_good(snapshot):
                     self._write(snapshot)
                     self.saved = (snapshot.step, snapshot.epoch)
-            except Exception as error:
-                if not self.told:
-                    print(f"no checkpoint: {error}; training goes on", file=sys.stderr, flush=True)
-                self.told = True
-        return self.saved[0]
+        except Exception as error:
+            if not self.told:
+                print(f"no checkpoint: {error}; training goes on", file=sys.stderr, flush=True)
+            self.told = True
 
     def _write(self, snapshot: Snapshot) -> None:
         with (self.job.run_folder / "metrics.jsonl").open("rb") as file:
             metrics = file.read(snapshot.metrics_bytes)
-        about = {"epoch": snapshot.epoch, "step": snapshot.step, "num_ranks": world_size(), "time": time.time()}
+        before = self.job.checkpoint.num_ranks if self.job.checkpoint else ()
+        about = {
+            "epoch": snapshot.epoch,
+            "step": snapshot.step,
+            "num_ranks": sorted({*before, world_size()}),
+            "time": time.time(),
+        }
         checkpoint.write(
             next(self.slots), about, self.job.identity, metrics, lambda file: torch.save(snapshot.values, file)
         )
 
     def _work(self) -> None:
-        while not self.closed:
+        closed = False
+        while not closed:
             self.wake.wait(self.job.settings.checkpoint_seconds)
             self.wake.clear()
-            snapshot, self.pending = self.pending, None
-            if snapshot is not None or not self.closed:
-                self.save(snapshot)
+            closed = self.closed
+            with self.writing:
+                self._save(now=not closed and self.pending is None)
 
-
-def is_good(snapshot: Snapshot) -> bool:
-    """Whether it is worth going on from: of a step that went wrong it may be the weights that show it first."""
-    weights = snapshot.values["model"].values()
-    return not snapshot.values["spoiled"] and all(
-        bool(value.isfinite().all()) for value in weights if isinstance(value, Tensor)
-    )
+    def _is_good(self, snapshot: Snapshot) -> bool:
+        """Whether it is worth going on from: of a step that went wrong it may be the weights that show it first."""
+        weights = (snapshot.values["model"][name] for name, _ in self.run.state.model.named_parameters())
+        return not snapshot.values["spoiled"] and all(bool(value.isfinite().all()) for value in weights)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from flyte_ddp.distributed import gather
+from flyte_ddp.distributed import gather, wait_for_event
 from flyte_ddp.errors import UserError
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ class LossWatch:
     """Looks at every step's loss, before its gradients change the weights.
 
     On a GPU that would mean to wait for the device in every step. There the device itself leaves the weights as they
-    are from the first loss on that is not finite, and the loss is looked at a step later.
+    are from the first loss on that is not finite, and the loss is looked at a step later, or at the end of the epoch.
     """
 
     def __init__(self, state: TrainingState, *, a_step_later: bool) -> None:
@@ -55,10 +55,16 @@ class LossWatch:
         if last is not None:
             self.judge(last)
 
+    def catch_up(self) -> None:
+        """Looks at the loss that no later step has looked at; raises as :meth:`look` does."""
+        last, self.last = self.last, None
+        if last is not None:
+            self.judge(last)
+
     def judge(self, step: Looked) -> None:
         """Raises UserError if the loss is not finite."""
         if step.arrived is not None:
-            step.arrived.synchronize()
+            wait_for_event(step.arrived)
         if not math.isfinite(step.loss_sum.item()):
             activation = first_activation(self.state.model, step.forward)
             raise not_finite(
@@ -135,8 +141,9 @@ def first_activation(model: nn.Module, forward: Callable[[], object]) -> str:
     finally:
         for hook in hooks:
             hook.remove()
+    device = next(model.parameters()).device
     before, index = found[0] if found else (NONE, 0)
-    of_ranks = gather(torch.tensor([before, index], dtype=torch.float64)).tolist()
+    of_ranks = gather(torch.tensor([before, index], dtype=torch.float64, device=device)).tolist()
     rank, (before, index) = min(enumerate(of_ranks), key=lambda item: item[1][0])
     if before == NONE:
         return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from datetime import timedelta
 from typing import TypeVar
@@ -10,6 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flyte_ddp.errors import CollectiveTimeoutError
+
+POLL_SECONDS = 0.0001
 Value = TypeVar("Value")
 _timeout = 600.0
 
@@ -28,6 +32,31 @@ def timeout() -> float:
 def seconds(number: float) -> timedelta:
     """As torch wants it."""
     return timedelta(seconds=number)
+
+
+def wait_for(device: torch.device) -> None:
+    """Waits until a device has done all that it was given so far; returns at once for a CPU.
+
+    NCCL's collectives do not hold up the host, but whatever fetches a number that depends on one does (``item()``,
+    ``cpu()``), and that wait has no limit. So this goes before it.
+
+    Raises:
+        CollectiveTimeoutError: it was not done within the time limit of collectives: another rank did not come.
+
+    """
+    if device.type == "cuda":
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        wait_for_event(event)
+
+
+def wait_for_event(event: torch.cuda.Event) -> None:
+    """The same for what was given to the device before the event was recorded."""
+    deadline = time.monotonic() + timeout()
+    while not event.query():  # type: ignore[no-untyped-call]
+        if time.monotonic() > deadline:
+            raise CollectiveTimeoutError(f"the GPU waited for other ranks for {timeout():g} s")
+        time.sleep(POLL_SECONDS)
 
 
 def rank() -> int:

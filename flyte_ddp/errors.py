@@ -53,7 +53,7 @@ def where_it_goes_on(step: int | None) -> str:
     if step is None:
         return "the same run will go on from its last checkpoint"
     if step == 0:
-        return "the same run will begin anew, because no step was done"
+        return "the same run will begin anew, as there is no checkpoint yet"
     return f"the same run will go on after step {step:,}, which is saved"
 
 

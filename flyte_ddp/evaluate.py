@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from flyte_ddp.distributed import rank, sum_over_ranks, world_size
+from flyte_ddp.distributed import rank, sum_over_ranks, wait_for, world_size
 from flyte_ddp.loading import ImageSet
 
 
@@ -57,7 +57,9 @@ def evaluate(
             table[1, place] = logits.argmax(1).double()
             table[2, place] = labels.double()
             table[3, place] += 1
-    losses, guesses, truth, counted = sum_over_ranks(table).cpu()
+    sum_over_ranks(table)
+    wait_for(device)
+    losses, guesses, truth, counted = table.cpu()
     if not bool((counted == 1).all()):
         raise RuntimeError(f"evaluation counted {int((counted != 1).sum())} of {len(images)} samples not exactly once")
     correct = (guesses == truth).sum().item()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,8 +14,12 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def fetched(init_from: str) -> Iterator[Path | None]:
+def fetched(init_from: str, folder: Path) -> Iterator[Path | None]:
     """A local path with the contents of ``init_from``; None if that is empty.
+
+    Args:
+        init_from: a path or a URI.
+        folder: where a temporary file may be put.
 
     Raises:
         UserError: it is not there or cannot be read.
@@ -31,14 +34,15 @@ def fetched(init_from: str) -> Iterator[Path | None]:
     else:
         from flyte_ddp.datasets.transport import UnavailableError, open_file
 
-        with tempfile.TemporaryDirectory(prefix="flyte-ddp-") as folder:
-            path = Path(folder) / "weights.pt"
-            try:
-                with open_file(init_from) as (_, chunks), path.open("wb") as target:
-                    target.writelines(chunks)
-            except UnavailableError as error:
-                raise UserError(f"init_from={init_from!r}: cannot be fetched: {error}; check the address") from None
+        path = folder / ".initial_weights.tmp"
+        try:
+            with open_file(init_from) as (_, chunks), path.open("wb") as target:
+                target.writelines(chunks)
             yield path
+        except UnavailableError as error:
+            raise UserError(f"init_from={init_from!r}: cannot be fetched: {error}; check the address") from None
+        finally:
+            path.unlink(missing_ok=True)
 
 
 def load_initial_weights(model: nn.Module, path: Path, name: str) -> None:

@@ -103,33 +103,56 @@ def share(size: int) -> tuple[mmap.mmap, dict[int, socket.socket]]:
     """Memory of ``size`` bytes, and connections by rank: rank 0's to all others, another's to rank 0.
 
     Rank 0 hands the memory on through the connections, as an open file that has no name.
+
+    Raises:
+        RuntimeError: a rank has ended, or did not come within the time limit of collectives.
+
     """
+    try:
+        return shared_by_rank_0(size) if rank() == 0 else shared_with_rank_0(size)
+    except TimeoutError:
+        raise CollectiveTimeoutError(f"a rank did not come within {timeout():g} s") from None
+    except ConnectionError:
+        raise PeerGoneError("a rank has ended while others waited for it") from None
+
+
+def shared_by_rank_0(size: int) -> tuple[mmap.mmap, dict[int, socket.socket]]:
+    """See :func:`share`."""
     # A name that starts with \0 is in no file system, and found by processes of the same network namespace only.
     address = f"\0flyte-ddp-{secrets.token_hex(16)}"
     peers: dict[int, socket.socket] = {}
-    if rank() == 0:
-        file = os.memfd_create("flyte-ddp")
-        os.ftruncate(file, size)
-        with new_socket() as listener:
-            listener.bind(address)
-            listener.listen(world_size())
-            from_rank_0(address)
-            while len(peers) < world_size() - 1:
-                peer, _ = listener.accept()
-                peer.settimeout(timeout())
-                peers[int(peer.recv(LONGEST_MESSAGE))] = peer
-                socket.send_fds(peer, [b"memory"], [file])
-    else:
-        peers[0] = new_socket()
-        peers[0].connect(from_rank_0(address))
-        peers[0].send(str(rank()).encode())
-        _, files, _, _ = socket.recv_fds(peers[0], LONGEST_MESSAGE, 1)
-        if not files:
-            raise gone(0)
-        file = files[0]
+    file = os.memfd_create("flyte-ddp")
+    os.ftruncate(file, size)
+    with new_socket() as listener:
+        listener.bind(address)
+        listener.listen(world_size())
+        from_rank_0(address)
+        while len(peers) < world_size() - 1:
+            peer, _ = listener.accept()
+            peer.settimeout(timeout())
+            if not (number := peer.recv(LONGEST_MESSAGE)):
+                raise ConnectionResetError
+            peers[int(number)] = peer
+            socket.send_fds(peer, [b"memory"], [file])
+    return mapped(file, size), peers
+
+
+def shared_with_rank_0(size: int) -> tuple[mmap.mmap, dict[int, socket.socket]]:
+    """See :func:`share`."""
+    peer = new_socket()
+    peer.connect(from_rank_0(""))
+    peer.send(str(rank()).encode())
+    _, files, _, _ = socket.recv_fds(peer, LONGEST_MESSAGE, 1)
+    if not files:
+        raise ConnectionResetError
+    return mapped(files[0], size), {0: peer}
+
+
+def mapped(file: int, size: int) -> mmap.mmap:
+    """An open file's contents; the file is closed."""
     memory = mmap.mmap(file, size)
     os.close(file)
-    return memory, peers
+    return memory
 
 
 def new_socket() -> socket.socket:

@@ -6,7 +6,8 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TextIO
 
 from tqdm import tqdm
@@ -77,7 +78,10 @@ class Progress:
         if mode == "bar":
             # tqdm's own lock is a semaphore shared between processes, which a killed rank would leave behind.
             tqdm.set_lock(threading.RLock())
-            self._bar = tqdm(total=total_steps, desc=self._epoch(0), bar_format=BAR, file=self._stream, mininterval=0)
+            with self._while_somebody_reads():
+                self._bar = tqdm(
+                    total=total_steps, desc=self._epoch(0), bar_format=BAR, file=self._stream, mininterval=0
+                )
 
     def due(self) -> bool:
         """Whether :meth:`step` would show something now: only then is a loss worth fetching from a device."""
@@ -103,7 +107,8 @@ class Progress:
         self._updates.mark(now)
         if self._bar is not None:
             self._bar.set_description_str(self._epoch(epoch), refresh=False)
-            self._move_bar()
+            with self._while_somebody_reads():
+                self._move_bar()
             return
         self._first = self._first or (now, step)
         parts = [f"{self._epoch(epoch)}, step {step:,}/{self._total_steps:,}", *self._values.values()]
@@ -134,8 +139,16 @@ class Progress:
             self._print(self._untold)
             self._untold = ""
         if self._bar is not None:
-            self._move_bar()
-            self._bar.close()
+            with self._while_somebody_reads():
+                self._move_bar()
+                self._bar.close()
+
+    @contextmanager
+    def _while_somebody_reads(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError):  # as after `| head`; what cannot be shown must not end training
+            self._mode, self._bar = "off", None
 
     def _elapsed(self) -> float:
         return self._clock() - self._start
@@ -156,12 +169,13 @@ class Progress:
         self._bar.update(self._last_step - self._bar.n)
 
     def _print(self, line: str) -> None:
-        if self._bar is not None:
-            self._move_bar()
-            self._bar.write(line, file=self._stream)
-        elif self._mode == "lines":
-            self._stream.write(f"{line}\n")
-            self._stream.flush()
+        with self._while_somebody_reads():
+            if self._bar is not None:
+                self._move_bar()
+                self._bar.write(line, file=self._stream)
+            elif self._mode == "lines":
+                self._stream.write(f"{line}\n")
+                self._stream.flush()
 
 
 def duration(seconds: float) -> str:

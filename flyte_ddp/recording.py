@@ -99,6 +99,7 @@ class Recorder:
         elapsed = self.elapsed()
         self.training_seconds += elapsed
         self.samples_in_all += self.samples
+        distributed.wait_for(self.state.device)
         loss = self.loss_sum.item() / self.samples
         if self.writes:
             rate = self.samples / elapsed
@@ -168,17 +169,28 @@ class Recorder:
 
     def notes(self) -> list[str]:
         """That the run was cut off, and why the result would be another one on another number of ranks, if it would."""
-        reasons, found, ranks = [], self.job.checkpoint, distributed.world_size()
-        if not torch.equal(self.random_state, random_state(self.state.device)):
+        reasons, ranks = [], distributed.world_size()
+        draws = not torch.equal(self.random_state, random_state(self.state.device))
+        if draws:
             reasons.append("The model draws random numbers otherwise than by torch's dropout layers")
-        if not self.job.hp.sync_batchnorm and any(isinstance(m, _BatchNorm) for m in self.state.model.modules()):
+        separate = not self.job.hp.sync_batchnorm and any(isinstance(m, _BatchNorm) for m in self.state.model.modules())
+        if separate:
             reasons.append("BatchNorm used the statistics of each rank's own share (sync_batchnorm is false)")
         notes = [f"{reason}: on another number of ranks the result would be another." for reason in reasons]
-        if found is not None:
-            how = "bit for bit" if found.num_ranks == ranks else f"up to rounding: it was of {found.num_ranks} ranks"
-            as_if = f"the result is as if it had not been cut off, {how}"
-            notes.append(f"The run went on from a checkpoint after step {found.step:,}; {as_if}.")
-        return notes
+        found = self.job.checkpoint
+        if found is None:
+            return notes
+        if draws or (separate and ranks > 1):
+            what = "the numbers that it draws" if draws else "the statistics of BatchNorm, of which rank 0's were saved"
+            how = f"but for {what}"
+        elif found.num_ranks != (ranks,):
+            how = f"up to rounding: it was of {' and of '.join(str(number) for number in found.num_ranks)} ranks"
+        elif self.state.device.type == "cuda" and not self.job.hp.deterministic:
+            how = "up to rounding: GPUs do not always add up in the same order (deterministic is false)"
+        else:
+            how = "bit for bit"
+        as_if = f"the result is as if it had not been cut off, {how}"
+        return [*notes, f"The run went on from a checkpoint after step {found.step:,}; {as_if}."]
 
     def seconds(self) -> dict[str, float]:
         """Where the time of rank 0 went; communication is what no computation hid."""

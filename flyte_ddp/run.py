@@ -15,13 +15,14 @@ from flyte_ddp.code_digest import library_digest
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.arrays import read_description
 from flyte_ddp.datasets.identity import content_identity
-from flyte_ddp.errors import UserError
+from flyte_ddp.errors import StoppedError, UserError
 from flyte_ddp.files import replacing
 from flyte_ddp.launch import spawn
 from flyte_ddp.run_lock import hold
 from flyte_ddp.settings import Settings
 from flyte_ddp.user_code import user_source_digest
 
+STOPPED_WANDB_SECONDS = 5.0  # a pod that is told to stop has little time left
 RESULTS = ("model.json", "model.pt", "predictions.npz", "report.html")
 
 
@@ -84,8 +85,9 @@ def run_training(
     belongs = identity_of(hp, data)
     found = begin_or_go_on(run_folder, belongs, settings)
     wandb = tracking.start_wandb(run_folder, settings, hp.to_dict(), run_folder.name)
+    wandb_limit = settings.wandb_timeout
     try:
-        with fetched(hp.init_from if found is None else "") as initial_weights:
+        with fetched(hp.init_from if found is None else "", run_folder) as initial_weights:
             job = Job(
                 hp=hp,
                 hardware=hardware,
@@ -98,13 +100,15 @@ def run_training(
             )
             launch(job, num_ranks=hardware.num_ranks)
         report.write_report(run_folder)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, StoppedError):
+            wandb_limit = STOPPED_WANDB_SECONDS
         remove_results(run_folder)
         remove_partial_files(run_folder)  # of ranks that were killed
         raise
     finally:
         if wandb is not None:
-            wandb.finish()
+            wandb.finish(wandb_limit)
     shutil.rmtree(run_folder / checkpoint.FOLDER, ignore_errors=True)
     return read_result(run_folder)
 

@@ -40,3 +40,8 @@ def share(items: Indices, part: int, parts: int) -> Indices:
     """The ``part``-th of ``parts`` consecutive slices, whose lengths differ by one at most, the longer ones first."""
     start, end = (part_ * (len(items) // parts) + min(part_, len(items) % parts) for part_ in (part, part + 1))
     return items[start:end]
+
+
+def share_length(length: int, part: int, parts: int) -> int:
+    """How long that slice is, of so many items."""
+    return length // parts + (part < length % parts)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket  # what torch.distributed re-exports as GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from flyte_ddp.distributed import copy_from_rank_0, rank, sum_over_ranks, world_size
+from flyte_ddp.distributed import copy_from_rank_0, rank, sum_over_ranks, wait_for, world_size
 from flyte_ddp.node_memory import NodeMemory, Piece, cut, sizes
 
 BUCKET_BYTES = 16 << 20  # of one rank's gradients
@@ -228,6 +228,7 @@ class HooksSync(GradientSync):
         self.started.append(dist.all_reduce(loss_sum, async_op=True))
         for work in self.started:
             work.wait()
+        wait_for(loss_sum.device)
         for parameter, ranks_with_gradient in zip(self.order, has_gradient.tolist(), strict=True):
             if not ranks_with_gradient:
                 parameter.grad = None

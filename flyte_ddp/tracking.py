@@ -162,8 +162,13 @@ class WandbProcess:
         """Process id of the follower."""
         return self._process.pid
 
-    def finish(self) -> None:
-        """Says that the run is over, waits at most ``settings.wandb_timeout`` seconds and prints what became of it."""
+    def finish(self, limit: float = math.inf) -> None:
+        """Says that the run is over, waits for the end of the follower and prints what became of the run.
+
+        Args:
+            limit: seconds to wait, if that is less than ``settings.wandb_timeout``; then the follower is killed.
+
+        """
         process = self._process
         if process.stdin is None or process.stdin.closed:
             return
@@ -175,7 +180,7 @@ class WandbProcess:
             process.stdin.close()
         try:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(self._order.timeout)
+                process.wait(min(limit, self._order.timeout))
         finally:  # also where a person loses patience
             if process.poll() is None:
                 kill_tree(process.pid)

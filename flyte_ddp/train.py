@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from flyte_ddp import sampling
 from flyte_ddp.augmentation import augment
-from flyte_ddp.batch_norm import average_running_statistics
+from flyte_ddp.batch_norm import averaged_running_statistics
 from flyte_ddp.checkpointing import Checkpointer, Run, restore
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import open_arrays
@@ -51,8 +51,9 @@ def train(job: Job, offer_saving: Callable[[Callable[[], int]], None] = lambda _
             while state.epoch < state.epochs and not selection.stopped:
                 for batch in batches_to_do(state):
                     train_step(state, batch, recorder)
+                state.loss_watch.catch_up()
                 evaluation = evaluate_splits(state) if evaluation_is_due(state) else None
-                with state.changing:
+                with state.changing():
                     state.epoch += 1
                     if evaluation is not None:
                         recorder.evaluation(state.epoch, state.step, *evaluation)
@@ -83,7 +84,7 @@ def train_step(state: TrainingState, batch: sampling.Indices, recorder: Recorder
 
     """
     loss_sum = compute_gradients(state, batch)
-    with state.changing:
+    with state.changing():
         apply_gradients(state)
         recorder.training(state.epoch, state.step, loss_sum, len(batch))
 
@@ -114,7 +115,6 @@ def compute_gradients(state: TrainingState, batch: sampling.Indices) -> Tensor:
             )
             (loss / len(batch)).backward()  # type: ignore[no-untyped-call]
         loss_sum += loss.detach()
-        state.samples += len(samples)
     with state.clock("communication"):
         loss_sum = state.sync.add_up(loss_sum)
     state.loss_watch.look(loss_sum, lambda: forward_again(state, batch))
@@ -174,8 +174,11 @@ def evaluation_is_due(state: TrainingState) -> bool:
 def evaluate_splits(state: TrainingState) -> tuple[Evaluation, Evaluation]:
     """The weights that would be kept now, on the validation and the test split."""
     with state.clock("communication"):
-        average_running_statistics(state.kept_model(), state.samples)
-        state.keep_buffers()
+        averaged = averaged_running_statistics(state.kept_model(), state.own_samples())
+        with state.changing():
+            for statistic, average in averaged:
+                statistic.copy_(average)
+            state.keep_buffers()
     with state.clock("evaluation"):
         validation, test = (
             evaluate(state.predict, split, state.hp.test_batch_size, state.device)

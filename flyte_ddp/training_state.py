@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
@@ -49,12 +50,11 @@ class TrainingState:
     average: AveragedModel | None
     randomness: SampleRandomness | None
     clock: Clock
-    samples: int = 0  # that this rank has trained on
     step: int = 0  # optimiser steps that are done
     epoch: int = 0  # epochs that are done, with their evaluation
     loss_watch: LossWatch = field(init=False)
-    # Held while a step's results replace those of the step before, so that a checkpoint sees the ones or the others.
-    changing: threading.Lock = field(default_factory=threading.Lock)
+    lock: threading.Lock = field(default_factory=threading.Lock)  # for a look at it, as `changing` is for a change
+    torn: bool = False
     kept_buffers: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -124,6 +124,28 @@ class TrainingState:
     def epochs(self) -> int:
         """How many epochs the run has; the last one may end early."""
         return -(-self.total_steps // sampling.steps_per_epoch(len(self.training), self.hp.batch_size))
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Goes around each change, so that a checkpoint sees all of it or nothing; one that fails leaves ``torn``."""
+        with self.lock:
+            self.torn = True
+            yield
+            self.torn = False
+
+    def own_samples(self) -> int:
+        """How many samples this rank has trained on, as if the number of ranks had always been this one."""
+        full, ragged = divmod(len(self.training), self.hp.batch_size)
+        epochs, steps = divmod(self.step, sampling.steps_per_epoch(len(self.training), self.hp.batch_size))
+
+        def of_batch(length: int) -> int:
+            return sum(
+                sampling.share_length(sampling.share_length(length, part, parts), rank(), world_size())
+                for parts in [max(1, min(self.hp.accumulation_steps, length))]
+                for part in range(parts)
+            )
+
+        return (epochs * full + steps) * of_batch(self.hp.batch_size) + epochs * of_batch(ragged)
 
     def keep_buffers(self) -> None:
         """Remembers the buffers as they are after a step, because the next forward pass changes them."""

@@ -4,6 +4,7 @@ import contextvars
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from flyte_ddp.errors import RankError, StoppedError
 from tasks import places
 
 POLL_SECONDS = 0.5
+PAUSES = (1.0, 4.0, 10.0)  # seconds between tries to fetch checkpoints; within the time that a pod has after SIGTERM
 
 
 @contextmanager
@@ -63,10 +65,11 @@ def checkpoints_kept(run_folder: Path) -> Iterator[None]:
         return
     folder = run_folder / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
-    if store.prev_exists():
-        bring(store, folder)
     sender = Sender(store, folder)
-    sender.send_new()  # at once: Flyte shows an attempt the checkpoints of the one before it, and no older ones
+    with sigterm_postponed():
+        if store.prev_exists():
+            bring(store, folder)
+        sender.send_new()  # at once: Flyte shows an attempt the checkpoints of the one before it, and no older ones
     thread = threading.Thread(target=contextvars.copy_context().run, args=(sender.run,), name="sender")
     thread.start()
     try:
@@ -77,12 +80,39 @@ def checkpoints_kept(run_folder: Path) -> Iterator[None]:
         sender.send_new()
 
 
-def bring(store: Checkpoint, folder: Path) -> None:
-    """Downloads the checkpoints; there may be none, of an attempt that did not get so far."""
+@contextmanager
+def sigterm_postponed() -> Iterator[None]:
+    """Keeps SIGTERM until the end of the block; outside the main thread, which handles it, nothing is to be done."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
     try:
-        store.restore(folder)
-    except FlyteDataNotFoundException:
-        print("the attempt before left no checkpoint", flush=True)
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        if came:
+            signal.raise_signal(signal.SIGTERM)
+
+
+def bring(store: Checkpoint, folder: Path) -> None:
+    """Downloads the checkpoints; there may be none, of an attempt that did not get so far.
+
+    Where they cannot be had in several tries training begins anew: no later attempt would be shown them.
+    """
+    for pause in (*PAUSES, None):
+        try:
+            store.restore(folder)
+        except FlyteDataNotFoundException:
+            print("the attempt before left no checkpoint", flush=True)
+        except Exception as error:
+            what = "training begins anew" if pause is None else f"next try in {pause:g} s"
+            print(f"the checkpoints of the attempt before could not be fetched: {error}; {what}", flush=True)
+            if pause is not None:
+                time.sleep(pause)
+                continue
+        return
 
 
 class Sender:

@@ -6,7 +6,7 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -57,6 +57,14 @@ class FakeServer:
         return {}
 
 
+def accept_only(listener: socket.socket, server: FakeServer) -> None:
+    """Answers nobody, until the listener is shut down."""
+    with ExitStack() as connections, suppress(OSError):
+        while True:
+            connections.enter_context(listener.accept()[0])
+            server.requests += 1
+
+
 @contextmanager
 def fake_server(behaviour: str = "works") -> Iterator[FakeServer]:
     """A running server.
@@ -69,10 +77,16 @@ def fake_server(behaviour: str = "works") -> Iterator[FakeServer]:
     if behaviour in ("refuses", "hangs"):
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))  # bound and not listening: the port is ours and refuses
-            if behaviour == "hangs":
-                listener.listen(100)
             server.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            if behaviour == "refuses":
+                yield server
+                return
+            listener.listen()
+            silent = threading.Thread(target=accept_only, args=(listener, server), daemon=True)
+            silent.start()
             yield server
+            listener.shutdown(socket.SHUT_RDWR)  # wakes the thread up
+            silent.join()
         return
 
     class Handler(BaseHTTPRequestHandler):

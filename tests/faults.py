@@ -48,10 +48,17 @@ def interrupt() -> None:
     raise KeyboardInterrupt
 
 
+def hear_another_signal() -> None:
+    """Which Python handles, too."""
+    signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.raise_signal(signal.SIGALRM)
+
+
 KINDS: dict[str, Callable[[], object]] = {
     "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "SIGSEGV": lambda: os.kill(os.getpid(), signal.SIGSEGV),
     "SIGTERM": lambda: os.kill(os.getpid(), signal.SIGTERM),
+    "SIGALRM": hear_another_signal,
     "sys.exit": lambda: sys.exit(0),
     "os._exit": lambda: os._exit(0),
     "KeyboardInterrupt": interrupt,

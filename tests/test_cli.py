@@ -159,7 +159,7 @@ def test_runs_at_the_same_time_from_one_directory(tmp_path: Path) -> None:
     """Eight, half of them equal."""
     hp = {"num_ranks": 2, "max_steps": 4, "batch_size": 64}
     asked = [hp] * 4 + [{**hp, "seed": seed, "num_ranks": 1} for seed in (1, 2, 3, 4)]
-    with ThreadPoolExecutor() as pool:
+    with ThreadPoolExecutor(len(asked)) as pool:
         ended = [future.result() for future in [pool.submit(train, one, home=tmp_path) for one in asked]]
     equal, different = ended[:4], ended[4:]
     folders = {outputs(one)["model_state"].parent for one in equal}

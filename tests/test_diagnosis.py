@@ -75,6 +75,31 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return fetch("digits", "", tmp_path_factory.mktemp("data") / "digits", progress="off")
 
 
+@pytest.fixture
+def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss is looked at a step later."""
+    later = lambda state: setattr(state, "loss_watch", LossWatch(state, a_step_later=True))  # noqa: E731
+    monkeypatch.setattr(TrainingState, "__post_init__", later)
+
+
+@pytest.mark.parametrize("last", ["of the run", "of an epoch"])
+@pytest.mark.usefixtures("_as_on_a_gpu")
+def test_the_last_loss_is_looked_at(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str) -> None:
+    monkeypatch.chdir(Path(__file__).parent)
+    batch_size, step = (100, BAD_STEP) if last == "of the run" else (80, BAD_STEP)  # 14 or 17 steps an epoch
+    hp = Hyperparameters(
+        model="test_diagnosis:activation",
+        epochs=3,
+        batch_size=batch_size,
+        num_ranks=1,
+        precision="fp32",
+        max_steps=step if last == "of the run" else 0,
+    )
+    epoch = 1 if last == "of the run" else 0
+    with pytest.raises(UserError, match=rf"at epoch {epoch}, step {step} \(the first activation"):
+        run_training(hp, digits, tmp_path / "run", QUIET, launch=inline.launch)
+
+
 @pytest.mark.parametrize(
     ("ranks", "a_step_later"), [(1, False), (1, True), pytest.param(2, False, marks=pytest.mark.slow)]
 )
@@ -89,6 +114,7 @@ def test_the_error_names_epoch_step_and_where_it_began(
     digits: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
     what: str,
     step: int,
     words: str,
@@ -97,11 +123,7 @@ def test_the_error_names_epoch_step_and_where_it_began(
 ) -> None:
     """A step later: as on a GPU, where the weights must not change in the meantime."""
     if a_step_later:
-        monkeypatch.setattr(
-            TrainingState,
-            "__post_init__",
-            lambda state: setattr(state, "loss_watch", LossWatch(state, a_step_later=True)),
-        )
+        request.getfixturevalue("_as_on_a_gpu")
     monkeypatch.chdir(Path(__file__).parent)
     hp = Hyperparameters(
         model=f"test_diagnosis:{what}", epochs=3, batch_size=100, num_ranks=ranks, precision="fp32", learning_rate=0.01

@@ -121,15 +121,50 @@ def test_a_rank_that_hangs_is_named_with_its_stack(
     nothing_is_left(tmp_path / "run", temporary)
 
 
+HANGS_EARLY = """
+import multiprocessing.process, os, time
+run = multiprocessing.process.BaseProcess.run
+def run_and_hang(process):
+    if process.name == os.environ["HANGS_EARLY"]:
+        from flyte_ddp.launch import rank_process
+        ready = rank_process.leave_signals_to_the_launcher
+        def hang_before_torch_is_imported(link):
+            ready(link)
+            while True:
+                time.sleep(0.01)
+        rank_process.leave_signals_to_the_launcher = hang_before_torch_is_imported
+    run(process)
+multiprocessing.process.BaseProcess.run = run_and_hang
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_hangs_before_there_is_a_process_group(
+    digits: Path, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/sitecustomize.py").write_text(HANGS_EARLY)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    monkeypatch.setenv("HANGS_EARLY", f"rank {rank}")
+    with pytest.raises(RankError) as caught:
+        run_training(HP, digits, tmp_path / "run", replace(QUIET, timeout=3.0))
+    assert f"rank {rank} did not come where rank {1 - rank} waited for 3 s" in str(caught.value)
+    assert "in hang_before_torch_is_imported" in str(caught.value)
+    assert caught.value.recoverable
+    nothing_is_left(tmp_path / "run", temporary)
+
+
 def when(marker: Path, action: Callable[[], object]) -> threading.Thread:
-    """Calls the action once the marker is there."""
+    """Calls the action once the marker is there, which must not take long."""
+    deadline = time.monotonic() + 60
 
     def wait() -> None:
         while not marker.exists():
+            assert time.monotonic() < deadline
             time.sleep(0.01)
         action()
 
-    thread = threading.Thread(target=wait)
+    thread = threading.Thread(target=wait, daemon=True)
     thread.start()
     return thread
 
@@ -161,10 +196,16 @@ def test_a_rank_hands_sigterm_on(digits: Path, tmp_path: Path, monkeypatch: pyte
         run_training(HP, digits, tmp_path / "run", QUIET)
 
 
+def test_other_signals_are_the_users_own(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    faults.inject(monkeypatch, tmp_path / "marker", rank=1, at="training", kind="SIGALRM")
+    run_training(HP, digits, tmp_path / "run", QUIET)
+    assert (tmp_path / "marker").exists()
+
+
 def test_sigterm_before_the_first_step(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     faults.inject(monkeypatch, tmp_path / "marker", rank=0, at="training", kind="hang")
     told = when(tmp_path / "marker", lambda: os.kill(os.getpid(), signal.SIGTERM))
-    with pytest.raises(StoppedError, match="will begin anew, because no step was done"):
+    with pytest.raises(StoppedError, match="will begin anew, as there is no checkpoint yet"):
         run_training(HP, digits, tmp_path / "run", QUIET)
     told.join()
 

@@ -174,3 +174,19 @@ def test_without_a_terminal_there_are_lines() -> None:
 )
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+class Closed(io.StringIO):
+    """A pipe whose reader has gone, as after ``| head``."""
+
+    def write(self, _: str) -> int:
+        raise BrokenPipeError
+
+
+@pytest.mark.parametrize("mode", ["bar", "lines"])
+def test_training_goes_on_when_nobody_reads_any_more(mode: str) -> None:
+    progress = Progress(mode, 10, 5, stream=Closed())
+    for step in range(1, 11):
+        progress.step(0, step, 1.0, 100.0)
+    progress.evaluation(evaluation(1, 5))
+    progress.close()

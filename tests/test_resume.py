@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import faults
@@ -13,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from flyte_ddp import checkpoint
+from flyte_ddp import checkpoint, train, training_state
 from flyte_ddp.checkpoint import Identity
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
@@ -21,6 +23,7 @@ from flyte_ddp.errors import RankError, UserError
 from flyte_ddp.run import RESULTS, Result, run_training
 from flyte_ddp.settings import Settings
 from flyte_ddp.tracking import read_metrics
+from flyte_ddp.training_state import TrainingState
 
 QUIET = Settings(progress="off", wandb_mode="disabled")
 # 1,350 samples: 14 steps an epoch, the last one ragged. All that has a state of its own takes part.
@@ -139,8 +142,52 @@ def test_a_run_goes_on_with_another_number_of_ranks(
         torch.testing.assert_close(weights(result)[name], value, rtol=0, atol=1e-9)
 
 
+def test_a_step_that_failed_half_way_is_not_saved(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory ran out between the weights and their average, say: the end of the epoch before is what is left."""
+    hp = replace(BASE, num_ranks=1, keep="last")
+    expected = run_training(hp, digits, tmp_path / "undisturbed", QUIET, launch=inline.launch)
+    update = TrainingState.update_average
+
+    def fail_in_step_20(state: TrainingState) -> None:
+        if state.step == 19:
+            raise MemoryError
+        update(state)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainingState, "update_average", fail_in_step_20)
+        with pytest.raises(MemoryError):
+            run_training(hp, digits, tmp_path / "run", QUIET, launch=inline.launch)
+    retried = run_training(hp, digits, tmp_path / "run", QUIET, launch=inline.launch)
+    assert [record["resumed_after_step"] for record in read_metrics(retried.metrics) if record["kind"] == "start"] == [
+        0,
+        14,
+    ]
+    assert all(torch.equal(value, weights(retried)[name]) for name, value in weights(expected).items())
+    assert figures(retried) == figures(expected)
+
+
+@pytest.mark.parametrize(("ranks", "accumulation"), [(1, 1), (3, 1), (4, 3)])
+def test_each_rank_knows_how_many_samples_it_has_trained_on(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, accumulation: int
+) -> None:
+    hp = replace(BASE, batch_size=10, accumulation_steps=accumulation)
+    for module in (train, training_state):
+        monkeypatch.setattr(module, "world_size", lambda: ranks)
+    for rank, length in itertools.product(range(ranks), (5, 10, 47)):
+        for module in (train, training_state):
+            monkeypatch.setattr(module, "rank", lambda rank=rank: rank)
+        batches = [*train.global_batches(np.arange(length, dtype=np.int32), 10)] * 3
+        done = 0
+        for step, batch in enumerate(batches):
+            state: Any = SimpleNamespace(hp=hp, training=range(length), step=step)
+            assert TrainingState.own_samples(state) == done
+            done += sum(map(len, train.own_shares(batch, accumulation)))
+
+
 def write(path: Path, step: int, identity: Identity = OWN) -> None:
-    about = {"epoch": 0, "step": step, "num_ranks": 1, "time": 0.0}
+    about = {"epoch": 0, "step": step, "num_ranks": [1], "time": 0.0}
     checkpoint.write(path, about, identity, b"metrics\n", lambda file: torch.save({"step": step}, file))
 
 

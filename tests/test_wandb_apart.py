@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+import subprocess
+import time
 from pathlib import Path
+from typing import Any
 
 import inline
 import pytest
@@ -16,9 +18,11 @@ from fake_wandb_server import fake_server
 from flyte_ddp import tracking
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
+from flyte_ddp.job import Job
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.settings import Settings
 from flyte_ddp.tracking import read_metrics
+from flyte_ddp.wandb_follower import kill_tree
 
 pytestmark = pytest.mark.slow
 
@@ -38,36 +42,72 @@ def without(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
     return run_training(HP, digits, tmp_path_factory.mktemp("without") / "run", OFF, launch=inline.launch)
 
 
-@contextmanager
-def killed_at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Kills the process that feeds wandb as soon as it has been started."""
+class Wandb:
+    """The follower of the run, as the test gets hold of it."""
+
+    pid = 0
+
+
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> Wandb:
+    started = Wandb()
     start = tracking.start_wandb
 
-    def start_and_kill(*arguments: object) -> tracking.WandbProcess | None:
+    def start_and_tell(*arguments: Any) -> tracking.WandbProcess | None:
         process = start(*arguments)
-        assert process is not None
-        os.kill(process.pid, signal.SIGKILL)
+        started.pid = process.pid if process else 0
         return process
 
-    with monkeypatch.context() as patch:
-        patch.setattr(tracking, "start_wandb", start_and_kill)
-        yield
+    monkeypatch.setattr(tracking, "start_wandb", start_and_tell)
+    return started
 
 
-@pytest.mark.parametrize("trouble", ["refuses", "hangs", "fails", "babbles", "denies", "is killed", "cannot write"])
+def disk_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For wandb's processes: no file of theirs can grow beyond a page."""
+    launch = tracking.launch
+    page = 4096
+
+    def launch_limited(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (page, page))  # noqa: E731
+        return launch(*arguments, preexec_fn=limit, **options)
+
+    monkeypatch.setattr(tracking, "launch", launch_limited)
+
+
+TROUBLES = ("refuses", "hangs", "fails", "babbles", "denies")  # of the server
+ASKED = ("hangs", "fails", "babbles", "denies", "is killed later")  # before training begins
+OTHERS = ("is killed at once", "is killed later", "cannot make its folder", "disk is full")
+
+
+@pytest.mark.parametrize("trouble", [*TROUBLES, *OTHERS])
 def test_the_weights_are_the_same(
-    digits: Path, without: Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: str
+    digits: Path, without: Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wandb: Wandb, trouble: str
 ) -> None:
-    behaviour = trouble if trouble in ("refuses", "hangs", "fails", "babbles", "denies") else "works"
     folder = tmp_path / "run"
     monkeypatch.setenv("WANDB_API_KEY", KEY)
-    if trouble == "cannot write":  # wandb's own files; as on a full disk
+    if trouble == "cannot make its folder":
         folder.mkdir()
-        (folder / "wandb").symlink_to("/dev/full")
-    with fake_server(behaviour) as server:
+        (folder / "wandb").symlink_to("/dev/null")
+    if trouble == "disk is full":
+        disk_is_full(monkeypatch)
+
+    with fake_server(trouble if trouble in TROUBLES else "works") as server:
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
-        with killed_at_once(monkeypatch) if trouble == "is killed" else monkeypatch.context():
-            result = run_training(HP, digits, folder, ONLINE, launch=inline.launch)
+
+        def launch_in_trouble(job: Job, *, num_ranks: int) -> None:
+            """Trains when wandb is where the trouble is."""
+            if trouble == "is killed at once":
+                os.kill(wandb.pid, signal.SIGKILL)
+            deadline = time.monotonic() + 60
+            while trouble in ASKED and not server.requests and time.monotonic() < deadline:
+                time.sleep(0.02)
+            if trouble in ASKED:
+                assert server.requests
+            if trouble == "is killed later":
+                kill_tree(wandb.pid)
+            inline.launch(job, num_ranks=num_ranks)
+
+        result = run_training(HP, digits, folder, ONLINE, launch=launch_in_trouble)
     expected, found = (torch.load(run.model, weights_only=True) for run in (without, result))
     assert all(torch.equal(value, found[name]) for name, value in expected.items())
     losses = [[record.get("loss") for record in read_metrics(run.metrics)] for run in (without, result)]

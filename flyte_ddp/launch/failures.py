@@ -33,7 +33,7 @@ def first_failure(gang: Sequence[Member], timeout: float) -> UserError | RankErr
 
     """
     own = errors(gang, "mistake", "own")
-    dead = killed(gang) or ([] if own else killed(gang, also=signal.SIGABRT))
+    dead = killed(gang) or ([] if own or silent(gang) else killed(gang, also=signal.SIGABRT))
     if dead:
         name = signal.Signals(-exit_code(dead[0])).name
         hint = ", which is often the kernel's out-of-memory killer" if name == "SIGKILL" else ""

@@ -14,18 +14,35 @@ from typing import Any
 from flyte_ddp.errors import CollectiveTimeoutError, PeerGoneError, UserError
 
 # How gloo and NCCL say, in a RuntimeError, that another rank has gone or did not come.
-PEER_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
-TIMED_OUT = ("Timed out waiting", "timed out", "Watchdog caught collective operation timeout")
+PEER_GONE = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "remote process exited",
+    "failed to recv, got 0 bytes",  # the store's server, which rank 0 holds
+)
+TIMED_OUT = (
+    "Timed out waiting",
+    "timed out",
+    "wait timeout after",  # the store: a rank did not come to the process group
+    "Watchdog caught collective operation timeout",
+)
 
 
 class Link:
-    """A rank's end of the pipe. A thread listens to the launcher, so that it is heard whatever the rank is doing."""
+    """A rank's end of the pipe. A thread listens to the launcher, so that it is heard whatever the rank is doing.
 
-    def __init__(self, pipe: Connection) -> None:
+    Args:
+        pipe: to the launcher.
+        saved: the step of the checkpoint that the run goes on from, 0 without one.
+
+    """
+
+    def __init__(self, pipe: Connection, saved: int = 0) -> None:
         self._pipe = pipe
         self._sending = threading.Lock()
         self._addresses: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self._save: Callable[[], int] = lambda: 0
+        self._save: Callable[[], int] = lambda: saved
         threading.Thread(target=self._listen, name="launcher", daemon=True).start()
 
     def send(self, kind: str, **values: Any) -> None:
@@ -44,9 +61,17 @@ class Link:
             traceback="".join(traceback.format_exception(error)),
         )
 
-    def port(self) -> int:
-        """Where the ranks meet, from rank 0 by way of the launcher."""
-        return self._addresses.get()
+    def port(self, timeout: float) -> int:
+        """Where the ranks meet, from rank 0 by way of the launcher.
+
+        Raises:
+            CollectiveTimeoutError: it did not come within so many seconds.
+
+        """
+        try:
+            return self._addresses.get(timeout=timeout)
+        except queue.Empty:
+            raise CollectiveTimeoutError(f"rank 0 did not say within {timeout:g} s where the ranks meet") from None
 
     def offer_saving(self, save: Callable[[], int]) -> None:
         """Takes what the launcher may ask for: to write a checkpoint at once, which returns its step."""

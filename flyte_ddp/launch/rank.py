@@ -16,6 +16,7 @@ from flyte_ddp.job import Job
 from flyte_ddp.launch.link import Link
 from flyte_ddp.train import train
 
+NCCL_GRACE_SECONDS = 60.0
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h of glibc
 
 
@@ -49,7 +50,7 @@ def meet(job: Job, place: Place, link: Link) -> Store:
     host, leader = "127.0.0.1", place.rank == 0
     store = TCPStore(
         host,
-        0 if leader else link.port(),
+        0 if leader else link.port(job.settings.timeout),
         place.world_size,
         is_master=leader,
         timeout=distributed.seconds(job.settings.timeout),
@@ -64,12 +65,15 @@ def join_process_group(job: Job, place: Place, store: Store) -> None:
     """Joins the other ranks."""
     distributed.set_timeout(job.settings.timeout)
     on_gpu = job.hardware.device_type == "cuda"
+    # NCCL ends a process that has waited too long by SIGABRT. The rank itself, which can say what it waited for, goes
+    # first: see distributed.wait_for.
+    limit = job.settings.timeout + (NCCL_GRACE_SECONDS if on_gpu else 0.0)
     dist.init_process_group(
         job.hardware.backend,
         store=store,
         rank=place.rank,
         world_size=place.world_size,
-        timeout=distributed.seconds(job.settings.timeout),
+        timeout=distributed.seconds(limit),
         device_id=torch.device("cuda", place.local_rank) if on_gpu else None,
     )
 

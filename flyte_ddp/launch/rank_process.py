@@ -31,7 +31,7 @@ def start_rank(job: Job, rank: int, num_ranks: int, pipe: Connection, stacks: Co
     """
     die_with_parent()
     faulthandler.register(signal.SIGUSR1, file=stacks.fileno(), all_threads=False)
-    link = Link(pipe)
+    link = Link(pipe, saved=job.checkpoint.step if job.checkpoint else 0)
     leave_signals_to_the_launcher(link)
     try:
         from flyte_ddp.launch.rank import Place, run_rank
@@ -75,8 +75,9 @@ def leave_signals_to_the_launcher(link: Link) -> None:
     signal.signal(signal.SIGTERM, lambda *_: None)
 
     def forward() -> None:
-        while os.read(reader, 1):
-            link.send("stop")
+        while byte := os.read(reader, 1):
+            if byte[0] == signal.SIGTERM:  # a byte comes for every signal that Python handles
+                link.send("stop")
 
     threading.Thread(target=forward, name="signals", daemon=True).start()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)

@@ -17,13 +17,15 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from flyte_ddp.errors import StoppedError, UserError
+from flyte_ddp.errors import StoppedError
 from flyte_ddp.job import Job
 from flyte_ddp.launch.failures import cause_is_known, first_failure
 from flyte_ddp.launch.rank_process import start_rank
 from flyte_ddp.launch.stopping import SIGNALS, StopRequest
 
-SETTLE_SECONDS = 2.0  # that a cause may show itself later than its consequences
+SETTLE_SECONDS = 0.2  # from the first failure on
+LONGEST_SETTLE_SECONDS = 2.0  # the same, as long as nothing but consequences is known
+JOIN_SECONDS = 10.0  # for a killed process to end, which one that sits in the kernel (NFS, a GPU's driver) does not
 SAVE_SECONDS = 8.0  # for a checkpoint before a gang is ended
 
 
@@ -105,13 +107,9 @@ def watch(gang: Sequence[Member], stop: StopRequest, job: Job) -> None:
     while not all(member.completed for member in gang):
         listen(gang, stop)
         if any(member.failed() for member in gang):
-            settled = time.monotonic() + SETTLE_SECONDS
-            while not cause_is_known(gang) and time.monotonic() < settled and any(not m.failed() for m in gang):
-                listen(gang, stop, 0.1)
-            failure = first_failure(gang, job.settings.timeout)
-            if not isinstance(failure, UserError):
-                save(gang, stop)
-            raise failure
+            save(gang, stop)  # first, as rank 0 reports a failure of its own after it has saved
+            settle(gang, stop)
+            raise first_failure(gang, job.settings.timeout)
         if stop.signal is not None:
             step = save(gang, stop)
             if stop.signal == signal.SIGINT:
@@ -142,6 +140,15 @@ def listen(gang: Sequence[Member], stop: StopRequest, seconds: float | None = No
             member.listening = False
 
 
+def settle(gang: Sequence[Member], stop: StopRequest) -> None:
+    """Listens for what came first: it may show itself later than its consequences."""
+    begin = time.monotonic()
+    while not all(member.failed() for member in gang):
+        if time.monotonic() - begin > (SETTLE_SECONDS if cause_is_known(gang) else LONGEST_SETTLE_SECONDS):
+            break
+        listen(gang, stop, 0.1)
+
+
 def save(gang: Sequence[Member], stop: StopRequest) -> int | None:
     """Has rank 0 write a checkpoint, if it is still able to; returns the step of the newest one, 0 without any."""
     leader = gang[0]
@@ -158,8 +165,9 @@ def end(gang: Sequence[Member]) -> None:
     for member in gang:
         member.process.kill()
     for member in gang:
-        member.process.join()
-        member.process.close()
+        member.process.join(JOIN_SECONDS)
+        if member.process.exitcode is not None:
+            member.process.close()
         member.pipe.close()
         member.stacks.close()
 

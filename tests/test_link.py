@@ -1,0 +1,93 @@
+"""The pipe between a rank and its launcher, and who is to blame by what comes through it."""
+
+from __future__ import annotations
+
+import signal
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from flyte_ddp import distributed
+from flyte_ddp.errors import CollectiveTimeoutError, PeerGoneError, UserError
+from flyte_ddp.launch.failures import first_failure
+from flyte_ddp.launch.link import Link, cause
+
+OPEN: list[Connection] = []  # a rank ends with its launcher's end of the pipe, and this process must not
+
+
+def test_before_training_the_newest_checkpoint_is_the_one_that_was_found() -> None:
+    ours, theirs = Pipe()
+    OPEN.append(ours)
+    Link(theirs, saved=7)
+    ours.send({"kind": "save"})
+    assert ours.poll(10)
+    assert ours.recv() == {"kind": "saved", "step": 7}
+
+
+def test_rank_0_that_does_not_come_is_not_waited_for_without_end() -> None:
+    ours, theirs = Pipe()
+    OPEN.append(ours)
+    with pytest.raises(CollectiveTimeoutError, match=r"rank 0 did not say within 0.05 s"):
+        Link(theirs).port(0.05)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (UserError("no such file"), "mistake"),
+        (PeerGoneError("rank 1 has ended"), "peer"),
+        (CollectiveTimeoutError("rank 1 did not come"), "timeout"),
+        (RuntimeError("Connection closed by peer [127.0.0.1]:4711"), "peer"),
+        (RuntimeError("failed to recv, got 0 bytes"), "peer"),
+        (RuntimeError("wait timeout after 3000ms, keys: /default_pg/0//cpu//0/1"), "timeout"),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), "own"),
+        (ValueError("Broken pipe"), "own"),
+    ],
+)
+def test_causes(error: Exception, expected: str) -> None:
+    assert cause(error) == expected
+
+
+def member(rank: int, exit_code: int | None = None, kind: str = "", time: float = 0.0, **values: Any) -> Any:
+    error = {"cause": kind, "type": "E", "message": f"of {rank}", "traceback": "", "time": time} if kind else None
+    process = SimpleNamespace(exitcode=exit_code)
+    return SimpleNamespace(rank=rank, process=process, error=error, completed=False, **values)
+
+
+@pytest.mark.parametrize(
+    ("gang", "words"),
+    [
+        ([member(0, 1, "peer"), member(1, -signal.SIGKILL)], "rank 1 was killed by SIGKILL"),
+        ([member(0, -signal.SIGABRT), member(1, -signal.SIGSEGV)], "rank 1 was killed by SIGSEGV"),
+        ([member(0, -signal.SIGABRT), member(1, 0)], "rank 1 ended with exit code 0"),
+        ([member(0, -signal.SIGABRT), member(1, 1, "own")], "rank 1: E: of 1"),
+        ([member(0, 1, "peer"), member(1, -signal.SIGABRT)], "rank 1 was killed by SIGABRT"),
+        ([member(0, 1, "own", 2.0), member(1, 1, "own", 1.0)], "rank 1: E: of 1"),
+        ([member(0, 1, "peer"), member(1, 1, "mistake")], "of 1"),
+    ],
+)
+def test_the_first_to_fail_is_blamed(gang: list[Any], words: str) -> None:
+    assert str(first_failure(gang, 600.0)).startswith(words)
+
+
+class Event:
+    """A CUDA event that takes so many looks to come."""
+
+    def __init__(self, looks: int) -> None:
+        self.looks = looks
+
+    def query(self) -> bool:
+        self.looks -= 1
+        return self.looks < 0
+
+
+def test_a_gpu_that_waits_for_another_rank_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed, "_timeout", 0.05)
+    distributed.wait_for_event(Event(3))  # type: ignore[arg-type]
+    with pytest.raises(CollectiveTimeoutError, match=r"the GPU waited for other ranks for 0.05 s"):
+        distributed.wait_for_event(Event(10**9))  # type: ignore[arg-type]
+    distributed.wait_for(torch.device("cpu"))
