@@ -93,8 +93,15 @@ def measure(options: Options) -> Result:
         Target("final models equal to the undisturbed one's", same / len(rows), "%", at_least=1.0),
         Target("processes left behind", sum(row.left for row in rows), "processes", at_most=0),
         Target("longest time from a fault to the end", max(row.seconds_to_end for row in rows), "s", at_most=15),
+        Target("the same where a rank was killed", longest(rows, "kill a rank"), "s", at_most=2),
+        Target("retries that went on from a checkpoint", sum(row.resumed_after > 0 for row in rows), "retries", 1),
     ]
     return result
+
+
+def longest(rows: list[Row], kind: str) -> float:
+    """Seconds to the end after faults of this kind."""
+    return max((row.seconds_to_end for row in rows if row.kind == kind), default=0.0)
 
 
 def one_fault(
