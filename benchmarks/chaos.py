@@ -26,6 +26,7 @@ from benchmarks.running import ROOT, environment
 from flyte_ddp import checkpoint
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
+from flyte_ddp.run import is_finished
 from flyte_ddp.wandb_follower import descendants
 
 FAULTS = 50
@@ -127,7 +128,7 @@ def one_fault(
     while (left := [pid for pid in family if is_rank(pid)]) and time.perf_counter() - began < LIMIT_SECONDS / 8:
         time.sleep(0.01)
     seconds = time.perf_counter() - began
-    if exit_code == 0:
+    if exit_code == 0 or is_finished(folder):
         return None
     if "damage" in kind:
         damage(folder, which)

@@ -171,7 +171,8 @@ def pauses() -> Iterator[float]:
 def attempt(order: Order, mode: str, end: EndOfRun) -> Status:
     """Runs wandb once, until it is done, has failed or is out of time."""
     write_status(order, Status())
-    before = set(order.folder.glob("run-*"))
+    own = f"run-*-{order.run_id}"  # a retry may be at work in the same folder by now
+    before = set(order.folder.glob(own))
     feed = launch("flyte_ddp.wandb_feed", order.run_folder, mode, env=environment(order))
     assert feed.stdin is not None
     while feed.poll() is None and not end.wait(POLL_SECONDS):
@@ -192,7 +193,7 @@ def attempt(order: Order, mode: str, end: EndOfRun) -> Status:
         status = replace(status, state="failed", reason="wandb was killed")
     write_status(order, status)
     if not status.folder:
-        for folder in set(order.folder.glob("run-*")) - before:  # without a run in it there is nothing to sync
+        for folder in set(order.folder.glob(own)) - before:  # without a run in it there is nothing to sync
             shutil.rmtree(folder, ignore_errors=True)
     return status
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import os
 import sys
 from dataclasses import dataclass
 
@@ -33,6 +34,8 @@ def run_rank(job: Job, place: Place, link: Link) -> None:
     """Runs one rank of a gang, from the process group to its end; what it raises is the caller's to report."""
     faulthandler.enable()
     torch.set_num_threads(job.hardware.threads)
+    if job.hp.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it torch refuses matrix products on a GPU
     if job.hardware.device_type == "cpu":
         keep_freed_memory()
     else:
