@@ -1,23 +1,37 @@
 """Models for ``cost``: in the ranks that build them, every second epoch goes without what guards a run.
 
 Odd epochs (counted from 0) are as always: a checkpoint of the epoch before is copied and written, each step's loss is
-looked at, the buffers are kept after each step, and changes are made under a lock. Even ones have none of that.
+looked at, the buffers are kept after each step, and changes are made under a lock. Even ones have none of that. Rank 0
+keeps an account of the processor time that its guards take, and writes it down after each epoch.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import json
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from flyte_ddp.checkpointing import Checkpointer
+from flyte_ddp.checkpointing import Checkpointer, Snapshot
 from flyte_ddp.diagnosis import LossWatch
+from flyte_ddp.distributed import rank
 from flyte_ddp.images import InputSpec
 from flyte_ddp.models import Tutorial
 from flyte_ddp.training_state import TrainingState
+
+ACCOUNT = "FLYTE_DDP_COST_ACCOUNT"  # environment: where to
+
+
+CHANGING, KEEP_BUFFERS = TrainingState.changing, TrainingState.keep_buffers
+LOOK, EPOCH_DONE, WRITE = LossWatch.look, Checkpointer.epoch_done, Checkpointer._write
+seconds: defaultdict[str, float] = defaultdict(float)
 
 
 def guarded(epoch: int) -> bool:
@@ -25,32 +39,62 @@ def guarded(epoch: int) -> bool:
     return epoch % 2 == 1
 
 
+@contextmanager
+def timed(what: str) -> Iterator[None]:
+    """Takes the processor time of the block into the account."""
+    begin = time.thread_time()
+    yield
+    seconds[what] += time.thread_time() - begin
+
+
+@contextmanager
+def changing(state: TrainingState) -> Iterator[None]:
+    if not guarded(state.epoch):
+        yield
+        return
+    with timed("lock"):
+        around = CHANGING(state)
+        around.__enter__()
+    yield
+    with timed("lock"):
+        around.__exit__(None, None, None)
+
+
+def keep_buffers(state: TrainingState) -> None:
+    if guarded(state.epoch):
+        with timed("buffers"):
+            KEEP_BUFFERS(state)
+
+
+def look(watch: LossWatch, loss_sum: Tensor, forward: Callable[[], object]) -> None:
+    if guarded(watch.state.epoch):
+        with timed("loss"):
+            LOOK(watch, loss_sum, forward)
+
+
+def epoch_done(checkpoints: Checkpointer) -> None:
+    if guarded(checkpoints.run.state.epoch):  # of the epoch that begins, in whose time this falls
+        with timed("copy"):
+            EPOCH_DONE(checkpoints)
+    if rank() == 0:
+        Path(os.environ[ACCOUNT]).write_text(json.dumps(seconds))
+
+
+def write(checkpoints: Checkpointer, snapshot: Snapshot) -> None:
+    with timed("write"):
+        WRITE(checkpoints, snapshot)
+
+
 def alternate() -> None:
     """Changes the library in this process, which is a rank."""
-    changing, keep_buffers = TrainingState.changing, TrainingState.keep_buffers
-    look, epoch_done = LossWatch.look, Checkpointer.epoch_done
-
-    def changing_if_guarded(state: TrainingState) -> AbstractContextManager[None]:
-        return changing(state) if guarded(state.epoch) else nullcontext()
-
-    def keep_buffers_if_guarded(state: TrainingState) -> None:
-        if guarded(state.epoch):
-            keep_buffers(state)
-
-    def look_if_guarded(watch: LossWatch, loss_sum: Tensor, forward: Callable[[], object]) -> None:
-        if guarded(watch.state.epoch):
-            look(watch, loss_sum, forward)
-
-    def epoch_done_if_guarded(checkpoints: Checkpointer) -> None:
-        if guarded(checkpoints.run.state.epoch):  # of the epoch that begins, in whose time this falls
-            epoch_done(checkpoints)
-
-    patched: Any = TrainingState
-    patched.changing, patched.keep_buffers = changing_if_guarded, keep_buffers_if_guarded
-    patched = LossWatch
-    patched.look = look_if_guarded
-    patched = Checkpointer
-    patched.epoch_done = epoch_done_if_guarded
+    patched: Any
+    for patched, functions in (
+        (TrainingState, {"changing": changing, "keep_buffers": keep_buffers}),
+        (LossWatch, {"look": look}),
+        (Checkpointer, {"epoch_done": epoch_done, "_write": write}),
+    ):
+        for name, function in functions.items():
+            setattr(patched, name, function)
 
 
 def tutorial(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
