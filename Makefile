@@ -39,7 +39,7 @@ bench: install ## Run the benchmarks; results go to benchmarks/results/
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[bench]'
 	$(BIN)/python -m benchmarks
 
-chaos: install ## Kill, stop and damage runs at 50 random moments; each retry must end in the same model (10 minutes)
+chaos: install ## Kill, stop and damage runs at 50 random moments; each retry must end in the same model (a quarter of an hour)
 	$(BIN)/python -m benchmarks chaos
 
 lock: install ## Pin the image's dependencies, with hashes, in requirements.lock

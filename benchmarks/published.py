@@ -9,7 +9,7 @@ library's exact figures, over all 10,000 images with the running statistics.
 The document's program has a global batch of 128 by default; its table, as these runs show, was made with one of 16.
 Both are here, and the bounds are set for 16.
 
-Each run has a folder under build/published, from which it goes on when it was cut off: two hours in all on two cores.
+Each run has a folder under build/published, from which it goes on when it was cut off: hours in all on two cores.
 """
 
 from __future__ import annotations

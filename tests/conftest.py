@@ -1,11 +1,14 @@
-"""What all tests share: nothing of the user's own environment reaches them."""
+"""What tests share; nothing of the user's own environment reaches them."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+
+from flyte_ddp.datasets import fetch
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -17,3 +20,9 @@ def isolated_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
                 patch.delenv(name)
         patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
         yield
+
+
+@pytest.fixture(scope="session")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded digits, prepared; nobody changes them."""
+    return fetch("digits", "", tmp_path_factory.mktemp("data") / "digits", progress="off")

@@ -12,7 +12,6 @@ from torch import nn
 
 from flyte_ddp import checkpoint
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.datasets import fetch
 from flyte_ddp.diagnosis import LossWatch
 from flyte_ddp.errors import UserError
 from flyte_ddp.run import run_training
@@ -68,11 +67,6 @@ def gradient(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
 
 def activation(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
     return Spoils(input_shape[0], num_classes, "activation")
-
-
-@pytest.fixture(scope="module")
-def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return fetch("digits", "", tmp_path_factory.mktemp("data") / "digits", progress="off")
 
 
 @pytest.fixture

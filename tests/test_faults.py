@@ -18,7 +18,6 @@ from processes import children_of
 
 from flyte_ddp import checkpoint
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.datasets import fetch
 from flyte_ddp.errors import RankError, StoppedError
 from flyte_ddp.run import RESULTS, run_training
 from flyte_ddp.settings import Settings
@@ -30,11 +29,6 @@ QUIET = Settings(progress="off", wandb_mode="disabled")
 HP = Hyperparameters(
     model="faults:model", epochs=2, batch_size=100, num_ranks=2, precision="fp32", log_interval=1, max_steps=20
 )
-
-
-@pytest.fixture(scope="module")
-def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return fetch("digits", "", tmp_path_factory.mktemp("data") / "digits", progress="off")
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,6 @@ import torch
 
 from flyte_ddp import checkpoint
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.datasets import fetch
 from flyte_ddp.errors import RankError, UserError
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
@@ -36,11 +35,6 @@ HP = Hyperparameters(
     deterministic=True,
     log_interval=1,
 )
-
-
-@pytest.fixture(scope="module")
-def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return fetch("digits", "", tmp_path_factory.mktemp("data") / "digits", progress="off")
 
 
 @pytest.fixture(autouse=True)

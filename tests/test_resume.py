@@ -18,7 +18,6 @@ import torch
 from flyte_ddp import checkpoint, train, training_state
 from flyte_ddp.checkpoint import Identity
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.datasets import fetch
 from flyte_ddp.errors import RankError, UserError
 from flyte_ddp.run import RESULTS, Result, run_training
 from flyte_ddp.settings import Settings
@@ -41,11 +40,6 @@ BASE = Hyperparameters(
     log_interval=4,
 )
 OWN = Identity({"epochs": 1}, data="d", code="c", user_code="", initial_weights="")
-
-
-@pytest.fixture(scope="module")
-def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return fetch("digits", "", tmp_path_factory.mktemp("data") / "digits", progress="off")
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from flyte_ddp import artifacts, hardware, models, sampling
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.datasets import fetch, open_arrays
+from flyte_ddp.datasets import open_arrays
 from flyte_ddp.errors import UserError
 from flyte_ddp.images import InputSpec
 from flyte_ddp.run import RESULTS, Result, run_training
@@ -25,11 +25,6 @@ from flyte_ddp.tracking import read_metrics
 
 QUIET = Settings(progress="off", wandb_mode="disabled")
 BASE = Hyperparameters(epochs=2, batch_size=100, num_ranks=2, precision="fp32", channels_last="off", log_interval=1)
-
-
-@pytest.fixture(scope="module")
-def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return fetch("digits", "", tmp_path_factory.mktemp("data") / "digits", progress="off")
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,6 @@ from fake_wandb_server import fake_server
 
 from flyte_ddp import tracking
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.datasets import fetch
 from flyte_ddp.job import Job
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.settings import Settings
@@ -30,11 +29,6 @@ HP = Hyperparameters(epochs=2, batch_size=100, num_ranks=1, precision="fp32", au
 OFF = Settings(progress="off", wandb_mode="disabled")
 ONLINE = Settings(progress="off", wandb_mode="online", wandb_timeout=2.0)
 KEY = "0123456789abcdef" * 2 + "01234567"
-
-
-@pytest.fixture(scope="module")
-def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return fetch("digits", "", tmp_path_factory.mktemp("data") / "digits", progress="off")
 
 
 @pytest.fixture(scope="module")
