@@ -32,7 +32,7 @@ def fetched(init_from: str, folder: Path) -> Iterator[Path | None]:
             raise UserError(f"init_from={init_from!r}: no such file; give a state_dict saved by torch.save")
         yield Path(init_from).absolute()
     else:
-        from flyte_ddp.datasets.transport import UnavailableError, open_file
+        from flyte_ddp.storage import UnavailableError, open_file
 
         path = folder / ".initial_weights.tmp"
         try:

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from flyte_ddp import storage
 from flyte_ddp.datasets.progress import Progress
-from flyte_ddp.datasets.transport import UnavailableError, local_path, open_file
+from flyte_ddp.storage import UnavailableError, local_path, open_file
+from flyte_ddp.storage.content import check_length
 
 ATTEMPTS = 4
 FIRST_DELAY = 1.0  # seconds; doubled each time
@@ -94,7 +96,7 @@ def transfer(name: str, address: str, expected: Expected, folder: Path, progress
                     file.write(chunk)
                     digest.update(chunk)
                     advance(len(chunk))
-            check_size(file.tell(), size, remote=remote)
+            check_length(file.tell(), size, remote=remote)
             check_digest(digest.hexdigest(), file.tell(), expected, remote=remote)
             file.flush()
             os.fsync(file.fileno())
@@ -102,12 +104,6 @@ def transfer(name: str, address: str, expected: Expected, folder: Path, progress
     except BaseException:
         temporary.unlink()
         raise
-
-
-def check_size(received: int, size: int | None, *, remote: bool) -> None:
-    """Raises UnavailableError for a body that is not as long as was announced."""
-    if size is not None and received != size:
-        raise UnavailableError(f"truncated after {received:,} of {size:,} bytes", transient=remote)
 
 
 def check_digest(digest: str, received: int, expected: Expected, *, remote: bool) -> None:
@@ -124,11 +120,4 @@ def read_small(address: str, progress: Progress) -> bytes:
     Raises:
         AllFailedError: it could not be had.
     """
-
-    def get(place: str) -> bytes:
-        with open_file(place) as (size, chunks):
-            content = b"".join(chunks)
-        check_size(len(content), size, remote=local_path(place) is None)
-        return content
-
-    return with_retries(address.rpartition("/")[2], [address], get, progress)
+    return with_retries(address.rpartition("/")[2], [address], storage.read, progress)

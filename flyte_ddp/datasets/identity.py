@@ -8,26 +8,17 @@ from pathlib import Path
 
 from flyte_ddp.datasets.download import AllFailedError, with_retries
 from flyte_ddp.datasets.progress import Progress
-from flyte_ddp.datasets.transport import (
-    CHUNK_BYTES,
-    MissingError,
-    http_response,
-    join,
-    local_path,
-    open_file,
-    s3_client,
-    s3_failures,
-    s3_location,
-    scheme,
-)
 from flyte_ddp.errors import UserError
+from flyte_ddp.storage import MissingError, join, list_files, local_path, open_file, read, scheme, stat
+from flyte_ddp.storage.content import CHUNK_BYTES
 
 
 def content_identity(source: str) -> str:
     """SHA-256 (hex) that changes with the content of ``source``; empty for an empty one.
 
-    A local file or directory is read whole. Of S3 it takes names, sizes and ETags of everything under the prefix; of
-    an HTTP server the file's ETag or time of change with its size, or the ``SHA256SUMS`` of a directory that has one.
+    A local file or directory is read whole. Of S3 and Google's storage it takes names, sizes and ETags of everything
+    under the prefix; of an HTTP server the file's ETag or time of change with its size, or the ``SHA256SUMS`` of a
+    directory that has one.
 
     Raises:
         UserError: there is nothing, it cannot be reached, or the server does not say what identifies it.
@@ -37,9 +28,9 @@ def content_identity(source: str) -> str:
     path = local_path(source)
     if path is not None:
         return local_identity(source, path)
-    read = s3_identity if scheme(source) == "s3" else http_identity
+    identify = http_identity if scheme(source) in ("http", "https") else listed_identity
     try:
-        return with_retries(source, [source], read, Progress())
+        return with_retries(source, [source], identify, Progress())
     except AllFailedError as error:
         failure = next(iter(error.failures.values()))
         raise UserError(
@@ -74,32 +65,21 @@ def file_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def s3_identity(source: str) -> str:
-    """Of names, sizes and ETags of the object, or of all objects under the prefix."""
-    bucket, key = s3_location(source)
-    prefix = key.rstrip("/")
-    with s3_failures():
-        pages = s3_client().get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
-        objects = [entry for page in pages for entry in page.get("Contents", [])]
-    inside = [
-        entry for entry in objects if not prefix or entry["Key"] == prefix or entry["Key"].startswith(f"{prefix}/")
-    ]
-    if not inside:
-        raise MissingError("nothing there")
-    return digest_of(f"{entry['Key'][len(prefix) :]} {entry['Size']} {entry['ETag']}" for entry in inside)
+def listed_identity(source: str) -> str:
+    """Of names, sizes and tags of all files under the prefix, or of the one file that it is."""
+    found = list(list_files(source)) or [stat(source)]
+    return digest_of(f"{entry.name} {entry.size} {entry.tag}" for entry in found)
 
 
 def http_identity(source: str) -> str:
     """Of what the server says about the content; of the content itself where it says nothing."""
     try:
-        with open_file(join(source, "SHA256SUMS")) as (_, chunks):
-            return hashlib.sha256(b"".join(chunks)).hexdigest()
+        return hashlib.sha256(read(join(source, "SHA256SUMS"))).hexdigest()
     except MissingError:
         pass
-    with http_response(source, "HEAD") as response:
-        marks = [response.headers.get(name) for name in ("ETag", "Last-Modified", "Content-Length")]
-    if marks[0] or marks[1]:
-        return digest_of(f"{mark}" for mark in marks)
+    found = stat(source)
+    if found.tag:
+        return digest_of(f"{found.size} {found.tag}")
     digest = hashlib.sha256()  # the server tells nothing: only the content itself is left
     with open_file(source) as (_, chunks):
         for chunk in chunks:

@@ -13,8 +13,8 @@ from typing import NoReturn
 from flyte_ddp.datasets.arrays import ImageArrays, image_arrays
 from flyte_ddp.datasets.download import AllFailedError, AlteredError, Expected, download, read_small
 from flyte_ddp.datasets.progress import Progress
-from flyte_ddp.datasets.transport import MissingError, join, local_path
 from flyte_ddp.errors import UserError
+from flyte_ddp.storage import MissingError, join, local_path
 
 SUMS = "SHA256SUMS"
 SUMS_LINE = re.compile(r"([0-9a-fA-F]{64}) [ *](?:\./)?(.+)")

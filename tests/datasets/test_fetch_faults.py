@@ -11,10 +11,11 @@ import pytest
 from faulty_server import FaultyServer
 from mnist_files import NAMES, Tiny, assert_tiny, leftovers
 
-from flyte_ddp.datasets import DATASETS, fetch, fingerprint, transport
+from flyte_ddp.datasets import DATASETS, fetch, fingerprint
 from flyte_ddp.datasets.download import AllFailedError, Expected, download
 from flyte_ddp.datasets.progress import Progress
 from flyte_ddp.errors import UserError
+from flyte_ddp.storage import failures
 
 
 @pytest.mark.parametrize("fault", [500, 503, 429, 408, "truncate", "alter", "gzip"])
@@ -28,7 +29,7 @@ def test_a_fault_that_passes_is_retried(tiny: Tiny, server: FaultyServer, tmp_pa
 def test_a_server_that_answers_late_is_asked_again(
     tiny: Tiny, server: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transport, "READ_TIMEOUT", 0.5)
+    monkeypatch.setattr(failures, "READ_TIMEOUT", 0.5)
     server.files, server.faults = tiny.files, {NAMES[1]: ["hang"]}
     assert_tiny(fetch("mnist", server.url, tmp_path / "data", progress="off"), tiny)
     assert server.requests.count(NAMES[1]) == 2
@@ -56,7 +57,7 @@ def test_a_fault_that_stays_is_an_error(
     tries: int,
     said: str,
 ) -> None:
-    monkeypatch.setattr(transport, "READ_TIMEOUT", 0.1 if fault in ("hang", "stall") else 5.0)
+    monkeypatch.setattr(failures, "READ_TIMEOUT", 0.1 if fault in ("hang", "stall") else 5.0)
     server.files, server.faults = tiny.files, {NAMES[2]: [fault] * 9}
     with pytest.raises(UserError) as caught:
         fetch("mnist", server.url, tmp_path / "data", progress="off")

@@ -97,7 +97,7 @@ def test_a_missing_directory_is_an_error_already_at_the_fingerprint(source: str)
         fingerprint("mnist", source)
 
 
-@pytest.mark.parametrize("source", ["gs://bucket/data", "ftp://host/data", "s3://", "http://", "s3:///key"])
+@pytest.mark.parametrize("source", ["abfs://bucket/data", "ftp://host/data", "s3://", "http://", "s3:///key"])
 def test_an_address_of_another_kind_is_refused(source: str) -> None:
     with pytest.raises(UserError, match="must"):
         fingerprint("mnist", source)

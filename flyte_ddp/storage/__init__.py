@@ -1,0 +1,93 @@
+"""Reading files and listing folders, wherever they are: a path, file://, http(s)://, s3:// or gs://.
+
+Every wait is bounded, and every failure is an :class:`UnavailableError` that says whether it is worth another try.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
+
+from flyte_ddp.storage import gcs, http, local, s3
+from flyte_ddp.storage.addresses import join, local_path, parent, resolve, scheme
+from flyte_ddp.storage.content import Content, Entry, Span, check_length
+from flyte_ddp.storage.failures import MissingError, UnavailableError
+
+__all__ = [
+    "Content",
+    "Entry",
+    "MissingError",
+    "Span",
+    "UnavailableError",
+    "join",
+    "list_files",
+    "local_path",
+    "open_file",
+    "parent",
+    "read",
+    "resolve",
+    "scheme",
+    "stat",
+]
+
+
+class Storage(Protocol):
+    """What each kind of storage's own file provides."""
+
+    def open_file(self, address: str, span: Span | None) -> AbstractContextManager[Content]:
+        """Opens a file, or a span of it."""
+
+    def stat(self, address: str) -> Entry:
+        """Size and tag of a file."""
+
+    def list_files(self, address: str) -> Iterator[Entry]:
+        """All files below a folder or prefix."""
+
+
+STORAGES: dict[str, Storage] = {"file": local, "http": http, "https": http, "s3": s3, "gs": gcs}
+
+
+@contextmanager
+def open_file(address: str, span: Span | None = None) -> Iterator[Content]:
+    """Opens a file, or a span of it, for one pass over its bytes as they are stored, without decompression.
+
+    Raises:
+        UnavailableError: also while the bytes are read.
+        UserError: an address of no known kind.
+    """
+    with STORAGES[scheme(address)].open_file(address, span) as content:
+        yield content
+
+
+def read(address: str, span: Span | None = None) -> bytes:
+    """The content of a small file, or of a span of a file, checked to be as long as was announced or asked for.
+
+    Raises:
+        UnavailableError: it could not be had, or was cut short.
+    """
+    with open_file(address, span) as (size, chunks):
+        content = b"".join(chunks)
+    expected = span[1] - span[0] if span is not None else size
+    check_length(len(content), expected, remote=local_path(address) is None)
+    return content
+
+
+def stat(address: str) -> Entry:
+    """Size and tag of a file, under the name ""; an HTTP server may give no tag, and -1 stands for an unknown size.
+
+    Raises:
+        UnavailableError: it is not there, or cannot be asked for.
+        UserError: an address of no known kind.
+    """
+    return STORAGES[scheme(address)].stat(address)
+
+
+def list_files(address: str) -> Iterator[Entry]:
+    """All files below a folder or prefix, in the order of their names; placeholders for folders are left out.
+
+    Raises:
+        UnavailableError: also while the list is read; an HTTP server has none.
+        UserError: an address of no known kind.
+    """
+    yield from STORAGES[scheme(address)].list_files(address)

@@ -1,0 +1,65 @@
+"""Addresses of files: their kinds, and putting them together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from urllib.parse import unquote, urljoin, urlsplit
+
+from flyte_ddp.errors import UserError
+
+SCHEMES = ("file", "http", "https", "s3", "gs")
+
+
+def scheme(address: str) -> str:
+    """``file`` (also for plain paths), ``http``, ``https``, ``s3`` or ``gs``.
+
+    Raises:
+        UserError: any other scheme, or no server or bucket after it.
+    """
+    found = address.partition("://")[0].lower() if "://" in address else "file"
+    if found not in SCHEMES:
+        raise UserError(
+            f"address {address!r}: must be a path, or start with file://, s3://, gs://, https:// or http://"
+        )
+    if found != "file" and not address.partition("://")[2].partition("/")[0]:
+        raise UserError(
+            f"address {address!r}: must name a {'bucket' if found in ('s3', 'gs') else 'server'} after {found}://"
+        )
+    return found
+
+
+def local_path(address: str) -> Path | None:
+    """The path that a plain path or a ``file://`` address means; None for a remote address."""
+    if scheme(address) != "file":
+        return None
+    return Path(unquote(urlsplit(address).path) if "://" in address else address).expanduser().absolute()
+
+
+def join(source: str, name: str) -> str:
+    """The address of the file ``name`` in the directory or mirror ``source``."""
+    path = local_path(source)
+    return f"{source.rstrip('/')}/{name}" if path is None else str(path / name)
+
+
+def parent(address: str) -> str:
+    """The address of the directory that a file is in."""
+    path = local_path(address)
+    if path is not None:
+        return str(path.parent)
+    parts = urlsplit(address)
+    return parts._replace(path=parts.path.rpartition("/")[0], query="", fragment="").geturl()
+
+
+def resolve(base: str, address: str) -> str:
+    """What ``address`` means in a file that is in, or refers to, the directory ``base``: itself if it is absolute."""
+    if "://" in address:
+        return address
+    path = local_path(base)
+    if path is not None:
+        return str(path / address)  # an absolute path stays as it is
+    if urlsplit(base).scheme in ("http", "https"):
+        return urljoin(f"{base.rstrip('/')}/", address)
+    if address.startswith("/"):
+        bucket = "/".join(base.split("/")[:3])
+        return f"{bucket}{address}"
+    return f"{base.rstrip('/')}/{address}"

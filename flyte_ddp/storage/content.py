@@ -1,0 +1,28 @@
+"""What reading and listing give."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from flyte_ddp.storage.failures import UnavailableError
+
+CHUNK_BYTES = 1 << 20
+
+Content = tuple[int | None, Iterator[bytes]]  # size, where it is known, and the bytes
+Span = tuple[int, int]  # the first byte and the one after the last
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A file below a listed folder: its name relative to that, its size in bytes, and a text that changes with it."""
+
+    name: str
+    size: int
+    tag: str
+
+
+def check_length(received: int, announced: int | None, *, remote: bool) -> None:
+    """Raises UnavailableError for a body that is not as long as was announced."""
+    if announced is not None and received != announced:
+        raise UnavailableError(f"truncated after {received:,} of {announced:,} bytes", transient=remote)

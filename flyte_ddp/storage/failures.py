@@ -1,0 +1,37 @@
+"""How reading fails."""
+
+from __future__ import annotations
+
+CONNECT_TIMEOUT = 10.0  # seconds
+READ_TIMEOUT = 30.0  # seconds without a byte
+
+
+class UnavailableError(Exception):
+    """A file could not be had; ``transient``: it may be there on the next try."""
+
+    def __init__(self, reason: str, *, transient: bool = False) -> None:
+        super().__init__(reason)
+        self.transient = transient
+
+
+class MissingError(UnavailableError):
+    """No such file, or none that we may read; S3 answers 403 for a missing key in a bucket that we may not list."""
+
+
+def refusal(status: int, detail: str) -> UnavailableError:
+    """What an HTTP status means for us; S3 speaks HTTP too."""
+    reason = f"HTTP {status} {detail}".strip()
+    if status in (403, 404, 410):
+        return MissingError(reason)
+    return UnavailableError(reason, transient=status >= 500 or status in (408, 429))
+
+
+def root_cause(error: BaseException) -> str:
+    """The innermost error's own words: what libraries wrap around it names their objects and fills a page."""
+    if "ConnectTimeout" in type(error).__name__:
+        return f"no connection within {CONNECT_TIMEOUT:g} s"
+    if "ReadTimeout" in type(error).__name__:
+        return f"no answer within {READ_TIMEOUT:g} s"
+    while (inner := error.__cause__ or error.__context__) is not None:
+        error = inner
+    return getattr(error, "strerror", None) or str(error)

@@ -1,0 +1,65 @@
+"""Files of HTTP servers; proxies and certificates are taken from the environment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from flyte_ddp.storage import failures
+from flyte_ddp.storage.content import CHUNK_BYTES, Content, Entry, Span
+from flyte_ddp.storage.failures import UnavailableError, refusal, root_cause
+
+
+@contextmanager
+def open_file(address: str, span: Span | None, headers: Mapping[str, str] | None = None) -> Iterator[Content]:
+    """:func:`flyte_ddp.storage.open_file` for an HTTP address."""
+    wanted = dict(headers or {})
+    if span is not None:
+        wanted["Range"] = f"bytes={span[0]}-{span[1] - 1}"
+    with response(address, "GET", wanted) as answer:
+        if span is not None and answer.status_code != 206:
+            raise UnavailableError("the server cannot give a part of a file: it ignores Range")
+        size = answer.headers.get("Content-Length")
+        yield int(size) if size else None, answer.raw.stream(CHUNK_BYTES, decode_content=False)
+
+
+def stat(address: str, headers: Mapping[str, str] | None = None) -> Entry:
+    """:func:`flyte_ddp.storage.stat` for an HTTP address."""
+    with response(address, "HEAD", headers) as answer:
+        size, tag, time = (answer.headers.get(name, "") for name in ("Content-Length", "ETag", "Last-Modified"))
+        return Entry("", int(size or -1), tag or time)
+
+
+def list_files(address: str) -> Iterator[Entry]:
+    """HTTP knows no list of files."""
+    raise UnavailableError(f"an HTTP server has no list of its files, so {address} cannot be listed")
+
+
+@contextmanager
+def response(address: str, method: str, headers: Mapping[str, str] | None = None) -> Iterator[Any]:
+    """The answer with status 200 or 206 and a body not yet read."""
+    import requests
+    import urllib3
+
+    hopeless = (
+        requests.exceptions.InvalidURL,
+        requests.exceptions.SSLError,
+        requests.exceptions.TooManyRedirects,
+        urllib3.exceptions.LocationParseError,
+    )
+    try:
+        with requests.request(
+            method,
+            address,
+            stream=True,
+            timeout=(failures.CONNECT_TIMEOUT, failures.READ_TIMEOUT),
+            # A server that compressed on the way would change the digest.
+            headers={"Accept-Encoding": "identity", **(headers or {})},
+            allow_redirects=True,
+        ) as answer:
+            if answer.status_code not in (200, 206):
+                raise refusal(answer.status_code, answer.reason or "")
+            yield answer
+    except (requests.RequestException, urllib3.exceptions.HTTPError) as error:
+        raise UnavailableError(root_cause(error), transient=not isinstance(error, hopeless)) from None
