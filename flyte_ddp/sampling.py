@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 Indices = NDArray[np.int32]
 
-SPLIT, ORDER = 0, 1  # what a random stream is for; keeps streams of one seed apart
+SPLIT, ORDER, PACKING = 0, 1, 2  # what a random stream is for; keeps streams of one seed apart
 
 
 def random_stream(purpose: int, seed: int, epoch: int = 0) -> np.random.Generator:

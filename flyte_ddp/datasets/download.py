@@ -4,35 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import os
-import random
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
-from flyte_ddp import storage
 from flyte_ddp.datasets.progress import Progress
-from flyte_ddp.storage import UnavailableError, local_path, open_file
+from flyte_ddp.storage import AlteredError, local_path, open_file
 from flyte_ddp.storage.content import check_length
-
-ATTEMPTS = 4
-FIRST_DELAY = 1.0  # seconds; doubled each time
-
-Result = TypeVar("Result")
-
-
-class AlteredError(UnavailableError):
-    """The file that arrived does not have an expected digest."""
-
-
-class AllFailedError(Exception):
-    """No place had the file; ``failures`` has the last failure of each."""
-
-    def __init__(self, failures: dict[str, UnavailableError]) -> None:
-        super().__init__("; ".join(f"{address}: {error}" for address, error in failures.items()))
-        self.failures = failures
+from flyte_ddp.storage.retries import with_retries
 
 
 @dataclass(frozen=True)
@@ -54,33 +34,7 @@ def download(name: str, addresses: Sequence[str], expected: Expected, folder: Pa
         transfer(name, address, expected, folder, progress)
         return address
 
-    return with_retries(name, addresses, get, progress)
-
-
-def with_retries(name: str, addresses: Sequence[str], action: Callable[[str], Result], progress: Progress) -> Result:
-    """The result of ``action`` for the first address for which it succeeds.
-
-    A round tries all addresses in order, and between rounds there is a pause that doubles, shortened at random so that
-    many pods don't come back together. Left out of later rounds are addresses that failed for good, or whose file was
-    altered twice (once may have been the network).
-    """
-    remaining = list(addresses)
-    failures: dict[str, UnavailableError] = {}
-    for attempt in range(ATTEMPTS):
-        for address in tuple(remaining):
-            try:
-                return action(address)
-            except UnavailableError as error:  # noqa: PERF203
-                altered_again = isinstance(error, AlteredError) and isinstance(failures.get(address), AlteredError)
-                failures[address] = error
-                if not error.transient or altered_again:
-                    remaining.remove(address)
-        if not remaining or attempt + 1 == ATTEMPTS:
-            break
-        delay = FIRST_DELAY * 2**attempt * random.uniform(0.5, 1.0)
-        progress.note(f"{name}: {failures[remaining[0]]}; next try in {delay:.1f} s")
-        time.sleep(delay)
-    raise AllFailedError(failures)
+    return with_retries(name, addresses, get, progress.note)
 
 
 def transfer(name: str, address: str, expected: Expected, folder: Path, progress: Progress) -> None:
@@ -112,12 +66,3 @@ def check_digest(digest: str, received: int, expected: Expected, *, remote: bool
         raise AlteredError(
             f"{expected.algorithm} {digest} ({received:,} bytes) instead of {expected.digests[0]}", transient=remote
         )
-
-
-def read_small(address: str, progress: Progress) -> bytes:
-    """A small file's content, with retries.
-
-    Raises:
-        AllFailedError: it could not be had.
-    """
-    return with_retries(address.rpartition("/")[2], [address], storage.read, progress)

@@ -6,10 +6,20 @@ import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
-from flyte_ddp.datasets.download import AllFailedError, with_retries
 from flyte_ddp.datasets.progress import Progress
 from flyte_ddp.errors import UserError
-from flyte_ddp.storage import MissingError, join, list_files, local_path, open_file, read, scheme, stat
+from flyte_ddp.storage import (
+    AllFailedError,
+    MissingError,
+    join,
+    list_files,
+    local_path,
+    open_file,
+    read,
+    scheme,
+    stat,
+    with_retries,
+)
 from flyte_ddp.storage.content import CHUNK_BYTES
 
 
@@ -30,7 +40,7 @@ def content_identity(source: str) -> str:
         return local_identity(source, path)
     identify = http_identity if scheme(source) in ("http", "https") else listed_identity
     try:
-        return with_retries(source, [source], identify, Progress())
+        return with_retries(source, [source], identify, Progress().note)
     except AllFailedError as error:
         failure = next(iter(error.failures.values()))
         raise UserError(
@@ -67,7 +77,12 @@ def file_digest(path: Path) -> str:
 
 def listed_identity(source: str) -> str:
     """Of names, sizes and tags of all files under the prefix, or of the one file that it is."""
-    found = list(list_files(source)) or [stat(source)]
+    found = list(list_files(source))
+    if not found:
+        try:
+            found = [stat(source)]
+        except MissingError:
+            raise MissingError("nothing there") from None
     return digest_of(f"{entry.name} {entry.size} {entry.tag}" for entry in found)
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from flyte_ddp.datasets.arrays import ImageArrays, image_arrays
-from flyte_ddp.datasets.download import AllFailedError, AlteredError, Expected, download, read_small
+from flyte_ddp.datasets.download import Expected, download
 from flyte_ddp.datasets.progress import Progress
 from flyte_ddp.errors import UserError
-from flyte_ddp.storage import MissingError, join, local_path
+from flyte_ddp.storage import AllFailedError, AlteredError, MissingError, join, local_path, read, with_retries
 
 SUMS = "SHA256SUMS"
 SUMS_LINE = re.compile(r"([0-9a-fA-F]{64}) [ *](?:\./)?(.+)")
@@ -110,7 +110,7 @@ def mirror_digests(dataset: PublishedSet, source: str, progress: Progress) -> di
     if path is not None and not path.is_dir():
         raise UserError(f"data_source={source!r}: there is no such directory; give one that holds {names(dataset)}")
     try:
-        content = read_small(join(source, SUMS), progress)
+        content = with_retries(SUMS, [join(source, SUMS)], read, progress.note)
     except AllFailedError as error:
         if isinstance(next(iter(error.failures.values())), MissingError):
             return None

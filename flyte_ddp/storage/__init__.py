@@ -12,9 +12,12 @@ from typing import Protocol
 from flyte_ddp.storage import gcs, http, local, s3
 from flyte_ddp.storage.addresses import join, local_path, parent, resolve, scheme
 from flyte_ddp.storage.content import Content, Entry, Span, check_length
-from flyte_ddp.storage.failures import MissingError, UnavailableError
+from flyte_ddp.storage.failures import AlteredError, MissingError, UnavailableError
+from flyte_ddp.storage.retries import AllFailedError, with_retries
 
 __all__ = [
+    "AllFailedError",
+    "AlteredError",
     "Content",
     "Entry",
     "MissingError",
@@ -29,6 +32,7 @@ __all__ = [
     "resolve",
     "scheme",
     "stat",
+    "with_retries",
 ]
 
 

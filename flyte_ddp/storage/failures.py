@@ -18,6 +18,10 @@ class MissingError(UnavailableError):
     """No such file, or none that we may read; S3 answers 403 for a missing key in a bucket that we may not list."""
 
 
+class AlteredError(UnavailableError):
+    """The file that arrived does not have an expected digest."""
+
+
 def refusal(status: int, detail: str) -> UnavailableError:
     """What an HTTP status means for us; S3 speaks HTTP too."""
     reason = f"HTTP {status} {detail}".strip()

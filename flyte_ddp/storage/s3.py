@@ -61,7 +61,8 @@ def explained() -> Iterator[None]:
         yield
     except exceptions.ClientError as error:
         status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 500)
-        raise refusal(status, error.response.get("Error", {}).get("Code", "")) from None
+        code = error.response.get("Error", {}).get("Code", "")
+        raise refusal(status, "" if code == str(status) else code) from None
     except exceptions.BotoCoreError as error:
         raise UnavailableError(root_cause(error), transient=not isinstance(error, hopeless)) from None
 

@@ -1,0 +1,58 @@
+"""Images in a folder or under a prefix, one folder for each class: ``class/name.jpg``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flyte_ddp import storage
+from flyte_ddp.errors import UserError
+from flyte_ddp.shards.decoding import IMAGES
+
+
+@dataclass(frozen=True, eq=False)
+class ImageList:
+    """The images below an address, in the order of their names, and their classes, in the order of theirs."""
+
+    address: str
+    classes: tuple[str, ...]
+    names: tuple[str, ...]  # relative to the address
+    labels: NDArray[np.int64]
+    sizes: NDArray[np.int64]  # bytes
+    tags: tuple[str, ...]  # texts that change when the files do
+
+
+def list_images(address: str) -> ImageList:
+    """Lists the images below ``address``: as torchvision's ImageFolder does, by the first folder of their names.
+
+    Raises:
+        UserError: it cannot be listed, or there is no image in a folder of its own.
+    """
+    try:
+        entries = storage.with_retries(address, [address], lambda where: list(storage.list_files(where)))
+    except storage.AllFailedError as error:
+        failure = next(iter(error.failures.values()))
+        raise UserError(f"image folder {address}: cannot be listed ({failure}); check the address") from None
+    found = sorted((entry for entry in entries if is_image(entry.name)), key=lambda entry: entry.name)
+    if not found:
+        raise UserError(
+            f"image folder {address}: has no images in folders of their classes among its {len(entries):,} files; "
+            "it must hold class/name.jpg"
+        )
+    classes = tuple(sorted({entry.name.partition("/")[0] for entry in found}))
+    numbers = {name: number for number, name in enumerate(classes)}
+    return ImageList(
+        address=address,
+        classes=classes,
+        names=tuple(entry.name for entry in found),
+        labels=np.array([numbers[entry.name.partition("/")[0]] for entry in found], dtype=np.int64),
+        sizes=np.array([entry.size for entry in found], dtype=np.int64),
+        tags=tuple(entry.tag for entry in found),
+    )
+
+
+def is_image(name: str) -> bool:
+    """Whether a file is an image in a folder of its class."""
+    return "/" in name and name.rpartition(".")[2].lower() in IMAGES

@@ -1,0 +1,128 @@
+"""The commands around shards: ``python -m flyte_ddp.shards --help``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from flyte_ddp.errors import UserError
+
+PROGRESS = click.option("--progress", default="auto", help="auto, bar, lines or off.")
+
+
+@click.group(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
+def shards() -> None:
+    """Make, check and look at data sets of shards (tar files and an index in wids' format)."""
+
+
+@shards.command()
+@click.argument("urls", nargs=-1, required=True)
+@click.option("--output", "-o", type=Path, default=Path("index.json"), help="The index to write.")
+@click.option("--name", default="", help="Name of the data set; the index's own by default.")
+@click.option("--classes", type=Path, help="A file with the classes' names, one a line; 0, 1, 2 ... without it.")
+@PROGRESS
+def create(urls: tuple[str, ...], output: Path, name: str, classes: Path | None, progress: str) -> None:
+    """Read shards (paths, s3://, gs://, http://; {000..127} stands for a range) and write their index."""
+    from flyte_ddp.shards.scanning import create_index
+
+    index = create_index(urls, output, name=name, classes=lines_of(classes), progress=progress)
+    click.echo(f"{output}: {len(index.shards):,} shards, {len(index):,} samples, {len(index.classes):,} classes")
+
+
+@shards.command()
+@click.argument("index")
+@click.option("--decode", is_flag=True, help="Decode all images, too.")
+@PROGRESS
+def verify(index: str, decode: bool, progress: str) -> None:
+    """Read all shards of an index and say what is not as it says; exit status 1 if anything is."""
+    from flyte_ddp.shards.scanning import verify_index
+
+    problems = verify_index(index, decode=decode, progress=progress)
+    for problem in problems:
+        click.echo(problem)
+    if problems:
+        raise UserError(f"index {index}: {len(problems)} problems")
+    click.echo(f"{index}: all is as it says")
+
+
+@shards.command()
+@click.argument("index")
+@click.option("--shards", "listed", is_flag=True, help="List the shards, too.")
+def show(index: str, listed: bool) -> None:
+    """Say what an index holds; no shard is opened."""
+    from flyte_ddp.shards.index import read_index
+
+    found = read_index(index)
+    for key, value in found.summary().items():
+        click.echo(f"{key:<16} {value}")
+    if listed:
+        for shard in found.shards:
+            click.echo(f"{shard.samples:>10,} {max(0, shard.size):>15,} {shard.url}")
+
+
+@shards.command()
+@click.argument("index")
+@click.argument("number", type=int)
+@click.option("--to", type=click.Path(file_okay=False, path_type=Path), help="Write the members into this folder.")
+def sample(index: str, number: int, to: Path | None) -> None:
+    """Show one sample of an index; of a remote shard no more than that is read, where its index has tables."""
+    from flyte_ddp.shards.inspection import read_sample
+
+    found = read_sample(index, number)
+    described: dict[str, Any] = {name: value for name, value in found.items() if not isinstance(value, bytes)}
+    members = {name: value for name, value in found.items() if isinstance(value, bytes)}
+    for name, value in members.items():
+        small = len(value) <= 80 and value.isascii()
+        described[name] = value.decode() if small else f"{len(value):,} bytes"
+        if to is not None:
+            to.mkdir(parents=True, exist_ok=True)
+            (to / f"{found['__key__'].replace('/', '_')}{name}").write_bytes(value)
+    click.echo(json.dumps(described, indent=1, ensure_ascii=False))
+
+
+@shards.command()
+@click.argument("source")
+@click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
+@click.option("--name", default="train", help="Of the data set, with which the files' names begin.")
+@click.option("--samples-per-shard", default=1000)
+@click.option("--order", type=click.Choice(["mixed", "own"]), default="mixed", help="Mixed at random, or as it is.")
+@click.option("--seed", default=0, help="Of the mixed order.")
+@click.option("--split", type=click.Choice(["train", "test"]), default="train", help="Of a data set that has both.")
+@PROGRESS
+def pack(
+    *, source: str, folder: Path, name: str, samples_per_shard: int, order: str, seed: int, split: str, progress: str
+) -> None:
+    """Pack SOURCE into shards and an index in FOLDER.
+
+    SOURCE is a folder or prefix of images (class/name.jpg; a path, s3:// or gs://), the name of a data set (digits,
+    mnist, fashion_mnist, cifar10), or package.module:callable for a pair (train, test) of torch-style data sets.
+    """
+    from flyte_ddp.shards.packing import pack_source
+
+    index = pack_source(
+        source,
+        folder,
+        split=split,
+        name=name,
+        per_shard=samples_per_shard,
+        seed=seed if order == "mixed" else None,
+        progress=progress,
+    )
+    click.echo(f"{folder / name}.json: {len(index.shards):,} shards, {len(index):,} samples")
+
+
+def lines_of(path: Path | None) -> list[str]:
+    """The lines of a file, none without one."""
+    if path is None:
+        return []
+    try:
+        return path.read_text().splitlines()
+    except OSError as error:
+        raise UserError(f"classes {path}: {error.strerror}") from None
+
+
+if __name__ == "__main__":
+    shards(prog_name="python -m flyte_ddp.shards")

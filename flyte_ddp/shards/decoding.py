@@ -1,0 +1,63 @@
+"""What the members of a sample mean, by their extensions. No code is run that data could bring along: no pickles."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from typing import Any
+
+from flyte_ddp.errors import UserError
+
+IMAGES = ("jpg", "jpeg", "png", "ppm", "pgm", "pbm", "pnm", "webp", "bmp", "gif", "tif", "tiff")
+
+
+def image(content: bytes) -> Any:
+    """A PIL image, not yet decoded."""
+    from PIL import Image
+
+    return Image.open(io.BytesIO(content))
+
+
+def label(content: bytes) -> int:
+    """A class's number, as text."""
+    return int(content)
+
+
+def array(content: bytes) -> Any:
+    """A numpy array."""
+    import numpy as np
+
+    return np.load(io.BytesIO(content), allow_pickle=False)
+
+
+DECODERS: dict[str, Callable[[bytes], Any]] = {
+    **dict.fromkeys(IMAGES, image),
+    **dict.fromkeys(("cls", "cls2"), label),
+    **dict.fromkeys(("txt", "text"), bytes.decode),
+    "json": json.loads,
+    "npy": array,
+}
+
+
+def decode_sample(sample: dict[str, Any]) -> dict[str, Any]:
+    """Images to PIL images, ``.cls`` to int, ``.txt`` to text, ``.json`` and ``.npy`` to what they hold.
+
+    What has another extension stays as it is, bytes. As in wids, of ``.seg.png`` the last part counts.
+
+    Raises:
+        UserError: a member that is not what its extension says, with the names of sample and shard.
+    """
+    return {name: decode_member(sample, name, content) for name, content in sample.items()}
+
+
+def decode_member(sample: dict[str, Any], name: str, content: Any) -> Any:
+    """One value of a sample."""
+    decoder = DECODERS.get(name.rpartition(".")[2].lower()) if name.startswith(".") else None
+    if decoder is None or not isinstance(content, bytes):
+        return content
+    try:
+        return decoder(content)
+    except (ValueError, OSError, EOFError, SyntaxError) as error:
+        where = f"sample {sample.get('__key__')!r} in {sample.get('__shard__')}"
+        raise UserError(f"{where}: {name} cannot be decoded ({error}); mend the sample and pack it again") from None
