@@ -13,9 +13,10 @@ import pytest
 from faulty_server import FaultyServer, faulty_server
 from mnist_files import DEBIAN, Tiny, rebuilt_fashion_mnist, tiny_files
 
-from flyte_ddp.datasets import DATASETS, download
+from flyte_ddp.datasets import DATASETS
 from flyte_ddp.datasets.mnist import MNIST
 from flyte_ddp.datasets.published import PublishedFile
+from flyte_ddp.storage import retries
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for s3_server, which other tests use too
 
@@ -27,7 +28,7 @@ def surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
         if name.startswith(("AWS_", "FLYTE_AWS_")) or name.lower().endswith("_proxy"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setattr(download, "FIRST_DELAY", 0.001)
+    monkeypatch.setattr(retries, "FIRST_DELAY", 0.001)
 
 
 @pytest.fixture(scope="session")

@@ -12,10 +12,10 @@ from faulty_server import FaultyServer
 from mnist_files import NAMES, Tiny, assert_tiny, leftovers
 
 from flyte_ddp.datasets import DATASETS, fetch, fingerprint
-from flyte_ddp.datasets.download import AllFailedError, Expected, download
+from flyte_ddp.datasets.download import Expected, download
 from flyte_ddp.datasets.progress import Progress
 from flyte_ddp.errors import UserError
-from flyte_ddp.storage import failures
+from flyte_ddp.storage import AllFailedError, failures
 
 
 @pytest.mark.parametrize("fault", [500, 503, 429, 408, "truncate", "alter", "gzip"])
