@@ -6,17 +6,24 @@ never what is computed.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
-Indices = NDArray[np.int32]
+Indices = NDArray[np.integer[Any]]
 
-SPLIT, ORDER, PACKING = 0, 1, 2  # what a random stream is for; keeps streams of one seed apart
+# What a random stream is for; keeps streams of one seed apart.
+SPLIT, ORDER, PACKING, TEST, CYCLE, WITHIN = range(6)
 
 
-def random_stream(purpose: int, seed: int, epoch: int = 0) -> np.random.Generator:
-    """A random generator that depends on its arguments alone (Philox is counter-based and the same on all machines)."""
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence([purpose, seed, epoch])))
+def random_stream(purpose: int, seed: int, first: int = 0, second: int = 0) -> np.random.Generator:
+    """A random generator that depends on its arguments alone (Philox is counter-based and the same on all machines).
+
+    Args:
+        first: such as the epoch; ``second`` likewise.
+    """
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence([purpose, seed, first, second])))
 
 
 def split_indices(samples: int, validation_fraction: float, seed: int) -> tuple[Indices, Indices]:

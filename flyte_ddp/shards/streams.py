@@ -116,9 +116,9 @@ def first_batches(counts: Counts, taken: Counts) -> Counts:
     ends = np.pad(np.sort(counts, axis=1), ((0, 0), (1, 0)))  # rounds after which 0, 1, 2 ... readers have ended
     # Batches dealt until then: between two ends, each round deals one for each reader that is left.
     dealt = np.pad(np.cumsum(np.diff(ends, axis=1) * np.arange(readers, 0, -1), axis=1), ((0, 0), (1, 0)))
-    ended = (dealt[:, 1:] <= taken[:, None]).sum(axis=1, keepdims=True)
+    ended = (dealt[:, 1:] < taken[:, None]).sum(axis=1, keepdims=True)
     since = taken[:, None] - np.take_along_axis(dealt, ended, axis=1)
-    rounds = np.take_along_axis(ends, ended, axis=1) + since // np.maximum(readers - ended, 1)
+    rounds = np.take_along_axis(ends, ended, axis=1) + since // (readers - ended)
     parts = np.minimum(counts, rounds)
     # What is left of the last round goes to the first of those that are not at their end.
     running = counts > rounds

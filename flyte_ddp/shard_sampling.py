@@ -1,0 +1,180 @@
+"""The global order of samples in shards: of which only a few are open at a time, so that a small cache will do.
+
+A batch is drawn from several *lanes*. The shards come in an order of their own in each epoch, the samples of each are
+mixed, and the sequence that this makes is cut into as many stretches as there are lanes. Each lane walks along its
+stretch, and gives every batch the same number of samples. A rank's share of a batch is a slice of it, and so of the
+lanes: it reads from the shards of its own lanes alone. All of it is a function of (seed, epoch, step), of which any part
+can be computed at once; the number of ranks has no part in it.
+
+The idea of a fixed number of stretches, so that the order does not depend on the number of nodes, is that of
+``num_canonical_nodes`` in MosaicML's streaming.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flyte_ddp import sampling
+from flyte_ddp.sampling import Indices
+
+TEST_FRACTION = 0.1  # held out for testing where no test set is given
+SPLITS = ("training", "validation", "test")
+
+
+def spread(fraction: float, counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """That fraction of each count in whole numbers, whose sums stay within half of one of the fraction of the sums."""
+    ends = np.floor(np.cumsum(counts) * fraction + 0.5).astype(np.int64)
+    return np.diff(ends, prepend=0)
+
+
+@dataclass(frozen=True, eq=False)
+class ShardSplits:
+    """Which samples of each shard are for training, validation and testing: about the same share of every shard.
+
+    Args:
+        counts: [shards] samples.
+        validation_fraction: of the samples that are not for testing.
+        test_fraction: held out whatever the seed is.
+        seed: of the choice between training and validation.
+    """
+
+    counts: NDArray[np.int64]
+    validation_fraction: float
+    test_fraction: float
+    seed: int
+
+    @functools.cached_property
+    def sizes(self) -> dict[str, NDArray[np.int64]]:
+        """[shards] the number of samples of each split."""
+        test = spread(self.test_fraction, self.counts)
+        validation = spread(self.validation_fraction, self.counts - test)
+        return {"training": self.counts - test - validation, "validation": validation, "test": test}
+
+    def samples(self, shard: int, split: str) -> NDArray[np.int64]:
+        """Numbers within the shard of the split's samples, ascending."""
+        tests, held_out = (int(self.sizes[name][shard]) for name in ("test", "validation"))
+        numbers = np.arange(self.counts[shard])
+        if tests:
+            numbers = sampling.random_stream(sampling.TEST, 0, shard).permutation(numbers)
+            if split == "test":
+                return np.sort(numbers[:tests])
+            numbers = np.sort(numbers[tests:])
+        if held_out:
+            numbers = sampling.random_stream(sampling.SPLIT, self.seed, shard).permutation(numbers)
+            numbers = np.sort(numbers[:held_out] if split == "validation" else numbers[held_out:])
+        return numbers
+
+
+class ShardOrder:
+    """One split of a data set of shards.
+
+    Args:
+        splits: of the shards' samples.
+        split: which of them.
+        weights: [shards] how many times an epoch goes through each shard's samples; an epoch takes the whole number
+            that is nearest, over all shards together, and goes on in the next one where it has stopped in each shard.
+        seed: of the order.
+        lanes: how many shards a batch is drawn from.
+    """
+
+    def __init__(
+        self, splits: ShardSplits, split: str, weights: NDArray[np.float64], seed: int = 0, lanes: int = 1
+    ) -> None:
+        self.splits, self.split, self.seed, self.lanes = splits, split, seed, lanes
+        self.available = splits.sizes[split]
+        self.taken = spread_by_weight(self.available, weights)
+        self.total = int(self.taken.sum())
+        self.firsts = np.cumsum(splits.counts) - splits.counts  # each shard's first sample in the whole data set
+        self.ends = np.cumsum(self.available)
+        # Of the shards in use: those of all lanes, each with the one before or after.
+        self.members = functools.lru_cache(maxsize=4 * lanes + 4)(self._members)
+        self.mixed = functools.lru_cache(maxsize=4 * lanes + 4)(self._mixed)
+        self.sequence = functools.lru_cache(maxsize=2)(self._sequence)
+
+    def __len__(self) -> int:
+        return self.total
+
+    def samples(self, place: slice) -> Indices:
+        """The split's samples from one place to another, in the order of the shards, each once whatever its weight."""
+        found, position = [], place.start
+        while position < place.stop:
+            shard = int(np.searchsorted(self.ends, position, side="right"))
+            start = int(self.ends[shard] - self.available[shard])
+            end = min(place.stop, int(self.ends[shard]))
+            found.append(self.firsts[shard] + self.members(shard)[position - start : end - start])
+            position = end
+        return np.concatenate(found) if found else np.empty(0, dtype=np.int64)
+
+    def batches(self, epoch: int, batch_size: int, first: int = 0) -> Iterator[Indices]:
+        """The epoch's global batches from the ``first``-th one on; the last one may be smaller."""
+        for number in range(first, sampling.steps_per_epoch(self.total, batch_size)):
+            yield self.batch(epoch, batch_size, number)
+
+    def batch(self, epoch: int, batch_size: int, number: int) -> Indices:
+        """One global batch: the lanes' samples one after another."""
+        parts = [self.stretch(epoch, start, end) for start, end in self.lane_places(batch_size, number)]
+        return np.concatenate(parts)
+
+    def lane_places(self, batch_size: int, number: int) -> Iterator[tuple[int, int]]:
+        """Where in the epoch's sequence each lane's part of a batch begins and ends."""
+        full, ragged = divmod(self.total, batch_size)
+        lanes = min(self.lanes, batch_size)
+        start = 0
+        for lane in range(lanes):
+            each, last = sampling.share_length(batch_size, lane, lanes), sampling.share_length(ragged, lane, lanes)
+            position = start + number * each
+            yield position, position + (each if number < full else last)
+            start += full * each + last
+
+    def stretch(self, epoch: int, start: int, end: int) -> Indices:
+        """Samples from one place in the epoch's sequence to another."""
+        shards, ends = self.sequence(epoch)
+        found = []
+        while start < end:
+            place = int(np.searchsorted(ends, start, side="right"))
+            shard = int(shards[place])
+            first = int(ends[place]) - int(self.taken[shard])
+            until = min(end, int(ends[place]))
+            found.append(self.mixed(epoch, shard)[start - first : until - first])
+            start = until
+        return np.concatenate(found) if found else np.empty(0, dtype=np.int64)
+
+    def shards_between(self, epoch: int, start: int, end: int) -> NDArray[np.int64]:
+        """The shards that a stretch of the epoch's sequence is in, in its order."""
+        shards, ends = self.sequence(epoch)
+        if start >= end:
+            return shards[:0]
+        return shards[np.searchsorted(ends, start, side="right") : np.searchsorted(ends, end - 1, side="right") + 1]
+
+    def _sequence(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The epoch's shards in its order, and the numbers of samples up to and with each."""
+        used = np.flatnonzero(self.taken)
+        shards = sampling.random_stream(sampling.ORDER, self.seed, epoch).permutation(used)
+        return shards, np.cumsum(self.taken[shards])
+
+    def _members(self, shard: int) -> NDArray[np.int64]:
+        """The split's samples of a shard, ascending."""
+        return self.splits.samples(shard, self.split)
+
+    def _mixed(self, epoch: int, shard: int) -> Indices:
+        """The samples that an epoch takes from a shard, in the order in which it does."""
+        numbers, taken = self.members(shard), int(self.taken[shard])
+        if taken != len(numbers):
+            cycle = sampling.random_stream(sampling.CYCLE, self.seed, shard).permutation(numbers)
+            numbers = cycle[np.arange(epoch * taken, (epoch + 1) * taken) % len(cycle)]
+        mixed = sampling.random_stream(sampling.WITHIN, self.seed, epoch, shard).permutation(numbers)
+        return self.firsts[shard] + mixed
+
+
+def spread_by_weight(available: NDArray[np.int64], weights: NDArray[np.float64]) -> NDArray[np.int64]:
+    """[shards] how many samples an epoch takes from each shard; shards without any give none."""
+    taken = np.zeros_like(available)
+    for weight in np.unique(weights):
+        chosen = weights == weight
+        taken[chosen] = spread(float(weight), available[chosen])
+    return np.where(available > 0, taken, 0)
