@@ -9,17 +9,33 @@ from torch import Tensor
 
 from flyte_ddp.sampling import Indices
 
+STEP = np.uint64(0x9E3779B97F4A7C15)
+
+
+def mixed(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The SplitMix64 finaliser (Steele, Lea and Flood, OOPSLA 2014)."""
+    with np.errstate(over="ignore"):
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        x ^= x >> np.uint64(31)
+    return x
+
 
 def sample_bits(seed: int, epoch: int, samples: Indices) -> NDArray[np.uint64]:
-    """64 random bits for each sample: the SplitMix64 finaliser (Steele, Lea and Flood, OOPSLA 2014) over a counter."""
+    """64 random bits for each sample: a finaliser over a counter of sample, seed and epoch."""
+    x = samples.astype(np.uint64)
     with np.errstate(over="ignore"):
-        x = samples.astype(np.uint64)
         for word in (seed, epoch):
-            x = x + np.uint64(word + 1) * np.uint64(0x9E3779B97F4A7C15)
-            x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-            x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-            x = x ^ (x >> np.uint64(31))
+            x = mixed(x + np.uint64(word + 1) * STEP)
     return x
+
+
+def uniforms(seed: int, epoch: int, samples: Indices, draws: int) -> NDArray[np.float64]:
+    """Numbers in 0 <= x < 1 for each sample, [N, draws]: further ones of the same stream as :func:`sample_bits`."""
+    with np.errstate(over="ignore"):
+        x = sample_bits(seed, epoch, samples)[:, None] + np.arange(1, draws + 1, dtype=np.uint64) * STEP
+    values: NDArray[np.float64] = (mixed(x) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return values
 
 
 def augment(images: Tensor, kind: str, *, seed: int, epoch: int, samples: Indices) -> Tensor:

@@ -53,12 +53,35 @@ class Hyperparameters(DataClassJsonMixin):
     # Data
     dataset: str = setting(
         "digits",
-        "Name of the data set (digits, mnist, fashion_mnist, cifar10), or `package.module:callable` for your own.",
+        "Name of the data set (digits, mnist, fashion_mnist, cifar10), `shards:ADDRESS` of an index, "
+        "`image_folder:ADDRESS` of a folder of class/name.jpg, or `package.module:callable` for your own.",
     )
     data_source: str = setting(
         "",
         "Where the data set's files are: a directory, or a file://, s3:// or https:// mirror; "
         "empty for the usual places (a system copy, then the public address).",
+    )
+    test_dataset: str = setting(
+        "",
+        "For shards and image folders: the data set to test on, named like `dataset`; empty holds out a tenth of the "
+        "samples.",
+    )
+    num_classes: int = setting(
+        0,
+        "Classes of a data set of shards whose index does not say how many there are; 0 if it does.",
+        at_least=0,
+        at_most=1_000_000,
+    )
+    shuffle_shards: int = setting(
+        16,
+        "Shards from which a batch is drawn, so many at a time over all ranks: more mix better, fewer need less cache.",
+        at_least=1,
+        at_most=4096,
+    )
+    bad_samples: int = setting(
+        0,
+        "Images on each rank that may be impossible to decode; the next one that can be takes the place of each.",
+        at_least=0,
     )
     validation_fraction: float = setting(
         0.1,
@@ -73,7 +96,8 @@ class Hyperparameters(DataClassJsonMixin):
     )
     image_size: int = setting(
         0,
-        "Side of the square that images are resized to, in pixels; 0 keeps their own size.",
+        "Side of the square that images are resized to, in pixels; 0 keeps their own size, and means 224 for shards "
+        "and image folders.",
         at_least=0,
         at_most=4096,
     )
@@ -135,9 +159,10 @@ class Hyperparameters(DataClassJsonMixin):
     # Regularisation and selection
     augment: str = setting(
         "none",
-        "Training-time augmentation: none, crop (shifted by up to 1/8 of the side), or crop_flip (crop and a mirror "
-        "image half of the time).",
-        choices=("none", "crop", "crop_flip"),
+        "Training-time augmentation: none, crop (shifted by up to 1/8 of the side), crop_flip (crop and a mirror "
+        "image half of the time), or, for shards and image folders, resized_crop (a random part at a random size, and "
+        "a mirror image half of the time).",
+        choices=("none", "crop", "crop_flip", "resized_crop"),
     )
     ema_decay: float = setting(
         0.0, "Decay per step of the exponential moving average of the weights; 0 keeps none.", at_least=0.0, below=1.0
@@ -270,7 +295,13 @@ def shown(value: Any) -> str:
 def check_names(hp: Hyperparameters) -> None:
     """Refuses unknown data sets and models, with the choices."""
     if ":" not in hp.dataset and hp.dataset not in catalog.DATASETS:
-        raise unknown_name("dataset", hp.dataset, [*catalog.DATASETS, "package.module:callable"])
+        raise unknown_name("dataset", hp.dataset, [*catalog.DATASETS, *catalog.DATASET_FORMS])
+    kind = catalog.encoded_kind(hp.dataset)
+    if hp.test_dataset and (not kind or catalog.encoded_kind(hp.test_dataset) != kind):
+        raise UserError(
+            f"test_dataset={hp.test_dataset!r}: must be {f'{kind}:ADDRESS like dataset' if kind else 'left empty'}; "
+            "other data sets than shards and image folders have a test set of their own"
+        )
     if ":" not in hp.model:
         if reason := catalog.why_unsupported(hp.model):
             raise UserError(f"model={hp.model!r} cannot be used: {reason}; choose a classifier such as resnet18")
@@ -290,6 +321,10 @@ def check_combinations(hp: Hyperparameters) -> None:
             f"batch_size={hp.batch_size}: must be at least accumulation_steps x ranks = "
             f"{hp.accumulation_steps * max(1, hp.num_ranks)}; raise batch_size or lower accumulation_steps"
         )
+    encoded = bool(catalog.encoded_kind(hp.dataset))
+    if hp.augment in (("crop", "crop_flip") if encoded else ("resized_crop",)):
+        fitting = "none or resized_crop" if encoded else "none, crop or crop_flip"
+        raise UserError(f"augment={hp.augment!r}: not for dataset={shown(hp.dataset)}; choose {fitting}")
     if hp.nesterov and hp.optimizer == "sgd" and hp.momentum == 0:
         raise UserError("nesterov=True: needs momentum above 0; set momentum or nesterov=false")
     if hp.early_stop_patience and hp.validation_fraction == 0:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from flyte_ddp.distributed import rank, sum_over_ranks, wait_for, world_size
-from flyte_ddp.loading import ImageSet
+from flyte_ddp.loading.split import Split
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,7 @@ class Evaluation:
         return torch.bincount(pairs, minlength=num_classes**2).reshape(num_classes, num_classes)
 
 
-def evaluate(
-    predict: Callable[[Tensor], Tensor], images: ImageSet, batch_size: int, device: torch.device
-) -> Evaluation:
+def evaluate(predict: Callable[[Tensor], Tensor], images: Split, batch_size: int, device: torch.device) -> Evaluation:
     """Evaluates a split, all ranks together; every rank gets the same result.
 
     Args:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 
 from flyte_ddp import catalog
 from flyte_ddp.code_digest import library_digest
@@ -35,7 +36,16 @@ def run_name(hp: Hyperparameters, data_fingerprint: str, trigger: str = "") -> s
         trigger,
     )
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
-    return "-".join(name.replace(":", ".") for name in (hp.dataset, hp.model, digest))
+    return "-".join((short_name(hp.dataset), hp.model.replace(":", "."), digest))
+
+
+def short_name(dataset: str) -> str:
+    """A data set's name as part of a folder's: of an address its kind and its last part."""
+    kind, _, address = dataset.partition(":")
+    if not catalog.encoded_kind(dataset):
+        return dataset.replace(":", ".")
+    last = address.rstrip("/").rpartition("/")[2].removesuffix(".json")
+    return f"{kind}.{re.sub(r'[^A-Za-z0-9_.-]+', '_', last)[:40]}"
 
 
 def check_known_image_size(hp: Hyperparameters) -> None:
@@ -44,7 +54,8 @@ def check_known_image_size(hp: Hyperparameters) -> None:
     Raises:
         UserError: with the sizes that the model can take.
     """
-    side = hp.image_size or catalog.DATASETS.get(hp.dataset, 0)
+    encoded = catalog.ENCODED_SIDE if catalog.encoded_kind(hp.dataset) else 0
+    side = hp.image_size or catalog.DATASETS.get(hp.dataset, encoded)
     if side:
         catalog.check_image_size(hp.model, side, side)
 

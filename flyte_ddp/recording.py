@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 import flyte_ddp
 from flyte_ddp import artifacts, distributed
 from flyte_ddp.code_digest import library_digest
-from flyte_ddp.datasets import ImageArrays
+from flyte_ddp.datasets.prepared import PreparedSet, class_names
 from flyte_ddp.diagnosis import not_finite
 from flyte_ddp.evaluate import Evaluation
 from flyte_ddp.files import replacing
@@ -36,8 +36,8 @@ HISTOGRAM_BINS = 64
 class Recorder:
     """Collects losses over all ranks and, on rank 0, writes metrics.jsonl and shows progress."""
 
-    def __init__(self, job: Job, arrays: ImageArrays, state: TrainingState) -> None:
-        self.job, self.arrays, self.state = job, arrays, state
+    def __init__(self, job: Job, data: PreparedSet, state: TrainingState) -> None:
+        self.job, self.data, self.state = job, data, state
         self.writes = distributed.rank() == 0
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=state.device)
         self.samples = 0
@@ -51,7 +51,7 @@ class Recorder:
             self.log = MetricsLog(job.run_folder / "metrics.jsonl")
             steps_per_epoch = -(-len(state.training) // job.hp.batch_size)
             self.progress = Progress(job.settings.progress, state.total_steps, steps_per_epoch)
-            self.log.write(start_record(job, arrays, state))
+            self.log.write(start_record(job, data, state))
 
     def __enter__(self) -> Self:
         return self
@@ -211,7 +211,8 @@ class Recorder:
         wrong = torch.where(test.guesses != test.truth, test.losses, -torch.inf)
         worst = wrong.topk(min(WORST_MISTAKES, int((test.guesses != test.truth).sum()))).indices
         index = torch.cat([torch.arange(rows), worst]).numpy().astype(np.int32)
-        images, _ = self.state.test.gather(index)
+        tests = self.state.test
+        images, _ = tests.gather(np.concatenate([tests.order.samples(slice(place, place + 1)) for place in index]))
         with torch.inference_mode():
             scores = functional.softmax(self.state.predict(images), dim=1)
         return {
@@ -230,7 +231,7 @@ class Recorder:
         return {
             "format": artifacts.FORMAT,
             "model": hp.model,
-            "classes": list(self.arrays.classes),
+            "classes": list(class_names(self.data, hp)),
             "input": {
                 "channels": spec.channels,
                 "height": spec.height,
@@ -240,13 +241,13 @@ class Recorder:
             },
             "hyperparameters": hp.to_dict(),
             "metrics": metrics,
-            "digests": {"data": self.arrays.digest, "code": library_digest()},
+            "digests": {"data": self.data.digest, "code": library_digest()},
             "versions": versions(),
             "num_ranks": distributed.world_size(),
         }
 
 
-def start_record(job: Job, arrays: ImageArrays, state: TrainingState) -> dict[str, Any]:
+def start_record(job: Job, data: PreparedSet, state: TrainingState) -> dict[str, Any]:
     """The facts of a run that are known before its first step."""
     hardware = job.hardware
     return {
@@ -265,7 +266,7 @@ def start_record(job: Job, arrays: ImageArrays, state: TrainingState) -> dict[st
         "validation_samples": len(state.validation),
         "test_samples": len(state.test),
         "steps": state.total_steps,
-        "classes": list(arrays.classes),
+        "classes": list(class_names(data, job.hp)),
     }
 
 

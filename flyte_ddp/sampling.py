@@ -6,12 +6,17 @@ never what is computed.
 
 from __future__ import annotations
 
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 Indices = NDArray[np.integer[Any]]
+
+Item = TypeVar("Item")
 
 # What a random stream is for; keeps streams of one seed apart.
 SPLIT, ORDER, PACKING, TEST, CYCLE, WITHIN = range(6)
@@ -26,10 +31,10 @@ def random_stream(purpose: int, seed: int, first: int = 0, second: int = 0) -> n
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([purpose, seed, first, second])))
 
 
-def split_indices(samples: int, validation_fraction: float, seed: int) -> tuple[Indices, Indices]:
-    """Divides the training samples at random into those trained on and those held out, each in ascending order."""
-    held_out = round(samples * validation_fraction)
-    order = random_stream(SPLIT, seed).permutation(np.arange(samples, dtype=np.int32))
+def split_indices(samples: int, fraction: float, seed: int, purpose: int = SPLIT) -> tuple[Indices, Indices]:
+    """Divides samples at random into those that stay and the fraction that is held out, each in ascending order."""
+    held_out = round(samples * fraction)
+    order = random_stream(purpose, seed).permutation(np.arange(samples, dtype=np.int32))
     return np.sort(order[held_out:]), np.sort(order[:held_out])
 
 
@@ -41,6 +46,58 @@ def epoch_order(samples: Indices, seed: int, epoch: int) -> Indices:
 def steps_per_epoch(samples: int, batch_size: int) -> int:
     """Global batches in an epoch; the last one may be smaller, none is dropped."""
     return -(-samples // batch_size)
+
+
+class Order(Protocol):
+    """The samples of a split, and the order in which training goes through them."""
+
+    def __len__(self) -> int: ...
+
+    def samples(self, place: slice) -> Indices:
+        """Those from one place of the split to another, in an order of the split's own."""
+
+    def batches(self, epoch: int, batch_size: int, first: int = 0) -> Iterator[Indices]:
+        """An epoch's global batches, from the ``first``-th one on; the last one may be smaller."""
+
+    def reach(self, batch_size: int, *, mixed: bool) -> int:
+        """How many batches ahead the files are worth fetching, in an epoch's order or in the split's own."""
+
+
+@dataclass(frozen=True)
+class ListedOrder:
+    """Samples that are listed one by one, all mixed in each epoch."""
+
+    listed: Indices
+    seed: int = 0
+
+    def __len__(self) -> int:
+        return len(self.listed)
+
+    def samples(self, place: slice) -> Indices:
+        """Those listed there."""
+        return self.listed[place]
+
+    def batches(self, epoch: int, batch_size: int, first: int = 0) -> Iterator[Indices]:
+        """Cuts the epoch's order into global batches."""
+        order = epoch_order(self.listed, self.seed, epoch)
+        for start in range(first * batch_size, len(order), batch_size):
+            yield order[start : start + batch_size]
+
+    def reach(self, batch_size: int, *, mixed: bool) -> int:  # noqa: ARG002
+        """Each sample is a file of its own, or in memory."""
+        return 0
+
+
+def looking_ahead(items: Iterable[Item], number: int, begin: Callable[[Item], object]) -> Iterator[Item]:
+    """Hands on items in order, when ``begin`` has been called for that one and for so many after it."""
+    begun: deque[Item] = deque()
+    for item in items:
+        if number:
+            begin(item)
+        begun.append(item)
+        if len(begun) > number:
+            yield begun.popleft()
+    yield from begun
 
 
 def share(items: Indices, part: int, parts: int) -> Indices:

@@ -18,7 +18,9 @@ class Settings:
     ``FLYTE_DDP_WANDB_TABLE_ROWS`` (rows of the table of predictions), ``FLYTE_DDP_WANDB_WATCH`` (1: log histograms of
     the weights), ``FLYTE_DDP_WANDB_TIMEOUT`` (seconds that the end of a run waits for the wandb process),
     ``FLYTE_DDP_CHECKPOINT_SECONDS`` (longest time between two checkpoints; 0: none are written), ``FLYTE_DDP_TIMEOUT``
-    (seconds that ranks wait for one another).
+    (seconds that ranks wait for one another), ``FLYTE_DDP_CACHE`` (folder of fetched shards),
+    ``FLYTE_DDP_CACHE_BYTES`` (most that it may hold; 0: no limit), ``FLYTE_DDP_LOADER_THREADS`` (threads of each rank
+    that decode images; 0: one for each core that it has).
     """
 
     progress: str = "auto"
@@ -30,6 +32,9 @@ class Settings:
     wandb_table_rows: int = 200
     wandb_watch: bool = False
     wandb_timeout: float = 30.0
+    cache_folder: Path = field(default_factory=lambda: runs_folder() / "cache")
+    cache_bytes: int | None = None
+    loader_threads: int = 0
     wandb_run_id: str = field(default="", kw_only=True)
 
 
@@ -57,6 +62,9 @@ def from_environment(wandb_run_id: str = "") -> Settings:
         wandb_table_rows=int(number("FLYTE_DDP_WANDB_TABLE_ROWS", 200)),
         wandb_watch=env.get("FLYTE_DDP_WANDB_WATCH", "0") == "1",
         wandb_timeout=number("FLYTE_DDP_WANDB_TIMEOUT", 30.0),
+        cache_folder=Path(env.get("FLYTE_DDP_CACHE") or runs_folder() / "cache").absolute(),
+        cache_bytes=int(number("FLYTE_DDP_CACHE_BYTES", 0)) or None,
+        loader_threads=int(number("FLYTE_DDP_LOADER_THREADS", 0)),
         wandb_run_id=wandb_run_id,
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import torch
 from torch import Tensor
@@ -12,11 +12,10 @@ from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_
 
 from flyte_ddp import sampling
-from flyte_ddp.augmentation import augment
 from flyte_ddp.batch_norm import averaged_running_statistics
 from flyte_ddp.checkpointing import Checkpointer, Run, restore
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.datasets import open_arrays
+from flyte_ddp.datasets import open_prepared
 from flyte_ddp.distributed import rank, world_size
 from flyte_ddp.errors import UserError
 from flyte_ddp.evaluate import Evaluation, evaluate
@@ -39,10 +38,10 @@ def train(job: Job, offer_saving: Callable[[Callable[[], int]], None] = lambda _
 
     """
     hp = job.hp
-    arrays = open_arrays(job.data)
-    state = TrainingState.create(hp, job.hardware, arrays, job.initial_weights)
+    data = open_prepared(job.data)
+    state = TrainingState.create(hp, job.hardware, data, job.initial_weights, job.settings)
     selection = Selection(hp)
-    with Recorder(job, arrays, state) as recorder:
+    with closing(state.splits), Recorder(job, data, state) as recorder:
         run = Run(state, selection, recorder)
         if job.checkpoint is not None:
             restore(run, job.checkpoint)
@@ -64,16 +63,12 @@ def train(job: Job, offer_saving: Callable[[Callable[[], int]], None] = lambda _
 
 def batches_to_do(state: TrainingState) -> Iterator[sampling.Indices]:
     """The current epoch's global batches that no step has been done on yet."""
-    order = sampling.epoch_order(state.training.indices, state.hp.seed, state.epoch)
-    done = state.step - state.epoch * sampling.steps_per_epoch(len(order), state.hp.batch_size)
-    batches = global_batches(order, state.hp.batch_size, first=done)
-    return itertools.islice(batches, state.total_steps - state.step)
-
-
-def global_batches(order: sampling.Indices, batch_size: int, first: int = 0) -> Iterator[sampling.Indices]:
-    """Cuts an epoch's order into global batches, from the ``first``-th one on; the last one may be smaller."""
-    for start in range(first * batch_size, len(order), batch_size):
-        yield order[start : start + batch_size]
+    epoch, training = state.epoch, state.training
+    done = state.step - epoch * sampling.steps_per_epoch(len(training), state.hp.batch_size)
+    batches = training.order.batches(epoch, state.hp.batch_size, first=done)
+    wanted = itertools.islice(batches, state.total_steps - state.step)
+    reach = training.order.reach(state.hp.batch_size, mixed=True)
+    return training.loading_ahead(wanted, lambda batch: own_shares(batch, state.hp.accumulation_steps), epoch, reach)
 
 
 def train_step(state: TrainingState, batch: sampling.Indices, recorder: Recorder) -> None:
@@ -129,9 +124,8 @@ def own_shares(batch: sampling.Indices, parts: int) -> list[sampling.Indices]:
 
 def prepared(state: TrainingState, samples: sampling.Indices) -> tuple[Tensor, Tensor]:
     """The model's input for these samples, augmented for the current epoch, and their labels."""
-    hp = state.hp
-    images, labels = state.training.gather(samples)
-    return state.prepare(augment(images, hp.augment, seed=hp.seed, epoch=state.epoch, samples=samples)), labels
+    images, labels = state.training.gather(samples, state.epoch)
+    return state.prepare(images), labels
 
 
 def forward(

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -18,15 +17,16 @@ from flyte_ddp import models, sampling
 from flyte_ddp.batch_norm import synchronise_batch_norm
 from flyte_ddp.clock import Clock
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.datasets import ImageArrays
+from flyte_ddp.datasets.prepared import PreparedSet, class_names
 from flyte_ddp.diagnosis import LossWatch
 from flyte_ddp.distributed import rank, world_size
 from flyte_ddp.dropout import SampleRandomness, derive_dropout_from_samples
 from flyte_ddp.hardware import Hardware
 from flyte_ddp.images import InputSpec, prepare
 from flyte_ddp.initial_weights import load_initial_weights
-from flyte_ddp.loading import ImageSet, on_device
+from flyte_ddp.loading import Split, Splits, open_splits
 from flyte_ddp.optimisation import make_optimizer
+from flyte_ddp.settings import Settings
 from flyte_ddp.strategies import GradientSync, synchronised
 
 
@@ -40,9 +40,7 @@ class TrainingState:
     dtype: torch.dtype  # of weights and images
     spec: InputSpec
     num_classes: int
-    training: ImageSet
-    validation: ImageSet
-    test: ImageSet
+    splits: Splits
     total_steps: int
     model: nn.Module
     sync: GradientSync
@@ -62,7 +60,12 @@ class TrainingState:
 
     @classmethod
     def create(
-        cls, hp: Hyperparameters, hardware: Hardware, arrays: ImageArrays, initial_weights: Path | None
+        cls,
+        hp: Hyperparameters,
+        hardware: Hardware,
+        data: PreparedSet,
+        initial_weights: Path | None,
+        settings: Settings | None = None,
     ) -> TrainingState:
         """Builds everything from the seed.
 
@@ -74,17 +77,19 @@ class TrainingState:
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         torch.manual_seed(hp.seed)
         torch.use_deterministic_algorithms(hp.deterministic)
-        _, height, width, channels = arrays.train_images.shape
+        classes = len(class_names(data, hp))
+        splits = open_splits(data, hp, hardware, device, settings or Settings())
+        height, width, channels = splits.shape
         spec = models.input_spec(
             hp.model,
             channels=channels,
             height=height,
             width=width,
-            mean=arrays.mean,
-            std=arrays.std,
+            mean=data.mean,
+            std=data.std,
             size=hp.image_size,
         )
-        model = models.build(hp.model, len(arrays.classes), spec)
+        model = models.build(hp.model, classes, spec)
         if initial_weights is not None:
             load_initial_weights(model, initial_weights, hp.init_from)
         dtype = torch.float64 if hardware.precision == "fp64" else torch.float32
@@ -93,22 +98,15 @@ class TrainingState:
         randomness = derive_dropout_from_samples(model)
         if hp.sync_batchnorm and world_size() > 1:
             synchronise_batch_norm(model, on_one_machine=hardware.strategy == "shared_memory")
-        indices = sampling.split_indices(len(arrays.train_labels), hp.validation_fraction, hp.seed)
-        stored = on_device(device, arrays.train_images, arrays.train_labels)
-        training, validation = (ImageSet(*stored, part) for part in indices)
-        stored = on_device(device, arrays.test_images, arrays.test_labels)
-        test = ImageSet(*stored, np.arange(len(arrays.test_labels), dtype=np.int32))
-        steps = hp.epochs * sampling.steps_per_epoch(len(training), hp.batch_size)
+        steps = hp.epochs * sampling.steps_per_epoch(len(splits.training), hp.batch_size)
         return cls(
             hp=hp,
             hardware=hardware,
             device=device,
             dtype=dtype,
             spec=spec,
-            num_classes=len(arrays.classes),
-            training=training,
-            validation=validation,
-            test=test,
+            num_classes=classes,
+            splits=splits,
             total_steps=min(steps, hp.max_steps or steps),
             model=model,
             sync=synchronised(
@@ -119,6 +117,21 @@ class TrainingState:
             randomness=randomness,
             clock=Clock(),
         )
+
+    @property
+    def training(self) -> Split:
+        """The samples that the model is trained on."""
+        return self.splits.training
+
+    @property
+    def validation(self) -> Split:
+        """Those held out to choose by; there may be none."""
+        return self.splits.validation
+
+    @property
+    def test(self) -> Split:
+        """Those that results are reported for."""
+        return self.splits.test
 
     @property
     def epochs(self) -> int:

@@ -45,7 +45,7 @@ def check_inputs(hp: Hyperparameters, kickoff_time: Optional[datetime] = None) -
     pods.check_code()
     identity.check_known_image_size(hp)
     identity.check_requested_gpus(hp)
-    data = fingerprint(hp.dataset, hp.data_source)
+    data = fingerprint(hp.dataset, hp.data_source, hp.test_dataset)
     if kickoff_time == NO_SCHEDULE:
         kickoff_time = datetime.now(timezone.utc)
     run = places.free_run(identity.run_name(hp, data, trigger=kickoff_time.isoformat() if kickoff_time else ""))
@@ -58,9 +58,9 @@ def check_inputs(hp: Hyperparameters, kickoff_time: Optional[datetime] = None) -
 
 
 @task(**pods.light_pod(), retries=2, cache=pods.by_content(ignored_inputs=("data_source",)))
-def fetch_dataset(dataset: str, data_source: str, data_version: str) -> PreparedData:
+def fetch_dataset(dataset: str, data_source: str, test_dataset: str, data_version: str) -> PreparedData:
     """Download, verify and prepare a data set, once for each version of its content."""
     pods.check_code()
     folder = places.folder_for(places.without_token(data_version))
-    fetch(dataset, data_source, folder, progress=from_environment().progress)
+    fetch(dataset, data_source, folder, test_dataset=test_dataset, progress=from_environment().progress)
     return places.directory(folder)

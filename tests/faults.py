@@ -119,8 +119,8 @@ def model(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
 
 if FAULT and dist.is_initialized():  # in a rank
     from flyte_ddp import checkpoint
-    from flyte_ddp.loading import ImageSet
+    from flyte_ddp.loading import Split
 
     passing("import")
-    before(ImageSet, "gather", "data")
+    before(Split, "gather", "data")
     before(checkpoint, "write", "checkpoint")

@@ -14,7 +14,9 @@ from flyte_ddp.datasets import fetch, open_arrays
 from flyte_ddp.distributed import rank, world_size
 from flyte_ddp.evaluate import evaluate
 from flyte_ddp.hardware import detect
-from flyte_ddp.loading import ImageSet
+from flyte_ddp.loading import Split
+from flyte_ddp.loading.arrays import ArrayImages
+from flyte_ddp.sampling import ListedOrder
 from flyte_ddp.train import evaluate_splits
 from flyte_ddp.training_state import TrainingState
 
@@ -52,12 +54,12 @@ def test_metrics_are_the_same_on_any_number_of_ranks(tmp_path: Path) -> None:
 
 
 def test_a_sample_that_is_not_counted_once_is_an_error() -> None:
-    class Twice(ImageSet):
+    class Twice(Split):
         def batches(self, batch_size, part, parts):
             yield from super().batches(batch_size, part, parts)
             yield from super().batches(batch_size, part, parts)
 
     images, labels = torch.zeros(5, 1, 1, 1, dtype=torch.uint8), torch.zeros(5, dtype=torch.int64)
-    split = Twice(images, labels, torch.arange(5, dtype=torch.int32).numpy())
+    split = Twice(ArrayImages(images, labels), ListedOrder(torch.arange(5, dtype=torch.int32).numpy()))
     with pytest.raises(RuntimeError, match="counted 5 of 5 samples not exactly once"):
         evaluate(lambda batch: functional.one_hot(batch[:, 0, 0, 0].long(), 2).float(), split, 2, torch.device("cpu"))

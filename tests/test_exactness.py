@@ -20,7 +20,7 @@ from flyte_ddp.datasets import fetch, open_arrays
 from flyte_ddp.distributed import rank
 from flyte_ddp.hardware import detect
 from flyte_ddp.images import InputSpec
-from flyte_ddp.train import apply_gradients, compute_gradients, global_batches
+from flyte_ddp.train import apply_gradients, compute_gradients
 from flyte_ddp.training_state import TrainingState
 
 STEPS = 50
@@ -51,7 +51,7 @@ CASES = {
 
 def batches(hp: Hyperparameters, samples: sampling.Indices) -> Iterator[sampling.Indices]:
     for epoch in range(hp.epochs):
-        yield from global_batches(sampling.epoch_order(samples, hp.seed, epoch), hp.batch_size)
+        yield from sampling.ListedOrder(samples, hp.seed).batches(epoch, hp.batch_size)
 
 
 def train_in_ranks(folder: Path) -> None:
@@ -62,7 +62,7 @@ def train_in_ranks(folder: Path) -> None:
         hp = replace(case, strategy=strategy, num_ranks=ranks)
         state = TrainingState.create(hp, detect(hp), arrays, None)
         losses, states = [], []
-        for _, batch in zip(range(STEPS), batches(hp, state.training.indices), strict=False):
+        for _, batch in zip(range(STEPS), batches(hp, state.training.order.samples(slice(None))), strict=False):
             losses.append(compute_gradients(state, batch).item() / len(batch))
             apply_gradients(state)
             states.append({key: value.clone() for key, value in state.model.state_dict().items()})

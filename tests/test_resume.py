@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from flyte_ddp import checkpoint, train, training_state
+from flyte_ddp import checkpoint, sampling, train, training_state
 from flyte_ddp.checkpoint import Identity
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import RankError, UserError
@@ -172,7 +172,7 @@ def test_each_rank_knows_how_many_samples_it_has_trained_on(
     for rank, length in itertools.product(range(ranks), (5, 10, 47)):
         for module in (train, training_state):
             monkeypatch.setattr(module, "rank", lambda rank=rank: rank)
-        batches = [*train.global_batches(np.arange(length, dtype=np.int32), 10)] * 3
+        batches = [*sampling.ListedOrder(np.arange(length, dtype=np.int32)).batches(0, 10)] * 3
         done = 0
         for step, batch in enumerate(batches):
             state: Any = SimpleNamespace(hp=hp, training=range(length), step=step)

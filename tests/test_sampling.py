@@ -7,15 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flyte_ddp import sampling
-from flyte_ddp.train import global_batches
 
 LENGTHS = st.integers(1, 500)
 
 
 @given(samples=LENGTHS, batch_size=st.integers(1, 600), epoch=st.integers(0, 5), seed=st.integers(0, 2**31))
 def test_an_epoch_visits_every_sample_once(samples: int, batch_size: int, epoch: int, seed: int) -> None:
-    order = sampling.epoch_order(np.arange(samples), seed, epoch)
-    batches = list(global_batches(order, batch_size))
+    batches = list(sampling.ListedOrder(np.arange(samples), seed).batches(epoch, batch_size))
     assert sorted(np.concatenate(batches)) == list(range(samples))
     assert len(batches) == sampling.steps_per_epoch(samples, batch_size)
     assert all(len(batch) == batch_size for batch in batches[:-1])

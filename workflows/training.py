@@ -20,7 +20,12 @@ from tasks.training import TrainingOutputs, train_model
 def training_wf(hp: Hyperparameters = Hyperparameters()) -> TrainingOutputs:
     """Train an image classifier; a run with the same hyperparameters, data and code is answered from the cache."""
     checked = check_inputs(hp=hp)
-    data = fetch_dataset(dataset=hp.dataset, data_source=hp.data_source, data_version=checked.data_version)
+    data = fetch_dataset(
+        dataset=hp.dataset,
+        data_source=hp.data_source,
+        test_dataset=hp.test_dataset,
+        data_version=checked.data_version,
+    )
     return train_model(hp=hp, data=data, run_version=checked.run_version)
 
 
@@ -28,7 +33,12 @@ def training_wf(hp: Hyperparameters = Hyperparameters()) -> TrainingOutputs:
 def retraining_wf(hp: Hyperparameters = Hyperparameters(), kickoff_time: datetime = NO_SCHEDULE) -> TrainingOutputs:
     """Train an image classifier anew for each kickoff time, even if nothing else has changed."""
     checked = check_inputs(hp=hp, kickoff_time=kickoff_time)
-    data = fetch_dataset(dataset=hp.dataset, data_source=hp.data_source, data_version=checked.data_version)
+    data = fetch_dataset(
+        dataset=hp.dataset,
+        data_source=hp.data_source,
+        test_dataset=hp.test_dataset,
+        data_version=checked.data_version,
+    )
     return train_model(hp=hp, data=data, run_version=checked.run_version)
 
 

@@ -11,12 +11,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from flyte_ddp.datasets.arrays import ImageArrays, open_arrays, read_description, total_bytes, write_arrays
+from flyte_ddp.catalog import DATASET_FORMS, encoded_kind
+from flyte_ddp.datasets.arrays import ImageArrays, read_description, total_bytes, write_arrays
 from flyte_ddp.datasets.cifar10 import CIFAR10
 from flyte_ddp.datasets.custom import CustomSet
 from flyte_ddp.datasets.digits import Digits
+from flyte_ddp.datasets.encoded_set import looked_up, write_encoded_set
 from flyte_ddp.datasets.fashion_mnist import FASHION_MNIST
 from flyte_ddp.datasets.mnist import MNIST
+from flyte_ddp.datasets.prepared import open_prepared
 from flyte_ddp.datasets.progress import MODES, Progress, size
 from flyte_ddp.errors import UserError, unknown_name
 
@@ -48,35 +51,41 @@ def named(dataset: str) -> Dataset:
     if ":" in dataset:
         return CustomSet(dataset)
     if dataset not in DATASETS:
-        raise unknown_name("dataset", dataset, [*DATASETS, "package.module:callable"])
+        raise unknown_name("dataset", dataset, [*DATASETS, *DATASET_FORMS])
     return DATASETS[dataset]
 
 
-def fingerprint(dataset: str, source: str) -> str:
+def fingerprint(dataset: str, source: str, test_dataset: str = "") -> str:
     """A short text, also fit for a file name, that changes exactly when the data's content does.
 
     It takes milliseconds and no download: published data sets are named by their digests, of a mirror only its
-    ``SHA256SUMS`` is read. For ``package.module:callable`` it covers the callable's source and the source's content.
+    ``SHA256SUMS`` is read. For ``package.module:callable`` it covers the callable's source and the source's content,
+    for shards their index, for a folder of images the list of its files.
 
     Raises:
         UserError: an unknown data set, or a source that is not there.
     """
+    if kind := encoded_kind(dataset):
+        refuse_source(dataset, source)
+        return f"{kind}-{looked_up(dataset, test_dataset).digest[:16]}"
     return named(dataset).fingerprint(source)
 
 
-def fetch(dataset: str, source: str, folder: Path, *, progress: str = "auto") -> Path:
+def fetch(dataset: str, source: str, folder: Path, *, test_dataset: str = "", progress: str = "auto") -> Path:
     """Gets a data set, checks it and puts it into ``folder``, which appears whole or not at all.
 
     Args:
-        dataset: a name of ``DATASETS``, or ``package.module:callable``.
+        dataset: a name of ``DATASETS``, ``package.module:callable``, or ``shards:...`` or ``image_folder:...``, of
+            which only the index or the list of files is fetched.
         source: a directory or a file://, s3:// or https:// mirror, which then is the only place that is asked; empty
             for the usual places: a copy of the operating system's, then the public addresses.
         folder: where to put it; if it holds this data set of this source already, nothing is done, so
             name it by the :func:`fingerprint` where the source can change.
+        test_dataset: of shards and folders of images, what to test on.
         progress: auto, bar, lines or off; on stderr.
 
     Returns:
-        The absolute path of ``folder``, for :func:`open_arrays`.
+        The absolute path of ``folder``, for :func:`flyte_ddp.datasets.open_prepared`.
 
     Raises:
         UserError: an unknown data set; a source that is unreachable, empty, damaged or altered; a full disk; a folder
@@ -84,24 +93,36 @@ def fetch(dataset: str, source: str, folder: Path, *, progress: str = "auto") ->
     """
     if progress not in MODES:
         raise unknown_name("progress", progress, MODES)
-    chosen = named(dataset)
     folder = Path(folder).absolute()
-    if is_prepared(folder, dataset, source):
+    asked = {"data_source": source, "test_dataset": test_dataset}
+    if is_prepared(folder, dataset, asked):
         return folder
     with workspace_beside(folder) as workspace:
-        with full_disk_explained(folder, dataset, chosen.needed_bytes):
-            arrays, origin = chosen.load(source, workspace, Progress(progress))
-        with full_disk_explained(folder, dataset, total_bytes(arrays)):
-            write_arrays(arrays, workspace, {"source": origin, "data_source": source})
+        if encoded_kind(dataset):
+            refuse_source(dataset, source)
+            with full_disk_explained(folder, dataset, 0):
+                write_encoded_set(looked_up(dataset, test_dataset), workspace, asked)
+        else:
+            chosen = named(dataset)
+            with full_disk_explained(folder, dataset, chosen.needed_bytes):
+                arrays, origin = chosen.load(source, workspace, Progress(progress))
+            with full_disk_explained(folder, dataset, total_bytes(arrays)):
+                write_arrays(arrays, workspace, {"source": origin, **asked})
         try:
             workspace.rename(folder)
         except OSError:
-            if not is_prepared(folder, dataset, source):  # else another process was faster, with the same data
+            if not is_prepared(folder, dataset, asked):  # else another process was faster, with the same data
                 raise
     return folder
 
 
-def is_prepared(folder: Path, dataset: str, source: str) -> bool:
+def refuse_source(dataset: str, source: str) -> None:
+    """An address is in the name already."""
+    if source:
+        raise UserError(f"data_source={source!r}: dataset={dataset!r} says where its data are; leave data_source empty")
+
+
+def is_prepared(folder: Path, dataset: str, asked: dict[str, str]) -> bool:
     """Whether the folder holds this data set; False where there is no folder, or an empty one.
 
     Raises:
@@ -110,13 +131,13 @@ def is_prepared(folder: Path, dataset: str, source: str) -> bool:
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return False
     description = read_description(folder)
-    held, held_source = description.get("name"), description.get("data_source")
-    if (held, held_source) != (dataset, source):
+    held, held_source = description.get("name"), {key: description.get(key, "") for key in asked}
+    if (held, held_source) != (dataset, asked):
+        found, wanted = (", ".join(f"{key}={value!r}" for key, value in made.items()) for made in (held_source, asked))
         raise UserError(
-            f"{folder}: holds {held!r} of data_source={held_source!r} and not {dataset!r} of {source!r}; "
-            "choose another folder or delete it"
+            f"{folder}: holds {held!r} of {found} and not {dataset!r} of {wanted}; choose another folder or delete it"
         )
-    open_arrays(folder)
+    open_prepared(folder)
     return True
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,10 +20,16 @@ class ImageList:
 
     address: str
     classes: tuple[str, ...]
-    names: tuple[str, ...]  # relative to the address
+    names: Sequence[str]  # relative to the address
     labels: NDArray[np.int64]
     sizes: NDArray[np.int64]  # bytes
     tags: tuple[str, ...]  # texts that change when the files do
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 (hex) of names, sizes and tags."""
+        rows = zip(self.names, self.sizes.tolist(), self.tags, strict=True)
+        return hashlib.sha256("\n".join(f"{name} {size} {tag}" for name, size, tag in rows).encode()).hexdigest()
 
 
 def list_images(address: str) -> ImageList:

@@ -3,8 +3,8 @@
 A batch is drawn from several *lanes*. The shards come in an order of their own in each epoch, the samples of each are
 mixed, and the sequence that this makes is cut into as many stretches as there are lanes. Each lane walks along its
 stretch, and gives every batch the same number of samples. A rank's share of a batch is a slice of it, and so of the
-lanes: it reads from the shards of its own lanes alone. All of it is a function of (seed, epoch, step), of which any part
-can be computed at once; the number of ranks has no part in it.
+lanes: it reads from the shards of its own lanes alone. All of it is a function of (seed, epoch, step), of which any
+part can be computed at once; the number of ranks has no part in it.
 
 The idea of a fixed number of stretches, so that the order does not depend on the number of nodes, is that of
 ``num_canonical_nodes`` in MosaicML's streaming.
@@ -28,8 +28,9 @@ SPLITS = ("training", "validation", "test")
 
 def spread(fraction: float, counts: NDArray[np.int64]) -> NDArray[np.int64]:
     """That fraction of each count in whole numbers, whose sums stay within half of one of the fraction of the sums."""
-    ends = np.floor(np.cumsum(counts) * fraction + 0.5).astype(np.int64)
-    return np.diff(ends, prepend=0)
+    ends: NDArray[np.int64] = np.floor(np.cumsum(counts) * fraction + 0.5).astype(np.int64)
+    shares: NDArray[np.int64] = np.diff(ends, prepend=0)
+    return shares
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,6 +121,11 @@ class ShardOrder:
         parts = [self.stretch(epoch, start, end) for start, end in self.lane_places(batch_size, number)]
         return np.concatenate(parts)
 
+    def reach(self, batch_size: int, *, mixed: bool) -> int:
+        """As many batches as a shard lasts: while one is read the next one is fetched."""
+        longest = int(self.taken.max()) if mixed else int(self.available.max())
+        return -(-longest // max(1, batch_size // self.lanes if mixed else batch_size))
+
     def lane_places(self, batch_size: int, number: int) -> Iterator[tuple[int, int]]:
         """Where in the epoch's sequence each lane's part of a batch begins and ends."""
         full, ragged = divmod(self.total, batch_size)
@@ -168,7 +174,8 @@ class ShardOrder:
             cycle = sampling.random_stream(sampling.CYCLE, self.seed, shard).permutation(numbers)
             numbers = cycle[np.arange(epoch * taken, (epoch + 1) * taken) % len(cycle)]
         mixed = sampling.random_stream(sampling.WITHIN, self.seed, epoch, shard).permutation(numbers)
-        return self.firsts[shard] + mixed
+        samples: Indices = self.firsts[shard] + mixed
+        return samples
 
 
 def spread_by_weight(available: NDArray[np.int64], weights: NDArray[np.float64]) -> NDArray[np.int64]:

@@ -1,0 +1,152 @@
+"""Data sets that stay where they are, of encoded images: shards, or a folder or prefix of image files.
+
+What is prepared of them is small: which samples there are, where these are, and what their classes are called.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flyte_ddp.catalog import encoded_kind
+from flyte_ddp.datasets.arrays import DESCRIPTION, flush, read_description, write_array
+from flyte_ddp.datasets.identity import digest_of
+from flyte_ddp.datasets.image_folder import ImageList, list_images
+from flyte_ddp.errors import UserError
+from flyte_ddp.shards.index import Part, Shard, ShardIndex, read_index
+
+SHARDS = "shards"
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's images, as torchvision's models take them
+SPLITS = ("train", "test")
+
+
+@dataclass(frozen=True, eq=False)
+class EncodedSet:
+    """A data set of encoded images of any size. ``test`` is None where a part of ``train`` is held out for testing."""
+
+    name: str
+    classes: tuple[str, ...]
+    digest: str
+    train: ShardIndex | ImageList
+    test: ShardIndex | ImageList | None
+    mean: tuple[float, ...] = MEAN
+    std: tuple[float, ...] = STD
+
+
+def looked_up(dataset: str, test_dataset: str) -> EncodedSet:
+    """Reads the indexes, or lists the files, that ``dataset`` and ``test_dataset`` name.
+
+    Raises:
+        UserError: they cannot be read, are empty, or do not have the same classes.
+    """
+    read = read_index if encoded_kind(dataset) == SHARDS else list_images
+    train: Any = read(dataset.partition(":")[2])
+    test: Any = read(test_dataset.partition(":")[2]) if test_dataset else None
+    if test is not None and test.classes and train.classes and test.classes != train.classes:
+        other = sorted(set(test.classes) ^ set(train.classes))[:3] or ["another order"]
+        raise UserError(
+            f"test_dataset={test_dataset!r}: has other classes than dataset (such as {', '.join(other)}); "
+            "both must have the same"
+        )
+    digests = [train.digest, test.digest if test is not None else ""]
+    return EncodedSet(dataset, train.classes, digest_of(digests), train, test)
+
+
+def write_encoded_set(data: EncodedSet, folder: Path, origin: dict[str, str]) -> None:
+    """Puts what is known of the data set into an existing folder; the description comes last."""
+    for split in SPLITS:
+        source = getattr(data, split)
+        if isinstance(source, ShardIndex):
+            parts = [[part.name, part.weight] for part in source.parts]
+            content = {"name": source.name, "parts": parts, "shards": source.shards}
+            with (folder / f"{split}.json").open("w", encoding="utf-8") as file:
+                json.dump(content, file)
+                flush(file)
+        elif source is not None:
+            names = "".join(source.names).encode("utf-8", "surrogateescape")
+            lengths = [len(name.encode("utf-8", "surrogateescape")) for name in source.names]
+            write_array(folder / f"{split}_names.npy", np.frombuffer(names, np.uint8))
+            write_array(folder / f"{split}_name_ends.npy", np.cumsum(lengths, dtype=np.int64))
+            write_array(folder / f"{split}_labels.npy", source.labels)
+            write_array(folder / f"{split}_sizes.npy", source.sizes)
+    sources = {split: getattr(data, split) for split in SPLITS}
+    described = {
+        "name": data.name,
+        "classes": data.classes,
+        "digest": data.digest,
+        "mean": data.mean,
+        "std": data.std,
+        "kind": encoded_kind(data.name),
+        "addresses": {split: source.address for split, source in sources.items() if isinstance(source, ImageList)},
+        **origin,
+    }
+    with (folder / DESCRIPTION).open("w", encoding="utf-8") as file:
+        json.dump(described, file, indent=1)
+        flush(file)
+
+
+def open_encoded_set(folder: Path) -> EncodedSet:
+    """Opens what :func:`write_encoded_set` left; lists of files are memory-mapped, and shared by all processes.
+
+    Raises:
+        UserError: a file is missing or damaged.
+    """
+    described = read_description(folder)
+    try:
+        classes = tuple(described["classes"])
+        opened = open_shards if described["kind"] == SHARDS else open_list
+        train = opened(folder, "train", described, classes)
+        if train is None:
+            raise FileNotFoundError("there is no list of training samples")
+        data = EncodedSet(
+            described["name"], classes, described["digest"], train, opened(folder, "test", described, classes)
+        )
+        return replace(data, mean=tuple(described["mean"]), std=tuple(described["std"]))
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{folder}: the prepared data set is damaged ({error}); delete it and fetch it again"
+        ) from error
+
+
+def open_shards(folder: Path, split: str, described: dict[str, Any], classes: tuple[str, ...]) -> ShardIndex | None:
+    """The index of a split, if there is one."""
+    del described
+    path = folder / f"{split}.json"
+    if not path.exists():
+        return None
+    content = json.loads(path.read_text(encoding="utf-8"))
+    shards = [Shard._make([*row[:-1], tuple(row[-1]) if row[-1] else None]) for row in content["shards"]]
+    return ShardIndex(content["name"], shards, tuple(Part(*part) for part in content["parts"]), classes)
+
+
+def open_list(folder: Path, split: str, described: dict[str, Any], classes: tuple[str, ...]) -> ImageList | None:
+    """The list of a split's files, if there is one."""
+    if split not in described["addresses"]:
+        return None
+
+    def column(name: str) -> NDArray[Any]:
+        loaded: NDArray[Any] = np.load(folder / f"{split}_{name}.npy", mmap_mode="r", allow_pickle=False)
+        return loaded
+
+    names = Names(column("names"), column("name_ends"))
+    return ImageList(described["addresses"][split], classes, names, column("labels"), column("sizes"), ())
+
+
+class Names(Sequence[str]):
+    """Many texts in one memory-mapped array."""
+
+    def __init__(self, content: NDArray[np.uint8], ends: NDArray[np.int64]) -> None:
+        self.content, self.ends = content, ends
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, number: Any) -> Any:
+        start = int(self.ends[number - 1]) if number else 0
+        return self.content[start : int(self.ends[number])].tobytes().decode("utf-8", "surrogateescape")

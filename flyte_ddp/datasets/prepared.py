@@ -1,0 +1,38 @@
+"""Opening a prepared data set, of whatever kind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.datasets.arrays import ImageArrays, open_arrays, read_description
+from flyte_ddp.datasets.encoded_set import EncodedSet, open_encoded_set
+from flyte_ddp.errors import UserError
+
+PreparedSet = ImageArrays | EncodedSet
+
+
+def open_prepared(folder: Path) -> PreparedSet:
+    """The data set in a folder that :func:`flyte_ddp.datasets.fetch` has made.
+
+    Raises:
+        UserError: it is no such folder, or damaged.
+    """
+    return open_encoded_set(folder) if read_description(folder).get("kind") else open_arrays(folder)
+
+
+def class_names(data: PreparedSet, hp: Hyperparameters) -> tuple[str, ...]:
+    """The names of the classes; their numbers where the data set does not say and ``num_classes`` does.
+
+    Raises:
+        UserError: neither says, or they do not agree.
+    """
+    if data.classes and hp.num_classes not in (0, len(data.classes)):
+        raise UserError(f"num_classes={hp.num_classes}: the data set has {len(data.classes)}; set that, or 0")
+    names = data.classes or tuple(str(number) for number in range(hp.num_classes))
+    if not names:
+        raise UserError(
+            f"dataset={hp.dataset!r}: its index does not say how many classes there are; set num_classes, or make an "
+            "index that says with python -m flyte_ddp.shards create"
+        )
+    return names

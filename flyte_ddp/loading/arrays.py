@@ -1,0 +1,60 @@
+"""Images from arrays that all ranks map into memory together; on a GPU the arrays are resident."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flyte_ddp.augmentation import augment
+from flyte_ddp.sampling import Indices
+
+
+@dataclass(frozen=True)
+class ArrayImages:
+    """Arrays that all ranks map into memory together.
+
+    On a CPU a batch is gathered straight from the memory-mapped file, so that ranks share one copy in the page cache.
+    On a GPU all of them, still uint8, are copied once and batches are gathered there.
+    """
+
+    images: NDArray[np.uint8] | Tensor  # [N, H, W, C]
+    labels: NDArray[np.int64] | Tensor  # [N]
+    augment: str = "none"
+    seed: int = 0
+    batches_ahead: int = 0
+
+    def gather(self, samples: Indices, epoch: int | None = None) -> tuple[Tensor, Tensor]:
+        """Images uint8 [n, H, W, C] and labels int64 [n] of these rows of the arrays."""
+        if isinstance(self.images, Tensor):
+            where = torch.from_numpy(samples).to(self.images.device)
+            assert isinstance(self.labels, Tensor)
+            images, labels = self.images[where], self.labels[where]
+        else:
+            images = torch.from_numpy(self.images[samples])
+            labels = torch.from_numpy(np.asarray(self.labels[samples]))
+        if epoch is not None:
+            images = augment(images, self.augment, seed=self.seed, epoch=epoch, samples=samples)
+        return images, labels
+
+    def prefetch(self, samples: Indices, epoch: int | None) -> None:
+        """There is nothing to wait for."""
+
+    def expect(self, samples: Indices) -> None:
+        """There is nothing to fetch."""
+
+    def close(self) -> None:
+        """The arrays are closed when nobody has them any more."""
+
+
+def on_device(
+    device: torch.device, images: NDArray[np.uint8], labels: NDArray[np.int64]
+) -> tuple[NDArray[np.uint8] | Tensor, NDArray[np.int64] | Tensor]:
+    """Stored arrays as they are for a CPU, copied to the device for a GPU."""
+    if device.type == "cpu":
+        # The same memory without numpy's memmap class, whose indexing is slower.
+        return np.asarray(images), np.asarray(labels)
+    return torch.from_numpy(np.array(images)).to(device), torch.from_numpy(np.array(labels)).to(device)

@@ -1,0 +1,82 @@
+"""Images of any size to squares of one: a random part of them for training, the middle for evaluation.
+
+The random part is that of torchvision's ``RandomResizedCrop`` with its own settings (Szegedy et al., arXiv 1409.4842),
+mirrored half of the time; which part is a function of (seed, epoch, sample).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from flyte_ddp.augmentation import uniforms
+from flyte_ddp.sampling import Indices
+
+TRIES = 10
+SCALE = (0.08, 1.0)  # share of the image's area
+RATIO = (3 / 4, 4 / 3)  # width to height
+DRAWS = 2 * TRIES + 3
+EVALUATION_SHARE = 224 / 256  # of the shorter side
+
+
+class Crop(NamedTuple):
+    """A part of an image, in pixels, and whether it is mirrored."""
+
+    top: int
+    left: int
+    height: int
+    width: int
+    mirrored: bool = False
+
+
+def draw(seed: int, epoch: int, samples: Indices) -> NDArray[np.float64]:
+    """[N, DRAWS]: what decides on each sample's crop."""
+    return uniforms(seed, epoch, samples, DRAWS)
+
+
+def random_crop(draws: NDArray[np.float64], height: int, width: int) -> Crop:
+    """The part of a ``height`` x ``width`` image that one sample's draws choose.
+
+    Of ten proposals (an area and a ratio each) it is the first that fits; if none does, the middle of the image in the
+    nearest ratio that is allowed.
+    """
+    *proposals, vertical, horizontal, mirror = draws.tolist()
+    mirrored = mirror < 0.5
+    low, high = math.log(RATIO[0]), math.log(RATIO[1])
+    for drawn_area, drawn_ratio in zip(proposals[::2], proposals[1::2], strict=True):
+        area = height * width * (SCALE[0] + (SCALE[1] - SCALE[0]) * drawn_area)
+        ratio = math.exp(low + (high - low) * drawn_ratio)
+        across, down = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < across <= width and 0 < down <= height:
+            top, left = int(vertical * (height - down + 1)), int(horizontal * (width - across + 1))
+            return Crop(top, left, down, across, mirrored)
+    across = min(width, round(height * RATIO[1]))
+    down = min(height, round(width / RATIO[0]))
+    return Crop((height - down) // 2, (width - across) // 2, down, across, mirrored)
+
+
+def middle_crop(height: int, width: int) -> Crop:
+    """The square in the middle whose side is 7/8 of the shorter side: 224 of 256 pixels, as is usual for ImageNet."""
+    side = max(1, round(min(height, width) * EVALUATION_SHARE))
+    return Crop((height - side) // 2, (width - side) // 2, side, side)
+
+
+def resized(image: Tensor, crop: Crop, size: int) -> Tensor:
+    """That part of an image, as a square.
+
+    Args:
+        image: uint8 [C, H, W].
+
+    Returns:
+        uint8 [C, size, size].
+
+    """
+    part = image[:, crop.top : crop.top + crop.height, crop.left : crop.left + crop.width]
+    square = functional.interpolate(part[None], (size, size), mode="bilinear", antialias=True)[0]
+    return torch.flip(square, (2,)) if crop.mirrored else square

@@ -1,0 +1,182 @@
+"""Images that are decoded when they are needed, from shards or files, by threads that work ahead of training."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from flyte_ddp.errors import UserError
+from flyte_ddp.loading import cropping
+from flyte_ddp.loading.decoding import DecodingError, decode
+from flyte_ddp.sampling import Indices
+
+AHEAD = 2  # batches that are loaded while one is trained on
+SAMPLES_A_TASK = 4  # few enough to share a batch out among threads, and enough to make little of a task's own cost
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """An image as it is stored, its label, and what to call it."""
+
+    content: bytes
+    label: int
+    name: str
+
+
+class Reader(Protocol):
+    """Gives stored images; several threads may ask at the same time."""
+
+    def read(self, sample: int) -> Encoded:
+        """The image with that number."""
+
+    def neighbours(self, sample: int) -> range:
+        """The samples that are at hand with this one."""
+
+    def expect(self, samples: Indices) -> None:
+        """Begins to fetch the files that these are in."""
+
+    def close(self) -> None:
+        """Ends what was begun, and closes files."""
+
+
+class BadSamples:
+    """Counts samples that cannot be decoded, of which so many are allowed for each rank."""
+
+    def __init__(self, allowed: int) -> None:
+        self.allowed = allowed
+        self.names: set[str] = set()
+        self.lock = threading.Lock()
+
+    def add(self, name: str, reason: str) -> None:
+        """Takes one more into account.
+
+        Raises:
+            UserError: it is one too many.
+        """
+        with self.lock:
+            self.names.add(name)
+            count = len(self.names)
+        if count > self.allowed:
+            more = f"; {count} such samples, and bad_samples={self.allowed} are allowed" if self.allowed else ""
+            raise UserError(
+                f"{name} cannot be decoded: {reason}{more}; mend or remove it, or allow some with bad_samples"
+            )
+
+
+class EncodedImages:
+    """Decodes, crops and, for training, augments images.
+
+    Args:
+        reader: where they are stored.
+        size: side of the squares that they become, in pixels.
+        crop: of training images: ``resized_crop`` (a random part, mirrored half of the time) or ``none`` (the middle).
+        seed: of the random parts.
+        classes: their number; a label must be below it.
+        bad_samples: how many samples may be undecodable; in the place of each is the next one that is not.
+        threads: that decode.
+        device: where batches go.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        *,
+        size: int,
+        crop: str,
+        seed: int,
+        classes: int,
+        bad_samples: int,
+        threads: int,
+        device: torch.device,
+    ) -> None:
+        self.reader, self.size, self.crop, self.seed, self.classes = reader, size, crop, seed, classes
+        self.device, self.bad = device, BadSamples(bad_samples)
+        self.pool = ThreadPoolExecutor(threads, thread_name_prefix="decoder")
+        self.pending: dict[tuple[int | None, bytes], Batch] = {}
+
+    @property
+    def batches_ahead(self) -> int:
+        """Enough to keep the threads at work while a batch is waited for."""
+        return AHEAD
+
+    def prefetch(self, samples: Indices, epoch: int | None) -> None:
+        """Has threads begin with these samples."""
+        key = (epoch, samples.tobytes())
+        if key not in self.pending:
+            self.pending[key] = self.begin(samples, epoch)
+
+    def expect(self, samples: Indices) -> None:
+        """Has files fetched that will be needed a while later."""
+        self.reader.expect(samples)
+
+    def gather(self, samples: Indices, epoch: int | None) -> tuple[Tensor, Tensor]:
+        """Images uint8 [n, size, size, 3] and labels int64 [n] on the device.
+
+        Raises:
+            UserError: a sample that cannot be had or decoded, or whose label is not a class's.
+        """
+        batch = self.pending.pop((epoch, samples.tobytes()), None) or self.begin(samples, epoch)
+        for task in batch.tasks:
+            task.result()
+        return batch.images.to(self.device, non_blocking=True), batch.labels.to(self.device, non_blocking=True)
+
+    def begin(self, samples: Indices, epoch: int | None) -> Batch:
+        """Hands the samples to the threads, a few at a time."""
+        on_gpu = self.device.type == "cuda"
+        with torch.inference_mode(mode=False):  # threads cannot write into a tensor that an evaluation has made
+            images = torch.empty(len(samples), self.size, self.size, 3, dtype=torch.uint8, pin_memory=on_gpu)
+            labels = torch.empty(len(samples), dtype=torch.int64, pin_memory=on_gpu)
+        augmented = epoch is not None and self.crop == "resized_crop"
+        draws = cropping.draw(self.seed, epoch or 0, samples) if augmented else None
+
+        def load(places: range) -> None:
+            for place in places:
+                pixels, label = self.pixels(int(samples[place]))
+                _, height, width = pixels.shape
+                crop = (
+                    cropping.random_crop(draws[place], height, width)
+                    if draws is not None
+                    else cropping.middle_crop(height, width)
+                )
+                images[place] = cropping.resized(pixels, crop, self.size).permute(1, 2, 0)
+                labels[place] = label
+
+        starts = range(0, len(samples), SAMPLES_A_TASK)
+        tasks = [self.pool.submit(load, range(start, min(start + SAMPLES_A_TASK, len(samples)))) for start in starts]
+        return Batch(images, labels, tasks)
+
+    def pixels(self, sample: int) -> tuple[Tensor, int]:
+        """A decoded image [3, H, W] and its label; those of a neighbour in the place of one that is damaged."""
+        neighbours = self.reader.neighbours(sample)
+        for step in range(len(neighbours)):
+            place = neighbours.start + (sample - neighbours.start + step) % len(neighbours)
+            found = self.reader.read(place)
+            if not 0 <= found.label < self.classes:
+                raise UserError(
+                    f"{found.name} has label {found.label}: must be 0..{self.classes - 1} with {self.classes} classes; "
+                    "mend it, or set num_classes"
+                )
+            try:
+                return decode(found.content), found.label
+            except DecodingError as error:
+                self.bad.add(found.name, str(error))
+        raise UserError(f"sample {sample}: none of the {len(neighbours)} samples stored with it can be decoded")
+
+    def close(self) -> None:
+        """Ends the threads, and closes files."""
+        self.pool.shutdown(wait=True, cancel_futures=True)
+        self.reader.close()
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A batch in the making: whole when all tasks are done."""
+
+    images: Tensor
+    labels: Tensor
+    tasks: list[Future[None]]

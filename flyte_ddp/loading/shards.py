@@ -1,0 +1,95 @@
+"""Images for training from shards: of each sample an image and its ``.cls``."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+
+import numpy as np
+
+from flyte_ddp.errors import UserError
+from flyte_ddp.loading.encoded import Encoded
+from flyte_ddp.sampling import Indices
+from flyte_ddp.shards.dataset import ShardReader
+from flyte_ddp.shards.decoding import IMAGES
+
+EXTENSIONS = tuple(f".{kind}" for kind in IMAGES)
+
+
+class ShardImages:
+    """Reads images and labels from shards."""
+
+    def __init__(self, reader: ShardReader) -> None:
+        self.reader = reader
+        index = reader.index
+        self.starts, self.ends = index.ends - index.counts, index.ends
+        # By the look of their addresses: to ask of each what it means would take long for many thousands.
+        self.remote = np.array(["://" in s.url and not s.url.startswith("file:") for s in index.shards])
+        self.prefetch = ShardPrefetch(reader)
+
+    def read(self, sample: int) -> Encoded:
+        """An image, encoded, and its label.
+
+        Raises:
+            UserError: the shard cannot be had, or the sample has no image or no label.
+        """
+        shard, _ = self.reader.index.locate(sample)
+        key, contents = self.reader.read(sample)
+        self.prefetch.arrived_at(shard)
+        name = f"sample {key!r} in shard {self.reader.index.shards[shard].url}"
+        image = next((contents[kind] for kind in EXTENSIONS if kind in contents), None)
+        if image is None:
+            raise UserError(f"{name} has no image: it has {', '.join(contents)}; pack one of {', '.join(EXTENSIONS)}")
+        if ".cls" not in contents:
+            raise UserError(f"{name} has no label: it has {', '.join(contents)}; pack its class's number as .cls")
+        try:
+            return Encoded(image, int(contents[".cls"]), name)
+        except ValueError:
+            raise UserError(f"{name}: its .cls is {contents['.cls'][:20]!r}; must be the number of a class") from None
+
+    def neighbours(self, sample: int) -> range:
+        """The samples of its shard."""
+        shard, _ = self.reader.index.locate(sample)
+        return range(int(self.starts[shard]), int(self.ends[shard]))
+
+    def expect(self, samples: Indices) -> None:
+        """Begins to fetch the shards that these samples are in, if they are not here."""
+        shards = np.unique(np.searchsorted(self.ends, samples, side="right"))
+        self.prefetch.want(shards[self.remote[shards]].tolist())
+
+    def close(self) -> None:
+        """Closes the shards that are open."""
+        self.reader.close()
+
+
+class ShardPrefetch:
+    """Has shards fetched before they are read: as many as the reader has open, as more would fill a small cache."""
+
+    def __init__(self, reader: ShardReader) -> None:
+        self.reader = reader
+        self.lock = threading.Lock()
+        self.wanted: dict[int, None] = {}  # not begun with, in the order in which they will be read
+        self.ahead: set[int] = set()  # fetched, or being fetched, and not read from yet
+
+    def want(self, shards: Iterable[int]) -> None:
+        """Takes in that these will be read next after those that it knows of."""
+        with self.lock:
+            self.wanted |= {shard: None for shard in shards if shard not in self.ahead}
+            self.go_on()
+
+    def arrived_at(self, shard: int) -> None:
+        """Takes in that a shard is being read."""
+        if shard in self.ahead or shard in self.wanted:
+            with self.lock:
+                self.ahead.discard(shard)
+                self.wanted.pop(shard, None)
+                self.go_on()
+
+    def go_on(self) -> None:
+        """Begins with as many as there is room for; under the lock."""
+        while self.wanted and len(self.ahead) < self.reader.most_open:
+            shard = next(iter(self.wanted))
+            del self.wanted[shard]
+            if shard not in self.reader.ours.shards:
+                self.ahead.add(shard)
+                self.reader.prefetch([shard])

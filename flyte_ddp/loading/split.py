@@ -1,0 +1,89 @@
+"""Batches on the device: which samples a split has, and where their images come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import numpy as np
+from torch import Tensor
+
+from flyte_ddp import sampling
+from flyte_ddp.sampling import Indices, Order
+
+Item = TypeVar("Item")
+
+
+class Images(Protocol):
+    """Where images come from."""
+
+    def gather(self, samples: Indices, epoch: int | None) -> tuple[Tensor, Tensor]:
+        """Images uint8 [n, H, W, C] and labels int64 [n] on the device; augmented for an epoch, or as they are."""
+
+    def prefetch(self, samples: Indices, epoch: int | None) -> None:
+        """Begins to load what :meth:`gather` will be asked for."""
+
+    def expect(self, samples: Indices) -> None:
+        """Begins to fetch the files that these samples are in, which will be needed a while later."""
+
+    def close(self) -> None:
+        """Ends what was begun, and closes files."""
+
+    @property
+    def batches_ahead(self) -> int:
+        """How many batches it is worth to prefetch."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """One split of a data set as this rank sees it: samples in an order, and their images."""
+
+    source: Images
+    order: Order
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def gather(self, samples: Indices, epoch: int | None = None) -> tuple[Tensor, Tensor]:
+        """Images uint8 [n, H, W, C] and labels int64 [n] on the device, augmented if it is for an epoch of training."""
+        return self.source.gather(samples, epoch)
+
+    def batches(self, batch_size: int, part: int, parts: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """The whole batches, in order, that fall to one of ``parts``: a stretch of them, so that it needs few shards.
+
+        Yields:
+            The batch's place within the split, its images and its labels.
+
+        """
+        numbers = sampling.share(np.arange(-(-len(self) // batch_size)), part, parts).tolist()
+        places = [slice(number * batch_size, min((number + 1) * batch_size, len(self))) for number in numbers]
+        wanted = ((place, self.order.samples(place)) for place in places)
+        reach = self.order.reach(batch_size, mixed=False)
+        for place, samples in self.loading_ahead(wanted, lambda item: [item[1]], None, reach):
+            yield place, *self.gather(samples)
+
+    def loading_ahead(
+        self,
+        wanted: Iterator[Item],
+        samples_of: Callable[[Item], Iterable[Indices]],
+        epoch: int | None,
+        reach: int,
+    ) -> Iterator[Item]:
+        """Hands on what is wanted, while it loads what comes next and fetches the files that come after that.
+
+        Args:
+            samples_of: the samples of an item that this rank will gather, in as many parts.
+            reach: how many items ahead to fetch files.
+        """
+
+        def expect(item: Item) -> None:
+            for samples in samples_of(item):
+                self.source.expect(samples)
+
+        def prefetch(item: Item) -> None:
+            for samples in samples_of(item):
+                self.source.prefetch(samples, epoch)
+
+        expected = sampling.looking_ahead(wanted, reach, expect)
+        return sampling.looking_ahead(expected, self.source.batches_ahead, prefetch)

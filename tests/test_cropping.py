@@ -1,0 +1,108 @@
+"""Decoding and cropping, against torchvision and Pillow."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision.transforms import v2
+
+from flyte_ddp.loading import cropping, decoding
+from flyte_ddp.loading.decoding import DecodingError
+
+SAMPLES = np.arange(4000)
+
+
+def picture(height: int, width: int, seed: int = 0) -> Image.Image:
+    """Smooth, so that JPEG changes little of it."""
+    small = np.random.default_rng(seed).integers(0, 256, (4, 5, 3), dtype=np.uint8)
+    return Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)
+
+
+def encoded(image: Image.Image, kind: str) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("size", [(375, 500), (500, 375), (60, 640)])
+def test_random_crops_are_distributed_as_torchvisions(size: tuple[int, int]) -> None:
+    """Mean and spread of areas and ratios, and where the crops lie, over 4,000 draws of each."""
+    height, width = size
+    ours = np.array([cropping.random_crop(row, height, width) for row in cropping.draw(0, 3, SAMPLES)], dtype=float)
+    torch.manual_seed(0)
+    image = torch.zeros(3, height, width, dtype=torch.uint8)
+    theirs = np.array(
+        [v2.RandomResizedCrop.make_params(v2.RandomResizedCrop(224), [image]) for _ in SAMPLES]  # a dict each
+    )
+    theirs = np.array([[p["top"], p["left"], p["height"], p["width"]] for p in theirs], dtype=float)
+    for figures in (lambda c: c[:, 2] * c[:, 3], lambda c: c[:, 3] / c[:, 2], lambda c: c[:, 0], lambda c: c[:, 1]):
+        here, there = figures(ours), figures(theirs)
+        error = there.std() / np.sqrt(len(SAMPLES))
+        assert abs(here.mean() - there.mean()) < 5 * error + 1e-9
+        assert abs(here.std() - there.std()) < 5 * error + 1e-9
+    assert 0.45 < ours[:, 4].mean() < 0.55
+    assert (ours[:, 0] + ours[:, 2]).max() <= height
+    assert (ours[:, 1] + ours[:, 3]).max() <= width
+
+
+def test_a_crop_is_a_function_of_seed_epoch_and_sample() -> None:
+    draws = cropping.draw(1, 2, SAMPLES)
+    assert np.array_equal(draws[17:19], cropping.draw(1, 2, SAMPLES[17:19]))
+    others = (cropping.draw(0, 2, SAMPLES), cropping.draw(1, 1, SAMPLES), cropping.draw(1, 2, SAMPLES + 1))
+    assert not any(np.any(draws == other) for other in others)
+    assert abs(np.corrcoef(draws.T) - np.eye(draws.shape[1])).max() < 0.08
+
+
+@pytest.mark.parametrize("mirrored", [False, True])
+def test_resizing_is_torchvisions(mirrored: bool) -> None:
+    image = torch.from_numpy(np.array(picture(375, 500))).permute(2, 0, 1)
+    crop = cropping.Crop(20, 30, 200, 260, mirrored)
+    expected = v2.functional.resized_crop(image, 20, 30, 200, 260, [96, 96], antialias=True)
+    if mirrored:
+        expected = v2.functional.horizontal_flip(expected)
+    assert torch.equal(cropping.resized(image, crop, 96), expected)
+
+
+def test_the_evaluation_crop_is_the_usual_one() -> None:
+    """Resize to 256, then the middle 224: here in one step, so that pixels differ a little."""
+    image = torch.from_numpy(np.array(picture(375, 500))).permute(2, 0, 1)
+    usual = v2.functional.center_crop(v2.functional.resize(image, [256], antialias=True), [224])
+    ours = cropping.resized(image, cropping.middle_crop(375, 500), 224)
+    assert (ours.float() - usual.float()).abs().mean() < 1.0
+
+
+@pytest.mark.parametrize("decode", [decoding.with_torchcodec, decoding.with_pillow])
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"])
+def test_images_of_many_kinds_are_decoded(decode, kind: str) -> None:
+    image = picture(31, 47)
+    pixels = decode(encoded(image, kind))
+    assert pixels.dtype == torch.uint8
+    reference = np.array(Image.open(io.BytesIO(encoded(image, kind))).convert("RGB"))
+    assert (pixels.permute(1, 2, 0).float() - torch.tensor(reference).float()).abs().max() <= 4  # rounding of JPEG's
+
+
+@pytest.mark.parametrize("decode", [decoding.with_torchcodec, decoding.with_pillow])
+@pytest.mark.parametrize("mode", ["L", "LA", "RGBA", "CMYK", "1", "P"])
+def test_images_of_any_colours_become_rgb(decode, mode: str) -> None:
+    image = picture(20, 24).convert(mode)
+    pixels = decode(encoded(image, "JPEG" if mode == "CMYK" else "PNG"))
+    assert pixels.shape == (3, 20, 24)
+
+
+@pytest.mark.parametrize("decode", [decoding.with_torchcodec, decoding.with_pillow])
+@pytest.mark.parametrize("content", [b"", b"no image", b"\xff\xd8\xff", b"<svg/>"])
+def test_what_is_no_image_is_an_error(decode, content: bytes) -> None:
+    with pytest.raises(DecodingError):
+        decode(content)
+
+
+@pytest.mark.parametrize("decode", [decoding.with_torchcodec, decoding.with_pillow])
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+def test_half_an_image_is_an_error(decode, kind: str) -> None:
+    whole = encoded(picture(200, 300), kind)
+    with pytest.raises(DecodingError):
+        decode(whole[: len(whole) // 2])

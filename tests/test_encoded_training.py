@@ -1,0 +1,333 @@
+"""Training from shards and image folders: what one process would compute, from any place, through small caches."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import tarfile
+from dataclasses import replace
+from pathlib import Path
+
+import faults
+import inline
+import numpy as np
+import pytest
+import torch
+from faulty_server import faulty_server
+from PIL import Image
+from s3_server import s3_server
+from torch.nn import functional
+from torchvision.transforms import v2
+
+from flyte_ddp import models
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.datasets import fetch, fingerprint
+from flyte_ddp.errors import RankError, UserError
+from flyte_ddp.images import InputSpec
+from flyte_ddp.run import RESULTS, Result, run_training
+from flyte_ddp.settings import Settings
+from flyte_ddp.shard_order import ShardOrder, ShardSplits
+from flyte_ddp.shards.dataset import ShardDataset
+from flyte_ddp.shards.packing import pack_image_folder, pack_source
+from flyte_ddp.tracking import read_metrics
+
+SIDE = 16
+BASE = Hyperparameters(
+    dataset="shards:to be replaced",
+    epochs=2,
+    batch_size=64,
+    image_size=SIDE,
+    shuffle_shards=3,
+    precision="fp64",
+    channels_last="off",
+    num_ranks=1,
+    log_interval=1,
+    learning_rate=0.05,
+)
+
+
+@pytest.fixture(autouse=True)
+def _user_models_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parent)
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the digits in ten shards, the last of which is smaller; nobody changes it."""
+    folder = tmp_path_factory.mktemp("shards")
+    pack_source("digits", folder, per_shard=160, progress="off")
+    return folder
+
+
+def quiet(folder: Path, **settings) -> Settings:
+    return Settings(progress="off", wandb_mode="disabled", cache_folder=folder / "cache", **settings)
+
+
+def train(hp: Hyperparameters, folder: Path, settings: Settings | None = None, launch=inline.launch) -> Result:
+    """Fetches what is to be fetched, and trains."""
+    name = fingerprint(hp.dataset, hp.data_source, hp.test_dataset)
+    data = fetch(hp.dataset, hp.data_source, folder / name, test_dataset=hp.test_dataset, progress="off")
+    return run_training(hp, data, folder / "run", settings or quiet(folder), launch=launch)
+
+
+def of(index: Path, **changes) -> Hyperparameters:
+    return replace(BASE, dataset=f"shards:{index}", **changes)
+
+
+def weights(result: Result) -> dict[str, torch.Tensor]:
+    return torch.load(result.model, weights_only=True)
+
+
+def losses(result: Result) -> list[float]:
+    return [record["loss"] for record in read_metrics(result.metrics) if record["kind"] == "train"]
+
+
+def plain_loop(hp: Hyperparameters, index: Path) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """One process, Pillow and torchvision; of the library only the order of samples, the model, and what is read."""
+    data = ShardDataset(str(index), index.parent / "no cache")
+    mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+    images, labels = [], []
+    for sample in (data[number] for number in range(len(data))):
+        pixels = torch.from_numpy(np.array(sample[".png"].convert("RGB"))).permute(2, 0, 1)
+        side = round(8 * 7 / 8)
+        middle = v2.functional.resized_crop(pixels, 0, 0, side, side, [SIDE, SIDE], antialias=True)
+        images.append((middle.double() / 255 - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None])
+        labels.append(sample[".cls"])
+    images, labels = torch.stack(images).double(), torch.tensor(labels)
+    torch.manual_seed(hp.seed)
+    model = models.build(hp.model, 10, InputSpec(3, SIDE, SIDE, mean, std)).double()
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=1.0, momentum=hp.momentum, weight_decay=hp.weight_decay, nesterov=hp.nesterov
+    )
+    counts = data.index.counts
+    splits = ShardSplits(counts, hp.validation_fraction, 0.1, hp.seed)
+    order = ShardOrder(splits, "training", np.ones(len(counts)), hp.seed, hp.shuffle_shards)
+    total = hp.epochs * -(-len(order) // hp.batch_size)
+    rise, found = int(total * 0.25), []
+    for epoch in range(hp.epochs):
+        for batch in order.batches(epoch, hp.batch_size):
+            step = len(found)
+            for group in optimizer.param_groups:
+                below = (step + 1) / (rise + 1)
+                group["lr"] = hp.learning_rate * (below if step < rise else 1 - (step - rise) / (total - rise))
+            optimizer.zero_grad()
+            loss = functional.cross_entropy(model(images[batch]), labels[batch])
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+    return model.state_dict(), found
+
+
+@pytest.mark.slow
+def test_any_number_of_ranks_computes_what_one_process_would(shards: Path, tmp_path: Path) -> None:
+    expected, reported = plain_loop(of(shards / "train.json"), shards / "train.json")
+    for ranks, parts in ((1, 1), (2, 2), (3, 1)):
+        hp = of(shards / "train.json", num_ranks=ranks, accumulation_steps=parts)
+        result = train(hp, tmp_path / f"{ranks}")
+        assert losses(result) == pytest.approx(reported, abs=1e-6)  # mean and deviation are held in fp32 by one side
+        for name, value in weights(result).items():
+            torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_random_crops_are_the_same_on_any_number_of_ranks(shards: Path, tmp_path: Path) -> None:
+    hp = of(shards / "train.json", augment="resized_crop")
+    one, two = (train(replace(hp, num_ranks=ranks), tmp_path / f"{ranks}") for ranks in (1, 2))
+    plain = train(of(shards / "train.json"), tmp_path / "plain")
+    assert losses(one) == pytest.approx(losses(two), abs=1e-9)
+    assert losses(one) != pytest.approx(losses(plain), abs=1e-3)
+    for name, value in weights(one).items():
+        torch.testing.assert_close(value, weights(two)[name], rtol=0, atol=1e-9)
+
+
+@pytest.mark.slow
+def test_a_run_cut_off_in_the_middle_goes_on_to_the_same_weights(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hp = of(shards / "train.json", model="faults:model", augment="resized_crop", num_ranks=2, image_size=8)
+    undisturbed = train(hp, tmp_path / "undisturbed", launch=inline.launch)
+    faults.inject(monkeypatch, tmp_path / "marker", rank=1, at="training", kind="SIGKILL", **{"pass": 27})
+    with pytest.raises(RankError, match="killed"):
+        train(hp, tmp_path / "cut")
+    gone_on = train(hp, tmp_path / "cut")
+    resumed = [record["resumed_after_step"] for record in read_metrics(gone_on.metrics) if record["kind"] == "start"]
+    assert resumed == [0, 27]
+    for name, value in weights(undisturbed).items():
+        assert torch.equal(value, weights(gone_on)[name])
+
+
+def test_a_test_set_of_its_own_is_all_evaluated(shards: Path, tmp_path: Path) -> None:
+    pack_source("digits", tmp_path / "test", split="test", name="test", per_shard=100, progress="off")
+    hp = of(shards / "train.json", test_dataset=f"shards:{tmp_path}/test/test.json", epochs=1, precision="fp32")
+    result = train(hp, tmp_path / "out")
+    with np.load(result.run_folder / "predictions.npz") as kept:
+        assert kept["confusion"].sum() == 297
+        assert (
+            kept["confusion"].sum(1).tolist()
+            == np.bincount(
+                [sample[".cls"] for sample in ShardDataset(str(tmp_path / "test/test.json"), tmp_path)]
+            ).tolist()
+        )
+    held_out = train(of(shards / "train.json", epochs=1, precision="fp32"), tmp_path / "held out")
+    with np.load(held_out.run_folder / "predictions.npz") as kept:
+        assert kept["confusion"].sum() == 150
+
+
+@pytest.mark.slow
+def test_shards_far_away_go_through_a_cache_smaller_than_the_data(tmp_path: Path) -> None:
+    """Of 20 shards it holds eight: two ranks have two open each, and as many on their way."""
+    shards = tmp_path / "shards"
+    pack_source("digits", shards, per_shard=75, progress="off")
+    size = max(path.stat().st_size for path in shards.glob("*.tar"))
+    with faulty_server() as server:
+        server.files = {path.name: path.read_bytes() for path in shards.iterdir()}
+        server.faults = {"train-000004.tar": ["truncate", 503], "train-000002.tar": ["alter"]}
+        hp = of(Path("nowhere"), epochs=1, num_ranks=2, shuffle_shards=2)
+        hp = replace(hp, dataset=f"shards:{server.url}/train.json")
+        settings = quiet(tmp_path, cache_bytes=8 * size)
+        result = train(hp, tmp_path, settings)
+        fetched = {name: server.requests.count(name) for name in server.requests if name.endswith(".tar")}
+    here = train(of(shards / "train.json", epochs=1, num_ranks=2, shuffle_shards=2), tmp_path / "here")
+    assert losses(result) == losses(here)
+    assert len(fetched) == 20
+    # Three times for training, validation and test, once more where a shard lies on two lanes, and three faults.
+    assert sum(fetched.values()) <= 20 * 5 + 3
+    held = sum(path.stat().st_size for path in (tmp_path / "cache").glob("*.tar"))
+    assert 0 < held <= 8 * size
+
+
+def labelled(folder: Path, number: int = 30) -> Path:
+    """Images in folders of their classes: red, green and blue ones of many sizes."""
+    random = np.random.default_rng(0)
+    for index in range(number):
+        colour = index % 3
+        height, width = random.integers(20, 60, 2)
+        pixels = random.integers(0, 60, (height, width, 3), dtype=np.uint8)
+        pixels[..., colour] += 150
+        path = folder / ("red", "green", "blue")[colour] / f"{index}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(path, quality=95)
+    return folder
+
+
+@pytest.mark.parametrize("where", ["path", "s3"])
+def test_an_image_folder_is_learnt(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = labelled(tmp_path / "bucket" / "images", 60)
+    (folder / "notes.txt").write_text("not an image")
+    hp = replace(BASE, dataset=f"image_folder:{folder}", batch_size=9, epochs=6, augment="resized_crop")
+    if where == "path":
+        result = train(hp, tmp_path / "out")
+    else:
+        with s3_server(tmp_path) as server:
+            for name, value in server.aws_environment().items():
+                monkeypatch.setenv(name, value)
+            result = train(replace(hp, dataset="image_folder:s3://bucket/images"), tmp_path / "out")
+    sidecar = json.loads(result.sidecar.read_text())
+    assert sidecar["classes"] == ["blue", "green", "red"]
+    assert result.test_accuracy == 1.0
+
+
+def test_a_folder_and_the_shards_packed_from_it_have_the_same_test_images(tmp_path: Path) -> None:
+    folder = labelled(tmp_path / "images")
+    index = pack_image_folder(str(folder), tmp_path / "packed", progress="off")
+    data = ShardDataset(index, tmp_path / "cache")
+    assert {sample["__key__"]: sample[".cls"] for sample in data} == {
+        f"{path.parent.name}/{path.stem}": ["blue", "green", "red"].index(path.parent.name)
+        for path in folder.rglob("*.jpg")
+    }
+
+
+class TestBadSamples:
+    """Undecodable images, missing labels and the like, each one error that names the sample."""
+
+    def spoilt(self, tmp_path: Path, spoil) -> Path:
+        folder = labelled(tmp_path / "images")
+        spoil(folder)
+        pack_image_folder(str(folder), tmp_path / "packed", progress="off", seed=None)
+        return tmp_path / "packed" / "train.json"
+
+    def test_one_is_an_error_by_default(self, tmp_path: Path) -> None:
+        index = self.spoilt(tmp_path, lambda folder: (folder / "red" / "9.jpg").write_bytes(b"no image"))
+        with pytest.raises(UserError, match=r"sample 'red/9' in shard .*-000000.tar cannot be decoded.*bad_samples"):
+            train(of(index, batch_size=8, validation_fraction=0.0), tmp_path / "out")
+        assert not [name for name in RESULTS if (tmp_path / "out" / "run" / name).exists()]
+
+    @pytest.mark.slow
+    def test_some_are_allowed_and_replaced_alike_on_any_number_of_ranks(self, tmp_path: Path) -> None:
+        def spoil(folder: Path) -> None:
+            for name in ("red/9", "green/10", "blue/11"):
+                (folder / f"{name}.jpg").write_bytes(b"no image")
+
+        index = self.spoilt(tmp_path, spoil)
+        hp = of(index, batch_size=8, bad_samples=3, validation_fraction=0.0)
+        one, two = (train(replace(hp, num_ranks=ranks), tmp_path / f"{ranks}") for ranks in (1, 2))
+        assert losses(one) == pytest.approx(losses(two), abs=1e-9)
+        with pytest.raises(UserError, match="3 such samples, and bad_samples=2 are allowed"):
+            train(replace(hp, bad_samples=2), tmp_path / "too many")
+
+    @pytest.mark.parametrize(
+        ("members", "word"),
+        [
+            ({".cls": b"1"}, "has no image: it has .cls"),
+            ({".jpg": b"x"}, "has no label: it has .jpg"),
+            ({".jpg": b"x", ".cls": b"cat"}, "its .cls is b'cat'"),
+            ({".jpg": b"x", ".cls": b"7"}, r"label 7: must be 0..2 with 3 classes"),
+            ({".jpg": b"x", ".cls": b"-1"}, r"label -1: must be 0..2 with 3 classes"),
+        ],
+    )
+    def test_a_sample_that_is_none(self, tmp_path: Path, members: dict[str, bytes], word: str) -> None:
+        """In shards whose index was made by hand, as the commands here would have found it."""
+        with tarfile.open(tmp_path / "one.tar", "w") as archive:
+            for number, (extension, content) in itertools.product(range(12), members.items()):
+                header = tarfile.TarInfo(f"{number}{extension}")
+                header.size = len(content)
+                archive.addfile(header, io.BytesIO(content))
+        content = {"wids_version": 1, "shardlist": [{"url": "one.tar", "nsamples": 12}]}
+        (tmp_path / "one.json").write_text(json.dumps(content))
+        with pytest.raises(UserError, match=word):
+            train(of(tmp_path / "one.json", num_classes=3, batch_size=4), tmp_path / "out")
+
+
+class TestMistakes:
+    """What is wrong with the names and numbers of a run, said before a rank starts."""
+
+    def test_an_index_that_does_not_say_how_many_classes(self, shards: Path, tmp_path: Path) -> None:
+        content = json.loads((shards / "train.json").read_text())
+        del content["flyte_ddp"]
+        for entry in content["shardlist"]:
+            entry["url"] = str(shards / entry["url"])
+        (tmp_path / "plain.json").write_text(json.dumps(content))
+        with pytest.raises(UserError, match="does not say how many classes there are; set num_classes"):
+            train(of(tmp_path / "plain.json"), tmp_path / "out")
+        result = train(of(tmp_path / "plain.json", num_classes=10, epochs=1), tmp_path / "out")
+        assert result.test_accuracy > 0.5
+
+    @pytest.mark.parametrize(
+        ("change", "word"),
+        [
+            ({"augment": "crop"}, "augment='crop': not for dataset='shards:.*; choose none or resized_crop"),
+            ({"test_dataset": "digits"}, "test_dataset='digits': must be shards:ADDRESS"),
+            ({"num_classes": 3}, "num_classes=3: the data set has 10"),
+            ({"data_source": "x"}, "data_source='x': .*leave data_source empty"),
+            ({"dataset": "shards:/no/such.json"}, "index /no/such.json: cannot be read"),
+            ({"dataset": "image_folder:/no/such"}, "image folder /no/such: cannot be listed"),
+        ],
+    )
+    def test_words(self, shards: Path, tmp_path: Path, change: dict[str, object], word: str) -> None:
+        with pytest.raises(UserError, match=word):
+            train(replace(of(shards / "train.json"), **change), tmp_path / "out")
+
+    def test_test_sets_of_other_classes(self, shards: Path, tmp_path: Path) -> None:
+        pack_image_folder(str(labelled(tmp_path / "images")), tmp_path / "packed", progress="off")
+        hp = of(shards / "train.json", test_dataset=f"shards:{tmp_path}/packed/train.json")
+        with pytest.raises(UserError, match="has other classes than dataset"):
+            train(hp, tmp_path / "out")
+
+    def test_an_image_that_changes_after_it_was_listed(self, tmp_path: Path) -> None:
+        folder = labelled(tmp_path / "images")
+        hp = replace(BASE, dataset=f"image_folder:{folder}", batch_size=8)
+        data = fetch(hp.dataset, "", tmp_path / "data", progress="off")
+        (folder / "green" / "10.jpg").write_bytes((folder / "red" / "0.jpg").read_bytes() + b"more")
+        with pytest.raises(UserError, match=r"image .*green/10.jpg: has .* bytes, and .* when it was listed"):
+            run_training(hp, data, tmp_path / "run", quiet(tmp_path), launch=inline.launch)

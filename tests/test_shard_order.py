@@ -1,0 +1,118 @@
+"""The global order of samples in shards: every sample once, equal shares, few shards at a time, any step at once."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flyte_ddp import sampling
+from flyte_ddp.shard_order import SPLITS, ShardOrder, ShardSplits
+
+COUNTS = st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(sum).map(np.array)
+
+
+def order_of(counts, *, lanes=3, weights=None, validation=0.0, test=0.0, split="training", seed=0) -> ShardOrder:
+    counts = np.asarray(counts, dtype=np.int64)
+    weights = np.ones(len(counts)) if weights is None else np.asarray(weights, dtype=np.float64)
+    return ShardOrder(ShardSplits(counts, validation, test, seed), split, weights, seed, lanes)
+
+
+@given(counts=COUNTS, batch_size=st.integers(1, 70), lanes=st.integers(1, 20), epoch=st.integers(0, 3))
+def test_an_epoch_visits_every_sample_once_in_full_batches(counts, batch_size, lanes, epoch) -> None:
+    batches = list(order_of(counts, lanes=lanes).batches(epoch, batch_size))
+    assert sorted(np.concatenate(batches)) == list(range(counts.sum()))
+    assert [len(batch) for batch in batches[:-1]] == [batch_size] * (len(batches) - 1)
+    assert 0 < len(batches[-1]) <= batch_size
+
+
+@given(counts=COUNTS, batch_size=st.integers(1, 70), lanes=st.integers(1, 9), first=st.integers(0, 30))
+def test_any_step_can_be_begun_with(counts, batch_size, lanes, first) -> None:
+    """By another object, that has not been through the steps before."""
+    gone_through = list(itertools.islice(order_of(counts, lanes=lanes).batches(2, batch_size), first, None))
+    begun = list(order_of(counts, lanes=lanes).batches(2, batch_size, first))
+    assert [batch.tolist() for batch in begun] == [batch.tolist() for batch in gone_through]
+
+
+@given(counts=COUNTS, validation=st.floats(0, 0.9), test=st.sampled_from([0.0, 0.1]), seed=st.integers(0, 5))
+def test_the_splits_are_a_partition_of_the_stated_sizes(counts, validation, test, seed) -> None:
+    parts = {split: order_of(counts, validation=validation, test=test, split=split, seed=seed) for split in SPLITS}
+    samples = {split: order.samples(slice(0, len(order))).tolist() for split, order in parts.items()}
+    assert sorted(itertools.chain(*samples.values())) == list(range(counts.sum()))
+    assert all(found == sorted(found) for found in samples.values())
+    assert abs(len(samples["test"]) - counts.sum() * test) <= 0.5 + 1e-9
+    assert abs(len(samples["validation"]) - (counts.sum() - len(samples["test"])) * validation) <= 0.5 + 1e-9
+
+
+def test_what_is_held_out_for_testing_does_not_depend_on_the_seed() -> None:
+    tests, validations = (
+        [order_of([50] * 8, validation=0.2, test=0.1, split=split, seed=seed) for seed in (0, 1)]
+        for split in ("test", "validation")
+    )
+    assert tests[0].samples(slice(0, 40)).tolist() == tests[1].samples(slice(0, 40)).tolist()
+    assert validations[0].samples(slice(0, 72)).tolist() != validations[1].samples(slice(0, 72)).tolist()
+
+
+def test_a_share_reads_from_its_own_lanes_and_an_epoch_opens_each_shard_once_a_lane() -> None:
+    """64 shards, 8 lanes, 4 ranks: a rank is in 2 shards at a time, or 4 where they change, and in 18 at most."""
+    counts, batch_size, ranks = np.full(64, 25), 40, 4
+    shard_of = np.repeat(np.arange(64), 25)
+    order = order_of(counts, lanes=8)
+    for epoch in range(2):
+        used = [set[int]() for _ in range(ranks)]
+        for batch in order.batches(epoch, batch_size):
+            for rank in range(ranks):
+                now = set(shard_of[sampling.share(batch, rank, ranks)].tolist())
+                assert len(now) <= 4
+                used[rank] |= now
+        assert all(len(shards) <= 64 // ranks + 2 for shards in used)
+        assert set().union(*used) == set(range(64))
+
+
+def test_ranks_get_other_shards_in_each_epoch() -> None:
+    """In contrast to wids, where a rank keeps its part of the data for ever."""
+    order = order_of([10] * 32, lanes=4)
+    halves = [
+        {int(sample) // 10 for batch in order.batches(epoch, 20) for sample in sampling.share(batch, 0, 2)}
+        for epoch in range(3)
+    ]
+    assert len({frozenset(shards) for shards in halves}) == 3
+
+
+@given(
+    counts=st.lists(st.integers(1, 30), min_size=1, max_size=6),
+    weights=st.lists(st.sampled_from([0.25, 0.5, 1.0, 2.0, 3.0]), min_size=6, max_size=6),
+)
+def test_weights_are_passes_over_the_data_an_epoch(counts, weights) -> None:
+    """With a weight of 1/4 four epochs go through all samples once; with 3 each epoch goes through them three times."""
+    weights = weights[: len(counts)]
+    order = order_of(counts, weights=weights)
+    seen: Counter[int] = Counter()
+    for epoch in range(4):
+        batches = list(order.batches(epoch, 8))
+        assert sum(map(len, batches)) == len(order)
+        seen.update(np.concatenate(batches).tolist() if batches else [])
+    for weight in set(weights):
+        chosen = [shard for shard, its in enumerate(weights) if its == weight]
+        total = sum(counts[shard] for shard in chosen)
+        starts = np.cumsum([0, *counts])
+        visits = sum(seen[sample] for shard in chosen for sample in range(starts[shard], starts[shard + 1]))
+        assert abs(visits - 4 * weight * total) <= 2  # half a sample an epoch
+        if weight >= 1:
+            assert all(seen[int(starts[s]) + k] == 4 * weight for s in chosen for k in range(counts[s]))
+
+
+def test_a_rank_with_few_lanes_mixes_samples_within_shards_and_shards_among_lanes() -> None:
+    order = order_of([100] * 20, lanes=5)
+    first = next(order.batches(0, 50))
+    assert len({int(sample) // 100 for sample in first}) == 5
+    assert all(np.any(np.diff(first[start : start + 10]) < 0) for start in range(0, 50, 10))
+
+
+def test_the_order_is_fixed_for_ever() -> None:
+    """A change here changes every result; the figures are what this code gave when it was first released."""
+    order = order_of([3, 4, 5], lanes=2, validation=0.2, seed=1)
+    assert [batch.tolist() for batch in order.batches(1, 4)] == [[5, 3, 9, 7], [4, 6, 8, 2], [11, 0]]
