@@ -96,6 +96,7 @@ class ShardOrder:
         self.members = functools.lru_cache(maxsize=4 * lanes + 4)(self._members)
         self.mixed = functools.lru_cache(maxsize=4 * lanes + 4)(self._mixed)
         self.sequence = functools.lru_cache(maxsize=2)(self._sequence)
+        self.lane_starts = functools.lru_cache(maxsize=2)(self._lane_starts)
 
     def __len__(self) -> int:
         return self.total
@@ -128,14 +129,19 @@ class ShardOrder:
 
     def lane_places(self, batch_size: int, number: int) -> Iterator[tuple[int, int]]:
         """Where in the epoch's sequence each lane's part of a batch begins and ends."""
+        starts, each = self.lane_starts(batch_size)
+        full, ragged = divmod(self.total, batch_size)
+        parts = each if number < full else shares(ragged, len(each))
+        begins = starts + number * each
+        yield from zip(begins.tolist(), (begins + parts).tolist(), strict=True)
+
+    def _lane_starts(self, batch_size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """[lanes] where each lane begins in the epoch's sequence, and how many samples it gives a full batch."""
         full, ragged = divmod(self.total, batch_size)
         lanes = min(self.lanes, batch_size)
-        start = 0
-        for lane in range(lanes):
-            each, last = sampling.share_length(batch_size, lane, lanes), sampling.share_length(ragged, lane, lanes)
-            position = start + number * each
-            yield position, position + (each if number < full else last)
-            start += full * each + last
+        each = shares(batch_size, lanes)
+        lengths = full * each + shares(ragged, lanes)
+        return np.cumsum(lengths) - lengths, each
 
     def stretch(self, epoch: int, start: int, end: int) -> Indices:
         """Samples from one place in the epoch's sequence to another."""
@@ -149,13 +155,6 @@ class ShardOrder:
             found.append(self.mixed(epoch, shard)[start - first : until - first])
             start = until
         return np.concatenate(found) if found else np.empty(0, dtype=np.int64)
-
-    def shards_between(self, epoch: int, start: int, end: int) -> NDArray[np.int64]:
-        """The shards that a stretch of the epoch's sequence is in, in its order."""
-        shards, ends = self.sequence(epoch)
-        if start >= end:
-            return shards[:0]
-        return shards[np.searchsorted(ends, start, side="right") : np.searchsorted(ends, end - 1, side="right") + 1]
 
     def _sequence(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The epoch's shards in its order, and the numbers of samples up to and with each."""
@@ -185,3 +184,8 @@ def spread_by_weight(available: NDArray[np.int64], weights: NDArray[np.float64])
         chosen = weights == weight
         taken[chosen] = spread(float(weight), available[chosen])
     return np.where(available > 0, taken, 0)
+
+
+def shares(length: int, parts: int) -> NDArray[np.int64]:
+    """[parts] the lengths of all slices that :func:`flyte_ddp.sampling.share` makes of so many items."""
+    return length // parts + (np.arange(parts) < length % parts).astype(np.int64)

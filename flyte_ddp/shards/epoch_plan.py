@@ -1,0 +1,172 @@
+"""What each node and rank does in an epoch of training from shards, computed from the index alone.
+
+Here, other than with streams (:mod:`flyte_ddp.shards.plan`), all ranks get the same number of batches and every sample
+comes once, whatever the numbers; what there is to plan is how much each node reads and has to keep.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flyte_ddp import sampling
+from flyte_ddp.errors import UserError
+from flyte_ddp.shard_order import ShardOrder, ShardSplits
+from flyte_ddp.shards.streams import Gang
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EpochPlan:
+    """An epoch of training, the same in length as all others.
+
+    Args:
+        gang: nodes and ranks.
+        batch_size: samples of a global batch.
+        samples: in an epoch.
+        steps: global batches of an epoch; each rank has a share of every one.
+        ragged: samples in the last one, if it is smaller; else 0.
+        shards: that each node reads in the planned epoch, [nodes].
+        bytes_read: by each node in the planned epoch, [nodes], each shard once; None if the sizes are not known.
+        bytes_cached: that each node should have room for, so that it fetches no shard twice, [nodes]; None likewise.
+
+    """
+
+    gang: Gang
+    batch_size: int
+    samples: int
+    steps: int
+    ragged: int
+    shards: NDArray[np.int64]
+    bytes_read: NDArray[np.int64] | None
+    bytes_cached: NDArray[np.int64] | None
+
+    def share(self, rank: int) -> int:
+        """How many samples of an epoch a rank gets."""
+        full = self.samples // self.batch_size
+        each, last = (sampling.share_length(length, rank, self.gang.ranks) for length in (self.batch_size, self.ragged))
+        return full * each + last
+
+    def describe(self) -> str:
+        """The plan for people."""
+        gang, ranks = self.gang, self.gang.ranks
+        shares = f"{self.share(ranks - 1):,} to {self.share(0):,}"
+        rows = {
+            "ranks": f"{gang.nodes:,} nodes x {gang.ranks_per_node:,} = {ranks:,}",
+            "steps an epoch": f"{self.steps:,} on every rank"
+            + (f", the last of {self.ragged:,}" if self.ragged else ""),
+            "samples": f"{self.samples:,} an epoch, each once; {shares} a rank",
+            "dropped, repeated": "none",
+            "shards a node": f"{self.shards.min():,} to {self.shards.max():,} of an epoch",
+        }
+        for what, numbers in {"bytes read": self.bytes_read, "cache wanted": self.bytes_cached}.items():
+            if numbers is not None:
+                rows[what] = f"{numbers.min():,} to {numbers.max():,} bytes a node"
+        return "\n".join(f"{name:<18} {value}" for name, value in rows.items())
+
+
+def plan_epoch(
+    order: ShardOrder, sizes: NDArray[np.int64] | None, gang: Gang, batch_size: int, epoch: int = 0
+) -> EpochPlan:
+    """Computes what each node reads in an epoch.
+
+    Args:
+        order: the order of training.
+        sizes: bytes of each shard, [shards]; None if they are not known.
+        gang: nodes and ranks.
+        batch_size: samples of a global batch, over all ranks.
+        epoch: which one.
+
+    Raises:
+        UserError: there are no samples, or fewer in a batch than there are ranks.
+    """
+    if not len(order):
+        raise UserError("the shards have no samples for training; lower validation_fraction, or take other shards")
+    if batch_size < gang.ranks:
+        raise UserError(
+            f"batch_size={batch_size}: must be at least the number of ranks, {gang.ranks:,}, so that each has a "
+            "sample; raise it or take fewer ranks"
+        )
+    ranks, largest = gang.ranks_per_node, 0 if sizes is None else int(sizes.max())
+    ragged, found = ragged_shards(order, batch_size, gang, epoch), []
+    for node in range(gang.nodes):
+        shards = np.unique(np.concatenate([*shards_of(order, batch_size, gang, node, epoch), ragged[node]]))
+        found.append((len(shards), 0 if sizes is None else int(sizes[shards].sum())))
+    counts, read = (np.array(column, dtype=np.int64) for column in zip(*found, strict=True))
+    # Each rank has the shards of its lanes open, and one more; as many may be on their way.
+    wanted = 2 * ranks * (-(-order.lanes // gang.ranks) + 1) * largest
+    return EpochPlan(
+        gang=gang,
+        batch_size=batch_size,
+        samples=len(order),
+        steps=sampling.steps_per_epoch(len(order), batch_size),
+        ragged=len(order) % batch_size,
+        shards=counts,
+        bytes_read=None if sizes is None else read,
+        bytes_cached=None if sizes is None else np.minimum(wanted, read),
+    )
+
+
+def shards_of(order: ShardOrder, batch_size: int, gang: Gang, node: int, epoch: int) -> Iterator[NDArray[np.int64]]:
+    """The shards that a node reads for the full batches of an epoch, lane by lane."""
+    full = len(order) // batch_size
+    first, last = (first_place(batch_size, rank * gang.ranks_per_node, gang.ranks) for rank in (node, node + 1))
+    starts, each = order.lane_starts(batch_size)
+    ends = np.cumsum(each)  # of the lanes' parts in a full batch
+    own = range(int(np.searchsorted(ends, first, "right")), int(np.searchsorted(ends, last - 1, "right")) + 1)
+    for lane in own if full else ():
+        part, before = int(each[lane]), int(ends[lane] - each[lane])
+        of_node = (max(first - before, 0), min(last - before, part))
+        stretch = (int(starts[lane]), int(starts[lane]) + full * part)
+        yield touched(order, epoch, stretch, part, of_node)
+
+
+def ragged_shards(order: ShardOrder, batch_size: int, gang: Gang, epoch: int) -> list[NDArray[np.int64]]:
+    """[nodes] the shards that each node reads for a last batch that is smaller than the others."""
+    full, ragged = divmod(len(order), batch_size)
+    samples = order.batch(epoch, batch_size, full) if ragged else np.empty(0, dtype=np.int64)
+    shards = np.searchsorted(np.cumsum(order.splits.counts), samples, side="right")
+    cuts = [first_place(ragged, node * gang.ranks_per_node, gang.ranks) for node in range(gang.nodes + 1)]
+    return [shards[start:end] for start, end in itertools.pairwise(cuts)]
+
+
+def touched(
+    order: ShardOrder, epoch: int, stretch: tuple[int, int], each: int, part: tuple[int, int]
+) -> NDArray[np.int64]:
+    """The shards of a stretch of the epoch's sequence from which that part of every ``each`` samples is taken."""
+    (start, end), (low, high) = stretch, part
+    shards, ends = order.sequence(epoch)
+    places = slice(np.searchsorted(ends, start, side="right"), np.searchsorted(ends, end - 1, side="right") + 1)
+    begins = np.maximum(ends[places] - order.taken[shards[places]], start) - start
+    lengths = np.minimum(ends[places], end) - start - begins
+    phases = begins % each
+    # Either all phases come up in the shard, or those from the first one on, beyond `each` as well.
+    here = (phases < high) & (phases + lengths > low)
+    later = phases + lengths > each + low
+    chosen: NDArray[np.int64] = shards[places][(lengths >= each) | here | later]
+    return chosen
+
+
+def first_place(batch_size: int, rank: int, ranks: int) -> int:
+    """Where in a batch the share of a rank begins."""
+    return rank * (batch_size // ranks) + min(rank, batch_size % ranks)
+
+
+def plan_training(
+    counts: NDArray[np.int64],
+    sizes: NDArray[np.int64] | None,
+    gang: Gang,
+    *,
+    batch_size: int,
+    shuffle_shards: int = 16,
+    validation_fraction: float = 0.1,
+    test_fraction: float = 0.0,
+    seed: int = 0,
+) -> EpochPlan:
+    """:func:`plan_epoch` for hyperparameters of the same names."""
+    splits = ShardSplits(counts, validation_fraction, test_fraction, seed)
+    order = ShardOrder(splits, "training", np.ones(len(counts)), seed, shuffle_shards)
+    return plan_epoch(order, sizes, gang, batch_size)

@@ -1,0 +1,89 @@
+"""The planner's command: which plan is wanted, and its words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flyte_ddp.errors import UserError
+from flyte_ddp.shards.epoch_plan import plan_training
+from flyte_ddp.shards.index import read_index
+from flyte_ddp.shards.plan import plan_streams
+from flyte_ddp.shards.streams import Gang, StreamOptions
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """The command's options, by their names there (``python -m flyte_ddp.shards plan --help``)."""
+
+    index: str | None = None
+    shards: int | None = None
+    samples: int | None = None
+    size: int | None = None
+    nodes: int = 1
+    ranks: int = 1
+    batch_size: int = 128
+    shuffle_shards: int = 16
+    validation_fraction: float = 0.1
+    stream: bool = False
+    workers: int = 0
+    nbatches: int | None = None
+    partial: bool = False
+    repeat: int = 1
+    dsrepeat: int = 1
+    showsplits: bool = False
+    showopen: bool = False
+
+
+def planned(request: PlanRequest) -> Iterator[str]:
+    """The plan, line by line.
+
+    Raises:
+        UserError: DDP would hang (after the plan itself), or numbers that cannot be planned with.
+    """
+    counts, sizes = described(request)
+    gang = Gang(nodes=request.nodes, ranks_per_node=request.ranks)
+    if not request.stream:
+        plan = plan_training(
+            counts,
+            sizes,
+            gang,
+            batch_size=request.batch_size,
+            shuffle_shards=request.shuffle_shards,
+            validation_fraction=request.validation_fraction,
+        )
+        yield plan.describe()
+        return
+    options = StreamOptions(
+        batch_size=request.batch_size,
+        workers=request.workers,
+        nbatches=request.nbatches,
+        partial=request.partial,
+        repeat=request.repeat,
+        dsrepeat=request.dsrepeat,
+    )
+    stream = plan_streams(counts, sizes, gang, options)
+    yield stream.describe()
+    for rank, reader, shards in stream.splits() if request.showsplits or request.showopen else ():
+        if request.showsplits:
+            yield f"rank {rank} worker {reader}: {len(shards)} shards: {', '.join(map(str, shards))}"
+        if request.showopen:
+            for number, shard in stream.openings(rank, reader):
+                yield f"rank {rank} worker {reader} pass {number} opens shard {shard}"
+    stream.refuse()
+
+
+def described(request: PlanRequest) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
+    """[shards] samples and bytes, from an index or from numbers."""
+    if (request.index is None) == (request.shards is None):
+        raise UserError(f"index={request.index}, shards={request.shards}: give an index, or --shards with --samples")
+    if request.index is not None:
+        index = read_index(request.index)
+        return index.counts, index.sizes if (index.sizes >= 0).all() else None
+    if request.shards is None or request.shards < 1 or request.samples is None or request.samples < 1:
+        raise UserError(f"shards={request.shards}, samples={request.samples}: both must be at least 1")
+    sizes = None if request.size is None else np.full(request.shards, request.size, dtype=np.int64)
+    return np.full(request.shards, request.samples, dtype=np.int64), sizes

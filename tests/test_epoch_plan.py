@@ -1,0 +1,76 @@
+"""The plan of an epoch against the epoch itself, gone through batch by batch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from flyte_ddp import sampling
+from flyte_ddp.errors import UserError
+from flyte_ddp.shard_order import ShardOrder, ShardSplits
+from flyte_ddp.shards.epoch_plan import plan_epoch
+from flyte_ddp.shards.planning import PlanRequest, planned
+from flyte_ddp.shards.streams import Gang
+
+
+@given(
+    counts=st.lists(st.integers(0, 20), min_size=1, max_size=15),
+    nodes=st.integers(1, 4),
+    ranks=st.integers(1, 3),
+    batch_size=st.integers(1, 40),
+    lanes=st.integers(1, 9),
+    epoch=st.integers(0, 2),
+)
+def test_the_plan_is_what_happens(counts, nodes, ranks, batch_size, lanes, epoch) -> None:
+    counts = np.array(counts, dtype=np.int64)
+    sizes = counts * 1000 + 7
+    order = ShardOrder(ShardSplits(counts, 0.1, 0.0, 0), "training", np.ones(len(counts)), 0, lanes)
+    assume(len(order) and batch_size >= nodes * ranks)
+    plan = plan_epoch(order, sizes, Gang(nodes=nodes, ranks_per_node=ranks), batch_size, epoch)
+    shard_of = np.repeat(np.arange(len(counts)), counts)
+    samples, read, steps = np.zeros(nodes * ranks, dtype=int), [set[int]() for _ in range(nodes)], 0
+    for batch in order.batches(epoch, batch_size):
+        steps += 1
+        for rank in range(nodes * ranks):
+            share = sampling.share(batch, rank, nodes * ranks)
+            samples[rank] += len(share)
+            read[rank // ranks] |= set(shard_of[share].tolist())
+    assert plan.steps == steps
+    assert [plan.share(rank) for rank in range(nodes * ranks)] == samples.tolist()
+    assert plan.shards.tolist() == [len(shards) for shards in read]
+    assert plan.bytes_read.tolist() == [sum(int(sizes[shard]) for shard in shards) for shards in read]
+
+
+def test_a_hundred_thousand_shards_and_ten_thousand_ranks() -> None:
+    request = PlanRequest(
+        shards=100_000, samples=1000, size=10**8, nodes=1250, ranks=8, batch_size=20_000, shuffle_shards=1250
+    )
+    (text,) = planned(request)
+    assert "1,250 nodes x 8 = 10,000" in text
+    assert "4,500 on every rank" in text  # 90,000,000 / 20,000
+    assert "9,000 to 9,000 a rank" in text
+
+
+def test_the_streams_of_the_same_numbers_are_refused_where_ddp_would_hang() -> None:
+    request = PlanRequest(shards=10, samples=90, ranks=3, batch_size=10, stream=True, workers=3, showsplits=True)
+    lines: list[str] = []
+    with pytest.raises(UserError, match="DDP hangs unless all get the same number"):
+        lines.extend(planned(request))
+    assert "rank 0 worker 0: 2 shards: 0, 9" in lines  # the plan comes before the refusal
+
+
+@pytest.mark.parametrize(
+    ("request_", "word"),
+    [
+        (PlanRequest(), "give an index, or --shards"),
+        (PlanRequest(shards=0, samples=3), "must be at least 1"),
+        (PlanRequest(shards=3), "must be at least 1"),
+        (PlanRequest(shards=3, samples=10, ranks=200), "batch_size=128: must be at least the number of ranks, 200"),
+        (PlanRequest(shards=3, samples=10, nodes=0), "nodes"),
+    ],
+)
+def test_words(request_: PlanRequest, word: str) -> None:
+    with pytest.raises(UserError, match=word):
+        list(planned(request_))
