@@ -12,8 +12,8 @@ from flyte_ddp.errors import UserError
 DATASETS: dict[str, int] = {"digits": 8, "mnist": 28, "fashion_mnist": 28, "cifar10": 32}
 
 # The other forms that a data set's name may have.
-DATASET_FORMS = ("shards:ADDRESS", "image_folder:ADDRESS", "package.module:callable")
-ENCODED_KINDS = ("shards", "image_folder")  # of encoded images, which stay where they are
+DATASET_FORMS = ("shards:ADDRESS", "stream:ADDRESS", "image_folder:ADDRESS", "package.module:callable")
+ENCODED_KINDS = ("shards", "stream", "image_folder")  # of encoded images, which stay where they are
 ENCODED_SIDE = 224  # of the squares that they become, in pixels, if nothing else is asked for
 
 # The two small CNNs with the smallest image side that they take.
@@ -139,7 +139,7 @@ MODELS: tuple[str, ...] = (*SMALL_MODELS, *TORCHVISION_MODELS)
 
 
 def encoded_kind(dataset: str) -> str:
-    """Which kind of encoded images it names, shards or image_folder; empty for another data set."""
+    """Which kind of encoded images it names, one of ``ENCODED_KINDS``; empty for another data set."""
     kind, _, address = dataset.partition(":")
     return kind if kind in ENCODED_KINDS and address else ""
 

@@ -53,8 +53,9 @@ class Hyperparameters(DataClassJsonMixin):
     # Data
     dataset: str = setting(
         "digits",
-        "Name of the data set (digits, mnist, fashion_mnist, cifar10), `shards:ADDRESS` of an index, "
-        "`image_folder:ADDRESS` of a folder of class/name.jpg, or `package.module:callable` for your own.",
+        "Name of the data set (digits, mnist, fashion_mnist, cifar10), `shards:ADDRESS` of an index, `stream:ADDRESS` "
+        "of one to be read without an order of its own, `image_folder:ADDRESS` of a folder of class/name.jpg, or "
+        "`package.module:callable` for your own.",
     )
     data_source: str = setting(
         "",
@@ -63,8 +64,8 @@ class Hyperparameters(DataClassJsonMixin):
     )
     test_dataset: str = setting(
         "",
-        "For shards and image folders: the data set to test on, named like `dataset`; empty holds out a tenth of the "
-        "samples.",
+        "For shards, streams and image folders: the data set to test on, `shards:ADDRESS` or `image_folder:ADDRESS`; "
+        "empty holds out a tenth of the samples, or of a stream's shards.",
     )
     num_classes: int = setting(
         0,
@@ -77,6 +78,9 @@ class Hyperparameters(DataClassJsonMixin):
         "Shards from which a batch is drawn, so many at a time over all ranks: more mix better, fewer need less cache.",
         at_least=1,
         at_most=4096,
+    )
+    shuffle_buffer: int = setting(
+        1000, "For streams: samples that each worker, and each rank, mix among.", at_least=1, at_most=10_000_000
     )
     bad_samples: int = setting(
         0,
@@ -96,8 +100,8 @@ class Hyperparameters(DataClassJsonMixin):
     )
     image_size: int = setting(
         0,
-        "Side of the square that images are resized to, in pixels; 0 keeps their own size, and means 224 for shards "
-        "and image folders.",
+        "Side of the square that images are resized to, in pixels; 0 keeps their own size, and means 224 for shards, "
+        "streams and image folders.",
         at_least=0,
         at_most=4096,
     )
@@ -160,8 +164,8 @@ class Hyperparameters(DataClassJsonMixin):
     augment: str = setting(
         "none",
         "Training-time augmentation: none, crop (shifted by up to 1/8 of the side), crop_flip (crop and a mirror "
-        "image half of the time), or, for shards and image folders, resized_crop (a random part at a random size, and "
-        "a mirror image half of the time).",
+        "image half of the time), or, for shards, streams and image folders, resized_crop (a random part at a random "
+        "size, and a mirror image half of the time).",
         choices=("none", "crop", "crop_flip", "resized_crop"),
     )
     ema_decay: float = setting(
@@ -297,10 +301,11 @@ def check_names(hp: Hyperparameters) -> None:
     if ":" not in hp.dataset and hp.dataset not in catalog.DATASETS:
         raise unknown_name("dataset", hp.dataset, [*catalog.DATASETS, *catalog.DATASET_FORMS])
     kind = catalog.encoded_kind(hp.dataset)
-    if hp.test_dataset and (not kind or catalog.encoded_kind(hp.test_dataset) != kind):
+    fitting = kind.replace("stream", "shards")
+    if hp.test_dataset and (not kind or catalog.encoded_kind(hp.test_dataset) != fitting):
         raise UserError(
-            f"test_dataset={hp.test_dataset!r}: must be {f'{kind}:ADDRESS like dataset' if kind else 'left empty'}; "
-            "other data sets than shards and image folders have a test set of their own"
+            f"test_dataset={hp.test_dataset!r}: must be {f'{fitting}:ADDRESS for {kind}:' if kind else 'left empty'}; "
+            "other data sets than shards, streams and image folders have a test set of their own"
         )
     if ":" not in hp.model:
         if reason := catalog.why_unsupported(hp.model):

@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 import flyte_ddp
 from flyte_ddp import artifacts, distributed
+from flyte_ddp.catalog import encoded_kind
 from flyte_ddp.code_digest import library_digest
 from flyte_ddp.datasets.prepared import PreparedSet, class_names
 from flyte_ddp.diagnosis import not_finite
@@ -177,10 +178,15 @@ class Recorder:
         if separate:
             reasons.append("BatchNorm used the statistics of each rank's own share (sync_batchnorm is false)")
         notes = [f"{reason}: on another number of ranks the result would be another." for reason in reasons]
+        streamed = encoded_kind(self.job.hp.dataset) == "stream"
+        if streamed:
+            notes.append("The training data were a stream: ranks and workers each read shards of their own.")
         found = self.job.checkpoint
         if found is None:
             return notes
-        if draws or (separate and ranks > 1):
+        if streamed:
+            how = "but for the stream, which began anew"
+        elif draws or (separate and ranks > 1):
             what = "the numbers that it draws" if draws else "the statistics of BatchNorm, of which rank 0's were saved"
             how = f"but for {what}"
         elif found.num_ranks != (ranks,):

@@ -15,6 +15,7 @@ from flyte_ddp.code_digest import library_digest
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.arrays import read_description
 from flyte_ddp.datasets.identity import content_identity
+from flyte_ddp.datasets.prepared import check_prepared
 from flyte_ddp.errors import StoppedError, UserError
 from flyte_ddp.files import replacing
 from flyte_ddp.launch import spawn
@@ -81,6 +82,7 @@ def run_training(
     from flyte_ddp.job import Job
 
     hardware = detect(hp)
+    check_prepared(data, hp, ranks=hardware.num_ranks, workers=settings.loader_threads or hardware.threads)
     prepare_folder(run_folder)
     belongs = identity_of(hp, data)
     found = begin_or_go_on(run_folder, belongs, settings)

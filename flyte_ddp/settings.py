@@ -20,7 +20,7 @@ class Settings:
     ``FLYTE_DDP_CHECKPOINT_SECONDS`` (longest time between two checkpoints; 0: none are written), ``FLYTE_DDP_TIMEOUT``
     (seconds that ranks wait for one another), ``FLYTE_DDP_CACHE`` (folder of fetched shards),
     ``FLYTE_DDP_CACHE_BYTES`` (most that it may hold; 0: no limit), ``FLYTE_DDP_LOADER_THREADS`` (threads of each rank
-    that decode images; 0: one for each core that it has).
+    that decode images, or processes of a stream; 0: one for each core that it has).
     """
 
     progress: str = "auto"

@@ -20,6 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp import sampling
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.errors import UserError
 from flyte_ddp.sampling import Indices
 
 TEST_FRACTION = 0.1  # held out for testing where no test set is given
@@ -71,6 +73,59 @@ class ShardSplits:
         return numbers
 
 
+@dataclass(frozen=True, eq=False)
+class WholeShardSplits:
+    """Whole shards for training, validation and testing, as a stream can only be read shard by shard.
+
+    Of each fraction that is not 0 there is at least one shard. The arguments are those of :class:`ShardSplits`.
+    """
+
+    counts: NDArray[np.int64]
+    validation_fraction: float
+    test_fraction: float
+    seed: int
+
+    @functools.cached_property
+    def shards(self) -> dict[str, NDArray[np.int64]]:
+        """The numbers of each split's shards, ascending."""
+        rest, found = np.arange(len(self.counts)), {}
+        for split, fraction, seed, purpose in (
+            ("test", self.test_fraction, 0, sampling.TEST),
+            ("validation", self.validation_fraction, self.seed, sampling.SPLIT),
+        ):
+            mixed = sampling.random_stream(purpose, seed).permutation(rest)
+            held_out = max(1, round(fraction * len(rest))) if fraction else 0
+            found[split], rest = np.sort(mixed[:held_out]), np.sort(mixed[held_out:])
+        return {**found, "training": rest}
+
+    @functools.cached_property
+    def sizes(self) -> dict[str, NDArray[np.int64]]:
+        """[shards] the number of samples of each split."""
+        return {
+            split: np.where(np.isin(np.arange(len(self.counts)), shards), self.counts, 0)
+            for split, shards in self.shards.items()
+        }
+
+    def samples(self, shard: int, split: str) -> NDArray[np.int64]:
+        """Numbers within the shard of the split's samples: all of them, or none."""
+        return np.arange(self.sizes[split][shard])
+
+
+def check_stream(counts: NDArray[np.int64], hp: Hyperparameters, *, own_test: bool, ranks: int, workers: int) -> None:
+    """Refuses, before a rank starts, a stream of which some worker would have nothing.
+
+    Raises:
+        UserError: with the numbers.
+    """
+    splits = WholeShardSplits(counts, hp.validation_fraction, 0.0 if own_test else TEST_FRACTION, hp.seed)
+    training, readers = np.count_nonzero(splits.sizes["training"]), ranks * max(1, workers)
+    if training < readers:
+        raise UserError(
+            f"dataset={hp.dataset!r}: has {training} shards for training, read by {ranks} ranks x {max(1, workers)} "
+            "workers: each needs one; make more shards, or lower num_ranks or FLYTE_DDP_LOADER_THREADS"
+        )
+
+
 class ShardOrder:
     """One split of a data set of shards.
 
@@ -84,7 +139,12 @@ class ShardOrder:
     """
 
     def __init__(
-        self, splits: ShardSplits, split: str, weights: NDArray[np.float64], seed: int = 0, lanes: int = 1
+        self,
+        splits: ShardSplits | WholeShardSplits,
+        split: str,
+        weights: NDArray[np.float64],
+        seed: int = 0,
+        lanes: int = 1,
     ) -> None:
         self.splits, self.split, self.seed, self.lanes = splits, split, seed, lanes
         self.available = splits.sizes[split]

@@ -17,3 +17,15 @@ def children_of(pid: int) -> list[str]:
         if int(fields[1]) == pid and fields[0] != "Z" and "resource_tracker" not in command:
             found.append(command)
     return found
+
+
+def living_with(text: str) -> list[str]:
+    """Command lines of living processes in whose environment the text is."""
+    found = []
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if text in environment.read_text(errors="replace"):
+                found.append(environment.with_name("cmdline").read_text().replace("\0", " "))
+        except OSError:
+            continue
+    return found

@@ -21,7 +21,7 @@ from flyte_ddp.datasets.image_folder import ImageList, list_images
 from flyte_ddp.errors import UserError
 from flyte_ddp.shards.index import Part, Shard, ShardIndex, read_index
 
-SHARDS = "shards"
+IMAGE_FOLDER = "image_folder"
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's images, as torchvision's models take them
 SPLITS = ("train", "test")
 
@@ -30,7 +30,7 @@ SPLITS = ("train", "test")
 class EncodedSet:
     """A data set of encoded images of any size. ``test`` is None where a part of ``train`` is held out for testing."""
 
-    name: str
+    name: str  # as in the hyperparameters
     classes: tuple[str, ...]
     digest: str
     train: ShardIndex | ImageList
@@ -45,7 +45,7 @@ def looked_up(dataset: str, test_dataset: str) -> EncodedSet:
     Raises:
         UserError: they cannot be read, are empty, or do not have the same classes.
     """
-    read = read_index if encoded_kind(dataset) == SHARDS else list_images
+    read = list_images if encoded_kind(dataset) == IMAGE_FOLDER else read_index
     train: Any = read(dataset.partition(":")[2])
     test: Any = read(test_dataset.partition(":")[2]) if test_dataset else None
     if test is not None and test.classes and train.classes and test.classes != train.classes:
@@ -100,7 +100,7 @@ def open_encoded_set(folder: Path) -> EncodedSet:
     described = read_description(folder)
     try:
         classes = tuple(described["classes"])
-        opened = open_shards if described["kind"] == SHARDS else open_list
+        opened = open_list if described["kind"] == IMAGE_FOLDER else open_shards
         train = opened(folder, "train", described, classes)
         if train is None:
             raise FileNotFoundError("there is no list of training samples")

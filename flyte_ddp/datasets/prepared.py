@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from flyte_ddp.catalog import encoded_kind
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.arrays import ImageArrays, open_arrays, read_description
 from flyte_ddp.datasets.encoded_set import EncodedSet, open_encoded_set
 from flyte_ddp.errors import UserError
+from flyte_ddp.shard_order import check_stream
+from flyte_ddp.shards.index import ShardIndex
 
 PreparedSet = ImageArrays | EncodedSet
 
@@ -19,6 +22,18 @@ def open_prepared(folder: Path) -> PreparedSet:
         UserError: it is no such folder, or damaged.
     """
     return open_encoded_set(folder) if read_description(folder).get("kind") else open_arrays(folder)
+
+
+def check_prepared(folder: Path, hp: Hyperparameters, *, ranks: int, workers: int) -> None:
+    """Refuses, before a rank starts, what ranks would not know what to do with.
+
+    Raises:
+        UserError: the number of classes is not known, or a stream has too few shards.
+    """
+    data = open_prepared(folder)
+    class_names(data, hp)
+    if isinstance(data, EncodedSet) and isinstance(data.train, ShardIndex) and encoded_kind(hp.dataset) == "stream":
+        check_stream(data.train.counts, hp, own_test=data.test is not None, ranks=ranks, workers=workers)
 
 
 def class_names(data: PreparedSet, hp: Hyperparameters) -> tuple[str, ...]:

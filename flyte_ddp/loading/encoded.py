@@ -156,13 +156,9 @@ class EncodedImages:
         for step in range(len(neighbours)):
             place = neighbours.start + (sample - neighbours.start + step) % len(neighbours)
             found = self.reader.read(place)
-            if not 0 <= found.label < self.classes:
-                raise UserError(
-                    f"{found.name} has label {found.label}: must be 0..{self.classes - 1} with {self.classes} classes; "
-                    "mend it, or set num_classes"
-                )
+            label = checked_label(found, self.classes)
             try:
-                return decode(found.content), found.label
+                return decode(found.content), label
             except DecodingError as error:
                 self.bad.add(found.name, str(error))
         raise UserError(f"sample {sample}: none of the {len(neighbours)} samples stored with it can be decoded")
@@ -171,6 +167,20 @@ class EncodedImages:
         """Ends the threads, and closes files."""
         self.pool.shutdown(wait=True, cancel_futures=True)
         self.reader.close()
+
+
+def checked_label(found: Encoded, classes: int) -> int:
+    """The label, which is a class's number.
+
+    Raises:
+        UserError: it is not.
+    """
+    if not 0 <= found.label < classes:
+        raise UserError(
+            f"{found.name} has label {found.label}: must be 0..{classes - 1} with {classes} classes; "
+            "mend it, or set num_classes"
+        )
+    return found.label
 
 
 @dataclass(frozen=True)

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from flyte_ddp import sampling
-from flyte_ddp.catalog import ENCODED_SIDE
+from flyte_ddp.catalog import ENCODED_SIDE, encoded_kind
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.arrays import ImageArrays
 from flyte_ddp.datasets.encoded_set import EncodedSet
 from flyte_ddp.datasets.image_folder import ImageList
 from flyte_ddp.datasets.prepared import PreparedSet
-from flyte_ddp.distributed import world_size
+from flyte_ddp.distributed import rank, world_size
 from flyte_ddp.hardware import Hardware
 from flyte_ddp.loading.arrays import ArrayImages, on_device
 from flyte_ddp.loading.encoded import EncodedImages, Reader
 from flyte_ddp.loading.files import FileImages
 from flyte_ddp.loading.shards import ShardImages
 from flyte_ddp.loading.split import Split
+from flyte_ddp.loading.streams import StreamImages, StreamOptions, StreamOrder
 from flyte_ddp.sampling import Indices, ListedOrder, Order
 from flyte_ddp.settings import Settings
-from flyte_ddp.shard_order import TEST_FRACTION, ShardOrder, ShardSplits
+from flyte_ddp.shard_order import TEST_FRACTION, ShardOrder, ShardSplits, WholeShardSplits
 from flyte_ddp.shards.cache import ShardCache
 from flyte_ddp.shards.dataset import ShardReader
 from flyte_ddp.shards.index import ShardIndex
@@ -72,6 +74,8 @@ def encoded_splits(
 ) -> Splits:
     """Of encoded images: without a test set of its own, a tenth of the samples is for testing, whatever the seed."""
     side = hp.image_size or ENCODED_SIDE
+    classes = len(data.classes) or hp.num_classes
+    threads = settings.loader_threads or hardware.threads
 
     def images(source: ShardIndex | ImageList) -> EncodedImages:
         return EncodedImages(
@@ -79,9 +83,9 @@ def encoded_splits(
             size=side,
             crop=hp.augment,
             seed=hp.seed,
-            classes=len(data.classes) or hp.num_classes,
+            classes=classes,
             bad_samples=hp.bad_samples,
-            threads=max(1, settings.loader_threads or hardware.threads),
+            threads=threads,
             device=device,
         )
 
@@ -90,7 +94,47 @@ def encoded_splits(
     splits = {name: Split(train, order) for name, order in orders.items()}
     if data.test is not None:
         splits["test"] = Split(images(data.test), whole(data.test))
+    if encoded_kind(hp.dataset) == "stream":
+        splits["training"] = stream(data, hp, device, settings, StreamShape(side, classes, threads))
     return Splits(**splits, shape=(side, side, 3))
+
+
+class StreamShape(NamedTuple):
+    """Side of the images in pixels, number of classes, and workers of each rank."""
+
+    side: int
+    classes: int
+    workers: int
+
+
+def stream(
+    data: EncodedSet, hp: Hyperparameters, device: torch.device, settings: Settings, shape: StreamShape
+) -> Split:
+    """Training samples as this rank's stream, of its own shards; an epoch has as many as all have, in whole batches."""
+    assert isinstance(data.train, ShardIndex)
+    test_fraction = 0.0 if data.test is not None else TEST_FRACTION
+    shards = WholeShardSplits(data.train.counts, hp.validation_fraction, test_fraction, hp.seed).shards["training"]
+    own = [data.train.shards[number] for number in shards[rank() :: world_size()].tolist()]
+    options = StreamOptions(
+        index=ShardIndex(data.train.name, own, data.train.parts, data.train.classes),
+        cache=ShardCache(settings.cache_folder, settings.cache_bytes),
+        rank=rank(),
+        workers=shape.workers,
+        buffer=hp.shuffle_buffer,
+        size=shape.side,
+        crop=hp.augment,
+        seed=hp.seed,
+        classes=shape.classes,
+        bad_samples=hp.bad_samples,
+    )
+    samples = int(data.train.counts[shards].sum())
+    return Split(StreamImages(options, device), StreamOrder(max(1, samples // hp.batch_size) * hp.batch_size))
+
+
+def splits_of(source: ShardIndex, hp: Hyperparameters, test_fraction: float) -> ShardSplits | WholeShardSplits:
+    """How the shards are divided up."""
+    kind = WholeShardSplits if encoded_kind(hp.dataset) == "stream" else ShardSplits
+    return kind(source.counts, hp.validation_fraction, test_fraction, hp.seed)
 
 
 def reader(source: ShardIndex | ImageList, hp: Hyperparameters, settings: Settings) -> Reader:
@@ -104,7 +148,7 @@ def reader(source: ShardIndex | ImageList, hp: Hyperparameters, settings: Settin
 def orders_of(source: ShardIndex | ImageList, hp: Hyperparameters, test_fraction: float) -> dict[str, Order]:
     """The samples of the three splits."""
     if isinstance(source, ShardIndex):
-        parts = ShardSplits(source.counts, hp.validation_fraction, test_fraction, hp.seed)
+        parts = splits_of(source, hp, test_fraction)
         weights = np.array([source.parts[shard.part].weight for shard in source.shards])
         even = np.ones(len(source.shards))
         return {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -36,16 +36,7 @@ class ShardImages:
         shard, _ = self.reader.index.locate(sample)
         key, contents = self.reader.read(sample)
         self.prefetch.arrived_at(shard)
-        name = f"sample {key!r} in shard {self.reader.index.shards[shard].url}"
-        image = next((contents[kind] for kind in EXTENSIONS if kind in contents), None)
-        if image is None:
-            raise UserError(f"{name} has no image: it has {', '.join(contents)}; pack one of {', '.join(EXTENSIONS)}")
-        if ".cls" not in contents:
-            raise UserError(f"{name} has no label: it has {', '.join(contents)}; pack its class's number as .cls")
-        try:
-            return Encoded(image, int(contents[".cls"]), name)
-        except ValueError:
-            raise UserError(f"{name}: its .cls is {contents['.cls'][:20]!r}; must be the number of a class") from None
+        return encoded_sample(key, self.reader.index.shards[shard].url, contents)
 
     def neighbours(self, sample: int) -> range:
         """The samples of its shard."""
@@ -60,6 +51,24 @@ class ShardImages:
     def close(self) -> None:
         """Closes the shards that are open."""
         self.reader.close()
+
+
+def encoded_sample(key: str, shard: str, contents: Mapping[str, bytes]) -> Encoded:
+    """The image and the label of a sample, by its members' extensions.
+
+    Raises:
+        UserError: it has no image or no label.
+    """
+    name = f"sample {key!r} in shard {shard}"
+    image = next((contents[kind] for kind in EXTENSIONS if kind in contents), None)
+    if image is None:
+        raise UserError(f"{name} has no image: it has {', '.join(contents)}; pack one of {', '.join(EXTENSIONS)}")
+    if ".cls" not in contents:
+        raise UserError(f"{name} has no label: it has {', '.join(contents)}; pack its class's number as .cls")
+    try:
+        return Encoded(image, int(contents[".cls"]), name)
+    except ValueError:
+        raise UserError(f"{name}: its .cls is {contents['.cls'][:20]!r}; must be the number of a class") from None
 
 
 class ShardPrefetch:

@@ -1,0 +1,204 @@
+"""Training without epochs: what each worker reads, how samples are mixed, and what ends a stream."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import faults
+import inline
+import numpy as np
+import pytest
+import torch
+from processes import living_with
+
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.datasets import fetch
+from flyte_ddp.errors import UserError
+from flyte_ddp.loading.streams import Passes, Samples, StreamImages, StreamOptions, StreamOrder
+from flyte_ddp.run import Result, run_training
+from flyte_ddp.settings import Settings
+from flyte_ddp.shards.cache import ShardCache
+from flyte_ddp.shards.index import ShardIndex, read_index
+from flyte_ddp.shards.packing import pack, pack_source
+from flyte_ddp.tracking import read_metrics
+
+PER_SHARD = 75
+
+
+@pytest.fixture(autouse=True)
+def _user_models_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parent)
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the digits in twenty shards; nobody changes it."""
+    folder = tmp_path_factory.mktemp("shards")
+    pack_source("digits", folder, per_shard=PER_SHARD, progress="off")
+    return folder
+
+
+def options_of(shards: Path, **changes) -> StreamOptions:
+    index = read_index(str(shards / "train.json"))
+    options = StreamOptions(
+        index=index,
+        cache=ShardCache(shards / "no cache"),
+        rank=0,
+        workers=0,
+        buffer=50,
+        size=8,
+        crop="none",
+        seed=0,
+        classes=10,
+        bad_samples=0,
+    )
+    return replace(options, **changes)
+
+
+def quiet(folder: Path, **settings) -> Settings:
+    return Settings(progress="off", wandb_mode="disabled", cache_folder=folder / "cache", **settings)
+
+
+BASE = Hyperparameters(
+    dataset="stream:to be replaced", epochs=3, batch_size=50, image_size=8, shuffle_buffer=100, num_ranks=2
+)
+
+
+def train(hp: Hyperparameters, folder: Path, launch=inline.launch, **settings) -> Result:
+    data = fetch(hp.dataset, "", folder / "data", test_dataset=hp.test_dataset, progress="off")
+    return run_training(hp, data, folder / "run", quiet(folder, **settings), launch=launch)
+
+
+def test_a_pass_reads_every_shard_once_from_its_beginning_and_each_pass_in_another_order(shards: Path) -> None:
+    options = options_of(shards)
+    passes = [[shard for _, shard in itertools.islice(Passes(options)(), 20 * n, 20 * (n + 1))] for n in range(3)]
+    assert all(sorted(found) == list(range(20)) for found in passes)
+    assert len({tuple(found) for found in passes}) == 3
+    samples = [found.name for _, found in itertools.islice(Samples(options)(iter([(0, 7), (0, 3)])), 2 * PER_SHARD)]
+    assert len(set(samples)) == 2 * PER_SHARD
+    assert all("train-000007" in name for name in samples[:PER_SHARD])
+    assert all("train-000003" in name for name in samples[PER_SHARD:])
+
+
+def labels_of(images: StreamImages, number: int, batch: int = 30) -> list[list[int]]:
+    order = StreamOrder(number * batch)
+    return [images.gather(samples, 0)[1].tolist() for samples in order.batches(0, batch)]
+
+
+def test_samples_are_mixed_beyond_shards_and_come_once_a_pass(shards: Path, tmp_path: Path) -> None:
+    """Of samples whose label is their number, in shards in order."""
+
+    def sample(number: int):
+        return f"{number:03d}", {".png": (shards / "one.png").read_bytes(), ".cls": str(number).encode()}
+
+    from PIL import Image
+
+    Image.new("RGB", (8, 8)).save(shards / "one.png")
+    pack(sample, 300, tmp_path, classes=[str(n) for n in range(300)], per_shard=30, seed=None, progress="off")
+    options = options_of(tmp_path, classes=300, buffer=100)
+    images = StreamImages(options, torch.device("cpu"))
+    batches = labels_of(images, 40)
+    again = labels_of(StreamImages(options, torch.device("cpu")), 40)
+    assert batches == again  # a function of the seed
+    assert batches != labels_of(StreamImages(replace(options, seed=1), torch.device("cpu")), 40)
+    assert len({label // 30 for label in batches[3]}) >= 4  # of several shards
+    counts = Counter(itertools.chain(*batches))
+    # 1,200 samples of 300: four passes, but for what is still in the two buffers.
+    assert len(counts) == 300
+    assert 2 <= min(counts.values()) <= max(counts.values()) <= 5
+
+
+def test_the_same_batch_asked_for_again_is_the_same(shards: Path) -> None:
+    """The diagnosis of a loss that is not finite computes a step twice."""
+    images = StreamImages(options_of(shards), torch.device("cpu"))
+    samples = np.arange(10)
+    first, again, following = (images.gather(numbers, 0)[0] for numbers in (samples, samples, samples + 10))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, following)
+    assert images.gather(np.arange(0), 0)[0].shape == (0, 8, 8, 3)
+
+
+def test_an_epoch_is_as_many_samples_as_there_are_in_whole_batches() -> None:
+    order = StreamOrder(150)
+    assert [batch.tolist()[::49] for batch in order.batches(1, 50)] == [[150, 199], [200, 249], [250, 299]]
+    assert [len(batch) for batch in order.batches(0, 50, first=2)] == [50]
+
+
+@pytest.mark.slow
+def test_ranks_learn_from_streams_of_their_own(shards: Path, tmp_path: Path) -> None:
+    hp = replace(BASE, dataset=f"stream:{shards}/train.json", epochs=6)
+    result = train(hp, tmp_path, loader_threads=1)
+    assert result.test_accuracy > 0.8
+    records = read_metrics(result.metrics)
+    start, end = records[0], records[-1]
+    # 2 of 20 shards for testing, 2 of 18 for validation, and whole batches of the others' samples.
+    assert (start["test_samples"], start["validation_samples"]) == (2 * PER_SHARD, 2 * PER_SHARD)
+    assert start["training_samples"] == 16 * PER_SHARD
+    assert start["steps"] == 6 * 16 * PER_SHARD // 50
+    assert end["notes"] == ["The training data were a stream: ranks and workers each read shards of their own."]
+
+
+@pytest.mark.slow
+def test_a_killed_rank_takes_its_workers_along_and_the_retry_begins_another_stream(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hp = replace(BASE, dataset=f"stream:{shards}/train.json", model="faults:model", log_interval=1)
+    faults.inject(monkeypatch, tmp_path / "marker", rank=1, at="training", kind="SIGKILL", **{"pass": 30})
+    script = "import sys, test_streams; test_streams.train_here(*sys.argv[1:])"
+    command = [sys.executable, "-c", script, json.dumps(hp.to_dict()), str(tmp_path)]
+    marked = {**os.environ, "MARK": str(tmp_path)}
+    ended = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False, env=marked)
+    assert "RankError" in ended.stderr
+    assert "killed by SIGKILL" in ended.stderr
+    deadline = time.monotonic() + 5
+    while (left := living_with(f"MARK={tmp_path}")) and time.monotonic() < deadline:
+        pass
+    assert not left
+    result = train(hp, tmp_path, loader_threads=1)
+    (note,) = (note for note in read_metrics(result.metrics)[-1]["notes"] if "went on from a checkpoint" in note)
+    assert "but for the stream, which began anew" in note
+
+
+def train_here(hp: str, folder: str) -> None:
+    """In a process of its own."""
+    train(Hyperparameters(**json.loads(hp)), Path(folder), loader_threads=1)
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_sample_that_cannot_be_used_is_one_clear_error(tmp_path: Path, workers: int) -> None:
+    contents = {".jpg": b"no image", ".cls": b"1"}
+    pack(lambda number: (f"{number}", contents), 12, tmp_path, classes=["a", "b"], per_shard=3, progress="off")
+    images = StreamImages(options_of(tmp_path, classes=2, workers=workers), torch.device("cpu"))
+    with pytest.raises(UserError, match=r"^sample '\d+' in shard .*tar cannot be decoded: .*bad_samples$"):
+        images.gather(np.arange(3), 0)
+    images.close()
+
+
+def test_a_shard_that_cannot_be_had_is_one_clear_error(shards: Path) -> None:
+    index = read_index(str(shards / "train.json"))
+    gone = ShardIndex("gone", [index.shards[0]._replace(url=str(shards / "gone.tar"))])
+    images = StreamImages(options_of(shards, index=gone), torch.device("cpu"))
+    with pytest.raises(UserError, match=r"gone\.tar: .*No such file"):
+        images.gather(np.arange(3), 0)
+
+
+def test_more_readers_than_shards_are_refused_before_a_rank_starts(shards: Path, tmp_path: Path) -> None:
+    hp = replace(BASE, dataset=f"stream:{shards}/train.json")
+    with pytest.raises(UserError, match="has 16 shards for training, read by 2 ranks x 9 workers: each needs one"):
+        train(hp, tmp_path, loader_threads=9, launch=lambda *_, **__: pytest.fail("a rank was started"))
+
+
+def test_a_stream_is_tested_on_shards(shards: Path, tmp_path: Path) -> None:
+    hp = replace(BASE, dataset=f"stream:{shards}/train.json", epochs=1, max_steps=2, num_ranks=1)
+    result = train(replace(hp, test_dataset=f"shards:{shards}/train.json"), tmp_path)
+    assert read_metrics(result.metrics)[0]["test_samples"] == 1500
+    with pytest.raises(UserError, match="test_dataset='stream:x': must be shards:ADDRESS"):
+        replace(hp, test_dataset="stream:x")
