@@ -300,6 +300,8 @@ def check_names(hp: Hyperparameters) -> None:
     """Refuses unknown data sets and models, with the choices."""
     if ":" not in hp.dataset and hp.dataset not in catalog.DATASETS:
         raise unknown_name("dataset", hp.dataset, [*catalog.DATASETS, *catalog.DATASET_FORMS])
+    if hp.dataset in [f"{kind}:" for kind in catalog.ENCODED_KINDS]:
+        raise UserError(f"dataset={hp.dataset!r}: must name an address, such as {hp.dataset}s3://bucket/folder")
     kind = catalog.encoded_kind(hp.dataset)
     fitting = kind.replace("stream", "shards")
     if hp.test_dataset and (not kind or catalog.encoded_kind(hp.test_dataset) != fitting):

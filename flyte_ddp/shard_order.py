@@ -13,6 +13,7 @@ The idea of a fixed number of stretches, so that the order does not depend on th
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -117,6 +118,8 @@ def check_stream(counts: NDArray[np.int64], hp: Hyperparameters, *, own_test: bo
     Raises:
         UserError: with the numbers.
     """
+    if importlib.util.find_spec("webdataset") is None:
+        raise UserError(f"dataset={hp.dataset!r}: streams need webdataset, which is not there; pip install webdataset")
     splits = WholeShardSplits(counts, hp.validation_fraction, 0.0 if own_test else TEST_FRACTION, hp.seed)
     training, readers = np.count_nonzero(splits.sizes["training"]), ranks * max(1, workers)
     if training < readers:

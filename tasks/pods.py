@@ -19,6 +19,7 @@ from flyte_ddp.identity import REQUESTED_GPUS
 
 PROFILE_VARIABLE = "FLYTE_DDP_PROFILE"
 CODE_VARIABLE = "FLYTE_DDP_CODE"
+CACHE_VARIABLE = "FLYTE_DDP_CACHE_BYTES"
 SECRET_VARIABLE = "FLYTE_DDP_WANDB_SECRET"  # noqa: S105 (a name)
 DEFAULT_SECRET = "wandb/api_key"  # noqa: S105 (a name)
 
@@ -108,10 +109,16 @@ def training_pod() -> dict[str, Any]:
         "environment": {
             **pod_environment(),
             **wandb_environment(),
+            CACHE_VARIABLE: os.environ.get(CACHE_VARIABLE) or str(in_bytes(profile.ephemeral_storage) // 2),
         },
         "secret_requests": [wandb_secret()] if wandb_secret() else [],
         "timeout": timedelta(hours=24),
     }
+
+
+def in_bytes(quantity: str) -> int:
+    """A Kubernetes quantity such as 20Gi as a number."""
+    return int(quantity[:-2]) * 1024 ** (" KMGT".index(quantity[-2]))
 
 
 def wandb_secret() -> Optional[Secret]:

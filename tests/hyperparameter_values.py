@@ -9,13 +9,16 @@ from typing import Any
 Values = dict[str, Any]
 
 TYPES: dict[str, type] = {
-    **dict.fromkeys(("dataset", "data_source", "test_dataset", "model", "init_from", "optimizer", "schedule", "augment"), str),
+    **dict.fromkeys(
+        ("dataset", "data_source", "test_dataset", "model", "init_from", "optimizer", "schedule", "augment"), str
+    ),
     **dict.fromkeys(("keep", "backend", "strategy", "precision", "channels_last"), str),
     **dict.fromkeys(("validation_fraction", "learning_rate", "momentum", "weight_decay"), float),
     **dict.fromkeys(("label_smoothing", "grad_clip_norm", "ema_decay"), float),
     **dict.fromkeys(("image_size", "epochs", "max_steps", "batch_size", "test_batch_size"), int),
     **dict.fromkeys(("accumulation_steps", "warmup_steps", "early_stop_patience", "seed", "num_ranks"), int),
-    **dict.fromkeys(("log_interval", "eval_interval", "num_classes", "shuffle_shards", "bad_samples"), int),
+    **dict.fromkeys(("log_interval", "eval_interval", "num_classes", "shuffle_shards", "shuffle_buffer"), int),
+    "bad_samples": int,
     **dict.fromkeys(("nesterov", "compile", "sync_batchnorm", "deterministic"), bool),
 }
 
@@ -42,6 +45,7 @@ RANGES: dict[str, tuple[float, float, float | None, float | None]] = {
     "eval_interval": (1, 100_000, 0, 100_001),
     "num_classes": (0, 1_000_000, -1, 1_000_001),
     "shuffle_shards": (1, 4096, 0, 4097),
+    "shuffle_buffer": (1, 10_000_000, 0, 10_000_001),
     "bad_samples": (0, 2**53, -1, 2**54),
 }
 # What lets a number stand at the end of its range.

@@ -30,6 +30,18 @@ CHECK, FETCH, TRAIN, PREDICT = (
     "tasks.training.train_model",
     "tasks.prediction.predict_images",
 )
+SHARDS = tuple(
+    f"tasks.shards.{name}"
+    for name in (
+        "pack_shards",
+        "index_shards",
+        "verify_shards",
+        "verify_packed",
+        "show_shards",
+        "sample_shards",
+        "plan_shards",
+    )
+)
 PLANS = {"training_on_demand", "nightly_retraining", "retraining_on_change"}
 GPU_RESOURCES = {"CPU": "8", "MEMORY": "30Gi", "GPU": "2", "EPHEMERAL_STORAGE": "20Gi"}
 
@@ -87,8 +99,9 @@ def test_everything_is_there(default: Package) -> None:
         "workflows.training.training_wf",
         "workflows.training.retraining_wf",
         "workflows.prediction.predict_wf",
+        "workflows.shards.shards_wf",
     }
-    assert set(default.tasks) == {CHECK, FETCH, TRAIN, PREDICT}
+    assert set(default.tasks) == {CHECK, FETCH, TRAIN, PREDICT, *SHARDS}
     assert set(default.workflows) == workflows
     assert set(default.launch_plans) == PLANS | workflows  # each workflow has a plan of its own name, Flyte's default
 
@@ -128,7 +141,7 @@ def test_an_unknown_profile_is_refused_with_the_choices(tmp_path: Path) -> None:
     assert not package.tasks
 
 
-@pytest.mark.parametrize("task", [CHECK, FETCH, PREDICT])
+@pytest.mark.parametrize("task", [CHECK, FETCH, PREDICT, *SHARDS])
 def test_light_tasks_ask_for_little(default: Package, task: str) -> None:
     template = default.tasks[task].template
     asked = template.container.resources
@@ -152,7 +165,7 @@ def test_pods_know_what_was_requested(profile: str, request: pytest.FixtureReque
 def test_only_the_training_pod_knows_wandb(default: Package, sandbox: Package) -> None:
     wandb = {"WANDB_PROJECT": "digits", "WANDB_MODE": "online", "FLYTE_DDP_WANDB_SECRET": "wandb/api_key"}
     assert wandb.items() <= environment(default, TRAIN).items()
-    for task in (CHECK, FETCH, PREDICT):
+    for task in (CHECK, FETCH, PREDICT, *SHARDS):
         assert not [name for name in environment(default, task) if "WANDB" in name]
     [secret] = default.tasks[TRAIN].template.security_context.secrets
     assert (secret.group, secret.key, secret.mount_requirement) == ("wandb", "api_key", Secret.ENV_VAR)
@@ -161,7 +174,7 @@ def test_only_the_training_pod_knows_wandb(default: Package, sandbox: Package) -
 
 def test_retries_and_timeouts(default: Package) -> None:
     hour = 3600
-    for task, timeout in {CHECK: hour, FETCH: hour, PREDICT: hour, TRAIN: 24 * hour}.items():
+    for task, timeout in {**dict.fromkeys((CHECK, FETCH, PREDICT, *SHARDS), hour), TRAIN: 24 * hour}.items():
         metadata = default.tasks[task].template.metadata
         assert (metadata.retries.retries, metadata.timeout.seconds) == (2, timeout), task
 

@@ -1,0 +1,121 @@
+"""Tasks around data sets of shards: pack, index, check, look, plan. Each calls one function of the library.
+
+On a cluster the files they make go to the blob store, as one directory; ``shards:<its address>/train.json`` is then a
+data set to train on.
+"""
+
+from typing import List, Optional
+
+from flytekit import task
+from flytekit.types.directory import FlyteDirectory
+
+from flyte_ddp.errors import UserError
+from flyte_ddp.settings import from_environment
+from tasks import places, pods
+
+
+@task(**pods.light_pod(), retries=2)
+def pack_shards(
+    source: str, split: str = "train", name: str = "train", samples_per_shard: int = 1000, seed: int = 0
+) -> FlyteDirectory:
+    """Pack images into shards with an index: a folder of class/name.jpg, a data set by its name, or one's own."""
+    from flyte_ddp.shards.packing import pack_source
+
+    pods.check_code()
+    folder = places.new_folder("shards")
+    pack_source(
+        source,
+        folder,
+        split=split,
+        name=name,
+        per_shard=samples_per_shard,
+        seed=seed,
+        progress=from_environment().progress,
+    )
+    places.tell("packed into", {folder / f"{name}.json": f"the index, a data set: shards:{folder / name}.json"})
+    return places.directory(folder)
+
+
+@task(**pods.light_pod(), retries=2)
+def index_shards(urls: List[str], name: str = "train", classes: Optional[List[str]] = None) -> FlyteDirectory:
+    """Read shards and make their index; {000..127} in an address stands for a range of numbers."""
+    from flyte_ddp.shards.scanning import create_index
+
+    pods.check_code()
+    folder = places.new_folder("index")
+    progress = from_environment().progress
+    create_index(urls, folder / f"{name}.json", name=name, classes=classes or [], progress=progress)
+    places.tell("indexed in", {folder / f"{name}.json": "the index"})
+    return places.directory(folder)
+
+
+@task(**pods.light_pod(), retries=2)
+def verify_shards(index: str, decode: bool = False) -> str:
+    """Read all shards of an index and fail if anything is not as it says."""
+    from flyte_ddp.shards.scanning import verify_index
+
+    pods.check_code()
+    problems = verify_index(index, decode=decode, progress=from_environment().progress)
+    if problems:
+        raise UserError("\n".join([f"index {index}: {len(problems)} problems", *problems[:20]]))
+    return f"{index}: all is as it says"
+
+
+@task(**pods.light_pod(), retries=2)
+def verify_packed(packed: FlyteDirectory, name: str = "train") -> FlyteDirectory:
+    """Check shards where they were put, and hand them on."""
+    from flyte_ddp.shards.scanning import verify_index
+
+    pods.check_code()
+    index = f"{str(packed.remote_source or packed.path).rstrip('/')}/{name}.json"
+    problems = verify_index(index, decode=True, progress=from_environment().progress)
+    if problems:
+        raise UserError("\n".join([f"index {index}: {len(problems)} problems", *problems[:20]]))
+    return packed
+
+
+@task(**pods.light_pod(), retries=2)
+def show_shards(index: str) -> str:
+    """Say what an index holds; no shard is opened."""
+    from flyte_ddp.shards.index import read_index
+
+    pods.check_code()
+    return "\n".join(f"{key}: {value}" for key, value in read_index(index).summary().items())
+
+
+@task(**pods.light_pod(), retries=2)
+def sample_shards(index: str, number: int) -> FlyteDirectory:
+    """Get one sample of an index: its members as files."""
+    from flyte_ddp.shards.inspection import read_sample, write_members
+
+    pods.check_code()
+    sample = read_sample(index, number)
+    members = {name: value for name, value in sample.items() if isinstance(value, bytes)}
+    folder = places.new_folder("sample")
+    write_members(sample["__key__"], members, folder)
+    places.tell(f"sample {sample['__key__']} in", {folder: ", ".join(members)})
+    return places.directory(folder)
+
+
+@task(**pods.light_pod(), retries=2)
+def plan_shards(
+    index: str,
+    nodes: int = 1,
+    ranks: int = 1,
+    batch_size: int = 128,
+    shuffle_shards: int = 16,
+    validation_fraction: float = 0.1,
+) -> str:
+    """Say how many batches each rank gets, and what each node reads and caches; no shard is opened."""
+    from flyte_ddp.shards.planning import PlanRequest, planned
+
+    pods.check_code()
+    request = PlanRequest(
+        index=index,
+        nodes=nodes,
+        ranks=ranks,
+        batch_size=batch_size,
+        shuffle_shards=shuffle_shards,
+        validation_fraction=validation_fraction,
+    )
+    return "\n".join(planned(request))

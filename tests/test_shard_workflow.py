@@ -1,0 +1,71 @@
+"""Shards as a user of ``pyflyte`` gets to know them: packed, looked at, and trained on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import cli
+import pytest
+from PIL import Image
+
+SHARD_TASKS = "tasks/shards.py"
+
+
+def images(folder: Path) -> Path:
+    """60 images of two classes."""
+    for number in range(60):
+        path = folder / ("dark", "light")[number % 2] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (20 + number, 30), (number + 120 * (number % 2),) * 3).save(path)
+    return folder
+
+
+@pytest.mark.slow
+def test_from_a_folder_of_images_to_a_model(tmp_path: Path) -> None:
+    source = images(tmp_path / "images")
+    packed = cli.pyflyte(
+        "run", "workflows/shards.py", "shards_wf", "--source", str(source), "--samples_per_shard", "10", home=tmp_path
+    )
+    assert packed.exit_code == 0, packed.output
+    (index,) = (tmp_path / "runs").glob("shards-*/train.json")
+    assert len(list(index.parent.glob("*.tar"))) == 6
+
+    shown = cli.pyflyte("run", SHARD_TASKS, "show_shards", "--index", str(index), home=tmp_path)
+    assert "60 (10 a shard)" in shown.output
+    planned = cli.pyflyte("run", SHARD_TASKS, "plan_shards", "--index", str(index), "--ranks", "2", home=tmp_path)
+    assert "1 nodes x 2 = 2" in planned.output
+    sample = cli.pyflyte("run", SHARD_TASKS, "sample_shards", "--index", str(index), "--number", "3", home=tmp_path)
+    assert sample.exit_code == 0, sample.output
+    names = {path.suffix for path in (tmp_path / "runs").glob("sample-*/*")}
+    assert names == {".png", ".cls"}
+
+    hp = {"dataset": f"shards:{index}", "image_size": 16, "epochs": 8, "batch_size": 8, "num_ranks": 2}
+    trained = cli.train(hp, home=tmp_path)
+    assert trained.exit_code == 0, trained.output
+    assert "test accuracy 100.00%" in trained.output
+    again = cli.train(hp, home=tmp_path)
+    assert "epoch 1/8" not in again.output  # from the cache
+
+    damaged = bytearray((index.parent / "train-000002.tar").read_bytes())
+    damaged[600] ^= 1
+    (index.parent / "train-000002.tar").write_bytes(damaged)
+    verified = cli.pyflyte("run", SHARD_TASKS, "verify_shards", "--index", str(index), home=tmp_path)
+    assert verified.exit_code == 1
+    assert "train-000002.tar" in verified.panel
+
+
+@pytest.mark.parametrize(
+    ("hp", "word"),
+    [
+        ({"dataset": "shards:"}, "dataset='shards:': must name an address"),
+        ({"dataset": "shards:s3://"}, "must name a bucket after s3://"),
+        ({"dataset": "shards:nowhere.json"}, "nowhere.json: cannot be read"),
+        ({"dataset": "image_folder:https://127.0.0.1:9/images"}, "cannot be listed"),
+        ({"dataset": "digits", "augment": "resized_crop"}, "choose none, crop or crop_flip"),
+    ],
+)
+def test_mistakes_end_in_one_panel(tmp_path: Path, hp: dict[str, str], word: str) -> None:
+    ended = cli.train(hp, home=tmp_path)
+    assert ended.exit_code == 1
+    assert word in ended.panel, ended.output
+    assert "Traceback" not in ended.output
