@@ -34,6 +34,9 @@ class Reader(Protocol):
     def read(self, sample: int) -> Encoded:
         """The image with that number."""
 
+    def begin(self, sample: int) -> Future[Encoded] | None:
+        """Begins to read an image, if that takes long without being work."""
+
     def neighbours(self, sample: int) -> range:
         """The samples that are at hand with this one."""
 
@@ -133,10 +136,11 @@ class EncodedImages:
             labels = torch.empty(len(samples), dtype=torch.int64, pin_memory=on_gpu)
         augmented = epoch is not None and self.crop == "resized_crop"
         draws = cropping.draw(self.seed, epoch or 0, samples) if augmented else None
+        coming = [self.reader.begin(sample) for sample in samples.tolist()]
 
         def load(places: range) -> None:
             for place in places:
-                pixels, label = self.pixels(int(samples[place]))
+                pixels, label = self.pixels(int(samples[place]), coming[place])
                 _, height, width = pixels.shape
                 crop = (
                     cropping.random_crop(draws[place], height, width)
@@ -150,12 +154,12 @@ class EncodedImages:
         tasks = [self.pool.submit(load, range(start, min(start + SAMPLES_A_TASK, len(samples)))) for start in starts]
         return Batch(images, labels, tasks)
 
-    def pixels(self, sample: int) -> tuple[Tensor, int]:
+    def pixels(self, sample: int, coming: Future[Encoded] | None) -> tuple[Tensor, int]:
         """A decoded image [3, H, W] and its label; those of a neighbour in the place of one that is damaged."""
         neighbours = self.reader.neighbours(sample)
         for step in range(len(neighbours)):
             place = neighbours.start + (sample - neighbours.start + step) % len(neighbours)
-            found = self.reader.read(place)
+            found = coming.result() if coming is not None and step == 0 else self.reader.read(place)
             label = checked_label(found, self.classes)
             try:
                 return decode(found.content), label

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future, ThreadPoolExecutor
+
 from flyte_ddp import storage
 from flyte_ddp.datasets.image_folder import ImageList
 from flyte_ddp.errors import UserError
@@ -9,11 +11,20 @@ from flyte_ddp.loading.encoded import Encoded
 from flyte_ddp.sampling import Indices
 
 
+CONNECTIONS = 32  # requests of one rank at the same time: each takes tens of milliseconds, of which it works for one
+
+
 class FileImages:
     """Reads the images of a list."""
 
     def __init__(self, images: ImageList) -> None:
         self.images = images
+        remote = storage.local_path(images.address) is None
+        self.pool = ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="reader") if remote else None
+
+    def begin(self, sample: int) -> Future[Encoded] | None:
+        """The image as it is on its way; None for one on this machine, which is read when it is decoded."""
+        return self.pool.submit(self.read, sample) if self.pool is not None else None
 
     def read(self, sample: int) -> Encoded:
         """An image, encoded, and its label.
@@ -38,7 +49,9 @@ class FileImages:
         """Each image is fetched when it is to be decoded."""
 
     def close(self) -> None:
-        """No file stays open."""
+        """Ends the requests that have not been made."""
+        if self.pool is not None:
+            self.pool.shutdown(wait=False, cancel_futures=True)
 
     def neighbours(self, sample: int) -> range:
         """All files."""

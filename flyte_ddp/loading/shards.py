@@ -38,6 +38,9 @@ class ShardImages:
         self.prefetch.arrived_at(shard)
         return encoded_sample(key, self.reader.index.shards[shard].url, contents)
 
+    def begin(self, sample: int) -> None:
+        """An image is read from its shard when it is decoded."""
+
     def neighbours(self, sample: int) -> range:
         """The samples of its shard."""
         shard, _ = self.reader.index.locate(sample)
