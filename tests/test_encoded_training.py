@@ -197,6 +197,26 @@ def test_shards_far_away_go_through_a_cache_smaller_than_the_data(tmp_path: Path
     assert 0 < held <= 8 * size
 
 
+def test_an_image_that_is_damaged_in_the_cache_is_fetched_again(shards: Path, tmp_path: Path) -> None:
+    """The shard's structure is whole, so that only the decoder can notice."""
+    with faulty_server() as server:
+        server.files = {path.name: path.read_bytes() for path in shards.iterdir()}
+        hp = replace(of(Path("nowhere"), epochs=1), dataset=f"shards:{server.url}/train.json")
+        whole = train(hp, tmp_path)
+        for cached in (tmp_path / "cache").glob("*.tar"):
+            content = bytearray(cached.read_bytes())
+            place = content.index(b"IDAT") + 8  # of the first image's pixels
+            content[place] ^= 0xFF
+            cached.write_bytes(content)
+        server.requests.clear()
+        healed = train(hp, tmp_path / "again", quiet(tmp_path))
+        assert sorted(name for name in server.requests if name.endswith(".tar")) == sorted(
+            path.name for path in shards.glob("*.tar")
+        )
+    for name, value in weights(healed).items():
+        assert torch.equal(value, weights(whole)[name])
+
+
 def labelled(folder: Path, number: int = 30) -> Path:
     """Images in folders of their classes: red, green and blue ones of many sizes."""
     random = np.random.default_rng(0)

@@ -29,7 +29,8 @@ class ImageList:
     def digest(self) -> str:
         """SHA-256 (hex) of names, sizes and tags."""
         rows = zip(self.names, self.sizes.tolist(), self.tags, strict=True)
-        return hashlib.sha256("\n".join(f"{name} {size} {tag}" for name, size, tag in rows).encode()).hexdigest()
+        lines = "\n".join(f"{name} {size} {tag}" for name, size, tag in rows)
+        return hashlib.sha256(lines.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def list_images(address: str) -> ImageList:

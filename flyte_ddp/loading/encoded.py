@@ -37,6 +37,9 @@ class Reader(Protocol):
     def begin(self, sample: int) -> Future[Encoded] | None:
         """Begins to read an image, if that takes long without being work."""
 
+    def heal(self, sample: int) -> None:
+        """Has our copy of the file that it is in replaced, if there is one and it is damaged."""
+
     def neighbours(self, sample: int) -> range:
         """The samples that are at hand with this one."""
 
@@ -161,11 +164,26 @@ class EncodedImages:
             place = neighbours.start + (sample - neighbours.start + step) % len(neighbours)
             found = coming.result() if coming is not None and step == 0 else self.reader.read(place)
             label = checked_label(found, self.classes)
-            try:
-                return decode(found.content), label
-            except DecodingError as error:
-                self.bad.add(found.name, str(error))
+            pixels = self.decoded(place, found)
+            if pixels is not None:
+                return pixels, label
         raise UserError(f"sample {sample}: none of the {len(neighbours)} samples stored with it can be decoded")
+
+    def decoded(self, sample: int, found: Encoded) -> Tensor | None:
+        """The pixels [3, H, W]; None of a sample that is damaged where it comes from, and not only in our copy."""
+        try:
+            return decode(found.content)
+        except DecodingError as error:
+            failure = error
+        self.reader.heal(sample)
+        again = self.reader.read(sample)
+        if again.content != found.content:  # healed now, or by another thread or rank
+            try:
+                return decode(again.content)
+            except DecodingError as error:
+                failure = error
+        self.bad.add(found.name, str(failure))
+        return None
 
     def close(self) -> None:
         """Ends the threads, and closes files."""

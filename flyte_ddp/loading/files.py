@@ -10,7 +10,6 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.loading.encoded import Encoded
 from flyte_ddp.sampling import Indices
 
-
 CONNECTIONS = 32  # requests of one rank at the same time: each takes tens of milliseconds, of which it works for one
 
 
@@ -44,6 +43,9 @@ class FileImages:
                 "run again to list what is there now"
             )
         return Encoded(content, int(self.images.labels[sample]), f"image {address}")
+
+    def heal(self, sample: int) -> None:
+        """No copies are kept."""
 
     def expect(self, samples: Indices) -> None:
         """Each image is fetched when it is to be decoded."""

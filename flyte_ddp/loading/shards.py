@@ -38,6 +38,10 @@ class ShardImages:
         self.prefetch.arrived_at(shard)
         return encoded_sample(key, self.reader.index.shards[shard].url, contents)
 
+    def heal(self, sample: int) -> None:
+        """Has the cache look at its copy of the shard, and fetch it again if it is damaged."""
+        self.reader.heal(sample)
+
     def begin(self, sample: int) -> None:
         """An image is read from its shard when it is decoded."""
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import click
 
+from flyte_ddp.datasets.progress import MODES
 from flyte_ddp.errors import UserError
 
-PROGRESS = click.option("--progress", default="auto", help="auto, bar, lines or off.")
+PROGRESS = click.option("--progress", type=click.Choice(MODES), default="auto")
 
 
 @click.group(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
@@ -69,7 +70,7 @@ def show(index: str, listed: bool) -> None:
 @click.option("--to", type=click.Path(file_okay=False, path_type=Path), help="Write the members into this folder.")
 def sample(index: str, number: int, to: Path | None) -> None:
     """Show one sample of an index; of a remote shard no more than that is read, where its index has tables."""
-    from flyte_ddp.shards.inspection import read_sample
+    from flyte_ddp.shards.inspection import read_sample, write_members
 
     found = read_sample(index, number)
     described: dict[str, Any] = {name: value for name, value in found.items() if not isinstance(value, bytes)}
@@ -77,10 +78,9 @@ def sample(index: str, number: int, to: Path | None) -> None:
     for name, value in members.items():
         small = len(value) <= 80 and value.isascii()
         described[name] = value.decode() if small else f"{len(value):,} bytes"
-        if to is not None:
-            to.mkdir(parents=True, exist_ok=True)
-            (to / f"{found['__key__'].replace('/', '_')}{name}").write_bytes(value)
-    click.echo(json.dumps(described, indent=1, ensure_ascii=False))
+    if to is not None:
+        write_members(found["__key__"], members, to)
+    click.echo(json.dumps(described, indent=1, ensure_ascii=False).encode("utf-8", "backslashreplace"))
 
 
 @shards.command()
@@ -114,14 +114,45 @@ def pack(
     click.echo(f"{folder / name}.json: {len(index.shards):,} shards, {len(index):,} samples")
 
 
+@shards.command()
+@click.argument("index", required=False)
+@click.option("--shards", "shards_", type=int, help="Number of shards, in place of an index.")
+@click.option("--samples", type=int, help="Samples of each of these.")
+@click.option("--size", type=int, help="Bytes of each of these.")
+@click.option("--nodes", default=1)
+@click.option("--ranks", default=1, help="Ranks of each node.")
+@click.option("--batch-size", default=128, help="Of all ranks together; with --stream of each one.")
+@click.option("--shuffle-shards", default=16, help="As the hyperparameter.")
+@click.option("--validation-fraction", default=0.1, help="As the hyperparameter.")
+@click.option("--stream", is_flag=True, help="Plan a stream in webdataset's way, as simdist.py does.")
+@click.option("--workers", default=0, help="Of a stream: loader processes of each rank.")
+@click.option("--nbatches", type=int, help="Of a stream: cut each rank off after so many batches.")
+@click.option("--partial", is_flag=True, help="Of a stream: keep batches that are not full.")
+@click.option("--repeat", default=1, help="Of a stream: how many times the loader is gone through.")
+@click.option("--dsrepeat", default=1, help="Of a stream: how many times each worker goes through its shards.")
+@click.option("--showsplits", is_flag=True, help="Of a stream: list the shards of each worker.")
+@click.option("--showopen", is_flag=True, help="Of a stream: list the shards in the order in which workers open them.")
+def plan(*, shards_: int | None, **options: Any) -> None:
+    """Say how many batches each rank gets, what is read and cached, and whether DDP would hang; nothing is opened.
+
+    INDEX is an index; --shards, --samples and --size stand for one.
+    """
+    from flyte_ddp.shards.planning import PlanRequest, planned
+
+    for line in planned(PlanRequest(shards=shards_, **options)):
+        click.echo(line)
+
+
 def lines_of(path: Path | None) -> list[str]:
     """The lines of a file, none without one."""
     if path is None:
         return []
     try:
-        return path.read_text().splitlines()
+        return path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise UserError(f"classes {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"classes {path}: is not text in UTF-8 ({error})") from None
 
 
 if __name__ == "__main__":

@@ -1,15 +1,20 @@
 """Shards on this machine's disk, fetched once for all ranks, workers and jobs that want them.
 
-Who fetches a shard holds a lock; who reads one holds a shared lock on the file itself, and only files on which nobody
-does are removed to make room. The kernel gives all of these back when a process ends, however it ends, so there is
-nothing to clean up after a kill but the part of a file, which the next one to need room or that shard removes.
+Who fetches a shard holds a lock; who reads from one holds a shared lock on the file itself, and only files on which
+nobody does are removed to make room. A file that is merely kept open, to be read from again, can be removed: it is
+emptied then, so that the room is there at once, and who locks it again is told. The kernel gives locks back when a
+process ends, however it ends, so there is nothing to clean up after a kill but the part of a file, which the next one
+to fetch that shard, or any other, removes.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
+import io
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -25,6 +30,16 @@ from flyte_ddp.storage.content import CHUNK_BYTES, check_length
 
 WHOLE, PARTIAL = ".tar", ".part"
 LOCKS = 1024  # files to lock; shards that share one are fetched one after the other
+STEP = 16 << 20  # bytes that are reserved at a time for a shard of unknown size
+
+
+class CacheFullError(UserError):
+    """The shards that are being read leave no room for another one; there is some when that is over."""
+
+
+def silent(text: str) -> None:
+    """Says nothing; unlike a lambda it can go to a spawned process."""
+    del text
 
 
 @dataclass(frozen=True)
@@ -39,144 +54,195 @@ class ShardCache:
 
     folder: Path
     limit: int | None = None
-    note: Callable[[str], object] = field(default=lambda _: None, compare=False)
+    note: Callable[[str], object] = field(default=silent, compare=False)
 
     def open(self, shard: Shard) -> BinaryIO:
-        """The shard as a file that nobody removes until it is closed; a shard on this machine is opened where it is.
+        """The shard as a file that nobody removes until it is closed or unlocked; one on this machine where it is.
 
         Raises:
-            DamagedShardError: it is not what the index says, also when fetched again.
-            UserError: it cannot be had, or there is no room for it.
+            DamagedShardError: a shard on this machine is not as long as the index says.
+            CacheFullError: there is no room for it as long as others are open.
+            UserError: it cannot be had, or is not what the index says.
         """
         path = storage.local_path(shard.url)
         if path is not None:
             return open_in_place(path, shard)
-        path = self.path_of(shard)
         with unusable_explained(self.folder):
-            while True:
-                file = opened(path)
-                if file is None:
-                    self.fetch(shard)
-                elif wrong_size(file, shard):
+            file = opened(self.path_of(shard))
+            if file is None or wrong_size(file, shard):
+                if file is not None:
                     file.close()
-                    self.remove(path)
-                else:
-                    os.utime(file.fileno())  # used last
-                    return file
+                return self.fetch(shard)
+            mark_used(file.fileno())
+            return file
 
     def holds(self, shard: Shard) -> bool:
         """Whether the shard is here already."""
         return storage.local_path(shard.url) is not None or self.path_of(shard).exists()
 
-    def heal(self, shard: Shard) -> bool:
-        """Removes a shard that is no longer what was fetched; False if it is, or if that cannot be known."""
-        if storage.local_path(shard.url) is not None or not (shard.sha256 or shard.md5):
+    def heal(self, shard: Shard, *, damaged: bool = False) -> bool:
+        """Removes a shard that is no longer what was fetched; False if it is, or if that cannot be known.
+
+        Args:
+            damaged: it could not be read, which counts where the index has no digest.
+        """
+        if storage.local_path(shard.url) is not None:
             return False
         with unusable_explained(self.folder), self.locked(shard):
             file = opened(self.path_of(shard))
             if file is None:
                 return True  # somebody else has
             with file:
-                digest = new_digest(shard)
-                while piece := file.read(CHUNK_BYTES):
-                    digest.update(piece)
-            if digest.hexdigest() == (shard.sha256 or shard.md5):
-                return False
-            self.note(f"{shard.url}: the copy in {self.folder} was damaged; it is fetched again")
-            self.path_of(shard).unlink(missing_ok=True)
+                if not self.is_damaged(file, shard, damaged=damaged):
+                    return False
+                self.remove_damaged(shard)
+                return True
+
+    def is_damaged(self, file: BinaryIO, shard: Shard, *, damaged: bool) -> bool:
+        """Whether a file in the cache is not what was fetched."""
+        if wrong_size(file, shard):
             return True
+        if not (shard.sha256 or shard.md5):
+            return damaged
+        digest = new_digest(shard)
+        while piece := file.read(CHUNK_BYTES):
+            digest.update(piece)
+        return digest.hexdigest() != (shard.sha256 or shard.md5)
+
+    def remove_damaged(self, shard: Shard) -> None:
+        """Removes a shard, even one that somebody reads."""
+        self.note(f"{shard.url}: the copy in {self.folder} was damaged; it is fetched again")
+        self.path_of(shard).unlink(missing_ok=True)
 
     def path_of(self, shard: Shard) -> Path:
         """Where the shard is kept: a name that no shard of another address or content has."""
         identity = f"{shard.url}\n{shard.size}\n{shard.sha256 or shard.md5}"
-        return self.folder / f"{hashlib.sha256(identity.encode()).hexdigest()[:40]}{WHOLE}"
+        return self.folder / f"{hashlib.sha256(identity.encode('utf-8', 'surrogatepass')).hexdigest()[:40]}{WHOLE}"
 
-    def fetch(self, shard: Shard) -> None:
-        """Downloads the shard, unless another process has done so by then."""
+    def fetch(self, shard: Shard) -> BinaryIO:
+        """Downloads and opens the shard, unless another process has done so by then."""
         path = self.path_of(shard)
+        part = path.with_suffix(PARTIAL)
         with self.locked(shard):
-            if path.exists():
-                return
-            part = path.with_suffix(PARTIAL)
+            file = opened(path)
+            if file is not None:
+                if not wrong_size(file, shard):
+                    return file
+                file.close()
+                self.remove_damaged(shard)
             try:
-                storage.with_retries(shard.url, [shard.url], lambda _: self.transfer(shard, part), self.note)
-                part.rename(path)
-            except storage.AllFailedError as error:
-                raise failed(shard, next(iter(error.failures.values()))) from None
+                with part.open("wb", buffering=0) as target:  # what a killed download has left is gone by that
+                    if shard.size >= 0:
+                        self.reserve(target, shard.size)
+                    self.download(shard, target)
+                return self.put_in_place(part, path)
             finally:
                 part.unlink(missing_ok=True)
 
-    def transfer(self, shard: Shard, part: Path) -> None:
+    def download(self, shard: Shard, target: io.FileIO) -> None:
+        """Puts the shard into an open file, in several tries if need be."""
+        try:
+            storage.with_retries(shard.url, [shard.url], lambda _: self.transfer(shard, target), self.note)
+        except storage.AllFailedError as error:
+            raise failed(shard, next(iter(error.failures.values()))) from None
+
+    def transfer(self, shard: Shard, target: io.FileIO) -> None:
         """One try to download a shard."""
         digest = new_digest(shard)
         with storage.open_file(shard.url) as (announced, chunks):
+            if shard.size >= 0 and announced not in (None, shard.size):
+                raise storage.AlteredError(f"{announced:,} bytes instead of {shard.size:,}", transient=True)
             expected = shard.size if shard.size >= 0 else announced
-            with self.room_for(part, expected or 0) as file:
-                received = 0
-                for chunk in chunks:
-                    self.write(file, chunk)
-                    digest.update(chunk)
-                    received += len(chunk)
-                os.ftruncate(file.fileno(), received)
-        check_length(received, expected, remote=True)
+            target.seek(0)
+            for chunk in chunks:
+                end = target.tell() + len(chunk)
+                if expected is not None and end > expected:
+                    raise storage.AlteredError(f"more than {expected:,} bytes", transient=True)
+                if end > os.fstat(target.fileno()).st_size:
+                    self.reserve(target, expected or end, STEP)
+                self.write(target, chunk)
+                digest.update(chunk)
+        check_length(target.tell(), expected, remote=True)
         wanted = shard.sha256 or shard.md5
         if wanted and digest.hexdigest() != wanted:
             raise storage.AlteredError(f"{digest.name} {digest.hexdigest()} instead of {wanted}", transient=True)
+        target.truncate()
 
-    def write(self, file: BinaryIO, chunk: bytes) -> None:
+    def write(self, file: io.FileIO, chunk: bytes) -> None:
         """Writes, and makes room where the disk has none."""
         rest = memoryview(chunk)
         while rest:
             try:
-                rest = rest[os.write(file.fileno(), rest) :]
+                rest = rest[file.write(rest) :]
             except OSError as error:  # noqa: PERF203
-                if error.errno not in DISK_FULL or not self.remove_oldest():
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self.remove_oldest():
                     raise
 
-    @contextmanager
-    def room_for(self, part: Path, size: int) -> Iterator[BinaryIO]:
-        """A new file that takes up its room from the start, for which others have been removed if need be."""
-        with self.exclusive("room"):
-            part.unlink(missing_ok=True)
-            self.remove_abandoned()
-            if self.limit is not None:
-                self.make_room(size, self.limit)
-            file = part.open("wb")
-            os.ftruncate(file.fileno(), size)
-        with file:
-            yield file
+    def put_in_place(self, part: Path, path: Path) -> BinaryIO:
+        """Gives a whole file its name, and opens it before it can be removed."""
+        file = part.open("rb")
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH)
+            mark_used(file.fileno())
+            with self.exclusive("room"):  # so that who counts what is there finds it under one name
+                part.rename(path)
+        except BaseException:
+            file.close()
+            raise
+        return file
 
-    def make_room(self, size: int, limit: int) -> None:
+    def reserve(self, file: io.FileIO, size: int, more: int = 0) -> None:
+        """Makes a file as long as it will be, or more if it may be, and removes others for that if need be."""
+        if self.limit is not None and size > self.limit:
+            raise UserError(
+                f"shard cache {self.folder}: its limit of {self.limit:,} bytes is less than the {size:,} of one shard; "
+                "raise FLYTE_DDP_CACHE_BYTES"
+            )
+        with self.exclusive("room"):
+            self.remove_abandoned()
+            if self.limit is None:
+                size += more
+            else:
+                size = min(size + more, self.limit)
+                self.make_room(size - os.fstat(file.fileno()).st_size, self.limit)
+            os.ftruncate(file.fileno(), size)
+
+    def make_room(self, more: int, limit: int) -> None:
         """Removes what was not used for longest until so many bytes more stay within the limit."""
-        files = [path.stat() for path in self.folder.iterdir() if path.suffix in (WHOLE, PARTIAL)]
-        excess = sum(found.st_size for found in files) + size - limit
-        while excess > 0:
-            removed = self.remove_oldest()
-            if not removed:
-                raise UserError(
-                    f"shard cache {self.folder}: its limit of {limit:,} bytes is too low by {excess:,} for the shards "
-                    "that are read at the same time; raise FLYTE_DDP_CACHE_BYTES, or lower shuffle_shards"
-                )
-            excess -= removed
+        found = self.found()
+        excess = sum(size for _, size, _ in found) + more - limit
+        for _, _, path in found:
+            if excess > 0 and path.suffix == WHOLE:
+                excess -= self.remove(path)
+        if excess > 0:
+            raise CacheFullError(
+                f"shard cache {self.folder}: its limit of {limit:,} bytes is too low by {excess:,} for the shards "
+                "that are read at the same moment; raise FLYTE_DDP_CACHE_BYTES"
+            )
+
+    def found(self) -> list[tuple[int, int, Path]]:
+        """Time of last use, size and path of what is there, in the order of the first."""
+        found = []
+        for path in self.folder.iterdir():
+            if path.suffix in (WHOLE, PARTIAL):
+                with suppress(FileNotFoundError):  # removed meanwhile
+                    status = path.stat()
+                    found.append((status.st_mtime_ns, status.st_size, path))
+        return sorted(found)
 
     def remove_oldest(self) -> int:
         """Removes the shard that was not used for longest of those that nobody reads; how many bytes that freed."""
-        found = []
-        for path in self.folder.glob(f"*{WHOLE}"):
-            with suppress(FileNotFoundError):
-                found.append((path.stat().st_mtime_ns, path))
-        for _, path in sorted(found):
-            if size := self.remove(path):
-                return size
-        return 0
+        return next((freed for _, _, path in self.found() if path.suffix == WHOLE and (freed := self.remove(path))), 0)
 
     def remove(self, path: Path) -> int:
         """Removes a shard unless somebody reads it; how many bytes that freed."""
-        with suppress(FileNotFoundError), path.open("rb") as file, suppress(BlockingIOError):
+        with suppress(FileNotFoundError, PermissionError), path.open("r+b") as file, suppress(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if same_file(file, path):
+                size = os.fstat(file.fileno()).st_size
                 path.unlink()
-                return os.fstat(file.fileno()).st_size
+                file.truncate(0)
+                return size
         return 0
 
     def remove_abandoned(self) -> None:
@@ -196,7 +262,10 @@ class ShardCache:
         locks.mkdir(parents=True, exist_ok=True)
         with (locks / name).open("ab") as file:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            yield
+            try:
+                yield
+            finally:
+                unlock(file.fileno())
 
 
 def opened(path: Path) -> BinaryIO | None:
@@ -210,6 +279,29 @@ def opened(path: Path) -> BinaryIO | None:
         if same_file(file, path):
             return file
         file.close()  # it was removed in between
+
+
+def mark_used(file: int) -> None:
+    """Now is the time of its last use."""
+    with suppress(OSError):  # a cache that was filled before and is read-only now will do as well
+        os.utime(file, ns=(time.time_ns(),) * 2)  # the system's own clock for files goes in larger steps
+
+
+def lock_again(file: int) -> bool:
+    """Has nobody remove an open file that was unlocked; False if somebody has removed it, or is about to."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    if os.fstat(file).st_nlink:
+        return True
+    unlock(file)
+    return False
+
+
+def unlock(file: int) -> None:
+    """Gives an open file's lock back; closing alone would leave it with a child that was forked meanwhile."""
+    fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def open_in_place(path: Path, shard: Shard) -> BinaryIO:
@@ -255,9 +347,7 @@ def failed(shard: Shard, failure: Exception) -> UserError:
     """The error for a shard that cannot be had."""
     reason = getattr(failure, "strerror", None) or str(failure)
     if isinstance(failure, storage.AlteredError):
-        return DamagedShardError(
-            f"shard {shard.url}: is not the one in the index: {reason}; copy it again, or renew the index"
-        )
+        return UserError(f"shard {shard.url}: is not the one in the index: {reason}; copy it again, or renew the index")
     return UserError(f"shard {shard.url}: cannot be fetched ({reason}); check the address, and that it can be read")
 
 

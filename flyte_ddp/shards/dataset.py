@@ -2,46 +2,82 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import threading
+import time
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from flyte_ddp import storage
 from flyte_ddp.errors import UserError
-from flyte_ddp.shards.cache import ShardCache
+from flyte_ddp.shards.cache import CacheFullError, ShardCache, lock_again, mark_used, unlock
 from flyte_ddp.shards.decoding import decode_sample
 from flyte_ddp.shards.index import Shard, ShardIndex, read_index
 from flyte_ddp.shards.samples import SampleTable, tabulate
-from flyte_ddp.shards.tar import BLOCK, DamagedShardError, Member, content_of, members
+from flyte_ddp.shards.tar import BLOCK, DamagedShardError, Member, members
 
 MOST_OPEN = 32  # shards that one process keeps open, each with its table of samples
+FETCHED_AHEAD = 4  # shards at the same time
+WAIT_FOR_ROOM = 60.0  # seconds, in which others may come to the end of what fills the cache
+MARKED_EVERY = 1.0  # seconds, the time of its last use on a shard that is read from
 
 Sample = dict[str, Any]
 
 
-@dataclass(frozen=True, eq=False)
 class OpenShard:
-    """A shard with its table of samples."""
+    """A shard with its table of samples. It begins in use, by whoever has opened it.
 
-    shard: Shard
-    file: BinaryIO
-    table: SampleTable
+    Args:
+        shard: as the index describes it.
+        file: locked, if it is in a cache; unlocked when nobody uses it, and then others may remove it.
+        table: of its samples.
+    """
 
-    def __del__(self) -> None:
-        self.file.close()  # no thread reads from it any more
+    def __init__(self, shard: Shard, file: BinaryIO, table: SampleTable) -> None:
+        self.shard, self.table = shard, table
+        self.file = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self.file)
+        file.close()
+        self.cached = storage.local_path(shard.url) is None
+        self.users, self.marked = 1, time.monotonic()
+        self.lock = threading.Lock()
 
-    def read(self, member: Member) -> bytes:
-        """A member's content; several threads may read at the same time.
+    def begin(self) -> bool:
+        """Begins to use it, in one of several threads; False if it was removed from the cache."""
+        with self.lock:
+            if self.cached:
+                if self.users == 0 and not lock_again(self.file):
+                    return False
+                if time.monotonic() > self.marked + MARKED_EVERY:
+                    self.marked = time.monotonic()
+                    mark_used(self.file)
+            self.users += 1
+            return True
+
+    def end(self) -> None:
+        """Ends what :meth:`begin` began."""
+        with self.lock:
+            self.users -= 1
+            if self.cached and self.users == 0:
+                unlock(self.file)
+
+    def read(self, sample: int) -> tuple[str, dict[str, bytes]]:
+        """A sample's key, and the contents of its members by their extensions.
 
         Raises:
-            DamagedShardError: it is not where the table says.
+            DamagedShardError: they are not where the table says.
         """
-        block = os.pread(self.file.fileno(), BLOCK + member.size, member.offset - BLOCK)
-        content = content_of(block, member.size)
+        found = self.table.members(sample)
+        return found[0].key, {member.extension: self.content(member) for member in found}
+
+    def content(self, member: Member) -> bytes:
+        """A member's content."""
+        content = member.content(read_at(self.file, member.offset - BLOCK, BLOCK + member.size))
         if content is None:
             raise DamagedShardError(
                 f"shard {self.shard.url}: damaged at byte {member.offset:,}, where {member.key}{member.extension} "
@@ -50,19 +86,57 @@ class OpenShard:
         return content
 
 
-class ShardReader:
-    """Reads members of samples from shards, of which it keeps those used last open. Threads may share it."""
+def read_at(file: int, start: int, length: int) -> bytes:
+    """So many bytes, or as many as there are; the system gives no more than 2 GB at a time."""
+    content = piece = os.pread(file, length, start)
+    while piece and len(content) < length:
+        piece = os.pread(file, length - len(content), start + len(content))
+        content += piece
+    return content
 
-    def __init__(self, index: ShardIndex, cache: ShardCache, most_open: int = MOST_OPEN) -> None:
-        self.index, self.cache, self.most_open = index, cache, most_open
-        self.forget()
 
-    def forget(self) -> None:
-        """Begins without open shards: those of a parent process are not ours."""
+class OpenShards:
+    """The shards that one process has open."""
+
+    def __init__(self) -> None:
         self.process = os.getpid()
         self.lock = threading.Lock()
         self.opening: dict[int, threading.Lock] = {}
-        self.shards: OrderedDict[int, OpenShard] = OrderedDict()
+        self.shards: OrderedDict[int, OpenShard] = OrderedDict()  # used last comes last
+        self.ahead: set[int] = set()  # to be fetched
+        self.fetching = threading.Semaphore(FETCHED_AHEAD)
+
+    def begin(self, number: int) -> OpenShard | None:
+        """A shard that is open, in use; None if there is none, or it was removed from the cache."""
+        with self.lock:
+            found = self.shards.get(number)
+            if found is None or not found.begin():
+                self.shards.pop(number, None)
+                return None
+            self.shards.move_to_end(number)
+            return found
+
+    def add(self, number: int, shard: OpenShard, most: int) -> None:
+        """Keeps a shard open, and no more than so many; others are closed when nobody uses them any more."""
+        with self.lock:
+            self.shards[number] = shard
+            self.opening.pop(number, None)
+            while len(self.shards) > most:
+                self.shards.popitem(last=False)
+
+
+class ShardReader:
+    """Reads samples from shards, of which it keeps those used last open. Threads may share it.
+
+    Args:
+        index: of the shards.
+        cache: for shards that are not on this machine.
+        most_open: how many shards it keeps open.
+    """
+
+    def __init__(self, index: ShardIndex, cache: ShardCache, most_open: int = MOST_OPEN) -> None:
+        self.index, self.cache, self.most_open = index, cache, most_open
+        self.open_shards = OpenShards()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"index": self.index, "cache": self.cache, "most_open": self.most_open}
@@ -70,11 +144,13 @@ class ShardReader:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
 
-    def members(self, sample: int) -> tuple[OpenShard, list[Member]]:
-        """Where the members of a sample are, and the shard to read them from."""
-        number, inside = self.index.locate(sample)
-        shard = self.open(number)
-        return shard, shard.table.members(inside)
+    @property
+    def ours(self) -> OpenShards:
+        """What this process has open: a forked child begins without any, and without locks that its parent held."""
+        ours = self.open_shards
+        if ours.process != os.getpid():
+            ours = self.open_shards = OpenShards()
+        return ours
 
     def read(self, sample: int) -> tuple[str, dict[str, bytes]]:
         """A sample's key, and the contents of its members by their extensions.
@@ -83,68 +159,94 @@ class ShardReader:
             DamagedShardError: the shard is damaged, also when fetched again.
             UserError: the shard cannot be had.
         """
+        number, inside = self.index.locate(sample)
         try:
-            shard, found = self.members(sample)
-            return found[0].key, {member.extension: shard.read(member) for member in found}
+            with self.using(number) as shard:
+                return shard.read(inside)
         except DamagedShardError:
-            if not self.heal(sample):
-                raise
-            shard, found = self.members(sample)
-            return found[0].key, {member.extension: shard.read(member) for member in found}
+            self.heal(sample, damaged=True)
+        with self.using(number) as shard:  # in any case: another process may have healed it
+            return shard.read(inside)
 
-    def heal(self, sample: int) -> bool:
-        """Has the sample's shard fetched again if it is not what it was; False if it is."""
+    def heal(self, sample: int, *, damaged: bool = False) -> bool:
+        """Has the sample's shard fetched again if it is not what it was; False if it is, or if that cannot be known.
+
+        For a sample that cannot be decoded: that may be the sample, or our copy of it. ``damaged``: the shard itself
+        could not be read.
+        """
         number, _ = self.index.locate(sample)
-        self.close(number)
-        return self.cache.heal(self.index.shards[number])
+        healed = self.cache.heal(self.index.shards[number], damaged=damaged)
+        self.close(number)  # afterwards: before, another thread could open the damaged one once more
+        return healed
 
-    def open(self, number: int) -> OpenShard:
-        """A shard, fetched if it is not here."""
-        if self.process != os.getpid():
-            self.forget()
-        with self.lock:
-            found = self.shards.get(number)
-            if found is not None:
-                self.shards.move_to_end(number)
-                return found
-            opening = self.opening.setdefault(number, threading.Lock())
+    @contextmanager
+    def using(self, number: int) -> Iterator[OpenShard]:
+        """A shard, fetched if it is not here, that nobody removes until the end of the block."""
+        shard = self.begin(number)
+        try:
+            yield shard
+        finally:
+            shard.end()
+
+    def begin(self, number: int) -> OpenShard:
+        """A shard in use."""
+        ours = self.ours
+        if shard := ours.begin(number):
+            return shard
+        with ours.lock:
+            opening = ours.opening.setdefault(number, threading.Lock())
         with opening:  # one thread opens it, and others may go on with other shards
-            with self.lock:
-                found = self.shards.get(number)
-            if found is None:
-                found = open_shard(self.index.shards[number], self.cache)
-                with self.lock:
-                    self.shards[number] = found
-                    self.opening.pop(number, None)
-                    while len(self.shards) > self.most_open:
-                        self.shards.popitem(last=False)  # closed when the last thread has read from it
-        return found
+            shard = ours.begin(number)
+            if shard is None:
+                shard = open_shard(self.index.shards[number], self.cache)
+                ours.add(number, shard, self.most_open)
+            return shard
+
+    def prefetch(self, numbers: Iterable[int]) -> None:
+        """Begins to fetch shards that will be needed, in this order; what fails is said to those who read them."""
+        ours = self.ours
+        for number in numbers:
+            with ours.lock:
+                if number in ours.ahead or self.cache.holds(self.index.shards[number]):
+                    continue
+                ours.ahead.add(number)
+            # A daemon: nobody waits for it at the end of a process, and a download can be cut off at any time.
+            name = f"prefetch {number}"
+            threading.Thread(target=self.fetch, args=(ours, number), name=name, daemon=True).start()
+
+    def fetch(self, ours: OpenShards, number: int) -> None:
+        """Fetches a shard ahead of its use."""
+        with ours.fetching:
+            try:
+                with self.cache.open(self.index.shards[number]) as file:
+                    unlock(file.fileno())
+            except UserError:
+                pass
+            finally:
+                with ours.lock:
+                    ours.ahead.discard(number)
 
     def close(self, number: int | None = None) -> None:
-        """Closes a shard, or all."""
-        with self.lock:
-            if number is None:
-                self.shards.clear()
-            else:
-                self.shards.pop(number, None)
+        """Closes a shard, or all; those in use when that is over."""
+        ours = self.ours
+        with ours.lock:
+            closed = list(ours.shards) if number is None else [number]
+            for each in closed:
+                ours.shards.pop(each, None)
 
 
 def open_shard(shard: Shard, cache: ShardCache) -> OpenShard:
     """Opens a shard, and reads its table of samples or makes one.
 
     Raises:
+        DamagedShardError: it is damaged.
         UserError: it cannot be had, or has another number of samples than the index says.
     """
-    file = cache.open(shard)
+    file = opened_when_there_is_room(shard, cache)
     try:
         table = stored_table(shard)
         if table is None:
             table = tabulate((member for member, _ in members(file, shard.url)), shard.url)
-    except DamagedShardError:
-        file.close()
-        if not cache.heal(shard):
-            raise
-        return open_shard(shard, cache)
     except BaseException:
         file.close()
         raise
@@ -157,14 +259,27 @@ def open_shard(shard: Shard, cache: ShardCache) -> OpenShard:
     return OpenShard(shard, file, table)
 
 
+def opened_when_there_is_room(shard: Shard, cache: ShardCache) -> BinaryIO:
+    """The shard's file; what fills the cache is in use for no longer than a sample is read, unless it cannot be had."""
+    deadline = time.monotonic() + WAIT_FOR_ROOM
+    while True:
+        try:
+            return cache.open(shard)
+        except CacheFullError:  # noqa: PERF203
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
+
+
 def stored_table(shard: Shard) -> SampleTable | None:
     """The table beside the index; None if there is none that can be read: the shard itself has all that is in it."""
     if shard.table is None:
         return None
-    address, start, length = shard.table
+    address, start, length, digest = shard.table
     try:
-        return SampleTable.from_bytes(storage.read(address, (start, start + length)))
-    except (storage.UnavailableError, ValueError):
+        content = storage.read(address, (start, start + length))
+        return SampleTable.from_bytes(content, digest)
+    except (storage.UnavailableError, ValueError, KeyError):
         return None
 
 
@@ -184,10 +299,11 @@ class ShardDataset:
         UserError: no such index, or one that is none.
     """
 
-    def __init__(self, index: ShardIndex | str, cache: ShardCache | Path | str, *, decode: bool = True) -> None:
-        self.index = read_index(index) if isinstance(index, str) else index
+    def __init__(self, index: ShardIndex | Path | str, cache: ShardCache | Path | str, *, decode: bool = True) -> None:
+        self.index = index if isinstance(index, ShardIndex) else read_index(str(index))
         self.reader = ShardReader(self.index, cache if isinstance(cache, ShardCache) else ShardCache(Path(cache)))
-        self.transforms: list[Callable[[Any], Any]] = [decode_sample] if decode else []
+        self.decode = decode
+        self.transforms: list[Callable[[Any], Any]] = []
 
     def add_transform(self, transform: Callable[[Any], Any]) -> ShardDataset:
         """Has each sample go through one more function, after those added before."""
@@ -197,25 +313,45 @@ class ShardDataset:
     def __len__(self) -> int:
         return len(self.index)
 
-    def __getitem__(self, number: int) -> Any:
+    def __getitem__(self, number: Any) -> Any:
+        number = operator.index(number)
         if not -len(self) <= number < len(self):
             raise IndexError(f"sample {number} of {len(self)}")
-        number %= len(self)
-        key, contents = self.reader.read(number)
-        shard, inside = self.index.locate(number)
-        described = self.index.shards[shard]
-        sample: Any = {
-            **contents,
-            "__key__": key,
-            "__dataset__": self.index.parts[described.part].name,
-            "__index__": number,
-            "__shard__": described.url,
-            "__shardindex__": inside,
-        }
+        sample: Any = self.sample(number % len(self))
         for transform in self.transforms:
             sample = transform(sample)
         return sample
 
+    def sample(self, number: int) -> Sample:
+        """A sample before the transforms."""
+        sample = self.stored(number)
+        if not self.decode:
+            return sample
+        try:
+            return decode_sample(sample)
+        except UserError:
+            if not self.reader.heal(number):
+                raise
+            return decode_sample(self.stored(number))
+
+    def stored(self, number: int) -> Sample:
+        """A sample whose members are bytes."""
+        return described(self.index, number, *self.reader.read(number))
+
     def close(self) -> None:
         """Closes the open shards."""
         self.reader.close()
+
+
+def described(index: ShardIndex, number: int, key: str, contents: dict[str, bytes]) -> Sample:
+    """A sample's members, and what wids says of it beside."""
+    found, inside = index.locate(number)
+    shard = index.shards[found]
+    return {
+        **contents,
+        "__key__": key,
+        "__dataset__": index.parts[shard.part].name,
+        "__index__": number,
+        "__shard__": shard.url,
+        "__shardindex__": inside,
+    }

@@ -14,9 +14,12 @@ IMAGES = ("jpg", "jpeg", "png", "ppm", "pgm", "pbm", "pnm", "webp", "bmp", "gif"
 
 def image(content: bytes) -> Any:
     """A PIL image, not yet decoded."""
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
 
-    return Image.open(io.BytesIO(content))
+    try:
+        return Image.open(io.BytesIO(content))
+    except UnidentifiedImageError:
+        raise ValueError("an image of no known format") from None
 
 
 def label(content: bytes) -> int:
@@ -25,10 +28,10 @@ def label(content: bytes) -> int:
 
 
 def array(content: bytes) -> Any:
-    """A numpy array."""
+    """A numpy array; not ``np.load``, which would take an archive of them, too."""
     import numpy as np
 
-    return np.load(io.BytesIO(content), allow_pickle=False)
+    return np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
 
 
 DECODERS: dict[str, Callable[[bytes], Any]] = {
@@ -38,6 +41,11 @@ DECODERS: dict[str, Callable[[bytes], Any]] = {
     "json": json.loads,
     "npy": array,
 }
+
+
+def is_image(extension: str) -> bool:
+    """Whether a member with this extension is an image: as in wids, of ``.seg.png`` the last part counts."""
+    return extension.rpartition(".")[2].lower() in IMAGES
 
 
 def decode_sample(sample: dict[str, Any]) -> dict[str, Any]:
@@ -58,6 +66,7 @@ def decode_member(sample: dict[str, Any], name: str, content: Any) -> Any:
         return content
     try:
         return decoder(content)
-    except (ValueError, OSError, EOFError, SyntaxError) as error:
+    except Exception as error:  # decoders have many words for content that is not theirs
         where = f"sample {sample.get('__key__')!r} in {sample.get('__shard__')}"
-        raise UserError(f"{where}: {name} cannot be decoded ({error}); mend the sample and pack it again") from None
+        what = str(error).partition("\n")[0] or type(error).__name__
+        raise UserError(f"{where}: {name} cannot be decoded ({what}); mend the sample and pack it again") from None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,6 +24,10 @@ from flyte_ddp.errors import UserError
 
 KIND = "wids-shard-index-v1"
 EXTENSION = "flyte_ddp"
+MOST = 1 << 44  # samples or bytes of a shard: the sums of 100,000 are within 64 bits
+HEX = re.compile(r"[0-9a-fA-F]*")
+# An address that is a file's name below the base, without need for a closer look.
+PLAIN_NAME = re.compile(r"(?!.*(?:://|\0))(?!(?:.*/)?\.{1,2}(?:/|$))[^/].*", re.DOTALL)
 WANTED = f"it must be an index in wids' format ({KIND}); make one with python -m flyte_ddp.shards create"
 
 
@@ -30,7 +35,8 @@ class Shard(NamedTuple):
     """A tar file of samples.
 
     ``url`` is absolute; ``size`` (bytes) is -1 and the digests (hex) are empty where the index does not say. ``table``
-    is the file with the shard's table of samples and the place in it, if there is one.
+    is the file with the shard's table of samples, the first byte and the length of that in it, and the beginning of its
+    SHA-256, if there is one.
     """
 
     url: str
@@ -39,7 +45,7 @@ class Shard(NamedTuple):
     md5: str = ""
     sha256: str = ""
     part: int = 0  # which of the index's parts it belongs to
-    table: tuple[str, int, int] | None = None
+    table: tuple[str, int, int, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -106,7 +112,7 @@ class ShardIndex:
         """SHA-256 (hex) of what identifies the content: each shard's samples and digest, or its address without one."""
         lines = [json.dumps([self.classes, [[part.name, part.weight] for part in self.parts]])]
         lines += [f"{s.samples} {s.size} {s.sha256 or s.md5 or s.url} {s.part}" for s in self.shards]
-        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+        return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def read_index(address: str) -> ShardIndex:
@@ -116,34 +122,25 @@ def read_index(address: str) -> ShardIndex:
         UserError: it is not there, is no index, or refers to one that refers to others again.
     """
     content = load(address)
-    entries: list[Shard] = []
+    shards: list[Shard] = []
     parts: list[Part] = []
-    own = content.get("shardlist", [])
-    if own:
-        parts.append(Part(str(content.get("name", "")), weight_of(address, content)))
-        entries += shards_of(address, content, part=0)
-    for reference in content.get("datasets", []):
+    if content.get("shardlist"):
+        parts.append(Part(str(content.get("name") or ""), weight_of(address, content)))
+        shards += shards_of(address, content, part=0)
+    for reference in content.get("datasets") or []:
         where, component = referred(address, content, reference)
         name = reference.get("name") or component.get("name") or ""
         parts.append(Part(str(name), weight_of(address, reference)))
-        entries += shards_of(where, component, part=len(parts) - 1)
-    if not entries:
-        raise UserError(f"index {address}: has no shards; {WANTED}")
+        shards += shards_of(where, component, part=len(parts) - 1)
+    if not shards:
+        raise malformed(address, "has no shards")
     classes = content.get(EXTENSION, {}).get("classes", [])
-    return ShardIndex(str(content.get("name", "")), entries, tuple(parts), tuple(str(label) for label in classes))
+    return ShardIndex(str(content.get("name") or ""), shards, tuple(parts), tuple(str(label) for label in classes))
 
 
-def referred(address: str, content: dict[str, Any], reference: Any) -> tuple[str, dict[str, Any]]:
-    """The index that an entry of ``datasets`` is, or refers to, and its address."""
-    if not isinstance(reference, dict):
-        raise UserError(f"index {address}: {reference!r} in datasets is no data set; {WANTED}")
-    if not reference.get("source_url"):
-        return address, {"base": content.get("base"), **reference}
-    where = storage.resolve(base_of(address, content), str(reference["source_url"]))
-    component = load(where)
-    if component.get("datasets"):
-        raise UserError(f"index {address}: refers to {where}, which refers to others again; list those here")
-    return where, component
+def malformed(address: str, what: str) -> UserError:
+    """The error for an index that is none."""
+    return UserError(f"index {address}: {what}; {WANTED}")
 
 
 def load(address: str) -> dict[str, Any]:
@@ -154,19 +151,59 @@ def load(address: str) -> dict[str, Any]:
         failure = next(iter(error.failures.values()))
         raise UserError(f"index {address}: cannot be read ({failure}); check the address, and that it is up") from None
     except (ValueError, RecursionError) as error:
-        raise UserError(f"index {address}: is not JSON ({error}); {WANTED}") from None
-    if not isinstance(content, dict) or not isinstance(content.get("shardlist", content.get("datasets")), list):
-        raise UserError(f"index {address}: has neither shardlist nor datasets; {WANTED}")
-    if content.get("wids_version", 1) != 1 or content.get("__kind__", KIND) != KIND:
+        if isinstance(error, UserError):
+            raise
+        raise malformed(address, f"is not JSON ({error})") from None
+    if isinstance(content, dict) and (content.get("wids_version", 1), content.get("__kind__", KIND)) != (1, KIND):
         kind, version = content.get("__kind__"), content.get("wids_version")
-        raise UserError(f"index {address}: is of kind {kind!r}, version {version!r}; {WANTED}")
-    return content
+        raise malformed(address, f"is of kind {kind!r}, version {version!r}")
+    return checked(address, content)
+
+
+def checked(address: str, content: Any) -> dict[str, Any]:
+    """An index, or a data set within one, whose fields are what they must be."""
+    if not isinstance(content, dict) or not (content.get("shardlist") or content.get("datasets")):
+        raise malformed(address, "has neither shardlist nor datasets")
+    for kind, names in {list: ("shardlist", "datasets"), str: ("base",), dict: (EXTENSION,)}.items():
+        for name in names:
+            if not isinstance(content.get(name) or kind(), kind):
+                raise malformed(address, f"{name} is {short(content[name])}")
+    ours = content.get(EXTENSION) or {}
+    if not isinstance(ours.get("classes", []), list) or not isinstance(ours.get("tables", ""), str):
+        raise malformed(address, f"{EXTENSION} is {short(ours)}")
+    return content | {EXTENSION: ours}
+
+
+def referred(address: str, content: dict[str, Any], reference: Any) -> tuple[str, dict[str, Any]]:
+    """The index that an entry of ``datasets`` is, or refers to, and its address."""
+    if not isinstance(reference, dict):
+        raise malformed(address, f"{short(reference)} in datasets is no data set")
+    if not reference.get("source_url"):
+        where, component = address, checked(address, {"base": content.get("base"), **reference})
+    else:
+        where = resolved(address, base_of(address, content), reference["source_url"])
+        component = load(where)
+    if component.get("datasets"):
+        raise UserError(f"index {address}: refers to {where}, which refers to others again; list those here")
+    return where, component
 
 
 def base_of(address: str, content: Mapping[str, Any]) -> str:
     """What relative addresses in an index refer to."""
-    base = content.get("base")
-    return storage.resolve(storage.parent(address), str(base)) if base else storage.parent(address)
+    folder = storage.parent(address)
+    return resolved(address, folder, content["base"]) if content.get("base") else folder
+
+
+def resolved(address: str, base: str, found: Any) -> str:
+    """What an address in the index means."""
+    if not isinstance(found, str) or not found or "\0" in found:
+        raise malformed(address, f"{short(found)} is no address")
+    whole = storage.resolve(base, found)
+    try:
+        storage.scheme(whole)
+    except UserError as error:
+        raise malformed(address, error.message) from None
+    return whole
 
 
 def weight_of(address: str, content: Mapping[str, Any]) -> float:
@@ -183,54 +220,76 @@ def shards_of(address: str, content: Mapping[str, Any], part: int) -> Iterator[S
     """The shards that one index lists itself."""
     base = base_of(address, content)
     folder = str(storage.local_path(base) or base.rstrip("/"))
-    tables = content.get(EXTENSION, {}).get("tables")
-    tables = storage.resolve(storage.parent(address), tables) if tables else None
-    for number, entry in enumerate(content.get("shardlist", [])):
+    tables = content[EXTENSION].get("tables")
+    tables = resolved(address, storage.parent(address), tables) if tables else None
+
+    def shard_of(entry: Any) -> Shard:
+        url, place = entry["url"], entry.get("table")
+        return Shard(
+            # Of 100,000 shards most have a plain name.
+            url=f"{folder}/{url}" if PLAIN_NAME.fullmatch(url) else resolved(address, base, url),
+            samples=count_of(entry["nsamples"]),
+            size=count_of(entry.get("filesize", -1), least=-1),
+            md5=digest_of(entry.get("md5sum"), 32),
+            sha256=digest_of(entry.get("sha256"), 64),
+            part=part,
+            table=(tables, count_of(place[0]), count_of(place[1]), str(place[2])) if tables and place else None,
+        )
+
+    for number, entry in enumerate(content.get("shardlist") or []):
         try:
-            place = entry.get("table")
-            url = entry["url"]
-            relative = "://" not in url and not url.startswith(("/", "../", "./"))
-            shard = Shard(
-                url=f"{folder}/{url}" if relative else storage.resolve(base, url),
-                samples=checked_number(entry["nsamples"]),
-                size=checked_number(entry.get("filesize", -1), least=-1),
-                md5=str(entry.get("md5sum") or ""),
-                sha256=str(entry.get("sha256") or ""),
-                part=part,
-                table=(tables, checked_number(place[0]), checked_number(place[1])) if tables and place else None,
-            )
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            what = f"no {error}" if isinstance(error, KeyError) else str(error)
+            yield shard_of(entry)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:  # noqa: PERF203
+            if isinstance(error, UserError):
+                raise
+            what = f"has no {error}" if isinstance(error, KeyError) else f"is {short(entry)}: {error}"
             raise UserError(
-                f"index {address}: shard {number} in its shardlist has {what}; each needs a url and nsamples"
+                f"index {address}: shard {number} in its shardlist {what}; each needs a url and nsamples"
             ) from None
-        yield shard
 
 
-def checked_number(value: Any, least: int = 0) -> int:
+def count_of(value: Any, least: int = 0) -> int:
     """A whole number that counts something."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MOST:
         raise ValueError(f"{value!r} for a number")
     return value
 
 
-def index_json(index: ShardIndex, folder: str, tables: str | None) -> bytes:
-    """An index as a file, a shard a line.
+def digest_of(value: Any, digits: int) -> str:
+    """A digest in small letters, or nothing."""
+    if not value:
+        return ""
+    if len(value) != digits or not HEX.fullmatch(value):
+        raise ValueError(f"{value!r} for {digits} hexadecimal digits")
+    return str(value).lower()
+
+
+def short(value: Any) -> str:
+    """A value from a file, for an error."""
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}..."
+
+
+def index_json(index: ShardIndex, folder: str, tables: str) -> bytes:
+    """An index of one part as a file, a shard a line.
 
     Args:
         folder: where it will be; addresses of shards below it are written relative to it.
         tables: the file with the tables of samples, in the same folder.
     """
+    [part] = index.parts
     prefix = f"{folder.rstrip('/')}/"
     lines = []
     for shard in index.shards:
-        entry: dict[str, Any] = {"url": shard.url.removeprefix(prefix), "nsamples": shard.samples}
+        url = shard.url.removeprefix(prefix)
+        entry: dict[str, Any] = {"url": url if PLAIN_NAME.fullmatch(url) else shard.url, "nsamples": shard.samples}
         entry |= {"filesize": shard.size} if shard.size >= 0 else {}
         entry |= {"md5sum": shard.md5} if shard.md5 else {}
         entry |= {"sha256": shard.sha256} if shard.sha256 else {}
-        entry |= {"table": shard.table[1:]} if shard.table and tables else {}
+        entry |= {"table": shard.table[1:]} if shard.table else {}
         lines.append(json.dumps(entry))
-    ours = {"classes": index.classes, **({"tables": tables} if tables else {})}
-    head = {"__kind__": KIND, "wids_version": 1, "name": index.name, EXTENSION: ours}
+    head = {"__kind__": KIND, "wids_version": 1, "name": index.name}
+    head |= {"weight": part.weight} if part.weight != 1 else {}
+    head |= {EXTENSION: {"classes": index.classes, "tables": tables}}
     text = json.dumps(head)[:-1] + ', "shardlist": [\n' + ",\n".join(lines) + "\n]}\n"
     return text.encode()

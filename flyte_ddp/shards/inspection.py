@@ -5,16 +5,16 @@ from __future__ import annotations
 import tempfile
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from flyte_ddp import storage
 from flyte_ddp.errors import UserError
-from flyte_ddp.shards.dataset import ShardDataset, stored_table
-from flyte_ddp.shards.index import read_index
-from flyte_ddp.shards.tar import BLOCK, content_of
+from flyte_ddp.files import replacing
+from flyte_ddp.shards.dataset import Sample, ShardDataset, described, stored_table
+from flyte_ddp.shards.index import Shard, read_index
+from flyte_ddp.shards.tar import BLOCK
 
 
-def read_sample(address: str, number: int) -> dict[str, Any]:
+def read_sample(address: str, number: int) -> Sample:
     """A sample with its members as bytes, as :class:`flyte_ddp.shards.dataset.ShardDataset` gives it.
 
     Raises:
@@ -25,27 +25,38 @@ def read_sample(address: str, number: int) -> dict[str, Any]:
         raise UserError(f"sample {number}: the index has {len(index):,}, so it must be 0..{len(index) - 1}")
     found, inside = index.locate(number)
     shard = index.shards[found]
-    table = stored_table(shard)
-    if table is None or storage.local_path(shard.url) is not None:
+    part = read_part(shard, inside) if storage.local_path(shard.url) is None else None
+    if part is None:
         with tempfile.TemporaryDirectory() as folder:
-            whole: dict[str, Any] = ShardDataset(index, Path(folder), decode=False)[number]
-            return whole
-    sample: dict[str, Any] = {}
+            return ShardDataset(index, folder, decode=False).stored(number)
+    key, contents = part
+    return described(index, number, key, contents)
+
+
+def read_part(shard: Shard, inside: int) -> tuple[str, dict[str, bytes]] | None:
+    """A sample's key and members from a remote shard of which nothing else is read; None where that cannot be done."""
+    table = stored_table(shard)
+    if table is None or len(table) != shard.samples:
+        return None
+    contents = {}
     for member in table.members(inside):
         span = (member.offset - BLOCK, member.offset + member.size)
         try:
-            block = storage.with_retries(shard.url, [shard.url], partial(storage.read, span=span))
-        except storage.AllFailedError as error:
-            failure = next(iter(error.failures.values()))
-            raise UserError(f"shard {shard.url}: cannot be read ({failure}); check the address") from None
-        content = content_of(block, member.size)
+            stored = storage.with_retries(shard.url, [shard.url], partial(storage.read, span=span))
+        except storage.AllFailedError:  # it may be a server that gives no parts of files; if not, it will be said
+            return None
+        content = member.content(stored)
         if content is None:
-            raise UserError(f"shard {shard.url}: is not the one that the tables beside {address} are of; renew these")
-        sample[member.extension] = content
-    return sample | {
-        "__key__": table.keys[inside],
-        "__dataset__": index.parts[shard.part].name,
-        "__index__": number,
-        "__shard__": shard.url,
-        "__shardindex__": inside,
-    }
+            raise UserError(
+                f"shard {shard.url}: is not the one that the index is of; copy it again, or renew the index"
+            )
+        contents[member.extension] = content
+    return table.keys[inside], contents
+
+
+def write_members(key: str, members: dict[str, bytes], folder: Path) -> None:
+    """Writes a sample's members into a folder, as files with plain names."""
+    for extension, content in members.items():
+        path = folder / f"{key}{extension}".replace("/", "_")
+        with replacing(path) as file:
+            file.write(content)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import itertools
 import tarfile
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,8 @@ from flyte_ddp.datasets.progress import Progress
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replacing
 from flyte_ddp.shards.index import ShardIndex
-from flyte_ddp.shards.scanning import create_index
+from flyte_ddp.shards.parallel import in_parallel
+from flyte_ddp.shards.scanning import create_index, local_output, tables_of
 
 SAMPLES_PER_SHARD = 1000
 AHEAD = 32  # images that are read at the same time
@@ -52,29 +55,61 @@ def pack(
             so that samples in an order of their own (class by class) should be mixed here.
 
     Raises:
-        UserError: no samples, or a folder that cannot be written to.
+        UserError: no samples, one that cannot be had, or a folder that cannot be written to; no shard is left then.
     """
     if count == 0:
         raise UserError(f"{name}: there is no sample to pack")
     if per_shard < 1:
         raise UserError(f"samples_per_shard={per_shard}: must be at least 1")
+    if not name or PurePath(name).name != name:
+        raise UserError(f"name={name!r}: must be fit for a file's name")
+    index = local_output(folder) / f"{name}.json"
     order = np.arange(count)
     if seed is not None:
         order = sampling.random_stream(sampling.PACKING, seed).permutation(order)
-    paths = []
     digits = max(6, len(str(-(-count // per_shard) - 1)))
-    with ThreadPoolExecutor(AHEAD) as pool, Progress(progress).track("packing", count, "samples") as advance:
-        for number, start in enumerate(range(0, count, per_shard)):
-            path = folder / f"{name}-{number:0{digits}d}.tar"
-            with replacing(path) as file, tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as archive:
-                for key, members in pool.map(samples, order[start : start + per_shard].tolist()):
-                    for extension, content in members.items():
-                        header = tarfile.TarInfo(f"{key}{extension}")
-                        header.size = len(content)
-                        archive.addfile(header, io.BytesIO(content))
-                    advance(1)
-            paths.append(str(path))
-    return create_index(paths, folder / f"{name}.json", name=name, classes=classes, progress="off")
+    starts = range(0, count, per_shard)
+    paths = [index.with_name(f"{name}-{number:0{digits}d}.tar") for number in range(len(starts))]
+    track = Progress(progress).track("packing", count, "samples")
+    with (
+        removed_if_it_fails(index, tables_of(index), *paths),
+        in_parallel(samples, order.tolist(), AHEAD) as made,
+        track as advance,
+    ):
+        for start, path in zip(starts, paths, strict=True):
+            write_shard(path, itertools.islice(made, min(per_shard, count - start)), advance)
+        return create_index([str(path) for path in paths], index, name=name, classes=classes, progress="off")
+
+
+def write_shard(path: Path, samples: Iterable[tuple[str, Members]], advance: Callable[[int], object]) -> None:
+    """Writes samples into a tar file."""
+    # Of the formats for long names and others than English ones it is GNU's that wids reads best.
+    with (
+        replacing(path) as file,
+        tarfile.open(fileobj=file, mode="w", format=tarfile.GNU_FORMAT, encoding="utf-8") as tar,
+    ):
+        for key, members in samples:
+            for extension, content in members.items():
+                header = tarfile.TarInfo(f"{key}{extension}")
+                header.size = len(content)
+                tar.addfile(header, io.BytesIO(content))
+            advance(1)
+
+
+@contextmanager
+def removed_if_it_fails(*paths: Path) -> Iterator[None]:
+    """Removes files before and, if the block fails, after it: an index is to be there with all of its shards or not."""
+    try:
+        for path in paths:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}; choose another folder") from None
+    try:
+        yield
+    except BaseException:
+        for path in paths:
+            path.unlink(missing_ok=True)
+        raise
 
 
 def pack_image_folder(address: str, folder: Path, **options: Any) -> ShardIndex:
@@ -90,44 +125,73 @@ def pack_image_folder(address: str, folder: Path, **options: Any) -> ShardIndex:
     from flyte_ddp.datasets.image_folder import list_images
 
     found = list_images(address)
+    keys = keys_of(found.names)
 
     def sample(number: int) -> tuple[str, Members]:
-        image = found.names[number]
-        where = storage.join(address, image)
+        where = storage.join(address, found.names[number])
         try:
             content = storage.with_retries(where, [where], storage.read)
         except storage.AllFailedError as error:
             raise UserError(f"image {where}: cannot be read ({next(iter(error.failures.values()))})") from None
-        stem, _, extension = image.rpartition(".")
-        place, _, last = stem.rpartition("/")
-        key = f"{place}/{last.replace('.', '%2E')}"  # a key ends at the first dot
-        return key, {f".{extension.lower()}": content, ".cls": str(found.labels[number]).encode()}
+        if len(content) != found.sizes[number]:
+            raise UserError(f"image {where}: was {found.sizes[number]:,} bytes when it was listed and now is not")
+        extension = where.rpartition(".")[2].lower()
+        return keys[number], {f".{extension}": content, ".cls": str(found.labels[number]).encode()}
 
     return pack(sample, len(found.names), folder, classes=found.classes, **options)
 
 
+def keys_of(names: Iterable[str]) -> list[str]:
+    """A key for each file, all different: its name without the extension and, as a key ends at a dot, without dots."""
+    keys: dict[str, None] = {}
+    for name in names:
+        stem, _, extension = name.rpartition(".")
+        place, _, last = stem.rpartition("/")
+        key = f"{place}/{last.replace('.', '%2E')}"
+        while key in keys:  # there is a.png beside a.jpg
+            key += f"%2E{extension}"
+        keys[key] = None
+    return list(keys)
+
+
 def pack_images(samples: Any, folder: Path, *, classes: Sequence[str] = (), **options: Any) -> ShardIndex:
-    """Packs a map-style data set of (PIL image or uint8 array, label), such as torchvision's, as PNG: without loss.
+    """Packs a map-style data set of (image, label), such as torchvision's, as PNG: without loss.
 
     Args:
-        samples: has ``len()`` and gives an image and a label for each number.
+        samples: has ``len()`` and gives an image and a label for each number. Images are as for training on a data set
+            of one's own (:func:`flyte_ddp.datasets.custom.collect`), of any size.
         classes: the classes' names; those that the data set has itself, if none are given.
         options: of :func:`pack`.
+
+    Raises:
+        UserError: it is no such data set.
     """
     from PIL import Image
 
-    width = len(str(len(samples) - 1))
+    from flyte_ddp.datasets.custom import pixels_and_label
+
+    what = f"{type(samples).__name__} to pack"
+    try:
+        count = len(samples)
+    except TypeError:
+        raise UserError(f"{what}: has no len(); it must be a map-style data set") from None
+    width = len(str(count - 1))
+    one_at_a_time = threading.Lock()  # a data set need not be made for several threads
 
     def sample(number: int) -> tuple[str, Members]:
-        picture, label = samples[number]
-        if not isinstance(picture, Image.Image):
-            picture = Image.fromarray(np.squeeze(np.asarray(picture)))
+        try:
+            with one_at_a_time:
+                pixels, label = pixels_and_label(what, number, samples[number])
+        except OSError as error:
+            raise UserError(f"{what}: sample {number} cannot be read ({error})") from error
+        if pixels.shape[2] not in (1, 3, 4):
+            raise UserError(f"{what}: image {number} has {pixels.shape[2]} channels; must have 1, 3 or 4")
         buffer = io.BytesIO()
-        picture.save(buffer, "PNG")
-        return f"{number:0{width}d}", {".png": buffer.getvalue(), ".cls": str(int(label)).encode()}
+        Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels).save(buffer, "PNG")
+        return f"{number:0{width}d}", {".png": buffer.getvalue(), ".cls": str(label).encode()}
 
     named = classes or getattr(samples, "classes", ())
-    return pack(sample, len(samples), folder, classes=[str(label) for label in named], **options)
+    return pack(sample, count, folder, classes=[str(label) for label in named], **options)
 
 
 def pack_source(source: str, folder: Path, *, split: str = "train", **options: Any) -> ShardIndex:
@@ -143,7 +207,7 @@ def pack_source(source: str, folder: Path, *, split: str = "train", **options: A
     from flyte_ddp.user_code import SPEC, load_callable
 
     if source in catalog.DATASETS:
-        with tempfile.TemporaryDirectory(dir=made(folder), prefix=".data.") as data:
+        with tempfile.TemporaryDirectory(prefix="flyte-ddp.") as data:
             arrays = open_arrays(fetch(source, "", Path(data) / source, progress="off"))
             images, labels = (getattr(arrays, f"{split}_{what}") for what in ("images", "labels"))
             return pack_images(Pairs(images, labels), folder, classes=arrays.classes, **options)
@@ -152,6 +216,8 @@ def pack_source(source: str, folder: Path, *, split: str = "train", **options: A
         if not isinstance(both, (tuple, list)) or len(both) != 2:
             raise UserError(f"{source}: returned {type(both).__name__}; must return a pair (train, test) of data sets")
         return pack_images(both[split == "test"], folder, **options)
+    if split != "train":
+        raise UserError(f"split={split!r}: a folder of images is one split; give the folder of the one that you want")
     return pack_image_folder(source, folder, **options)
 
 
@@ -167,12 +233,3 @@ class Pairs:
 
     def __getitem__(self, number: int) -> tuple[Any, int]:
         return self.images[number], int(self.labels[number])
-
-
-def made(folder: Path) -> Path:
-    """The folder, which is there then."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{folder}: cannot be made ({error.strerror}); choose another folder") from None
-    return folder

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
-import zipfile
-import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -21,16 +20,17 @@ SEPARATOR = "\0"  # cannot be in a tar file's names
 class SampleTable:
     """A shard's samples, in columns, so that thousands of them take little memory.
 
-    Sample i has the members ``starts[i]`` to ``starts[i + 1]``, each with its kind (a position in ``extensions``) and
-    the place of its content in bytes.
+    Sample i has the members ``starts[i]`` to ``starts[i + 1]``, each with its kind (a position in ``extensions``), the
+    place of its content in bytes, and the checksum of its header.
     """
 
     keys: tuple[str, ...]
     extensions: tuple[str, ...]
     starts: NDArray[np.int32]  # [samples + 1]
-    kinds: NDArray[np.uint16]  # [members]
+    kinds: NDArray[np.uint32]  # [members]
     offsets: NDArray[np.int64]  # [members]
     sizes: NDArray[np.int64]  # [members]
+    headers: NDArray[np.uint32]  # [members]
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -39,35 +39,36 @@ class SampleTable:
         """The members of a sample, in their order."""
         rows = slice(int(self.starts[sample]), int(self.starts[sample + 1]))
         key = self.keys[sample]
-        places = zip(self.kinds[rows].tolist(), self.offsets[rows].tolist(), self.sizes[rows].tolist(), strict=True)
-        return [Member(key, self.extensions[kind], offset, size) for kind, offset, size in places]
+        columns = (column[rows].tolist() for column in (self.kinds, self.offsets, self.sizes, self.headers))
+        return [Member(key, self.extensions[kind], *place) for kind, *place in zip(*columns, strict=True)]
 
     def to_bytes(self) -> bytes:
-        """In numpy's ``.npz`` format, whose checksums tell of damage."""
+        """In numpy's ``.npz`` format."""
         buffer = io.BytesIO()
         columns = {name: getattr(self, name) for name in COLUMNS}
         np.savez_compressed(buffer, keys=encoded(self.keys), extensions=encoded(self.extensions), **columns)
         return buffer.getvalue()
 
     @classmethod
-    def from_bytes(cls, content: bytes) -> SampleTable:
+    def from_bytes(cls, content: bytes, digest: str) -> SampleTable:
         """Reads what :meth:`to_bytes` made.
 
         Raises:
-            ValueError: it is damaged.
+            ValueError: it is not what has this digest.
         """
-        try:
-            with np.load(io.BytesIO(content), allow_pickle=False) as stored:
-                columns = {name: stored[name] for name in COLUMNS}
-                table = cls(decoded(stored["keys"]), decoded(stored["extensions"]), **columns)
-        except (zipfile.BadZipFile, zlib.error, KeyError, EOFError, OSError) as error:
-            raise ValueError(f"damaged table of samples ({error})") from None
-        if len(table.starts) != len(table) + 1:
-            raise ValueError("damaged table of samples")
-        return table
+        if digest_of(content) != digest:
+            raise ValueError("another table, or a damaged one")
+        with np.load(io.BytesIO(content), allow_pickle=False) as stored:
+            columns = {name: stored[name] for name in COLUMNS}
+            return cls(decoded(stored["keys"]), decoded(stored["extensions"]), **columns)
 
 
-COLUMNS = ("starts", "kinds", "offsets", "sizes")
+def digest_of(content: bytes) -> str:
+    """Half of the SHA-256 (hex) of a table's bytes, which tells it from any other."""
+    return hashlib.sha256(content).hexdigest()[:32]
+
+
+COLUMNS = ("starts", "kinds", "offsets", "sizes", "headers")
 
 
 def encoded(names: tuple[str, ...]) -> NDArray[np.uint8]:
@@ -89,7 +90,7 @@ def tabulate(members: Iterable[Member], shard: str) -> SampleTable:
     keys: dict[str, None] = {}
     extensions: dict[str, int] = {}
     starts: list[int] = []
-    rows: list[tuple[int, int, int]] = []
+    rows: list[tuple[int, int, int, int]] = []
     last, of_sample = None, set[str]()
     for member in members:
         if member.key != last:
@@ -107,13 +108,15 @@ def tabulate(members: Iterable[Member], shard: str) -> SampleTable:
                 "pack the shard anew with one of each kind"
             )
         of_sample.add(member.extension)
-        rows.append((extensions.setdefault(member.extension, len(extensions)), member.offset, member.size))
-    columns = np.array(rows, dtype=np.int64).reshape(-1, 3)
+        kind = extensions.setdefault(member.extension, len(extensions))
+        rows.append((kind, member.offset, member.size, member.header))
+    columns = np.array(rows, dtype=np.int64).reshape(-1, 4)
     return SampleTable(
         keys=tuple(keys),
         extensions=tuple(extensions),
         starts=np.array([*starts, len(rows)], dtype=np.int32),
-        kinds=columns[:, 0].astype(np.uint16),
+        kinds=columns[:, 0].astype(np.uint32),
         offsets=np.ascontiguousarray(columns[:, 1]),
         sizes=np.ascontiguousarray(columns[:, 2]),
+        headers=columns[:, 3].astype(np.uint32),
     )

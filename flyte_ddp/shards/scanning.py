@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import io
 import re
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,17 @@ from flyte_ddp import storage
 from flyte_ddp.datasets.progress import Progress
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replacing
-from flyte_ddp.shards.decoding import decode_member
+from flyte_ddp.shards.decoding import decode_member, is_image
 from flyte_ddp.shards.index import Part, Shard, ShardIndex, index_json, read_index
-from flyte_ddp.shards.samples import SampleTable, tabulate
+from flyte_ddp.shards.parallel import in_parallel
+from flyte_ddp.shards.samples import SampleTable, digest_of, tabulate
 from flyte_ddp.shards.tar import Member, members
+from flyte_ddp.storage.content import check_length
 
 THREADS = 8  # shards that are read at the same time
+MOST_CLASSES = 1_000_000  # that are named by their numbers; what is beyond is likely no label
 RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")  # pathlib has made one slash of two
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,11 +66,15 @@ class HashedStream(io.RawIOBase):
         return length
 
 
-def scan(url: str, check: Callable[[Member, bytes], None] | None = None, read: Sequence[str] = (".cls",)) -> Scanned:
+def scan(
+    url: str,
+    check: Callable[[Member, bytes], None] | None = None,
+    wanted: Callable[[str], bool] = lambda extension: extension == ".cls",
+) -> Scanned:
     """Reads a shard once, from its start to its end.
 
     Args:
-        check: is given each member whose extension is in ``read``, with its content.
+        check: is given each member whose extension is ``wanted``, with its content.
 
     Raises:
         UserError: it cannot be had, or is no shard.
@@ -79,7 +87,7 @@ def scan(url: str, check: Callable[[Member, bytes], None] | None = None, read: S
 
             def found() -> Iterator[Member]:
                 nonlocal labels
-                for member, content in members(stream, url, stream=True, read=read):  # type: ignore[arg-type]
+                for member, content in members(stream, url, wanted):  # type: ignore[arg-type]
                     if content is not None:
                         if member.extension == ".cls":
                             labels = max(labels, label_of(member, content, url) + 1)
@@ -88,10 +96,7 @@ def scan(url: str, check: Callable[[Member, bytes], None] | None = None, read: S
                     yield member
 
             table = tabulate(found(), url)
-            while stream.read(1 << 20):  # what comes after the end mark belongs to the digest
-                pass
-        if announced is not None and stream.count != announced:
-            raise storage.UnavailableError(f"truncated after {stream.count:,} of {announced:,} bytes", transient=True)
+        check_length(stream.count, announced, remote=storage.local_path(address) is None)
         shard = Shard(url, len(table), stream.count, stream.md5.hexdigest(), stream.sha256.hexdigest())
         return Scanned(shard, table, labels)
 
@@ -130,7 +135,7 @@ def create_index(
 
     Args:
         urls: the shards, local or remote; ``{000..127}`` stands for a range of numbers.
-        output: the index; the tables go into a file of the same name that ends in ``.tables``.
+        output: the index; the tables go into a file beside it, with ``.tables`` after its name.
         name: of the data set; the index's own name if there is none.
         classes: the names of the classes; 0, 1, 2 and so on if there are none, up to the highest label.
 
@@ -143,35 +148,67 @@ def create_index(
     if len(set(shards)) < len(shards):
         twice = next(url for url in shards if shards.count(url) > 1)
         raise UserError(f"shard {twice} is given twice; give each one once")
-    with ThreadPoolExecutor(THREADS) as pool, Progress(progress).track("reading", len(shards), "shards") as advance:
-        scanned = []
-        for found in pool.map(scan, shards):
-            scanned.append(found)
-            advance(1)
-    return write_index(scanned, output, name=name, classes=classes)
+    with (
+        in_parallel(scan, shards, THREADS) as scanned,
+        Progress(progress).track("reading", len(shards), "shards") as done,
+    ):
+        return write_index(scanned, output, name=name, classes=classes, advance=done)
 
 
-def write_index(scanned: Sequence[Scanned], output: Path, *, name: str, classes: Sequence[str]) -> ShardIndex:
+def write_index(
+    scanned: Iterable[Scanned],
+    output: Path,
+    *,
+    name: str,
+    classes: Sequence[str],
+    advance: Callable[[int], object] = lambda _: None,
+) -> ShardIndex:
     """Writes the index of shards that were read, and their tables of samples before it."""
-    labels = max(found.labels for found in scanned)
-    if classes and labels > len(classes):
-        raise UserError(
-            f"a label is {labels - 1} and there are {len(classes)} classes: labels are 0..{len(classes) - 1}"
-        )
-    output = output.absolute()
-    tables = output.with_suffix(".tables")
-    start, shards = 0, []
+    output = local_output(output)
+    tables = tables_of(output)
+    start, shards, labels = 0, [], 0
     with replacing(tables) as file:
         for found in scanned:
             content = found.table.to_bytes()
             file.write(content)
-            shards.append(found.shard._replace(table=(str(tables), start, len(content))))
+            shards.append(found.shard._replace(table=(str(tables), start, len(content), digest_of(content))))
             start += len(content)
+            labels = max(labels, found.labels)
+            advance(1)
+            if classes and found.labels > len(classes):
+                raise UserError(
+                    f"shard {found.shard.url}: has label {found.labels - 1}, and with {len(classes)} classes labels "
+                    f"are 0..{len(classes) - 1}; mend the sample, or the list of classes"
+                )
+        if not any(shard.samples for shard in shards):
+            raise UserError(
+                f"shard {shards[0].url}: has no samples, and there are none in the others; check the addresses"
+            )
+        if not classes and labels > MOST_CLASSES:
+            raise UserError(
+                f"a label is {labels - 1:,}: with more than {MOST_CLASSES:,} classes give their names (--classes)"
+            )
     named = tuple(classes) or tuple(str(label) for label in range(labels))
     index = ShardIndex(name or output.stem, shards, (Part(name or output.stem),), named)
     with replacing(output) as file:
         file.write(index_json(index, str(output.parent), tables.name))
     return index
+
+
+def tables_of(index: Path) -> Path:
+    """The file with the tables of samples that goes with an index."""
+    return index.with_name(f"{index.name}.tables")
+
+
+def local_output(path: Path) -> Path:
+    """An absolute path of something to write.
+
+    Raises:
+        UserError: it is an address.
+    """
+    if ADDRESS.match(str(path)):
+        raise UserError(f"{path}: cannot be written to; choose a path on this machine, and copy it there afterwards")
+    return path.absolute()
 
 
 def verify_index(address: str, *, decode: bool = False, progress: str = "auto") -> list[str]:
@@ -184,33 +221,40 @@ def verify_index(address: str, *, decode: bool = False, progress: str = "auto") 
         UserError: the index itself cannot be read.
     """
     index = read_index(address)
-    with ThreadPoolExecutor(THREADS) as pool, Progress(progress).track("checking", len(index.shards), "shards") as done:
-        problems = []
-        for found in pool.map(lambda shard: verify_shard(shard, len(index.classes), decode=decode), index.shards):
+    check = partial(verify_shard, classes=len(index.classes), decode=decode)
+    track = Progress(progress).track("checking", len(index.shards), "shards")
+    problems: list[str] = []
+    with in_parallel(check, index.shards, THREADS) as checked, track as advance:
+        for found in checked:
             problems += found
-            done(1)
+            advance(1)
     return problems
 
 
 def verify_shard(shard: Shard, classes: int, *, decode: bool) -> list[str]:
     """What is wrong with one shard."""
-    from flyte_ddp.shards.dataset import stored_table
-    from flyte_ddp.shards.decoding import IMAGES
-
-    problems: list[str] = []
+    damaged: dict[str, None] = {}  # once each, also where the shard had to be read a second time
 
     def check(member: Member, content: bytes) -> None:
         if member.extension != ".cls":
             try:
                 decode_member({"__key__": member.key, "__shard__": shard.url}, member.extension, content).load()
-            except (UserError, OSError, ValueError, SyntaxError) as error:
-                problems.append(f"sample {member.key!r} in {shard.url}: {member.extension} is damaged: {error}")
+            except UserError as error:
+                damaged[error.message] = None
+            except Exception as error:  # Pillow has many words for damage
+                damaged[f"sample {member.key!r} in {shard.url}: {member.extension} is damaged ({error})"] = None
 
-    read = [".cls", *(f".{kind}" for kind in IMAGES)] if decode else [".cls"]
     try:
-        found = scan(shard.url, check, read)
+        found = scan(shard.url, check, lambda extension: extension == ".cls" or (decode and is_image(extension)))
     except UserError as error:
-        return [error.message]
+        return [*damaged, error.message]
+    return [*damaged, *contradictions(shard, found, classes)]
+
+
+def contradictions(shard: Shard, found: Scanned, classes: int) -> Iterator[str]:
+    """In what a shard is not as its index says."""
+    from flyte_ddp.shards.dataset import stored_table
+
     for what, here, said in (
         ("bytes", found.shard.size, shard.size if shard.size >= 0 else found.shard.size),
         ("samples", found.shard.samples, shard.samples),
@@ -218,11 +262,10 @@ def verify_shard(shard: Shard, classes: int, *, decode: bool) -> list[str]:
         ("MD5", found.shard.md5, shard.md5 or found.shard.md5),
     ):
         if here != said:
-            problems.append(f"shard {shard.url}: {what} {here}, and {said} in the index")
+            yield f"shard {shard.url}: {what} {here}, and {said} in the index"
     if classes and found.labels > classes:
-        problems.append(f"shard {shard.url}: has label {found.labels - 1}, and the index has {classes} classes")
+        yield f"shard {shard.url}: has label {found.labels - 1}, and the index has {classes} classes"
     if shard.table is not None:
         stored = stored_table(shard)
         if stored is None or stored.to_bytes() != found.table.to_bytes():
-            problems.append(f"shard {shard.url}: the table of samples beside the index is missing or of another shard")
-    return problems
+            yield f"shard {shard.url}: the table of samples beside the index is missing or of another shard"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import posixpath
 from pathlib import Path
 from urllib.parse import unquote, urljoin, urlsplit
 
@@ -32,7 +34,8 @@ def local_path(address: str) -> Path | None:
     """The path that a plain path or a ``file://`` address means; None for a remote address."""
     if scheme(address) != "file":
         return None
-    return Path(unquote(urlsplit(address).path) if "://" in address else address).expanduser().absolute()
+    path = Path(unquote(urlsplit(address).path) if "://" in address else address)
+    return (path.expanduser() if path.parts[:1] == ("~",) else path).absolute()
 
 
 def join(source: str, name: str) -> str:
@@ -46,8 +49,11 @@ def parent(address: str) -> str:
     path = local_path(address)
     if path is not None:
         return str(path.parent)
-    parts = urlsplit(address)
-    return parts._replace(path=parts.path.rpartition("/")[0], query="", fragment="").geturl()
+    if scheme(address) in ("http", "https"):
+        parts = urlsplit(address)
+        return parts._replace(path=parts.path.rpartition("/")[0], query="", fragment="").geturl()
+    start, key = split_key(address)
+    return f"{start}{posixpath.dirname(key)}".rstrip("/")
 
 
 def resolve(base: str, address: str) -> str:
@@ -56,10 +62,21 @@ def resolve(base: str, address: str) -> str:
         return address
     path = local_path(base)
     if path is not None:
-        return str(path / address)  # an absolute path stays as it is
-    if urlsplit(base).scheme in ("http", "https"):
+        return os.path.normpath(path / address)
+    if scheme(base) in ("http", "https"):
         return urljoin(f"{base.rstrip('/')}/", address)
-    if address.startswith("/"):
-        bucket = "/".join(base.split("/")[:3])
-        return f"{bucket}{address}"
-    return f"{base.rstrip('/')}/{address}"
+    start, key = split_key(base)
+    names = [] if address.startswith("/") or not key else key.removesuffix("/").split("/")
+    for name in address.removeprefix("/").split("/"):
+        if name == "..":
+            names = names[:-1]
+        elif name != ".":
+            names.append(name)
+    return f"{start}{'/'.join(names)}"
+
+
+def split_key(address: str) -> tuple[str, str]:
+    """An object's address up to its bucket, with the slash after it, and its key, in which any character may be."""
+    kind, _, rest = address.partition("://")
+    bucket, _, key = rest.partition("/")
+    return f"{kind}://{bucket}/", key

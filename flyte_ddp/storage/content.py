@@ -25,4 +25,5 @@ class Entry:
 def check_length(received: int, announced: int | None, *, remote: bool) -> None:
     """Raises UnavailableError for a body that is not as long as was announced."""
     if announced is not None and received != announced:
-        raise UnavailableError(f"truncated after {received:,} of {announced:,} bytes", transient=remote)
+        what = "truncated after" if received < announced else "goes on to byte"
+        raise UnavailableError(f"{what} {received:,} of {announced:,} bytes", transient=remote)

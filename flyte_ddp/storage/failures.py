@@ -1,9 +1,10 @@
-"""How reading fails."""
+"""How reading fails, and what bounds it."""
 
 from __future__ import annotations
 
 CONNECT_TIMEOUT = 10.0  # seconds
 READ_TIMEOUT = 30.0  # seconds without a byte
+CONNECTIONS = 64  # that one process keeps open to a server
 
 
 class UnavailableError(Exception):

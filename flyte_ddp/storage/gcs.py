@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from xml.etree import ElementTree as ET
 from flyte_ddp.storage import http
 from flyte_ddp.storage.content import Content, Entry, Span
 from flyte_ddp.storage.failures import UnavailableError
+from flyte_ddp.storage.per_process import PerProcess
 from flyte_ddp.storage.s3 import location
 
 READ_ONLY = "https://www.googleapis.com/auth/devstorage.read_only"
@@ -73,7 +73,7 @@ def authorisation() -> dict[str, str]:
     """The header that says who asks; none where nobody has given credentials, or to another server than Google's."""
     if os.environ.get("STORAGE_EMULATOR_HOST"):
         return {}
-    found = credentials()
+    found = credentials(os.environ.get("GOOGLE_APPLICATION_CREDENTIALS", ""))
     if found is None:
         return {}
     from google.auth.exceptions import GoogleAuthError
@@ -83,17 +83,21 @@ def authorisation() -> dict[str, str]:
         if not found.valid:
             found.refresh(Request())
     except GoogleAuthError as error:
-        raise UnavailableError(f"Google's credentials were refused: {error}") from None
+        raise UnavailableError(f"Google's credentials were refused: {error}", transient=error.retryable) from None
     return {"Authorization": f"Bearer {found.token}"}
 
 
-@functools.lru_cache(maxsize=1)
-def credentials() -> Any:
+def new_credentials(file: str) -> Any:
     """What Google's own tools would use here, or None."""
     import google.auth
     from google.auth.exceptions import DefaultCredentialsError
 
     try:
         return google.auth.default(scopes=[READ_ONLY])[0]
-    except DefaultCredentialsError:
+    except DefaultCredentialsError as error:
+        if file:  # the user means it to be used
+            raise UnavailableError(f"GOOGLE_APPLICATION_CREDENTIALS={file}: {error}") from None
         return None
+
+
+credentials = PerProcess(new_credentials)

@@ -8,7 +8,8 @@ from typing import Any
 
 from flyte_ddp.storage import failures
 from flyte_ddp.storage.content import CHUNK_BYTES, Content, Entry, Span
-from flyte_ddp.storage.failures import UnavailableError, refusal, root_cause
+from flyte_ddp.storage.failures import CONNECTIONS, UnavailableError, refusal, root_cause
+from flyte_ddp.storage.per_process import PerProcess
 
 
 @contextmanager
@@ -18,7 +19,8 @@ def open_file(address: str, span: Span | None, headers: Mapping[str, str] | None
     if span is not None:
         wanted["Range"] = f"bytes={span[0]}-{span[1] - 1}"
     with response(address, "GET", wanted) as answer:
-        if span is not None and answer.status_code != 206:
+        # By the header and not by the status: some servers of objects answer with 200.
+        if span is not None and not answer.headers.get("Content-Range", "").startswith(f"bytes {span[0]}-"):
             raise UnavailableError("the server cannot give a part of a file: it ignores Range")
         size = answer.headers.get("Content-Length")
         yield int(size) if size else None, answer.raw.stream(CHUNK_BYTES, decode_content=False)
@@ -49,10 +51,10 @@ def response(address: str, method: str, headers: Mapping[str, str] | None = None
         urllib3.exceptions.LocationParseError,
     )
     try:
-        with requests.request(
+        with sessions(None).request(
             method,
             address,
-            stream=True,
+            stream=method != "HEAD",  # what has no body is read at once, else its connection would be closed
             timeout=(failures.CONNECT_TIMEOUT, failures.READ_TIMEOUT),
             # A server that compressed on the way would change the digest.
             headers={"Accept-Encoding": "identity", **(headers or {})},
@@ -63,3 +65,21 @@ def response(address: str, method: str, headers: Mapping[str, str] | None = None
             yield answer
     except (requests.RequestException, urllib3.exceptions.HTTPError) as error:
         raise UnavailableError(root_cause(error), transient=not isinstance(error, hopeless)) from None
+
+
+def new_session(key: None) -> Any:
+    """Keeps connections open, and no cookies: one request is not to change what the next one is given."""
+    del key
+    from http.cookiejar import DefaultCookiePolicy
+
+    import requests
+    from requests.adapters import HTTPAdapter
+
+    session = requests.Session()
+    session.cookies.set_policy(DefaultCookiePolicy(allowed_domains=[]))
+    for scheme in ("http://", "https://"):
+        session.mount(scheme, HTTPAdapter(pool_maxsize=CONNECTIONS))
+    return session
+
+
+sessions = PerProcess(new_session)

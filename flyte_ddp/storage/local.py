@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from stat import S_ISREG
 from typing import BinaryIO
 
 from flyte_ddp.storage.addresses import local_path
@@ -25,18 +26,19 @@ def open_file(address: str, span: Span | None) -> Iterator[Content]:
         raise UnavailableError(error.strerror or str(error)) from None
     with file:
         size = os.fstat(file.fileno()).st_size
-        if span is None:
-            yield size, iter(lambda: file.read(CHUNK_BYTES), b"")
-        else:
-            file.seek(span[0])
-            yield max(0, min(span[1], size) - span[0]), pieces(file, span[1] - span[0])
+        start, end = span or (0, size)
+        file.seek(start)
+        yield max(0, min(end, size) - start), pieces(file, end - start)
 
 
 def pieces(file: BinaryIO, length: int) -> Iterator[bytes]:
     """So many bytes from where the file is, or as many as there are."""
-    while length > 0 and (piece := file.read(min(length, CHUNK_BYTES))):
-        length -= len(piece)
-        yield piece
+    try:
+        while length > 0 and (piece := file.read(min(length, CHUNK_BYTES))):
+            length -= len(piece)
+            yield piece
+    except OSError as error:
+        raise UnavailableError(error.strerror or str(error)) from None
 
 
 def stat(address: str) -> Entry:
@@ -50,18 +52,30 @@ def stat(address: str) -> Entry:
 
 
 def list_files(address: str) -> Iterator[Entry]:
-    """:func:`flyte_ddp.storage.list_files` for a directory; hidden files and folders are left out."""
+    """:func:`flyte_ddp.storage.list_files` for a directory; links are followed, hidden files and folders left out."""
     root = local_path(address)
     assert root is not None
     if not root.is_dir():
         raise MissingError("no such directory")
-    found = []
-    for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        relative = os.path.relpath(folder, root)
-        prefix = "" if relative == "." else f"{relative}/"
-        for name in names:
-            if not name.startswith("."):
-                status = os.stat(os.path.join(folder, name))  # noqa: PTH116, PTH118 (of millions of files)
-                found.append(Entry(f"{prefix}{name}", status.st_size, f"{status.st_mtime_ns}"))
+    found: list[Entry] = []
+    walk(str(root), "", (), found)
     yield from sorted(found, key=lambda entry: entry.name)
+
+
+def walk(folder: str, prefix: str, above: tuple[tuple[int, int], ...], found: list[Entry]) -> None:
+    """Adds the files below a folder; ``above``: the folders that it is in, to which a link may lead back."""
+    try:
+        itself = os.stat(folder)  # noqa: PTH116
+        identity = (itself.st_dev, itself.st_ino)
+        if identity in above:
+            raise UnavailableError(f"{folder} is a link to a folder that it is in")
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.name.startswith("."):
+                    continue
+                if entry.is_dir():
+                    walk(entry.path, f"{prefix}{entry.name}/", (*above, identity), found)
+                elif S_ISREG((status := entry.stat()).st_mode):
+                    found.append(Entry(f"{prefix}{entry.name}", status.st_size, f"{status.st_mtime_ns}"))
+    except OSError as error:
+        raise UnavailableError(f"{error.filename or folder}: {error.strerror or error}") from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -10,9 +9,8 @@ from typing import Any
 
 from flyte_ddp.storage import failures
 from flyte_ddp.storage.content import CHUNK_BYTES, Content, Entry, Span
-from flyte_ddp.storage.failures import UnavailableError, refusal, root_cause
-
-CONNECTIONS = 64  # that one process keeps open
+from flyte_ddp.storage.failures import CONNECTIONS, UnavailableError, refusal, root_cause
+from flyte_ddp.storage.per_process import PerProcess
 
 
 @contextmanager
@@ -56,7 +54,13 @@ def explained() -> Iterator[None]:
     """Turns botocore's errors into ours."""
     from botocore import exceptions  # type: ignore[import-untyped,unused-ignore]
 
-    hopeless = (exceptions.ParamValidationError, exceptions.PartialCredentialsError, exceptions.SSLError)
+    passing = (
+        exceptions.HTTPClientError,
+        exceptions.ConnectionError,
+        exceptions.IncompleteReadError,
+        exceptions.CredentialRetrievalError,
+        exceptions.MetadataRetrievalError,
+    )
     try:
         yield
     except exceptions.ClientError as error:
@@ -64,25 +68,21 @@ def explained() -> Iterator[None]:
         code = error.response.get("Error", {}).get("Code", "")
         raise refusal(status, "" if code == str(status) else code) from None
     except exceptions.BotoCoreError as error:
-        raise UnavailableError(root_cause(error), transient=not isinstance(error, hopeless)) from None
+        transient = isinstance(error, passing) and not isinstance(error, exceptions.SSLError)
+        raise UnavailableError(root_cause(error), transient=transient) from None
 
 
 def client() -> Any:
-    """A client for the environment as it is now; making one takes 0.3 s, so it is kept while that stays the same.
-
-    Its connections are those of the process that made it: a forked child gets a client of its own.
-    """
+    """A client for the environment as it is now; making one takes 0.3 s, so it is kept while that stays the same."""
     prefixes = ("AWS_", "FLYTE_AWS_")
-    return client_for(os.getpid(), tuple(sorted(pair for pair in os.environ.items() if pair[0].startswith(prefixes))))
+    return clients(tuple(sorted(pair for pair in os.environ.items() if pair[0].startswith(prefixes))))
 
 
-@functools.lru_cache(maxsize=1)
-def client_for(process: int, environment: tuple[tuple[str, str], ...]) -> Any:
+def new_client(environment: tuple[tuple[str, str], ...]) -> Any:
     """Flyte's own variables come first, as in flytekit; botocore itself knows the standard ``AWS_*`` ones.
 
     Without credentials requests are anonymous, which is what public buckets take.
     """
-    del process  # only part of the key
     import botocore.config  # type: ignore[import-untyped,unused-ignore]
     import botocore.session  # type: ignore[import-untyped,unused-ignore]
 
@@ -100,4 +100,10 @@ def client_for(process: int, environment: tuple[tuple[str, str], ...]) -> Any:
         response_checksum_validation="when_required",  # servers other than AWS's may not send one
         **anonymous,
     )
-    return session.create_client("s3", endpoint_url=values.get("FLYTE_AWS_ENDPOINT") or None, config=config)
+    try:
+        return session.create_client("s3", endpoint_url=values.get("FLYTE_AWS_ENDPOINT") or None, config=config)
+    except ValueError as error:  # an endpoint that is no address
+        raise UnavailableError(str(error)) from None
+
+
+clients = PerProcess(new_client)

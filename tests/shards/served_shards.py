@@ -1,0 +1,126 @@
+"""Shards on a server, and what processes of their own do with a cache of them."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+from file_server import FileServer
+from tars import Samples, samples, shard_bytes
+
+from flyte_ddp.shards.cache import ShardCache
+from flyte_ddp.shards.dataset import ShardReader
+from flyte_ddp.shards.index import Shard, ShardIndex
+from flyte_ddp.storage import retries
+
+SHORT = 0.001  # seconds, for pauses between tries
+
+
+def blob(seed: int, size: int = 20_000) -> bytes:
+    """Bytes that stand for a shard: a cache does not look into them."""
+    return np.random.default_rng(seed).bytes(size)
+
+
+def serve(server: FileServer, name: str, content: bytes, *, digest: str = "sha256") -> Shard:
+    """Puts a shard on the server; the result is how an index describes it."""
+    server.files[name] = content
+    digests = {"md5": hashlib.md5(content).hexdigest(), "sha256": hashlib.sha256(content).hexdigest()}
+    known = {kind: value for kind, value in digests.items() if kind == digest}
+    return Shard(f"{server.url}/{name}", 0, len(content) if digest else -1, **known)
+
+
+@dataclass(frozen=True)
+class Served:
+    """An index of shards on a server, and what is in them."""
+
+    index: ShardIndex
+    contents: tuple[Samples, ...]
+
+    def expected(self) -> list[tuple[str, dict[str, bytes]]]:
+        """All samples in their order."""
+        return [(key, dict(found)) for shard in self.contents for key, found in shard.items()]
+
+
+def serve_samples(server: FileServer, *counts: int, digest: str = "sha256") -> Served:
+    """Puts shards of so many samples on the server."""
+    contents = tuple(samples(count, seed, f"{seed}/") for seed, count in enumerate(counts))
+    shards = [
+        serve(server, f"{number}.tar", shard_bytes(found), digest=digest)._replace(samples=len(found))
+        for number, found in enumerate(contents)
+    ]
+    return Served(ShardIndex("served", shards), contents)
+
+
+def open_all(cache: ShardCache, shards: Sequence[Shard], threads: int, seed: int, barrier: Barrier) -> None:
+    """A process that opens all shards in each of its threads, in an order of its own."""
+    retries.FIRST_DELAY = SHORT
+
+    def read(thread: int) -> int:
+        wrong = 0
+        for shard in random.Random(f"{seed} {thread}").sample(list(shards), len(shards)):
+            with cache.open(shard) as file:
+                wrong += hashlib.sha256(file.read()).hexdigest() != shard.sha256
+        return wrong
+
+    barrier.wait(60)
+    end(read, threads)
+
+
+def hold(cache: ShardCache, shard: Shard, pipe: Connection) -> None:
+    """A process that has a shard open until it is told to close it."""
+    with cache.open(shard):
+        pipe.send("open")
+        pipe.recv()
+
+
+def fetch_only(cache: ShardCache, shard: Shard) -> None:
+    """A process that fetches a shard."""
+    cache.open(shard).close()
+
+
+def read_at_random(cache: ShardCache, index: ShardIndex, digests: Sequence[str], reads: int, seed: int) -> None:
+    """A process in whose threads samples are read at random, with a reader that they share."""
+    retries.FIRST_DELAY = SHORT
+    reader = ShardReader(index, cache, most_open=3)
+
+    def read(thread: int) -> int:
+        chosen = random.Random(f"{seed} {thread}")
+        samples = [chosen.randrange(len(index)) for _ in range(reads)]
+        return sum(digest_of_sample(*reader.read(sample)) != digests[sample] for sample in samples)
+
+    end(read, 2)
+
+
+def end(read: Callable[[int], int], threads: int) -> NoReturn:
+    """Ends a process whose threads count what is wrong."""
+    with ThreadPoolExecutor(threads) as pool:
+        sys.exit(sum(pool.map(read, range(threads))))
+
+
+def digest_of_sample(key: str, found: dict[str, bytes]) -> str:
+    """Of all that is in a sample."""
+    return hashlib.sha256(repr((key, sorted(found.items()))).encode()).hexdigest()
+
+
+def label_and_sum(sample: dict[str, Any]) -> tuple[int, int, int]:
+    """A transform that a spawned process can import."""
+    return sample["__index__"], sample[".cls"], sum(sample[".bin"])
+
+
+def sizes_in(folder: Path) -> dict[str, int]:
+    """What a cache's folder holds, but for its locks."""
+    found = {}
+    for path in folder.iterdir():
+        with suppress(FileNotFoundError):  # removed meanwhile
+            found |= {path.name: path.stat().st_size} if path.name != "locks" else {}
+    return found

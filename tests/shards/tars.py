@@ -1,0 +1,69 @@
+"""Tar files for tests, made by Python's own tarfile."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import numpy as np
+
+BLOCK = 512
+
+
+def tar_bytes(
+    files: Iterable[tuple[str | tarfile.TarInfo, bytes]], form: int = tarfile.USTAR_FORMAT, **options: str
+) -> bytes:
+    """A tar file with these files, each a name or a header and a content."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=form, **options) as archive:  # type: ignore[call-overload]
+        for named, content in files:
+            header = tarfile.TarInfo(named) if isinstance(named, str) else named
+            header.size = len(content)
+            archive.addfile(header, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+def header_of(name: str, kind: bytes, **fields: object) -> tarfile.TarInfo:
+    """A header of another kind than a plain file's."""
+    header = tarfile.TarInfo(name)
+    header.type = kind
+    for field, value in fields.items():
+        setattr(header, field, value)
+    return header
+
+
+def with_checksum(block: bytes) -> bytes:
+    """A header whose checksum fits again."""
+    total = sum(block[:148]) + sum(block[156:BLOCK]) + 8 * ord(" ")
+    return block[:148] + f"{total:06o}\0 ".encode() + block[156:]
+
+
+Samples = Mapping[str, Mapping[str, bytes]]  # members by extension, by key
+
+
+def samples(number: int, seed: int = 0, prefix: str = "") -> dict[str, dict[str, bytes]]:
+    """Samples with members of random contents and sizes; no two are equal."""
+    random = np.random.default_rng(seed)
+    return {
+        f"{prefix}{sample:05d}": {".bin": random.bytes(int(random.integers(0, 3000))), ".cls": b"%d" % (sample % 7)}
+        for sample in range(number)
+    }
+
+
+def shard_bytes(contents: Samples, form: int = tarfile.GNU_FORMAT) -> bytes:
+    """A shard with these samples."""
+    return tar_bytes(
+        ((f"{key}{extension}", content) for key, found in contents.items() for extension, content in found.items()),
+        form,
+    )
+
+
+def write_shards(folder: Path, *shards: Samples) -> list[Path]:
+    """Shards as files ``0.tar``, ``1.tar`` and so on."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{number}.tar" for number in range(len(shards))]
+    for path, contents in zip(paths, shards, strict=True):
+        path.write_bytes(shard_bytes(contents))
+    return paths

@@ -1,0 +1,381 @@
+"""The commands around shards, called as users call them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from file_server import FileServer
+from image_folders import image_bytes, image_files, write_files
+from surroundings import s3_environment
+from tars import samples, shard_bytes, write_shards
+
+from flyte_ddp.errors import UserError
+from flyte_ddp.shards import scanning
+from flyte_ddp.shards.dataset import ShardDataset
+from flyte_ddp.shards.index import read_index
+from flyte_ddp.shards.inspection import read_sample
+from flyte_ddp.shards.scanning import create_index, expanded, verify_index
+
+FILES = image_files(*(f"{kind}/{number}.png" for kind in ("ant", "bee") for number in range(6)))
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What a command said, and its exit status."""
+
+    status: int
+    output: str
+    errors: str
+
+    @property
+    def error(self) -> str:
+        """The message of a user's mistake: no traceback, and nothing but the message."""
+        assert self.status == 1, self
+        [*rest, line] = self.errors.splitlines()
+        assert line.startswith("Error: "), self.errors
+        assert not [text for text in rest if "Traceback" in text]
+        return line.removeprefix("Error: ")
+
+
+def shards(*arguments: str | Path, folder: Path) -> Ended:
+    """``python -m flyte_ddp.shards`` in a folder."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "flyte_ddp.shards", *map(str, arguments)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    return Ended(ended.returncode, ended.stdout, ended.stderr)
+
+
+@pytest.mark.slow
+def test_from_a_folder_of_images_to_a_single_sample(tmp_path: Path) -> None:
+    """All five commands, one after the other, as in the documentation."""
+    write_files(tmp_path / "images", FILES)
+    packed = shards(
+        "pack", "images", "out", "--samples-per-shard", "5", "--seed", "3", "--name", "val", folder=tmp_path
+    )
+    assert (packed.status, packed.output) == (0, "out/val.json: 3 shards, 12 samples\n")
+    assert packed.errors == "packing (12 samples)\n"
+
+    (tmp_path / "names").write_text("ant\nbee\n")
+    created = shards(
+        "create",
+        "out/val-{000000..000002}.tar",
+        "-o",
+        "out/again.json",
+        "--classes",
+        "names",
+        "--progress",
+        "off",
+        folder=tmp_path,
+    )
+    assert created == Ended(0, "out/again.json: 3 shards, 12 samples, 2 classes\n", "")
+    first, again = (json.loads((tmp_path / "out" / name).read_text()) for name in ("val.json", "again.json"))
+    assert (again["name"], again["shardlist"], again["flyte_ddp"]["classes"]) == (
+        "again",
+        first["shardlist"],
+        ["ant", "bee"],
+    )
+
+    verified = shards("verify", "out/val.json", "--decode", folder=tmp_path)
+    assert verified == Ended(0, "out/val.json: all is as it says\n", "checking (3 shards)\n")
+
+    shown = shards("show", "out/val.json", "--shards", folder=tmp_path)
+    assert shown.status == 0
+    for line in ("samples          12 (2 to 5 a shard)", "classes          2", "digests          3 shards have one"):
+        assert line in shown.output.splitlines()
+    assert [line.split()[0] for line in shown.output.splitlines()[-3:]] == ["5", "5", "2"]
+
+    shown = shards("sample", "out/val.json", "7", "--to", "members", folder=tmp_path)
+    assert shown.status == 0
+    expected = ShardDataset(tmp_path / "out" / "val.json", tmp_path / "cache", decode=False)[7]
+    described = json.loads(shown.output)
+    assert described[".png"] == f"{len(expected['.png'])} bytes"
+    assert described[".cls"] == expected[".cls"].decode()
+    assert {name: described[name] for name in expected if name.startswith("__")} == {
+        name: value for name, value in expected.items() if name.startswith("__")
+    }
+    key = expected["__key__"].replace("/", "_")
+    assert (tmp_path / "members" / f"{key}.png").read_bytes() == expected[".png"]
+
+
+@pytest.mark.slow
+def test_mistakes_are_one_message_without_a_traceback(tmp_path: Path) -> None:
+    write_shards(tmp_path, samples(3), samples(3, prefix="b"))
+    (tmp_path / "no.tar").write_text("no tar file")
+    (tmp_path / "not.txt").write_bytes(b"\xff\xfe")
+    create_index([str(tmp_path / "0.tar")], tmp_path / "index.json", progress="off")
+    for arguments, said in {
+        ("create", "gone.tar"): r"shard .*/gone\.tar: cannot be read (no such file); check the address",
+        ("create", "no.tar"): "shard .*/no.tar: not a whole, uncompressed tar file",
+        ("create", "0.tar", "--classes", "gone.txt"): "classes gone.txt: No such file or directory",
+        ("verify", "gone.json"): "index gone.json: cannot be read (no such file)",
+        ("sample", "index.json", "3"): "sample 3: the index has 3, so it must be 0..2",
+    }.items():
+        ended = shards(*arguments, folder=tmp_path)
+        for part in said.split(".*"):
+            assert part.replace("\\", "") in ended.error
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "0.tar",
+        "1.tar",
+        "index.json",
+        "index.json.tables",
+        "no.tar",
+        "not.txt",
+    ]
+    assert shards("show", "index.json", "--sideways", folder=tmp_path).status == 2
+    damaged = bytearray((tmp_path / "0.tar").read_bytes())
+    damaged[600] ^= 1
+    (tmp_path / "0.tar").write_bytes(damaged)
+    found = shards("verify", "index.json", "--progress", "off", folder=tmp_path)
+    assert found.error == "index index.json: 2 problems"
+    assert [line.split(": ")[1].split()[0] for line in found.output.splitlines()] == ["SHA-256", "MD5"]
+
+
+SCHEMES = ["http", "s3", "gs", "file"]
+
+
+def served(
+    scheme: str, server: FileServer, folder: Path, contents: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> str:
+    """Shards at an address of this kind; the pattern for all of them."""
+    s3_environment(server.url, monkeypatch)
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
+    for number, content in enumerate(contents):
+        server.files[f"bucket/s/{number:02d}.tar"] = content
+        write_files(folder, {f"bucket/s/{number:02d}.tar": content})
+    start = {"http": server.url, "s3": "s3:/", "gs": "gs:/", "file": f"file://{folder}"}[scheme]
+    return f"{start}/bucket/s/{{00..{len(contents) - 1:02d}}}.tar"
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_an_index_of_remote_shards(
+    scheme: str, server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the order of their names, whatever the order is in which they come; faults that pass are no matter."""
+    contents = [samples(4 + seed % 3, seed, f"{seed}/") for seed in range(20)]
+    pattern = served(scheme, server, tmp_path, [shard_bytes(found) for found in contents], monkeypatch)
+    server.faults = {"bucket/s/03.tar": ["reset", 503, "truncate"], "bucket/s/00.tar": ["stall"]}
+    monkeypatch.setattr("flyte_ddp.storage.failures.READ_TIMEOUT", 0.5)
+    index = create_index([pattern], tmp_path / "index.json", progress="off")
+    assert index.counts.tolist() == [len(found) for found in contents]
+    assert read_index(str(tmp_path / "index.json")).shards == index.shards
+    dataset = ShardDataset(tmp_path / "index.json", tmp_path / "cache", decode=False)
+    expected = [(key, found) for shard in contents for key, found in shard.items()]
+    numbers = range(0, len(dataset), 7)
+    got = [(sample["__key__"], sample[".bin"], sample[".cls"]) for sample in (dataset[i] for i in numbers)]
+    assert got == [(expected[i][0], expected[i][1][".bin"], expected[i][1][".cls"]) for i in numbers]
+    assert verify_index(str(tmp_path / "index.json"), progress="off") == []
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_of_a_remote_shard_no_more_than_the_sample_is_read(
+    scheme: str, server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contents = samples(30)
+    pattern = served(scheme, server, tmp_path, [shard_bytes(contents)], monkeypatch)
+    create_index([pattern], tmp_path / "index.json", progress="off")
+    expected = ShardDataset(tmp_path / "index.json", tmp_path / "cache", decode=False)[29]
+    server.spans.clear()
+    assert read_sample(str(tmp_path / "index.json"), 29) == expected
+    lengths = [512 + len(contents["00029"][extension]) for extension in (".bin", ".cls")]
+    asked = [text.removeprefix("bytes=").split("-") for text in server.spans]
+    assert [int(end) - int(start) + 1 for start, end in asked] == (lengths if scheme != "file" else [])
+
+
+def test_a_sample_of_a_server_that_gives_no_parts_or_without_tables(server: FileServer, tmp_path: Path) -> None:
+    server.files["0.tar"] = shard_bytes(samples(5))
+    index = tmp_path / "index.json"
+    create_index([f"{server.url}/0.tar"], index, progress="off")
+    expected = read_sample(str(index), 3)
+    server.gives_parts = False
+    assert read_sample(str(index), 3) == expected
+    server.gives_parts = True
+    scanning.tables_of(index).unlink()
+    assert read_sample(str(index), 3) == expected
+    create_index([f"{server.url}/0.tar"], index, progress="off")
+    server.files["0.tar"] = shard_bytes(samples(5, seed=1))
+    with pytest.raises(UserError, match=r"0\.tar: is not the one that the index is of"):
+        read_sample(str(index), 3)
+
+
+def test_patterns_of_names() -> None:
+    assert expanded(["a", "b{08..11}c"]) == ["a", "b08c", "b09c", "b10c", "b11c"]
+    assert expanded(["{1..2}/{3..4}"]) == ["1/3", "1/4", "2/3", "2/4"]
+    assert expanded(["{9..10}", "{000..001}"]) == ["9", "10", "000", "001"]
+    assert expanded(["{5..4}"]) == []
+
+
+Damage = Callable[[Path], object]
+
+
+def change(name: str, edit: Callable[[bytearray], object]) -> Damage:
+    def apply(folder: Path) -> None:
+        content = bytearray((folder / name).read_bytes())
+        edit(content)
+        (folder / name).write_bytes(content)
+
+    return apply
+
+
+def edit_index(edit: Callable[[dict[str, Any]], object]) -> Damage:
+    def apply(folder: Path) -> None:
+        content = json.loads((folder / "train.json").read_text())
+        edit(content)
+        (folder / "train.json").write_text(json.dumps(content))
+
+    return apply
+
+
+def in_an_image(content: bytearray) -> None:
+    place = content.index(b"IDAT") + 20
+    content[place] ^= 0xFF
+
+
+def with_a_text_for_an_image(folder: Path) -> None:
+    """Whatever digests say: the shard has been like that from the beginning."""
+    (folder / "train-000000.tar").write_bytes(shard_bytes({"ant/0": {".png": b"no image", ".cls": b"0"}}))
+    remake_index(folder)
+
+
+def remake_index(folder: Path, classes: tuple[str, ...] = ("ant", "bee")) -> None:
+    paths = [str(path) for path in sorted(folder.glob("*.tar"))]
+    create_index(paths, folder / "train.json", name="train", classes=classes, progress="off")
+
+
+DAMAGE: dict[str, tuple[Damage, list[str]]] = {
+    "nothing": (lambda _: None, []),
+    "a byte of an image": (
+        change("train-000001.tar", in_an_image),
+        [
+            r"sample '(ant|bee)/\d' in .*train-000001.tar: .png .*",
+            "shard .*train-000001.tar: SHA-256 .*",
+            "shard .*: MD5 .*",
+        ],
+    ),
+    "a missing shard": (
+        lambda folder: (folder / "train-000001.tar").unlink(),
+        [r"shard .*/train-000001.tar: cannot be read \(no such file\); check the address"],
+    ),
+    "a shard cut short": (
+        change("train-000002.tar", lambda content: content.__delitem__(slice(600, None))),
+        ["shard .*/train-000002.tar: not a whole, uncompressed tar file .*"],
+    ),
+    "other shards": (
+        lambda folder: shutil.copy(folder / "train-000001.tar", folder / "train-000000.tar"),
+        ["shard .*-000000.tar: SHA-256 .*", "shard .*: MD5 .*", "shard .*the table of samples .* of another shard"],
+    ),
+    "counts in the index": (
+        edit_index(lambda content: content["shardlist"][0].update(nsamples=6)),
+        ["shard .*/train-000000.tar: samples 5, and 6 in the index"],
+    ),
+    "sizes in the index": (
+        edit_index(lambda content: content["shardlist"][2].update(filesize=6)),
+        ["shard .*/train-000002.tar: bytes 10240, and 6 in the index"],
+    ),
+    "digests in the index": (
+        edit_index(lambda content: content["shardlist"][2].update(md5sum="0" * 32)),
+        ["shard .*/train-000002.tar: MD5 .*, and 0{32} in the index"],
+    ),
+    "fewer classes in the index": (
+        edit_index(lambda content: content["flyte_ddp"].update(classes=["ant"])),
+        [r"shard .*: has label 1, and the index has 1 classes"] * 3,
+    ),
+    "missing tables": (
+        lambda folder: (folder / "train.json.tables").unlink(),
+        ["shard .*: the table of samples beside the index is missing or of another shard"] * 3,
+    ),
+    "a text for an image": (
+        with_a_text_for_an_image,
+        [r"sample 'ant/0' in .*/train-000000.tar: .png cannot be decoded \(an image of no known format\); .*"],
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_verifying_finds(damage: str, tmp_path: Path) -> None:
+    from flyte_ddp.shards.packing import pack_image_folder
+
+    pack_image_folder(str(write_files(tmp_path / "images", FILES)), tmp_path / "out", per_shard=5, progress="off")
+    apply, expected = DAMAGE[damage]
+    apply(tmp_path / "out")
+    found = verify_index(str(tmp_path / "out" / "train.json"), decode=True, progress="off")
+    assert len(found) == len(expected), found
+    for text, pattern in zip(found, expected, strict=True):
+        assert_matches(pattern, text)
+
+
+def assert_matches(pattern: str, text: str) -> None:
+    with pytest.raises(UserError, match=f"^{pattern}$"):
+        raise UserError(text)
+
+
+@pytest.mark.parametrize(
+    ("label", "said"),
+    [
+        (b"2", "has label 2, and with 2 classes labels are 0..1"),
+        (b"-1", "label -1; labels are 0, 1, 2"),
+        (b"x", "invalid"),
+    ],
+)
+def test_a_label_out_of_range(tmp_path: Path, label: bytes, said: str) -> None:
+    contents = {"a": {".png": image_bytes(), ".cls": b"1"}, "b": {".png": image_bytes(), ".cls": label}}
+    [path] = write_shards(tmp_path, contents)
+    with pytest.raises(UserError, match=said) as caught:
+        create_index([str(path)], tmp_path / "x.json", classes=["one", "two"], progress="off")
+    assert str(path) in caught.value.message
+    assert sorted(found.name for found in tmp_path.iterdir()) == ["0.tar"]
+    contents["b"][".cls"] = b"99999999999"
+    write_shards(tmp_path, contents)
+    with pytest.raises(UserError, match="a label is 99,999,999,999: with more than 1,000,000 classes give their names"):
+        create_index([str(path)], tmp_path / "x.json", progress="off")
+    assert sorted(found.name for found in tmp_path.iterdir()) == ["0.tar"]
+    if label == b"2":
+        contents["b"][".cls"] = label
+        write_shards(tmp_path, contents)
+        assert create_index([str(path)], tmp_path / "x.json", progress="off").classes == ("0", "1", "2")
+
+
+@pytest.mark.parametrize(
+    ("urls", "output", "said"),
+    [
+        ([], "x.json", "no shards: give at least one tar file"),
+        (["{5..4}"], "x.json", "no shards"),
+        (["0.tar", "./0.tar"], "x.json", "0.tar is given twice"),
+        (["s3://"], "x.json", "must name a bucket"),
+        (["ftp://h/x"], "x.json", "must be a path, or start with"),
+        (["nothing.tar"], "x.json", "nothing.tar: has no samples"),
+        (["0.tar"], "s3://bucket/x.json", "cannot be written to; choose a path on this machine"),
+        (["0.tar"], "0.tar/x.json", "cannot write .*0.tar/x.json"),
+    ],
+)
+def test_other_mistakes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, urls: list[str], output: str, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_shards(tmp_path, samples(3))
+    (tmp_path / "nothing.tar").write_bytes(shard_bytes({}))
+    with pytest.raises(UserError, match=said):
+        create_index(urls, Path(output), progress="off")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0.tar", "nothing.tar"]
+
+
+def test_a_mistake_ends_the_work_of_all_threads(server: FileServer, tmp_path: Path) -> None:
+    """Of many shards only a few more are read after one that is none."""
+    for number in range(200):
+        server.files[f"{number}.tar"] = shard_bytes(samples(1)) if number else b"none"
+    with pytest.raises(UserError, match=r"/0\.tar: not a whole"):
+        create_index([f"{server.url}/{{0..199}}.tar"], tmp_path / "x.json", progress="off")
+    assert len(server.requests) <= 3 * scanning.THREADS
+    assert list(tmp_path.iterdir()) == []

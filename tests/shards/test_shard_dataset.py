@@ -1,0 +1,491 @@
+"""The map-style data set: what samples are, healing, processes and threads, and that data bring no code along."""
+
+from __future__ import annotations
+
+import gc
+import io
+import json
+import multiprocessing
+import os
+import pickle
+import random
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.utils.data
+import wids
+from file_server import FileServer
+from PIL import Image
+from served_shards import Served, hold, label_and_sum, serve_samples
+from tars import samples, shard_bytes, tar_bytes, write_shards
+
+from flyte_ddp.errors import UserError
+from flyte_ddp.shards import dataset as dataset_module
+from flyte_ddp.shards.cache import CacheFullError, ShardCache
+from flyte_ddp.shards.dataset import ShardDataset, ShardReader
+from flyte_ddp.shards.index import Part, Shard, ShardIndex, read_index
+from flyte_ddp.shards.scanning import create_index, tables_of
+
+DEADLINE = 60.0  # seconds, for a machine that is busy
+
+
+def members_of(sample: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in sample.items() if name.startswith(".")}
+
+
+def all_of(dataset: ShardDataset) -> list[tuple[str, dict[str, Any]]]:
+    return [(sample["__key__"], members_of(sample)) for sample in (dataset[i] for i in range(len(dataset)))]
+
+
+def image_bytes(form: str, seed: int = 0) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 256, (9, 11, 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, form)
+    return buffer.getvalue()
+
+
+def npy_bytes(array: Any) -> bytes:
+    buffer = io.BytesIO()
+    np.save(buffer, array, allow_pickle=True)
+    return buffer.getvalue()
+
+
+def indexed(folder: Path, *shards: dict[str, dict[str, bytes]]) -> Path:
+    paths = write_shards(folder, *shards)
+    create_index([str(path) for path in paths], folder / "index.json", name="data", progress="off")
+    return folder / "index.json"
+
+
+def test_samples_are_those_of_wids(tmp_path: Path) -> None:
+    """All names and, decoded, all values, but for __dataset__, which wids leaves empty."""
+    kinds = {".jpg": image_bytes("JPEG"), ".seg.png": image_bytes("PNG"), ".cls": b"3", ".txt": "é".encode()}
+    kinds |= {".json": b'{"a": [1]}', ".npy": npy_bytes(np.arange(6).reshape(2, 3)), ".other": b"bytes"}
+    index = indexed(tmp_path / "in", {"a/1": kinds, "a/2": kinds}, {"b.c/3": kinds})
+    decoder = partial(wids.wids.default_decoder, format="PIL")
+    theirs = wids.ShardListDataset(str(index), cache_dir=str(tmp_path / "wids"), transformations=[decoder])
+    ours = ShardDataset(index, tmp_path / "cache")
+    assert len(ours) == len(theirs) == 3
+    for number in range(3):
+        mine, other = ours[number], theirs[number]
+        other[".other"] = other[".other"].read()
+        assert (mine.pop("__dataset__"), other.pop("__dataset__")) == ("data", None)
+        assert mine.keys() == other.keys()
+        for name, value in other.items():
+            if name in (".jpg", ".seg.png", ".npy"):
+                assert np.array_equal(np.asarray(mine[name]), np.asarray(value))
+            else:
+                assert mine[name] == value
+    theirs.close()
+
+
+def test_numbers_count_from_the_end_too_and_end_somewhere(tmp_path: Path) -> None:
+    dataset = ShardDataset(indexed(tmp_path, samples(3), samples(2, prefix="b")), tmp_path / "cache", decode=False)
+    assert dataset[-1] == dataset[4] == dataset[np.int32(4)] == dataset[torch.tensor(4)]
+    assert type(dataset[np.int64(4)]["__index__"]) is int
+    assert [sample["__shardindex__"] for sample in dataset] == [0, 1, 2, 0, 1]
+    for number in (5, -6):
+        with pytest.raises(IndexError):
+            dataset[number]
+    with pytest.raises(TypeError):
+        dataset["a"]
+
+
+def test_transforms_are_applied_in_order(tmp_path: Path) -> None:
+    dataset = ShardDataset(indexed(tmp_path, samples(3)), tmp_path / "cache")
+    chained = dataset.add_transform(lambda sample: sample[".cls"]).add_transform(lambda label: label + 10)
+    assert chained is dataset
+    assert [dataset[i] for i in range(3)] == [10, 11, 12]
+
+
+def test_parts_have_their_names(tmp_path: Path) -> None:
+    paths = write_shards(tmp_path, samples(2), samples(2, prefix="b"))
+    shards = [Shard(str(path), 2, part=part) for part, path in enumerate(paths)]
+    dataset = ShardDataset(ShardIndex("", shards, (Part("one"), Part("two"))), tmp_path / "cache")
+    assert [dataset[i]["__dataset__"] for i in range(4)] == ["one", "one", "two", "two"]
+
+
+class Attack:
+    """Says where it was loaded."""
+
+    def __reduce__(self) -> tuple[Callable[[str], object], tuple[str]]:
+        return os.mkdir, (os.environ["ATTACKED"],)
+
+
+def test_no_code_is_run_that_data_bring_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTACKED", str(tmp_path / "attacked"))
+    evil = pickle.dumps(Attack())
+    kept = dict.fromkeys((".pkl", ".pickle", ".pyd", ".pt", ".pth", ".mp", ".x.pkl"), evil)
+    archive = io.BytesIO()
+    np.savez(archive, allow_pickle=True, a=np.array([Attack()], dtype=object))
+    refused = {"npy1": npy_bytes(np.array([Attack()], dtype=object)), "npy2": evil, "npy3": archive.getvalue()}
+    index = indexed(tmp_path / "in", {"kept": kept} | {key: {".npy": content} for key, content in refused.items()})
+    dataset = ShardDataset(index, tmp_path / "cache")
+    assert members_of(dataset[0]) == kept
+    for number, key in enumerate(refused, 1):
+        with pytest.raises(UserError, match=rf"^sample '{key}' in {tmp_path}/in/0\.tar: \.npy cannot be decoded"):
+            dataset[number]
+    assert not (tmp_path / "attacked").exists()
+    np.load(io.BytesIO(refused["npy1"]), allow_pickle=True)  # and it would have worked
+    assert (tmp_path / "attacked").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        (".jpg", b"no image", "an image of no known format"),
+        (".PNG", b"", "an image of no known format"),
+        (".cls", b"three", "invalid literal"),
+        (".txt", b"\xff", "can't decode"),
+        (".json", b"[" * 100_000, "recursion"),
+        (".json", b"{", "Expecting"),
+        (".npy", npy_bytes(np.arange(5))[:-1], "array"),
+        (".npy", npy_bytes(np.arange(5))[:9], "."),
+    ],
+)
+def test_a_member_that_is_not_what_its_name_says(tmp_path: Path, name: str, content: bytes, said: str) -> None:
+    dataset = ShardDataset(indexed_raw(tmp_path, {"k": {name: content}}), tmp_path / "cache")
+    with pytest.raises(
+        UserError, match=rf"^sample 'k' in {tmp_path}/0\.tar: {name} cannot be decoded \(.*{said}.*mend"
+    ) as c:
+        dataset[0]
+    assert len(c.value.message.splitlines()) == 1
+    assert " object at 0x" not in c.value.message
+
+
+def indexed_raw(folder: Path, *shards: dict[str, dict[str, bytes]]) -> Path:
+    """An index as wids makes it, without digests and tables; the samples may be damaged."""
+    paths = write_shards(folder, *shards)
+    entries = [{"url": path.name, "nsamples": len(found)} for path, found in zip(paths, shards, strict=True)]
+    (folder / "raw.json").write_text(json.dumps({"wids_version": 1, "shardlist": entries}))
+    return folder / "raw.json"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_in_workers_of_a_data_loader(server: FileServer, tmp_path: Path, method: str) -> None:
+    """In a cache that cannot hold all of it, and with shards that the parent has open already."""
+    served = serve_samples(server, 20, 20, 20, 20, 20, 20)
+    limit = int(served.index.sizes.max()) * 5
+    dataset = ShardDataset(served.index, ShardCache(tmp_path, limit)).add_transform(label_and_sum)
+    expected = [[i, int(found[".cls"]), sum(found[".bin"])] for i, (_, found) in enumerate(served.expected())]
+    assert list(dataset[0]) == expected[0]
+    order = random.Random(0).sample(range(120), 120)
+    loader = torch.utils.data.DataLoader(
+        dataset,  # type: ignore[arg-type]
+        batch_size=8,
+        sampler=order,
+        num_workers=2,
+        multiprocessing_context=method,
+        persistent_workers=True,
+    )
+    for _ in range(2):
+        rows = [list(row) for batch in loader for row in zip(*(column.tolist() for column in batch), strict=True)]
+        assert rows == [expected[i] for i in order]
+    del loader
+    assert sum(path.stat().st_size for path in tmp_path.glob("*.tar")) <= limit
+
+
+def test_threads_share_a_reader(server: FileServer, tmp_path: Path) -> None:
+    """Each shard is opened once as long as it stays open, and what a thread reads from stays open."""
+    served = serve_samples(server, *[12] * 6)
+    reader = ShardReader(served.index, ShardCache(tmp_path), most_open=2)
+    expected = served.expected()
+    order = [random.Random(seed).sample(range(72), 72) for seed in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda numbers: [reader.read(i) for i in numbers], order))
+    assert found == [[expected[i] for i in numbers] for numbers in order]
+    assert server.counts == {f"{shard}.tar": 1 for shard in range(6)}
+    assert open_files(tmp_path) == 2
+
+
+def is_below(descriptor: Path, folder: Path) -> bool:
+    return descriptor.exists() and str(descriptor.readlink()).startswith(str(folder))
+
+
+def open_files(folder: Path) -> int:
+    """How many files of a cache this process has open."""
+    return sum(is_below(descriptor, folder) for descriptor in Path("/proc/self/fd").iterdir())
+
+
+def test_files_are_closed(server: FileServer, tmp_path: Path) -> None:
+    served = serve_samples(server, 3, 3)
+    dataset = ShardDataset(served.index, tmp_path, decode=False)
+    assert all_of(dataset) == served.expected()
+    assert open_files(tmp_path) == 2
+    dataset.close()
+    assert open_files(tmp_path) == 0
+    assert all_of(dataset) == served.expected()  # it opens them again
+    dataset.add_transform(dataset.__getitem__)  # a circle, of which Python takes apart what it likes first
+    del dataset
+    gc.collect()
+    assert open_files(tmp_path) == 0
+
+
+def test_a_process_ends_without_a_word(server: FileServer, tmp_path: Path) -> None:
+    """With shards open, and one that is being fetched ahead."""
+    served = serve_samples(server, 3, 3)
+    server.faults["1.tar"] = ["stall"]
+    script = (
+        "import pickle, sys; from flyte_ddp.shards.dataset import ShardDataset\n"
+        "dataset = ShardDataset(pickle.load(open(sys.argv[1], 'rb')), sys.argv[2], decode=False)\n"
+        "print(dataset[0]['__key__']); dataset.reader.prefetch([1]); sys.stdin.readline()"
+    )
+    (tmp_path / "index").write_bytes(pickle.dumps(served.index))
+    command = [sys.executable, "-c", script, str(tmp_path / "index"), str(tmp_path / "cache")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert server.stalled.wait(DEADLINE)
+        assert process.communicate(b"\n", DEADLINE) == (b"0/00000\n", b"")
+    assert process.returncode == 0
+
+
+def test_shards_are_fetched_ahead(server: FileServer, tmp_path: Path) -> None:
+    served = serve_samples(server, 3, 3, 3)
+    server.faults["2.tar"] = [404]
+    reader = ShardReader(served.index, ShardCache(tmp_path))
+    for _ in range(3):
+        reader.prefetch([0, 1, 2])
+    for thread in [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]:
+        thread.join(DEADLINE)
+    assert [reader.cache.holds(shard) for shard in served.index.shards] == [True, True, False]
+    assert server.counts == {"0.tar": 1, "1.tar": 1, "2.tar": 1}
+    assert [reader.read(i) for i in range(9)] == served.expected()
+    assert server.counts == {"0.tar": 1, "1.tar": 1, "2.tar": 2}
+
+
+@pytest.mark.parametrize("digest", ["sha256", ""])
+def test_a_copy_whose_headers_are_damaged_is_fetched_again(server: FileServer, tmp_path: Path, digest: str) -> None:
+    """While it is read; also where the index has no digest."""
+    served = serve_samples(server, 5, 5, digest=digest)
+    cache = ShardCache(tmp_path)
+    dataset = ShardDataset(served.index, cache, decode=False)
+    assert all_of(dataset) == served.expected()
+    path = cache.path_of(served.index.shards[0])
+    whole = path.read_bytes()
+    for damage in (whole[:4000] + bytes(len(whole) - 4000), bytes(len(whole)), b"\xff" * len(whole)):
+        path.write_bytes(damage)
+        assert all_of(dataset) == served.expected()
+        assert path.read_bytes() == whole
+    path.write_bytes(b"\xff" * len(whole))
+    assert all_of(ShardDataset(served.index, cache, decode=False)) == served.expected()  # before it is opened
+    assert server.counts == {"0.tar": 5, "1.tar": 1}
+
+
+def test_a_copy_whose_contents_are_damaged_is_fetched_again(server: FileServer, tmp_path: Path) -> None:
+    """Which shows when they are decoded."""
+    served = serve_samples(server, 5)
+    cache = ShardCache(tmp_path)
+    dataset = ShardDataset(served.index, cache)
+    labels = [sample[".cls"] for sample in dataset]
+    path = cache.path_of(served.index.shards[0])
+    content = path.read_bytes()
+    with dataset.reader.using(0) as shard:
+        _, member = shard.table.members(3)
+    assert (member.extension, content[member.offset : member.offset + member.size]) == (".cls", b"3")
+    path.write_bytes(content[: member.offset] + b"?" + content[member.offset + 1 :])
+    assert [sample[".cls"] for sample in dataset] == labels
+    assert server.counts == {"0.tar": 2}
+
+
+def test_healed_by_another_process_meanwhile(
+    server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After we have seen the damage, and before we look closer."""
+    served = serve_samples(server, 5)
+    cache = ShardCache(tmp_path)
+    mine, other = (ShardReader(served.index, cache) for _ in range(2))
+    first = mine.read(0)
+    path = cache.path_of(served.index.shards[0])
+    descriptor = os.open(path, os.O_WRONLY)
+    os.pwrite(descriptor, b"\xff" * 4000, 0)
+    os.close(descriptor)
+    heal = mine.heal
+    monkeypatch.setattr(mine, "heal", lambda *_, **options: (other.read(0), heal(0, **options))[1])
+    assert mine.read(0) == first
+    assert server.counts == {"0.tar": 2}
+
+
+def test_damage_at_the_source_is_one_error(server: FileServer, tmp_path: Path) -> None:
+    served = serve_samples(server, 5, digest="")
+    server.files["0.tar"] = server.files["0.tar"][:2000]
+    cache = ShardCache(tmp_path)
+    with pytest.raises(UserError, match=f"^shard {server.url}/0.tar: not a whole, uncompressed tar file .cut short"):
+        ShardReader(served.index, cache).read(0)
+    assert server.counts == {"0.tar": 2}
+
+
+def test_a_damaged_shard_on_this_machine_is_an_error_that_names_it(tmp_path: Path) -> None:
+    index = indexed(tmp_path, samples(5))
+    path = tmp_path / "0.tar"
+    whole = path.read_bytes()
+    dataset = ShardDataset(index, tmp_path / "cache", decode=False)
+    path.write_bytes(b"\xff" * len(whole))
+    with pytest.raises(
+        UserError, match=rf"^shard {path}: damaged at byte 512, where 00000\.bin should be; copy it again"
+    ):
+        dataset[0]
+    path.write_bytes(whole[:-1])
+    with pytest.raises(UserError, match=f"^shard {path}: has {len(whole) - 1:,} bytes and not the {len(whole):,}"):
+        ShardDataset(index, tmp_path / "cache")[0]
+    path.unlink()
+    with pytest.raises(UserError, match=rf"^shard {path}: cannot be fetched \(No such file or directory\)"):
+        ShardDataset(index, tmp_path / "cache")[0]
+
+
+@pytest.mark.parametrize("counted", [4, 6])
+def test_another_number_of_samples_than_the_index_says(tmp_path: Path, counted: int) -> None:
+    for index in (indexed_raw(tmp_path, samples(5)), indexed(tmp_path, samples(5))):
+        content = json.loads(index.read_text())
+        content["shardlist"][0]["nsamples"] = counted
+        index.write_text(json.dumps(content))
+        with pytest.raises(UserError, match=rf"^shard {tmp_path}/0\.tar: has 5 samples and not the {counted} that the"):
+            ShardDataset(index, tmp_path / "cache")[0]
+
+
+def cut(content: bytes) -> bytes:
+    return content[: len(content) // 2]
+
+
+def flipped(content: bytes) -> bytes:
+    return content[:90] + bytes([content[90] ^ 1]) + content[91:]
+
+
+@pytest.mark.parametrize("change", [cut, flipped, None], ids=["cut short", "damaged", "missing"])
+def test_without_its_tables_an_index_is_as_good(
+    tmp_path: Path, change: Callable[[bytes], bytes] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = indexed(tmp_path, samples(5), samples(5, prefix="b"))
+    read: list[str] = []
+    tabulate = dataset_module.tabulate
+    monkeypatch.setattr(dataset_module, "tabulate", lambda found, shard: read.append(shard) or tabulate(found, shard))
+    expected = all_of(ShardDataset(index, tmp_path / "cache"))
+    assert read == []  # the tables are used
+    if change is None:
+        tables_of(index).unlink()
+    else:
+        tables_of(index).write_bytes(change(tables_of(index).read_bytes()))
+    assert all_of(ShardDataset(index, tmp_path / "cache")) == expected
+    assert read
+
+
+def test_tables_and_shards_of_another_time_give_no_wrong_data(tmp_path: Path) -> None:
+    """Files are replaced by others of the same length whose samples have other names or places."""
+    first = {f"{i}": {".a": b"%d" % i, ".b": b"%d" % (i + 1)} for i in range(5)}
+    other = {f"{9 - i}": {".b": b"%d" % i, ".a": b"%d" % (i + 2)} for i in range(5)}
+    old, new = indexed(tmp_path / "old", first), indexed(tmp_path / "new", other)
+    tables_of(old).write_bytes(tables_of(new).read_bytes())
+    assert all_of(ShardDataset(old, tmp_path / "cache", decode=False)) == list(first.items())
+    (tmp_path / "new" / "0.tar").write_bytes(shard_bytes(first))
+    with pytest.raises(UserError, match=r"new/0\.tar: damaged at byte 512, where 9\.b should be"):
+        ShardDataset(new, tmp_path / "cache")[0]
+
+
+def test_a_cache_with_room_for_one_shard_is_enough(server: FileServer, tmp_path: Path) -> None:
+    """Shards that are merely kept open make way, with their room on the disk; threads wait until others have read."""
+    served = serve_samples(server, *[6] * 5)
+    cache = ShardCache(tmp_path, limit=int(served.index.sizes.max()))
+    reader, other = (ShardReader(served.index, cache) for _ in range(2))
+    expected = served.expected()
+    assert [reader.read(i) for i in range(30)] == expected
+    assert [reader.read(i) for i in range(30)] == expected
+    assert other.read(0) == expected[0]
+    kept_open = [path.stat() for path in Path("/proc/self/fd").iterdir() if is_below(path, tmp_path)]
+    assert {status.st_blocks for status in kept_open if not status.st_nlink} == {0}
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(reader.read, range(29, -1, -1))) == expected[::-1]
+
+
+def test_room_that_other_processes_hold_is_waited_for(
+    server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = serve_samples(server, 5, 5)
+    cache = ShardCache(tmp_path, limit=int(served.index.sizes.max()))
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=hold, args=(cache, served.index.shards[0], theirs), daemon=True)
+    process.start()
+    assert ours.poll(DEADLINE)
+    monkeypatch.setattr(dataset_module, "WAIT_FOR_ROOM", 0.1)
+    reader = ShardReader(served.index, cache)
+    with pytest.raises(CacheFullError, match=f"^shard cache {tmp_path}: its limit of "):
+        reader.read(9)
+    monkeypatch.setattr(dataset_module, "WAIT_FOR_ROOM", DEADLINE)
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(reader.read, 9)
+        ours.send("close")
+        assert reading.result(DEADLINE) == served.expected()[9]
+    process.join(DEADLINE)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_child_neither_waits_for_its_parents_locks_nor_gives_them_back(
+    server: FileServer, tmp_path: Path
+) -> None:
+    """It is forked while another thread holds the reader's lock, closes what it has inherited, and reads itself."""
+    served = serve_samples(server, 5, 5)
+    cache = ShardCache(tmp_path)
+    path = cache.path_of(served.index.shards[0])
+    reader = ShardReader(served.index, cache)
+    first = reader.read(0)
+    reading, writing = os.pipe()
+    with reader.using(0) as shard:
+        with reader.open_shards.lock, shard.lock:
+            child = os.fork()
+            if child == 0:
+                found = reader.read(0)
+                reader.close()
+                os.write(writing, b"same" if found == first else b"not the same")
+                os._exit(0)
+        assert os.read(reading, 20) == b"same"
+        assert os.waitpid(child, 0)[1] == 0
+        assert cache.remove(path) == 0  # the parent's lock is still there
+        assert shard.read(0) == first
+    assert cache.remove(path) > 0
+    os.close(reading)
+    os.close(writing)
+
+
+def test_members_of_over_two_gigabytes_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux gives no more at a time; here it gives no more than 700 bytes."""
+    dataset = ShardDataset(indexed(tmp_path, samples(5)), tmp_path / "cache", decode=False)
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda file, length, offset: pread(file, min(length, 700), offset))
+    assert all_of(dataset) == list(samples(5).items())
+
+
+def test_long_names_and_pax_headers(tmp_path: Path) -> None:
+    import tarfile
+
+    names = [f"{'n' * 200}/é{i}" for i in range(4)]
+    for form in (tarfile.GNU_FORMAT, tarfile.PAX_FORMAT):
+        contents = {name: {".a": name.encode(), ".b": b""} for name in names}
+        (tmp_path / "x.tar").write_bytes(shard_bytes(contents, form))
+        create_index([str(tmp_path / "x.tar")], tmp_path / "x.json", progress="off")
+        assert all_of(ShardDataset(tmp_path / "x.json", tmp_path / "cache", decode=False)) == list(contents.items())
+        index = read_index(str(tmp_path / "x.json"))
+        without = ShardIndex("", [shard._replace(table=None) for shard in index.shards])
+        assert all_of(ShardDataset(without, tmp_path / "cache", decode=False)) == list(contents.items())
+
+
+def test_an_index_of_many_parts_of_one_shard_reads_it_once(server: FileServer, tmp_path: Path) -> None:
+    served: Served = serve_samples(server, 4)
+    twice = ShardIndex("", [*served.index.shards, served.index.shards[0]._replace(part=1)], (Part("a"), Part("b")))
+    dataset = ShardDataset(twice, tmp_path, decode=False)
+    assert all_of(dataset) == served.expected() * 2
+    assert Counter(server.requests) == {"0.tar": 1}
+
+
+def test_a_shard_without_samples(tmp_path: Path) -> None:
+    (tmp_path / "empty.tar").write_bytes(tar_bytes([]))
+    paths = [str(tmp_path / "empty.tar"), *map(str, write_shards(tmp_path, samples(2)))]
+    create_index(paths, tmp_path / "x.json", progress="off")
+    assert all_of(ShardDataset(tmp_path / "x.json", tmp_path, decode=False)) == list(samples(2).items())

@@ -1,0 +1,309 @@
+"""Indexes: wids reads ours and we read those of its tool, wherever they are; what is none is one clear error."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import wids
+import wids.wids_index
+from file_server import FileServer
+from tars import samples, write_shards
+
+from flyte_ddp.errors import UserError
+from flyte_ddp.shards.dataset import ShardDataset
+from flyte_ddp.shards.index import Part, Shard, ShardIndex, index_json, read_index
+from flyte_ddp.shards.scanning import create_index
+
+Content = dict[str, Any]
+FIRST, SECOND = samples(5), samples(3, seed=1, prefix="é/")
+
+
+def entry(url: str, number: int = 5, **more: Any) -> Content:
+    return {"url": url, "nsamples": number, **more}
+
+
+def index_of(*shards: Content, **more: Any) -> Content:
+    return {"__kind__": "wids-shard-index-v1", "wids_version": 1, "shardlist": list(shards), **more}
+
+
+def written(path: Path, content: Content) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content))
+    return str(path)
+
+
+def theirs(index: str, folder: Path) -> list[tuple[str, dict[str, bytes]]]:
+    """Keys and members as wids reads them."""
+    dataset = wids.ShardListDataset(index, cache_dir=str(folder), transformations=[])
+    found = [dataset[i] for i in range(len(dataset))]
+    dataset.close()
+    return [(sample["__key__"], {k: v.read() for k, v in sample.items() if k.startswith(".")}) for sample in found]
+
+
+def ours(index: str, folder: Path) -> list[tuple[str, dict[str, bytes]]]:
+    dataset = ShardDataset(index, folder, decode=False)
+    found = [dataset[i] for i in range(len(dataset))]
+    return [(sample["__key__"], {k: v for k, v in sample.items() if k.startswith(".")}) for sample in found]
+
+
+def test_wids_reads_what_we_write(tmp_path: Path) -> None:
+    paths = write_shards(tmp_path / "shards", FIRST, SECOND)
+    index = tmp_path / "shards" / "index.json"
+    create_index([str(path) for path in paths], index, classes=list("abcdefg"), progress="off")
+    expected = [*FIRST.items(), *SECOND.items()]
+    assert ours(str(index), tmp_path / "cache") == expected
+    assert theirs(str(index), tmp_path / "wids") == expected
+    content = json.loads(index.read_text())
+    for path, found, count in zip(paths, content["shardlist"], (5, 3), strict=True):
+        stored = path.read_bytes()
+        assert found == entry(path.name, count) | {
+            "filesize": len(stored),
+            "md5sum": hashlib.md5(stored).hexdigest(),
+            "sha256": hashlib.sha256(stored).hexdigest(),
+            "table": found["table"],
+        }
+    # All of it can be moved to another place.
+    (tmp_path / "shards").rename(tmp_path / "moved")
+    assert ours(str(tmp_path / "moved" / "index.json"), tmp_path / "cache") == expected
+    assert theirs(str(tmp_path / "moved" / "index.json"), tmp_path / "wids-moved") == expected
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # wids leaves shards to be collected
+@pytest.mark.parametrize("base", [None, "shards"])
+def test_we_read_what_wids_own_tool_writes(base: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_shards(tmp_path / "shards", FIRST, SECOND)
+    monkeypatch.chdir(tmp_path / "shards" if base else tmp_path)
+    monkeypatch.setattr(wids.wids_index.wids_dl, "download_file", lambda remote, _: remote)  # it would be in /tmp
+    files = ["{0..1}.tar"] if base else ["shards/0.tar", "shards/1.tar"]
+    output = tmp_path / "theirs.json"
+    wids.wids_index.main_create(argparse.Namespace(files=files, output=str(output), name="n", info=None, base=base))
+    index = read_index(str(output))
+    assert (index.name, index.counts.tolist(), index.parts) == ("n", [5, 3], (Part("n"),))
+    stored = [(tmp_path / "shards" / name).read_bytes() for name in ("0.tar", "1.tar")]
+    assert [shard.md5 for shard in index.shards] == [hashlib.md5(content).hexdigest() for content in stored]
+    assert ours(str(output), tmp_path / "cache") == [*FIRST.items(), *SECOND.items()]
+
+
+REMOTE = ["http://h:1/d", "s3://bucket/d", "s3://bucket/a//b#?", "gs://bucket/d"]
+
+
+@pytest.mark.parametrize(
+    ("base", "url", "expected"),
+    [
+        (None, "x.tar", "{d}/x.tar"),
+        (None, "a/x y.tar", "{d}/a/x y.tar"),
+        (None, "./x.tar", "{d}/x.tar"),
+        (None, "../x.tar", "{up}/x.tar"),
+        (None, "a/../x.tar", "{d}/x.tar"),
+        ("a", "x.tar", "{d}/a/x.tar"),
+        ("a/", "x.tar", "{d}/a/x.tar"),
+        ("../a", "x.tar", "{up}/a/x.tar"),
+        ("s3://other/a", "x.tar", "s3://other/a/x.tar"),
+        ("s3://other/a", "../x.tar", "s3://other/x.tar"),
+        ("http://other/a?b", "http://third/x.tar", "http://third/x.tar"),
+        (None, "gs://other/x.tar", "gs://other/x.tar"),
+        (None, "/a/x.tar", "{root}/a/x.tar"),
+        (None, "/a/../x.tar", "{root}/x.tar"),
+    ],
+)
+def test_what_addresses_in_an_index_refer_to(
+    base: str | None, url: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = index_of(entry(url), **({"base": base} if base else {}))
+    for folder in [*REMOTE, str(tmp_path / "d"), f"file://{tmp_path}/d"]:
+        if "://" in folder and not folder.startswith("file"):
+            monkeypatch.setattr("flyte_ddp.storage.read", lambda _: json.dumps(content).encode())
+            root = "/".join(folder.split("/")[:3])
+            places = {"d": folder, "up": folder.rpartition("/")[0], "root": root}
+        else:
+            monkeypatch.undo()
+            written(tmp_path / "d" / "index.json", content)
+            places = {"d": tmp_path / "d", "up": tmp_path, "root": ""}
+        [shard] = read_index(f"{folder}/index.json").shards
+        assert shard.url == expected.format(**places)
+
+
+def test_an_index_behind_a_web_address_with_a_query(server: FileServer) -> None:
+    server.files["d/index.json"] = json.dumps(index_of(entry("x.tar"))).encode()
+    [shard] = read_index(f"{server.url}/d/index.json?token=1/2#3").shards
+    assert shard.url == f"{server.url}/d/x.tar"
+
+
+def test_data_sets_of_other_indexes(tmp_path: Path) -> None:
+    """Inline and by their address, with weights, each with a base of its own."""
+    write_shards(tmp_path / "one" / "two", FIRST)
+    written(tmp_path / "one" / "inner.json", index_of(entry("0.tar", filesize=9), base="two", name="inner", weight=7))
+    outer = index_of(
+        entry("0.tar"),
+        name="own",
+        base="one/two",
+        weight=2,
+        datasets=[
+            {"name": "inline", "shardlist": [entry("1.tar"), entry("2.tar")], "weight": 0.5},
+            {"name": "elsewhere", "shardlist": [entry("3.tar")], "base": "three"},
+            {"source_url": "../inner.json", "weight": 3},
+        ],
+    )
+    index = read_index(written(tmp_path / "outer.json", outer))
+    assert index.parts == (Part("own", 2.0), Part("inline", 0.5), Part("elsewhere", 1.0), Part("inner", 3.0))
+    two, three = tmp_path / "one" / "two", tmp_path / "three"
+    assert index.shards == [
+        Shard(f"{two}/0.tar", 5),
+        Shard(f"{two}/1.tar", 5, part=1),
+        Shard(f"{two}/2.tar", 5, part=1),
+        Shard(f"{three}/3.tar", 5, part=2),
+        Shard(f"{two}/0.tar", 5, size=9, part=3),
+    ]
+    assert [read_index(str(tmp_path / "outer.json")).locate(i) for i in (0, 4, 5, 24)] == [
+        (0, 0),
+        (0, 4),
+        (1, 0),
+        (4, 4),
+    ]
+    without_own = outer | {"shardlist": []}
+    assert read_index(written(tmp_path / "outer.json", without_own)).parts == index.parts[1:]
+
+
+def test_samples_are_found_also_among_empty_shards() -> None:
+    counts = [0, 3, 0, 0, 2, 1, 0]
+    index = ShardIndex("", [Shard(f"{i}.tar", count) for i, count in enumerate(counts)])
+    expected = [(shard, inside) for shard, count in enumerate(counts) for inside in range(count)]
+    assert [index.locate(sample) for sample in range(len(index))] == expected
+    assert len(index) == 6
+
+
+def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    shards = [
+        Shard(
+            url=str(
+                random.choice([f"{tmp_path}/{i}.tar", f"{tmp_path}/./é {i}", f"s3://b/../{i}.tar", f"/else/{i}.tar"])
+            ),
+            samples=int(random.integers(0, 1000)),
+            size=int(random.integers(-1, 1 << 40)),
+            md5=random.bytes(16).hex() if i % 3 else "",
+            sha256=random.bytes(32).hex() if i % 2 else "",
+            table=(f"{tmp_path}/i.json.tables", i, 7, "abc") if i % 5 else None,
+        )
+        for i in range(50)
+    ]
+    index = ShardIndex("näme", shards, (Part("näme", 0.25),), ("a", "ü"))
+    (tmp_path / "i.json").write_bytes(index_json(index, str(tmp_path), "i.json.tables"))
+    again = read_index(str(tmp_path / "i.json"))
+    as_resolved = [shard._replace(url=shard.url.replace("/./", "/")) for shard in shards]
+    assert (again.name, again.parts, again.classes) == (index.name, index.parts, index.classes)
+    assert again.shards == as_resolved
+    assert replace(again, shards=shards).digest == index.digest
+
+
+def test_the_digest_changes_with_what_identifies_the_content(tmp_path: Path) -> None:
+    index = ShardIndex("n", [Shard("a.tar", 5, 9, "", "ab"), Shard("b.tar", 5)], classes=("x",))
+    moved = ShardIndex("other", [Shard("elsewhere.tar", 5, 9, "", "ab"), Shard("b.tar", 5)], classes=("x",))
+    assert moved.digest == index.digest  # content with a digest is the same wherever it is
+    others = [
+        replace(index, shards=[Shard("a.tar", 5, 9, "", "cd"), Shard("b.tar", 5)]),
+        replace(index, shards=[Shard("a.tar", 5, 9, "", "ab"), Shard("c.tar", 5)]),
+        replace(index, shards=index.shards[::-1]),
+        replace(index, shards=[Shard("a.tar", 6, 9, "", "ab"), Shard("b.tar", 5)]),
+        replace(index, classes=("y",)),
+        replace(index, parts=(Part("", 2.0),)),
+        replace(index, shards=[Shard(f"\udcff{tmp_path}", 5)]),  # a name that is no text can be in it, too
+    ]
+    assert len({other.digest for other in [index, *others]}) == len(others) + 1
+
+
+def broken(change: Callable[[Content], object]) -> str:
+    content = index_of(entry("a.tar"), entry("b.tar"), flyte_ddp={"classes": ["a"], "tables": "t"})
+    change(content)
+    return json.dumps(content)
+
+
+NESTED = {"datasets": [{"shardlist": [{"url": "a", "nsamples": 1}], "datasets": [{"shardlist": []}]}]}
+MALFORMED = {
+    "": "is not JSON",
+    "\x00\x01": "is not JSON",
+    "[" * 100_000: "is not JSON",
+    "[]": "has neither shardlist nor datasets",
+    "null": "has neither",
+    "{}": "has neither",
+    '{"shardlist": []}': "has neither",
+    '{"datasets": []}': "has neither",
+    '{"shardlist": {"a": 1}}': r"shardlist is \{'a': 1\}",
+    '{"datasets": 5}': "datasets is 5",
+    '{"datasets": ["a"]}': "'a' in datasets is no data set",
+    '{"datasets": [{"name": "a"}]}': "has neither",
+    '{"datasets": [{"shardlist": 5}]}': "shardlist is 5",
+    '{"datasets": [{"source_url": 5}]}': "5 is no address",
+    json.dumps(NESTED): "refers to others again",
+    broken(lambda c: c.update(wids_version=2)): "version 2",
+    broken(lambda c: c.update(__kind__="wids-shard-index-v2")): "of kind 'wids-shard-index-v2'",
+    broken(lambda c: c.update(base=5)): "base is 5",
+    broken(lambda c: c.update(base="ftp://h/x")): "must be a path, or start with",
+    broken(lambda c: c.update(weight=0)): "weight=0",
+    broken(lambda c: c.update(weight="2")): "weight='2'",
+    broken(lambda c: c.update(weight=float("nan"))): "weight=nan",
+    broken(lambda c: c.update(flyte_ddp=[1])): r"flyte_ddp is \[1\]",
+    broken(lambda c: c["flyte_ddp"].update(classes="abc")): "flyte_ddp is",
+    broken(lambda c: c["flyte_ddp"].update(tables=5)): "flyte_ddp is",
+    broken(lambda c: c["shardlist"].append("c.tar")): "shard 2 in its shardlist is 'c.tar'",
+    broken(lambda c: c["shardlist"].append(None)): "shard 2 in its shardlist is None",
+    broken(lambda c: c["shardlist"][1].pop("url")): "shard 1 in its shardlist has no 'url'",
+    broken(lambda c: c["shardlist"][1].pop("nsamples")): "shard 1 in its shardlist has no 'nsamples'",
+    broken(lambda c: c["shardlist"][1].update(url=5)): "shard 1 in its shardlist",
+    broken(lambda c: c["shardlist"][1].update(url="")): "'' is no address",
+    broken(lambda c: c["shardlist"][1].update(url="a\0b")): "is no address",
+    broken(lambda c: c["shardlist"][1].update(url="pipe:cat http://h/x")): "must be a path, or start with",
+    broken(lambda c: c["shardlist"][1].update(url="s3://")): "must name a bucket",
+    broken(lambda c: c["shardlist"][0].update(nsamples=-1)): "shard 0 in its shardlist .*-1 for a number",
+    broken(lambda c: c["shardlist"][0].update(nsamples=1.5)): "1.5 for a number",
+    broken(lambda c: c["shardlist"][0].update(nsamples=True)): "True for a number",
+    broken(lambda c: c["shardlist"][0].update(nsamples=10**30)): "for a number",
+    broken(lambda c: c["shardlist"][0].update(filesize="9")): "'9' for a number",
+    broken(lambda c: c["shardlist"][0].update(md5sum="xyz")): "'xyz' for 32 hex",
+    broken(lambda c: c["shardlist"][0].update(md5sum=5)): "shard 0 in its shardlist",
+    broken(lambda c: c["shardlist"][0].update(sha256="g" * 64)): "for 64 hex",
+    broken(lambda c: c["shardlist"][0].update(table=[1])): "shard 0 in its shardlist",
+    broken(lambda c: c["shardlist"][0].update(table=[1, "2", "3"])): "'2' for a number",
+}
+
+
+@pytest.mark.parametrize("text", MALFORMED, ids=range(len(MALFORMED)))
+def test_an_index_that_is_none(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "index.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match=MALFORMED[text]) as caught:
+        read_index(str(path))
+    assert caught.value.message.startswith(f"index {path}: ")
+    assert len(caught.value.message.splitlines()) == 1
+    assert len(caught.value.message) < 600
+
+
+def test_an_index_in_a_part_is_named_where_it_is_malformed(tmp_path: Path) -> None:
+    written(tmp_path / "inner.json", index_of(entry("a.tar", -1)))
+    outer = written(tmp_path / "outer.json", {"datasets": [{"source_url": "inner.json"}]})
+    with pytest.raises(UserError, match=rf"^index {tmp_path}/inner\.json: shard 0"):
+        read_index(outer)
+    written(tmp_path / "inner.json", {"datasets": [{"source_url": "outer.json"}]})
+    with pytest.raises(UserError, match=rf"^index {outer}: refers to {tmp_path}/inner.json, which refers to others"):
+        read_index(outer)
+
+
+def test_an_index_that_is_not_there(tmp_path: Path, server: FileServer) -> None:
+    for address, said in {
+        str(tmp_path / "no.json"): "no such file",
+        str(tmp_path): "Is a directory",
+        f"{server.url}/no.json": "HTTP 404",
+    }.items():
+        with pytest.raises(UserError, match=f"^index {address}: cannot be read .*{said}.*check the address"):
+            read_index(address)
+    server.files["i.json"] = json.dumps(index_of(entry("a.tar"))).encode()
+    server.faults["i.json"] = [503, "truncate", "reset"]
+    assert len(read_index(f"{server.url}/i.json")) == 5  # and one that is there the next time is read

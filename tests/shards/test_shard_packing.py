@@ -1,0 +1,452 @@
+"""Packing image folders and map-style data sets into shards."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import itertools
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import wids
+from file_server import FileServer
+from image_folders import image_bytes, image_files, pixels_of, write_files
+from PIL import Image
+from surroundings import s3_environment
+from tars import shard_bytes
+
+from flyte_ddp.datasets.image_folder import list_images
+from flyte_ddp.errors import UserError
+from flyte_ddp.shards import packing
+from flyte_ddp.shards.dataset import ShardDataset
+from flyte_ddp.shards.packing import pack, pack_image_folder, pack_images, pack_source
+from flyte_ddp.shards.scanning import tables_of
+
+NAMES = [
+    *(f"{kind}/{number}.jpg" for kind in ("zebra", "ant") for number in range(9)),
+    "ant/deeper/1.JPEG",
+    "ant/a.b.c.png",
+    "ant/a%2Eb.c.png",
+    "ant/same.jpg",
+    "ant/same.png",
+    "ant/same.PNG",
+    "v1.0/écureuil 名.png",
+    f"v1.0/{'long' * 50}.png",
+]
+OTHERS = {"README": b"", "top.jpg": b"", "ant/notes.txt": b"", "ant/.hidden.jpg": b"", "empty.d/x.csv": b""}
+
+
+@pytest.fixture(scope="module")
+def files() -> dict[str, bytes]:
+    return image_files(*NAMES)
+
+
+def contents(index: Path) -> list[dict[str, Any]]:
+    return list(ShardDataset(index, index.parent / "cache", decode=False))
+
+
+def all_files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def packed_images(index: Path) -> list[tuple[str, bytes, int]]:
+    """Extension, content and label of each sample."""
+    found = []
+    for sample in contents(index):
+        [extension] = [name for name in sample if name.startswith(".") and name != ".cls"]
+        found.append((extension, sample[extension], int(sample[".cls"])))
+    return found
+
+
+def expected_images(files: dict[str, bytes]) -> list[tuple[str, bytes, int]]:
+    classes = sorted({name.partition("/")[0] for name in files})
+    return sorted(
+        (f".{name.rpartition('.')[2].lower()}", content, classes.index(name.partition("/")[0]))
+        for name, content in files.items()
+    )
+
+
+def test_a_folder_of_images(files: dict[str, bytes], tmp_path: Path) -> None:
+    """Every image once, as it was, under a key of its own, in a mixed order."""
+    source = write_files(tmp_path / "source", files | OTHERS)
+    index = pack_image_folder(str(source), tmp_path / "out", per_shard=7, progress="off")
+    assert index.classes == ("ant", "v1.0", "zebra")
+    assert index.counts.tolist() == [7, 7, 7, 5]
+    assert len({sample["__key__"] for sample in contents(tmp_path / "out" / "train.json")}) == len(files)
+    packed = packed_images(tmp_path / "out" / "train.json")
+    assert sorted(packed) == expected_images(files)
+    assert packed != expected_images(files)
+    assert sorted(all_files(tmp_path / "out")) == [f"train-00000{i}.tar" for i in range(4)] + [
+        "train.json",
+        "train.json.tables",
+    ]
+
+
+def test_wids_reads_what_we_pack(files: dict[str, bytes], tmp_path: Path) -> None:
+    """All but names of more than 100 bytes, which it cuts off."""
+    short = {name: content for name, content in files.items() if len(name) < 90}
+    pack_image_folder(str(write_files(tmp_path / "source", short)), tmp_path / "out", per_shard=7, progress="off")
+    index = tmp_path / "out" / "train.json"
+    theirs = wids.ShardListDataset(str(index), cache_dir=str(tmp_path / "wids"), transformations=[])
+    assert len(theirs) == len(short)
+    for i, ours in enumerate(contents(index)):
+        read = {name: value.read() for name, value in theirs[i].items() if name.startswith(".")}
+        assert {"__key__": theirs[i]["__key__"], **read}.items() <= ours.items()
+    theirs.close()
+
+
+def test_the_same_files_make_the_same_bytes(files: dict[str, bytes], tmp_path: Path) -> None:
+    """Whatever their times and the order on the disk are; another seed makes others, in another order."""
+    first = write_files(tmp_path / "first", files)
+    second = write_files(tmp_path / "second", dict(reversed(files.items())))
+    os.utime(second / "ant/0.jpg", (1, 1))
+    for name, source in {"a": first, "b": second}.items():
+        pack_image_folder(str(source), tmp_path / name, per_shard=10, progress="off")
+    a, b = all_files(tmp_path / "a"), all_files(tmp_path / "b")
+    assert a == b
+    # Known once and for all: what was packed before is to be the same in a year.
+    first_shard = pack(
+        lambda i: (f"k{i}", {".a": b"%d" % i}), 5, tmp_path / "golden", classes=[], progress="off"
+    ).shards[0]
+    assert first_shard.sha256 == GOLDEN
+    pack_image_folder(str(first), tmp_path / "c", per_shard=10, seed=1, progress="off")
+    assert all_files(tmp_path / "c")["train-000000.tar"] != a["train-000000.tar"]
+
+
+GOLDEN = "b0fef850427fa1f0750c6de7a13e97d2c452d6de762f871790d1460ababe6169"
+
+
+def test_in_their_own_order(files: dict[str, bytes], tmp_path: Path) -> None:
+    source = write_files(tmp_path / "source", files)
+    pack_image_folder(str(source), tmp_path / "out", seed=None, name="val", progress="off")
+    found = packed_images(tmp_path / "out" / "val.json")
+    in_order = [(name, files[name]) for name in sorted(files)]
+    assert [content for _, content, _ in found] == [content for _, content in in_order]
+
+
+def test_a_prefix_of_objects(
+    files: dict[str, bytes], server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On S3 and on Google, with faults that pass; the result is that of the same files in a folder."""
+    s3_environment(server.url, monkeypatch)
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
+    server.page = 10
+    server.files = {
+        f"bucket/images/{name}": content for name, content in (files | OTHERS).items() if ".hidden" not in name
+    }
+    server.files |= {"bucket/images/": b"", "bucket/images/ant/": b"", "bucket/images2/ant/x.jpg": b""}
+    server.faults = {"bucket/images/ant/0.jpg": [503, "reset", "truncate"], "bucket": [503]}
+    pack_image_folder(str(write_files(tmp_path / "source", files)), tmp_path / "local", progress="off")
+    for scheme in ("s3", "gs"):
+        pack_image_folder(f"{scheme}://bucket/images/", tmp_path / scheme, progress="off")
+        assert all_files(tmp_path / scheme) == all_files(tmp_path / "local")
+    assert server.counts["bucket/images/ant/0.jpg"] == 5
+
+
+class Own:
+    """A data set of the user's own: images of several kinds; not made for threads."""
+
+    classes = ("a", "b")
+
+    def __init__(self, items: list[Any]) -> None:
+        self.items, self.another = items, threading.Event()
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, number: int) -> Any:
+        if number:
+            self.another.set()
+        else:
+            assert not self.another.wait(0.2), "two threads at the same time"
+        if isinstance(self.items[number], Exception):
+            raise self.items[number]
+        return self.items[number]
+
+
+def test_a_data_set_of_ones_own(tmp_path: Path) -> None:
+    """PIL images, arrays and tensors, grey and in colour, also of a single row, column or pixel; nothing is lost."""
+    colour, grey = pixels_of(0), pixels_of(1)[..., 0]
+    items = [
+        (Image.fromarray(colour), 0),
+        (colour, np.int64(1)),
+        (torch.from_numpy(colour).permute(2, 0, 1), torch.tensor(1)),
+        (grey, 0),
+        (Image.fromarray(grey), 1),
+        (colour[:1], 0),
+        (colour[:, :1], 0),
+        (grey[:1, :1], 0),
+        (Image.fromarray(grey).convert("P"), 0),
+        *((pixels_of(seed), seed % 2) for seed in range(20)),
+    ]
+    index = pack_images(Own(items), tmp_path, per_shard=8, seed=None, progress="off")  # begins with number 0
+    assert index.classes == ("a", "b")
+    dataset = ShardDataset(tmp_path / "train.json", tmp_path / "cache")
+    expected = [colour, colour, colour, grey, grey, colour[:1], colour[:, :1], grey[:1, :1]]
+    expected += [np.stack([grey] * 3, 2), *(pixels_of(seed) for seed in range(20))]
+    assert [sample["__key__"] for sample in dataset] == [f"{number:02d}" for number in range(29)]
+    for sample, pixels, (_, label) in zip(dataset, expected, items, strict=True):
+        np.testing.assert_array_equal(np.asarray(sample[".png"]), pixels)
+        assert sample[".cls"] == int(label)
+
+
+def test_a_data_set_of_torchvisions(tmp_path: Path) -> None:
+    """FashionMNIST, from the files of Debian's package."""
+    import torchvision
+
+    debian = Path("/usr/share/datasets/fashion-mnist")
+    if not debian.is_dir():
+        pytest.skip("needs Debian's package dataset-fashion-mnist")
+    raw = tmp_path / "FashionMNIST" / "raw"
+    raw.mkdir(parents=True)
+    for path in debian.iterdir():
+        test = path.name.startswith("t10k")
+        (raw / path.stem).write_bytes(gzip.decompress(path.read_bytes()) if test else b"not looked into")
+    dataset = torchvision.datasets.FashionMNIST(str(tmp_path), train=False)
+    few = torch.utils.data.Subset(dataset, range(0, 10_000, 500))
+    index = pack_images(few, tmp_path / "out", classes=dataset.classes, seed=None, progress="off")
+    assert index.classes == tuple(dataset.classes)
+    for number, sample in enumerate(ShardDataset(tmp_path / "out" / "train.json", tmp_path / "cache")):
+        image, label = dataset[number * 500]
+        assert (sample[".png"].tobytes(), sample[".cls"]) == (image.tobytes(), label)
+
+
+def test_a_data_set_by_its_name(tmp_path: Path, digits: Path) -> None:
+    """The embedded digits, of which each part becomes a data set of shards."""
+    from flyte_ddp.datasets import open_arrays
+
+    arrays = open_arrays(digits)
+    for split in ("train", "test"):
+        index = pack_source("digits", tmp_path, split=split, name=split, seed=None, progress="off")
+        assert index.classes == arrays.classes
+        images, labels = getattr(arrays, f"{split}_images"), getattr(arrays, f"{split}_labels")
+        found = list(ShardDataset(tmp_path / f"{split}.json", tmp_path / "cache"))
+        np.testing.assert_array_equal(np.stack([np.asarray(sample[".png"]) for sample in found]), images[..., 0])
+        assert [sample[".cls"] for sample in found] == labels.tolist()
+
+
+def test_what_a_callable_of_the_users_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_sets.py").write_text(
+        "import numpy as np\n"
+        "def images(value): return [(np.full((4, 5, 3), value, np.uint8), i % 2) for i in range(6)]\n"
+        "def make(source): return images(1), images(2)\n"
+        "def one(source): return images(1)[:1]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    for value, split in ((1, "train"), (2, "test")):
+        index = pack_source("own_sets:make", tmp_path / split, split=split, progress="off")
+        assert (len(index), index.classes) == (6, ("0", "1"))
+        found = ShardDataset(tmp_path / split / "train.json", tmp_path / "cache")
+        assert [np.unique(np.asarray(sample[".png"])).tolist() for sample in found] == [[value]] * 6
+    with pytest.raises(UserError, match=r"own_sets:one: returned list; must return a pair \(train, test\)"):
+        pack_source("own_sets:one", tmp_path / "out", progress="off")
+
+
+def leftovers(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.rglob("*")) if folder.exists() else []
+
+
+def one_bad(number: int) -> tuple[str, dict[str, bytes]]:
+    if number == 15:
+        raise UserError("sample 15 is bad")
+    return str(number), {".a": b"x"}
+
+
+def interrupted(number: int) -> tuple[str, dict[str, bytes]]:
+    if number == 15:
+        raise KeyboardInterrupt
+    return str(number), {".a": b"x"}
+
+
+def same_key(number: int) -> tuple[str, dict[str, bytes]]:
+    return str(number % 15), {".a": b"x"}
+
+
+@pytest.mark.parametrize(
+    ("samples", "error", "said"),
+    [
+        (one_bad, UserError, "sample 15 is bad"),
+        (interrupted, KeyboardInterrupt, "^$"),
+        (same_key, UserError, "in two places"),
+    ],
+)
+def test_what_fails_leaves_no_shard_and_no_index(
+    tmp_path: Path, samples: Callable[[int], Any], error: type[BaseException], said: str
+) -> None:
+    """Also none of those that were there before and that it would have replaced."""
+    options: dict[str, Any] = {"classes": [], "seed": None, "progress": "off"}
+    pack(lambda number: (str(number), {".a": b"old"}), 20, tmp_path, per_shard=4, **options)
+    (tmp_path / "other.json").write_text("")
+    with pytest.raises(error, match=said):
+        pack(samples, 20, tmp_path, per_shard=20 if samples is same_key else 4, **options)
+    assert [name for name in leftovers(tmp_path) if name.endswith((".json", ".tables", ".tmp"))] == ["other.json"]
+    if samples is not same_key:
+        assert leftovers(tmp_path) == ["other.json"]
+
+
+def test_errors_of_image_folders(tmp_path: Path, server: FileServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    s3_environment(server.url, monkeypatch)
+    (tmp_path / "empty").mkdir()
+    write_files(tmp_path / "flat", {"a.jpg": b"", "b.jpg": b""})
+    write_files(tmp_path / "dangling", {"a/x.jpg": b""})
+    (tmp_path / "dangling" / "a" / "y.jpg").symlink_to("nowhere")
+    for source, said in {
+        f"{tmp_path}/none": "cannot be listed .no such directory",
+        f"{tmp_path}/empty": "has no images in folders of their classes among its 0 files",
+        f"{tmp_path}/flat": "has no images in folders of their classes among its 2 files",
+        f"{tmp_path}/dangling": r"cannot be listed .*dangling/a/y\.jpg: No such file",
+        "s3://bucket/none": "has no images in folders of their classes among its 0 files",
+        f"{server.url}/x": "cannot be listed .an HTTP server has no list",
+        "ftp://h/x": "must be a path, or start with",
+    }.items():
+        with pytest.raises(UserError, match=said) as caught:
+            pack_image_folder(source, tmp_path / "out", progress="off")
+        assert source in caught.value.message
+        assert len(caught.value.message.splitlines()) == 1
+    assert leftovers(tmp_path / "out") == []
+
+
+def test_an_object_that_is_gone_or_has_changed_since_it_was_listed(
+    files: dict[str, bytes], server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s3_environment(server.url, monkeypatch)
+    server.files = {f"bucket/{name}": content for name, content in files.items()}
+    for fault, said in {404: "cannot be read .HTTP 404", "longer": "bytes when it was listed"}.items():
+        server.faults["bucket/ant/0.jpg"] = [fault]
+        with pytest.raises(UserError, match=rf"^image s3://bucket/ant/0\.jpg: .*{said}"):
+            pack_image_folder("s3://bucket", tmp_path / "out", progress="off")
+        assert leftovers(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize(
+    ("items", "said"),
+    [
+        ([], "no sample to pack"),
+        ([("text", 0)], "image 0 is "),
+        ([(pixels_of(0), 0.5)], "whole-number label"),
+        ([(pixels_of(0), -1)], "label -1"),
+        ([(pixels_of(0), 2)], "has label 2, and with 2 classes labels are 0..1"),
+        ([(pixels_of(0).astype(float), 0)], "leave out transforms such as ToTensor"),
+        ([(np.zeros((4, 4, 2), np.uint8), 0)], "has 2 channels"),
+        ([OSError("disk on fire")], "sample 0 cannot be read .disk on fire"),
+        ([5], "must be an image and a whole-number label"),
+    ],
+)
+def test_errors_of_data_sets(tmp_path: Path, items: list[Any], said: str) -> None:
+    with pytest.raises(UserError, match=said) as caught:
+        pack_images(Own(items), tmp_path / "out", progress="off")
+    assert len(caught.value.message.splitlines()) == 1
+    assert leftovers(tmp_path / "out") == []
+
+
+def test_other_errors(tmp_path: Path) -> None:
+    write_files(tmp_path / "source", {"a/x.png": image_bytes()})
+    (tmp_path / "file").write_text("")
+    source = str(tmp_path / "source")
+    for folder, options, said in (
+        (tmp_path / "file", {}, r"cannot write .*file.*: Not a directory"),
+        (tmp_path / "file" / "below", {}, r"cannot write .*file.*: Not a directory"),
+        (Path("s3://bucket/x"), {}, "s3:/bucket/x: cannot be written to; choose a path on this machine"),
+        (tmp_path / "out", {"per_shard": 0}, "samples_per_shard=0: must be at least 1"),
+        (tmp_path / "out", {"name": "a/b"}, "name='a/b'"),
+        (tmp_path / "out", {"name": ""}, "name=''"),
+    ):
+        with pytest.raises(UserError, match=said):
+            pack_image_folder(source, folder, progress="off", **options)
+    with pytest.raises(UserError, match="generator to pack: has no len"):
+        pack_images((item for item in ()), tmp_path / "out", progress="off")
+    with pytest.raises(UserError, match="split='test': a folder of images is one split"):
+        pack_source(source, tmp_path / "out", split="test", progress="off")
+    assert not (tmp_path / "out").exists()
+    assert not Path("s3:").exists()
+
+
+READ_ONLY = """
+import subprocess, sys
+from pathlib import Path
+from flyte_ddp.errors import UserError
+from flyte_ddp.shards.packing import pack
+
+folder = Path(sys.argv[1])
+for options, count in (("size=64k", 100), ("ro", 1)):
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", folder], check=True)
+    try:
+        samples = lambda number: (str(number), {".a": bytes(9000)})
+        pack(samples, count, folder / "out", classes=[], per_shard=2, progress="off")
+    except UserError as error:
+        print(error.message, [path for path in folder.rglob("*") if path.is_file()])
+"""
+
+
+def test_a_really_full_and_a_read_only_disk(tmp_path: Path) -> None:
+    alone = ["unshare", "--mount", "--map-root-user"]
+    try:
+        subprocess.run([*alone, "mount", "-t", "tmpfs", "none", str(tmp_path)], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("needs the right to mount in a namespace (unshare)")
+    command = [*alone, sys.executable, "-c", READ_ONLY, str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    full, read_only = result.stdout.splitlines()
+    assert full.startswith(f"cannot write {tmp_path}/out/train-000003.tar: No space left on device; free some space")
+    assert read_only.startswith(f"cannot write {tmp_path}/out/train-000000.tar: Read-only file system; make")
+    assert full.endswith(" []")
+    assert read_only.endswith(" []")
+
+
+def test_threads_are_not_far_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that large samples do not fill the memory while the disk is slow."""
+    begun, far = itertools.count(), []
+
+    def sample(number: int) -> tuple[str, dict[str, bytes]]:
+        next(begun)
+        return str(number), {".a": b""}
+
+    def counted(path: Path, samples: Iterable[Any], advance: object) -> None:
+        found = {}
+        for written, (key, members) in enumerate(samples, int(path.stem[-6:]) * 100):
+            found[key] = members
+            far.append(int(repr(begun)[6:-1]) - written)
+        path.write_bytes(shard_bytes(found))
+
+    monkeypatch.setattr(packing, "write_shard", counted)
+    pack(sample, 1000, tmp_path, classes=[], per_shard=100, progress="off")
+    assert len(far) == 1000
+    assert max(far) <= 2 * packing.AHEAD
+
+
+def test_lists_of_images_have_a_digest_that_changes_with_the_files(tmp_path: Path, files: dict[str, bytes]) -> None:
+    first, again = (write_files(tmp_path / name, files) for name in "ab")
+    for name in files:
+        os.utime(first / name, (1, 1))
+        os.utime(again / name, (1, 1))
+    before = list_images(str(first))
+    assert list_images(str(again)).digest == before.digest
+    assert [before.classes[label] for label in before.labels] == [name.partition("/")[0] for name in before.names]
+    assert before.sizes.tolist() == [len(files[name]) for name in before.names]
+    os.utime(again / "ant/0.jpg", (2, 2))
+    digests = {before.digest, list_images(str(again)).digest}
+    (again / "ant/0.jpg").unlink()
+    digests.add(list_images(str(again)).digest)
+    write_files(again, {os.fsdecode(b"ant/not-utf-8-\xff.jpg"): b""})
+    digests.add(list_images(str(again)).digest)
+    assert len(digests) == 4
+
+
+def test_digest_of_what_is_packed(tmp_path: Path, files: dict[str, bytes]) -> None:
+    """The index has the digests of the files that are there."""
+    index = pack_image_folder(
+        str(write_files(tmp_path / "source", files)), tmp_path / "out", per_shard=9, progress="off"
+    )
+    for shard in index.shards:
+        content = Path(shard.url).read_bytes()
+        assert (shard.size, shard.sha256) == (len(content), hashlib.sha256(content).hexdigest())
+    assert tables_of(tmp_path / "out" / "train.json").stat().st_size == sum(s.table[2] for s in index.shards if s.table)

@@ -1,0 +1,181 @@
+"""A server on loopback that gives files, their parts and lists as the web, S3 and Google do, and fails on request."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import socket
+import struct
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, unquote, urlsplit
+from xml.sax.saxutils import escape
+
+DEADLINE = 30.0  # seconds
+
+
+@dataclass
+class FileServer:
+    """``files`` are given under their names; in those of S3 and Google a name begins with its bucket.
+
+    ``faults[name]`` are done one a request, in order: an HTTP status, ``truncate`` (the connection ends halfway),
+    ``alter`` (the last byte differs), ``reset`` (the connection is reset halfway), ``stall`` (no more after half of it,
+    until ``over``), ``hang`` (no answer, until ``over``), ``longer`` (a byte too many) or ``unannounced`` (no length).
+    ``stalled`` is set while a request stalls. ``headers`` are those of the requests, ``answers`` some for all answers.
+    Lists come in pages of ``page`` entries.
+    """
+
+    url: str = ""
+    files: dict[str, bytes] = field(default_factory=dict)
+    faults: dict[str, list[int | str]] = field(default_factory=dict)
+    requests: list[str] = field(default_factory=list)
+    spans: list[str] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+    answers: dict[str, str] = field(default_factory=dict)
+    connections: list[int] = field(default_factory=list)
+    page: int = 1000
+    gives_parts: bool = True
+    stalled: threading.Event = field(default_factory=threading.Event)
+    over: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def counts(self) -> Counter[str]:
+        """How often each file was asked for."""
+        return Counter(self.requests)
+
+
+@contextmanager
+def file_server() -> Iterator[FileServer]:
+    """Runs a server in a thread until the context ends."""
+    state = FileServer()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True
+
+        def setup(self) -> None:
+            super().setup()
+            state.connections.append(self.client_address[1])
+
+        def do_GET(self) -> None:
+            Answer(self, state).give()
+
+        do_HEAD = do_GET
+
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+            del format, args
+
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+        block_on_close = False
+
+        def handle_error(self, request: object, client_address: object) -> None:
+            """A client that was killed is no news."""
+
+    with Server(("127.0.0.1", 0), Handler) as listening:
+        state.url = f"http://127.0.0.1:{listening.server_address[1]}"
+        thread = threading.Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield state
+        finally:
+            state.over.set()
+            listening.shutdown()
+            thread.join()
+
+
+@dataclass
+class Answer:
+    """To one request."""
+
+    handler: BaseHTTPRequestHandler
+    state: FileServer
+
+    def give(self) -> None:
+        """Gives a file, a part of one or a list, or fails."""
+        address = urlsplit(self.handler.path)
+        name, query = unquote(address.path).lstrip("/"), parse_qs(address.query)
+        self.state.requests.append(name)
+        self.state.spans.append(self.handler.headers.get("Range", ""))
+        self.state.headers.append(dict(self.handler.headers))
+        fault = self.state.faults[name].pop(0) if self.state.faults.get(name) else None
+        content = self.listed(name, query) if "list-type" in query else self.state.files.get(name)
+        if fault == "hang":
+            self.state.over.wait(DEADLINE)
+            self.handler.close_connection = True
+        elif isinstance(fault, int) or content is None:
+            self.refuse(fault if isinstance(fault, int) else 404)
+        else:
+            self.serve(content, fault)
+
+    def refuse(self, status: int) -> None:
+        """An error as S3 words it."""
+        code = {404: "NoSuchKey", 403: "AccessDenied"}.get(status, "Other")
+        self.start(status, f"<Error><Code>{code}</Code></Error>".encode())
+
+    def serve(self, content: bytes, fault: str | None) -> None:
+        """The content, all of it or the part that was asked for."""
+        tag = hashlib.md5(content).hexdigest()
+        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.handler.headers.get("Range", ""))
+        if asked and self.state.gives_parts:
+            start, end = int(asked[1]), int(asked[2]) + 1
+            if start >= len(content):
+                self.start(416, b"<Error><Code>InvalidRange</Code></Error>")
+                return
+            part = content[start:end]
+            whole = {"Content-Range": f"bytes {start}-{start + len(part) - 1}/{len(content)}", "ETag": f'"{tag}"'}
+            self.start(206, part, **whole)
+            return
+        if fault == "alter":
+            content = content[:-1] + bytes([content[-1] ^ 1])
+        elif fault == "longer":
+            content += b"\0"
+        if fault in ("truncate", "reset", "stall"):
+            self.start(200, content, given=len(content) // 2)
+            self.handler.close_connection = True
+            if fault == "reset":
+                self.handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            if fault == "stall":
+                self.state.stalled.set()
+                self.state.over.wait(DEADLINE)
+            return
+        self.start(200, content, announced=fault != "unannounced", ETag=f'"{tag}"')
+
+    def start(
+        self, status: int, content: bytes, *, given: int | None = None, announced: bool = True, **headers: str
+    ) -> None:
+        """An answer with its body, or so many bytes of it."""
+        self.handler.send_response(status)
+        if announced:
+            self.handler.send_header("Content-Length", str(len(content)))
+        else:
+            self.handler.send_header("Connection", "close")
+            self.handler.close_connection = True
+        for name, value in {**headers, **self.state.answers}.items():
+            self.handler.send_header(name, value)
+        self.handler.end_headers()
+        if self.handler.command == "GET":
+            self.handler.wfile.write(content[:given])
+            self.handler.wfile.flush()
+
+    def listed(self, bucket: str, query: dict[str, list[str]]) -> bytes:
+        """A page of the list of a bucket."""
+        bucket = bucket.rstrip("/")
+        [prefix] = query.get("prefix", [""])
+        keys = sorted(name[len(bucket) + 1 :] for name in self.state.files if name.startswith(f"{bucket}/{prefix}"))
+        start = int(query.get("continuation-token", ["0"])[0])
+        entries = "".join(
+            f"<Contents><Key>{escape(key)}</Key><Size>{len(self.state.files[f'{bucket}/{key}'])}</Size>"
+            f'<ETag>"{hashlib.md5(self.state.files[f"{bucket}/{key}"]).hexdigest()}"</ETag></Contents>'
+            for key in keys[start : start + self.state.page]
+        )
+        more = start + self.state.page < len(keys)
+        following = f"<NextContinuationToken>{start + self.state.page}</NextContinuationToken>" if more else ""
+        return (
+            f'<ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/"><IsTruncated>{str(more).lower()}'
+            f"</IsTruncated>{following}{entries}</ListBucketResult>"
+        ).encode()

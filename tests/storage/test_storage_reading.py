@@ -1,0 +1,350 @@
+"""Reading files, parts of files and lists, from each kind of storage, and servers that fail."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from file_server import FileServer
+from places import KINDS, Place, place_of
+from surroundings import s3_environment
+
+from flyte_ddp import storage
+from flyte_ddp.errors import UserError
+from flyte_ddp.storage import AllFailedError, MissingError, UnavailableError, failures, gcs, retries
+
+CONTENT = np.random.default_rng(0).bytes(3_000_000)  # several chunks
+REMOTE = ["http", "s3", "gs"]
+
+
+@pytest.fixture(params=KINDS)
+def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    with place_of(request.param, tmp_path, monkeypatch) as found:
+        yield found
+
+
+remote = pytest.mark.parametrize("place", REMOTE, indirect=True)
+listed = pytest.mark.parametrize("place", [kind for kind in KINDS if kind != "http"], indirect=True)
+
+
+def test_a_file_and_parts_of_it(place: Place) -> None:
+    address = place.put("a b/ü.bin", CONTENT)
+    assert storage.read(address) == CONTENT
+    for start, end in [(0, 1), (5, 2_000_005), (2_999_999, 3_000_000), (0, 3_000_000)]:
+        assert storage.read(address, (start, end)) == CONTENT[start:end]
+        with storage.open_file(address, (start, end)) as (size, chunks):
+            assert (size, b"".join(chunks)) == (end - start, CONTENT[start:end])
+    with storage.open_file(address) as (size, chunks):
+        assert size == len(CONTENT)
+        assert max(len(chunk) for chunk in chunks) <= 1 << 20
+    for start, end in [(2_999_999, 3_000_001), (3_000_000, 3_000_001), (9_000_000, 9_000_001)]:
+        with pytest.raises(UnavailableError, match=r"truncated after|HTTP 416"):
+            storage.read(address, (start, end))
+
+
+def test_size_and_tag(place: Place) -> None:
+    address = place.put("x", b"content")
+    first = storage.stat(address)
+    assert (first.name, first.size) == ("", 7)
+    assert storage.stat(address) == first
+    place.put("x", b"another")
+    assert storage.stat(address).tag != first.tag
+
+
+def test_what_is_not_there(place: Place) -> None:
+    place.put("folder/x", b"")
+    for name in ("y", "folder/y", "folder/x/y"):
+        for action in (storage.read, storage.stat):
+            with pytest.raises(MissingError, match=r"no such file|HTTP 404"):
+                action(f"{place.address}/{name}")
+
+
+@listed
+def test_all_files_below_a_folder(place: Place) -> None:
+    """In order, page by page, without the objects that stand for folders and without neighbours of a similar name."""
+    place.server.page = 3
+    names = [f"{folder}/{number}.jpg" for folder in ("a", "b/c", "é d+&") for number in range(5)]
+    for name in [*names, "0"]:
+        place.put(name, name.encode())
+    if place.prefix:
+        for name in ("", "a/", "b/c/", "empty/"):
+            place.put(name, b"")
+        place.server.files["bucket/folder2/x"] = b""
+    else:
+        (place.folder / "empty").mkdir()
+    for address in (place.address, f"{place.address}/"):
+        found = list(storage.list_files(address))
+        assert [(entry.name, entry.size) for entry in found] == sorted((n, len(n.encode())) for n in [*names, "0"])
+    assert [entry.name for entry in storage.list_files(f"{place.address}/b")] == [f"c/{n}.jpg" for n in range(5)]
+    before = {entry.name: entry.tag for entry in storage.list_files(place.address)}
+    place.put("b/c/3.jpg", b"changed!!")
+    after = {entry.name: entry.tag for entry in storage.list_files(place.address)}
+    assert [name for name in after if after[name] != before[name]] == ["b/c/3.jpg"]
+
+
+@pytest.mark.parametrize("place", ["s3", "gs"], indirect=True)
+def test_all_objects_of_a_bucket(place: Place) -> None:
+    place.put("x", b"")
+    place.server.files["bucket/top"] = b"1"
+    assert [entry.name for entry in storage.list_files(place.address.rpartition("/")[0])] == ["folder/x", "top"]
+    assert list(storage.list_files(f"{place.address}/nothing")) == []
+
+
+def test_web_servers_have_no_lists(server: FileServer) -> None:
+    with pytest.raises(UnavailableError, match="no list of its files"):
+        list(storage.list_files(server.url))
+
+
+def test_lists_of_folders_follow_links_and_leave_out_hidden_files(tmp_path: Path) -> None:
+    """As torchvision does; links to folders are how data sets are often put together."""
+    (tmp_path / "elsewhere" / "deeper").mkdir(parents=True)
+    (tmp_path / "elsewhere" / "deeper" / "x").write_bytes(b"123")
+    root = tmp_path / "root"
+    (root / ".hidden").mkdir(parents=True)
+    for name in (".x", ".hidden/y", "z"):
+        (root / name).write_bytes(b"")
+    (root / "one").symlink_to(tmp_path / "elsewhere")
+    (root / "two").symlink_to(tmp_path / "elsewhere")
+    os.mkfifo(root / "pipe")
+    assert [(e.name, e.size) for e in storage.list_files(str(root))] == [
+        ("one/deeper/x", 3),
+        ("two/deeper/x", 3),
+        ("z", 0),
+    ]
+    (root / "gone").symlink_to(tmp_path / "no-such-file")
+    with pytest.raises(UnavailableError, match=f"{root}/gone: No such file"):
+        list(storage.list_files(str(root)))
+    (root / "gone").unlink()
+    (tmp_path / "elsewhere" / "deeper" / "back").symlink_to(root)
+    with pytest.raises(UnavailableError, match="root/one/deeper/back is a link to a folder that it is in"):
+        list(storage.list_files(str(root)))
+    with pytest.raises(MissingError, match="no such directory"):
+        list(storage.list_files(str(root / "z")))
+
+
+def test_a_folder_that_cannot_be_read_is_an_error_and_not_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "class").mkdir()
+    scandir = os.scandir
+
+    def refused(folder: str) -> object:
+        if folder.endswith("class"):
+            raise PermissionError(13, "Permission denied", folder)
+        return scandir(folder)
+
+    monkeypatch.setattr(os, "scandir", refused)  # root, who runs these tests in CI, may read everything
+    with pytest.raises(UnavailableError, match=f"{tmp_path}/class: Permission denied"):
+        list(storage.list_files(str(tmp_path)))
+
+
+def test_a_disk_that_fails_is_an_error_of_reading() -> None:
+    with pytest.raises(UnavailableError, match="Input/output error"):
+        storage.read("/proc/self/mem", (0, 10))  # where no process has any memory
+
+
+@remote
+@pytest.mark.parametrize("fault", [500, 503, 429, "truncate", "reset", "hang", "stall"])
+def test_a_fault_that_passes_is_retried(place: Place, monkeypatch: pytest.MonkeyPatch, fault: int | str) -> None:
+    monkeypatch.setattr(failures, "READ_TIMEOUT", 0.2 if fault in ("hang", "stall") else 20.0)
+    address = place.put("x", CONTENT)
+    place.server.faults[f"{place.prefix}x"] = [fault]
+    said: list[str] = []
+    assert storage.with_retries("the file", [address], storage.read, said.append) == CONTENT
+    assert len(place.server.requests) == 2
+    assert [text.startswith("the file: ") for text in said] == [True]
+
+
+@remote
+@pytest.mark.parametrize(("fault", "tries"), [(503, 4), (404, 1), (403, 1), (401, 1), (400, 1), ("reset", 4)])
+def test_a_fault_that_stays_is_an_error(place: Place, fault: int | str, tries: int) -> None:
+    address = place.put("x", CONTENT)
+    place.server.faults[f"{place.prefix}x"] = [fault] * 9
+    with pytest.raises(AllFailedError, match=f"^{address}: " + (f"HTTP {fault}" if fault != "reset" else "")):
+        storage.with_retries("the file", [address], storage.read)
+    assert len(place.server.requests) == tries
+
+
+@pytest.mark.parametrize("place", ["s3", "gs"], indirect=True)
+@pytest.mark.parametrize("fault", [503, "truncate"])
+def test_a_list_that_fails_halfway_is_read_again(place: Place, fault: int | str) -> None:
+    place.server.page = 2
+    for number in range(5):
+        place.put(str(number), b"")
+    place.server.faults = {"bucket": [fault], "bucket/": [fault]}
+
+    def names(address: str) -> list[str]:
+        return [entry.name for entry in storage.list_files(address)]
+
+    assert storage.with_retries("the list", [place.address], names) == ["0", "1", "2", "3", "4"]
+    place.server.faults = {"bucket": [404], "bucket/": [404]}
+    with pytest.raises(AllFailedError, match="HTTP 404"):
+        storage.with_retries("the list", [place.address], names)
+
+
+@pytest.mark.parametrize("place", ["http", "gs"], indirect=True)
+def test_a_server_that_gives_no_parts(place: Place) -> None:
+    address = place.put("x", CONTENT)
+    place.server.gives_parts = False
+    assert storage.read(address) == CONTENT
+    with pytest.raises(UnavailableError, match="cannot give a part of a file"):
+        storage.read(address, (0, 10))
+
+
+def test_a_server_of_objects_that_gives_no_parts(server: FileServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    s3_environment(server.url, monkeypatch)
+    server.files["bucket/x"], server.gives_parts = CONTENT, False
+    with pytest.raises(UnavailableError, match="goes on to byte 3,000,000 of 10 bytes"):
+        storage.read("s3://bucket/x", (0, 10))
+
+
+@remote
+def test_connections_are_kept(place: Place) -> None:
+    address = place.put("x", b"content")
+    for _ in range(10):
+        assert storage.read(address) == b"content"
+        assert storage.stat(address).size == 7
+    assert len(place.server.connections) == 1
+    with ThreadPoolExecutor(6) as pool:
+        assert set(pool.map(storage.read, [address] * 200)) == {b"content"}
+    assert len(place.server.connections) <= 6
+
+
+@remote
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_forked_children_have_connections_of_their_own(place: Place) -> None:
+    """While the parent goes on with its own, and whatever its threads were doing."""
+    addresses = [place.put(str(number), b"%d" % number * 100_000) for number in range(20)]
+    expected = [b"%d" % number * 100_000 for number in range(20)]
+    assert [storage.read(address) for address in addresses] == expected
+    children = []
+    with ThreadPoolExecutor(4) as pool:
+        parents = [pool.submit(storage.read, address) for address in addresses * 3]
+        for _ in range(2):
+            child = os.fork()
+            if child == 0:
+                right = [storage.read(address) for address in addresses] == expected
+                os._exit(0 if right else 1)
+            children.append(child)
+        assert [reading.result() for reading in parents] == expected * 3
+    assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
+    assert 3 <= len(place.server.connections) <= 4 + 1 + 2
+
+
+def test_cookies_are_not_kept(server: FileServer) -> None:
+    """Where connections are."""
+    server.files["x"], server.answers["Set-Cookie"] = b"", "a=b; Path=/"
+    for _ in range(2):
+        storage.read(f"{server.url}/x")
+    assert ["Cookie" in headers for headers in server.headers] == [False, False]
+    assert len(server.connections) == 1
+
+
+def test_a_server_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as bound:  # bound and not listening: nobody else gets the port, and connections are refused
+        bound.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{bound.getsockname()[1]}"
+        s3_environment(url, monkeypatch)
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", url)
+        for address in (f"{url}/x", "s3://bucket/x", "gs://bucket/x"):
+            with pytest.raises(UnavailableError, match="Connection refused") as caught:
+                storage.read(address)
+            assert caught.value.transient
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"AWS_ENDPOINT_URL": "localhost:9000"}, "Invalid endpoint"),
+        ({"FLYTE_AWS_ENDPOINT": "minio"}, "Invalid endpoint: minio"),
+        ({"AWS_PROFILE": "no-such-profile"}, "profile .no-such-profile. could not be found"),
+        ({"AWS_ACCESS_KEY_ID": "only-half"}, "AWS_SECRET_ACCESS_KEY"),
+        ({"AWS_DEFAULT_REGION": "not a region"}, "not a region"),
+    ],
+)
+def test_settings_of_s3_that_cannot_work(
+    server: FileServer, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], said: str
+) -> None:
+    """They are errors at once, without a second try."""
+    s3_environment(server.url, monkeypatch)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(AllFailedError, match=said):
+        storage.with_retries("x", ["s3://bucket/x"], storage.read)
+    assert server.requests == []
+
+
+def test_a_bucket_without_a_name_or_with_an_impossible_one(server: FileServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    s3_environment(server.url, monkeypatch)
+    with pytest.raises(UserError, match="must name a bucket after s3://"):
+        storage.read("s3:///x")
+    with pytest.raises(UnavailableError, match="bucket name"):
+        storage.read("s3://a bucket/x")
+    with pytest.raises(UserError, match="must be a path, or start with"):
+        storage.read("ftp://h/x")
+
+
+class Credentials:
+    """As google-auth's."""
+
+    valid = False
+    token = "none"
+
+    def refresh(self, request: object) -> None:
+        self.valid, self.token = True, "a-token"
+
+
+def test_google_is_told_who_asks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import google.auth
+    from google.auth.exceptions import RefreshError
+
+    def fresh(found: Callable[..., object]) -> None:
+        monkeypatch.setattr(google.auth, "default", found)
+        gcs.credentials.begin()
+
+    fresh(lambda **_: (Credentials(), "project"))
+    assert gcs.authorisation() == {"Authorization": "Bearer a-token"}
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:9")
+    assert gcs.authorisation() == {}  # a token is for Google only
+    monkeypatch.delenv("STORAGE_EMULATOR_HOST")
+
+    def refused(self: Credentials, request: object) -> None:
+        raise RefreshError("expired", retryable=False)
+
+    monkeypatch.setattr(Credentials, "refresh", refused)
+    fresh(lambda **_: (Credentials(), "project"))
+    with pytest.raises(UnavailableError, match="Google's credentials were refused: expired") as caught:
+        gcs.authorisation()
+    assert not caught.value.transient
+    monkeypatch.undo()
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "none.json"))
+    gcs.credentials.begin()
+    with pytest.raises(UnavailableError, match=r"GOOGLE_APPLICATION_CREDENTIALS=.*none\.json"):
+        gcs.authorisation()
+    gcs.credentials.begin()
+
+
+def test_a_list_that_is_none(server: FileServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url.removeprefix("http://"))
+    monkeypatch.setattr("file_server.Answer.listed", lambda *_: b"<html>log in first")
+    with pytest.raises(UnavailableError, match="list of files is not XML"):
+        list(storage.list_files("gs://bucket/x"))
+
+
+def test_pauses_grow_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(retries, "FIRST_DELAY", 8.0)
+    monkeypatch.setattr(retries.time, "sleep", waited.append)
+
+    def fails(_: str) -> None:
+        raise UnavailableError("no", transient=True)
+
+    with pytest.raises(AllFailedError):
+        storage.with_retries("x", ["a", "b"], fails)
+    assert [4 <= waited[0] <= 8, 8 <= waited[1] <= 16, 16 <= waited[2] <= 32] == [True] * 3
+    assert len(waited) == 3

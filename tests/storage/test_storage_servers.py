@@ -1,0 +1,105 @@
+"""A real server of objects, rclone's: credentials, and lists of more than one page."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from s3_server import DEADLINE, RCLONE, S3Server, s3_server, started
+from surroundings import clean, s3_environment
+
+from flyte_ddp import storage
+from flyte_ddp.storage import MissingError, UnavailableError
+
+MANY = 1205  # objects; a page has at most 1,000
+
+
+@pytest.fixture(scope="module")
+def objects(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two buckets, of which one has many objects."""
+    folder = tmp_path_factory.mktemp("objects")
+    for name in ("many/in", "few"):
+        (folder / name).mkdir(parents=True)
+    (folder / "few" / "x").write_bytes(b"content")
+    for number in range(MANY):
+        (folder / "many" / "in" / f"{number:04d}.jpg").write_bytes(b"%d" % number)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def keyed(objects: Path) -> Iterator[S3Server]:
+    """A server that asks for a key."""
+    with s3_server(objects) as server:
+        yield server
+
+
+@contextmanager
+def open_to_all(folder: Path) -> Iterator[str]:
+    """The address of a server that does not."""
+    with tempfile.TemporaryDirectory() as home:
+        log = Path(home) / "log"
+        command = [str(RCLONE), "serve", "s3", str(folder), "--addr", "127.0.0.1:0"]
+        with log.open("wb") as output:
+            command += ["--config", str(Path(home) / "none.conf")]
+            process = subprocess.Popen(command, stdout=output, stderr=output, env={**os.environ, "HOME": home})
+        try:
+            yield started(process, log)
+        finally:
+            process.terminate()
+            process.wait(DEADLINE)
+
+
+@pytest.fixture(scope="module")
+def open_server(objects: Path) -> Iterator[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        clean(patch)
+        with open_to_all(objects) as url:
+            yield url
+
+
+def test_with_the_right_key_a_list_has_all_pages(keyed: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in keyed.aws_environment().items():
+        monkeypatch.setenv(name, value)
+    found = list(storage.list_files("s3://many/in"))
+    assert [(entry.name, entry.size) for entry in found] == [(f"{n:04d}.jpg", len(str(n))) for n in range(MANY)]
+    assert storage.read("s3://many/in/1204.jpg") == b"1204"
+    assert storage.read("s3://many/in/1204.jpg", (1, 3)) == b"20"
+    with pytest.raises(MissingError, match="HTTP 404 NoSuchBucket"):
+        list(storage.list_files("s3://no-such-bucket/in"))
+
+
+def test_without_a_key_or_with_a_wrong_one(keyed: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is one error that says so, for reading and for lists, and no second try."""
+    s3_environment(keyed.endpoint, monkeypatch)
+    for action in (storage.read, storage.stat, lambda address: list(storage.list_files(address))):
+        with pytest.raises(UnavailableError, match=r"HTTP 40[03]") as caught:
+            action("s3://few/x")
+        assert not caught.value.transient
+    for name, value in keyed.aws_environment().items():
+        monkeypatch.setenv(name, value)
+    for name, said in {
+        "AWS_SECRET_ACCESS_KEY": "SignatureDoesNotMatch",
+        "AWS_ACCESS_KEY_ID": "InvalidAccessKeyId",
+    }.items():
+        monkeypatch.setenv(name, "something-else")
+        with pytest.raises(UnavailableError, match=f"HTTP 403 {said}") as caught:
+            storage.read("s3://few/x")
+        assert not caught.value.transient
+
+
+def test_where_everybody_may_read_no_key_is_needed(open_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    s3_environment(open_server, monkeypatch)
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", open_server)
+    for scheme in ("s3", "gs"):
+        assert storage.read(f"{scheme}://few/x") == b"content"
+        assert storage.read(f"{scheme}://few/x", (3, 7)) == b"tent"
+        assert storage.stat(f"{scheme}://few/x").size == 7
+        found = list(storage.list_files(f"{scheme}://many/in"))
+        assert [(entry.name, entry.size) for entry in found] == [(f"{n:04d}.jpg", len(str(n))) for n in range(MANY)]
+        with pytest.raises(MissingError, match="HTTP 404"):
+            storage.read(f"{scheme}://few/y")
