@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 HP ?= {"num_ranks": 2, "backend": "gloo"}
-PARALLEL := --numprocesses 2 --dist loadfile
+PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help install train test test-fast lint bench chaos lock package clean

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from flyte_ddp.datasets import fetch
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with many slow tests first, so that at the end no worker sits over one of them while the others are idle."""
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(
+        key=lambda item: (item.path.name != "test_chaos.py", -slow[item.path])
+    )  # one test, of a minute and a half
 
 
 @pytest.fixture(scope="session", autouse=True)

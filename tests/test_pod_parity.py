@@ -96,7 +96,9 @@ def checked(cluster: Cluster) -> PodEnded:
 def fetched(cluster: Cluster, checked: PodEnded) -> PodEnded:
     assert checked.outputs, checked.log
     versions = {"data_version": checked.outputs["data_version"]}
-    return cluster.run(FETCH, {"dataset": text("digits"), "data_source": text(""), **versions})
+    return cluster.run(
+        FETCH, {"dataset": text("digits"), "data_source": text(""), "test_dataset": text(""), **versions}
+    )
 
 
 @pytest.fixture(scope="module")

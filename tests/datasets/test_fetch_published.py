@@ -172,5 +172,7 @@ def test_a_missing_file_is_named_with_all_that_a_mirror_holds(tiny: Tiny, tmp_pa
 @pytest.mark.parametrize("dataset", ["minst", "", "MNIST"])
 def test_an_unknown_name_lists_the_choices(dataset: str, tmp_path: Path) -> None:
     for call in (lambda: fingerprint(dataset, ""), lambda: fetch(dataset, "", tmp_path / "data")):
-        with pytest.raises(UserError, match=r"unknown dataset.*cifar10, digits, fashion_mnist, mnist"):
+        with pytest.raises(
+            UserError, match=r"unknown dataset.*cifar10, digits, fashion_mnist, image_folder:ADDRESS, mnist"
+        ):
             call()
