@@ -240,7 +240,7 @@ def test_an_image_with_another_library_is_refused(
     assert f"this pod runs library sources {library_digest(image / 'flyte_ddp')}" in message
 
 
-LONG = {**SMOKE, "epochs": 60, "max_steps": 0, "batch_size": 64}
+LONG = {**SMOKE, "epochs": 25, "max_steps": 0, "batch_size": 64}
 
 
 def wait_for_a_checkpoint(process: subprocess.Popen[bytes], checkpoints: Path) -> None:
