@@ -157,6 +157,7 @@ def test_a_run_cut_off_in_the_middle_goes_on_to_the_same_weights(
         assert torch.equal(value, weights(gone_on)[name])
 
 
+@pytest.mark.slow
 def test_a_test_set_of_its_own_is_all_evaluated(shards: Path, tmp_path: Path) -> None:
     pack_source("digits", tmp_path / "test", split="test", name="test", per_shard=100, progress="off")
     hp = of(shards / "train.json", test_dataset=f"shards:{tmp_path}/test/test.json", epochs=1, precision="fp32")
@@ -197,6 +198,7 @@ def test_shards_far_away_go_through_a_cache_smaller_than_the_data(tmp_path: Path
     assert 0 < held <= 8 * size
 
 
+@pytest.mark.slow
 def test_an_image_that_is_damaged_in_the_cache_is_fetched_again(shards: Path, tmp_path: Path) -> None:
     """The shard's structure is whole, so that only the decoder can notice."""
     with faulty_server() as server:

@@ -93,6 +93,7 @@ def labels_of(images: StreamImages, number: int, batch: int = 30) -> list[list[i
     return [images.gather(samples, 0)[1].tolist() for samples in order.batches(0, batch)]
 
 
+@pytest.mark.slow
 def test_samples_are_mixed_beyond_shards_and_come_once_a_pass(shards: Path, tmp_path: Path) -> None:
     """Of samples whose label is their number, in shards in order."""
 
@@ -196,6 +197,7 @@ def test_more_readers_than_shards_are_refused_before_a_rank_starts(shards: Path,
         train(hp, tmp_path, loader_threads=9, launch=lambda *_, **__: pytest.fail("a rank was started"))
 
 
+@pytest.mark.slow
 def test_a_stream_is_tested_on_shards(shards: Path, tmp_path: Path) -> None:
     hp = replace(BASE, dataset=f"stream:{shards}/train.json", epochs=1, max_steps=2, num_ranks=1)
     result = train(replace(hp, test_dataset=f"shards:{shards}/train.json"), tmp_path)
