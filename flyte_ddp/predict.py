@@ -127,7 +127,12 @@ def read_image(path: Path, channels: int) -> Tensor:
 
 def dataset_batches(folder: Path, spec: InputSpec, batch_size: int, device: torch.device) -> Iterator[Batch]:
     """The test split of a prepared data set, in its own order."""
-    arrays = datasets.open_arrays(folder)
+    arrays = datasets.open_prepared(folder)
+    if not isinstance(arrays, datasets.ImageArrays):
+        raise UserError(
+            f"dataset={arrays.name!r}: predictions are made of image files or of data sets held as arrays; "
+            "give its images as a folder (images)"
+        )
     channels = arrays.test_images.shape[3]
     if channels not in (1, spec.channels):
         raise UserError(

@@ -25,6 +25,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, fingerprint
 from flyte_ddp.errors import RankError, UserError
 from flyte_ddp.images import InputSpec
+from flyte_ddp.predict import predict
 from flyte_ddp.run import RESULTS, Result, run_training
 from flyte_ddp.settings import Settings
 from flyte_ddp.shard_order import ShardOrder, ShardSplits
@@ -353,3 +354,10 @@ class TestMistakes:
         (folder / "green" / "10.jpg").write_bytes((folder / "red" / "0.jpg").read_bytes() + b"more")
         with pytest.raises(UserError, match=r"image .*green/10.jpg: has .* bytes, and .* when it was listed"):
             run_training(hp, data, tmp_path / "run", quiet(tmp_path), launch=inline.launch)
+
+    def test_predictions_of_shards_are_not_made(self, shards: Path, tmp_path: Path) -> None:
+        result = train(of(shards / "train.json", epochs=1, max_steps=1), tmp_path)
+        data = fetch(f"shards:{shards}/train.json", "", tmp_path / "data", progress="off")
+        with pytest.raises(UserError, match="give its images as a folder"):
+            predict(result.model, result.sidecar, images=None, dataset=data, output=tmp_path / "table.csv")
+        assert not (tmp_path / "table.csv").exists()
