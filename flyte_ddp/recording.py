@@ -218,7 +218,8 @@ class Recorder:
         worst = wrong.topk(min(WORST_MISTAKES, int((test.guesses != test.truth).sum()))).indices
         index = torch.cat([torch.arange(rows), worst]).numpy().astype(np.int32)
         tests = self.state.test
-        images, _ = tests.gather(np.concatenate([tests.order.samples(slice(place, place + 1)) for place in index]))
+        samples = [int(tests.order.samples(slice(place, place + 1))[0]) for place in index.tolist()]
+        images, _ = tests.gather(np.array(samples, dtype=np.int64))
         with torch.inference_mode():
             scores = functional.softmax(self.state.predict(images), dim=1)
         return {

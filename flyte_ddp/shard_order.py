@@ -13,7 +13,6 @@ The idea of a fixed number of stretches, so that the order does not depend on th
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -21,8 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp import sampling
-from flyte_ddp.config import Hyperparameters
-from flyte_ddp.errors import UserError
 from flyte_ddp.sampling import Indices
 
 TEST_FRACTION = 0.1  # held out for testing where no test set is given
@@ -110,23 +107,6 @@ class WholeShardSplits:
     def samples(self, shard: int, split: str) -> NDArray[np.int64]:
         """Numbers within the shard of the split's samples: all of them, or none."""
         return np.arange(self.sizes[split][shard])
-
-
-def check_stream(counts: NDArray[np.int64], hp: Hyperparameters, *, own_test: bool, ranks: int, workers: int) -> None:
-    """Refuses, before a rank starts, a stream of which some worker would have nothing.
-
-    Raises:
-        UserError: with the numbers.
-    """
-    if importlib.util.find_spec("webdataset") is None:
-        raise UserError(f"dataset={hp.dataset!r}: streams need webdataset, which is not there; pip install webdataset")
-    splits = WholeShardSplits(counts, hp.validation_fraction, 0.0 if own_test else TEST_FRACTION, hp.seed)
-    training, readers = np.count_nonzero(splits.sizes["training"]), ranks * max(1, workers)
-    if training < readers:
-        raise UserError(
-            f"dataset={hp.dataset!r}: has {training} shards for training, read by {ranks} ranks x {max(1, workers)} "
-            "workers: each needs one; make more shards, or lower num_ranks or FLYTE_DDP_LOADER_THREADS"
-        )
 
 
 class ShardOrder:

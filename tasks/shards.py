@@ -55,9 +55,7 @@ def verify_shards(index: str, decode: bool = False) -> str:
     from flyte_ddp.shards.scanning import verify_index
 
     pods.check_code()
-    problems = verify_index(index, decode=decode, progress=from_environment().progress)
-    if problems:
-        raise UserError("\n".join([f"index {index}: {len(problems)} problems", *problems[:20]]))
+    refuse_problems(index, verify_index(index, decode=decode, progress=from_environment().progress))
     return f"{index}: all is as it says"
 
 
@@ -68,10 +66,18 @@ def verify_packed(packed: FlyteDirectory, name: str = "train") -> FlyteDirectory
 
     pods.check_code()
     index = f"{str(packed.remote_source or packed.path).rstrip('/')}/{name}.json"
-    problems = verify_index(index, decode=True, progress=from_environment().progress)
+    refuse_problems(index, verify_index(index, decode=True, progress=from_environment().progress))
+    return packed
+
+
+def refuse_problems(index: str, problems: list[str]) -> None:
+    """Fails with the first of them.
+
+    Raises:
+        UserError: There are problems.
+    """
     if problems:
         raise UserError("\n".join([f"index {index}: {len(problems)} problems", *problems[:20]]))
-    return packed
 
 
 @task(**pods.light_pod(), retries=2)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from file_server import FileServer, file_server
 
 from flyte_ddp.datasets import fetch
 
@@ -29,6 +30,13 @@ def isolated_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
                 patch.delenv(name)
         patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
         yield
+
+
+@pytest.fixture
+def server() -> Iterator[FileServer]:
+    """A server on loopback with nothing on it yet."""
+    with file_server() as running:
+        yield running
 
 
 @pytest.fixture(scope="session")

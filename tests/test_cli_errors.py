@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import re
 import socket
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cli import OWN_MODEL, TINY, WORKFLOWS, Ended, pyflyte, train
+from mounts import ALONE, need_mounts
 
 RESULTS = ("model.pt", "model.json", "report.html", "predictions*")  # patterns of what looks like a result
 
@@ -146,15 +146,7 @@ def test_a_file_in_place_of_the_runs_folder(tmp_path: Path) -> None:
 def on_a_disk(options: str, folder: Path, after: str = ":") -> tuple[str, ...]:
     """A command that starts another one with ``folder`` on a file system of its own."""
     script = f'mount -t tmpfs -o {options} tmpfs "{folder}" && "$@"; code=$?; {after}; exit $code'
-    return ("unshare", "--mount", "--map-root-user", "sh", "-c", script, "sh")
-
-
-def can_mount(folder: Path) -> bool:
-    try:
-        subprocess.run([*on_a_disk("size=64k", folder), "true"], check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError):
-        return False
-    return True
+    return (*ALONE, "sh", "-c", script, "sh")
 
 
 @pytest.mark.parametrize(
@@ -168,8 +160,7 @@ def can_mount(folder: Path) -> bool:
 def test_a_full_disk(size: str, words: str, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     runs.mkdir()
-    if not can_mount(runs):
-        pytest.skip("needs the right to mount")
+    need_mounts(runs)
     # What is left on that disk can be seen from inside only.
     wrapper = on_a_disk(f"size={size}", runs, after=f'echo "LEFT:"; find "{runs}" -type f')
     ended = train(TINY, home=tmp_path, wrapper=wrapper)
@@ -181,7 +172,6 @@ def test_a_full_disk(size: str, words: str, tmp_path: Path) -> None:
 def test_a_read_only_runs_folder(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     runs.mkdir()
-    if not can_mount(runs):
-        pytest.skip("needs the right to mount")
+    need_mounts(runs)
     ended = train(TINY, home=tmp_path, wrapper=on_a_disk("ro", runs))
     assert_refused(ended, tmp_path, str(runs), "Read-only file system", "FLYTE_DDP_RUNS")

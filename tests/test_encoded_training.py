@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import shutil
 import tarfile
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +15,10 @@ import inline
 import numpy as np
 import pytest
 import torch
-from faulty_server import faulty_server
+from file_server import file_server
 from PIL import Image
+from plain_loop import train_plainly
 from s3_server import s3_server
-from torch.nn import functional
 from torchvision.transforms import v2
 
 from flyte_ddp import models
@@ -95,29 +96,14 @@ def plain_loop(hp: Hyperparameters, index: Path) -> tuple[dict[str, torch.Tensor
         middle = v2.functional.resized_crop(pixels, 0, 0, side, side, [SIDE, SIDE], antialias=True)
         images.append((middle.double() / 255 - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None])
         labels.append(sample[".cls"])
-    images, labels = torch.stack(images).double(), torch.tensor(labels)
     torch.manual_seed(hp.seed)
     model = models.build(hp.model, 10, InputSpec(3, SIDE, SIDE, mean, std)).double()
-    optimizer = torch.optim.SGD(
-        model.parameters(), lr=1.0, momentum=hp.momentum, weight_decay=hp.weight_decay, nesterov=hp.nesterov
-    )
     counts = data.index.counts
     splits = ShardSplits(counts, hp.validation_fraction, 0.1, hp.seed)
     order = ShardOrder(splits, "training", np.ones(len(counts)), hp.seed, hp.shuffle_shards)
-    total = hp.epochs * -(-len(order) // hp.batch_size)
-    rise, found = int(total * 0.25), []
-    for epoch in range(hp.epochs):
-        for batch in order.batches(epoch, hp.batch_size):
-            step = len(found)
-            for group in optimizer.param_groups:
-                below = (step + 1) / (rise + 1)
-                group["lr"] = hp.learning_rate * (below if step < rise else 1 - (step - rise) / (total - rise))
-            optimizer.zero_grad()
-            loss = functional.cross_entropy(model(images[batch]), labels[batch])
-            loss.backward()
-            optimizer.step()
-            found.append(loss.item())
-    return model.state_dict(), found
+    batches = [batch for epoch in range(hp.epochs) for batch in order.batches(epoch, hp.batch_size)]
+    reported = train_plainly(hp, model, torch.stack(images).double(), torch.tensor(labels), batches)
+    return model.state_dict(), reported
 
 
 @pytest.mark.slow
@@ -182,7 +168,7 @@ def test_shards_far_away_go_through_a_cache_smaller_than_the_data(tmp_path: Path
     shards = tmp_path / "shards"
     pack_source("digits", shards, per_shard=75, progress="off")
     size = max(path.stat().st_size for path in shards.glob("*.tar"))
-    with faulty_server() as server:
+    with file_server() as server:
         server.files = {path.name: path.read_bytes() for path in shards.iterdir()}
         server.faults = {"train-000004.tar": ["truncate", 503], "train-000002.tar": ["alter"]}
         hp = of(Path("nowhere"), epochs=1, num_ranks=2, shuffle_shards=2)
@@ -202,7 +188,7 @@ def test_shards_far_away_go_through_a_cache_smaller_than_the_data(tmp_path: Path
 @pytest.mark.slow
 def test_an_image_that_is_damaged_in_the_cache_is_fetched_again(shards: Path, tmp_path: Path) -> None:
     """The shard's structure is whole, so that only the decoder can notice."""
-    with faulty_server() as server:
+    with file_server() as server:
         server.files = {path.name: path.read_bytes() for path in shards.iterdir()}
         hp = replace(of(Path("nowhere"), epochs=1), dataset=f"shards:{server.url}/train.json")
         whole = train(hp, tmp_path)
@@ -240,7 +226,7 @@ def test_an_image_folder_is_learnt(where: str, tmp_path: Path, monkeypatch: pyte
     (folder / "notes.txt").write_text("not an image")
     hp = replace(BASE, dataset=f"image_folder:{folder}", batch_size=9, epochs=6, augment="resized_crop")
     if where == "path":
-        result = train(hp, tmp_path / "out")
+        result = train(hp, tmp_path / "out", quiet(tmp_path, wandb_table_rows=0))
     else:
         with s3_server(tmp_path) as server:
             for name, value in server.aws_environment().items():
@@ -249,6 +235,17 @@ def test_an_image_folder_is_learnt(where: str, tmp_path: Path, monkeypatch: pyte
     sidecar = json.loads(result.sidecar.read_text())
     assert sidecar["classes"] == ["blue", "green", "red"]
     assert result.test_accuracy == 1.0
+
+
+def test_equal_data_at_two_addresses_is_prepared_twice(tmp_path: Path) -> None:
+    """What is prepared says where the images are; the first place may be gone when the second is used."""
+    folder = labelled(tmp_path / "images")
+    pack_image_folder(str(folder), tmp_path / "packed", progress="off")
+    shutil.copytree(tmp_path / "packed", tmp_path / "copied")
+    shutil.copytree(folder, tmp_path / "images again", copy_function=shutil.copy2)
+    places = ("shards", "packed/train.json", "copied/train.json"), ("image_folder", "images", "images again")
+    for kind, *two in places:
+        assert len({fingerprint(f"{kind}:{tmp_path / place}", "") for place in two}) == 2
 
 
 def test_a_folder_and_the_shards_packed_from_it_have_the_same_test_images(tmp_path: Path) -> None:

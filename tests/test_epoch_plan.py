@@ -12,7 +12,7 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.shard_order import ShardOrder, ShardSplits
 from flyte_ddp.shards.epoch_plan import plan_epoch
 from flyte_ddp.shards.planning import PlanRequest, planned
-from flyte_ddp.shards.streams import Gang
+from flyte_ddp.shards.stream_readers import Gang
 
 
 @given(

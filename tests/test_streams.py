@@ -22,7 +22,7 @@ from processes import living_with
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
 from flyte_ddp.errors import UserError
-from flyte_ddp.loading.streams import Passes, Samples, StreamImages, StreamOptions, StreamOrder
+from flyte_ddp.loading.streams import Passes, RankStream, Samples, StreamImages, StreamOrder
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.settings import Settings
 from flyte_ddp.shards.cache import ShardCache
@@ -46,9 +46,9 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def options_of(shards: Path, **changes) -> StreamOptions:
+def options_of(shards: Path, **changes) -> RankStream:
     index = read_index(str(shards / "train.json"))
-    options = StreamOptions(
+    options = RankStream(
         index=index,
         cache=ShardCache(shards / "no cache"),
         rank=0,

@@ -12,6 +12,7 @@ import inline
 import numpy as np
 import pytest
 import torch
+from plain_loop import train_plainly
 from torch.nn import functional
 
 from flyte_ddp import artifacts, hardware, models, sampling
@@ -41,32 +42,15 @@ def weights(result: Result) -> dict[str, torch.Tensor]:
 
 
 def plain_loop(hp: Hyperparameters, data: Path) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """One process, no DDP, no library code but the order of samples and the model's definition."""
+    """Of the library only the order of samples and the model's definition."""
     arrays = open_arrays(data)
     torch.manual_seed(hp.seed)
-    spec = InputSpec(1, 8, 8, arrays.mean, arrays.std)
-    model = models.build(hp.model, 10, spec)
-    optimizer = torch.optim.SGD(
-        model.parameters(), lr=1.0, momentum=hp.momentum, weight_decay=hp.weight_decay, nesterov=hp.nesterov
-    )
+    model = models.build(hp.model, 10, InputSpec(1, 8, 8, arrays.mean, arrays.std))
     training, _ = sampling.split_indices(len(arrays.train_labels), hp.validation_fraction, hp.seed)
     images = (torch.tensor(np.array(arrays.train_images)).permute(0, 3, 1, 2) / 255 - arrays.mean[0]) / arrays.std[0]
-    labels = torch.tensor(np.array(arrays.train_labels))
-    total = hp.epochs * -(-len(training) // hp.batch_size)
-    rise = int(total * 0.25)
-    losses, step = [], 0
-    for epoch in range(hp.epochs):
-        order = torch.from_numpy(sampling.epoch_order(training, hp.seed, epoch))
-        for batch in order.split(hp.batch_size):
-            for group in optimizer.param_groups:
-                below = (step + 1) / (rise + 1)
-                group["lr"] = hp.learning_rate * (below if step < rise else 1 - (step - rise) / (total - rise))
-            optimizer.zero_grad()
-            loss = functional.cross_entropy(model(images[batch]), labels[batch])
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-            step += 1
+    orders = (torch.from_numpy(sampling.epoch_order(training, hp.seed, epoch)) for epoch in range(hp.epochs))
+    batches = [batch for order in orders for batch in order.split(hp.batch_size)]
+    losses = train_plainly(hp, model, images, torch.tensor(np.array(arrays.train_labels)), batches)
     return model.state_dict(), losses
 
 

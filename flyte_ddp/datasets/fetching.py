@@ -18,6 +18,7 @@ from flyte_ddp.datasets.custom import CustomSet
 from flyte_ddp.datasets.digits import Digits
 from flyte_ddp.datasets.encoded_set import looked_up, write_encoded_set
 from flyte_ddp.datasets.fashion_mnist import FASHION_MNIST
+from flyte_ddp.datasets.identity import digest_of
 from flyte_ddp.datasets.mnist import MNIST
 from flyte_ddp.datasets.prepared import open_prepared
 from flyte_ddp.datasets.progress import MODES, Progress, size
@@ -60,14 +61,15 @@ def fingerprint(dataset: str, source: str, test_dataset: str = "") -> str:
 
     It takes milliseconds and no download: published data sets are named by their digests, of a mirror only its
     ``SHA256SUMS`` is read. For ``package.module:callable`` it covers the callable's source and the source's content,
-    for shards their index, for a folder of images the list of its files.
+    for shards their index and its address, for a folder of images its address and the list of its files.
 
     Raises:
         UserError: an unknown data set, or a source that is not there.
     """
     if kind := encoded_kind(dataset):
         refuse_source(dataset, source)
-        return f"{kind}-{looked_up(dataset, test_dataset).digest[:16]}"
+        # With the addresses, because what is prepared refers to them.
+        return f"{kind}-{digest_of([dataset, test_dataset, looked_up(dataset, test_dataset).digest])[:16]}"
     return named(dataset).fingerprint(source)
 
 

@@ -9,16 +9,16 @@ from pathlib import Path
 from flyte_ddp.datasets.progress import Progress
 from flyte_ddp.errors import UserError
 from flyte_ddp.storage import (
-    AllFailedError,
     MissingError,
+    UnavailableError,
     join,
     list_files,
     local_path,
     open_file,
     read,
+    retried,
     scheme,
     stat,
-    with_retries,
 )
 from flyte_ddp.storage.content import CHUNK_BYTES
 
@@ -40,9 +40,8 @@ def content_identity(source: str) -> str:
         return local_identity(source, path)
     identify = http_identity if scheme(source) in ("http", "https") else listed_identity
     try:
-        return with_retries(source, [source], identify, Progress().note)
-    except AllFailedError as error:
-        failure = next(iter(error.failures.values()))
+        return retried(source, identify, Progress().note)
+    except UnavailableError as failure:
         raise UserError(
             f"data_source={source!r}: cannot be read: {failure}; check the address, and that the server is up; "
             "a directory on a web server needs a SHA256SUMS file in it"

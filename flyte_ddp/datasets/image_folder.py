@@ -25,6 +25,28 @@ class ImageList:
     sizes: NDArray[np.int64]  # bytes
     tags: tuple[str, ...]  # texts that change when the files do
 
+    def address_of(self, number: int) -> str:
+        """Where an image is."""
+        return storage.join(self.address, self.names[number])
+
+    def read(self, number: int) -> bytes:
+        """An image as it is stored.
+
+        Raises:
+            UserError: it cannot be read, or is not the one that was listed.
+        """
+        address = self.address_of(number)
+        try:
+            content = storage.retried(address, storage.read)
+        except storage.UnavailableError as failure:
+            raise UserError(f"image {address}: cannot be read ({failure}), though it was there when listed") from None
+        if len(content) != self.sizes[number]:
+            raise UserError(
+                f"image {address}: has {len(content):,} bytes, and {self.sizes[number]:,} when it was listed; "
+                "run again to list what is there now"
+            )
+        return content
+
     @property
     def digest(self) -> str:
         """SHA-256 (hex) of names, sizes and tags."""
@@ -40,9 +62,8 @@ def list_images(address: str) -> ImageList:
         UserError: it cannot be listed, or there is no image in a folder of its own.
     """
     try:
-        entries = storage.with_retries(address, [address], lambda where: list(storage.list_files(where)))
-    except storage.AllFailedError as error:
-        failure = next(iter(error.failures.values()))
+        entries = storage.retried(address, lambda where: list(storage.list_files(where)))
+    except storage.UnavailableError as failure:
         raise UserError(f"image folder {address}: cannot be listed ({failure}); check the address") from None
     found = sorted((entry for entry in entries if is_image(entry.name)), key=lambda entry: entry.name)
     if not found:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
 
 from flyte_ddp.catalog import encoded_kind
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.arrays import ImageArrays, open_arrays, read_description
 from flyte_ddp.datasets.encoded_set import EncodedSet, open_encoded_set
 from flyte_ddp.errors import UserError
-from flyte_ddp.shard_order import check_stream
+from flyte_ddp.shard_order import TEST_FRACTION, WholeShardSplits
 from flyte_ddp.shards.index import ShardIndex
 
 PreparedSet = ImageArrays | EncodedSet
@@ -34,6 +38,23 @@ def check_prepared(folder: Path, hp: Hyperparameters, *, ranks: int, workers: in
     class_names(data, hp)
     if isinstance(data, EncodedSet) and isinstance(data.train, ShardIndex) and encoded_kind(hp.dataset) == "stream":
         check_stream(data.train.counts, hp, own_test=data.test is not None, ranks=ranks, workers=workers)
+
+
+def check_stream(counts: NDArray[np.int64], hp: Hyperparameters, *, own_test: bool, ranks: int, workers: int) -> None:
+    """Refuses, before a rank starts, a stream of which some worker would have nothing.
+
+    Raises:
+        UserError: with the numbers.
+    """
+    if importlib.util.find_spec("webdataset") is None:
+        raise UserError(f"dataset={hp.dataset!r}: streams need webdataset, which is not there; pip install webdataset")
+    splits = WholeShardSplits(counts, hp.validation_fraction, 0.0 if own_test else TEST_FRACTION, hp.seed)
+    training, readers = np.count_nonzero(splits.sizes["training"]), ranks * max(1, workers)
+    if training < readers:
+        raise UserError(
+            f"dataset={hp.dataset!r}: has {training} shards for training, read by {ranks} ranks x {max(1, workers)} "
+            "workers: each needs one; make more shards, or lower num_ranks or FLYTE_DDP_LOADER_THREADS"
+        )
 
 
 def class_names(data: PreparedSet, hp: Hyperparameters) -> tuple[str, ...]:

@@ -14,7 +14,16 @@ from flyte_ddp.datasets.arrays import ImageArrays, image_arrays
 from flyte_ddp.datasets.download import Expected, download
 from flyte_ddp.datasets.progress import Progress
 from flyte_ddp.errors import UserError
-from flyte_ddp.storage import AllFailedError, AlteredError, MissingError, join, local_path, read, with_retries
+from flyte_ddp.storage import (
+    AllFailedError,
+    AlteredError,
+    MissingError,
+    UnavailableError,
+    join,
+    local_path,
+    read,
+    retried,
+)
 
 SUMS = "SHA256SUMS"
 SUMS_LINE = re.compile(r"([0-9a-fA-F]{64}) [ *](?:\./)?(.+)")
@@ -84,7 +93,8 @@ def get(
         address = download(file.name, [join(place, file.name) for place in places], expected, folder, progress)
     except AllFailedError as error:
         if source:
-            explain(dataset, file.name, source, error, own_digests=bool(sums))
+            [failure] = error.failures.values()
+            explain(dataset, file.name, source, failure, own_digests=bool(sums))
         raise UserError(
             f"{dataset.name}: cannot get {file.name} ({error}); check the network, or set data_source to a directory "
             "or mirror that holds it"
@@ -110,11 +120,11 @@ def mirror_digests(dataset: PublishedSet, source: str, progress: Progress) -> di
     if path is not None and not path.is_dir():
         raise UserError(f"data_source={source!r}: there is no such directory; give one that holds {names(dataset)}")
     try:
-        content = with_retries(SUMS, [join(source, SUMS)], read, progress.note)
-    except AllFailedError as error:
-        if isinstance(next(iter(error.failures.values())), MissingError):
-            return None
-        explain(dataset, SUMS, source, error, own_digests=False)
+        content = retried(join(source, SUMS), read, progress.note)
+    except MissingError:
+        return None
+    except UnavailableError as failure:
+        explain(dataset, SUMS, source, failure, own_digests=False)
     found = {}
     for line in content.decode("utf-8", "replace").splitlines():
         if match := SUMS_LINE.fullmatch(line.strip()):
@@ -128,9 +138,8 @@ def mirror_digests(dataset: PublishedSet, source: str, progress: Progress) -> di
     return found
 
 
-def explain(dataset: PublishedSet, name: str, source: str, error: AllFailedError, *, own_digests: bool) -> NoReturn:
-    """Raises the error for a mirror that failed; a given mirror is the only place that is asked."""
-    failure = next(iter(error.failures.values()))
+def explain(dataset: PublishedSet, name: str, source: str, failure: UnavailableError, *, own_digests: bool) -> NoReturn:
+    """Raises the error for a mirror that failed."""
     where = f"data_source={source!r}"
     if isinstance(failure, MissingError):
         raise UserError(f"{where}: has no {name} ({failure}); it must hold {names(dataset)}") from None

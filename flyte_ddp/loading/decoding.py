@@ -1,7 +1,4 @@
-"""Encoded images (JPEG, PNG and others) to pixels: by torchcodec where it is installed, else by Pillow.
-
-Both give RGB; torchcodec is the faster one.
-"""
+"""Encoded images (JPEG, PNG and others) to pixels: by torchcodec where it is installed, else by Pillow."""
 
 from __future__ import annotations
 

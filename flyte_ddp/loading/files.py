@@ -6,7 +6,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from flyte_ddp import storage
 from flyte_ddp.datasets.image_folder import ImageList
-from flyte_ddp.errors import UserError
 from flyte_ddp.loading.encoded import Encoded
 from flyte_ddp.sampling import Indices
 
@@ -31,18 +30,8 @@ class FileImages:
         Raises:
             UserError: it cannot be read, or is not the one that was listed.
         """
-        address = storage.join(self.images.address, self.images.names[sample])
-        try:
-            content = storage.with_retries(address, [address], storage.read)
-        except storage.AllFailedError as error:
-            failure = next(iter(error.failures.values()))
-            raise UserError(f"image {address}: cannot be read ({failure}), though it was there when listed") from None
-        if len(content) != self.images.sizes[sample]:
-            raise UserError(
-                f"image {address}: has {len(content):,} bytes, and {self.images.sizes[sample]:,} when it was listed; "
-                "run again to list what is there now"
-            )
-        return Encoded(content, int(self.images.labels[sample]), f"image {address}")
+        content = self.images.read(sample)
+        return Encoded(content, int(self.images.labels[sample]), f"image {self.images.address_of(sample)}")
 
     def heal(self, sample: int) -> None:
         """No copies are kept."""

@@ -16,13 +16,14 @@ from flyte_ddp.datasets.encoded_set import EncodedSet
 from flyte_ddp.datasets.image_folder import ImageList
 from flyte_ddp.datasets.prepared import PreparedSet
 from flyte_ddp.distributed import rank, world_size
+from flyte_ddp.errors import UserError
 from flyte_ddp.hardware import Hardware
 from flyte_ddp.loading.arrays import ArrayImages, on_device
 from flyte_ddp.loading.encoded import EncodedImages, Reader
 from flyte_ddp.loading.files import FileImages
 from flyte_ddp.loading.shards import ShardImages
 from flyte_ddp.loading.split import Split
-from flyte_ddp.loading.streams import StreamImages, StreamOptions, StreamOrder
+from flyte_ddp.loading.streams import RankStream, StreamImages, StreamOrder
 from flyte_ddp.sampling import Indices, ListedOrder, Order
 from flyte_ddp.settings import Settings
 from flyte_ddp.shard_order import TEST_FRACTION, ShardOrder, ShardSplits, WholeShardSplits
@@ -91,6 +92,8 @@ def encoded_splits(
 
     train, test_fraction = images(data.train), 0.0 if data.test is not None else TEST_FRACTION
     orders = orders_of(data.train, hp, test_fraction)
+    if not len(orders["training"]):
+        raise UserError(f"dataset={hp.dataset!r}: has no samples for training; give more, or hold out less")
     splits = {name: Split(train, order) for name, order in orders.items()}
     if data.test is not None:
         splits["test"] = Split(images(data.test), whole(data.test))
@@ -115,7 +118,7 @@ def stream(
     test_fraction = 0.0 if data.test is not None else TEST_FRACTION
     shards = WholeShardSplits(data.train.counts, hp.validation_fraction, test_fraction, hp.seed).shards["training"]
     own = [data.train.shards[number] for number in shards[rank() :: world_size()].tolist()]
-    options = StreamOptions(
+    options = RankStream(
         index=ShardIndex(data.train.name, own, data.train.parts, data.train.classes),
         cache=ShardCache(settings.cache_folder, settings.cache_bytes),
         rank=rank(),
@@ -138,7 +141,7 @@ def splits_of(source: ShardIndex, hp: Hyperparameters, test_fraction: float) -> 
 
 
 def reader(source: ShardIndex | ImageList, hp: Hyperparameters, settings: Settings) -> Reader:
-    """What reads the images; of shards, which cannot leave the cache while they are open, no more than it needs are."""
+    """What reads the images; shards are kept open, and fetched ahead, as far as this rank's lanes go."""
     if isinstance(source, ShardIndex):
         cache = ShardCache(settings.cache_folder, settings.cache_bytes)
         return ShardImages(ShardReader(source, cache, most_open=-(-hp.shuffle_shards // world_size()) + 1))

@@ -62,7 +62,7 @@ class StreamOrder:
 
 
 @dataclass(frozen=True, eq=False)
-class StreamOptions:
+class RankStream:
     """What a rank's stream is made of.
 
     Args:
@@ -97,7 +97,7 @@ class StreamImages:
 
     batches_ahead = 0
 
-    def __init__(self, options: StreamOptions, device: torch.device) -> None:
+    def __init__(self, options: RankStream, device: torch.device) -> None:
         self.options, self.device = options, device
         self.samples: Iterator[tuple[Tensor, Tensor]] | None = None
         self.last: tuple[bytes, tuple[Tensor, Tensor]] | None = None
@@ -135,7 +135,7 @@ class StreamImages:
         self.last = None
 
 
-def remixed(options: StreamOptions) -> Iterator[tuple[Tensor, Tensor]]:
+def remixed(options: RankStream) -> Iterator[tuple[Tensor, Tensor]]:
     """The samples of all workers of a rank, mixed: images uint8 [size, size, 3] and labels."""
     import webdataset as wds
 
@@ -162,7 +162,7 @@ def begin_worker(_: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def worker_pipeline(options: StreamOptions) -> Any:
+def worker_pipeline(options: RankStream) -> Any:
     """What each worker does: its shards, for ever, to small batches."""
     import webdataset as wds
 
@@ -179,7 +179,7 @@ def worker_pipeline(options: StreamOptions) -> Any:
 class Passes:
     """A worker's shards, pass after pass, each time in another order."""
 
-    options: StreamOptions
+    options: RankStream
 
     def __call__(self) -> Iterator[tuple[int, int]]:
         """Yields the number of the pass and that of a shard."""
@@ -197,7 +197,7 @@ class Passes:
 class Samples:
     """The samples of shards, each shard from its beginning to its end."""
 
-    options: StreamOptions
+    options: RankStream
 
     def __call__(self, shards: Iterable[tuple[int, int]]) -> Iterator[tuple[int, Encoded]]:
         """Yields the number of the pass and a sample as it is stored, while the next shard is fetched."""
@@ -214,7 +214,7 @@ class Samples:
 class Decoded:
     """Samples to images and labels."""
 
-    options: StreamOptions
+    options: RankStream
 
     def __call__(self, samples: Iterator[tuple[int, Encoded]]) -> Iterator[tuple[Tensor, Tensor] | UserError]:
         """Yields images uint8 [size, size, 3] and labels; in the end, if there is one, an error."""
@@ -234,7 +234,7 @@ class Decoded:
                 yield error
 
 
-def cropped(pixels: Tensor, options: StreamOptions, passes: int, name: str) -> Tensor:
+def cropped(pixels: Tensor, options: RankStream, passes: int, name: str) -> Tensor:
     """The part of an image that training sees in a pass: uint8 [size, size, 3]."""
     _, height, width = pixels.shape
     crop = cropping.middle_crop(height, width)
@@ -269,7 +269,7 @@ def worker_of() -> tuple[int, int]:
     return (info.id, info.num_workers) if info else (0, 1)
 
 
-def stream_seed(options: StreamOptions, purpose: int) -> int:
+def stream_seed(options: RankStream, purpose: int) -> int:
     """A seed that differs for ranks, for the places that runs begin at, and for purposes."""
     words = [options.seed, options.rank, options.start, purpose]
     return int(np.random.SeedSequence(words).generate_state(1)[0])

@@ -142,9 +142,9 @@ class ShardCache:
     def download(self, shard: Shard, target: io.FileIO) -> None:
         """Puts the shard into an open file, in several tries if need be."""
         try:
-            storage.with_retries(shard.url, [shard.url], lambda _: self.transfer(shard, target), self.note)
-        except storage.AllFailedError as error:
-            raise failed(shard, next(iter(error.failures.values()))) from None
+            storage.retried(shard.url, lambda _: self.transfer(shard, target), self.note)
+        except storage.UnavailableError as failure:
+            raise failed(shard, failure) from None
 
     def transfer(self, shard: Shard, target: io.FileIO) -> None:
         """One try to download a shard."""

@@ -1,7 +1,7 @@
 """What each node and rank does in an epoch of training from shards, computed from the index alone.
 
-Here, other than with streams (:mod:`flyte_ddp.shards.plan`), all ranks get the same number of batches and every sample
-comes once, whatever the numbers; what there is to plan is how much each node reads and has to keep.
+Here, other than with streams (:mod:`flyte_ddp.shards.stream_plan`), all ranks get the same number of batches and every
+sample comes once, whatever the numbers; what there is to plan is how much each node reads and has to keep.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from flyte_ddp import sampling
 from flyte_ddp.errors import UserError
 from flyte_ddp.shard_order import ShardOrder, ShardSplits
-from flyte_ddp.shards.streams import Gang
+from flyte_ddp.shards.stream_readers import Gang
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -146,9 +146,8 @@ def malformed(address: str, what: str) -> UserError:
 def load(address: str) -> dict[str, Any]:
     """The JSON of an index."""
     try:
-        content = json.loads(storage.with_retries(address, [address], storage.read))
-    except storage.AllFailedError as error:
-        failure = next(iter(error.failures.values()))
+        content = json.loads(storage.retried(address, storage.read))
+    except storage.UnavailableError as failure:
         raise UserError(f"index {address}: cannot be read ({failure}); check the address, and that it is up") from None
     except (ValueError, RecursionError) as error:
         if isinstance(error, UserError):

@@ -42,8 +42,8 @@ def read_part(shard: Shard, inside: int) -> tuple[str, dict[str, bytes]] | None:
     for member in table.members(inside):
         span = (member.offset - BLOCK, member.offset + member.size)
         try:
-            stored = storage.with_retries(shard.url, [shard.url], partial(storage.read, span=span))
-        except storage.AllFailedError:  # it may be a server that gives no parts of files; if not, it will be said
+            stored = storage.retried(shard.url, partial(storage.read, span=span))
+        except storage.UnavailableError:  # it may be a server that gives no parts of files; if not, it will be said
             return None
         content = member.content(stored)
         if content is None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from flyte_ddp import sampling, storage
+from flyte_ddp import sampling
 from flyte_ddp.datasets.progress import Progress
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replacing
@@ -128,15 +128,8 @@ def pack_image_folder(address: str, folder: Path, **options: Any) -> ShardIndex:
     keys = keys_of(found.names)
 
     def sample(number: int) -> tuple[str, Members]:
-        where = storage.join(address, found.names[number])
-        try:
-            content = storage.with_retries(where, [where], storage.read)
-        except storage.AllFailedError as error:
-            raise UserError(f"image {where}: cannot be read ({next(iter(error.failures.values()))})") from None
-        if len(content) != found.sizes[number]:
-            raise UserError(f"image {where}: was {found.sizes[number]:,} bytes when it was listed and now is not")
-        extension = where.rpartition(".")[2].lower()
-        return keys[number], {f".{extension}": content, ".cls": str(found.labels[number]).encode()}
+        extension = found.names[number].rpartition(".")[2].lower()
+        return keys[number], {f".{extension}": found.read(number), ".cls": str(found.labels[number]).encode()}
 
     return pack(sample, len(found.names), folder, classes=found.classes, **options)
 

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from flyte_ddp.errors import UserError
 from flyte_ddp.shards.epoch_plan import plan_training
 from flyte_ddp.shards.index import read_index
-from flyte_ddp.shards.plan import plan_streams
-from flyte_ddp.shards.streams import Gang, StreamOptions
+from flyte_ddp.shards.stream_plan import plan_streams
+from flyte_ddp.shards.stream_readers import Gang, StreamOptions
 
 
 @dataclass(frozen=True)

@@ -101,9 +101,8 @@ def scan(
         return Scanned(shard, table, labels)
 
     try:
-        return storage.with_retries(url, [url], once)
-    except storage.AllFailedError as error:
-        failure = next(iter(error.failures.values()))
+        return storage.retried(url, once)
+    except storage.UnavailableError as failure:
         raise UserError(f"shard {url}: cannot be read ({failure}); check the address") from None
 
 

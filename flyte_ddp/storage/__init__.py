@@ -13,7 +13,7 @@ from flyte_ddp.storage import gcs, http, local, s3
 from flyte_ddp.storage.addresses import join, local_path, parent, resolve, scheme
 from flyte_ddp.storage.content import Content, Entry, Span, check_length
 from flyte_ddp.storage.failures import AlteredError, MissingError, UnavailableError
-from flyte_ddp.storage.retries import AllFailedError, with_retries
+from flyte_ddp.storage.retries import AllFailedError, retried, with_retries
 
 __all__ = [
     "AllFailedError",
@@ -30,6 +30,7 @@ __all__ = [
     "parent",
     "read",
     "resolve",
+    "retried",
     "scheme",
     "stat",
     "with_retries",

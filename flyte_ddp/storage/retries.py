@@ -55,3 +55,15 @@ def with_retries(
         note(f"{name}: {failures[remaining[0]]}; next try in {delay:.1f} s")
         time.sleep(delay)
     raise AllFailedError(failures)
+
+
+def retried(address: str, action: Callable[[str], Result], note: Callable[[str], object] = lambda _: None) -> Result:
+    """:func:`with_retries` where there is one address only.
+
+    Raises:
+        UnavailableError: the last failure.
+    """
+    try:
+        return with_retries(address, [address], action, note)
+    except AllFailedError as error:
+        raise error.failures[address] from None

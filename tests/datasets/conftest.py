@@ -1,34 +1,22 @@
-"""Data sets and servers for these tests, and a short temper in place of long retries."""
+"""Data sets for these tests, and a short temper in place of long retries."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-import os
-import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from faulty_server import FaultyServer, faulty_server
 from mnist_files import DEBIAN, Tiny, rebuilt_fashion_mnist, tiny_files
+from surroundings import clean
 
 from flyte_ddp.datasets import DATASETS
 from flyte_ddp.datasets.mnist import MNIST
 from flyte_ddp.datasets.published import PublishedFile
-from flyte_ddp.storage import retries
-
-sys.path.insert(0, str(Path(__file__).parents[1]))  # for s3_server, which other tests use too
 
 
 @pytest.fixture(autouse=True)
 def surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No proxy and no credentials of the machine's own, and pauses that nobody waits for."""
-    for name in tuple(os.environ):
-        if name.startswith(("AWS_", "FLYTE_AWS_")) or name.lower().endswith("_proxy"):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setattr(retries, "FIRST_DELAY", 0.001)
+    clean(monkeypatch)
 
 
 @pytest.fixture(scope="session")
@@ -47,10 +35,3 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> Tiny:
     dataset = dataclasses.replace(MNIST, files=files, addresses=())
     monkeypatch.setitem(DATASETS, "mnist", dataset)
     return Tiny(dataset, arrays, contents)
-
-
-@pytest.fixture
-def server() -> Iterator[FaultyServer]:
-    """An HTTP server with nothing on it yet."""
-    with faulty_server() as running:
-        yield running

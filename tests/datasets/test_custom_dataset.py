@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from faulty_server import FaultyServer
+from file_server import FileServer
 from mnist_files import leftovers
 from PIL import Image
 
@@ -185,21 +185,22 @@ def test_a_source_that_is_missing_or_empty_is_an_error(tmp_path: Path, source: s
         content_identity(source.format(tmp_path))
 
 
-def test_the_identity_of_a_file_on_a_web_server(server: FaultyServer) -> None:
+def test_the_identity_of_a_file_on_a_web_server(server: FileServer) -> None:
+    server.tagged = False
     server.files = {"data.zip": b"content"}
     address = f"{server.url}/data.zip"
     unmarked = content_identity(address)  # no header says anything, so it is read
     server.files["data.zip"] = b"CONTENT"
     assert content_identity(address) != unmarked
-    server.headers = {"ETag": '"one"'}
+    server.answers = {"ETag": '"one"'}
     marked, requests = content_identity(address), len(server.requests)
     assert content_identity(address) == marked
     assert len(server.requests) == requests + 2  # of SHA256SUMS, which is not there, and the headers alone
-    server.headers = {"ETag": '"two"'}
+    server.answers = {"ETag": '"two"'}
     assert content_identity(address) != marked
 
 
-def test_the_identity_of_a_directory_on_a_web_server(server: FaultyServer) -> None:
+def test_the_identity_of_a_directory_on_a_web_server(server: FileServer) -> None:
     with pytest.raises(UserError, match=r"HTTP 404.*needs a SHA256SUMS"):
         content_identity(f"{server.url}/data")
     server.files = {"data/SHA256SUMS": b"one"}

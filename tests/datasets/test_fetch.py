@@ -12,14 +12,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from faulty_server import FaultyServer
+from file_server import FileServer
 from mnist_files import NAMES, Tiny, leftovers
+from mounts import ALONE, need_mounts
 
 from flyte_ddp.datasets import arrays, fetch, fetching, fingerprint, open_arrays
 from flyte_ddp.errors import UserError
 
 
-def test_a_second_fetch_does_nothing(tiny: Tiny, server: FaultyServer, tmp_path: Path) -> None:
+def test_a_second_fetch_does_nothing(tiny: Tiny, server: FileServer, tmp_path: Path) -> None:
     server.files = tiny.files
     first = fetch("mnist", server.url, tmp_path / "data", progress="off")
     requests = len(server.requests)
@@ -29,7 +30,7 @@ def test_a_second_fetch_does_nothing(tiny: Tiny, server: FaultyServer, tmp_path:
     assert {path: path.stat().st_mtime_ns for path in first.iterdir()} == written
 
 
-def test_two_fetches_at_once_both_succeed(tiny: Tiny, server: FaultyServer, tmp_path: Path) -> None:
+def test_two_fetches_at_once_both_succeed(tiny: Tiny, server: FileServer, tmp_path: Path) -> None:
     """Each request waits for its twin, so neither fetch can be over before the other has begun to write."""
     server.files, server.before_answer = tiny.files, threading.Barrier(2)
     folder = tmp_path / "data"
@@ -109,12 +110,8 @@ except UserError as error:
 
 def test_a_really_full_disk(tmp_path: Path) -> None:
     """A file system of 64 kB in a mount namespace of its own."""
-    alone = ["unshare", "--mount", "--map-root-user"]
-    try:
-        subprocess.run([*alone, "mount", "-t", "tmpfs", "none", str(tmp_path)], check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip("needs the right to mount in a namespace (unshare)")
-    command = [*alone, sys.executable, "-c", FULL_DISK, str(tmp_path)]
+    need_mounts(tmp_path)
+    command = [*ALONE, sys.executable, "-c", FULL_DISK, str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     assert f"{tmp_path}/data: the disk is full (digits needs 129kB, " in result.stdout
     assert result.stdout.endswith(" []\n")
@@ -147,7 +144,7 @@ def test_the_description_is_written_last(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("terminal", [True, False])
 def test_progress(
     tiny: Tiny,
-    server: FaultyServer,
+    server: FileServer,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -168,7 +165,7 @@ def test_progress(
 
 
 def test_progress_can_be_off(
-    tiny: Tiny, server: FaultyServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny: Tiny, server: FileServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.files, server.faults = tiny.files, {NAMES[0]: [503]}
     fetch("mnist", server.url, tmp_path / "data", progress="off")

@@ -8,7 +8,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from faulty_server import FaultyServer
+from file_server import FileServer
 from mnist_files import NAMES, Tiny, assert_tiny, leftovers
 
 from flyte_ddp.datasets import DATASETS, fetch, fingerprint
@@ -19,7 +19,7 @@ from flyte_ddp.storage import AllFailedError, failures
 
 
 @pytest.mark.parametrize("fault", [500, 503, 429, 408, "truncate", "alter", "gzip"])
-def test_a_fault_that_passes_is_retried(tiny: Tiny, server: FaultyServer, tmp_path: Path, fault: int | str) -> None:
+def test_a_fault_that_passes_is_retried(tiny: Tiny, server: FileServer, tmp_path: Path, fault: int | str) -> None:
     """``gzip`` must not even count as a fault: the digest is that of the bytes as they are stored."""
     server.files, server.faults = tiny.files, {NAMES[0]: [fault]}
     assert_tiny(fetch("mnist", server.url, tmp_path / "data", progress="off"), tiny)
@@ -27,7 +27,7 @@ def test_a_fault_that_passes_is_retried(tiny: Tiny, server: FaultyServer, tmp_pa
 
 
 def test_a_server_that_answers_late_is_asked_again(
-    tiny: Tiny, server: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(failures, "READ_TIMEOUT", 0.5)
     server.files, server.faults = tiny.files, {NAMES[1]: ["hang"]}
@@ -50,7 +50,7 @@ def test_a_server_that_answers_late_is_asked_again(
 )
 def test_a_fault_that_stays_is_an_error(
     tiny: Tiny,
-    server: FaultyServer,
+    server: FileServer,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     fault: int | str,
@@ -85,7 +85,7 @@ def test_an_altered_file_is_named_with_both_digests_and_the_fix(tiny: Tiny, tmp_
 
 @pytest.mark.parametrize("fault", ["truncate", "alter", 404])
 def test_a_failed_download_leaves_no_part_of_the_file(
-    tiny: Tiny, server: FaultyServer, tmp_path: Path, fault: int | str
+    tiny: Tiny, server: FileServer, tmp_path: Path, fault: int | str
 ) -> None:
     """Also where the folder, unlike that of a fetch, stays."""
     server.files, server.faults = tiny.files, {NAMES[0]: [fault] * 9}
@@ -96,7 +96,7 @@ def test_a_failed_download_leaves_no_part_of_the_file(
 
 
 def test_the_next_public_address_is_asked_when_one_fails(
-    tiny: Tiny, server: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     addresses = (f"{server.url}/gone", server.url)
     monkeypatch.setitem(DATASETS, "mnist", dataclasses.replace(tiny.dataset, addresses=addresses))
@@ -105,7 +105,7 @@ def test_the_next_public_address_is_asked_when_one_fails(
 
 
 def test_a_damaged_system_copy_gives_way_to_the_public_address(
-    tiny: Tiny, server: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     system = tiny.write(tmp_path / "system")
     (system / NAMES[0]).write_bytes(b"damaged")
@@ -117,7 +117,7 @@ def test_a_damaged_system_copy_gives_way_to_the_public_address(
 
 
 def test_all_public_addresses_failing_names_each_with_its_reason(
-    tiny: Tiny, server: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dataset = dataclasses.replace(tiny.dataset, addresses=(f"{server.url}/one", f"{server.url}/two"))
     monkeypatch.setitem(DATASETS, "mnist", dataset)
@@ -126,7 +126,7 @@ def test_all_public_addresses_failing_names_each_with_its_reason(
 
 
 def test_a_given_mirror_is_the_only_place_asked(
-    tiny: Tiny, server: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(DATASETS, "mnist", dataclasses.replace(tiny.dataset, addresses=(server.url,)))
     server.files = tiny.files

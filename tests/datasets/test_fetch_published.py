@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from faulty_server import FaultyServer
+from file_server import FileServer
 from mnist_files import DEBIAN, NAMES, Tiny, assert_tiny, leftovers, sums, tiny_files
 
 from flyte_ddp import catalog
@@ -69,7 +69,7 @@ def test_fashion_mnist_from_the_system_copy_is_what_torchvision_reads(tmp_path: 
 
 
 def test_fashion_mnist_from_its_public_address(
-    tmp_path: Path, server: FaultyServer, published_fashion: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, server: FileServer, published_fashion: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The published digests are the real ones; only the address is on loopback."""
     dataset = dataclasses.replace(FASHION_MNIST, addresses=(server.url,), system_folder="/no/such/folder")
@@ -103,7 +103,7 @@ def test_an_address_of_another_kind_is_refused(source: str) -> None:
         fingerprint("mnist", source)
 
 
-def test_a_mirror_may_publish_digests_of_data_of_its_own(tiny: Tiny, server: FaultyServer, tmp_path: Path) -> None:
+def test_a_mirror_may_publish_digests_of_data_of_its_own(tiny: Tiny, server: FileServer, tmp_path: Path) -> None:
     arrays, files = tiny_files(seed=1)
     server.files = {**files, "SHA256SUMS": sums(files)}
     assert_tiny(fetch("mnist", server.url, tmp_path / "data", progress="off"), Tiny(tiny.dataset, arrays, files))

@@ -19,6 +19,7 @@ import torch
 import wids
 from file_server import FileServer
 from image_folders import image_bytes, image_files, pixels_of, write_files
+from mounts import ALONE, need_mounts
 from PIL import Image
 from surroundings import s3_environment
 from tars import shard_bytes
@@ -320,7 +321,7 @@ def test_an_object_that_is_gone_or_has_changed_since_it_was_listed(
 ) -> None:
     s3_environment(server.url, monkeypatch)
     server.files = {f"bucket/{name}": content for name, content in files.items()}
-    for fault, said in {404: "cannot be read .HTTP 404", "longer": "bytes when it was listed"}.items():
+    for fault, said in {404: "cannot be read .HTTP 404", "longer": "752 bytes, and 751 when it was listed"}.items():
         server.faults["bucket/ant/0.jpg"] = [fault]
         with pytest.raises(UserError, match=rf"^image s3://bucket/ant/0\.jpg: .*{said}"):
             pack_image_folder("s3://bucket", tmp_path / "out", progress="off")
@@ -388,12 +389,8 @@ for options, count in (("size=64k", 100), ("ro", 1)):
 
 
 def test_a_really_full_and_a_read_only_disk(tmp_path: Path) -> None:
-    alone = ["unshare", "--mount", "--map-root-user"]
-    try:
-        subprocess.run([*alone, "mount", "-t", "tmpfs", "none", str(tmp_path)], check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip("needs the right to mount in a namespace (unshare)")
-    command = [*alone, sys.executable, "-c", READ_ONLY, str(tmp_path)]
+    need_mounts(tmp_path)
+    command = [*ALONE, sys.executable, "-c", READ_ONLY, str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     full, read_only = result.stdout.splitlines()
     assert full.startswith(f"cannot write {tmp_path}/out/train-000003.tar: No space left on device; free some space")

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.shards.streams import (
+from flyte_ddp.shards.stream_readers import (
     Counts,
     Gang,
     StreamOptions,

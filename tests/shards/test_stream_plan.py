@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.shards.plan import Gang, StreamOptions, StreamPlan, plan_streams
+from flyte_ddp.shards.stream_plan import Gang, StreamOptions, StreamPlan, plan_streams
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning"),  # webdataset leaves shards to be collected

@@ -24,7 +24,8 @@ class FileServer:
 
     ``faults[name]`` are done one a request, in order: an HTTP status, ``truncate`` (the connection ends halfway),
     ``alter`` (the last byte differs), ``reset`` (the connection is reset halfway), ``stall`` (no more after half of it,
-    until ``over``), ``hang`` (no answer, until ``over``), ``longer`` (a byte too many) or ``unannounced`` (no length).
+    until ``over``), ``hang`` (no answer, until ``over``), ``longer`` (a byte too many), ``unannounced`` (no length) or
+    ``gzip`` (a header says the content is compressed for the way). Where ``tagged`` is false files have no ETag.
     ``stalled`` is set while a request stalls. ``headers`` are those of the requests, ``answers`` some for all answers.
     Lists come in pages of ``page`` entries.
     """
@@ -39,6 +40,8 @@ class FileServer:
     connections: list[int] = field(default_factory=list)
     page: int = 1000
     gives_parts: bool = True
+    tagged: bool = True
+    before_answer: threading.Barrier | None = None
     stalled: threading.Event = field(default_factory=threading.Event)
     over: threading.Event = field(default_factory=threading.Event)
 
@@ -102,6 +105,8 @@ class Answer:
         self.state.requests.append(name)
         self.state.spans.append(self.handler.headers.get("Range", ""))
         self.state.headers.append(dict(self.handler.headers))
+        if self.state.before_answer is not None:
+            self.state.before_answer.wait(DEADLINE)
         fault = self.state.faults[name].pop(0) if self.state.faults.get(name) else None
         content = self.listed(name, query) if "list-type" in query else self.state.files.get(name)
         if fault == "hang":
@@ -119,7 +124,7 @@ class Answer:
 
     def serve(self, content: bytes, fault: str | None) -> None:
         """The content, all of it or the part that was asked for."""
-        tag = hashlib.md5(content).hexdigest()
+        tag = {"ETag": f'"{hashlib.md5(content).hexdigest()}"'} if self.state.tagged else {}
         asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.handler.headers.get("Range", ""))
         if asked and self.state.gives_parts:
             start, end = int(asked[1]), int(asked[2]) + 1
@@ -127,8 +132,8 @@ class Answer:
                 self.start(416, b"<Error><Code>InvalidRange</Code></Error>")
                 return
             part = content[start:end]
-            whole = {"Content-Range": f"bytes {start}-{start + len(part) - 1}/{len(content)}", "ETag": f'"{tag}"'}
-            self.start(206, part, **whole)
+            whole = {"Content-Range": f"bytes {start}-{start + len(part) - 1}/{len(content)}"}
+            self.start(206, part, **whole, **tag)
             return
         if fault == "alter":
             content = content[:-1] + bytes([content[-1] ^ 1])
@@ -143,7 +148,9 @@ class Answer:
                 self.state.stalled.set()
                 self.state.over.wait(DEADLINE)
             return
-        self.start(200, content, announced=fault != "unannounced", ETag=f'"{tag}"')
+        if fault == "gzip":
+            tag["Content-Encoding"] = "gzip"
+        self.start(200, content, announced=fault != "unannounced", **tag)
 
     def start(
         self, status: int, content: bytes, *, given: int | None = None, announced: bool = True, **headers: str

@@ -1,0 +1,18 @@
+"""File systems of a test's own: in a mount namespace that nothing else on the machine sees."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ALONE = ("unshare", "--mount", "--map-root-user")  # before a command: it may mount what it likes
+
+
+def need_mounts(folder: Path) -> None:
+    """Skips the test where the machine does not let it mount."""
+    try:
+        subprocess.run([*ALONE, "mount", "-t", "tmpfs", "none", str(folder)], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("needs the right to mount in a namespace (unshare)")
