@@ -15,7 +15,8 @@ from pathlib import Path
 from benchmarks import measuring, rendering
 from flyte_ddp.errors import StoppedError
 
-NAMES = ("data_path", "strategies", "startup", "epoch", "preset", "memory", "scaling", "cost")
+IMAGES = ("images", "downloads", "many_shards", "image_training")
+NAMES = ("data_path", *IMAGES, "strategies", "startup", "epoch", "preset", "memory", "scaling", "cost")
 LONG = ("published", "chaos")  # run when they are named
 HERE = Path(__file__).resolve().parent
 

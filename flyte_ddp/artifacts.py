@@ -18,6 +18,7 @@ from flyte_ddp.files import replacing, sync
 from flyte_ddp.images import InputSpec
 
 FORMAT = "flyte-ddp-model/1"
+MIDDLE = "middle"  # the model has been evaluated with the middle of images, as large as its input
 
 
 class HashingFile:
@@ -130,6 +131,11 @@ def read_sidecar(path: Path) -> dict[str, Any]:
             f"sidecar {path} is incomplete: needs model, classes, input and digests; take it from the run again"
         )
     return dict(sidecar)
+
+
+def input_crop(sidecar: Mapping[str, Any]) -> str:
+    """Which part of an image the sidecar's model takes: ``middle``, or all of it (empty)."""
+    return str(sidecar["input"].get("crop", ""))
 
 
 def input_spec(sidecar: Mapping[str, Any]) -> InputSpec:

@@ -24,6 +24,10 @@ class UserError(click.ClickException, ValueError):
         return type(self), (self.message,)
 
 
+class UnreachableError(UserError):
+    """Something on another machine cannot be had now: the address is wrong, or the same run may succeed later on."""
+
+
 class RankError(RuntimeError):
     """A rank failed through no mistake of the user's that we know of; carries what the rank itself reported.
 

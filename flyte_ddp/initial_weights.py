@@ -40,7 +40,7 @@ def fetched(init_from: str, folder: Path) -> Iterator[Path | None]:
                 target.writelines(chunks)
             yield path
         except UnavailableError as error:
-            raise UserError(f"init_from={init_from!r}: cannot be fetched: {error}; check the address") from None
+            raise error.explained(f"init_from={init_from!r}: cannot be fetched: {error}; check the address") from None
         finally:
             path.unlink(missing_ok=True)
 

@@ -21,6 +21,7 @@ from flyte_ddp.diagnosis import not_finite
 from flyte_ddp.evaluate import Evaluation
 from flyte_ddp.files import replacing
 from flyte_ddp.job import Job
+from flyte_ddp.loading.facts import of_all_ranks
 from flyte_ddp.progress import Progress
 from flyte_ddp.selection import Selection
 from flyte_ddp.tracking import MetricsLog
@@ -141,7 +142,8 @@ class Recorder:
                 self.log.write({"kind": "watch", "step": step, "parameters": histograms(self.state.model)})
 
     def finish(self, selection: Selection) -> None:
-        """Writes the predictions, the model with its sidecar, and the end record, in this order."""
+        """Writes the predictions, the model with its sidecar, and the end record, in this order; all ranks call it."""
+        facts = of_all_ranks(self.state.splits.facts())
         if not self.writes:
             return
         model = self.state.kept_model()
@@ -164,7 +166,7 @@ class Recorder:
                 "seconds": self.seconds(),
                 "samples_per_second": self.samples_in_all / max(self.training_seconds, 1e-9),
                 "stopped": selection.stopped,
-                "notes": self.notes(),
+                "notes": [*self.notes(), *facts.describe()],
             }
         )
 
@@ -245,6 +247,7 @@ class Recorder:
                 "width": spec.width,
                 "mean": list(spec.mean),
                 "std": list(spec.std),
+                "crop": artifacts.MIDDLE if encoded_kind(hp.dataset) else "",
             },
             "hyperparameters": hp.to_dict(),
             "metrics": metrics,

@@ -82,7 +82,10 @@ def run_training(
     from flyte_ddp.job import Job
 
     hardware = detect(hp)
-    check_prepared(data, hp, ranks=hardware.num_ranks, workers=settings.loader_threads or hardware.threads)
+    workers = settings.loader_threads or hardware.threads
+    cautions = check_prepared(data, hp, ranks=hardware.num_ranks, workers=workers, cache_bytes=settings.cache_bytes)
+    for caution in cautions if settings.progress != "off" else ():
+        print(caution, file=sys.stderr, flush=True)
     prepare_folder(run_folder)
     belongs = identity_of(hp, data)
     found = begin_or_go_on(run_folder, belongs, settings)

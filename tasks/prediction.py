@@ -10,16 +10,18 @@ from flytekit.types.file import FlyteFile, PythonPickledFile
 from flyte_ddp.datasets import fetch, fingerprint
 from flyte_ddp.errors import UserError
 from flyte_ddp.settings import from_environment
-from tasks import places, pods
+from tasks import places, pods, recovery
 
 
 @task(**pods.light_pod(), retries=2)
+@recovery.retried()
 def predict_images(
     model_state: PythonPickledFile,
     sidecar: FlyteFile,
     images: Optional[FlyteDirectory] = None,
     dataset: str = "",
     data_source: str = "",
+    test_dataset: str = "",
 ) -> FlyteFile:
     """Classify a folder of images, or the test split of a data set, into a table (CSV) of predictions."""
     from flyte_ddp.predict import predict
@@ -27,16 +29,17 @@ def predict_images(
     pods.check_code()
     if (images is None) == (not dataset):
         raise UserError(f"images={images}, dataset={dataset!r}: give either a folder of images or a data set")
-    prepared = None
+    settings, prepared = from_environment(), None
     if dataset:
-        folder = places.folder_for(f"datasets/{fingerprint(dataset, data_source)}")
-        prepared = fetch(dataset, data_source, folder, progress=from_environment().progress)
+        folder = places.folder_for(f"datasets/{fingerprint(dataset, data_source, test_dataset)}")
+        prepared = fetch(dataset, data_source, folder, test_dataset=test_dataset, progress=settings.progress)
     table = predict(
         Path(model_state.download()),
         Path(sidecar.download()),
         images=Path(images.download()) if images is not None else None,
         dataset=prepared,
         output=places.new_folder("predictions") / "predictions.csv",
+        settings=settings,
     )
     places.tell("predictions made in", {table: "one row for each image"})
     return places.file(FlyteFile, table)

@@ -13,7 +13,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, fingerprint
 from flyte_ddp.run import is_finished
 from flyte_ddp.settings import from_environment
-from tasks import places, pods
+from tasks import places, pods, recovery
 
 
 class CheckedInputs(NamedTuple):
@@ -36,6 +36,7 @@ PreparedData = Annotated[FlyteDirectory, HashMethod(content_digest)]
 
 
 @task(**pods.light_pod(), retries=2)
+@recovery.retried()
 def check_inputs(hp: Hyperparameters, kickoff_time: Optional[datetime] = None) -> CheckedInputs:
     """Check hyperparameters and identify the data, before any GPU pod starts.
 
@@ -58,6 +59,7 @@ def check_inputs(hp: Hyperparameters, kickoff_time: Optional[datetime] = None) -
 
 
 @task(**pods.light_pod(), retries=2, cache=pods.by_content(ignored_inputs=("data_source",)))
+@recovery.retried()
 def fetch_dataset(dataset: str, data_source: str, test_dataset: str, data_version: str) -> PreparedData:
     """Download, verify and prepare a data set, once for each version of its content."""
     pods.check_code()

@@ -14,7 +14,7 @@ from flytekit.core.checkpointer import Checkpoint
 from flytekit.exceptions.user import FlyteDataNotFoundException, FlyteRecoverableException
 
 from flyte_ddp.checkpoint import FOLDER, SLOTS
-from flyte_ddp.errors import RankError, StoppedError
+from flyte_ddp.errors import RankError, StoppedError, UnreachableError
 from tasks import places
 
 POLL_SECONDS = 0.5
@@ -23,7 +23,7 @@ PAUSES = (1.0, 4.0, 10.0)  # seconds between tries to fetch checkpoints; within 
 
 @contextmanager
 def retried() -> Iterator[None]:
-    """Goes around all of a task's body: tells Flyte which failures the same run may survive when it is tried again.
+    """Goes around a task, or all of its body: tells Flyte after which failures the same run is worth another try.
 
     Flyte counts any exception as final that does not say otherwise, and a pod that ends on SIGTERM without a word as
     well as one that never said why; ``retries`` and ``interruptible`` would mean nothing.
@@ -33,7 +33,7 @@ def retried() -> Iterator[None]:
         before = signal.signal(signal.SIGTERM, stop)
     try:
         yield
-    except (RankError, StoppedError, Sigterm) as error:
+    except (RankError, StoppedError, UnreachableError, Sigterm) as error:
         failure = StoppedError("SIGTERM", step=None) if isinstance(error, Sigterm) else error
         if places.is_local() or (isinstance(failure, RankError) and not failure.recoverable):
             raise failure from None

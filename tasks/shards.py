@@ -11,10 +11,11 @@ from flytekit.types.directory import FlyteDirectory
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.settings import from_environment
-from tasks import places, pods
+from tasks import places, pods, recovery
 
 
 @task(**pods.light_pod(), retries=2)
+@recovery.retried()
 def pack_shards(
     source: str, split: str = "train", name: str = "train", samples_per_shard: int = 1000, seed: int = 0
 ) -> FlyteDirectory:
@@ -37,6 +38,7 @@ def pack_shards(
 
 
 @task(**pods.light_pod(), retries=2)
+@recovery.retried()
 def index_shards(urls: List[str], name: str = "train", classes: Optional[List[str]] = None) -> FlyteDirectory:
     """Read shards and make their index; {000..127} in an address stands for a range of numbers."""
     from flyte_ddp.shards.scanning import create_index
@@ -50,6 +52,7 @@ def index_shards(urls: List[str], name: str = "train", classes: Optional[List[st
 
 
 @task(**pods.light_pod(), retries=2)
+@recovery.retried()
 def verify_shards(index: str, decode: bool = False) -> str:
     """Read all shards of an index and fail if anything is not as it says."""
     from flyte_ddp.shards.scanning import verify_index
@@ -60,6 +63,7 @@ def verify_shards(index: str, decode: bool = False) -> str:
 
 
 @task(**pods.light_pod(), retries=2)
+@recovery.retried()
 def verify_packed(packed: FlyteDirectory, name: str = "train") -> FlyteDirectory:
     """Check shards where they were put, and hand them on."""
     from flyte_ddp.shards.scanning import verify_index
@@ -81,6 +85,7 @@ def refuse_problems(index: str, problems: list[str]) -> None:
 
 
 @task(**pods.light_pod(), retries=2)
+@recovery.retried()
 def show_shards(index: str) -> str:
     """Say what an index holds; no shard is opened."""
     from flyte_ddp.shards.index import read_index
@@ -90,6 +95,7 @@ def show_shards(index: str) -> str:
 
 
 @task(**pods.light_pod(), retries=2)
+@recovery.retried()
 def sample_shards(index: str, number: int) -> FlyteDirectory:
     """Get one sample of an index: its members as files."""
     from flyte_ddp.shards.inspection import read_sample, write_members
@@ -104,6 +110,7 @@ def sample_shards(index: str, number: int) -> FlyteDirectory:
 
 
 @task(**pods.light_pod(), retries=2)
+@recovery.retried()
 def plan_shards(
     index: str,
     nodes: int = 1,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import csv
+import html
 import io
 import itertools
 import json
+import re
 import shutil
 import tarfile
 from dataclasses import replace
@@ -15,7 +18,7 @@ import inline
 import numpy as np
 import pytest
 import torch
-from file_server import file_server
+from file_server import FileServer, file_server
 from PIL import Image
 from plain_loop import train_plainly
 from s3_server import s3_server
@@ -24,7 +27,8 @@ from torchvision.transforms import v2
 from flyte_ddp import models
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, fingerprint
-from flyte_ddp.errors import RankError, UserError
+from flyte_ddp.datasets.prepared import check_prepared
+from flyte_ddp.errors import RankError, UnreachableError, UserError
 from flyte_ddp.images import InputSpec
 from flyte_ddp.predict import predict
 from flyte_ddp.run import RESULTS, Result, run_training
@@ -32,6 +36,7 @@ from flyte_ddp.settings import Settings
 from flyte_ddp.shard_order import ShardOrder, ShardSplits
 from flyte_ddp.shards.dataset import ShardDataset
 from flyte_ddp.shards.packing import pack_image_folder, pack_source
+from flyte_ddp.storage import retries
 from flyte_ddp.tracking import read_metrics
 
 SIDE = 16
@@ -79,6 +84,10 @@ def of(index: Path, **changes) -> Hyperparameters:
 
 def weights(result: Result) -> dict[str, torch.Tensor]:
     return torch.load(result.model, weights_only=True)
+
+
+def notes(result: Result) -> list[str]:
+    return read_metrics(result.metrics)[-1]["notes"]
 
 
 def losses(result: Result) -> list[float]:
@@ -183,6 +192,31 @@ def test_shards_far_away_go_through_a_cache_smaller_than_the_data(tmp_path: Path
     assert sum(fetched.values()) <= 20 * 5 + 3
     held = sum(path.stat().st_size for path in (tmp_path / "cache").glob("*.tar"))
     assert 0 < held <= 8 * size
+    [decoder, note] = notes(result)
+    assert decoder == "Images were decoded by torchcodec."
+    found = re.fullmatch(r"20 shards were fetched, (\d+) of them more than once; the cache has no room .*", note)
+    assert found
+    assert 0 < int(found[1]) <= sum(1 for times in fetched.values() if times > 1)
+
+
+def test_a_cache_that_is_too_small_is_said_before(shards: Path, tmp_path: Path) -> None:
+    """Two ranks of two lanes each: they want three shards each, and as many on their way; here there are ten."""
+    content = json.loads((shards / "train.json").read_text())
+    largest = max(entry["filesize"] for entry in content["shardlist"])
+    for entry in content["shardlist"]:
+        entry["url"] = f"s3://bucket/{entry['url']}"
+    (tmp_path / "far.json").write_text(json.dumps(content))
+    hp = of(tmp_path / "far.json", shuffle_shards=2)
+    data = fetch(hp.dataset, "", tmp_path / "data", progress="off")
+
+    def said(cache_bytes: int | None, hp: Hyperparameters = hp) -> list[str]:
+        return check_prepared(data, hp, ranks=2, workers=1, cache_bytes=cache_bytes)
+
+    assert said(None) == said(8 * largest) == []
+    [caution] = said(8 * largest - 1)
+    assert f"={8 * largest - 1}: less than the {8 * largest} that training wants" in caution
+    assert "lower shuffle_shards (now 2)" in caution
+    assert said(100 * largest, of(tmp_path / "far.json", shuffle_shards=1000)) == []  # more than all have
 
 
 @pytest.mark.slow
@@ -283,6 +317,10 @@ class TestBadSamples:
         hp = of(index, batch_size=8, bad_samples=3, validation_fraction=0.0)
         one, two = (train(replace(hp, num_ranks=ranks), tmp_path / f"{ranks}") for ranks in (1, 2))
         assert losses(one) == pytest.approx(losses(two), abs=1e-9)
+        bad = "3 samples could not be decoded, and others stood in for them: sample 'blue/11' in shard "
+        for result in (one, two):
+            assert [note.startswith(bad) for note in notes(result)] == [False, True]
+            assert all(note in html.unescape(result.report.read_text()) for note in notes(result))
         with pytest.raises(UserError, match="3 such samples, and bad_samples=2 are allowed"):
             train(replace(hp, bad_samples=2), tmp_path / "too many")
 
@@ -352,9 +390,91 @@ class TestMistakes:
         with pytest.raises(UserError, match=r"image .*green/10.jpg: has .* bytes, and .* when it was listed"):
             run_training(hp, data, tmp_path / "run", quiet(tmp_path), launch=inline.launch)
 
-    def test_predictions_of_shards_are_not_made(self, shards: Path, tmp_path: Path) -> None:
-        result = train(of(shards / "train.json", epochs=1, max_steps=1), tmp_path)
+
+class TestPredictions:
+    """They are those of the run's own evaluation, whatever the images come from."""
+
+    @staticmethod
+    def rows(table: Path) -> list[dict[str, str]]:
+        with table.open(newline="") as file:
+            return list(csv.DictReader(file))
+
+    def accuracy(self, table: Path) -> float:
+        rows = self.rows(table)
+        return sum(row["guess"] == row["truth"] for row in rows) / len(rows)
+
+    def test_of_what_was_held_out(self, shards: Path, tmp_path: Path) -> None:
+        """Whatever the seed, and the share for validation, were."""
+        result = train(of(shards / "train.json", epochs=1, seed=7, validation_fraction=0.3), tmp_path)
         data = fetch(f"shards:{shards}/train.json", "", tmp_path / "data", progress="off")
-        with pytest.raises(UserError, match="give its images as a folder"):
+        table = predict(
+            result.model,
+            result.sidecar,
+            images=None,
+            dataset=data,
+            output=tmp_path / "table.csv",
+            batch_size=50,
+            settings=quiet(tmp_path),
+        )
+        assert 0.3 < result.test_accuracy < 1
+        assert self.accuracy(table) == pytest.approx(result.test_accuracy, abs=1e-9)
+
+    def test_of_a_test_set_and_of_its_files(self, tmp_path: Path) -> None:
+        folder, tests = labelled(tmp_path / "images"), labelled(tmp_path / "tests", 12)
+        hp = replace(
+            BASE, dataset=f"image_folder:{folder}", test_dataset=f"image_folder:{tests}", batch_size=9, epochs=6
+        )
+        result = train(hp, tmp_path)
+        data = fetch(hp.dataset, "", tmp_path / "data", test_dataset=hp.test_dataset, progress="off")
+        table = predict(result.model, result.sidecar, images=None, dataset=data, output=tmp_path / "table.csv")
+        assert self.accuracy(table) == pytest.approx(result.test_accuracy, abs=1e-9)
+        files = predict(result.model, result.sidecar, images=tests, dataset=None, output=tmp_path / "files.csv")
+        expected, found = ([row["score_red"] for row in self.rows(path)] for path in (table, files))
+        assert found == expected
+
+    def test_a_model_of_other_images(self, shards: Path, digits: Path, tmp_path: Path) -> None:
+        hp = Hyperparameters(epochs=1, max_steps=1, num_ranks=1)
+        result = run_training(hp, digits, tmp_path / "run", quiet(tmp_path), launch=inline.launch)
+        data = fetch(f"shards:{shards}/train.json", "", tmp_path / "data", progress="off")
+        with pytest.raises(UserError, match="the model takes 1 x 8 x 8; predict with a model that was trained on such"):
             predict(result.model, result.sidecar, images=None, dataset=data, output=tmp_path / "table.csv")
         assert not (tmp_path / "table.csv").exists()
+
+
+class TestFaultsOfAStore:
+    """An object store that fails now and then changes nothing; one that stays away is worth another try of the run."""
+
+    @pytest.fixture
+    def hp(self, server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hyperparameters:
+        for name, value in {
+            "AWS_ENDPOINT_URL": server.url,
+            "AWS_ACCESS_KEY_ID": "key",
+            "AWS_SECRET_ACCESS_KEY": "secret",
+        }.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(retries, "FIRST_DELAY", 0.001)
+        folder = labelled(tmp_path / "images")
+        server.files = {f"bucket/{path.relative_to(folder)}": path.read_bytes() for path in folder.rglob("*.jpg")}
+        return replace(BASE, dataset="image_folder:s3://bucket", batch_size=9, num_ranks=2)
+
+    @pytest.mark.slow
+    def test_that_pass(self, hp: Hyperparameters, server: FileServer, tmp_path: Path) -> None:
+        expected = train(hp, tmp_path / "one")
+        names = sorted(name for name in server.files)
+        server.faults = {name: [fault] for name, fault in zip(names, itertools.cycle([503, "truncate", "reset", 500]))}
+        server.requests.clear()
+        result = train(hp, tmp_path / "two")
+        assert len(server.requests) > 2 * len(names)
+        assert all(torch.equal(value, weights(expected)[name]) for name, value in weights(result).items())
+
+    @pytest.mark.slow
+    def test_that_stay(self, hp: Hyperparameters, server: FileServer, tmp_path: Path) -> None:
+        data = fetch(hp.dataset, "", tmp_path / "data", progress="off")
+        name = sorted(server.files)[4]
+        server.faults = {name: [503] * 100}
+        with pytest.raises(UnreachableError, match=rf"image s3://{name}: cannot be read \(HTTP 503"):
+            run_training(hp, data, tmp_path / "run", quiet(tmp_path))
+        server.faults = {name: [404] * 100}
+        with pytest.raises(UserError, match=rf"image s3://{name}: cannot be read \(HTTP 404") as failure:
+            run_training(hp, data, tmp_path / "run again", quiet(tmp_path))
+        assert not isinstance(failure.value, UnreachableError)

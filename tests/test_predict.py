@@ -17,7 +17,8 @@ from PIL import Image
 from flyte_ddp import artifacts
 from flyte_ddp.errors import UserError
 from flyte_ddp.images import InputSpec
-from flyte_ddp.predict import folder_batches, predict, read_image
+from flyte_ddp.predict import predict
+from flyte_ddp.prediction_batches import folder_batches, read_image
 
 GREY = InputSpec(channels=1, height=16, width=16, mean=(0.3,), std=(0.4,))
 RGB = InputSpec(channels=3, height=16, width=16, mean=(0.3, 0.4, 0.5), std=(0.2, 0.25, 0.3))

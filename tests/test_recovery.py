@@ -11,6 +11,7 @@ import pytest
 from flytekit.exceptions.user import FlyteDataNotFoundException
 
 from flyte_ddp.checkpoint import FOLDER, SLOTS
+from flyte_ddp.errors import UnreachableError, UserError
 from tasks import places, recovery
 
 
@@ -58,6 +59,13 @@ def test_sigterm_while_they_are_fetched_loses_none(tmp_path: Path, monkeypatch: 
     with pytest.raises(recovery.FlyteRecoverableException, match="will go on from its last checkpoint"):
         attempt(store, tmp_path, monkeypatch)
     assert store.sent == store.before
+
+
+def test_what_flyte_tries_again() -> None:
+    with pytest.raises(recovery.FlyteRecoverableException, match="no answer"), recovery.retried():
+        raise UnreachableError("no answer")
+    with pytest.raises(UserError, match="wrong"), recovery.retried():
+        raise UserError("wrong")
 
 
 @pytest.mark.parametrize(("failures", "found"), [(1, [*SLOTS]), (2, [*SLOTS]), (3, [])])

@@ -19,8 +19,14 @@ def predict_wf(
     images: Optional[FlyteDirectory] = None,
     dataset: str = "",
     data_source: str = "",
+    test_dataset: str = "",
 ) -> FlyteFile:
     """Classify a folder of images, or the test split of a data set, with a trained model and its sidecar."""
     return predict_images(
-        model_state=model_state, sidecar=sidecar, images=images, dataset=dataset, data_source=data_source
+        model_state=model_state,
+        sidecar=sidecar,
+        images=images,
+        dataset=dataset,
+        data_source=data_source,
+        test_dataset=test_dataset,
     )

@@ -42,7 +42,7 @@ def content_identity(source: str) -> str:
     try:
         return retried(source, identify, Progress().note)
     except UnavailableError as failure:
-        raise UserError(
+        raise failure.explained(
             f"data_source={source!r}: cannot be read: {failure}; check the address, and that the server is up; "
             "a directory on a web server needs a SHA256SUMS file in it"
         ) from None

@@ -14,7 +14,9 @@ from flyte_ddp.datasets.arrays import ImageArrays, open_arrays, read_description
 from flyte_ddp.datasets.encoded_set import EncodedSet, open_encoded_set
 from flyte_ddp.errors import UserError
 from flyte_ddp.shard_order import TEST_FRACTION, WholeShardSplits
+from flyte_ddp.shards.epoch_plan import cache_wanted
 from flyte_ddp.shards.index import ShardIndex
+from flyte_ddp.shards.stream_readers import Gang
 
 PreparedSet = ImageArrays | EncodedSet
 
@@ -28,16 +30,39 @@ def open_prepared(folder: Path) -> PreparedSet:
     return open_encoded_set(folder) if read_description(folder).get("kind") else open_arrays(folder)
 
 
-def check_prepared(folder: Path, hp: Hyperparameters, *, ranks: int, workers: int) -> None:
+def check_prepared(
+    folder: Path, hp: Hyperparameters, *, ranks: int, workers: int, cache_bytes: int | None = None
+) -> list[str]:
     """Refuses, before a rank starts, what ranks would not know what to do with.
+
+    Returns:
+        What the user should know all the same.
 
     Raises:
         UserError: the number of classes is not known, or a stream has too few shards.
     """
     data = open_prepared(folder)
     class_names(data, hp)
-    if isinstance(data, EncodedSet) and isinstance(data.train, ShardIndex) and encoded_kind(hp.dataset) == "stream":
+    if not isinstance(data, EncodedSet) or not isinstance(data.train, ShardIndex):
+        return []
+    if encoded_kind(hp.dataset) == "stream":
         check_stream(data.train.counts, hp, own_test=data.test is not None, ranks=ranks, workers=workers)
+        return []
+    return cautions(data.train, hp, Gang(nodes=1, ranks_per_node=ranks), cache_bytes)
+
+
+def cautions(index: ShardIndex, hp: Hyperparameters, gang: Gang, cache_bytes: int | None) -> list[str]:
+    """That the cache is too small, if it is, for shards that are far away."""
+    sizes = index.sizes
+    if cache_bytes is None or not index.remote.any() or (sizes < 0).any():
+        return []
+    wanted = min(cache_wanted(sizes, gang, min(hp.shuffle_shards, len(sizes))), int(sizes.sum()))
+    if cache_bytes >= wanted:
+        return []
+    what = (
+        f"FLYTE_DDP_CACHE_BYTES={cache_bytes}: less than the {wanted} that training wants, so that it may fetch shards"
+    )
+    return [f"{what} more than once an epoch; raise it, or lower shuffle_shards (now {hp.shuffle_shards})"]
 
 
 def check_stream(counts: NDArray[np.int64], hp: Hyperparameters, *, own_test: bool, ranks: int, workers: int) -> None:

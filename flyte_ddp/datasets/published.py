@@ -13,7 +13,7 @@ from typing import NoReturn
 from flyte_ddp.datasets.arrays import ImageArrays, image_arrays
 from flyte_ddp.datasets.download import Expected, download
 from flyte_ddp.datasets.progress import Progress
-from flyte_ddp.errors import UserError
+from flyte_ddp.errors import UnreachableError, UserError
 from flyte_ddp.storage import (
     AllFailedError,
     AlteredError,
@@ -95,7 +95,8 @@ def get(
         if source:
             [failure] = error.failures.values()
             explain(dataset, file.name, source, failure, own_digests=bool(sums))
-        raise UserError(
+        kind = UnreachableError if any(failure.transient for failure in error.failures.values()) else UserError
+        raise kind(
             f"{dataset.name}: cannot get {file.name} ({error}); check the network, or set data_source to a directory "
             "or mirror that holds it"
         ) from None
@@ -152,7 +153,8 @@ def explain(dataset: PublishedSet, name: str, source: str, failure: UnavailableE
             f"{where}: {name} is damaged or altered: {failure}, its published digest; copy it again, or, if your data "
             f"are meant to differ, publish their digests beside them: sha256sum * > {SUMS}"
         ) from None
-    raise UserError(f"{where}: cannot read {name}: {failure}; check the address, and that the server is up") from None
+    message = f"{where}: cannot read {name}: {failure}; check the address, and that the server is up"
+    raise failure.explained(message) from None
 
 
 def names(dataset: PublishedSet) -> str:

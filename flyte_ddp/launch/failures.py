@@ -9,17 +9,19 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from flyte_ddp.errors import RankError, UserError
+from flyte_ddp.errors import RankError, UnreachableError, UserError
 
 if TYPE_CHECKING:
     from flyte_ddp.launch.spawn import Member
 
 STACK_SECONDS = 1.0
+MISTAKES = {"mistake": UserError, "unreachable": UnreachableError}
+OWN = ("own", *MISTAKES)  # causes that are no consequence of another rank's failure
 
 
 def cause_is_known(gang: Sequence[Member]) -> bool:
     """Whether one of the failures so far is nobody's consequence."""
-    return bool(killed(gang) or errors(gang, "mistake", "own") or silent(gang))
+    return bool(killed(gang) or errors(gang, *OWN) or silent(gang))
 
 
 def first_failure(gang: Sequence[Member], timeout: float) -> UserError | RankError:
@@ -32,16 +34,15 @@ def first_failure(gang: Sequence[Member], timeout: float) -> UserError | RankErr
         timeout: seconds that ranks wait for one another.
 
     """
-    own = errors(gang, "mistake", "own")
+    own = errors(gang, *OWN)
     dead = killed(gang) or ([] if own or silent(gang) else killed(gang, also=signal.SIGABRT))
     if dead:
         name = signal.Signals(-exit_code(dead[0])).name
         hint = ", which is often the kernel's out-of-memory killer" if name == "SIGKILL" else ""
         return RankError(f"rank {dead[0].rank} was killed by {name}{hint}", recoverable=True)
     if own:
-        if own[0]["cause"] == "mistake":
-            return UserError(own[0]["message"])
-        return RankError(said(own[0]))
+        mistake = MISTAKES.get(own[0]["cause"])
+        return mistake(own[0]["message"]) if mistake else RankError(said(own[0]))
     if silent(gang):
         left = silent(gang)[0]
         return RankError(f"rank {left.rank} ended with exit code {exit_code(left)} before it had finished training")

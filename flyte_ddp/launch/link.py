@@ -11,7 +11,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from flyte_ddp.errors import CollectiveTimeoutError, PeerGoneError, UserError
+from flyte_ddp.errors import CollectiveTimeoutError, PeerGoneError, UnreachableError, UserError
 
 # How gloo and NCCL say, in a RuntimeError, that another rank has gone or did not come.
 PEER_GONE = (
@@ -90,9 +90,9 @@ class Link:
 
 
 def cause(error: BaseException) -> str:
-    """``mistake`` of the user's, ``peer`` gone, ``timeout`` of waiting for a peer, or the rank's ``own``."""
+    """``mistake`` of the user's, ``unreachable`` data, ``peer`` gone, ``timeout`` of waiting for one, or ``own``."""
     if isinstance(error, UserError):
-        return "mistake"
+        return "unreachable" if isinstance(error, UnreachableError) else "mistake"
     if isinstance(error, PeerGoneError):
         return "peer"
     if isinstance(error, CollectiveTimeoutError):

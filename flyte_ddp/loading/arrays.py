@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flyte_ddp.augmentation import augment
+from flyte_ddp.loading.facts import Facts
 from flyte_ddp.sampling import Indices
 
 
@@ -45,6 +46,10 @@ class ArrayImages:
 
     def expect(self, samples: Indices) -> None:
         """There is nothing to fetch."""
+
+    def facts(self) -> Facts:
+        """There is nothing to say."""
+        return Facts()
 
     def close(self) -> None:
         """The arrays are closed when nobody has them any more."""

@@ -12,10 +12,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 from torch.nn import functional
 
 from flyte_ddp.augmentation import uniforms
+from flyte_ddp.loading.decoding import Pixels
 from flyte_ddp.sampling import Indices
 
 TRIES = 10
@@ -67,16 +67,10 @@ def middle_crop(height: int, width: int) -> Crop:
     return Crop((height - side) // 2, (width - side) // 2, side, side)
 
 
-def resized(image: Tensor, crop: Crop, size: int) -> Tensor:
-    """That part of an image, as a square.
-
-    Args:
-        image: uint8 [C, H, W].
-
-    Returns:
-        uint8 [C, size, size].
-
-    """
-    part = image[:, crop.top : crop.top + crop.height, crop.left : crop.left + crop.width]
-    square = functional.interpolate(part[None], (size, size), mode="bilinear", antialias=True)[0]
-    return torch.flip(square, (2,)) if crop.mirrored else square
+def resized(pixels: Pixels, crop: Crop, size: int) -> Pixels:
+    """That part of an image [H, W, 3], as a square [size, size, 3]."""
+    part = np.ascontiguousarray(pixels[crop.top : crop.top + crop.height, crop.left : crop.left + crop.width])
+    channels_last = torch.from_numpy(part).permute(2, 0, 1)[None]
+    squares = functional.interpolate(channels_last, (size, size), mode="bilinear", antialias=True)
+    square: Pixels = squares[0].permute(1, 2, 0).numpy()
+    return square[:, ::-1] if crop.mirrored else square

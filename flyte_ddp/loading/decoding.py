@@ -7,16 +7,18 @@ import io
 from collections.abc import Callable
 
 import numpy as np
-import torch
-from torch import Tensor
+from numpy.typing import NDArray
+
+Pixels = NDArray[np.uint8]
+"""[H, W, 3]. Not a tensor: torch would start threads of its own in each thread that copies more than a few pixels."""
 
 
 class DecodingError(ValueError):
     """Bytes that are not an image, or not a whole one."""
 
 
-def decode(content: bytes) -> Tensor:
-    """The image as uint8 [3, H, W].
+def decode(content: bytes) -> Pixels:
+    """The image in RGB.
 
     Raises:
         DecodingError: it is none, or damaged.
@@ -25,7 +27,7 @@ def decode(content: bytes) -> Tensor:
 
 
 @functools.cache
-def decoder() -> Callable[[bytes], Tensor]:
+def decoder() -> Callable[[bytes], Pixels]:
     """The function that decodes."""
     try:
         import torchcodec.decoders  # noqa: F401
@@ -34,26 +36,32 @@ def decoder() -> Callable[[bytes], Tensor]:
     return with_torchcodec
 
 
-def with_torchcodec(content: bytes) -> Tensor:
+def decoder_name() -> str:
+    """What it is called."""
+    return "torchcodec" if decoder() is with_torchcodec else "Pillow"
+
+
+def with_torchcodec(content: bytes) -> Pixels:
     """:func:`decode` by torchcodec."""
     from torchcodec.decoders import decode_image
 
     try:
-        image: Tensor = decode_image(content, mode="RGB")
+        image = decode_image(content, mode="RGB")
     except (RuntimeError, ValueError):
         return with_pillow(content)  # which knows more formats, and better words for what is wrong
-    return image if image.dim() == 3 else image[0]  # of an animation the first picture
+    first = image if image.dim() == 3 else image[0]  # of an animation
+    pixels: Pixels = first.numpy().transpose(1, 2, 0)
+    return pixels
 
 
-def with_pillow(content: bytes) -> Tensor:
+def with_pillow(content: bytes) -> Pixels:
     """:func:`decode` by Pillow."""
     from PIL import Image, UnidentifiedImageError
 
     try:
         with Image.open(io.BytesIO(content)) as image:
-            pixels = np.array(image.convert("RGB"))
+            return np.array(image.convert("RGB"))
     except UnidentifiedImageError:
         raise DecodingError("of no known format") from None
     except (OSError, EOFError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise DecodingError(str(error)) from None
-    return torch.from_numpy(pixels).permute(2, 0, 1)

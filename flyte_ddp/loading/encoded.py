@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
@@ -12,7 +13,8 @@ from torch import Tensor
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading import cropping
-from flyte_ddp.loading.decoding import DecodingError, decode
+from flyte_ddp.loading.decoding import DecodingError, Pixels, decode, decoder_name
+from flyte_ddp.loading.facts import Facts
 from flyte_ddp.sampling import Indices
 
 AHEAD = 2  # batches that are loaded while one is trained on
@@ -45,6 +47,9 @@ class Reader(Protocol):
 
     def expect(self, samples: Indices) -> None:
         """Begins to fetch the files that these are in."""
+
+    def fetched(self) -> Mapping[str, int]:
+        """How often each file that is kept was fetched, by its address."""
 
     def close(self) -> None:
         """Ends what was begun, and closes files."""
@@ -141,24 +146,25 @@ class EncodedImages:
         draws = cropping.draw(self.seed, epoch or 0, samples) if augmented else None
         coming = [self.reader.begin(sample) for sample in samples.tolist()]
 
+        pixels, classes = images.numpy(), labels.numpy()
+
         def load(places: range) -> None:
             for place in places:
-                pixels, label = self.pixels(int(samples[place]), coming[place])
-                _, height, width = pixels.shape
+                image, classes[place] = self.image(int(samples[place]), coming[place])
+                height, width, _ = image.shape
                 crop = (
                     cropping.random_crop(draws[place], height, width)
                     if draws is not None
                     else cropping.middle_crop(height, width)
                 )
-                images[place] = cropping.resized(pixels, crop, self.size).permute(1, 2, 0)
-                labels[place] = label
+                pixels[place] = cropping.resized(image, crop, self.size)
 
         starts = range(0, len(samples), SAMPLES_A_TASK)
         tasks = [self.pool.submit(load, range(start, min(start + SAMPLES_A_TASK, len(samples)))) for start in starts]
         return Batch(images, labels, tasks)
 
-    def pixels(self, sample: int, coming: Future[Encoded] | None) -> tuple[Tensor, int]:
-        """A decoded image [3, H, W] and its label; those of a neighbour in the place of one that is damaged."""
+    def image(self, sample: int, coming: Future[Encoded] | None) -> tuple[Pixels, int]:
+        """A decoded image and its label; those of a neighbour in the place of one that is damaged."""
         neighbours = self.reader.neighbours(sample)
         for step in range(len(neighbours)):
             place = neighbours.start + (sample - neighbours.start + step) % len(neighbours)
@@ -169,8 +175,8 @@ class EncodedImages:
                 return pixels, label
         raise UserError(f"sample {sample}: none of the {len(neighbours)} samples stored with it can be decoded")
 
-    def decoded(self, sample: int, found: Encoded) -> Tensor | None:
-        """The pixels [3, H, W]; None of a sample that is damaged where it comes from, and not only in our copy."""
+    def decoded(self, sample: int, found: Encoded) -> Pixels | None:
+        """The pixels; None of a sample that is damaged where it comes from, and not only in our copy."""
         try:
             return decode(found.content)
         except DecodingError as error:
@@ -184,6 +190,10 @@ class EncodedImages:
                 failure = error
         self.bad.add(found.name, str(failure))
         return None
+
+    def facts(self) -> Facts:
+        """Decoder, samples that cannot be decoded, and shards that were fetched."""
+        return Facts(decoder_name(), frozenset(self.bad.names), dict(self.reader.fetched()))
 
     def close(self) -> None:
         """Ends the threads, and closes files."""

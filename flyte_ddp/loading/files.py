@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from flyte_ddp import storage
@@ -38,6 +39,10 @@ class FileImages:
 
     def expect(self, samples: Indices) -> None:
         """Each image is fetched when it is to be decoded."""
+
+    def fetched(self) -> Mapping[str, int]:
+        """No copies are kept."""
+        return {}
 
     def close(self) -> None:
         """Ends the requests that have not been made."""

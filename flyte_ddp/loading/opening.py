@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,12 +18,13 @@ from flyte_ddp.datasets.image_folder import ImageList
 from flyte_ddp.datasets.prepared import PreparedSet
 from flyte_ddp.distributed import rank, world_size
 from flyte_ddp.errors import UserError
-from flyte_ddp.hardware import Hardware
+from flyte_ddp.hardware import Hardware, cores
 from flyte_ddp.loading.arrays import ArrayImages, on_device
 from flyte_ddp.loading.encoded import EncodedImages, Reader
+from flyte_ddp.loading.facts import Facts, together
 from flyte_ddp.loading.files import FileImages
 from flyte_ddp.loading.shards import ShardImages
-from flyte_ddp.loading.split import Split
+from flyte_ddp.loading.split import Images, Split
 from flyte_ddp.loading.streams import RankStream, StreamImages, StreamOrder
 from flyte_ddp.sampling import Indices, ListedOrder, Order
 from flyte_ddp.settings import Settings
@@ -41,10 +43,20 @@ class Splits:
     test: Split
     shape: tuple[int, int, int]
 
+    @property
+    def sources(self) -> list[Images]:
+        """Where the images of all splits come from."""
+        splits = (self.training, self.validation, self.test)
+        return list({id(split.source): split.source for split in splits}.values())
+
+    def facts(self) -> Facts:
+        """About the images that this rank has loaded."""
+        return together(source.facts() for source in self.sources)
+
     def close(self) -> None:
         """Ends the threads that load images, and closes files."""
-        for split in (self.training, self.validation, self.test):
-            split.source.close()
+        for source in self.sources:
+            source.close()
 
 
 def open_splits(
@@ -100,6 +112,24 @@ def encoded_splits(
     if encoded_kind(hp.dataset) == "stream":
         splits["training"] = stream(data, hp, device, settings, StreamShape(side, classes, threads))
     return Splits(**splits, shape=(side, side, 3))
+
+
+def open_tests(data: EncodedSet, size: int, classes: Sequence[str], device: torch.device, settings: Settings) -> Split:
+    """The test split alone, as :func:`open_splits` has it with any hyperparameters."""
+    hp = Hyperparameters(dataset=data.name, validation_fraction=0.0)
+    source = data.train if data.test is None else data.test
+    order = orders_of(source, hp, TEST_FRACTION)["test"] if data.test is None else whole(source)
+    images = EncodedImages(
+        reader(source, hp, settings),
+        size=size,
+        crop="none",
+        seed=0,
+        classes=len(classes),
+        bad_samples=0,
+        threads=settings.loader_threads or cores(),
+        device=device,
+    )
+    return Split(images, order)
 
 
 class StreamShape(NamedTuple):

@@ -23,8 +23,6 @@ class ShardImages:
         self.reader = reader
         index = reader.index
         self.starts, self.ends = index.ends - index.counts, index.ends
-        # By the look of their addresses: to ask of each what it means would take long for many thousands.
-        self.remote = np.array(["://" in s.url and not s.url.startswith("file:") for s in index.shards])
         self.prefetch = ShardPrefetch(reader)
 
     def read(self, sample: int) -> Encoded:
@@ -53,7 +51,11 @@ class ShardImages:
     def expect(self, samples: Indices) -> None:
         """Begins to fetch the shards that these samples are in, if they are not here."""
         shards = np.unique(np.searchsorted(self.ends, samples, side="right"))
-        self.prefetch.want(shards[self.remote[shards]].tolist())
+        self.prefetch.want(shards[self.reader.index.remote[shards]].tolist())
+
+    def fetched(self) -> Mapping[str, int]:
+        """How often each shard was fetched."""
+        return self.reader.cache.fetched
 
     def close(self) -> None:
         """Closes the shards that are open."""

@@ -10,6 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from flyte_ddp import sampling
+from flyte_ddp.loading.facts import Facts
 from flyte_ddp.sampling import Indices, Order
 
 Item = TypeVar("Item")
@@ -26,6 +27,9 @@ class Images(Protocol):
 
     def expect(self, samples: Indices) -> None:
         """Begins to fetch the files that these samples are in, which will be needed a while later."""
+
+    def facts(self) -> Facts:
+        """What the report is to say."""
 
     def close(self) -> None:
         """Ends what was begun, and closes files."""

@@ -23,8 +23,9 @@ from flyte_ddp import sampling
 from flyte_ddp.errors import UserError
 from flyte_ddp.launch.rank_process import die_with_parent
 from flyte_ddp.loading import cropping
-from flyte_ddp.loading.decoding import DecodingError, decode
+from flyte_ddp.loading.decoding import DecodingError, Pixels, decode
 from flyte_ddp.loading.encoded import BadSamples, Encoded, checked_label
+from flyte_ddp.loading.facts import Facts
 from flyte_ddp.loading.shards import encoded_sample
 from flyte_ddp.sampling import Indices
 from flyte_ddp.shards.cache import ShardCache
@@ -128,6 +129,10 @@ class StreamImages:
 
     def expect(self, samples: Indices) -> None:
         """Likewise."""
+
+    def facts(self) -> Facts:
+        """Workers keep theirs to themselves."""
+        return Facts()
 
     def close(self) -> None:
         """Ends the workers."""
@@ -234,14 +239,14 @@ class Decoded:
                 yield error
 
 
-def cropped(pixels: Tensor, options: RankStream, passes: int, name: str) -> Tensor:
+def cropped(pixels: Pixels, options: RankStream, passes: int, name: str) -> Tensor:
     """The part of an image that training sees in a pass: uint8 [size, size, 3]."""
-    _, height, width = pixels.shape
+    height, width, _ = pixels.shape
     crop = cropping.middle_crop(height, width)
     if options.crop == "resized_crop":
         identity = np.array([zlib.crc32(name.encode())])
         crop = cropping.random_crop(cropping.draw(options.seed, passes, identity)[0], height, width)
-    return cropping.resized(pixels, crop, options.size).permute(1, 2, 0)
+    return torch.from_numpy(np.ascontiguousarray(cropping.resized(pixels, crop, options.size)))
 
 
 def collated(samples: list[Any]) -> tuple[Tensor, Tensor] | UserError:

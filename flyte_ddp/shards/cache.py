@@ -15,6 +15,7 @@ import hashlib
 import io
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -50,11 +51,13 @@ class ShardCache:
         folder: made if it is not there.
         limit: most bytes that it may hold; None sets no limit but the disk's.
         note: is told what goes wrong and is tried again.
+        fetched: how often this process has fetched each shard, by its address.
     """
 
     folder: Path
     limit: int | None = None
     note: Callable[[str], object] = field(default=silent, compare=False)
+    fetched: Counter[str] = field(default_factory=Counter, compare=False)
 
     def open(self, shard: Shard) -> BinaryIO:
         """The shard as a file that nobody removes until it is closed or unlocked; one on this machine where it is.
@@ -135,6 +138,7 @@ class ShardCache:
                     if shard.size >= 0:
                         self.reserve(target, shard.size)
                     self.download(shard, target)
+                self.fetched[shard.url] += 1
                 return self.put_in_place(part, path)
             finally:
                 part.unlink(missing_ok=True)
@@ -348,7 +352,8 @@ def failed(shard: Shard, failure: Exception) -> UserError:
     reason = getattr(failure, "strerror", None) or str(failure)
     if isinstance(failure, storage.AlteredError):
         return UserError(f"shard {shard.url}: is not the one in the index: {reason}; copy it again, or renew the index")
-    return UserError(f"shard {shard.url}: cannot be fetched ({reason}); check the address, and that it can be read")
+    message = f"shard {shard.url}: cannot be fetched ({reason}); check the address, and that it can be read"
+    return failure.explained(message) if isinstance(failure, storage.UnavailableError) else UserError(message)
 
 
 @contextmanager

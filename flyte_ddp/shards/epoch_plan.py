@@ -90,14 +90,12 @@ def plan_epoch(
             f"batch_size={batch_size}: must be at least the number of ranks, {gang.ranks:,}, so that each has a "
             "sample; raise it or take fewer ranks"
         )
-    ranks, largest = gang.ranks_per_node, 0 if sizes is None else int(sizes.max())
     ragged, found = ragged_shards(order, batch_size, gang, epoch), []
     for node in range(gang.nodes):
         shards = np.unique(np.concatenate([*shards_of(order, batch_size, gang, node, epoch), ragged[node]]))
         found.append((len(shards), 0 if sizes is None else int(sizes[shards].sum())))
     counts, read = (np.array(column, dtype=np.int64) for column in zip(*found, strict=True))
-    # Each rank has the shards of its lanes open, and one more; as many may be on their way.
-    wanted = 2 * ranks * (-(-order.lanes // gang.ranks) + 1) * largest
+    wanted = 0 if sizes is None else cache_wanted(sizes, gang, order.lanes)
     return EpochPlan(
         gang=gang,
         batch_size=batch_size,
@@ -108,6 +106,14 @@ def plan_epoch(
         bytes_read=None if sizes is None else read,
         bytes_cached=None if sizes is None else np.minimum(wanted, read),
     )
+
+
+def cache_wanted(sizes: NDArray[np.int64], gang: Gang, lanes: int) -> int:
+    """Bytes that a node should have room for at the most, so that it fetches no shard twice in an epoch.
+
+    Each rank has the shards of its lanes open, and one more; as many may be on their way.
+    """
+    return 2 * gang.ranks_per_node * (-(-lanes // gang.ranks) + 1) * int(sizes.max())
 
 
 def shards_of(order: ShardOrder, batch_size: int, gang: Gang, node: int, epoch: int) -> Iterator[NDArray[np.int64]]:

@@ -83,6 +83,11 @@ class ShardIndex:
         """[shards] the number of samples up to and with each shard."""
         return np.cumsum(self.counts)
 
+    @cached_property
+    def remote(self) -> NDArray[np.bool_]:
+        """[shards] whether each is on another machine, by the look of its address: asking of each would take long."""
+        return np.array(["://" in shard.url and not shard.url.startswith("file:") for shard in self.shards])
+
     def locate(self, sample: int) -> tuple[int, int]:
         """The shard that the sample is in, and its number there."""
         shard = int(np.searchsorted(self.ends, sample, side="right"))
@@ -148,7 +153,8 @@ def load(address: str) -> dict[str, Any]:
     try:
         content = json.loads(storage.retried(address, storage.read))
     except storage.UnavailableError as failure:
-        raise UserError(f"index {address}: cannot be read ({failure}); check the address, and that it is up") from None
+        message = f"index {address}: cannot be read ({failure}); check the address, and that it is up"
+        raise failure.explained(message) from None
     except (ValueError, RecursionError) as error:
         if isinstance(error, UserError):
             raise

@@ -103,7 +103,7 @@ def scan(
     try:
         return storage.retried(url, once)
     except storage.UnavailableError as failure:
-        raise UserError(f"shard {url}: cannot be read ({failure}); check the address") from None
+        raise failure.explained(f"shard {url}: cannot be read ({failure}); check the address") from None
 
 
 def label_of(member: Member, content: bytes, url: str) -> int:

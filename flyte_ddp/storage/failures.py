@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from flyte_ddp.errors import UnreachableError, UserError
+
 CONNECT_TIMEOUT = 10.0  # seconds
 READ_TIMEOUT = 30.0  # seconds without a byte
 CONNECTIONS = 64  # that one process keeps open to a server
@@ -13,6 +15,10 @@ class UnavailableError(Exception):
     def __init__(self, reason: str, *, transient: bool = False) -> None:
         super().__init__(reason)
         self.transient = transient
+
+    def explained(self, message: str) -> UserError:
+        """The error for the user, which says whether another try may help."""
+        return UnreachableError(message) if self.transient else UserError(message)
 
 
 class MissingError(UnavailableError):

@@ -1,0 +1,240 @@
+"""Loaders of images that are compared: ours, its peers, and what there is to do at the least.
+
+All sides give the same images of the same shards as batches of random crops of 224 x 224 pixels, with two workers or
+threads. The peers come twice: as their documentation shows them (Pillow or torchvision decodes; crop, flip, conversion
+and normalisation for each image in the workers), and with our decoder and torchvision's transforms on uint8, the batch
+normalised by the same function as ours.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torchvision import transforms
+from torchvision.transforms import v2
+
+from benchmarks import generated_images
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.datasets import fetch, open_prepared
+from flyte_ddp.hardware import detect
+from flyte_ddp.images import InputSpec, prepare
+from flyte_ddp.loading import Split, cropping, open_splits
+from flyte_ddp.loading.decoding import decode
+from flyte_ddp.settings import Settings
+
+SIZE, WORKERS = 224, 2
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+SPEC = InputSpec(3, SIZE, SIZE, MEAN, STD)
+
+Epoch = Callable[[int], Iterable[Tensor]]  # the batches of an epoch, by its number
+Side = Callable[[dict[str, Any], Path], Epoch]  # takes what is to be loaded, and a folder of its own
+
+
+class AsDocumented:
+    """An image of Pillow's, or a tensor, to a normalised float tensor."""
+
+    def __init__(self) -> None:
+        steps = [transforms.RandomResizedCrop(SIZE), transforms.RandomHorizontalFlip()]
+        self.of_pillow = transforms.Compose([*steps, transforms.ToTensor(), transforms.Normalize(MEAN, STD)])
+        self.of_tensors = v2.Compose(
+            [
+                v2.RandomResizedCrop(SIZE, antialias=True),
+                v2.RandomHorizontalFlip(),
+                v2.ToDtype(torch.float32, scale=True),
+                v2.Normalize(MEAN, STD),
+            ]
+        )
+
+    def __call__(self, image: Any) -> Tensor:
+        """[3, SIZE, SIZE]."""
+        result: Tensor = self.of_tensors(image) if isinstance(image, Tensor) else self.of_pillow(image)
+        return result
+
+
+class Fast:
+    """A stored image to a uint8 tensor."""
+
+    def __init__(self) -> None:
+        self.crop = v2.Compose([v2.RandomResizedCrop(SIZE, antialias=True), v2.RandomHorizontalFlip()])
+
+    def __call__(self, stored: bytes | memoryview) -> Tensor:
+        """[3, SIZE, SIZE]."""
+        result: Tensor = self.crop(torch.from_numpy(decode(bytes(stored))).permute(2, 0, 1))
+        return result
+
+
+def normalised(batches: Iterable[Any]) -> Iterator[Tensor]:
+    """Batches of uint8 images [n, 3, SIZE, SIZE] and labels as a model's input."""
+    for images, _ in batches:
+        yield prepare(images.permute(0, 2, 3, 1), SPEC)
+
+
+def images_of(batches: Iterable[Any]) -> Iterator[Tensor]:
+    """The images of batches of images and labels."""
+    for images, _ in batches:
+        yield images
+
+
+def ours(order: dict[str, Any], folder: Path, *, normalise: bool = True) -> Epoch:
+    """The library's training split."""
+    hp = Hyperparameters(
+        dataset=order["dataset"],
+        test_dataset=order["test_dataset"],
+        augment="resized_crop",
+        batch_size=order["batch_size"],
+        validation_fraction=0.0,
+        num_ranks=1,
+        shuffle_shards=4,
+    )
+    prepared = fetch(hp.dataset, "", folder / "prepared", test_dataset=hp.test_dataset, progress="off")
+    settings = Settings(progress="off", cache_folder=folder / "cache", loader_threads=WORKERS)
+    splits = open_splits(open_prepared(prepared), hp, detect(hp), torch.device("cpu"), settings)
+    training: Split = splits.training
+
+    def epoch(number: int) -> Iterator[Tensor]:
+        batches = training.order.batches(number, hp.batch_size)
+        reach = training.order.reach(hp.batch_size, mixed=True)
+        for samples in training.loading_ahead(batches, lambda batch: [batch], number, reach):
+            images, _ = training.gather(samples, number)
+            yield prepare(images, SPEC) if normalise else images
+
+    return epoch
+
+
+def ours_uint8(order: dict[str, Any], folder: Path) -> Epoch:
+    """The same before it is normalised, which is a part of the training step."""
+    return ours(order, folder, normalise=False)
+
+
+def webdataset(order: dict[str, Any], _: Path, *, fast: bool = False) -> Epoch:
+    """webdataset's pipeline with its own loader."""
+    import webdataset as wds
+
+    index = Path(order["dataset"].partition(":")[2])
+    urls = [str(index.parent / shard["url"]) for shard in json.loads(index.read_text())["shardlist"]]
+    samples = wds.WebDataset(urls, shardshuffle=100).shuffle(1000)
+    if fast:
+        samples = samples.to_tuple("jpg", "cls").map_tuple(Fast(), int)
+    else:
+        samples = samples.decode("pil").to_tuple("jpg", "cls").map_tuple(AsDocumented(), int)
+    batches = samples.batched(order["batch_size"])
+    loader = wds.WebLoader(batches, batch_size=None, num_workers=WORKERS, persistent_workers=True)
+    return lambda _: normalised(loader) if fast else images_of(loader)
+
+
+def wids(order: dict[str, Any], folder: Path, *, fast: bool = False) -> Epoch:
+    """wids' indexed data set with its chunked sampler."""
+    import wids as library
+
+    index = order["dataset"].partition(":")[2]
+    data = library.ShardListDataset(
+        index, cache_dir=str(folder / "wids"), keep=True, transformations=[] if fast else "PIL"
+    )
+    transform = Fast() if fast else AsDocumented()
+
+    def pair(sample: dict[str, Any]) -> tuple[Tensor, int]:
+        image, label = sample[".jpg"], sample[".cls"]
+        return (transform(image.read()), int(label.read())) if fast else (transform(image), int(label))
+
+    data.add_transform(pair)
+    sampler = library.DistributedChunkedSampler(data, chunksize=1000, shuffle=True)
+    loader = DataLoader(
+        data, batch_size=order["batch_size"], sampler=sampler, num_workers=WORKERS, persistent_workers=True
+    )
+    return lambda _: normalised(loader) if fast else images_of(loader)
+
+
+def litdata(order: dict[str, Any], _: Path, *, fast: bool = False) -> Epoch:
+    """LitData's streaming data set, from its own chunks."""
+    from litdata import StreamingDataLoader, StreamingDataset
+
+    transform = Fast() if fast else AsDocumented()
+
+    class Images(StreamingDataset):
+        def __getitem__(self, index: Any) -> tuple[Tensor, int]:
+            sample = super().__getitem__(index)
+            return transform(sample["image"]), sample["class"]
+
+    data = Images(order["chunks"]["bytes" if fast else "images"], shuffle=True)
+    loader = StreamingDataLoader(data, batch_size=order["batch_size"], num_workers=WORKERS, persistent_workers=True)
+    return lambda _: normalised(loader) if fast else images_of(loader)
+
+
+def write_chunks(folder: Path, images: int) -> dict[str, str]:
+    """The images in LitData's format: as images, which it decodes itself, and as bytes."""
+    from litdata import Jpeg, optimize
+
+    found = {}
+    for kind, wrap in (("images", lambda stored: Jpeg(bytes=stored)), ("bytes", bytes)):
+        found[kind] = str(folder / kind)
+
+        def sample(number: int, wrap: Callable[[bytes], Any] = wrap) -> dict[str, Any]:
+            return {"image": wrap(generated_images.content(number)), "class": generated_images.label(number)}
+
+        optimize(sample, list(range(images)), found[kind], chunk_bytes="64MB", num_workers=1, start_method="fork")
+    return found
+
+
+def decode_and_crop(stored: Sequence[bytes]) -> int:
+    """What there is to do at the least, from images in memory; returns how many."""
+    for number, content in enumerate(stored):
+        pixels = decode(content)
+        height, width, _ = pixels.shape
+        [draws] = cropping.draw(0, 0, np.array([number]))
+        cropping.resized(pixels, cropping.random_crop(draws, height, width), SIZE)
+    return len(stored)
+
+
+def bare_threads(order: dict[str, Any], _: Path) -> Epoch:
+    """Decoding and cropping alone, in as many threads."""
+    return in_workers(ThreadPoolExecutor(WORKERS), order["images"])
+
+
+def bare_processes(order: dict[str, Any], _: Path) -> Epoch:
+    """Decoding and cropping alone, in as many processes."""
+    return in_workers(ProcessPoolExecutor(WORKERS, multiprocessing.get_context("fork")), order["images"])
+
+
+def in_workers(pool: Executor, images: int) -> Epoch:
+    """Decoding and cropping, each worker its own part of the images; processes have them by being forked."""
+    parts = [range(start, images, WORKERS) for start in range(WORKERS)]
+    [generated_images.content(number) for part in parts for number in part]
+
+    def epoch(_: int) -> Iterator[Tensor]:
+        for count in pool.map(part_decoded, parts):
+            yield torch.empty(count)
+
+    return epoch
+
+
+def part_decoded(numbers: range) -> int:
+    """Decodes and crops the images of these numbers."""
+    return decode_and_crop([generated_images.content(number) for number in numbers])
+
+
+def fast(side: Callable[..., Epoch]) -> Side:
+    """A peer with our decoder."""
+    return lambda order, folder: side(order, folder, fast=True)
+
+
+SIDES: dict[str, Side] = {
+    "ours": ours,
+    "webdataset as documented": webdataset,
+    "wids as documented": wids,
+    "litdata as documented": litdata,
+    "webdataset, our decoder": fast(webdataset),
+    "wids, our decoder": fast(wids),
+    "litdata, our decoder": fast(litdata),
+    "ours, uint8": ours_uint8,
+    "decode and crop alone, threads": bare_threads,
+    "decode and crop alone, processes": bare_processes,
+}

@@ -1,0 +1,62 @@
+"""Images a second from shards that are at hand, as random crops of 224 pixels with 2 workers: ours and its peers.
+
+Each side is a process of its own, of which the second epoch counts. The peers come as their documentation shows them
+and with our decoder and torchvision's transforms on uint8 (see benchmarks/image_loaders.py). The bound is the work that
+is left when nothing is read and no batch is made: decoding and cropping images that are in memory, by two threads or
+two processes, whichever is faster. Eight times the shards, of which as many images are taken, must cost nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks import generated_images
+from benchmarks.image_loaders import SIDES, write_chunks
+from benchmarks.measuring import Options, Result, Target, interleaved
+from benchmarks.running import run_python
+
+SHARDS, MORE = 8, 8
+BARE = ("decode and crop alone, threads", "decode and crop alone, processes")
+MANY = f"ours, {MORE} x the shards"
+
+
+def measure(options: Options) -> Result:
+    """All sides in turn."""
+    per_shard = 20 if options.quick else 500
+    images = SHARDS * per_shard
+    few = generated_images.write_shards(options.folder / "few", SHARDS, per_shard)
+    many = generated_images.write_shards(options.folder / "many", SHARDS * MORE, per_shard)
+    order: dict[str, Any] = {"batch_size": 64, "dataset": f"shards:{few}"}
+    order |= {"chunks": write_chunks(options.folder / "chunks", images)}
+    order |= {"test_dataset": f"shards:{generated_images.write_shards(options.folder / 'tests', 1, 10)}"}
+    order |= {"images": images, "epochs": 2, "output": str(options.folder / "rate.json")}
+    size = sum(len(generated_images.content(number)) for number in range(images)) // images
+    result = Result(settings={"shards": SHARDS, "images": images, "bytes_per_image": size, "batch_size": 64})
+
+    def side(name: str, **changes: Any) -> Callable[[int], None]:
+        def run(_: int) -> None:
+            run_python("benchmarks.loader_run", json.dumps(order | {"side": name} | changes))
+            found = json.loads((options.folder / "rate.json").read_text())
+            label = MANY if changes else name
+            result.add(label, found["rate"], "images/s")
+            if name == "ours":
+                result.add(f"{label}: memory", found["memory"] / 2**20, "MiB")
+
+        return run
+
+    sides = {name: side(name) for name in SIDES}
+    interleaved({**sides, MANY: side("ours", dataset=f"shards:{many}")}, options.number(5))
+    for group, bound in (("as documented", 2.0), ("our decoder", 1.15)):
+        best = max((name for name in SIDES if name.endswith(group)), key=result.median)
+        ratio = result.ratio(f"ours / {best}", "ours", best)
+        result.targets.append(Target(f"ours against the best of the peers, {group} ({best})", ratio, "x", bound))
+    best = max(BARE, key=result.median)
+    share = result.ratio(f"ours, uint8 / {best}", "ours, uint8", best)
+    result.targets.append(Target("share of decoding and cropping alone", share, "%", 0.8))
+    ratio = result.ratio(f"{MANY} / ours", MANY, "ours")
+    result.targets.append(Target(f"images/s with {MORE} x the shards", ratio, "x", at_least=0.95))
+    ratio = result.ratio(f"memory, {MANY} / ours", f"{MANY}: memory", "ours: memory")
+    result.targets.append(Target(f"memory with {MORE} x the shards", ratio, "x", at_most=1.05))
+    return result

@@ -1,0 +1,37 @@
+"""One loader in a process of its own: ``python -m benchmarks.loader_run ORDER``."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+from benchmarks import image_loaders, remote_loaders
+
+SIDES = image_loaders.SIDES | remote_loaders.SIDES
+
+
+def main() -> None:
+    """Writes images a second in the last of some epochs, their number, and the most memory in use, in bytes."""
+    warnings.filterwarnings("ignore")
+    order = json.loads(sys.argv[1])
+    with tempfile.TemporaryDirectory(prefix="flyte-ddp-bench-") as folder:
+        epoch = SIDES[order["side"]](order, Path(folder))
+        for number in range(order["epochs"]):
+            begin, count = time.perf_counter(), 0
+            for images in epoch(number):
+                count += len(images)
+                if count >= order["images"]:
+                    break
+            seconds = time.perf_counter() - begin
+        [memory] = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    found = {"rate": count / seconds, "images": count, "memory": int(memory) * 1024}
+    Path(order["output"]).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

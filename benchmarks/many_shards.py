@@ -1,0 +1,58 @@
+"""Start-up on an index of 100,000 shards of 1,000 samples: what the launcher does once, and then each rank.
+
+The launcher reads the index and writes down what ranks need; a rank opens that, divides the samples up, and knows the
+first batch of an epoch, shuffled, and the one in its middle. No shard is there to be opened.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+
+from benchmarks.measuring import Options, Result, Target
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.datasets import fetch, open_prepared
+from flyte_ddp.hardware import detect
+from flyte_ddp.loading import open_splits
+from flyte_ddp.settings import Settings
+from flyte_ddp.shards.index import Shard, ShardIndex, index_json
+
+SAMPLES, SIZE = 1000, 40_000_000  # of each shard; the second in bytes
+
+
+def measure(options: Options) -> Result:
+    """All of it, in one process that has imported what it needs."""
+    shards = 1000 if options.quick else 100_000
+    result = Result(settings={"shards": shards, "samples_per_shard": SAMPLES, "batch_size": 1024, "num_ranks": 8})
+    index = options.folder / "train.json"
+    listed = [
+        Shard(url=f"{options.folder}/train-{number:06d}.tar", samples=SAMPLES, size=SIZE, sha256=f"{number:064x}")
+        for number in range(shards)
+    ]
+    index.write_bytes(index_json(ShardIndex("train", listed, classes=("a", "b")), str(options.folder), ""))
+    hp = Hyperparameters(dataset=f"shards:{index}", batch_size=1024, num_ranks=1)
+    for repeat in range(options.number(7)):
+        launcher, rank = start_up(hp, options.folder / f"prepared-{repeat}")
+        result.add("launcher", launcher, "s")
+        result.add("each rank", rank, "s")
+        result.add("both", launcher + rank, "s")
+    result.targets.append(Target(f"start-up on {shards:,} shards", result.median("both"), "s", at_most=2.0))
+    return result
+
+
+def start_up(hp: Hyperparameters, folder: Path) -> tuple[float, float]:
+    """Seconds of the launcher and of a rank."""
+    begin = time.perf_counter()
+    prepared = fetch(hp.dataset, "", folder, progress="off")
+    middle = time.perf_counter()
+    settings = Settings(progress="off", cache_folder=folder / "cache", loader_threads=1)
+    splits = open_splits(open_prepared(prepared), hp, detect(hp), torch.device("cpu"), settings)
+    order = splits.training.order
+    batches = -(-len(order) // hp.batch_size)
+    for first in (0, batches // 2):
+        next(order.batches(0, hp.batch_size, first=first))
+    end = time.perf_counter()
+    splits.close()
+    return middle - begin, end - middle

@@ -1,0 +1,60 @@
+"""What a run's report says about how its images were had."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+FEW = 5  # names that are given
+
+
+@dataclass(frozen=True)
+class Facts:
+    """About the images that one rank, or all of them, have loaded.
+
+    Args:
+        decoder: the library that has decoded them.
+        bad: names of samples that cannot be decoded.
+        fetched: how often each shard was fetched, by its address.
+    """
+
+    decoder: str = ""
+    bad: frozenset[str] = frozenset()
+    fetched: Mapping[str, int] = field(default_factory=dict)
+
+    def describe(self) -> list[str]:
+        """Sentences for the report."""
+        said = []
+        if self.decoder:
+            slower = "; torchcodec, which is faster, is not there" if self.decoder == "Pillow" else ""
+            said.append(f"Images were decoded by {self.decoder}{slower}.")
+        if self.bad:
+            names = ", ".join(sorted(self.bad)[:FEW]) + (", ..." if len(self.bad) > FEW else "")
+            said.append(f"{len(self.bad):,} samples could not be decoded, and others stood in for them: {names}.")
+        again = sum(1 for times in self.fetched.values() if times > 1)
+        if self.fetched:
+            cause = "; the cache has no room for all of them (FLYTE_DDP_CACHE_BYTES)" if again else ""
+            said.append(f"{len(self.fetched):,} shards were fetched, {again or 'none'} of them more than once{cause}.")
+        return said
+
+
+def together(parts: Iterable[Facts]) -> Facts:
+    """The facts of several sources, or ranks."""
+    parts = list(parts)
+    decoder = next((part.decoder for part in parts if part.decoder), "")
+    fetched: Counter[str] = Counter()
+    for part in parts:
+        fetched.update(part.fetched)
+    return Facts(decoder, frozenset().union(*(part.bad for part in parts)), fetched)
+
+
+def of_all_ranks(facts: Facts) -> Facts:
+    """On every rank the facts of all; all must call it."""
+    if not dist.is_initialized():
+        return facts
+    found: list[Facts] = [facts] * dist.get_world_size()
+    dist.all_gather_object(found, facts)
+    return together(found)
