@@ -60,7 +60,15 @@ def predict(
         if isinstance(data, ImageArrays):
             batches = array_batches(data, spec, batch_size, device)
         else:
-            batches = encoded_batches(data, spec, batch_size, device, classes=classes, settings=settings or Settings())
+            batches = encoded_batches(
+                data,
+                spec,
+                batch_size,
+                device,
+                classes=classes,
+                bad_samples=sidecar.get("hyperparameters", {}).get("bad_samples", 0),
+                settings=settings or Settings(),
+            )
 
     truth_column = ["truth"] if dataset is not None else []
     with replacing(output) as file, torch.inference_mode():

@@ -109,6 +109,7 @@ def encoded_batches(
     device: torch.device,
     *,
     classes: Sequence[str],
+    bad_samples: int,
     settings: Settings,
 ) -> Iterator[Batch]:
     """The test split of shards, or of a folder of images, as training has it."""
@@ -118,7 +119,7 @@ def encoded_batches(
             f"{spec.height} x {spec.width}; predict with a model that was trained on such images"
         )
     names = data.classes or classes
-    tests = open_tests(data, spec.height, names, device, settings)
+    tests = open_tests(data, spec.height, len(names), bad_samples, device=device, settings=settings)
     try:
         for place, images, labels in tests.batches(batch_size, 0, 1):
             ids = [str(index) for index in range(place.start, place.stop)]

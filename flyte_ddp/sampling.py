@@ -77,6 +77,10 @@ class ListedOrder:
         """Those listed there."""
         return self.listed[place]
 
+    def beside(self, sample: int) -> Indices:  # noqa: ARG002
+        """All samples: each is as near as any other."""
+        return self.listed
+
     def batches(self, epoch: int, batch_size: int, first: int = 0) -> Iterator[Indices]:
         """Cuts the epoch's order into global batches."""
         order = epoch_order(self.listed, self.seed, epoch)

@@ -2,9 +2,9 @@
 
 A batch is drawn from several *lanes*. The shards come in an order of their own in each epoch, the samples of each are
 mixed, and the sequence that this makes is cut into as many stretches as there are lanes. Each lane walks along its
-stretch, and gives every batch the same number of samples. A rank's share of a batch is a slice of it, and so of the
-lanes: it reads from the shards of its own lanes alone. All of it is a function of (seed, epoch, step), of which any
-part can be computed at once; the number of ranks has no part in it.
+stretch, and gives every batch the same number of samples. A rank's share of a batch is a slice of it (of each
+micro-batch, if gradients are accumulated), and so of the lanes: it reads from the shards of those lanes alone. All of
+it is a function of (seed, epoch, step), of which any part can be computed at once; the number of ranks does not enter.
 
 The idea of a fixed number of stretches, so that the order does not depend on the number of nodes, is that of
 ``num_canonical_nodes`` in MosaicML's streaming.
@@ -24,6 +24,15 @@ from flyte_ddp.sampling import Indices
 
 TEST_FRACTION = 0.1  # held out for testing where no test set is given
 SPLITS = ("training", "validation", "test")
+
+
+def lanes_of_rank(lanes: int, ranks: int, parts: int = 1) -> int:
+    """On how many lanes a rank's slices of a batch lie at the most.
+
+    Args:
+        parts: micro-batches that a batch is cut into, of each of which the rank has a slice.
+    """
+    return min(lanes, parts * (-(-lanes // (parts * ranks)) + 1))
 
 
 def spread(fraction: float, counts: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -117,8 +126,10 @@ class ShardOrder:
         split: which of them.
         weights: [shards] how many times an epoch goes through each shard's samples; an epoch takes the whole number
             that is nearest, over all shards together, and goes on in the next one where it has stopped in each shard.
+            Of shards that have less than one sample for their weight some give none, always the same ones.
         seed: of the order.
         lanes: how many shards a batch is drawn from.
+        remote: whether it is worth while to fetch shards ahead.
     """
 
     def __init__(
@@ -128,8 +139,10 @@ class ShardOrder:
         weights: NDArray[np.float64],
         seed: int = 0,
         lanes: int = 1,
+        *,
+        remote: bool = True,
     ) -> None:
-        self.splits, self.split, self.seed, self.lanes = splits, split, seed, lanes
+        self.splits, self.split, self.seed, self.lanes, self.remote = splits, split, seed, lanes, remote
         self.available = splits.sizes[split]
         self.taken = spread_by_weight(self.available, weights)
         self.total = int(self.taken.sum())
@@ -155,6 +168,12 @@ class ShardOrder:
             position = end
         return np.concatenate(found) if found else np.empty(0, dtype=np.int64)
 
+    def beside(self, sample: int) -> Indices:
+        """The split's samples in the shard of this one."""
+        shard = int(np.searchsorted(self.firsts, sample, side="right")) - 1
+        samples: Indices = self.firsts[shard] + self.members(shard)
+        return samples
+
     def batches(self, epoch: int, batch_size: int, first: int = 0) -> Iterator[Indices]:
         """The epoch's global batches from the ``first``-th one on; the last one may be smaller."""
         for number in range(first, sampling.steps_per_epoch(self.total, batch_size)):
@@ -167,6 +186,8 @@ class ShardOrder:
 
     def reach(self, batch_size: int, *, mixed: bool) -> int:
         """As many batches as a shard lasts: while one is read the next one is fetched."""
+        if not self.remote:
+            return 0
         longest = int(self.taken.max()) if mixed else int(self.available.max())
         return -(-longest // max(1, batch_size // self.lanes if mixed else batch_size))
 

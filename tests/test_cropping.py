@@ -95,6 +95,49 @@ def test_images_of_any_colours_become_rgb(decode, mode: str) -> None:
     assert pixels.shape == (20, 24, 3)
 
 
+def turned(image: Image.Image, kind: str, orientation: int) -> bytes:
+    """With a note that it is to be turned, as cameras make it."""
+    note, buffer = Image.Exif(), io.BytesIO()
+    note[0x0112] = orientation
+    image.save(buffer, kind, exif=note)
+    return buffer.getvalue()
+
+
+def deep(kind: str) -> bytes:
+    """Grey, of 16 bits."""
+    buffer = io.BytesIO()
+    Image.fromarray((np.arange(30 * 40) * 54).astype(np.uint16).reshape(30, 40)).save(buffer, kind)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(pytest.param(turned(picture(30, 40), "JPEG", number), id=f"turned {number}") for number in range(1, 9)),
+        pytest.param(turned(picture(30, 40), "PNG", 6), id="turned PNG"),
+        pytest.param(deep("PNG"), id="16 bits"),
+        pytest.param(encoded(picture(30, 40).convert("CMYK"), "JPEG"), id="CMYK"),
+        pytest.param(encoded(picture(30, 40).convert("P"), "PNG"), id="palette"),
+        pytest.param(encoded(picture(30, 40).convert("LA"), "PNG"), id="transparent"),
+    ],
+)
+def test_both_decoders_give_the_same_image(content: bytes) -> None:
+    """So that a model sees what it was trained on where another one is installed."""
+    ours, theirs = (decode(content).astype(int) for decode in (decoding.with_torchcodec, decoding.with_pillow))
+    assert ours.shape == theirs.shape
+    assert np.abs(ours - theirs).max() <= 1
+    assert ours.std() > 10
+
+
+def test_16_bits_are_scaled_whatever_the_format_and_floats_are_refused() -> None:
+    values = decoding.with_pillow(deep("TIFF"))[:, :, 0]
+    assert np.array_equal(values.ravel(), (np.arange(30 * 40) * 54) >> 8)
+    buffer = io.BytesIO()
+    Image.fromarray(np.zeros((4, 4), dtype=np.float32)).save(buffer, "TIFF")
+    with pytest.raises(DecodingError, match="floating-point"):
+        decoding.with_pillow(buffer.getvalue())
+
+
 @pytest.mark.parametrize("decode", [decoding.with_torchcodec, decoding.with_pillow])
 @pytest.mark.parametrize("content", [b"", b"no image", b"\xff\xd8\xff", b"<svg/>"])
 def test_what_is_no_image_is_an_error(decode, content: bytes) -> None:

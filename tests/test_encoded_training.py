@@ -173,7 +173,7 @@ def test_a_test_set_of_its_own_is_all_evaluated(shards: Path, tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_shards_far_away_go_through_a_cache_smaller_than_the_data(tmp_path: Path) -> None:
-    """Of 20 shards it holds eight: two ranks have two open each, and as many on their way."""
+    """Of 20 shards it holds eight: two ranks read from two at a time, and as many are on their way."""
     shards = tmp_path / "shards"
     pack_source("digits", shards, per_shard=75, progress="off")
     size = max(path.stat().st_size for path in shards.glob("*.tar"))
@@ -200,23 +200,27 @@ def test_shards_far_away_go_through_a_cache_smaller_than_the_data(tmp_path: Path
 
 
 def test_a_cache_that_is_too_small_is_said_before(shards: Path, tmp_path: Path) -> None:
-    """Two ranks of two lanes each: they want three shards each, and as many on their way; here there are ten."""
+    """Two ranks on two lanes each: they want two shards each, and as many on their way; here there are ten."""
     content = json.loads((shards / "train.json").read_text())
     largest = max(entry["filesize"] for entry in content["shardlist"])
     for entry in content["shardlist"]:
         entry["url"] = f"s3://bucket/{entry['url']}"
     (tmp_path / "far.json").write_text(json.dumps(content))
+    whole = sum(entry["filesize"] for entry in content["shardlist"])
     hp = of(tmp_path / "far.json", shuffle_shards=2)
     data = fetch(hp.dataset, "", tmp_path / "data", progress="off")
 
     def said(cache_bytes: int | None, hp: Hyperparameters = hp) -> list[str]:
         return check_prepared(data, hp, ranks=2, workers=1, cache_bytes=cache_bytes)
 
-    assert said(None) == said(8 * largest) == []
+    assert said(None) == said(whole) == said(whole, of(tmp_path / "far.json", shuffle_shards=1000)) == []
     [caution] = said(8 * largest - 1)
     assert f"={8 * largest - 1}: less than the {8 * largest} that training wants" in caution
     assert "lower shuffle_shards (now 2)" in caution
-    assert said(100 * largest, of(tmp_path / "far.json", shuffle_shards=1000)) == []  # more than all have
+    [caution] = said(8 * largest)
+    assert f"={8 * largest}: less than the {whole} of all shards, which evaluations therefore fetch again" in caution
+    own_tests = replace(hp, validation_fraction=0.0, test_dataset="shards:elsewhere")
+    assert said(8 * largest, own_tests) == []
 
 
 @pytest.mark.slow
@@ -375,6 +379,11 @@ class TestMistakes:
     def test_words(self, shards: Path, tmp_path: Path, change: dict[str, object], word: str) -> None:
         with pytest.raises(UserError, match=word):
             train(replace(of(shards / "train.json"), **change), tmp_path / "out")
+
+    def test_too_few_images_to_hold_some_out(self, tmp_path: Path) -> None:
+        folder = labelled(tmp_path / "images", 4)
+        with pytest.raises(UserError, match="has no samples for testing; give more, or hold out less, or test_dataset"):
+            train(replace(BASE, dataset=f"image_folder:{folder}", batch_size=2), tmp_path / "out")
 
     def test_test_sets_of_other_classes(self, shards: Path, tmp_path: Path) -> None:
         pack_image_folder(str(labelled(tmp_path / "images")), tmp_path / "packed", progress="off")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+from collections import Counter, OrderedDict
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flyte_ddp import sampling
-from flyte_ddp.shard_order import SPLITS, ShardOrder, ShardSplits
+from flyte_ddp.shard_order import SPLITS, ShardOrder, ShardSplits, lanes_of_rank
 
 COUNTS = st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(sum).map(np.array)
 
@@ -70,6 +71,29 @@ def test_a_share_reads_from_its_own_lanes_and_an_epoch_opens_each_shard_once_a_l
                 used[rank] |= now
         assert all(len(shards) <= 64 // ranks + 2 for shards in used)
         assert set().union(*used) == set(range(64))
+
+
+@pytest.mark.parametrize("lanes", [1, 3, 8, 16])
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+@pytest.mark.parametrize("parts", [1, 3, 16])
+def test_what_a_rank_keeps_open_is_enough(lanes: int, ranks: int, parts: int) -> None:
+    """Those used last, twice as many as it has lanes: none is opened twice for one lane, whatever the micro-batches."""
+    counts, batch_size = np.full(64, 50), 96
+    shard_of = np.repeat(np.arange(64), 50)
+    order = order_of(counts, lanes=lanes)
+    for rank in range(ranks):
+        kept, opened, needed = OrderedDict[int, None](), 0, set[tuple[int, int]]()
+        for batch in order.batches(0, batch_size):
+            for part in range(parts):
+                for place in sampling.share(sampling.share(np.arange(len(batch)), part, parts), rank, ranks):
+                    shard = int(shard_of[batch[place]])
+                    needed.add((shard, int(place) * lanes // batch_size))
+                    opened += shard not in kept
+                    kept[shard] = None
+                    kept.move_to_end(shard)
+                    while len(kept) > 2 * lanes_of_rank(lanes, ranks, parts):
+                        kept.popitem(last=False)
+        assert opened <= len(needed)
 
 
 def test_ranks_get_other_shards_in_each_epoch() -> None:

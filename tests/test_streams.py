@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
 import time
 from collections import Counter
 from dataclasses import replace
@@ -131,6 +132,21 @@ def test_an_epoch_is_as_many_samples_as_there_are_in_whole_batches() -> None:
     order = StreamOrder(150)
     assert [batch.tolist()[::49] for batch in order.batches(1, 50)] == [[150, 199], [200, 249], [250, 299]]
     assert [len(batch) for batch in order.batches(0, 50, first=2)] == [50]
+
+
+@pytest.mark.slow
+def test_empty_shards_leave_no_worker_without_samples(tmp_path: Path) -> None:
+    """Every second one is: of two workers one would get all of those, and the rank would wait for it for ever."""
+    pack_source("digits", tmp_path, per_shard=PER_SHARD, progress="off")
+    content = json.loads((tmp_path / "train.json").read_text())
+    with tarfile.open(tmp_path / "empty.tar", "w"):
+        pass
+    size = (tmp_path / "empty.tar").stat().st_size
+    empty = {"url": "empty.tar", "nsamples": 0, "filesize": size}
+    content["shardlist"] = [entry for shard in content["shardlist"] for entry in (shard, empty)]
+    (tmp_path / "train.json").write_text(json.dumps(content))
+    hp = replace(BASE, dataset=f"stream:{tmp_path}/train.json", max_steps=4, num_ranks=1)
+    assert read_metrics(train(hp, tmp_path, loader_threads=2).metrics)[-1]["kind"] == "end"
 
 
 @pytest.mark.slow

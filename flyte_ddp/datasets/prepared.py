@@ -54,15 +54,17 @@ def check_prepared(
 def cautions(index: ShardIndex, hp: Hyperparameters, gang: Gang, cache_bytes: int | None) -> list[str]:
     """That the cache is too small, if it is, for shards that are far away."""
     sizes = index.sizes
-    if cache_bytes is None or not index.remote.any() or (sizes < 0).any():
+    if cache_bytes is None or not index.remote.any() or (sizes < 0).any() or cache_bytes >= sizes.sum():
         return []
-    wanted = min(cache_wanted(sizes, gang, min(hp.shuffle_shards, len(sizes))), int(sizes.sum()))
-    if cache_bytes >= wanted:
-        return []
-    what = (
-        f"FLYTE_DDP_CACHE_BYTES={cache_bytes}: less than the {wanted} that training wants, so that it may fetch shards"
-    )
-    return [f"{what} more than once an epoch; raise it, or lower shuffle_shards (now {hp.shuffle_shards})"]
+    wanted = cache_wanted(sizes, gang, min(hp.shuffle_shards, len(sizes)), min(hp.accumulation_steps, hp.batch_size))
+    limit, all_of_it = f"FLYTE_DDP_CACHE_BYTES={cache_bytes}", int(sizes.sum())
+    if cache_bytes < min(wanted, all_of_it):
+        what = f"{limit}: less than the {min(wanted, all_of_it)} that training wants, so that it may fetch shards"
+        return [f"{what} more than once an epoch; raise it, or lower shuffle_shards (now {hp.shuffle_shards})"]
+    if hp.validation_fraction or not hp.test_dataset:
+        what = f"{limit}: less than the {all_of_it} of all shards, which evaluations therefore fetch again"
+        return [f"{what}; raise it or eval_interval, or set test_dataset and validation_fraction 0"]
+    return []
 
 
 def check_stream(counts: NDArray[np.int64], hp: Hyperparameters, *, own_test: bool, ranks: int, workers: int) -> None:

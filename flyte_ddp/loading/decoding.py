@@ -56,11 +56,16 @@ def with_torchcodec(content: bytes) -> Pixels:
 
 def with_pillow(content: bytes) -> Pixels:
     """:func:`decode` by Pillow."""
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image, ImageOps, UnidentifiedImageError
 
     try:
         with Image.open(io.BytesIO(content)) as image:
-            return np.array(image.convert("RGB"))
+            upright = ImageOps.exif_transpose(image)
+            if upright.mode == "F":
+                raise DecodingError("its pixels are floating-point numbers, of no known range")
+            if upright.mode.startswith("I"):  # 16 bits, which Pillow would clip at 255 and not scale
+                upright = Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
+            return np.array(upright.convert("RGB"))
     except UnidentifiedImageError:
         raise DecodingError("of no known format") from None
     except (OSError, EOFError, ValueError, SyntaxError, Image.DecompressionBombError) as error:

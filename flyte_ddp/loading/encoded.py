@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,9 +42,6 @@ class Reader(Protocol):
 
     def heal(self, sample: int) -> None:
         """Has our copy of the file that it is in replaced, if there is one and it is damaged."""
-
-    def neighbours(self, sample: int) -> range:
-        """The samples that are at hand with this one."""
 
     def expect(self, samples: Indices) -> None:
         """Begins to fetch the files that these are in."""
@@ -89,6 +87,7 @@ class EncodedImages:
         seed: of the random parts.
         classes: their number; a label must be below it.
         bad_samples: how many samples may be undecodable; in the place of each is the next one that is not.
+        beside: the samples, ascending, of which one may stand in for a sample, which is among them.
         threads: that decode.
         device: where batches go.
     """
@@ -102,11 +101,12 @@ class EncodedImages:
         seed: int,
         classes: int,
         bad_samples: int,
+        beside: Callable[[int], Indices],
         threads: int,
         device: torch.device,
     ) -> None:
         self.reader, self.size, self.crop, self.seed, self.classes = reader, size, crop, seed, classes
-        self.device, self.bad = device, BadSamples(bad_samples)
+        self.device, self.bad, self.beside = device, BadSamples(bad_samples), beside
         self.pool = ThreadPoolExecutor(threads, thread_name_prefix="decoder")
         self.pending: dict[tuple[int | None, bytes], Batch] = {}
 
@@ -164,28 +164,34 @@ class EncodedImages:
         return Batch(images, labels, tasks)
 
     def image(self, sample: int, coming: Future[Encoded] | None) -> tuple[Pixels, int]:
-        """A decoded image and its label; those of a neighbour in the place of one that is damaged."""
-        neighbours = self.reader.neighbours(sample)
-        for step in range(len(neighbours)):
-            place = neighbours.start + (sample - neighbours.start + step) % len(neighbours)
-            found = coming.result() if coming is not None and step == 0 else self.reader.read(place)
-            label = checked_label(found, self.classes)
-            pixels = self.decoded(place, found)
-            if pixels is not None:
-                return pixels, label
-        raise UserError(f"sample {sample}: none of the {len(neighbours)} samples stored with it can be decoded")
+        """A decoded image and its label; in the place of one that is damaged, those of the next one of its split."""
+        found = coming.result() if coming is not None else self.reader.read(sample)
+        loaded = self.decoded(sample, found)
+        if loaded is not None:
+            return loaded
+        others = self.beside(sample)
+        place = int(np.searchsorted(others, sample))
+        for step in range(1, len(others)):
+            other = int(others[(place + step) % len(others)])
+            loaded = self.decoded(other, self.reader.read(other))
+            if loaded is not None:
+                return loaded
+        raise UserError(f"{found.name}: neither this nor any of the {len(others)} samples beside it can be decoded")
 
-    def decoded(self, sample: int, found: Encoded) -> Pixels | None:
-        """The pixels; None of a sample that is damaged where it comes from, and not only in our copy."""
+    def decoded(self, sample: int, found: Encoded) -> tuple[Pixels, int] | None:
+        """Pixels and label; None of a sample that is damaged where it comes from, and not only in our copy."""
+        label = checked_label(found, self.classes)
+        if found.name in self.bad.names:
+            return None
         try:
-            return decode(found.content)
+            return decode(found.content), label
         except DecodingError as error:
             failure = error
         self.reader.heal(sample)
         again = self.reader.read(sample)
         if again.content != found.content:  # healed now, or by another thread or rank
             try:
-                return decode(again.content)
+                return decode(again.content), checked_label(again, self.classes)
             except DecodingError as error:
                 failure = error
         self.bad.add(found.name, str(failure))
@@ -196,8 +202,8 @@ class EncodedImages:
         return Facts(decoder_name(), frozenset(self.bad.names), dict(self.reader.fetched()))
 
     def close(self) -> None:
-        """Ends the threads, and closes files."""
-        self.pool.shutdown(wait=True, cancel_futures=True)
+        """Ends the threads and closes files, without waiting for those that are in the middle of a download."""
+        self.pool.shutdown(wait=False, cancel_futures=True)
         self.reader.close()
 
 

@@ -48,8 +48,3 @@ class FileImages:
         """Ends the requests that have not been made."""
         if self.pool is not None:
             self.pool.shutdown(wait=False, cancel_futures=True)
-
-    def neighbours(self, sample: int) -> range:
-        """All files."""
-        del sample
-        return range(len(self.images.names))

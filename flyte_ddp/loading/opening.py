@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,12 +26,14 @@ from flyte_ddp.loading.files import FileImages
 from flyte_ddp.loading.shards import ShardImages
 from flyte_ddp.loading.split import Images, Split
 from flyte_ddp.loading.streams import RankStream, StreamImages, StreamOrder
-from flyte_ddp.sampling import Indices, ListedOrder, Order
+from flyte_ddp.sampling import Indices, ListedOrder
 from flyte_ddp.settings import Settings
-from flyte_ddp.shard_order import TEST_FRACTION, ShardOrder, ShardSplits, WholeShardSplits
+from flyte_ddp.shard_order import TEST_FRACTION, ShardOrder, ShardSplits, WholeShardSplits, lanes_of_rank
 from flyte_ddp.shards.cache import ShardCache
 from flyte_ddp.shards.dataset import ShardReader
 from flyte_ddp.shards.index import ShardIndex
+
+SampleOrder = ListedOrder | ShardOrder  # of samples that have numbers, unlike those of a stream
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ def encoded_splits(
     classes = len(data.classes) or hp.num_classes
     threads = settings.loader_threads or hardware.threads
 
-    def images(source: ShardIndex | ImageList) -> EncodedImages:
+    def images(source: ShardIndex | ImageList, orders: Collection[SampleOrder]) -> EncodedImages:
         return EncodedImages(
             reader(source, hp, settings),
             size=side,
@@ -98,24 +100,54 @@ def encoded_splits(
             seed=hp.seed,
             classes=classes,
             bad_samples=hp.bad_samples,
+            beside=in_the_same_split(orders),
             threads=threads,
             device=device,
         )
 
-    train, test_fraction = images(data.train), 0.0 if data.test is not None else TEST_FRACTION
-    orders = orders_of(data.train, hp, test_fraction)
-    if not len(orders["training"]):
-        raise UserError(f"dataset={hp.dataset!r}: has no samples for training; give more, or hold out less")
+    orders = orders_of(data.train, hp, 0.0 if data.test is not None else TEST_FRACTION)
+    train = images(data.train, orders.values())
     splits = {name: Split(train, order) for name, order in orders.items()}
     if data.test is not None:
-        splits["test"] = Split(images(data.test), whole(data.test))
+        tests = whole(data.test)
+        splits["test"] = Split(images(data.test, [tests]), tests)
+    refuse_empty(splits["training"], "training", hp.dataset)
+    refuse_empty(splits["test"], "testing", hp.dataset)
     if encoded_kind(hp.dataset) == "stream":
         splits["training"] = stream(data, hp, device, settings, StreamShape(side, classes, threads))
     return Splits(**splits, shape=(side, side, 3))
 
 
-def open_tests(data: EncodedSet, size: int, classes: Sequence[str], device: torch.device, settings: Settings) -> Split:
-    """The test split alone, as :func:`open_splits` has it with any hyperparameters."""
+def refuse_empty(split: Split, purpose: str, dataset: str) -> None:
+    """A split that must have samples has none."""
+    if not len(split):
+        raise UserError(
+            f"dataset={dataset!r}: has no samples for {purpose}; give more, or hold out less, or test_dataset"
+        )
+
+
+def in_the_same_split(orders: Collection[SampleOrder]) -> Callable[[int], Indices]:
+    """What may stand in for a sample, by the orders of splits that have no sample in common."""
+
+    def beside(sample: int) -> Indices:
+        for order in orders:
+            found = order.beside(sample)
+            place = int(np.searchsorted(found, sample))
+            if place < len(found) and found[place] == sample:
+                return found
+        raise IndexError(f"sample {sample} is in no split")
+
+    return beside
+
+
+def open_tests(
+    data: EncodedSet, size: int, classes: int, bad_samples: int, *, device: torch.device, settings: Settings
+) -> Split:
+    """The test split alone, as :func:`open_splits` has it with any hyperparameters.
+
+    Raises:
+        UserError: it is empty.
+    """
     hp = Hyperparameters(dataset=data.name, validation_fraction=0.0)
     source = data.train if data.test is None else data.test
     order = orders_of(source, hp, TEST_FRACTION)["test"] if data.test is None else whole(source)
@@ -124,12 +156,15 @@ def open_tests(data: EncodedSet, size: int, classes: Sequence[str], device: torc
         size=size,
         crop="none",
         seed=0,
-        classes=len(classes),
-        bad_samples=0,
+        classes=classes,
+        bad_samples=bad_samples,
+        beside=in_the_same_split([order]),
         threads=settings.loader_threads or cores(),
         device=device,
     )
-    return Split(images, order)
+    split = Split(images, order)
+    refuse_empty(split, "testing", data.name)
+    return split
 
 
 class StreamShape(NamedTuple):
@@ -147,6 +182,7 @@ def stream(
     assert isinstance(data.train, ShardIndex)
     test_fraction = 0.0 if data.test is not None else TEST_FRACTION
     shards = WholeShardSplits(data.train.counts, hp.validation_fraction, test_fraction, hp.seed).shards["training"]
+    shards = shards[data.train.counts[shards] > 0]  # a worker must not have empty ones alone
     own = [data.train.shards[number] for number in shards[rank() :: world_size()].tolist()]
     options = RankStream(
         index=ShardIndex(data.train.name, own, data.train.parts, data.train.classes),
@@ -174,20 +210,23 @@ def reader(source: ShardIndex | ImageList, hp: Hyperparameters, settings: Settin
     """What reads the images; shards are kept open, and fetched ahead, as far as this rank's lanes go."""
     if isinstance(source, ShardIndex):
         cache = ShardCache(settings.cache_folder, settings.cache_bytes)
-        return ShardImages(ShardReader(source, cache, most_open=-(-hp.shuffle_shards // world_size()) + 1))
+        own = lanes_of_rank(hp.shuffle_shards, world_size(), min(hp.accumulation_steps, hp.batch_size))
+        return ShardImages(
+            ShardReader(source, cache, most_open=2 * own), ahead=own
+        )  # all lanes may change shards at once
     return FileImages(source)
 
 
-def orders_of(source: ShardIndex | ImageList, hp: Hyperparameters, test_fraction: float) -> dict[str, Order]:
+def orders_of(source: ShardIndex | ImageList, hp: Hyperparameters, test_fraction: float) -> dict[str, SampleOrder]:
     """The samples of the three splits."""
     if isinstance(source, ShardIndex):
         parts = splits_of(source, hp, test_fraction)
         weights = np.array([source.parts[shard.part].weight for shard in source.shards])
-        even = np.ones(len(source.shards))
+        even, remote = np.ones(len(source.shards)), bool(source.remote.any())
         return {
-            "training": ShardOrder(parts, "training", weights, hp.seed, hp.shuffle_shards),
-            "validation": ShardOrder(parts, "validation", even),
-            "test": ShardOrder(parts, "test", even),
+            "training": ShardOrder(parts, "training", weights, hp.seed, hp.shuffle_shards, remote=remote),
+            "validation": ShardOrder(parts, "validation", even, remote=remote),
+            "test": ShardOrder(parts, "test", even, remote=remote),
         }
     rest, tests = sampling.split_indices(len(source.names), test_fraction, 0, sampling.TEST)
     chosen = sampling.split_indices(len(rest), hp.validation_fraction, hp.seed)
@@ -199,9 +238,9 @@ def orders_of(source: ShardIndex | ImageList, hp: Hyperparameters, test_fraction
     }
 
 
-def whole(source: ShardIndex | ImageList) -> Order:
+def whole(source: ShardIndex | ImageList) -> SampleOrder:
     """All samples, in their own order."""
     if isinstance(source, ShardIndex):
-        return ShardOrder(ShardSplits(source.counts, 0.0, 0.0, 0), "training", np.ones(len(source.shards)))
-    everything: Indices = np.arange(len(source.names), dtype=np.int64)
-    return ListedOrder(everything)
+        everything = ShardSplits(source.counts, 0.0, 0.0, 0)
+        return ShardOrder(everything, "training", np.ones(len(source.shards)), remote=bool(source.remote.any()))
+    return ListedOrder(np.arange(len(source.names), dtype=np.int64))

@@ -14,16 +14,14 @@ from flyte_ddp.shards.dataset import ShardReader
 from flyte_ddp.shards.decoding import IMAGES
 
 EXTENSIONS = tuple(f".{kind}" for kind in IMAGES)
+WANTED = frozenset((*EXTENSIONS, ".cls"))
 
 
 class ShardImages:
-    """Reads images and labels from shards."""
+    """Reads images and labels from shards, of which so many are fetched ahead."""
 
-    def __init__(self, reader: ShardReader) -> None:
-        self.reader = reader
-        index = reader.index
-        self.starts, self.ends = index.ends - index.counts, index.ends
-        self.prefetch = ShardPrefetch(reader)
+    def __init__(self, reader: ShardReader, ahead: int) -> None:
+        self.reader, self.prefetch = reader, ShardPrefetch(reader, ahead)
 
     def read(self, sample: int) -> Encoded:
         """An image, encoded, and its label.
@@ -32,8 +30,10 @@ class ShardImages:
             UserError: the shard cannot be had, or the sample has no image or no label.
         """
         shard, _ = self.reader.index.locate(sample)
-        key, contents = self.reader.read(sample)
+        key, contents = self.reader.read(sample, WANTED)
         self.prefetch.arrived_at(shard)
+        if len(contents) < 2:  # the error says what else there is
+            key, contents = self.reader.read(sample)
         return encoded_sample(key, self.reader.index.shards[shard].url, contents)
 
     def heal(self, sample: int) -> None:
@@ -43,14 +43,9 @@ class ShardImages:
     def begin(self, sample: int) -> None:
         """An image is read from its shard when it is decoded."""
 
-    def neighbours(self, sample: int) -> range:
-        """The samples of its shard."""
-        shard, _ = self.reader.index.locate(sample)
-        return range(int(self.starts[shard]), int(self.ends[shard]))
-
     def expect(self, samples: Indices) -> None:
         """Begins to fetch the shards that these samples are in, if they are not here."""
-        shards = np.unique(np.searchsorted(self.ends, samples, side="right"))
+        shards = np.unique(np.searchsorted(self.reader.index.ends, samples, side="right"))
         self.prefetch.want(shards[self.reader.index.remote[shards]].tolist())
 
     def fetched(self) -> Mapping[str, int]:
@@ -81,10 +76,10 @@ def encoded_sample(key: str, shard: str, contents: Mapping[str, bytes]) -> Encod
 
 
 class ShardPrefetch:
-    """Has shards fetched before they are read: as many as the reader has open, as more would fill a small cache."""
+    """Has shards fetched before they are read, and no more than so many, as more would fill a small cache."""
 
-    def __init__(self, reader: ShardReader) -> None:
-        self.reader = reader
+    def __init__(self, reader: ShardReader, most: int) -> None:
+        self.reader, self.most = reader, most
         self.lock = threading.Lock()
         self.wanted: dict[int, None] = {}  # not begun with, in the order in which they will be read
         self.ahead: set[int] = set()  # fetched, or being fetched, and not read from yet
@@ -105,7 +100,7 @@ class ShardPrefetch:
 
     def go_on(self) -> None:
         """Begins with as many as there is room for; under the lock."""
-        while self.wanted and len(self.ahead) < self.reader.most_open:
+        while self.wanted and len(self.ahead) < self.most:
             shard = next(iter(self.wanted))
             del self.wanted[shard]
             if shard not in self.reader.ours.shards:

@@ -14,6 +14,7 @@ import fcntl
 import hashlib
 import io
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -30,6 +31,7 @@ from flyte_ddp.shards.tar import DamagedShardError
 from flyte_ddp.storage.content import CHUNK_BYTES, check_length
 
 WHOLE, PARTIAL = ".tar", ".part"
+OURS = re.compile(rf"[0-9a-f]{{40}}({WHOLE}|{PARTIAL})")  # other files in the folder are nobody's business
 LOCKS = 1024  # files to lock; shards that share one are fetched one after the other
 STEP = 16 << 20  # bytes that are reserved at a time for a shard of unknown size
 
@@ -90,6 +92,8 @@ class ShardCache:
             damaged: it could not be read, which counts where the index has no digest.
         """
         if storage.local_path(shard.url) is not None:
+            return False
+        if not os.access(self.folder, os.W_OK):
             return False
         with unusable_explained(self.folder), self.locked(shard):
             file = opened(self.path_of(shard))
@@ -228,7 +232,7 @@ class ShardCache:
         """Time of last use, size and path of what is there, in the order of the first."""
         found = []
         for path in self.folder.iterdir():
-            if path.suffix in (WHOLE, PARTIAL):
+            if OURS.fullmatch(path.name):
                 with suppress(FileNotFoundError):  # removed meanwhile
                     status = path.stat()
                     found.append((status.st_mtime_ns, status.st_size, path))
@@ -252,6 +256,8 @@ class ShardCache:
     def remove_abandoned(self) -> None:
         """Removes parts of shards whose download was killed."""
         for part in self.folder.glob(f"*{PARTIAL}"):
+            if not OURS.fullmatch(part.name):
+                continue
             with suppress(BlockingIOError), self.exclusive(stripe(part.stem), wait=False):
                 part.unlink(missing_ok=True)
 

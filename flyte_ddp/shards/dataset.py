@@ -8,14 +8,14 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from flyte_ddp import storage
 from flyte_ddp.errors import UserError
-from flyte_ddp.shards.cache import CacheFullError, ShardCache, lock_again, mark_used, unlock
+from flyte_ddp.shards.cache import CacheFullError, ShardCache, failed, lock_again, mark_used, unlock
 from flyte_ddp.shards.decoding import decode_sample
 from flyte_ddp.shards.index import Shard, ShardIndex, read_index
 from flyte_ddp.shards.samples import SampleTable, tabulate
@@ -66,14 +66,22 @@ class OpenShard:
             if self.cached and self.users == 0:
                 unlock(self.file)
 
-    def read(self, sample: int) -> tuple[str, dict[str, bytes]]:
-        """A sample's key, and the contents of its members by their extensions.
+    def read(self, sample: int, wanted: Container[str] | None = None) -> tuple[str, dict[str, bytes]]:
+        """A sample's key, and the contents of its members by their extensions: of all, or of those that are wanted.
 
         Raises:
             DamagedShardError: they are not where the table says.
+            UserError: the file cannot be read.
         """
         found = self.table.members(sample)
-        return found[0].key, {member.extension: self.content(member) for member in found}
+        try:
+            return found[0].key, {
+                member.extension: self.content(member)
+                for member in found
+                if wanted is None or member.extension in wanted
+            }
+        except OSError as error:
+            raise failed(self.shard, error) from None
 
     def content(self, member: Member) -> bytes:
         """A member's content."""
@@ -152,8 +160,8 @@ class ShardReader:
             ours = self.open_shards = OpenShards()
         return ours
 
-    def read(self, sample: int) -> tuple[str, dict[str, bytes]]:
-        """A sample's key, and the contents of its members by their extensions.
+    def read(self, sample: int, wanted: Container[str] | None = None) -> tuple[str, dict[str, bytes]]:
+        """A sample's key, and the contents of its members by their extensions: of all, or of those that are wanted.
 
         Raises:
             DamagedShardError: the shard is damaged, also when fetched again.
@@ -162,11 +170,11 @@ class ShardReader:
         number, inside = self.index.locate(sample)
         try:
             with self.using(number) as shard:
-                return shard.read(inside)
+                return shard.read(inside, wanted)
         except DamagedShardError:
             self.heal(sample, damaged=True)
         with self.using(number) as shard:  # in any case: another process may have healed it
-            return shard.read(inside)
+            return shard.read(inside, wanted)
 
     def heal(self, sample: int, *, damaged: bool = False) -> bool:
         """Has the sample's shard fetched again if it is not what it was; False if it is, or if that cannot be known.
@@ -247,6 +255,9 @@ def open_shard(shard: Shard, cache: ShardCache) -> OpenShard:
         table = stored_table(shard)
         if table is None:
             table = tabulate((member for member, _ in members(file, shard.url)), shard.url)
+    except OSError as error:
+        file.close()
+        raise failed(shard, error) from None
     except BaseException:
         file.close()
         raise
@@ -261,14 +272,15 @@ def open_shard(shard: Shard, cache: ShardCache) -> OpenShard:
 
 def opened_when_there_is_room(shard: Shard, cache: ShardCache) -> BinaryIO:
     """The shard's file; what fills the cache is in use for no longer than a sample is read, unless it cannot be had."""
-    deadline = time.monotonic() + WAIT_FOR_ROOM
+    deadline, pause = time.monotonic() + WAIT_FOR_ROOM, 0.01
     while True:
         try:
             return cache.open(shard)
         except CacheFullError:  # noqa: PERF203
             if time.monotonic() > deadline:
                 raise
-            time.sleep(0.01)
+            time.sleep(pause)
+            pause = min(2 * pause, 1.0)
 
 
 def stored_table(shard: Shard) -> SampleTable | None:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from flyte_ddp import sampling
 from flyte_ddp.errors import UserError
-from flyte_ddp.shard_order import ShardOrder, ShardSplits
+from flyte_ddp.shard_order import ShardOrder, ShardSplits, lanes_of_rank
 from flyte_ddp.shards.stream_readers import Gang
 
 
@@ -108,12 +108,12 @@ def plan_epoch(
     )
 
 
-def cache_wanted(sizes: NDArray[np.int64], gang: Gang, lanes: int) -> int:
-    """Bytes that a node should have room for at the most, so that it fetches no shard twice in an epoch.
+def cache_wanted(sizes: NDArray[np.int64], gang: Gang, lanes: int, parts: int = 1) -> int:
+    """Bytes that a node should have room for at the most, so that training fetches no shard twice in an epoch.
 
-    Each rank has the shards of its lanes open, and one more; as many may be on their way.
+    That is for the shards of the lanes that each rank reads from, and as many that may be on their way.
     """
-    return 2 * gang.ranks_per_node * (-(-lanes // gang.ranks) + 1) * int(sizes.max())
+    return 2 * gang.ranks_per_node * lanes_of_rank(lanes, gang.ranks, parts) * int(sizes.max())
 
 
 def shards_of(order: ShardOrder, batch_size: int, gang: Gang, node: int, epoch: int) -> Iterator[NDArray[np.int64]]:

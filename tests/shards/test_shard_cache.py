@@ -260,6 +260,19 @@ def test_a_copy_that_was_cut_short_is_fetched_again(server: FileServer, tmp_path
     assert server.counts == {"x.tar": 2}
 
 
+def test_what_others_keep_in_the_folder_stays(server: FileServer, tmp_path: Path) -> None:
+    """Also under names that end like the cache's own, and where there is no room without them."""
+    theirs = {name: bytes(4000) for name in ("data.tar", "movie.part", "0123.tar", "notes.txt")}
+    for name, content in theirs.items():
+        (tmp_path / name).write_bytes(content)
+    cache = ShardCache(tmp_path, limit=6000)
+    for number in range(3):
+        content = blob(number, 5000)
+        assert content_of(cache, serve(server, f"{number}.tar", content)) == content
+    assert {name: (tmp_path / name).read_bytes() for name in theirs} == theirs
+    assert len([path for path in tmp_path.iterdir() if path.is_file()]) == len(theirs) + 1
+
+
 def test_healing_fetches_only_what_is_damaged(server: FileServer, tmp_path: Path) -> None:
     said: list[str] = []
     cache = ShardCache(tmp_path, note=said.append)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import io
 import json
@@ -452,6 +453,20 @@ def test_a_forked_child_neither_waits_for_its_parents_locks_nor_gives_them_back(
     assert cache.remove(path) > 0
     os.close(reading)
     os.close(writing)
+
+
+def test_a_file_that_cannot_be_read_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a server of files that has lost it."""
+    [path] = write_shards(tmp_path, samples(3))
+    reader = ShardReader(ShardIndex("one", [Shard(str(path), 3)]), ShardCache(tmp_path / "cache"))
+    reader.read(0)
+
+    def stale(*_: object) -> bytes:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(os, "pread", stale)
+    with pytest.raises(UserError, match=r"^shard .*\.tar: cannot be fetched \(Stale file handle\)"):
+        reader.read(1)
 
 
 def test_members_of_over_two_gigabytes_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,127 @@
+"""Decoding by threads: what stands in for a damaged sample, and that an error waits for nobody."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from flyte_ddp.errors import UserError
+from flyte_ddp.loading.encoded import Encoded, EncodedImages
+from flyte_ddp.loading.opening import in_the_same_split
+from flyte_ddp.sampling import Indices, ListedOrder
+from flyte_ddp.shard_order import SPLITS, ShardOrder, ShardSplits
+
+DEADLINE = 60.0  # seconds
+
+
+def png(number: int) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 8), (number, number, number)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+class Images:
+    """A reader of grey images, whose shade is their number; some are damaged, and some are never read to their end."""
+
+    def __init__(self, bad: set[int], endless: set[int] = frozenset()) -> None:
+        self.bad, self.endless = bad, endless
+        self.begun, self.over = threading.Event(), threading.Event()
+        self.reads, self.heals = Counter[int](), Counter[int]()
+
+    def read(self, sample: int) -> Encoded:
+        self.reads[sample] += 1
+        if sample in self.endless:
+            self.begun.set()
+            self.over.wait(DEADLINE)
+        return Encoded(b"no image" if sample in self.bad else png(sample), sample % 10, f"sample {sample}")
+
+    def begin(self, sample: int) -> None:
+        """Read when it is decoded."""
+
+    def heal(self, sample: int) -> None:
+        self.heals[sample] += 1
+
+    def expect(self, samples: Indices) -> None:
+        """Nothing to fetch."""
+
+    def fetched(self) -> Mapping[str, int]:
+        return {}
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+def loader(images: Images, beside: Callable[[int], Indices], bad_samples: int, threads: int = 1) -> EncodedImages:
+    return EncodedImages(
+        images,
+        size=8,
+        crop="none",
+        seed=0,
+        classes=10,
+        bad_samples=bad_samples,
+        beside=beside,
+        threads=threads,
+        device=torch.device("cpu"),
+    )
+
+
+@pytest.fixture
+def orders() -> dict[str, ShardOrder]:
+    """Of three shards of twenty samples."""
+    splits = ShardSplits(np.full(3, 20), 0.2, 0.2, seed=0)
+    return {split: ShardOrder(splits, split, np.ones(3)) for split in SPLITS}
+
+
+def members(order: ShardOrder) -> list[int]:
+    return sorted(order.samples(slice(0, len(order))).tolist())
+
+
+def test_what_stands_in_is_of_the_same_split_and_shard(orders: dict[str, ShardOrder]) -> None:
+    """Every second sample is damaged: the next one that is not, in a circle, takes its place with its label."""
+    images = Images(bad=set(range(0, 60, 2)))
+    loading = loader(images, in_the_same_split(orders.values()), bad_samples=30)
+    for order in orders.values():
+        for shard in range(3):
+            own = [sample for sample in members(order) if sample // 20 == shard]
+            good = [sample for sample in own if sample % 2]
+            pixels, labels = loading.gather(np.array(own), None)
+            expected = [min([other for other in good if other >= sample] or good) for sample in own]
+            assert pixels[:, 4, 4, 0].tolist() == expected
+            assert labels.tolist() == [sample % 10 for sample in expected]
+    assert loading.facts().bad == {f"sample {number}" for number in images.bad}
+    loading.close()
+
+
+def test_a_sample_is_found_damaged_once() -> None:
+    images = Images(bad={3})
+    loading = loader(images, ListedOrder(np.arange(10)).beside, bad_samples=1)
+    for _ in range(5):
+        assert loading.gather(np.array([2, 3, 9]), None)[0][:, 0, 0, 0].tolist() == [2, 4, 9]
+    assert images.heals == {3: 1}
+    loading.close()
+
+
+def test_none_that_could_stand_in() -> None:
+    loading = loader(Images(bad={3, 4, 5}), ListedOrder(np.array([3, 4, 5])).beside, bad_samples=9)
+    with pytest.raises(UserError, match=r"^sample 4: neither this nor any of the 3 samples beside it can be decoded"):
+        loading.gather(np.array([4]), None)
+    loading.close()
+
+
+def test_an_error_does_not_wait_for_what_is_being_read() -> None:
+    images = Images(bad={1}, endless={2})
+    loading = loader(images, ListedOrder(np.arange(3)).beside, bad_samples=0, threads=2)
+    loading.prefetch(np.array([2]), None)
+    assert images.begun.wait(DEADLINE)
+    with pytest.raises(UserError, match=r"^sample 1 cannot be decoded"):
+        loading.gather(np.array([1]), None)
+    loading.close()
+    assert not images.over.is_set()
+    images.over.set()
