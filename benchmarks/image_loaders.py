@@ -186,10 +186,9 @@ def write_chunks(folder: Path, images: int) -> dict[str, str]:
 
 def decode_and_crop(stored: Sequence[bytes]) -> int:
     """What there is to do at the least, from images in memory; returns how many."""
-    for number, content in enumerate(stored):
+    for content, draws in zip(stored, cropping.draw(0, 0, np.arange(len(stored))), strict=True):
         pixels = decode(content)
         height, width, _ = pixels.shape
-        [draws] = cropping.draw(0, 0, np.array([number]))
         cropping.resized(pixels, cropping.random_crop(draws, height, width), SIZE)
     return len(stored)
 

@@ -1,7 +1,8 @@
 """Start-up on an index of 100,000 shards of 1,000 samples: what the launcher does once, and then each rank.
 
-The launcher reads the index and writes down what ranks need; a rank opens that, divides the samples up, and knows the
-first batch of an epoch, shuffled, and the one in its middle. No shard is there to be opened.
+The launcher reads the index, with all that an index of ours has, writes down what ranks need, and looks it over; a rank
+opens that, divides the samples up, and knows the first batch of an epoch, shuffled, and the one in its middle. No shard
+is there to be opened. What a run reads the index once more for, to know whether its data are the same, is not in it.
 """
 
 from __future__ import annotations
@@ -14,24 +15,32 @@ import torch
 from benchmarks.measuring import Options, Result, Target
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_prepared
+from flyte_ddp.datasets.prepared import check_prepared
 from flyte_ddp.hardware import detect
 from flyte_ddp.loading import open_splits
 from flyte_ddp.settings import Settings
 from flyte_ddp.shards.index import Shard, ShardIndex, index_json
 
-SAMPLES, SIZE = 1000, 40_000_000  # of each shard; the second in bytes
+SAMPLES, SIZE, TABLE = 1000, 40_000_000, 9_000  # of each shard; the last two in bytes
 
 
 def measure(options: Options) -> Result:
     """All of it, in one process that has imported what it needs."""
     shards = 1000 if options.quick else 100_000
-    result = Result(settings={"shards": shards, "samples_per_shard": SAMPLES, "batch_size": 1024, "num_ranks": 8})
+    result = Result(settings={"shards": shards, "samples_per_shard": SAMPLES, "batch_size": 1024})
     index = options.folder / "train.json"
     listed = [
-        Shard(url=f"{options.folder}/train-{number:06d}.tar", samples=SAMPLES, size=SIZE, sha256=f"{number:064x}")
+        Shard(
+            url=f"{options.folder}/train-{number:06d}.tar",
+            samples=SAMPLES,
+            size=SIZE,
+            md5=f"{number:032x}",
+            sha256=f"{number:064x}",
+            table=("", number * TABLE, TABLE, f"{number:032x}"),
+        )
         for number in range(shards)
     ]
-    index.write_bytes(index_json(ShardIndex("train", listed, classes=("a", "b")), str(options.folder), ""))
+    index.write_bytes(index_json(ShardIndex("train", listed, classes=("a", "b")), str(options.folder), "train.tables"))
     hp = Hyperparameters(dataset=f"shards:{index}", batch_size=1024, num_ranks=1)
     for repeat in range(options.number(7)):
         launcher, rank = start_up(hp, options.folder / f"prepared-{repeat}")
@@ -46,6 +55,7 @@ def start_up(hp: Hyperparameters, folder: Path) -> tuple[float, float]:
     """Seconds of the launcher and of a rank."""
     begin = time.perf_counter()
     prepared = fetch(hp.dataset, "", folder, progress="off")
+    check_prepared(prepared, hp, ranks=1, workers=1)
     middle = time.perf_counter()
     settings = Settings(progress="off", cache_folder=folder / "cache", loader_threads=1)
     splits = open_splits(open_prepared(prepared), hp, detect(hp), torch.device("cpu"), settings)

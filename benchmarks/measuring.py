@@ -13,7 +13,19 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("torch", "torchvision", "flytekit", "lightning", "wandb", "numpy")
+PACKAGES = (
+    "torch",
+    "torchvision",
+    "torchcodec",
+    "pillow",
+    "flytekit",
+    "lightning",
+    "wandb",
+    "numpy",
+    "webdataset",
+    "wids",
+    "litdata",
+)
 
 
 @dataclass(frozen=True)

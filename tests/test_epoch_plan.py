@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from flyte_ddp import sampling
+from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
+from flyte_ddp.loading.opening import orders_of
 from flyte_ddp.shard_order import ShardOrder, ShardSplits
+from flyte_ddp.shards.__main__ import shards as shards_command
 from flyte_ddp.shards.epoch_plan import plan_epoch
+from flyte_ddp.shards.index import read_index
 from flyte_ddp.shards.planning import PlanRequest, planned
 from flyte_ddp.shards.stream_readers import Gang
 
@@ -22,13 +30,15 @@ from flyte_ddp.shards.stream_readers import Gang
     batch_size=st.integers(1, 40),
     lanes=st.integers(1, 9),
     epoch=st.integers(0, 2),
+    weight=st.sampled_from([1.0, 0.5, 3.0]),
 )
-def test_the_plan_is_what_happens(counts, nodes, ranks, batch_size, lanes, epoch) -> None:
+def test_the_plan_is_what_happens(counts, nodes, ranks, batch_size, lanes, epoch, weight) -> None:
     counts = np.array(counts, dtype=np.int64)
     sizes = counts * 1000 + 7
-    order = ShardOrder(ShardSplits(counts, 0.1, 0.0, 0), "training", np.ones(len(counts)), 0, lanes)
+    splits, weights = ShardSplits(counts, 0.1, 0.2, 0), np.resize([1.0, weight], len(counts))
+    order = ShardOrder(splits, "training", weights, 0, lanes)
     assume(len(order) and batch_size >= nodes * ranks)
-    plan = plan_epoch(order, sizes, Gang(nodes=nodes, ranks_per_node=ranks), batch_size, epoch)
+    plan = plan_epoch(order, sizes, Gang(nodes=nodes, ranks_per_node=ranks), batch_size, epoch, test_batch_size=3)
     shard_of = np.repeat(np.arange(len(counts)), counts)
     samples, read, steps = np.zeros(nodes * ranks, dtype=int), [set[int]() for _ in range(nodes)], 0
     for batch in order.batches(epoch, batch_size):
@@ -41,6 +51,39 @@ def test_the_plan_is_what_happens(counts, nodes, ranks, batch_size, lanes, epoch
     assert [plan.share(rank) for rank in range(nodes * ranks)] == samples.tolist()
     assert plan.shards.tolist() == [len(shards) for shards in read]
     assert plan.bytes_read.tolist() == [sum(int(sizes[shard]) for shard in shards) for shards in read]
+    assert plan.weighted == bool((order.taken != order.available).any())
+    evaluated = [0] * nodes
+    for held_out in (ShardOrder(splits, split, np.ones(len(counts))) for split in ("validation", "test")):
+        of_nodes = [set[int]() for _ in range(nodes)]
+        batches = np.arange(-(-len(held_out) // 3))
+        for rank in range(nodes * ranks):
+            for number in sampling.share(batches, rank, nodes * ranks).tolist():
+                found = held_out.samples(slice(3 * number, min(3 * number + 3, len(held_out))))
+                of_nodes[rank // ranks] |= set(shard_of[found].tolist())
+        evaluated = [
+            total + sum(int(sizes[shard]) for shard in shards)
+            for total, shards in zip(evaluated, of_nodes, strict=True)
+        ]
+    assert plan.bytes_evaluated.tolist() == evaluated
+
+
+@pytest.mark.parametrize(("test_dataset", "test_fraction"), [("", 0.1), ("shards:elsewhere", 0.0)])
+def test_the_command_plans_what_training_does(tmp_path: Path, test_dataset: str, test_fraction: float) -> None:
+    """With parts of other weights, and with a test set or a tenth held out; against the order that training makes."""
+    for name in ("one", "two"):
+        shards = [{"url": f"/{name}/{number}.tar", "nsamples": 100, "filesize": 10} for number in range(10)]
+        (tmp_path / f"{name}.json").write_text(json.dumps({"wids_version": 1, "name": name, "shardlist": shards}))
+    parts = [{"source_url": f"{tmp_path}/one.json", "weight": 3}, {"source_url": f"{tmp_path}/two.json", "weight": 0.5}]
+    (tmp_path / "both.json").write_text(json.dumps({"wids_version": 1, "datasets": parts}))
+    hp = Hyperparameters(dataset=f"shards:{tmp_path}/both.json", test_dataset=test_dataset, batch_size=100)
+    order = orders_of(read_index(str(tmp_path / "both.json")), hp, test_fraction)["training"]
+    command = ["plan", str(tmp_path / "both.json"), "--batch-size", "100", "--test-fraction", str(test_fraction)]
+    said = CliRunner().invoke(shards_command, command)
+    assert said.exit_code == 0
+    assert f"{len(order):,} an epoch; {len(order):,} to {len(order):,} a rank" in said.output
+    assert f"{len(list(order.batches(0, 100)))} on every rank" in said.output
+    assert "as the weights say" in said.output
+    assert "an evaluation" in said.output
 
 
 def test_a_hundred_thousand_shards_and_ten_thousand_ranks() -> None:
@@ -49,8 +92,8 @@ def test_a_hundred_thousand_shards_and_ten_thousand_ranks() -> None:
     )
     (text,) = planned(request)
     assert "1,250 nodes x 8 = 10,000" in text
-    assert "4,500 on every rank" in text  # 90,000,000 / 20,000
-    assert "9,000 to 9,000 a rank" in text
+    assert "4,050 on every rank" in text  # 0.9 x 90,000,000 / 20,000
+    assert "8,100 to 8,100 a rank" in text
 
 
 def test_the_streams_of_the_same_numbers_are_refused_where_ddp_would_hang() -> None:

@@ -221,10 +221,9 @@ def orders_of(source: ShardIndex | ImageList, hp: Hyperparameters, test_fraction
     """The samples of the three splits."""
     if isinstance(source, ShardIndex):
         parts = splits_of(source, hp, test_fraction)
-        weights = np.array([source.parts[shard.part].weight for shard in source.shards])
         even, remote = np.ones(len(source.shards)), bool(source.remote.any())
         return {
-            "training": ShardOrder(parts, "training", weights, hp.seed, hp.shuffle_shards, remote=remote),
+            "training": ShardOrder(parts, "training", source.weights, hp.seed, hp.shuffle_shards, remote=remote),
             "validation": ShardOrder(parts, "validation", even, remote=remote),
             "test": ShardOrder(parts, "test", even, remote=remote),
         }

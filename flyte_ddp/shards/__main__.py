@@ -10,6 +10,7 @@ import click
 
 from flyte_ddp.datasets.progress import MODES
 from flyte_ddp.errors import UserError
+from flyte_ddp.shard_order import TEST_FRACTION
 
 PROGRESS = click.option("--progress", type=click.Choice(MODES), default="auto")
 
@@ -123,7 +124,10 @@ def pack(
 @click.option("--ranks", default=1, help="Ranks of each node.")
 @click.option("--batch-size", default=128, help="Of all ranks together; with --stream of each one.")
 @click.option("--shuffle-shards", default=16, help="As the hyperparameter.")
+@click.option("--accumulation-steps", default=1, help="As the hyperparameter.")
 @click.option("--validation-fraction", default=0.1, help="As the hyperparameter.")
+@click.option("--test-fraction", default=TEST_FRACTION, help="Held out for testing; 0 where there is a test_dataset.")
+@click.option("--seed", default=0, help="As the hyperparameter.")
 @click.option("--stream", is_flag=True, help="Plan a stream in webdataset's way, as simdist.py does.")
 @click.option("--workers", default=0, help="Of a stream: loader processes of each rank.")
 @click.option("--nbatches", type=int, help="Of a stream: cut each rank off after so many batches.")

@@ -1,7 +1,8 @@
 """What each node and rank does in an epoch of training from shards, computed from the index alone.
 
 Here, other than with streams (:mod:`flyte_ddp.shards.stream_plan`), all ranks get the same number of batches and every
-sample comes once, whatever the numbers; what there is to plan is how much each node reads and has to keep.
+sample comes once (or as often as the weight of its part says), whatever the numbers; what there is to plan is how much
+each node reads and has to keep.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from flyte_ddp import sampling
 from flyte_ddp.errors import UserError
-from flyte_ddp.shard_order import ShardOrder, ShardSplits, lanes_of_rank
+from flyte_ddp.shard_order import TEST_FRACTION, ShardOrder, ShardSplits, WholeShardSplits, lanes_of_rank
 from flyte_ddp.shards.stream_readers import Gang
 
 
@@ -31,7 +32,9 @@ class EpochPlan:
         ragged: samples in the last one, if it is smaller; else 0.
         shards: that each node reads in the planned epoch, [nodes].
         bytes_read: by each node in the planned epoch, [nodes], each shard once; None if the sizes are not known.
-        bytes_cached: that each node should have room for, so that it fetches no shard twice, [nodes]; None likewise.
+        bytes_cached: that each node should have room for, so that training fetches no shard twice, [nodes]; None
+            likewise.
+        bytes_evaluated: that an evaluation reads from on each node, as it holds out a part of each shard, [nodes].
 
     """
 
@@ -43,6 +46,8 @@ class EpochPlan:
     shards: NDArray[np.int64]
     bytes_read: NDArray[np.int64] | None
     bytes_cached: NDArray[np.int64] | None
+    bytes_evaluated: NDArray[np.int64] | None = None
+    weighted: bool = False
 
     def share(self, rank: int) -> int:
         """How many samples of an epoch a rank gets."""
@@ -58,18 +63,30 @@ class EpochPlan:
             "ranks": f"{gang.nodes:,} nodes x {gang.ranks_per_node:,} = {ranks:,}",
             "steps an epoch": f"{self.steps:,} on every rank"
             + (f", the last of {self.ragged:,}" if self.ragged else ""),
-            "samples": f"{self.samples:,} an epoch, each once; {shares} a rank",
-            "dropped, repeated": "none",
+            "samples": f"{self.samples:,} an epoch; {shares} a rank",
+            "dropped, repeated": "as the weights say" if self.weighted else "none, each sample comes once",
             "shards a node": f"{self.shards.min():,} to {self.shards.max():,} of an epoch",
         }
-        for what, numbers in {"bytes read": self.bytes_read, "cache wanted": self.bytes_cached}.items():
-            if numbers is not None:
+        rows_of_bytes = {
+            "bytes read": self.bytes_read,
+            "cache wanted": self.bytes_cached,
+            "an evaluation": self.bytes_evaluated,
+        }
+        for what, numbers in rows_of_bytes.items():
+            if numbers is not None and numbers.any():
                 rows[what] = f"{numbers.min():,} to {numbers.max():,} bytes a node"
         return "\n".join(f"{name:<18} {value}" for name, value in rows.items())
 
 
 def plan_epoch(
-    order: ShardOrder, sizes: NDArray[np.int64] | None, gang: Gang, batch_size: int, epoch: int = 0
+    order: ShardOrder,
+    sizes: NDArray[np.int64] | None,
+    gang: Gang,
+    batch_size: int,
+    epoch: int = 0,
+    *,
+    accumulation_steps: int = 1,
+    test_batch_size: int = 250,
 ) -> EpochPlan:
     """Computes what each node reads in an epoch.
 
@@ -79,6 +96,7 @@ def plan_epoch(
         gang: nodes and ranks.
         batch_size: samples of a global batch, over all ranks.
         epoch: which one.
+        accumulation_steps, test_batch_size: as the hyperparameters.
 
     Raises:
         UserError: there are no samples, or fewer in a batch than there are ranks.
@@ -95,7 +113,8 @@ def plan_epoch(
         shards = np.unique(np.concatenate([*shards_of(order, batch_size, gang, node, epoch), ragged[node]]))
         found.append((len(shards), 0 if sizes is None else int(sizes[shards].sum())))
     counts, read = (np.array(column, dtype=np.int64) for column in zip(*found, strict=True))
-    wanted = 0 if sizes is None else cache_wanted(sizes, gang, order.lanes)
+    parts = min(accumulation_steps, batch_size)
+    wanted = 0 if sizes is None else cache_wanted(sizes, gang, order.lanes, parts)
     return EpochPlan(
         gang=gang,
         batch_size=batch_size,
@@ -105,7 +124,26 @@ def plan_epoch(
         shards=counts,
         bytes_read=None if sizes is None else read,
         bytes_cached=None if sizes is None else np.minimum(wanted, read),
+        bytes_evaluated=None if sizes is None else evaluated(order.splits, sizes, gang, test_batch_size),
+        weighted=bool((order.taken != order.available).any()),
     )
+
+
+def evaluated(
+    splits: ShardSplits | WholeShardSplits, sizes: NDArray[np.int64], gang: Gang, batch_size: int
+) -> NDArray[np.int64]:
+    """[nodes] bytes of the shards that an evaluation needs on each node, which has a stretch of each split."""
+    total = np.zeros(gang.nodes, dtype=np.int64)
+    for split in ("validation", "test"):
+        ends = np.cumsum(splits.sizes[split])
+        batches = -(-int(ends[-1]) // batch_size)
+        for node in range(gang.nodes):
+            first, last = (first_place(batches, rank * gang.ranks_per_node, gang.ranks) for rank in (node, node + 1))
+            start, end = first * batch_size, min(last * batch_size, int(ends[-1]))
+            if start < end:
+                touched_ = slice(np.searchsorted(ends, start, "right"), np.searchsorted(ends, end - 1, "right") + 1)
+                total[node] += int(sizes[touched_][splits.sizes[split][touched_] > 0].sum())
+    return total
 
 
 def cache_wanted(sizes: NDArray[np.int64], gang: Gang, lanes: int, parts: int = 1) -> int:
@@ -168,11 +206,19 @@ def plan_training(
     *,
     batch_size: int,
     shuffle_shards: int = 16,
+    accumulation_steps: int = 1,
     validation_fraction: float = 0.1,
-    test_fraction: float = 0.0,
+    test_fraction: float = TEST_FRACTION,
     seed: int = 0,
+    weights: NDArray[np.float64] | None = None,
 ) -> EpochPlan:
-    """:func:`plan_epoch` for hyperparameters of the same names."""
+    """:func:`plan_epoch` for hyperparameters of the same names.
+
+    Args:
+        test_fraction: held out for testing; 0 where there is a ``test_dataset``.
+        weights: [shards] of the parts of the index that they belong to; 1 each by default.
+    """
     splits = ShardSplits(counts, validation_fraction, test_fraction, seed)
-    order = ShardOrder(splits, "training", np.ones(len(counts)), seed, shuffle_shards)
-    return plan_epoch(order, sizes, gang, batch_size)
+    weights = np.ones(len(counts)) if weights is None else weights
+    order = ShardOrder(splits, "training", weights, seed, shuffle_shards)
+    return plan_epoch(order, sizes, gang, batch_size, accumulation_steps=accumulation_steps)

@@ -84,6 +84,11 @@ class ShardIndex:
         return np.cumsum(self.counts)
 
     @cached_property
+    def weights(self) -> NDArray[np.float64]:
+        """[shards] those of the parts that they belong to."""
+        return np.array([self.parts[shard.part].weight for shard in self.shards])
+
+    @cached_property
     def remote(self) -> NDArray[np.bool_]:
         """[shards] whether each is on another machine, by the look of its address: asking of each would take long."""
         return np.array(["://" in shard.url and not shard.url.startswith("file:") for shard in self.shards])

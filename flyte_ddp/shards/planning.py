@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.errors import UserError
+from flyte_ddp.shard_order import TEST_FRACTION
 from flyte_ddp.shards.epoch_plan import plan_training
 from flyte_ddp.shards.index import read_index
 from flyte_ddp.shards.stream_plan import plan_streams
@@ -27,7 +28,10 @@ class PlanRequest:
     ranks: int = 1
     batch_size: int = 128
     shuffle_shards: int = 16
+    accumulation_steps: int = 1
     validation_fraction: float = 0.1
+    test_fraction: float = TEST_FRACTION
+    seed: int = 0
     stream: bool = False
     workers: int = 0
     nbatches: int | None = None
@@ -44,7 +48,7 @@ def planned(request: PlanRequest) -> Iterator[str]:
     Raises:
         UserError: DDP would hang (after the plan itself), or numbers that cannot be planned with.
     """
-    counts, sizes = described(request)
+    counts, sizes, weights = described(request)
     gang = Gang(nodes=request.nodes, ranks_per_node=request.ranks)
     if not request.stream:
         plan = plan_training(
@@ -53,7 +57,11 @@ def planned(request: PlanRequest) -> Iterator[str]:
             gang,
             batch_size=request.batch_size,
             shuffle_shards=request.shuffle_shards,
+            accumulation_steps=request.accumulation_steps,
             validation_fraction=request.validation_fraction,
+            test_fraction=request.test_fraction,
+            seed=request.seed,
+            weights=weights,
         )
         yield plan.describe()
         return
@@ -76,14 +84,14 @@ def planned(request: PlanRequest) -> Iterator[str]:
     stream.refuse()
 
 
-def described(request: PlanRequest) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
-    """[shards] samples and bytes, from an index or from numbers."""
+def described(request: PlanRequest) -> tuple[NDArray[np.int64], NDArray[np.int64] | None, NDArray[np.float64]]:
+    """[shards] samples, bytes and weights, from an index or from numbers."""
     if (request.index is None) == (request.shards is None):
         raise UserError(f"index={request.index}, shards={request.shards}: give an index, or --shards with --samples")
     if request.index is not None:
         index = read_index(request.index)
-        return index.counts, index.sizes if (index.sizes >= 0).all() else None
+        return index.counts, index.sizes if (index.sizes >= 0).all() else None, index.weights
     if request.shards is None or request.shards < 1 or request.samples is None or request.samples < 1:
         raise UserError(f"shards={request.shards}, samples={request.samples}: both must be at least 1")
     sizes = None if request.size is None else np.full(request.shards, request.size, dtype=np.int64)
-    return np.full(request.shards, request.samples, dtype=np.int64), sizes
+    return np.full(request.shards, request.samples, dtype=np.int64), sizes, np.ones(request.shards)
