@@ -84,7 +84,8 @@ class Hyperparameters(DataClassJsonMixin):
     )
     bad_samples: int = setting(
         0,
-        "Images on each rank that may be impossible to decode; the next one that can be takes the place of each.",
+        "Images, on all ranks together, that may be impossible to decode: the next one of the same shard that can be "
+        "takes the place of each. A stream leaves them out, so many for each worker.",
         at_least=0,
     )
     validation_fraction: float = setting(

@@ -20,6 +20,7 @@ from flyte_ddp.distributed import rank, world_size
 from flyte_ddp.errors import UserError
 from flyte_ddp.evaluate import Evaluation, evaluate
 from flyte_ddp.job import Job
+from flyte_ddp.loading.facts import check_bad_samples
 from flyte_ddp.optimisation import learning_rate
 from flyte_ddp.recording import Recorder
 from flyte_ddp.selection import Selection
@@ -52,6 +53,7 @@ def train(job: Job, offer_saving: Callable[[Callable[[], int]], None] = lambda _
                     train_step(state, batch, recorder)
                 state.loss_watch.catch_up()
                 evaluation = evaluate_splits(state) if evaluation_is_due(state) else None
+                check_bad_samples(state.splits, hp)
                 with state.changing():
                     state.epoch += 1
                     if evaluation is not None:

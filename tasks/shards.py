@@ -9,20 +9,31 @@ from typing import List, Optional
 from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 
-from flyte_ddp.errors import UserError
+from flyte_ddp.errors import UserError, unknown_name
 from flyte_ddp.settings import from_environment
+from flyte_ddp.shards.plan_request import PlanRequest
 from tasks import places, pods, recovery
 
 
 @task(**pods.light_pod(), retries=2)
 @recovery.retried()
 def pack_shards(
-    source: str, split: str = "train", name: str = "train", samples_per_shard: int = 1000, seed: int = 0
+    source: str,
+    split: str = "train",
+    name: str = "train",
+    samples_per_shard: int = 1000,
+    seed: int = 0,
+    order: str = "mixed",
 ) -> FlyteDirectory:
-    """Pack images into shards with an index: a folder of class/name.jpg, a data set by its name, or one's own."""
+    """Pack images into shards with an index: a folder of class/name.jpg, a data set by its name, or one's own.
+
+    Their order is mixed by the seed, or their own.
+    """
     from flyte_ddp.shards.packing import pack_source
 
     pods.check_code()
+    if order not in ("mixed", "own"):
+        raise unknown_name("order", order, ("mixed", "own"))
     folder = places.new_folder("shards")
     pack_source(
         source,
@@ -30,7 +41,7 @@ def pack_shards(
         split=split,
         name=name,
         per_shard=samples_per_shard,
-        seed=seed,
+        seed=seed if order == "mixed" else None,
         progress=from_environment().progress,
     )
     places.tell("packed into", {folder / f"{name}.json": f"the index, a data set: shards:{folder / name}.json"})
@@ -111,24 +122,9 @@ def sample_shards(index: str, number: int) -> FlyteDirectory:
 
 @task(**pods.light_pod(), retries=2)
 @recovery.retried()
-def plan_shards(
-    index: str,
-    nodes: int = 1,
-    ranks: int = 1,
-    batch_size: int = 128,
-    shuffle_shards: int = 16,
-    validation_fraction: float = 0.1,
-) -> str:
-    """Say how many batches each rank gets, and what each node reads and caches; no shard is opened."""
-    from flyte_ddp.shards.planning import PlanRequest, planned
+def plan_shards(request: PlanRequest) -> str:
+    """Say how many batches each rank gets, what nodes read and cache, and whether DDP would hang."""
+    from flyte_ddp.shards.planning import planned
 
     pods.check_code()
-    request = PlanRequest(
-        index=index,
-        nodes=nodes,
-        ranks=ranks,
-        batch_size=batch_size,
-        shuffle_shards=shuffle_shards,
-        validation_fraction=validation_fraction,
-    )
     return "\n".join(planned(request))

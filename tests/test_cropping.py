@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from torchvision.transforms import v2
 
 from flyte_ddp.loading import cropping, decoding
 from flyte_ddp.loading.decoding import DecodingError
+from flyte_ddp.loading.facts import Facts
 
 SAMPLES = np.arange(4000)
 
@@ -127,6 +129,26 @@ def test_both_decoders_give_the_same_image(content: bytes) -> None:
     assert ours.shape == theirs.shape
     assert np.abs(ours - theirs).max() <= 1
     assert ours.std() > 10
+
+
+@pytest.mark.parametrize("error", [ImportError, OSError, RuntimeError])
+def test_where_torchcodec_cannot_be_loaded_pillow_decodes(monkeypatch: pytest.MonkeyPatch, error: type) -> None:
+    class Broken:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name.startswith("torchcodec"):
+                raise error(f"no {name}")
+
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchcodec"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
+    decoding.decoder.cache_clear()
+    try:
+        assert decoding.decoder() is decoding.with_pillow
+        assert decoding.decoder_name() == "Pillow"
+        assert "torchcodec, which is faster, is not there" in Facts(decoding.decoder_name()).describe()[0]
+        assert np.array_equal(decoding.decode(encoded(picture(9, 7), "PNG")), np.array(picture(9, 7)))
+    finally:
+        decoding.decoder.cache_clear()
 
 
 def test_16_bits_are_scaled_whatever_the_format_and_floats_are_refused() -> None:

@@ -325,8 +325,9 @@ class TestBadSamples:
         for result in (one, two):
             assert [note.startswith(bad) for note in notes(result)] == [False, True]
             assert all(note in html.unescape(result.report.read_text()) for note in notes(result))
-        with pytest.raises(UserError, match="3 such samples, and bad_samples=2 are allowed"):
-            train(replace(hp, bad_samples=2), tmp_path / "too many")
+        for ranks in (1, 3):  # of three ranks none may have met more than one
+            with pytest.raises(UserError, match="3 such samples, and bad_samples=2 are allowed"):
+                train(replace(hp, bad_samples=2, num_ranks=ranks), tmp_path / f"too many {ranks}")
 
     @pytest.mark.parametrize(
         ("members", "word"),

@@ -19,7 +19,8 @@ from flyte_ddp.shard_order import ShardOrder, ShardSplits
 from flyte_ddp.shards.__main__ import shards as shards_command
 from flyte_ddp.shards.epoch_plan import plan_epoch
 from flyte_ddp.shards.index import read_index
-from flyte_ddp.shards.planning import PlanRequest, planned
+from flyte_ddp.shards.plan_request import PlanRequest
+from flyte_ddp.shards.planning import planned
 from flyte_ddp.shards.stream_readers import Gang
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import cli
@@ -32,7 +33,8 @@ def test_from_a_folder_of_images_to_a_model(tmp_path: Path) -> None:
 
     shown = cli.pyflyte("run", SHARD_TASKS, "show_shards", "--index", str(index), home=tmp_path)
     assert "60 (10 a shard)" in shown.output
-    planned = cli.pyflyte("run", SHARD_TASKS, "plan_shards", "--index", str(index), "--ranks", "2", home=tmp_path)
+    request = json.dumps({"index": str(index), "ranks": 2})
+    planned = cli.pyflyte("run", SHARD_TASKS, "plan_shards", "--request", request, home=tmp_path)
     assert "1 nodes x 2 = 2" in planned.output
     sample = cli.pyflyte("run", SHARD_TASKS, "sample_shards", "--index", str(index), "--number", "3", home=tmp_path)
     assert sample.exit_code == 0, sample.output

@@ -18,15 +18,17 @@ import inline
 import numpy as np
 import pytest
 import torch
+from file_server import FileServer
 from processes import living_with
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
 from flyte_ddp.errors import UserError
-from flyte_ddp.loading.streams import Passes, RankStream, Samples, StreamImages, StreamOrder
+from flyte_ddp.loading.streams import Decoded, Passes, RankStream, Samples, StreamImages, StreamOrder
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.settings import Settings
 from flyte_ddp.shards.cache import ShardCache
+from flyte_ddp.shards.dataset import ShardReader
 from flyte_ddp.shards.index import ShardIndex, read_index
 from flyte_ddp.shards.packing import pack, pack_source
 from flyte_ddp.tracking import read_metrics
@@ -83,7 +85,8 @@ def test_a_pass_reads_every_shard_once_from_its_beginning_and_each_pass_in_anoth
     passes = [[shard for _, shard in itertools.islice(Passes(options)(), 20 * n, 20 * (n + 1))] for n in range(3)]
     assert all(sorted(found) == list(range(20)) for found in passes)
     assert len({tuple(found) for found in passes}) == 3
-    samples = [found.name for _, found in itertools.islice(Samples(options)(iter([(0, 7), (0, 3)])), 2 * PER_SHARD)]
+    stored = itertools.islice(Samples(options)(iter([(0, 7), (0, 3)])), 2 * PER_SHARD)
+    samples = [found.sample.name for found in stored]
     assert len(set(samples)) == 2 * PER_SHARD
     assert all("train-000007" in name for name in samples[:PER_SHARD])
     assert all("train-000003" in name for name in samples[PER_SHARD:])
@@ -200,6 +203,44 @@ def test_a_sample_that_cannot_be_used_is_one_clear_error(tmp_path: Path, workers
     with pytest.raises(UserError, match=r"^sample '\d+' in shard .*tar cannot be decoded: .*bad_samples$"):
         images.gather(np.arange(3), 0)
     images.close()
+
+
+def test_samples_that_are_all_allowed_to_be_bad_are_an_error_all_the_same(tmp_path: Path) -> None:
+    """For an endless stream would look for a good one for ever."""
+    contents = {".jpg": b"no image", ".cls": b"1"}
+    pack(lambda number: (f"{number}", contents), 12, tmp_path, classes=["a", "b"], per_shard=3, progress="off")
+    images = StreamImages(options_of(tmp_path, classes=2, bad_samples=50), torch.device("cpu"))
+    with pytest.raises(
+        UserError, match=r"^sample '\d+' in shard .*: no sample of its worker can be decoded \(of no known"
+    ):
+        images.gather(np.arange(3), 0)
+    images.close()
+
+
+def test_an_image_that_is_damaged_in_the_cache_is_fetched_again(
+    shards: Path, server: FileServer, tmp_path: Path
+) -> None:
+    server.files = {path.name: path.read_bytes() for path in shards.iterdir()}
+    options = options_of(shards, index=read_index(f"{server.url}/train.json"), cache=ShardCache(tmp_path / "cache"))
+    reader = ShardReader(options.index, options.cache)
+    reader.read(0)
+    reader.close()
+    [cached] = (tmp_path / "cache").glob("*.tar")
+    content = bytearray(cached.read_bytes())
+    content[content.index(b"IDAT") + 8] ^= 0xFF  # of the first image's pixels
+    cached.write_bytes(content)
+    [(healed, _)] = itertools.islice(Decoded(options)(Samples(options)(iter([(0, 0)]))), 1)
+    [(whole, _)] = itertools.islice(Decoded(options)(Samples(options_of(shards))(iter([(0, 0)]))), 1)
+    assert torch.equal(healed, whole)
+    assert server.counts[options.index.shards[0].url.rpartition("/")[2]] == 2
+
+
+def test_weights_are_refused(shards: Path, tmp_path: Path) -> None:
+    parts = [{"source_url": f"{shards}/train.json", "weight": 2}]
+    (tmp_path / "weighted.json").write_text(json.dumps({"wids_version": 1, "datasets": parts}))
+    hp = replace(BASE, dataset=f"stream:{tmp_path}/weighted.json", num_classes=10)
+    with pytest.raises(UserError, match="has weight 2, and a stream goes through all parts alike; take shards:ADDRESS"):
+        train(hp, tmp_path, loader_threads=1, launch=lambda *_, **__: pytest.fail("a rank was started"))
 
 
 def test_a_shard_that_cannot_be_had_is_one_clear_error(shards: Path) -> None:

@@ -59,9 +59,9 @@ def named(dataset: str) -> Dataset:
 def fingerprint(dataset: str, source: str, test_dataset: str = "") -> str:
     """A short text, also fit for a file name, that changes exactly when the data's content does.
 
-    It takes milliseconds and no download: published data sets are named by their digests, of a mirror only its
-    ``SHA256SUMS`` is read. For ``package.module:callable`` it covers the callable's source and the source's content,
-    for shards their index and its address, for a folder of images its address and the list of its files.
+    It takes no download of data: published data sets are named by their digests, of a mirror only its ``SHA256SUMS`` is
+    read. For ``package.module:callable`` it covers the callable's source and the source's content, for shards their
+    index and its address, for a folder of images its address and the list of its files, which are read for that.
 
     Raises:
         UserError: an unknown data set, or a source that is not there.

@@ -39,8 +39,8 @@ class ImageList:
         try:
             content = storage.retried(address, storage.read)
         except storage.UnavailableError as failure:
-            message = f"image {address}: cannot be read ({failure}), though it was there when listed"
-            raise failure.explained(message) from None
+            message = f"image {address}: cannot be read ({failure}), though it was listed"
+            raise failure.explained(f"{message}; run again to list what is there now") from None
         if len(content) != self.sizes[number]:
             raise UserError(
                 f"image {address}: has {len(content):,} bytes, and {self.sizes[number]:,} when it was listed; "
@@ -65,7 +65,9 @@ def list_images(address: str) -> ImageList:
     try:
         entries = storage.retried(address, lambda where: list(storage.list_files(where)))
     except storage.UnavailableError as failure:
-        raise failure.explained(f"image folder {address}: cannot be listed ({failure}); check the address") from None
+        raise failure.explained(
+            f"image folder {address}: cannot be listed ({failure}); check address and server"
+        ) from None
     found = sorted((entry for entry in entries if is_image(entry.name)), key=lambda entry: entry.name)
     if not found:
         raise UserError(

@@ -6,7 +6,6 @@ import importlib.util
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from flyte_ddp.catalog import encoded_kind
 from flyte_ddp.config import Hyperparameters
@@ -46,7 +45,7 @@ def check_prepared(
     if not isinstance(data, EncodedSet) or not isinstance(data.train, ShardIndex):
         return []
     if encoded_kind(hp.dataset) == "stream":
-        check_stream(data.train.counts, hp, own_test=data.test is not None, ranks=ranks, workers=workers)
+        check_stream(data.train, hp, own_test=data.test is not None, ranks=ranks, workers=workers)
         return []
     return cautions(data.train, hp, Gang(nodes=1, ranks_per_node=ranks), cache_bytes)
 
@@ -67,15 +66,21 @@ def cautions(index: ShardIndex, hp: Hyperparameters, gang: Gang, cache_bytes: in
     return []
 
 
-def check_stream(counts: NDArray[np.int64], hp: Hyperparameters, *, own_test: bool, ranks: int, workers: int) -> None:
-    """Refuses, before a rank starts, a stream of which some worker would have nothing.
+def check_stream(index: ShardIndex, hp: Hyperparameters, *, own_test: bool, ranks: int, workers: int) -> None:
+    """Refuses, before a rank starts, a stream of which some worker would have nothing, or whose parts have weights.
 
     Raises:
         UserError: with the numbers.
     """
     if importlib.util.find_spec("webdataset") is None:
         raise UserError(f"dataset={hp.dataset!r}: streams need webdataset, which is not there; pip install webdataset")
-    splits = WholeShardSplits(counts, hp.validation_fraction, 0.0 if own_test else TEST_FRACTION, hp.seed)
+    for part in index.parts:
+        if part.weight != 1:
+            raise UserError(
+                f"dataset={hp.dataset!r}: its part {part.name!r} has weight {part.weight:g}, and a stream goes through "
+                "all parts alike; take shards:ADDRESS, or an index without weights"
+            )
+    splits = WholeShardSplits(index.counts, hp.validation_fraction, 0.0 if own_test else TEST_FRACTION, hp.seed)
     training, readers = np.count_nonzero(splits.sizes["training"]), ranks * max(1, workers)
     if training < readers:
         raise UserError(

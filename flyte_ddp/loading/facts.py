@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
+
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.errors import UserError
+
+if TYPE_CHECKING:
+    from flyte_ddp.loading.opening import Splits
 
 FEW = 5  # names that are given
 
@@ -29,11 +36,14 @@ class Facts:
         """Sentences for the report."""
         said = []
         if self.decoder:
-            slower = "; torchcodec, which is faster, is not there" if self.decoder == "Pillow" else ""
+            slower = (
+                "; torchcodec, which is faster, is not there or cannot be loaded" if self.decoder == "Pillow" else ""
+            )
             said.append(f"Images were decoded by {self.decoder}{slower}.")
         if self.bad:
-            names = ", ".join(sorted(self.bad)[:FEW]) + (", ..." if len(self.bad) > FEW else "")
-            said.append(f"{len(self.bad):,} samples could not be decoded, and others stood in for them: {names}.")
+            said.append(
+                f"{len(self.bad):,} samples could not be decoded, and others stood in for them: {few(self.bad)}."
+            )
         again = sum(1 for times in self.fetched.values() if times > 1)
         if self.fetched:
             cause = "; the cache has no room for all of them (FLYTE_DDP_CACHE_BYTES)" if again else ""
@@ -49,6 +59,28 @@ def together(parts: Iterable[Facts]) -> Facts:
     for part in parts:
         fetched.update(part.fetched)
     return Facts(decoder, frozenset().union(*(part.bad for part in parts)), fetched)
+
+
+def check_bad_samples(splits: Splits, hp: Hyperparameters) -> None:
+    """After an epoch, in which the ranks together have seen all samples; all ranks must call it.
+
+    Raises:
+        UserError: more of them than are allowed are bad, though no rank has met so many.
+    """
+    if hp.bad_samples == 0:
+        return  # a rank has said so at once
+    bad = of_all_ranks(splits.facts()).bad
+    if len(bad) > hp.bad_samples:
+        raise UserError(
+            f"{few(bad)} cannot be decoded; {len(bad):,} such samples, and bad_samples={hp.bad_samples} are allowed; "
+            "mend or remove them, or allow more"
+        )
+
+
+def few(names: Iterable[str]) -> str:
+    """The first of many names."""
+    listed = sorted(names)
+    return ", ".join(listed[:FEW]) + (", ..." if len(listed) > FEW else "")
 
 
 def of_all_ranks(facts: Facts) -> Facts:

@@ -34,7 +34,7 @@ class ShardImages:
         self.prefetch.arrived_at(shard)
         if len(contents) < 2:  # the error says what else there is
             key, contents = self.reader.read(sample)
-        return encoded_sample(key, self.reader.index.shards[shard].url, contents)
+        return encoded_sample(key, contents, self.reader.index.shards[shard].url)
 
     def heal(self, sample: int) -> None:
         """Has the cache look at its copy of the shard, and fetch it again if it is damaged."""
@@ -57,7 +57,7 @@ class ShardImages:
         self.reader.close()
 
 
-def encoded_sample(key: str, shard: str, contents: Mapping[str, bytes]) -> Encoded:
+def encoded_sample(key: str, contents: Mapping[str, bytes], shard: str) -> Encoded:
     """The image and the label of a sample, by its members' extensions.
 
     Raises:

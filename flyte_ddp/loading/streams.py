@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import signal
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -198,21 +198,33 @@ class Passes:
             passes += 1
 
 
+class Stored(NamedTuple):
+    """A sample as it is stored, in which pass it comes, and what reads it again from a healed copy of its shard."""
+
+    passes: int
+    sample: Encoded
+    healed: Callable[[], Encoded]
+
+
 @dataclass(frozen=True)
 class Samples:
     """The samples of shards, each shard from its beginning to its end."""
 
     options: RankStream
 
-    def __call__(self, shards: Iterable[tuple[int, int]]) -> Iterator[tuple[int, Encoded]]:
-        """Yields the number of the pass and a sample as it is stored, while the next shard is fetched."""
+    def __call__(self, shards: Iterable[tuple[int, int]]) -> Iterator[Stored]:
+        """Yields samples while the next shard is fetched."""
         reader = ShardReader(self.options.index, self.options.cache, most_open=1)
         coming = sampling.looking_ahead(shards, 1, lambda item: reader.prefetch([item[1]]))
         for passes, shard in coming:
             end, url = int(reader.index.ends[shard]), reader.index.shards[shard].url
             for sample in range(end - reader.index.shards[shard].samples, end):
-                key, contents = reader.read(sample)
-                yield passes, encoded_sample(key, url, contents)
+
+                def healed(sample: int = sample, url: str = url) -> Encoded:
+                    reader.heal(sample)
+                    return encoded_sample(*reader.read(sample), url)
+
+                yield Stored(passes, encoded_sample(*reader.read(sample), url), healed)
 
 
 @dataclass(frozen=True)
@@ -221,22 +233,45 @@ class Decoded:
 
     options: RankStream
 
-    def __call__(self, samples: Iterator[tuple[int, Encoded]]) -> Iterator[tuple[Tensor, Tensor] | UserError]:
+    def __call__(self, samples: Iterator[Stored]) -> Iterator[tuple[Tensor, Tensor] | UserError]:
         """Yields images uint8 [size, size, 3] and labels; in the end, if there is one, an error."""
         options, bad = self.options, BadSamples(self.options.bad_samples)
+        number, workers = worker_of()
+        most = int(options.index.counts[number::workers].sum()) + options.buffer  # all of them have come by then
+        in_a_row = 0
         try:
-            for passes, found in samples:
+            for stored in samples:
+                found = stored.sample
                 label = checked_label(found, options.classes)
                 try:
-                    pixels = decode(found.content)
+                    pixels = decoded(stored)
                 except DecodingError as error:
                     bad.add(found.name, str(error))
+                    in_a_row += 1
+                    if in_a_row > most:
+                        raise UserError(f"{found.name}: no sample of its worker can be decoded ({error})") from None
                     continue
-                yield cropped(pixels, options, passes, found.name), torch.tensor(label)
+                in_a_row = 0
+                yield cropped(pixels, options, stored.passes, found.name), torch.tensor(label)
         except UserError as error:
             # As a value: a DataLoader would wrap the exception into pages of its own.
             for _ in range(WORKER_BATCH):
                 yield error
+
+
+def decoded(stored: Stored) -> Pixels:
+    """The pixels of a sample, after its shard was fetched again if our copy of that is damaged.
+
+    Raises:
+        DecodingError: it is damaged where it comes from.
+    """
+    try:
+        return decode(stored.sample.content)
+    except DecodingError:
+        again = stored.healed()
+        if again.content == stored.sample.content:
+            raise
+        return decode(again.content)
 
 
 def cropped(pixels: Pixels, options: RankStream, passes: int, name: str) -> Tensor:

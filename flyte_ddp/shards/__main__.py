@@ -10,7 +10,6 @@ import click
 
 from flyte_ddp.datasets.progress import MODES
 from flyte_ddp.errors import UserError
-from flyte_ddp.shard_order import TEST_FRACTION
 
 PROGRESS = click.option("--progress", type=click.Choice(MODES), default="auto")
 
@@ -126,7 +125,7 @@ def pack(
 @click.option("--shuffle-shards", default=16, help="As the hyperparameter.")
 @click.option("--accumulation-steps", default=1, help="As the hyperparameter.")
 @click.option("--validation-fraction", default=0.1, help="As the hyperparameter.")
-@click.option("--test-fraction", default=TEST_FRACTION, help="Held out for testing; 0 where there is a test_dataset.")
+@click.option("--test-fraction", default=0.1, help="Held out for testing; 0 where there is a test_dataset.")
 @click.option("--seed", default=0, help="As the hyperparameter.")
 @click.option("--stream", is_flag=True, help="Plan a stream in webdataset's way, as simdist.py does.")
 @click.option("--workers", default=0, help="Of a stream: loader processes of each rank.")
@@ -141,7 +140,8 @@ def plan(*, shards_: int | None, **options: Any) -> None:
 
     INDEX is an index; --shards, --samples and --size stand for one.
     """
-    from flyte_ddp.shards.planning import PlanRequest, planned
+    from flyte_ddp.shards.plan_request import PlanRequest
+    from flyte_ddp.shards.planning import planned
 
     for line in planned(PlanRequest(shards=shards_, **options)):
         click.echo(line)

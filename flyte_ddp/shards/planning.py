@@ -1,45 +1,18 @@
-"""The planner's command: which plan is wanted, and its words."""
+"""The planner's words."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.shard_order import TEST_FRACTION
 from flyte_ddp.shards.epoch_plan import plan_training
 from flyte_ddp.shards.index import read_index
+from flyte_ddp.shards.plan_request import PlanRequest
 from flyte_ddp.shards.stream_plan import plan_streams
 from flyte_ddp.shards.stream_readers import Gang, StreamOptions
-
-
-@dataclass(frozen=True)
-class PlanRequest:
-    """The command's options, by their names there (``python -m flyte_ddp.shards plan --help``)."""
-
-    index: str | None = None
-    shards: int | None = None
-    samples: int | None = None
-    size: int | None = None
-    nodes: int = 1
-    ranks: int = 1
-    batch_size: int = 128
-    shuffle_shards: int = 16
-    accumulation_steps: int = 1
-    validation_fraction: float = 0.1
-    test_fraction: float = TEST_FRACTION
-    seed: int = 0
-    stream: bool = False
-    workers: int = 0
-    nbatches: int | None = None
-    partial: bool = False
-    repeat: int = 1
-    dsrepeat: int = 1
-    showsplits: bool = False
-    showopen: bool = False
 
 
 def planned(request: PlanRequest) -> Iterator[str]:

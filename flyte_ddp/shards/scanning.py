@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -247,7 +248,18 @@ def verify_shard(shard: Shard, classes: int, *, decode: bool) -> list[str]:
         found = scan(shard.url, check, lambda extension: extension == ".cls" or (decode and is_image(extension)))
     except UserError as error:
         return [*damaged, error.message]
-    return [*damaged, *contradictions(shard, found, classes)]
+    return [*damaged, *incomplete(shard, found.table), *contradictions(shard, found, classes)]
+
+
+def incomplete(shard: Shard, table: SampleTable) -> Iterator[str]:
+    """Samples that have other members than most of the shard."""
+    kinds = [tuple(sorted(member.extension for member in table.members(number))) for number in range(len(table))]
+    if not kinds:
+        return
+    [(usual, _)] = Counter(kinds).most_common(1)
+    for key, found in zip(table.keys, kinds, strict=True):
+        if found != usual:
+            yield f"sample {key!r} in {shard.url}: has {', '.join(found)}, and most have {', '.join(usual)}"
 
 
 def contradictions(shard: Shard, found: Scanned, classes: int) -> Iterator[str]:

@@ -66,10 +66,22 @@ def explained() -> Iterator[None]:
     except exceptions.ClientError as error:
         status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 500)
         code = error.response.get("Error", {}).get("Code", "")
-        raise refusal(status, "" if code == str(status) else code) from None
+        failure = refusal(
+            status, " ".join(filter(None, ("" if code == str(status) else code, without_credentials(status))))
+        )
+        raise failure from None
     except exceptions.BotoCoreError as error:
         transient = isinstance(error, passing) and not isinstance(error, exceptions.SSLError)
-        raise UnavailableError(root_cause(error), transient=transient) from None
+        where = f" by {client().meta.endpoint_url}" if isinstance(error, exceptions.ConnectionError) else ""
+        raise UnavailableError(f"{root_cause(error)}{where}", transient=transient) from None
+
+
+def without_credentials(status: int) -> str:
+    """What to say of a refusal if the request was anonymous."""
+    from botocore import UNSIGNED
+
+    anonymous = client().meta.config.signature_version is UNSIGNED
+    return "(asked without credentials, as there are none)" if anonymous and status in (400, 401, 403) else ""
 
 
 def client() -> Any:

@@ -249,6 +249,16 @@ def with_a_text_for_an_image(folder: Path) -> None:
     remake_index(folder)
 
 
+def with_members_left_out(folder: Path) -> None:
+    """One has no label, one no image."""
+    whole = {".png": (folder.parent / "images" / "ant" / "0.png").read_bytes(), ".cls": b"0"}
+    contents = {f"ant/{number}": dict(whole) for number in range(5)}
+    del contents["ant/1"][".cls"]
+    del contents["ant/3"][".png"]
+    (folder / "train-000000.tar").write_bytes(shard_bytes(contents))
+    remake_index(folder)
+
+
 def remake_index(folder: Path, classes: tuple[str, ...] = ("ant", "bee")) -> None:
     paths = [str(path) for path in sorted(folder.glob("*.tar"))]
     create_index(paths, folder / "train.json", name="train", classes=classes, progress="off")
@@ -295,6 +305,13 @@ DAMAGE: dict[str, tuple[Damage, list[str]]] = {
     "missing tables": (
         lambda folder: (folder / "train.json.tables").unlink(),
         ["shard .*: the table of samples beside the index is missing or of another shard"] * 3,
+    ),
+    "members left out": (
+        with_members_left_out,
+        [
+            r"sample 'ant/1' in .*/train-000000.tar: has .png, and most have .cls, .png",
+            r"sample 'ant/3' in .*/train-000000.tar: has .cls, and most have .cls, .png",
+        ],
     ),
     "a text for an image": (
         with_a_text_for_an_image,

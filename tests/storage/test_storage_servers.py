@@ -77,7 +77,7 @@ def test_without_a_key_or_with_a_wrong_one(keyed: S3Server, monkeypatch: pytest.
     """It is one error that says so, for reading and for lists, and no second try."""
     s3_environment(keyed.endpoint, monkeypatch)
     for action in (storage.read, storage.stat, lambda address: list(storage.list_files(address))):
-        with pytest.raises(UnavailableError, match=r"HTTP 40[03]") as caught:
+        with pytest.raises(UnavailableError, match=r"HTTP 40[03].*without credentials, as there are none") as caught:
             action("s3://few/x")
         assert not caught.value.transient
     for name, value in keyed.aws_environment().items():
@@ -87,7 +87,7 @@ def test_without_a_key_or_with_a_wrong_one(keyed: S3Server, monkeypatch: pytest.
         "AWS_ACCESS_KEY_ID": "InvalidAccessKeyId",
     }.items():
         monkeypatch.setenv(name, "something-else")
-        with pytest.raises(UnavailableError, match=f"HTTP 403 {said}") as caught:
+        with pytest.raises(UnavailableError, match=f"HTTP 403 {said}$") as caught:
             storage.read("s3://few/x")
         assert not caught.value.transient
 
