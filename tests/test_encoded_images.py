@@ -10,10 +10,14 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import pytest
 import torch
+from file_server import FileServer
 from PIL import Image
+from surroundings import s3_environment
 
+from flyte_ddp.datasets.image_folder import list_images
 from flyte_ddp.errors import UserError
-from flyte_ddp.loading.encoded import Encoded, EncodedImages
+from flyte_ddp.loading.encoded import Encoded, EncodedImages, Reader
+from flyte_ddp.loading.files import FileImages
 from flyte_ddp.loading.opening import in_the_same_split
 from flyte_ddp.sampling import Indices, ListedOrder
 from flyte_ddp.shard_order import SPLITS, ShardOrder, ShardSplits
@@ -58,7 +62,7 @@ class Images:
         """Nothing to close."""
 
 
-def loader(images: Images, beside: Callable[[int], Indices], bad_samples: int, threads: int = 1) -> EncodedImages:
+def loader(images: Reader, beside: Callable[[int], Indices], bad_samples: int, threads: int = 1) -> EncodedImages:
     return EncodedImages(
         images,
         size=8,
@@ -112,6 +116,19 @@ def test_none_that_could_stand_in() -> None:
     loading = loader(Images(bad={3, 4, 5}), ListedOrder(np.array([3, 4, 5])).beside, bad_samples=9)
     with pytest.raises(UserError, match=r"^sample 4: neither this nor any of the 3 samples beside it can be decoded"):
         loading.gather(np.array([4]), None)
+    loading.close()
+
+
+def test_images_of_a_store_are_asked_for_at_the_same_time(server: FileServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No answer comes before sixteen have been asked for, although one thread decodes."""
+    s3_environment(server.url, monkeypatch)
+    server.files = {f"bucket/a/{number}.png": png(number) for number in range(16)}
+    listed = list_images("s3://bucket")
+    server.before_answer = threading.Barrier(16)
+    order = ListedOrder(np.arange(16))
+    loading = loader(FileImages(listed), order.beside, bad_samples=0)
+    pixels, _ = loading.gather(np.arange(16), None)
+    assert sorted(pixels[:, 0, 0, 0].tolist()) == list(range(16))
     loading.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import html
 import io
 import itertools
@@ -10,7 +11,8 @@ import json
 import re
 import shutil
 import tarfile
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import faults
@@ -18,6 +20,7 @@ import inline
 import numpy as np
 import pytest
 import torch
+from faulty_proxy import Proxy, faulty_proxy
 from file_server import FileServer, file_server
 from PIL import Image
 from plain_loop import train_plainly
@@ -275,6 +278,21 @@ def test_an_image_folder_is_learnt(where: str, tmp_path: Path, monkeypatch: pyte
     assert result.test_accuracy == 1.0
 
 
+def test_images_of_a_web_server_are_those_of_its_list(server: FileServer, tmp_path: Path) -> None:
+    folder = labelled(tmp_path / "images")
+    server.files = {f"data/{path.relative_to(folder)}": path.read_bytes() for path in folder.rglob("*.jpg")}
+    lines = [f"{hashlib.sha256(content).hexdigest()}  {name[5:]}\n" for name, content in server.files.items()]
+    server.files["data/SHA256SUMS"] = "".join(lines).encode()
+    hp = replace(BASE, dataset=f"image_folder:{server.url}/data", batch_size=9, epochs=1)
+    result = train(hp, tmp_path / "far")
+    here = train(replace(hp, dataset=f"image_folder:{folder}"), tmp_path / "near")
+    assert all(torch.equal(value, weights(here)[name]) for name, value in weights(result).items())
+    data = fetch(hp.dataset, "", tmp_path / "data", progress="off")
+    server.files["data/green/10.jpg"] = server.files["data/red/0.jpg"]
+    with pytest.raises(UserError, match=r"green/10\.jpg: does not have the SHA-256 of the list; run again"):
+        run_training(hp, data, tmp_path / "run", quiet(tmp_path), launch=inline.launch)
+
+
 def test_equal_data_at_two_addresses_is_prepared_twice(tmp_path: Path) -> None:
     """What is prepared says where the images are; the first place may be gone when the second is used."""
     folder = labelled(tmp_path / "images")
@@ -451,40 +469,50 @@ class TestPredictions:
         assert not (tmp_path / "table.csv").exists()
 
 
+@dataclass
+class Store:
+    """An S3 server with the images of a bucket, and the proxy before it, which can fail."""
+
+    proxy: Proxy
+    names: list[str]
+
+
 class TestFaultsOfAStore:
     """An object store that fails now and then changes nothing; one that stays away is worth another try of the run."""
 
     @pytest.fixture
-    def hp(self, server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hyperparameters:
-        for name, value in {
-            "AWS_ENDPOINT_URL": server.url,
-            "AWS_ACCESS_KEY_ID": "key",
-            "AWS_SECRET_ACCESS_KEY": "secret",
-        }.items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setattr(retries, "FIRST_DELAY", 0.001)
-        folder = labelled(tmp_path / "images")
-        server.files = {f"bucket/{path.relative_to(folder)}": path.read_bytes() for path in folder.rglob("*.jpg")}
+    def store(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+        folder = labelled(tmp_path / "served" / "bucket")
+        with s3_server(folder.parent) as server, faulty_proxy(server.endpoint) as proxy:
+            for name, value in {**server.aws_environment(), "AWS_ENDPOINT_URL": proxy.url}.items():
+                monkeypatch.setenv(name, value)
+            monkeypatch.setattr(retries, "FIRST_DELAY", 0.001)
+            yield Store(proxy, sorted(f"bucket/{path.relative_to(folder)}" for path in folder.rglob("*.jpg")))
+
+    @pytest.fixture
+    def hp(self) -> Hyperparameters:
         return replace(BASE, dataset="image_folder:s3://bucket", batch_size=9, num_ranks=2)
 
     @pytest.mark.slow
-    def test_that_pass(self, hp: Hyperparameters, server: FileServer, tmp_path: Path) -> None:
+    def test_that_pass(self, hp: Hyperparameters, store: Store, tmp_path: Path) -> None:
         expected = train(hp, tmp_path / "one")
-        names = sorted(name for name in server.files)
-        server.faults = {name: [fault] for name, fault in zip(names, itertools.cycle([503, "truncate", "reset", 500]))}
-        server.requests.clear()
+        faults = itertools.cycle([503, "truncate", "slow", "reset", 500])
+        store.proxy.faults = {name: [fault] for name, fault in zip(store.names, faults, strict=False)}
+        store.proxy.faults["bucket"] = [503, "truncate"]  # the list
+        store.proxy.requests.clear()
         result = train(hp, tmp_path / "two")
-        assert len(server.requests) > 2 * len(names)
+        assert not any(store.proxy.faults.values())
+        assert len(store.proxy.requests) > 2 * len(store.names)
         assert all(torch.equal(value, weights(expected)[name]) for name, value in weights(result).items())
 
     @pytest.mark.slow
-    def test_that_stay(self, hp: Hyperparameters, server: FileServer, tmp_path: Path) -> None:
+    def test_that_stay(self, hp: Hyperparameters, store: Store, tmp_path: Path) -> None:
         data = fetch(hp.dataset, "", tmp_path / "data", progress="off")
-        name = sorted(server.files)[4]
-        server.faults = {name: [503] * 100}
-        with pytest.raises(UnreachableError, match=rf"image s3://{name}: cannot be read \(HTTP 503"):
+        name = store.names[4]
+        store.proxy.faults = {name: [503] * 100}
+        with pytest.raises(UnreachableError, match=rf"image s3://{name}: cannot be read \(HTTP 503.*run again"):
             run_training(hp, data, tmp_path / "run", quiet(tmp_path))
-        server.faults = {name: [404] * 100}
-        with pytest.raises(UserError, match=rf"image s3://{name}: cannot be read \(HTTP 404") as failure:
+        store.proxy.faults = {name: [404] * 100}
+        with pytest.raises(UserError, match=rf"image s3://{name}: cannot be read \(HTTP 404.*run again") as failure:
             run_training(hp, data, tmp_path / "run again", quiet(tmp_path))
         assert not isinstance(failure.value, UnreachableError)

@@ -96,6 +96,29 @@ def test_what_a_rank_keeps_open_is_enough(lanes: int, ranks: int, parts: int) ->
         assert opened <= len(needed)
 
 
+@pytest.mark.parametrize(
+    ("samples", "per_shard", "ranks", "each"),
+    [
+        pytest.param(
+            1_281_167, 1000, 64, 256, id="ImageNet"
+        ),  # 1,281,167 / 64 = 20,018.2: wids' ranks differ in batches
+        pytest.param(9, 3, 8, 1, id="nine samples on eight ranks"),
+    ],
+)
+def test_numbers_that_do_not_divide(samples: int, per_shard: int, ranks: int, each: int) -> None:
+    """All ranks go through as many steps, and each sample comes once; no rank is without one but at the end."""
+    counts = np.diff(np.append(np.arange(0, samples, per_shard), samples))
+    seen, steps = np.zeros(samples, dtype=int), 0
+    for batch in order_of(counts, lanes=16).batches(0, ranks * each):
+        steps += 1
+        seen[batch] += 1
+        lengths = [len(sampling.share(batch, rank, ranks)) for rank in range(ranks)]
+        assert max(lengths) - min(lengths) <= 1
+        assert min(lengths) == each or steps == -(-samples // (ranks * each))
+    assert steps == -(-samples // (ranks * each))
+    assert (seen == 1).all()
+
+
 def test_ranks_get_other_shards_in_each_epoch() -> None:
     """In contrast to wids, where a rank keeps its part of the data for ever."""
     order = order_of([10] * 32, lanes=4)

@@ -19,7 +19,7 @@ from flyte_ddp.datasets.arrays import DESCRIPTION, flush, read_description, writ
 from flyte_ddp.datasets.identity import digest_of
 from flyte_ddp.datasets.image_folder import ImageList, list_images
 from flyte_ddp.errors import UserError
-from flyte_ddp.shards.index import Part, Shard, ShardIndex, read_index
+from flyte_ddp.shards.index import Part, Shard, ShardIndex, many_objects, read_index
 
 IMAGE_FOLDER = "image_folder"
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's images, as torchvision's models take them
@@ -66,7 +66,7 @@ def write_encoded_set(data: EncodedSet, folder: Path, origin: dict[str, str]) ->
             parts = [[part.name, part.weight] for part in source.parts]
             content = {"name": source.name, "parts": parts, "shards": source.shards}
             with (folder / f"{split}.json").open("w", encoding="utf-8") as file:
-                json.dump(content, file)
+                file.write(json.dumps(content))  # ten times as fast as json.dump, which is not written in C
                 flush(file)
         elif source is not None:
             names = "".join(source.names).encode("utf-8", "surrogateescape")
@@ -75,6 +75,8 @@ def write_encoded_set(data: EncodedSet, folder: Path, origin: dict[str, str]) ->
             write_array(folder / f"{split}_name_ends.npy", np.cumsum(lengths, dtype=np.int64))
             write_array(folder / f"{split}_labels.npy", source.labels)
             write_array(folder / f"{split}_sizes.npy", source.sizes)
+            if source.digests is not None:
+                write_array(folder / f"{split}_digests.npy", source.digests)
     sources = {split: getattr(data, split) for split in SPLITS}
     described = {
         "name": data.name,
@@ -120,8 +122,9 @@ def open_shards(folder: Path, split: str, described: dict[str, Any], classes: tu
     path = folder / f"{split}.json"
     if not path.exists():
         return None
-    content = json.loads(path.read_text(encoding="utf-8"))
-    shards = [Shard._make([*row[:-1], tuple(row[-1]) if row[-1] else None]) for row in content["shards"]]
+    with many_objects():
+        content = json.loads(path.read_bytes())
+        shards = [Shard._make([*row[:-1], tuple(row[-1]) if row[-1] else None]) for row in content["shards"]]
     return ShardIndex(content["name"], shards, tuple(Part(*part) for part in content["parts"]), classes)
 
 
@@ -135,7 +138,8 @@ def open_list(folder: Path, split: str, described: dict[str, Any], classes: tupl
         return loaded
 
     names = Names(column("names"), column("name_ends"))
-    return ImageList(described["addresses"][split], classes, names, column("labels"), column("sizes"), ())
+    digests = column("digests") if (folder / f"{split}_digests.npy").exists() else None
+    return ImageList(described["addresses"][split], classes, names, column("labels"), column("sizes"), (), digests)
 
 
 class Names(Sequence[str]):

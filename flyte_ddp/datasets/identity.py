@@ -21,6 +21,7 @@ from flyte_ddp.storage import (
     stat,
 )
 from flyte_ddp.storage.content import CHUNK_BYTES
+from flyte_ddp.storage.digest_list import SUMS
 
 
 def content_identity(source: str) -> str:
@@ -88,7 +89,7 @@ def listed_identity(source: str) -> str:
 def http_identity(source: str) -> str:
     """Of what the server says about the content; of the content itself where it says nothing."""
     try:
-        return hashlib.sha256(read(join(source, "SHA256SUMS"))).hexdigest()
+        return hashlib.sha256(read(join(source, SUMS))).hexdigest()
     except MissingError:
         pass
     found = stat(source)

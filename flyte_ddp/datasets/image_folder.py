@@ -22,8 +22,9 @@ class ImageList:
     classes: tuple[str, ...]
     names: Sequence[str]  # relative to the address
     labels: NDArray[np.int64]
-    sizes: NDArray[np.int64]  # bytes
-    tags: tuple[str, ...]  # texts that change when the files do
+    sizes: NDArray[np.int64]  # bytes; -1 where unknown
+    tags: tuple[str, ...]  # texts that change when the files do; none in a list that was prepared
+    digests: NDArray[np.bytes_] | None = None  # SHA-256 (hex), where sizes are unknown
 
     def address_of(self, number: int) -> str:
         """Where an image is."""
@@ -41,11 +42,14 @@ class ImageList:
         except storage.UnavailableError as failure:
             message = f"image {address}: cannot be read ({failure}), though it was listed"
             raise failure.explained(f"{message}; run again to list what is there now") from None
-        if len(content) != self.sizes[number]:
-            raise UserError(
-                f"image {address}: has {len(content):,} bytes, and {self.sizes[number]:,} when it was listed; "
-                "run again to list what is there now"
-            )
+        if self.digests is not None:
+            digest = hashlib.sha256(content).hexdigest()
+            changed = digest.encode() != self.digests[number] and "does not have the SHA-256 of the list"
+        else:
+            size = int(self.sizes[number])
+            changed = len(content) != size and f"has {len(content):,} bytes, and {size:,} when it was listed"
+        if changed:
+            raise UserError(f"image {address}: {changed}; run again to list what is there now")
         return content
 
     @property
@@ -83,6 +87,7 @@ def list_images(address: str) -> ImageList:
         labels=np.array([numbers[entry.name.partition("/")[0]] for entry in found], dtype=np.int64),
         sizes=np.array([entry.size for entry in found], dtype=np.int64),
         tags=tuple(entry.tag for entry in found),
+        digests=np.array([entry.tag for entry in found], dtype="S64") if found[0].size < 0 else None,
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,9 +23,7 @@ from flyte_ddp.storage import (
     read,
     retried,
 )
-
-SUMS = "SHA256SUMS"
-SUMS_LINE = re.compile(r"([0-9a-fA-F]{64}) [ *](?:\./)?(.+)")
+from flyte_ddp.storage.digest_list import SUMS, read_sums
 
 Arrays = tuple[object, object, object, object]  # train images, train labels, test images, test labels
 
@@ -126,10 +123,7 @@ def mirror_digests(dataset: PublishedSet, source: str, progress: Progress) -> di
         return None
     except UnavailableError as failure:
         explain(dataset, SUMS, source, failure, own_digests=False)
-    found = {}
-    for line in content.decode("utf-8", "replace").splitlines():
-        if match := SUMS_LINE.fullmatch(line.strip()):
-            found[match[2]] = match[1].lower()
+    found = read_sums(content)
     for file in dataset.files:
         if file.name not in found:
             raise UserError(

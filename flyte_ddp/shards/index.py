@@ -8,10 +8,12 @@ at: each shard's ``sha256``, and under ``flyte_ddp`` the names of the classes an
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -125,6 +127,19 @@ class ShardIndex:
         return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogatepass")).hexdigest()
 
 
+@contextmanager
+def many_objects() -> Iterator[None]:
+    """While a hundred thousand objects are made, Python would look through all of them for garbage time and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@many_objects()
 def read_index(address: str) -> ShardIndex:
     """Reads an index and those that it refers to.
 

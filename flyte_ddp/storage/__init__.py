@@ -92,7 +92,7 @@ def list_files(address: str) -> Iterator[Entry]:
     """All files below a folder or prefix, in the order of their names; placeholders for folders are left out.
 
     Raises:
-        UnavailableError: also while the list is read; an HTTP server has none.
+        UnavailableError: also while the list is read; on an HTTP server it is a file ``SHA256SUMS`` in the folder.
         UserError: an address of no known kind.
     """
     yield from STORAGES[scheme(address)].list_files(address)

@@ -15,7 +15,10 @@ Span = tuple[int, int]  # the first byte and the one after the last
 
 @dataclass(frozen=True)
 class Entry:
-    """A file below a listed folder: its name relative to that, its size in bytes, and a text that changes with it."""
+    """A file below a listed folder: its name relative to that, its size in bytes, and a text that changes with it.
+
+    Where the size is -1 it is not known, and the text is the SHA-256 (hex) of the content.
+    """
 
     name: str
     size: int

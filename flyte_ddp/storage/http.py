@@ -8,6 +8,7 @@ from typing import Any
 
 from flyte_ddp.storage import failures
 from flyte_ddp.storage.content import CHUNK_BYTES, Content, Entry, Span
+from flyte_ddp.storage.digest_list import SUMS, read_sums
 from flyte_ddp.storage.failures import CONNECTIONS, UnavailableError, refusal, root_cause
 from flyte_ddp.storage.per_process import PerProcess
 
@@ -34,8 +35,15 @@ def stat(address: str, headers: Mapping[str, str] | None = None) -> Entry:
 
 
 def list_files(address: str) -> Iterator[Entry]:
-    """HTTP knows no list of files."""
-    raise UnavailableError(f"an HTTP server has no list of its files, so {address} cannot be listed")
+    """HTTP knows no list of files; one can be put there, which has no sizes."""
+    try:
+        with open_file(f"{address.rstrip('/')}/{SUMS}", None) as (_, chunks):
+            content = b"".join(chunks)
+    except UnavailableError as failure:
+        words = f"an HTTP server has no list of its files, and {SUMS} in that folder cannot be read: {failure}"
+        raise UnavailableError(words, transient=failure.transient) from None
+    for name, digest in sorted(read_sums(content).items()):
+        yield Entry(name, -1, digest)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from surroundings import s3_environment
 
 from flyte_ddp import storage
 from flyte_ddp.errors import UserError
-from flyte_ddp.storage import AllFailedError, MissingError, UnavailableError, failures, gcs, retries
+from flyte_ddp.storage import AllFailedError, Entry, MissingError, UnavailableError, failures, gcs, retries
 
 CONTENT = np.random.default_rng(0).bytes(3_000_000)  # several chunks
 REMOTE = ["http", "s3", "gs"]
@@ -95,9 +95,14 @@ def test_all_objects_of_a_bucket(place: Place) -> None:
     assert list(storage.list_files(f"{place.address}/nothing")) == []
 
 
-def test_web_servers_have_no_lists(server: FileServer) -> None:
-    with pytest.raises(UnavailableError, match="no list of its files"):
-        list(storage.list_files(server.url))
+def test_web_servers_have_lists_only_where_one_was_put(server: FileServer) -> None:
+    with pytest.raises(UnavailableError, match=r"no list of its files, and SHA256SUMS in that folder .*HTTP 404"):
+        list(storage.list_files(f"{server.url}/data"))
+    server.files = {"data/SHA256SUMS": b"%s  ./b/y.jpg\n%s *a/x z.jpg\nnonsense\n" % (b"B" * 64, b"0" * 64)}
+    assert list(storage.list_files(f"{server.url}/data/")) == [
+        Entry("a/x z.jpg", -1, "0" * 64),
+        Entry("b/y.jpg", -1, "b" * 64),
+    ]
 
 
 def test_lists_of_folders_follow_links_and_leave_out_hidden_files(tmp_path: Path) -> None:

@@ -1,0 +1,103 @@
+"""A proxy on loopback before a real server, that fails on request and else hands on what comes."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.client import HTTPConnection
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import unquote, urlsplit
+
+LATENCY = 0.02  # seconds
+
+
+@dataclass
+class Proxy:
+    """``faults[path]`` are done one a request, in order.
+
+    One is an HTTP status, ``truncate`` (the connection ends halfway), ``reset`` (it is reset halfway) or ``slow`` (the
+    answer comes after ``LATENCY``). ``requests`` are the paths that were asked for.
+    """
+
+    url: str = ""
+    faults: dict[str, list[int | str]] = field(default_factory=dict)
+    requests: list[str] = field(default_factory=list)
+
+
+def forwarded(host: str, request: BaseHTTPRequestHandler) -> tuple[int, dict[str, str], bytes]:
+    """What the real server answers: status, headers and body."""
+    connection = HTTPConnection(host)
+    connection.putrequest(request.command, request.path, skip_host=True, skip_accept_encoding=True)
+    for header, value in request.headers.items():  # the host, too, as it is signed
+        connection.putheader(header, value)
+    connection.endheaders()
+    found = connection.getresponse()
+    content = found.read()
+    left_out = ("connection", "date", "transfer-encoding")
+    headers = {key: value for key, value in found.getheaders() if key.lower() not in left_out}
+    connection.close()
+    if request.command == "GET":
+        headers["Content-Length"] = str(len(content))
+    return found.status, headers, content
+
+
+@contextmanager
+def faulty_proxy(target: str) -> Iterator[Proxy]:
+    """Runs one in a thread until the context ends."""
+    state, host = Proxy(), urlsplit(target).netloc
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True
+
+        def do_GET(self) -> None:
+            name = unquote(urlsplit(self.path).path).lstrip("/")
+            state.requests.append(name)
+            fault = state.faults[name].pop(0) if state.faults.get(name) else None
+            if fault == "slow":
+                time.sleep(LATENCY)
+            if isinstance(fault, int):
+                self.answer(fault, {"Content-Length": "0"}, b"")
+                return
+            status, headers, content = forwarded(host, self)
+            cut = fault in ("truncate", "reset")
+            self.answer(status, headers, content[: len(content) // 2] if cut else content)
+            if cut:
+                self.close_connection = True
+            if fault == "reset":
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+        do_HEAD = do_GET
+
+        def answer(self, status: int, headers: dict[str, str], content: bytes) -> None:
+            self.send_response(status)
+            for header, value in headers.items():
+                self.send_header(header, value)
+            self.end_headers()
+            self.wfile.write(content)
+            self.wfile.flush()
+
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+            del format, args
+
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+        block_on_close = False
+
+        def handle_error(self, request: object, client_address: object) -> None:
+            """A client that went away is no news."""
+
+    with Server(("127.0.0.1", 0), Handler) as listening:
+        state.url = f"http://127.0.0.1:{listening.server_address[1]}"
+        thread = threading.Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield state
+        finally:
+            listening.shutdown()
+            thread.join()
