@@ -27,6 +27,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_prepared
 from flyte_ddp.hardware import detect
 from flyte_ddp.images import InputSpec, prepare
+from flyte_ddp.launch.rank import keep_freed_memory
 from flyte_ddp.loading import Split, cropping, open_splits
 from flyte_ddp.loading.decoding import decode
 from flyte_ddp.settings import Settings
@@ -85,7 +86,8 @@ def images_of(batches: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def ours(order: dict[str, Any], folder: Path, *, normalise: bool = True) -> Epoch:
-    """The library's training split."""
+    """The library's training split, in a process that keeps its memory as a rank does."""
+    keep_freed_memory()
     hp = Hyperparameters(
         dataset=order["dataset"],
         test_dataset=order["test_dataset"],
@@ -205,6 +207,7 @@ def bare_processes(order: dict[str, Any], _: Path) -> Epoch:
 
 def in_workers(pool: Executor, images: int) -> Epoch:
     """Decoding and cropping, each worker its own part of the images; processes have them by being forked."""
+    keep_freed_memory()
     parts = [range(start, images, WORKERS) for start in range(WORKERS)]
     [generated_images.content(number) for part in parts for number in part]
 

@@ -34,15 +34,20 @@ def prepare(images: Tensor, spec: InputSpec, dtype: torch.dtype = torch.float32)
 
     """
     mean, scale = normalisation(spec, images.device, dtype)
-    batch = images.to(dtype).permute(0, 3, 1, 2)
+    batch = images.to(dtype, memory_format=torch.contiguous_format)
+    if batch.shape[1:] == (spec.height, spec.width, spec.channels):
+        # By whole rows of pixels: with loops over three channels at a time it takes three times as long.
+        batch.flatten(2).sub_(mean.repeat(spec.width)).mul_(scale.repeat(spec.width))
+        return batch.permute(0, 3, 1, 2)
+    batch = batch.permute(0, 3, 1, 2)
     if batch.shape[2:] != (spec.height, spec.width):
         batch = functional.interpolate(batch, (spec.height, spec.width), mode="bilinear", antialias=True)
     # A grey image broadcasts against a normalisation of three channels, which makes it RGB in the same pass.
-    return (batch - mean).mul_(scale)
+    return (batch - mean[:, None, None]).mul_(scale[:, None, None])
 
 
 @functools.lru_cache(maxsize=8)
 def normalisation(spec: InputSpec, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """What to take from a value in 0..255 and what to multiply by then, each [channels, 1, 1] on the device."""
-    mean, std = (torch.tensor(values, dtype=dtype, device=device)[:, None, None] for values in (spec.mean, spec.std))
+    """What to take from a value in 0..255 and what to multiply by then, each [channels] on the device."""
+    mean, std = (torch.tensor(values, dtype=dtype, device=device) for values in (spec.mean, spec.std))
     return mean * 255.0, 1.0 / (std * 255.0)
