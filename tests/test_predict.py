@@ -175,7 +175,7 @@ def test_sixteen_bits_are_scaled_and_not_clipped(tmp_path: Path) -> None:
 def test_images_are_read_a_batch_at_a_time(folder: Path) -> None:
     for k in range(10):
         Image.fromarray(noise(16, 16)).save(folder / f"{k}.png")
-    batches = folder_batches(folder, GREY, 4, torch.device("cpu"))
+    batches = folder_batches(folder, GREY, "", 4, torch.device("cpu"))
     assert next(batches)[2].shape == (4, 1, 16, 16)
     for k in range(4, 10):
         (folder / f"{k}.png").unlink()
