@@ -36,7 +36,7 @@ def prepare(images: Tensor, spec: InputSpec, dtype: torch.dtype = torch.float32)
     mean, scale = normalisation(spec, images.device, dtype)
     batch = images.to(dtype, memory_format=torch.contiguous_format)
     if batch.shape[1:] == (spec.height, spec.width, spec.channels):
-        # By whole rows of pixels: with loops over three channels at a time it takes three times as long.
+        # By whole rows of pixels, and not with an inner loop over three channels.
         batch.flatten(2).sub_(mean.repeat(spec.width)).mul_(scale.repeat(spec.width))
         return batch.permute(0, 3, 1, 2)
     batch = batch.permute(0, 3, 1, 2)

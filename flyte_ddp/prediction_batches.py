@@ -17,7 +17,7 @@ from flyte_ddp.datasets.encoded_set import EncodedSet
 from flyte_ddp.errors import UserError
 from flyte_ddp.images import InputSpec, prepare
 from flyte_ddp.loading import cropping, open_tests
-from flyte_ddp.loading.decoding import DecodingError, decode
+from flyte_ddp.loading.decoding import DecodingError, decode, eight_bits
 from flyte_ddp.settings import Settings
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
@@ -59,11 +59,7 @@ def read_image(path: Path, channels: int) -> Tensor:
     """One image file as uint8 [H, W, channels]: grey for 1 channel, RGB for 3."""
     try:
         with Image.open(path) as image:
-            if image.mode.startswith("I"):  # 16 bits a pixel, which Pillow would clip at 255 and not scale
-                eight_bits = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-            else:
-                eight_bits = image.copy()
-            pixels = np.array(eight_bits.convert("L" if channels == 1 else "RGB"))
+            pixels = np.array(eight_bits(image).convert("L" if channels == 1 else "RGB"))
     except UnidentifiedImageError as error:
         raise UserError(f"{path} is not an image: its contents are of no known format; remove or repair it") from error
     except (OSError, EOFError, ValueError, SyntaxError, Image.DecompressionBombError) as error:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import socket
 import struct
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.client import HTTPConnection
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from urllib.parse import unquote, urlsplit
+
+from loopback import QuietHandler, serving
 
 LATENCY = 0.02  # seconds
 
@@ -51,10 +52,7 @@ def faulty_proxy(target: str) -> Iterator[Proxy]:
     """Runs one in a thread until the context ends."""
     state, host = Proxy(), urlsplit(target).netloc
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-        disable_nagle_algorithm = True
-
+    class Handler(QuietHandler):
         def do_GET(self) -> None:
             name = unquote(urlsplit(self.path).path).lstrip("/")
             state.requests.append(name)
@@ -82,22 +80,5 @@ def faulty_proxy(target: str) -> Iterator[Proxy]:
             self.wfile.write(content)
             self.wfile.flush()
 
-        def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-            del format, args
-
-    class Server(ThreadingHTTPServer):
-        daemon_threads = True
-        block_on_close = False
-
-        def handle_error(self, request: object, client_address: object) -> None:
-            """A client that went away is no news."""
-
-    with Server(("127.0.0.1", 0), Handler) as listening:
-        state.url = f"http://127.0.0.1:{listening.server_address[1]}"
-        thread = threading.Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield state
-        finally:
-            listening.shutdown()
-            thread.join()
+    with serving(Handler) as state.url:
+        yield state

@@ -11,9 +11,11 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
+
+from loopback import QuietHandler, serving
 
 DEADLINE = 30.0  # seconds
 
@@ -56,10 +58,7 @@ def file_server() -> Iterator[FileServer]:
     """Runs a server in a thread until the context ends."""
     state = FileServer()
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-        disable_nagle_algorithm = True
-
+    class Handler(QuietHandler):
         def setup(self) -> None:
             super().setup()
             state.connections.append(self.client_address[1])
@@ -69,26 +68,11 @@ def file_server() -> Iterator[FileServer]:
 
         do_HEAD = do_GET
 
-        def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-            del format, args
-
-    class Server(ThreadingHTTPServer):
-        daemon_threads = True
-        block_on_close = False
-
-        def handle_error(self, request: object, client_address: object) -> None:
-            """A client that was killed is no news."""
-
-    with Server(("127.0.0.1", 0), Handler) as listening:
-        state.url = f"http://127.0.0.1:{listening.server_address[1]}"
-        thread = threading.Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
+    with serving(Handler) as state.url:
         try:
             yield state
         finally:
             state.over.set()
-            listening.shutdown()
-            thread.join()
 
 
 @dataclass

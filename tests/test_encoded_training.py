@@ -343,7 +343,7 @@ class TestBadSamples:
         for result in (one, two):
             assert [note.startswith(bad) for note in notes(result)] == [False, True]
             assert all(note in html.unescape(result.report.read_text()) for note in notes(result))
-        for ranks in (1, 3):  # of three ranks none may have met more than one
+        for ranks in (1, 2):  # of two ranks none has met more than two
             with pytest.raises(UserError, match="3 such samples, and bad_samples=2 are allowed"):
                 train(replace(hp, bad_samples=2, num_ranks=ranks), tmp_path / f"too many {ranks}")
 
@@ -491,9 +491,8 @@ class TestFaultsOfAStore:
 
     @pytest.fixture
     def hp(self) -> Hyperparameters:
-        return replace(BASE, dataset="image_folder:s3://bucket", batch_size=9, num_ranks=2)
+        return replace(BASE, dataset="image_folder:s3://bucket", batch_size=9)
 
-    @pytest.mark.slow
     def test_that_pass(self, hp: Hyperparameters, store: Store, tmp_path: Path) -> None:
         expected = train(hp, tmp_path / "one")
         faults = itertools.cycle([503, "truncate", "slow", "reset", 500])
@@ -511,8 +510,8 @@ class TestFaultsOfAStore:
         name = store.names[4]
         store.proxy.faults = {name: [503] * 100}
         with pytest.raises(UnreachableError, match=rf"image s3://{name}: cannot be read \(HTTP 503.*run again"):
-            run_training(hp, data, tmp_path / "run", quiet(tmp_path))
+            run_training(replace(hp, num_ranks=2), data, tmp_path / "run", quiet(tmp_path))
         store.proxy.faults = {name: [404] * 100}
         with pytest.raises(UserError, match=rf"image s3://{name}: cannot be read \(HTTP 404.*run again") as failure:
-            run_training(hp, data, tmp_path / "run again", quiet(tmp_path))
+            run_training(hp, data, tmp_path / "run again", quiet(tmp_path), launch=inline.launch)
         assert not isinstance(failure.value, UnreachableError)

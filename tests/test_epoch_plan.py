@@ -113,6 +113,11 @@ def test_the_streams_of_the_same_numbers_are_refused_where_ddp_would_hang() -> N
         (PlanRequest(shards=3), "must be at least 1"),
         (PlanRequest(shards=3, samples=10, ranks=200), "batch_size=128: must be at least the number of ranks, 200"),
         (PlanRequest(shards=3, samples=10, nodes=0), "nodes"),
+        (PlanRequest(shards=3, samples=10, shuffle_shards=0), "shuffle_shards=0: must be at least 1"),
+        (PlanRequest(shards=3, samples=10, accumulation_steps=0), "accumulation_steps=0: must be at least 1"),
+        (PlanRequest(shards=3, samples=10, seed=-1), "seed=-1: must be at least 0"),
+        (PlanRequest(shards=3, samples=10, validation_fraction=-1.0), r"validation_fraction=-1\.0: must be at least 0"),
+        (PlanRequest(shards=3, samples=10, test_fraction=2.0), r"test_fraction=2\.0: must be at least 0 and below 1"),
     ],
 )
 def test_words(request_: PlanRequest, word: str) -> None:

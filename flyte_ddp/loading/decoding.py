@@ -5,9 +5,13 @@ from __future__ import annotations
 import functools
 import io
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 Pixels = NDArray[np.uint8]
 """[H, W, 3]. Not a tensor: torch would start threads of its own in each thread that copies more than a few pixels."""
@@ -63,10 +67,17 @@ def with_pillow(content: bytes) -> Pixels:
             upright = ImageOps.exif_transpose(image)
             if upright.mode == "F":
                 raise DecodingError("its pixels are floating-point numbers, of no known range")
-            if upright.mode.startswith("I"):  # 16 bits, which Pillow would clip at 255 and not scale
-                upright = Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
-            return np.array(upright.convert("RGB"))
+            return np.array(eight_bits(upright).convert("RGB"))
     except UnidentifiedImageError:
         raise DecodingError("of no known format") from None
     except (OSError, EOFError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise DecodingError(str(error)) from None
+
+
+def eight_bits(image: Image.Image) -> Image.Image:
+    """An image of Pillow's with 16 bits a pixel in 8, which Pillow itself would clip at 255 and not scale."""
+    from PIL import Image
+
+    if not image.mode.startswith("I"):
+        return image
+    return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))

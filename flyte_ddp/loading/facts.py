@@ -36,10 +36,8 @@ class Facts:
         """Sentences for the report."""
         said = []
         if self.decoder:
-            slower = (
-                "; torchcodec, which is faster, is not there or cannot be loaded" if self.decoder == "Pillow" else ""
-            )
-            said.append(f"Images were decoded by {self.decoder}{slower}.")
+            instead = "; torchcodec is not there, or cannot be loaded" if self.decoder == "Pillow" else ""
+            said.append(f"Images were decoded by {self.decoder}{instead}.")
         if self.bad:
             said.append(
                 f"{len(self.bad):,} samples could not be decoded, and others stood in for them: {few(self.bad)}."

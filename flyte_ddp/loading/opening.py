@@ -211,9 +211,8 @@ def reader(source: ShardIndex | ImageList, hp: Hyperparameters, settings: Settin
     if isinstance(source, ShardIndex):
         cache = ShardCache(settings.cache_folder, settings.cache_bytes)
         own = lanes_of_rank(hp.shuffle_shards, world_size(), min(hp.accumulation_steps, hp.batch_size))
-        return ShardImages(
-            ShardReader(source, cache, most_open=2 * own), ahead=own
-        )  # all lanes may change shards at once
+        # Open are two for each lane, as all may change shards in the same step.
+        return ShardImages(ShardReader(source, cache, most_open=2 * own), ahead=own)
     return FileImages(source)
 
 

@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp import sampling
+from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
-from flyte_ddp.shard_order import TEST_FRACTION, ShardOrder, ShardSplits, WholeShardSplits, lanes_of_rank
+from flyte_ddp.shard_order import ShardOrder, ShardSplits, WholeShardSplits, lanes_of_rank
 from flyte_ddp.shards.stream_readers import Gang
 
 
@@ -141,8 +142,8 @@ def evaluated(
             first, last = (first_place(batches, rank * gang.ranks_per_node, gang.ranks) for rank in (node, node + 1))
             start, end = first * batch_size, min(last * batch_size, int(ends[-1]))
             if start < end:
-                touched_ = slice(np.searchsorted(ends, start, "right"), np.searchsorted(ends, end - 1, "right") + 1)
-                total[node] += int(sizes[touched_][splits.sizes[split][touched_] > 0].sum())
+                needed = slice(np.searchsorted(ends, start, "right"), np.searchsorted(ends, end - 1, "right") + 1)
+                total[node] += int(sizes[needed][splits.sizes[split][needed] > 0].sum())
     return total
 
 
@@ -202,23 +203,30 @@ def first_place(batch_size: int, rank: int, ranks: int) -> int:
 def plan_training(
     counts: NDArray[np.int64],
     sizes: NDArray[np.int64] | None,
+    weights: NDArray[np.float64],
     gang: Gang,
+    hp: Hyperparameters,
     *,
-    batch_size: int,
-    shuffle_shards: int = 16,
-    accumulation_steps: int = 1,
-    validation_fraction: float = 0.1,
-    test_fraction: float = TEST_FRACTION,
-    seed: int = 0,
-    weights: NDArray[np.float64] | None = None,
+    test_fraction: float,
 ) -> EpochPlan:
-    """:func:`plan_epoch` for hyperparameters of the same names.
+    """:func:`plan_epoch` of a training with these hyperparameters.
 
     Args:
+        counts, sizes, weights: [shards] samples; bytes, None if they are not known; weights of their parts.
         test_fraction: held out for testing; 0 where there is a ``test_dataset``.
-        weights: [shards] of the parts of the index that they belong to; 1 each by default.
+
+    Raises:
+        UserError: there are no samples, or fewer in a batch than there are ranks; a fraction that is none.
     """
-    splits = ShardSplits(counts, validation_fraction, test_fraction, seed)
-    weights = np.ones(len(counts)) if weights is None else weights
-    order = ShardOrder(splits, "training", weights, seed, shuffle_shards)
-    return plan_epoch(order, sizes, gang, batch_size, accumulation_steps=accumulation_steps)
+    if not 0 <= test_fraction < 1:
+        raise UserError(f"test_fraction={test_fraction}: must be at least 0 and below 1")
+    splits = ShardSplits(counts, hp.validation_fraction, test_fraction, hp.seed)
+    order = ShardOrder(splits, "training", weights, hp.seed, hp.shuffle_shards)
+    return plan_epoch(
+        order,
+        sizes,
+        gang,
+        hp.batch_size,
+        accumulation_steps=hp.accumulation_steps,
+        test_batch_size=hp.test_batch_size,
+    )

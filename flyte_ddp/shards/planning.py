@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.shards.epoch_plan import plan_training
 from flyte_ddp.shards.index import read_index
@@ -24,18 +25,15 @@ def planned(request: PlanRequest) -> Iterator[str]:
     counts, sizes, weights = described(request)
     gang = Gang(nodes=request.nodes, ranks_per_node=request.ranks)
     if not request.stream:
-        plan = plan_training(
-            counts,
-            sizes,
-            gang,
+        hp = Hyperparameters(
+            dataset=f"shards:{request.index or 'planned'}",
             batch_size=request.batch_size,
             shuffle_shards=request.shuffle_shards,
             accumulation_steps=request.accumulation_steps,
             validation_fraction=request.validation_fraction,
-            test_fraction=request.test_fraction,
             seed=request.seed,
-            weights=weights,
         )
+        plan = plan_training(counts, sizes, weights, gang, hp, test_fraction=request.test_fraction)
         yield plan.describe()
         return
     options = StreamOptions(

@@ -1,0 +1,41 @@
+"""HTTP servers on loopback, in a thread of the test's process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+
+class QuietHandler(BaseHTTPRequestHandler):
+    """Keeps connections open, and says nothing."""
+
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+        del format, args
+
+
+class Server(ThreadingHTTPServer):
+    """Does not wait for requests at its end."""
+
+    daemon_threads = True
+    block_on_close = False
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A client that was killed, or went away, is no news."""
+
+
+@contextmanager
+def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """Runs a server on a port that the system chooses until the context ends; its address."""
+    with Server(("127.0.0.1", 0), handler) as listening:
+        thread = threading.Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listening.server_address[1]}"
+        finally:
+            listening.shutdown()
+            thread.join()
