@@ -10,6 +10,8 @@ import time
 import warnings
 from pathlib import Path
 
+import torch
+
 from benchmarks import image_loaders, remote_loaders
 
 SIDES = image_loaders.SIDES | remote_loaders.SIDES
@@ -19,6 +21,7 @@ def main() -> None:
     """Writes images a second in the last of some epochs, their number, and the most memory in use, in bytes."""
     warnings.filterwarnings("ignore")
     order = json.loads(sys.argv[1])
+    torch.set_num_threads(1)  # the cores are for the two workers or threads that are compared
     with tempfile.TemporaryDirectory(prefix="flyte-ddp-bench-") as folder:
         epoch = SIDES[order["side"]](order, Path(folder))
         for number in range(order["epochs"]):

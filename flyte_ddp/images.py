@@ -33,21 +33,21 @@ def prepare(images: Tensor, spec: InputSpec, dtype: torch.dtype = torch.float32)
         [N, spec.channels, spec.height, spec.width]. Its memory is in channels-last order, as a stored batch is.
 
     """
-    mean, scale = normalisation(spec, images.device, dtype)
+    scale, shift = normalisation(spec, images.device, dtype)
     batch = images.to(dtype, memory_format=torch.contiguous_format)
     if batch.shape[1:] == (spec.height, spec.width, spec.channels):
-        # By whole rows of pixels, and not with an inner loop over three channels.
-        batch.flatten(2).sub_(mean.repeat(spec.width)).mul_(scale.repeat(spec.width))
+        rows = batch.flatten(2)  # whole rows of pixels at a time, and not with an inner loop over three channels
+        torch.addcmul(shift.repeat(spec.width), rows, scale.repeat(spec.width), out=rows)
         return batch.permute(0, 3, 1, 2)
     batch = batch.permute(0, 3, 1, 2)
     if batch.shape[2:] != (spec.height, spec.width):
         batch = functional.interpolate(batch, (spec.height, spec.width), mode="bilinear", antialias=True)
     # A grey image broadcasts against a normalisation of three channels, which makes it RGB in the same pass.
-    return (batch - mean[:, None, None]).mul_(scale[:, None, None])
+    return torch.addcmul(shift[:, None, None], batch, scale[:, None, None])
 
 
 @functools.lru_cache(maxsize=8)
 def normalisation(spec: InputSpec, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """What to take from a value in 0..255 and what to multiply by then, each [channels] on the device."""
-    mean, std = (torch.tensor(values, dtype=dtype, device=device) for values in (spec.mean, spec.std))
-    return mean * 255.0, 1.0 / (std * 255.0)
+    """What to multiply a value in 0..255 by and what to add then, each [channels] on the device."""
+    mean, std = (torch.tensor(values, dtype=torch.float64, device=device) for values in (spec.mean, spec.std))
+    return (1.0 / (std * 255.0)).to(dtype), (-mean / std).to(dtype)

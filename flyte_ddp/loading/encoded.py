@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,7 +19,7 @@ from flyte_ddp.loading.facts import Facts
 from flyte_ddp.sampling import Indices
 
 AHEAD = 2  # batches that are loaded while one is trained on
-SAMPLES_A_TASK = 4  # few enough to share a batch out among threads, and enough to make little of a task's own cost
+SAMPLES_A_TASK = 8  # at most: it makes little of a task's own cost
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,7 @@ class EncodedImages:
     ) -> None:
         self.reader, self.size, self.crop, self.seed, self.classes = reader, size, crop, seed, classes
         self.device, self.bad, self.beside = device, BadSamples(bad_samples), beside
+        self.threads = threads
         self.pool = ThreadPoolExecutor(threads, thread_name_prefix="decoder")
         self.pending: dict[tuple[int | None, bytes], Batch] = {}
 
@@ -132,6 +133,7 @@ class EncodedImages:
             UserError: a sample that cannot be had or decoded, or whose label is not a class's.
         """
         batch = self.pending.pop((epoch, samples.tobytes()), None) or self.begin(samples, epoch)
+        wait(batch.tasks, return_when=FIRST_EXCEPTION)  # once, and not for each: waking up takes time from the threads
         for task in batch.tasks:
             task.result()
         return batch.images.to(self.device, non_blocking=True), batch.labels.to(self.device, non_blocking=True)
@@ -159,8 +161,9 @@ class EncodedImages:
                 )
                 pixels[place] = cropping.resized(image, crop, self.size)
 
-        starts = range(0, len(samples), SAMPLES_A_TASK)
-        tasks = [self.pool.submit(load, range(start, min(start + SAMPLES_A_TASK, len(samples)))) for start in starts]
+        size = max(1, min(SAMPLES_A_TASK, len(samples) // (2 * self.threads)))  # so that no thread is without one
+        starts = range(0, len(samples), size)
+        tasks = [self.pool.submit(load, range(start, min(start + size, len(samples)))) for start in starts]
         return Batch(images, labels, tasks)
 
     def image(self, sample: int, coming: Future[Encoded] | None) -> tuple[Pixels, int]:
