@@ -21,12 +21,12 @@ from benchmarks.running import ROOT, environment, run_command
 sys.path.append(str(ROOT / "tests"))
 from s3_server import s3_server
 
-SHARDS, LATENCY = 8, 0.020
+SHARDS, LATENCY = 24, 0.020
 
 
 def measure(options: Options) -> Result:
     """Both comparisons, each side in turn."""
-    per_shard, single = (20, 60) if options.quick else (500, 1200)
+    per_shard, single = (20, 60) if options.quick else (500, 2400)
     bucket = options.folder / "served" / "bucket"
     generated_images.write_shards(bucket / "shards", SHARDS, per_shard)
     generated_images.write_folder(bucket / "images", single)
@@ -50,7 +50,7 @@ def measure(options: Options) -> Result:
 
         return run
 
-    with s3_server(bucket.parent) as server, delayed(server.endpoint) as far:
+    with s3_server(bucket.parent, lists_kept="1h") as server, delayed(server.endpoint) as far:
         near = server.aws_environment()
         slow = near | {"AWS_ENDPOINT_URL": far}
         shards, folder = "shards:s3://bucket/shards/train.json", "image_folder:s3://bucket/images/"

@@ -1,4 +1,4 @@
-"""Tasks around data sets of shards: pack, index, check, look, plan. Each calls one function of the library.
+"""Tasks around data sets of shards: pack, index, join, check, look, plan. Each calls one function of the library.
 
 On a cluster the files they make go to the blob store, as one directory; ``shards:<its address>/train.json`` is then a
 data set to train on.
@@ -59,6 +59,19 @@ def index_shards(urls: List[str], name: str = "train", classes: Optional[List[st
     progress = from_environment().progress
     create_index(urls, folder / f"{name}.json", name=name, classes=classes or [], progress=progress)
     places.tell("indexed in", {folder / f"{name}.json": "the index"})
+    return places.directory(folder)
+
+
+@task(**pods.light_pod(), retries=2)
+@recovery.retried()
+def join_shards(indexes: List[str], weights: Optional[List[float]] = None, name: str = "train") -> FlyteDirectory:
+    """Make one index that refers to several: an epoch goes through each so many times as its weight says."""
+    from flyte_ddp.shards.joining import join_indexes
+
+    pods.check_code()
+    folder = places.new_folder("index")
+    join_indexes(indexes, folder / f"{name}.json", weights=weights or [], name=name)
+    places.tell("joined in", {folder / f"{name}.json": "the index"})
     return places.directory(folder)
 
 

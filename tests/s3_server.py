@@ -46,12 +46,16 @@ class S3Server:
 
 
 @contextmanager
-def s3_server(folder: Path) -> Iterator[S3Server]:
-    """Serves ``folder`` on a port that the system chooses, until the context ends."""
+def s3_server(folder: Path, lists_kept: str = "1ms") -> Iterator[S3Server]:
+    """Serves ``folder`` on a port that the system chooses, until the context ends.
+
+    Args:
+        lists_kept: for how long it may take a folder's content to be as it was.
+    """
     access_key, secret_key = "loopback-test-key", "loopback-test-secret"
     with tempfile.TemporaryDirectory() as home:
         log = Path(home) / "log"
-        command = [str(RCLONE), "serve", "s3", str(folder), "--addr", "127.0.0.1:0", "--dir-cache-time", "1ms"]
+        command = [str(RCLONE), "serve", "s3", str(folder), "--addr", "127.0.0.1:0", "--dir-cache-time", lists_kept]
         command += ["--auth-key", f"{access_key},{secret_key}", "--config", str(Path(home) / "none.conf")]
         with log.open("wb") as output:
             process = subprocess.Popen(command, stdout=output, stderr=output, env={**os.environ, "HOME": home})

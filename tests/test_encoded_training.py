@@ -11,6 +11,7 @@ import json
 import re
 import shutil
 import tarfile
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,6 +39,7 @@ from flyte_ddp.run import RESULTS, Result, run_training
 from flyte_ddp.settings import Settings
 from flyte_ddp.shard_order import ShardOrder, ShardSplits
 from flyte_ddp.shards.dataset import ShardDataset
+from flyte_ddp.shards.joining import join_indexes
 from flyte_ddp.shards.packing import pack_image_folder, pack_source
 from flyte_ddp.storage import retries
 from flyte_ddp.tracking import read_metrics
@@ -111,8 +113,8 @@ def plain_loop(hp: Hyperparameters, index: Path) -> tuple[dict[str, torch.Tensor
     torch.manual_seed(hp.seed)
     model = models.build(hp.model, 10, InputSpec(3, SIDE, SIDE, mean, std)).double()
     counts = data.index.counts
-    splits = ShardSplits(counts, hp.validation_fraction, 0.1, hp.seed)
-    order = ShardOrder(splits, "training", np.ones(len(counts)), hp.seed, hp.shuffle_shards)
+    splits = ShardSplits(counts, hp.validation_fraction, 0.0 if hp.test_dataset else 0.1, hp.seed)
+    order = ShardOrder(splits, "training", data.index.weights, hp.seed, hp.shuffle_shards)
     batches = [batch for epoch in range(hp.epochs) for batch in order.batches(epoch, hp.batch_size)]
     reported = train_plainly(hp, model, torch.stack(images).double(), torch.tensor(labels), batches)
     return model.state_dict(), reported
@@ -127,6 +129,21 @@ def test_any_number_of_ranks_computes_what_one_process_would(shards: Path, tmp_p
         assert losses(result) == pytest.approx(reported, abs=1e-6)  # mean and deviation are held in fp32 by one side
         for name, value in weights(result).items():
             torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_data_sets_with_weights(shards: Path, tmp_path: Path) -> None:
+    """Of one half in an epoch, and of the other all of it twice."""
+    more = pack_source("digits", tmp_path / "more", per_shard=300, seed=5, progress="off")
+    joined = tmp_path / "joined.json"
+    join_indexes([str(shards / "train.json"), str(tmp_path / "more" / "train.json")], joined, weights=[0.5, 2.0])
+    hp = of(joined, num_ranks=2)
+    expected, reported = plain_loop(hp, joined)
+    assert len(reported) == hp.epochs * -(-round(2.5 * 0.81 * len(more)) // hp.batch_size)
+    result = train(hp, tmp_path)
+    assert losses(result) == pytest.approx(reported, abs=1e-6)
+    for name, value in weights(result).items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -200,6 +217,31 @@ def test_shards_far_away_go_through_a_cache_smaller_than_the_data(tmp_path: Path
     found = re.fullmatch(r"20 shards were fetched, (\d+) of them more than once; the cache has no room .*", note)
     assert found
     assert 0 < int(found[1]) <= sum(1 for times in fetched.values() if times > 1)
+
+
+@pytest.mark.slow
+def test_training_alone_fetches_shards_of_s3_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a cache that the planner says is enough; only a shard that ends one lane and begins the next comes twice."""
+    folder = tmp_path / "served" / "bucket" / "shards"
+    pack_source("digits", folder, per_shard=75, progress="off")
+    pack_source("digits", tmp_path / "test", split="test", per_shard=150, progress="off")
+    hp = of(tmp_path / "test" / "train.json", epochs=1, num_ranks=2, shuffle_shards=2, validation_fraction=0.0)
+    hp = replace(hp, test_dataset=hp.dataset, dataset="shards:s3://bucket/shards/train.json")
+    with s3_server(folder.parent.parent) as server, faulty_proxy(server.endpoint) as proxy:
+        for name, value in {**server.aws_environment(), "AWS_ENDPOINT_URL": proxy.url}.items():
+            monkeypatch.setenv(name, value)
+        data = fetch(hp.dataset, "", tmp_path / "data", test_dataset=hp.test_dataset, progress="off")
+        size = max(path.stat().st_size for path in folder.glob("*.tar"))
+        settings = quiet(tmp_path, cache_bytes=8 * size)
+        assert check_prepared(data, hp, ranks=2, workers=1, cache_bytes=settings.cache_bytes) == []
+        result = run_training(hp, data, tmp_path / "run", settings)
+    fetched = Counter(name for name in proxy.requests if name.endswith(".tar"))
+    assert len(fetched) == 20
+    assert fetched.total() <= 21
+    expected, reported = plain_loop(hp, folder / "train.json")
+    assert losses(result) == pytest.approx(reported, abs=1e-6)
+    for name, value in weights(result).items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-6)
 
 
 def test_a_cache_that_is_too_small_is_said_before(shards: Path, tmp_path: Path) -> None:

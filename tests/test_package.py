@@ -35,6 +35,7 @@ SHARDS = tuple(
     for name in (
         "pack_shards",
         "index_shards",
+        "join_shards",
         "verify_shards",
         "verify_packed",
         "show_shards",

@@ -34,6 +34,19 @@ def create(urls: tuple[str, ...], output: Path, name: str, classes: Path | None,
 
 
 @shards.command()
+@click.argument("indexes", nargs=-1, required=True)
+@click.option("--output", "-o", type=Path, default=Path("joined.json"), help="The index to write.")
+@click.option("--weight", "weights", type=float, multiple=True, help="Of each index in turn; all 1 without any.")
+@click.option("--name", default="", help="Name of the whole; the index's own by default.")
+def join(indexes: tuple[str, ...], output: Path, weights: tuple[float, ...], name: str) -> None:
+    """Write one index that refers to several: an epoch goes through each so many times as its weight says."""
+    from flyte_ddp.shards.joining import join_indexes
+
+    index = join_indexes(indexes, output, weights=weights, name=name)
+    click.echo(f"{output}: {len(index.parts)} data sets, {len(index.shards):,} shards, {len(index):,} samples")
+
+
+@shards.command()
 @click.argument("index")
 @click.option("--decode", is_flag=True, help="Decode all images, too.")
 @PROGRESS

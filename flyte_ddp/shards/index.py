@@ -139,28 +139,41 @@ def many_objects() -> Iterator[None]:
             gc.enable()
 
 
-@many_objects()
 def read_index(address: str) -> ShardIndex:
     """Reads an index and those that it refers to.
 
     Raises:
-        UserError: it is not there, is no index, or refers to one that refers to others again.
+        UserError: it is not there, is no index, or refers to one that refers to others again or has other classes.
     """
-    content = load(address)
+    return index_of(address, load(address))
+
+
+@many_objects()
+def index_of(address: str, content: dict[str, Any]) -> ShardIndex:
+    """:func:`read_index` of one that is, or will be, at that address."""
     shards: list[Shard] = []
     parts: list[Part] = []
+    classes: dict[tuple[str, ...], str] = {}  # and whose they are
     if content.get("shardlist"):
         parts.append(Part(str(content.get("name") or ""), weight_of(address, content)))
         shards += shards_of(address, content, part=0)
+    classes[classes_of(content)] = address
     for reference in content.get("datasets") or []:
         where, component = referred(address, content, reference)
         name = reference.get("name") or component.get("name") or ""
         parts.append(Part(str(name), weight_of(address, reference)))
         shards += shards_of(where, component, part=len(parts) - 1)
+        classes.setdefault(classes_of(component), where)
     if not shards:
         raise malformed(address, "has no shards")
-    classes = content.get(EXTENSION, {}).get("classes", [])
-    return ShardIndex(str(content.get("name") or ""), shards, tuple(parts), tuple(str(label) for label in classes))
+    classes.pop((), None)
+    if len(classes) > 1:
+        (first, one), (second, other), *_ = classes.items()
+        raise UserError(
+            f"index {address}: {other} has the classes {short(list(second))}, and {one} {short(list(first))}; "
+            "put data sets together whose labels mean the same"
+        )
+    return ShardIndex(str(content.get("name") or ""), shards, tuple(parts), next(iter(classes), ()))
 
 
 def malformed(address: str, what: str) -> UserError:
@@ -229,6 +242,11 @@ def resolved(address: str, base: str, found: Any) -> str:
     except UserError as error:
         raise malformed(address, error.message) from None
     return whole
+
+
+def classes_of(content: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of the classes of a data set, none where it does not say."""
+    return tuple(str(label) for label in content[EXTENSION].get("classes", []))
 
 
 def weight_of(address: str, content: Mapping[str, Any]) -> float:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from flyte_ddp.storage import failures
 from flyte_ddp.storage.content import CHUNK_BYTES, Content, Entry, Span
 from flyte_ddp.storage.failures import CONNECTIONS, UnavailableError, refusal, root_cause
 from flyte_ddp.storage.per_process import PerProcess
+from flyte_ddp.storage.s3_get import PlainGets
 
 
 @contextmanager
@@ -19,9 +21,30 @@ def open_file(address: str, span: Span | None) -> Iterator[Content]:
     bucket, key = location(address)
     part = {} if span is None else {"Range": f"bytes={span[0]}-{span[1] - 1}"}
     with explained():
-        answer = client().get_object(Bucket=bucket, Key=key, **part)
-        with closing(answer["Body"]) as body:
-            yield answer["ContentLength"], body.iter_chunks(CHUNK_BYTES)
+        length, content = plain_body(bucket, key, part) or body(bucket, key, part)
+        with closing(content):
+            yield length, content.iter_chunks(CHUNK_BYTES)
+
+
+def plain_body(bucket: str, key: str, headers: dict[str, str]) -> tuple[int, Any] | None:
+    """Length and body by a request of our own; None if it takes botocore's client."""
+    from botocore.response import StreamingBody  # type: ignore[import-untyped,unused-ignore]
+
+    answer = access().plain.get(bucket, key, headers)
+    if answer is None:
+        return None
+    if answer.status_code not in (200, 206):
+        code = re.search(rb"<Code>(\w+)</Code>", answer.content)
+        raise refused(answer.status_code, code[1].decode() if code else "")
+    length = int(answer.headers["Content-Length"])
+    return length, StreamingBody(answer.raw, length)
+
+
+def body(bucket: str, key: str, headers: dict[str, str]) -> tuple[int, Any]:
+    """Length and body by botocore's client."""
+    answer = client().get_object(Bucket=bucket, Key=key, **headers)
+    access().plain.leave(bucket)
+    return answer["ContentLength"], answer["Body"]
 
 
 def stat(address: str) -> Entry:
@@ -66,31 +89,42 @@ def explained() -> Iterator[None]:
     except exceptions.ClientError as error:
         status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 500)
         code = error.response.get("Error", {}).get("Code", "")
-        failure = refusal(
-            status, " ".join(filter(None, ("" if code == str(status) else code, without_credentials(status))))
-        )
-        raise failure from None
+        raise refused(status, "" if code == str(status) else code) from None
     except exceptions.BotoCoreError as error:
         transient = isinstance(error, passing) and not isinstance(error, exceptions.SSLError)
         where = f" by {client().meta.endpoint_url}" if isinstance(error, exceptions.ConnectionError) else ""
         raise UnavailableError(f"{root_cause(error)}{where}", transient=transient) from None
 
 
-def without_credentials(status: int) -> str:
-    """What to say of a refusal if the request was anonymous."""
+def refused(status: int, code: str) -> UnavailableError:
+    """The error for a refusal, S3's code for which may be empty."""
     from botocore import UNSIGNED
 
-    anonymous = client().meta.config.signature_version is UNSIGNED
-    return "(asked without credentials, as there are none)" if anonymous and status in (400, 401, 403) else ""
+    anonymous = client().meta.config.signature_version is UNSIGNED and status in (400, 401, 403)
+    return refusal(
+        status, " ".join([code, "(asked without credentials, as there are none)" if anonymous else ""]).strip()
+    )
+
+
+class Access(NamedTuple):
+    """Ways to a store: botocore's client, and a shorter one."""
+
+    client: Any
+    plain: PlainGets
 
 
 def client() -> Any:
-    """A client for the environment as it is now; making one takes 0.3 s, so it is kept while that stays the same."""
-    prefixes = ("AWS_", "FLYTE_AWS_")
-    return clients(tuple(sorted(pair for pair in os.environ.items() if pair[0].startswith(prefixes))))
+    """Botocore's client for the environment as it is now."""
+    return access().client
 
 
-def new_client(environment: tuple[tuple[str, str], ...]) -> Any:
+def access() -> Access:
+    """For the environment as it is now; making a client takes 0.3 s, so it is kept while that stays the same."""
+    prefixes = (b"AWS_", b"FLYTE_AWS_")
+    return accesses(tuple(sorted(pair for pair in os.environb.items() if pair[0].startswith(prefixes))))
+
+
+def new_access(environment: tuple[tuple[bytes, bytes], ...]) -> Access:
     """Flyte's own variables come first, as in flytekit; botocore itself knows the standard ``AWS_*`` ones.
 
     Without credentials requests are anonymous, which is what public buckets take.
@@ -98,12 +132,13 @@ def new_client(environment: tuple[tuple[str, str], ...]) -> Any:
     import botocore.config  # type: ignore[import-untyped,unused-ignore]
     import botocore.session  # type: ignore[import-untyped,unused-ignore]
 
-    values = dict(environment)
+    values = {os.fsdecode(name): os.fsdecode(value) for name, value in environment}
     session = botocore.session.get_session()
     key, secret = values.get("FLYTE_AWS_ACCESS_KEY_ID"), values.get("FLYTE_AWS_SECRET_ACCESS_KEY")
     if key and secret:
         session.set_credentials(key, secret)
-    anonymous = {} if session.get_credentials() else {"signature_version": botocore.UNSIGNED}
+    credentials = session.get_credentials()
+    anonymous = {} if credentials else {"signature_version": botocore.UNSIGNED}
     config = botocore.config.Config(
         connect_timeout=failures.CONNECT_TIMEOUT,
         read_timeout=failures.READ_TIMEOUT,
@@ -113,9 +148,10 @@ def new_client(environment: tuple[tuple[str, str], ...]) -> Any:
         **anonymous,
     )
     try:
-        return session.create_client("s3", endpoint_url=values.get("FLYTE_AWS_ENDPOINT") or None, config=config)
+        client = session.create_client("s3", endpoint_url=values.get("FLYTE_AWS_ENDPOINT") or None, config=config)
     except ValueError as error:  # an endpoint that is no address
         raise UnavailableError(str(error)) from None
+    return Access(client, PlainGets(client, credentials))
 
 
-clients = PerProcess(new_client)
+accesses = PerProcess(new_access)

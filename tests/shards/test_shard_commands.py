@@ -60,7 +60,7 @@ def shards(*arguments: str | Path, folder: Path) -> Ended:
 
 @pytest.mark.slow
 def test_from_a_folder_of_images_to_a_single_sample(tmp_path: Path) -> None:
-    """All five commands, one after the other, as in the documentation."""
+    """All commands, one after the other, as in the documentation."""
     write_files(tmp_path / "images", FILES)
     packed = shards(
         "pack", "images", "out", "--samples-per-shard", "5", "--seed", "3", "--name", "val", folder=tmp_path
@@ -87,6 +87,10 @@ def test_from_a_folder_of_images_to_a_single_sample(tmp_path: Path) -> None:
         first["shardlist"],
         ["ant", "bee"],
     )
+
+    joined = shards("join", "out/val.json", "out/again.json", "--weight", "1", "--weight", "0.5", folder=tmp_path)
+    assert joined == Ended(0, "joined.json: 2 data sets, 6 shards, 24 samples\n", "")
+    assert "weight 0.5" in shards("show", "joined.json", folder=tmp_path).output
 
     verified = shards("verify", "out/val.json", "--decode", folder=tmp_path)
     assert verified == Ended(0, "out/val.json: all is as it says\n", "checking (3 shards)\n")
@@ -121,6 +125,7 @@ def test_mistakes_are_one_message_without_a_traceback(tmp_path: Path) -> None:
         ("create", "no.tar"): "shard .*/no.tar: not a whole, uncompressed tar file",
         ("create", "0.tar", "--classes", "gone.txt"): "classes gone.txt: No such file or directory",
         ("verify", "gone.json"): "index gone.json: cannot be read (no such file)",
+        ("join", "index.json"): "must be two or more",
         ("sample", "index.json", "3"): "sample 3: the index has 3, so it must be 0..2",
     }.items():
         ended = shards(*arguments, folder=tmp_path)

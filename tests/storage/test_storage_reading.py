@@ -169,10 +169,22 @@ def test_a_fault_that_passes_is_retried(place: Place, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(("fault", "tries"), [(503, 4), (404, 1), (403, 1), (401, 1), (400, 1), ("reset", 4)])
 def test_a_fault_that_stays_is_an_error(place: Place, fault: int | str, tries: int) -> None:
     address = place.put("x", CONTENT)
+    assert storage.read(place.put("y", CONTENT)) == CONTENT  # which shows that the place can be asked in our way
     place.server.faults[f"{place.prefix}x"] = [fault] * 9
     with pytest.raises(AllFailedError, match=f"^{address}: " + (f"HTTP {fault}" if fault != "reset" else "")):
         storage.with_retries("the file", [address], storage.read)
-    assert len(place.server.requests) == tries
+    assert len(place.server.requests) == 1 + tries
+
+
+@pytest.mark.parametrize("place", ["s3"], indirect=True)
+def test_a_bucket_that_refuses_our_way_is_left_to_the_client(place: Place) -> None:
+    address = place.put("x", CONTENT)
+    place.server.faults[f"{place.prefix}x"] = [400]  # as a bucket of another region
+    assert [storage.read(address) for _ in range(3)] == [CONTENT] * 3
+    assert len(place.server.requests) == 1 + 3
+    place.server.faults[f"{place.prefix}x"] = [400]
+    with pytest.raises(storage.UnavailableError, match="HTTP 400"):  # the client's, which asks once
+        storage.read(address)
 
 
 @pytest.mark.parametrize("place", ["s3", "gs"], indirect=True)

@@ -14,7 +14,7 @@ from s3_server import DEADLINE, RCLONE, S3Server, s3_server, started
 from surroundings import clean, s3_environment
 
 from flyte_ddp import storage
-from flyte_ddp.storage import MissingError, UnavailableError
+from flyte_ddp.storage import MissingError, UnavailableError, s3
 
 MANY = 1205  # objects; a page has at most 1,000
 
@@ -71,6 +71,20 @@ def test_with_the_right_key_a_list_has_all_pages(keyed: S3Server, monkeypatch: p
     assert storage.read("s3://many/in/1204.jpg", (1, 3)) == b"20"
     with pytest.raises(MissingError, match="HTTP 404 NoSuchBucket"):
         list(storage.list_files("s3://no-such-bucket/in"))
+
+
+def test_keys_of_any_characters_are_signed_as_the_server_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["a b", "ä+ö", "50%", "x=1&y=2", "~(1)'!*", "a/:/b", "%41", "#?", "c;d,e@f$"]
+    for name in names:
+        path = tmp_path / "odd" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(name.encode())
+    with s3_server(tmp_path) as server:
+        for name, value in server.aws_environment().items():
+            monkeypatch.setenv(name, value)
+        for name in names:
+            assert storage.read(f"s3://odd/{name}") == name.encode()
+        assert s3.access().plain.proved == {"odd"}
 
 
 def test_without_a_key_or_with_a_wrong_one(keyed: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,77 @@
+"""One index for several data sets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tars import samples, write_shards
+from wids import wids_specs
+
+from flyte_ddp.errors import UserError
+from flyte_ddp.shards.index import Part, read_index
+from flyte_ddp.shards.joining import join_indexes
+from flyte_ddp.shards.scanning import create_index
+
+
+def indexed(folder: Path, *shards: int, classes: tuple[str, ...] = ()) -> Path:
+    """An index of shards with so many samples."""
+    write_shards(folder, *(samples(number, prefix=f"{place}-") for place, number in enumerate(shards)))
+    urls = [str(folder / f"{place}.tar") for place in range(len(shards))]
+    create_index(urls, folder / "all.json", name=folder.name, classes=classes, progress="off")
+    return folder / "all.json"
+
+
+def test_the_shards_of_all_with_their_weights(tmp_path: Path) -> None:
+    one, two = indexed(tmp_path / "one", 8, 9), indexed(tmp_path / "two", 7)
+    written = join_indexes([str(one), f"file://{two}"], tmp_path / "both.json", weights=[2, 0.5])
+    index = read_index(str(tmp_path / "both.json"))
+    assert (index.shards, index.parts, index.digest) == (written.shards, written.parts, written.digest)
+    assert (index.name, index.parts, index.classes) == ("both", (Part("one", 2.0), Part("two", 0.5)), tuple("0123456"))
+    alone = [read_index(str(path)).shards for path in (one, two)]
+    assert index.shards == [*alone[0], *(shard._replace(part=1) for shard in alone[1])]
+
+
+def test_it_goes_with_its_folder(tmp_path: Path) -> None:
+    paths = [indexed(tmp_path / "here" / name, 7) for name in ("a", "b")]
+    join_indexes([str(path) for path in paths], tmp_path / "here" / "both.json")
+    (tmp_path / "here").rename(tmp_path / "there")
+    assert [shard.url for shard in read_index(str(tmp_path / "there" / "both.json")).shards] == [
+        str(tmp_path / "there" / name / "0.tar") for name in ("a", "b")
+    ]
+
+
+def test_wids_finds_the_same_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # which wids takes relative addresses to refer to
+    paths = [indexed(tmp_path / name, 7, 8) for name in ("a", "b")]
+    index = join_indexes([str(path) for path in paths], tmp_path / "both.json", weights=[1, 3])
+    found = wids_specs.load_dsdesc_and_resolve("both.json")["shardlist"]
+    assert [(str(Path(entry["url"]).absolute()), entry["nsamples"], entry["weight"]) for entry in found] == [
+        (shard.url, shard.samples, index.parts[shard.part].weight) for shard in index.shards
+    ]
+
+
+MISTAKES: dict[str, tuple[Callable[[Path], list[str]], list[float], str]] = {
+    "none": (lambda _: [], [], "indexes none: must be two or more"),
+    "one": (lambda f: [f"{f}/a/all.json"], [], "must be two or more"),
+    "the same": (lambda f: [f"{f}/a/all.json", f"file://{f}/a/all.json"], [], "each given once"),
+    "a weight too few": (lambda f: [f"{f}/a/all.json", f"{f}/b/all.json"], [1], "1 weights: must be one for each"),
+    "no weight": (lambda f: [f"{f}/a/all.json", f"{f}/b/all.json"], [1, 0], "weight=0; must be a number above 0"),
+    "gone": (lambda f: [f"{f}/a/all.json", f"{f}/gone.json"], [], "gone.json: cannot be read"),
+    "joined": (lambda f: [f"{f}/a/all.json", f"{f}/joined.json"], [], "refers to others again"),
+    "other classes": (lambda f: [f"{f}/a/all.json", f"{f}/c/all.json"], [], "c/all.json has the classes ['x',"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes(mistake: str, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        indexed(tmp_path / name, 7)
+    indexed(tmp_path / "c", 7, classes=tuple("xyzuvwt"))
+    join_indexes([f"{tmp_path}/{name}/all.json" for name in ("a", "b")], tmp_path / "joined.json")
+    addresses, weights, words = MISTAKES[mistake]
+    with pytest.raises(UserError) as caught:
+        join_indexes(addresses(tmp_path), tmp_path / "out.json", weights=weights)
+    assert words in caught.value.message
+    assert not (tmp_path / "out.json").exists()
