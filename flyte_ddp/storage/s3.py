@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import Any, NamedTuple
@@ -12,39 +11,25 @@ from flyte_ddp.storage import failures
 from flyte_ddp.storage.content import CHUNK_BYTES, Content, Entry, Span
 from flyte_ddp.storage.failures import CONNECTIONS, UnavailableError, refusal, root_cause
 from flyte_ddp.storage.per_process import PerProcess
-from flyte_ddp.storage.s3_get import PlainGets
+from flyte_ddp.storage.s3_objects import Buckets
 
 
 @contextmanager
 def open_file(address: str, span: Span | None) -> Iterator[Content]:
     """:func:`flyte_ddp.storage.open_file` for an S3 object."""
     bucket, key = location(address)
-    part = {} if span is None else {"Range": f"bytes={span[0]}-{span[1] - 1}"}
     with explained():
-        length, content = plain_body(bucket, key, part) or body(bucket, key, part)
-        with closing(content):
-            yield length, content.iter_chunks(CHUNK_BYTES)
-
-
-def plain_body(bucket: str, key: str, headers: dict[str, str]) -> tuple[int, Any] | None:
-    """Length and body by a request of our own; None if it takes botocore's client."""
-    from botocore.response import StreamingBody  # type: ignore[import-untyped,unused-ignore]
-
-    answer = access().plain.get(bucket, key, headers)
-    if answer is None:
-        return None
-    if answer.status_code not in (200, 206):
-        code = re.search(rb"<Code>(\w+)</Code>", answer.content)
-        raise refused(answer.status_code, code[1].decode() if code else "")
-    length = int(answer.headers["Content-Length"])
-    return length, StreamingBody(answer.raw, length)
-
-
-def body(bucket: str, key: str, headers: dict[str, str]) -> tuple[int, Any]:
-    """Length and body by botocore's client."""
-    answer = client().get_object(Bucket=bucket, Key=key, **headers)
-    access().plain.leave(bucket)
-    return answer["ContentLength"], answer["Body"]
+        if span is None:
+            found = access().buckets.open(bucket, key)
+            if found is not None:
+                yield found
+                return
+            answer = client().get_object(Bucket=bucket, Key=key)
+            access().buckets.leave(bucket)
+        else:
+            answer = client().get_object(Bucket=bucket, Key=key, Range=f"bytes={span[0]}-{span[1] - 1}")
+        with closing(answer["Body"]) as body:
+            yield answer["ContentLength"], body.iter_chunks(CHUNK_BYTES)
 
 
 def stat(address: str) -> Entry:
@@ -107,10 +92,10 @@ def refused(status: int, code: str) -> UnavailableError:
 
 
 class Access(NamedTuple):
-    """Ways to a store: botocore's client, and a shorter one."""
+    """Ways to a store: botocore's client, and a shorter one to objects."""
 
     client: Any
-    plain: PlainGets
+    buckets: Buckets
 
 
 def client() -> Any:
@@ -151,7 +136,7 @@ def new_access(environment: tuple[tuple[bytes, bytes], ...]) -> Access:
         client = session.create_client("s3", endpoint_url=values.get("FLYTE_AWS_ENDPOINT") or None, config=config)
     except ValueError as error:  # an endpoint that is no address
         raise UnavailableError(str(error)) from None
-    return Access(client, PlainGets(client, credentials))
+    return Access(client, Buckets(client, credentials, refused))
 
 
 accesses = PerProcess(new_access)

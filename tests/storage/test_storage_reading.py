@@ -226,10 +226,11 @@ def test_connections_are_kept(place: Place) -> None:
     for _ in range(10):
         assert storage.read(address) == b"content"
         assert storage.stat(address).size == 7
-    assert len(place.server.connections) == 1
+    clients = 2 if place.address.startswith("s3:") else 1  # one for objects, and one for all else
+    assert len(place.server.connections) == clients
     with ThreadPoolExecutor(6) as pool:
         assert set(pool.map(storage.read, [address] * 200)) == {b"content"}
-    assert len(place.server.connections) <= 6
+    assert len(place.server.connections) <= 6 * clients
 
 
 @remote
@@ -250,7 +251,8 @@ def test_forked_children_have_connections_of_their_own(place: Place) -> None:
             children.append(child)
         assert [reading.result() for reading in parents] == expected * 3
     assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
-    assert 3 <= len(place.server.connections) <= 4 + 1 + 2
+    # obstore opens one more where it can't wait for one of those in use.
+    assert 3 <= len(place.server.connections) <= (4 + 1) * (2 if place.address.startswith("s3:") else 1) + 2
 
 
 def test_cookies_are_not_kept(server: FileServer) -> None:

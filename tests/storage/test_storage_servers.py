@@ -84,7 +84,7 @@ def test_keys_of_any_characters_are_signed_as_the_server_does(tmp_path: Path, mo
             monkeypatch.setenv(name, value)
         for name in names:
             assert storage.read(f"s3://odd/{name}") == name.encode()
-        assert s3.access().plain.proved == {"odd"}
+        assert s3.access().buckets.proved == {"odd"}
 
 
 def test_without_a_key_or_with_a_wrong_one(keyed: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
