@@ -78,8 +78,10 @@ def measure(options: Options) -> Result:
     folder = options.folder / "run"
     while len(rows) < number:
         kind = KINDS[len(rows) % len(KINDS)]
-        row = one_fault(kind, choice.uniform(0.0, duration), choice.random(), lambda: start(hp, data, folder), folder)
-        if row is None:  # the run had ended before
+        moment = choice.uniform(0.0, duration)
+        row = one_fault(kind, moment, choice.random(), lambda: start(hp, data, folder), folder)
+        if row is None:  # the run had ended before, as the first one may have been slower
+            duration = moment
             continue
         rows.append(replace(row, same_model=same_weights(folder, undisturbed)))
         print(f"    {len(rows)}/{number} {described(rows[-1])}", flush=True)
