@@ -50,7 +50,7 @@ def measure(options: Options) -> Result:
 
         return run
 
-    with s3_server(bucket.parent, lists_kept="1h") as server, delayed(server.endpoint) as far:
+    with s3_server(bucket.parent, "--dir-cache-time", "1h") as server, delayed(server.endpoint) as far:
         near = server.aws_environment()
         slow = near | {"AWS_ENDPOINT_URL": far}
         shards, folder = "shards:s3://bucket/shards/train.json", "image_folder:s3://bucket/images/"

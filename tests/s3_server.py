@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 RCLONE = Path(sys.executable).parent / "rclone"
-STARTED = re.compile(r"Starting s3 server on \[(http://127\.0\.0\.1:\d+)/?\]")
+STARTED = re.compile(r"Starting s3 server on \[(https?://127\.0\.0\.1:\d+)/?\]")
 DEADLINE = 20.0  # seconds
 
 
@@ -46,17 +46,13 @@ class S3Server:
 
 
 @contextmanager
-def s3_server(folder: Path, lists_kept: str = "1ms") -> Iterator[S3Server]:
-    """Serves ``folder`` on a port that the system chooses, until the context ends.
-
-    Args:
-        lists_kept: for how long it may take a folder's content to be as it was.
-    """
+def s3_server(folder: Path, *options: str) -> Iterator[S3Server]:
+    """Serves ``folder`` on a port that the system chooses, until the context ends, with more of rclone's options."""
     access_key, secret_key = "loopback-test-key", "loopback-test-secret"
     with tempfile.TemporaryDirectory() as home:
         log = Path(home) / "log"
-        command = [str(RCLONE), "serve", "s3", str(folder), "--addr", "127.0.0.1:0", "--dir-cache-time", lists_kept]
-        command += ["--auth-key", f"{access_key},{secret_key}", "--config", str(Path(home) / "none.conf")]
+        command = [str(RCLONE), "serve", "s3", str(folder), "--addr", "127.0.0.1:0", "--dir-cache-time", "1ms"]
+        command += ["--auth-key", f"{access_key},{secret_key}", "--config", str(Path(home) / "none.conf"), *options]
         with log.open("wb") as output:
             process = subprocess.Popen(command, stdout=output, stderr=output, env={**os.environ, "HOME": home})
         try:

@@ -9,7 +9,7 @@ import pytest
 from benchmarks import chaos
 from benchmarks.measuring import Options
 
-FAULTS = 2  # of the kinds, the first ones
+FAULTS = 3  # of the kinds, the first ones
 
 
 @pytest.mark.slow

@@ -34,12 +34,7 @@ def refusal(status: int, detail: str) -> UnavailableError:
     reason = f"HTTP {status} {detail}".strip()
     if status in (403, 404, 410):
         return MissingError(reason)
-    return UnavailableError(reason, transient=passing(status))
-
-
-def passing(status: int) -> bool:
-    """Whether an HTTP status says that another try may get what this one didn't."""
-    return status >= 500 or status in (408, 429)
+    return UnavailableError(reason, transient=status >= 500 or status in (408, 429))
 
 
 def root_cause(error: BaseException) -> str:

@@ -86,9 +86,7 @@ def refused(status: int, code: str) -> UnavailableError:
     from botocore import UNSIGNED
 
     anonymous = client().meta.config.signature_version is UNSIGNED and status in (400, 401, 403)
-    return refusal(
-        status, " ".join([code, "(asked without credentials, as there are none)" if anonymous else ""]).strip()
-    )
+    return refusal(status, f"{code} (asked without credentials, as there are none)".strip() if anonymous else code)
 
 
 class Access(NamedTuple):

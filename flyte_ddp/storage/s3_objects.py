@@ -1,4 +1,4 @@
-"""S3 objects through obstore, where it is there: an image is fetched with a fraction of botocore's work, and no GIL.
+"""S3 objects through obstore, where it is there: its own threads fetch them, without the GIL that botocore holds.
 
 botocore's client says what the addresses of a bucket are and who asks. It is also who is asked instead where obstore
 cannot be: in a process that was forked from one that used it, whose threads are not there, and for a bucket of which
@@ -12,6 +12,7 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime, timedelta, timezone
+from pathlib import Path
 from typing import Any
 
 from flyte_ddp.storage import failures
@@ -24,20 +25,12 @@ KIND = re.compile(r"kind: (Timeout|Connect)\b")
 CAUSE = re.compile(r'message: "([^"]*)"')
 
 
-class Threads:
-    """Whether this process may use obstore, whose threads a forked child doesn't have."""
-
-    used = False
-    lost = False
-
-    @classmethod
-    def forked(cls) -> None:
-        """In a child."""
-        cls.lost = cls.lost or cls.used
+KEPT: list[tuple[int, Any]] = []  # stores and who made them; held, so that a forked child does not take them apart
 
 
-os.register_at_fork(after_in_child=Threads.forked)
-KEPT: list[Any] = []  # stores, so that a forked child does not take them apart
+def forked() -> bool:
+    """Whether obstore's threads are not here, but in a process that this one was forked from."""
+    return any(process != os.getpid() for process, _ in KEPT)
 
 
 class Buckets:
@@ -70,7 +63,8 @@ class Buckets:
             found = obstore.get(store, key)
         except Exception as error:  # of many classes, some of them Python's own
             failure = self.failure(error)
-            if bucket in self.proved or failure.transient:
+            # Of a connection that is not made the client knows better why, such as a certificate that isn't trusted.
+            if bucket in self.proved or (failure.transient and "kind: Connect" not in str(error)):
                 raise failure from None
             return None
         self.proved.add(bucket)
@@ -100,7 +94,7 @@ class Buckets:
 
     def store(self, bucket: str) -> Any:
         """Obstore's own for the bucket, or None."""
-        if Threads.lost:
+        if forked():
             return None
         with self.lock:
             if bucket not in self.stores:
@@ -113,35 +107,50 @@ class Buckets:
             self.stores[bucket] = None
 
     def new_store(self, bucket: str) -> Any:
-        """One that asks where the client would; None where obstore isn't there, or cannot do so."""
+        """One that asks where the client would; None where obstore isn't there."""
         try:
             from obstore.store import S3Store
         except ImportError:
             return None
         address = self.client.generate_presigned_url("get_object", Params={"Bucket": bucket, "Key": "k"})
         start = address.partition("?")[0].removesuffix("/k")
-        encrypted = start.startswith("https://")
-        if encrypted and self.client._endpoint.http_session._verify is not True:
-            return None  # certificates of one's own, which obstore has no setting for
         in_path = start.endswith(f"/{bucket}")
         region = self.client.meta.region_name
-        Threads.used = True
+        options: Any = {
+            "allow_http": start.startswith("http://"),
+            "connect_timeout": timedelta(seconds=failures.CONNECT_TIMEOUT),
+            "read_timeout": timedelta(seconds=failures.READ_TIMEOUT),
+            "timeout": timedelta(days=1),  # of a whole download; its own default is 30 s
+            **self.certificates(),
+        }
         store = S3Store(
             bucket,
             endpoint=start.removesuffix(f"/{bucket}") if in_path else start,
             virtual_hosted_style_request=not in_path,
             region="us-east-1" if region in (None, "aws-global") else region,
-            client_options={
-                "allow_http": not encrypted,
-                "connect_timeout": timedelta(seconds=failures.CONNECT_TIMEOUT),
-                "read_timeout": timedelta(seconds=failures.READ_TIMEOUT),
-                "timeout": timedelta(days=1),  # of a whole download; its own default is 30 s
-            },
+            client_options=options,
             retry_config={"max_retries": 0},  # the caller retries, and says so
             **({"skip_signature": True} if self.credentials is None else {"credential_provider": self.credential}),
         )
-        KEPT.append(store)
+        KEPT.append((os.getpid(), store))
         return store
+
+    def certificates(self) -> dict[str, bytes]:
+        """The setting for those that the client trusts beside the system's.
+
+        Raises:
+            UnavailableError: there are none in their file.
+        """
+        trusted = self.client._endpoint.http_session._verify
+        if not isinstance(trusted, str):
+            return {}
+        try:
+            content = Path(trusted).read_bytes()
+        except OSError as error:
+            raise UnavailableError(f"certificates {trusted}: {error.strerror}; correct AWS_CA_BUNDLE") from None
+        if b"-----BEGIN CERTIFICATE-----" not in content:
+            raise UnavailableError(f"certificates {trusted}: has none in PEM's format; correct AWS_CA_BUNDLE")
+        return {"root_certificate": content}
 
     def credential(self) -> dict[str, Any]:
         """Who asks, in obstore's words."""

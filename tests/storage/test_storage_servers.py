@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import trustme
 from s3_server import DEADLINE, RCLONE, S3Server, s3_server, started
 from surroundings import clean, s3_environment
 
@@ -85,6 +86,30 @@ def test_keys_of_any_characters_are_signed_as_the_server_does(tmp_path: Path, mo
         for name in names:
             assert storage.read(f"s3://odd/{name}") == name.encode()
         assert s3.access().buckets.proved == {"odd"}
+
+
+def test_a_server_with_a_certificate_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    authority, certificate, key = trustme.CA(), tmp_path / "certificate.pem", tmp_path / "key.pem"
+    authority.cert_pem.write_to_path(str(tmp_path / "authority.pem"))
+    issued = authority.issue_cert("127.0.0.1")
+    issued.cert_chain_pems[0].write_to_path(str(certificate))
+    issued.private_key_pem.write_to_path(str(key))
+    (tmp_path / "served" / "bucket").mkdir(parents=True)
+    (tmp_path / "served" / "bucket" / "x").write_bytes(b"content")
+    with s3_server(tmp_path / "served", "--cert", str(certificate), "--key", str(key)) as server:
+        assert server.endpoint.startswith("https://")
+        for name, value in server.aws_environment().items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(UnavailableError, match="certificate verify failed") as caught:
+            storage.read("s3://bucket/x")
+        assert not caught.value.transient
+        monkeypatch.setenv("AWS_CA_BUNDLE", str(tmp_path / "authority.pem"))
+        assert storage.read("s3://bucket/x") == b"content"
+        assert s3.access().buckets.proved == {"bucket"}
+        for wrong, words in {tmp_path / "gone": "No such file", key: "has none in PEM's format"}.items():
+            monkeypatch.setenv("AWS_CA_BUNDLE", str(wrong))
+            with pytest.raises(UnavailableError, match=f"{wrong}: {words}"):
+                storage.read("s3://bucket/x")
 
 
 def test_without_a_key_or_with_a_wrong_one(keyed: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
