@@ -103,6 +103,18 @@ def test_what_stands_in_is_of_the_same_split_and_shard(orders: dict[str, ShardOr
     loading.close()
 
 
+def test_a_decoder_is_one_thread_also_where_torch_uses_more() -> None:
+    here = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        loading = loader(Images(bad=set()), ListedOrder(np.arange(10)).beside, bad_samples=0)
+        assert loading.pool.submit(torch.get_num_threads).result() == 1
+        assert torch.get_num_threads() == 3
+        loading.close()
+    finally:
+        torch.set_num_threads(here)
+
+
 def test_a_sample_is_found_damaged_once() -> None:
     images = Images(bad={3})
     loading = loader(images, ListedOrder(np.arange(10)).beside, bad_samples=1)

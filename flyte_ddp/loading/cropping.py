@@ -73,11 +73,7 @@ def resized(pixels: Pixels, crop: Crop, size: int) -> Pixels:
     # The batch's dimension is added by torch: only with its strides is the result channels-last as well.
     channels_last = torch.from_numpy(part).unsqueeze(0).permute(0, 3, 1, 2)
     squares = functional.interpolate(channels_last, (size, size), mode="bilinear", antialias=True)
+    if crop.mirrored:
+        squares = squares.flip(-1)
     square: Pixels = squares[0].permute(1, 2, 0).numpy()
-    return mirrored(square) if crop.mirrored else square
-
-
-def mirrored(pixels: Pixels) -> Pixels:
-    """The image with left and right exchanged; its pixels are moved as a whole, and not by their channels."""
-    reversed_pixels: Pixels = np.ascontiguousarray(pixels.view("V3")[:, ::-1]).view(np.uint8)
-    return reversed_pixels
+    return square

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 Pixels = NDArray[np.uint8]
-"""[H, W, 3]. Not a tensor: torch would start threads of its own in each thread that copies more than a few pixels."""
+"""[H, W, 3]."""
 
 
 class DecodingError(ValueError):

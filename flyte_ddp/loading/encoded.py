@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import threadpoolctl
 import torch
 from torch import Tensor
 
@@ -108,7 +109,7 @@ class EncodedImages:
         self.reader, self.size, self.crop, self.seed, self.classes = reader, size, crop, seed, classes
         self.device, self.bad, self.beside = device, BadSamples(bad_samples), beside
         self.threads = threads
-        self.pool = ThreadPoolExecutor(threads, thread_name_prefix="decoder")
+        self.pool = ThreadPoolExecutor(threads, thread_name_prefix="decoder", initializer=work_alone)
         self.pending: dict[tuple[int | None, bytes], Batch] = {}
 
     @property
@@ -208,6 +209,12 @@ class EncodedImages:
         """Ends the threads and closes files, without waiting for those that are in the middle of a download."""
         self.pool.shutdown(wait=False, cancel_futures=True)
         self.reader.close()
+
+
+def work_alone() -> None:
+    """Keeps torch from starting threads for the work of this one."""
+    torch.get_num_threads()  # torch sets the number for a thread when it is first asked in it
+    threadpoolctl.threadpool_limits(1, user_api="openmp")
 
 
 def checked_label(found: Encoded, classes: int) -> int:
