@@ -36,8 +36,8 @@ def fetched(init_from: str, folder: Path) -> Iterator[Path | None]:
 
         path = folder / ".initial_weights.tmp"
         try:
-            with open_file(init_from) as (_, chunks), path.open("wb") as target:
-                target.writelines(chunks)
+            with open_file(init_from) as found, path.open("wb") as target:
+                target.writelines(found.chunks)
             yield path
         except UnavailableError as error:
             raise error.explained(f"init_from={init_from!r}: cannot be fetched: {error}; check the address") from None

@@ -26,6 +26,7 @@ from file_server import FileServer, file_server
 from PIL import Image
 from plain_loop import train_plainly
 from s3_server import s3_server
+from surroundings import s3_environment
 from torchvision.transforms import v2
 
 from flyte_ddp import models
@@ -217,6 +218,20 @@ def test_shards_far_away_go_through_a_cache_smaller_than_the_data(tmp_path: Path
     found = re.fullmatch(r"20 shards were fetched, (\d+) of them more than once; the cache has no room .*", note)
     assert found
     assert 0 < int(found[1]) <= sum(1 for times in fetched.values() if times > 1)
+
+
+@pytest.mark.parametrize("scheme", ["file", "http", "s3", "gs"])
+def test_shards_of_any_storage_give_the_same_model(
+    scheme: str, shards: Path, server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s3_environment(server.url, monkeypatch)
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
+    server.files = {f"bucket/{path.name}": path.read_bytes() for path in shards.iterdir() if path.is_file()}
+    start = {"file": f"file://{shards}", "http": f"{server.url}/bucket"}.get(scheme, f"{scheme}://bucket")
+    hp = of(shards / "train.json", epochs=1)
+    expected = weights(train(hp, tmp_path / "near"))
+    found = weights(train(replace(hp, dataset=f"shards:{start}/train.json"), tmp_path / "far"))
+    assert all(torch.equal(value, found[name]) for name, value in expected.items())
 
 
 @pytest.mark.slow
@@ -459,6 +474,21 @@ class TestMistakes:
         (folder / "green" / "10.jpg").write_bytes((folder / "red" / "0.jpg").read_bytes() + b"more")
         with pytest.raises(UserError, match=r"image .*green/10.jpg: has .* bytes, and .* when it was listed"):
             run_training(hp, data, tmp_path / "run", quiet(tmp_path), launch=inline.launch)
+
+    def test_an_object_that_is_replaced_by_one_of_its_size(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        folder = labelled(tmp_path / "served" / "bucket")
+        replaced, size = folder / "green" / "10.jpg", 10_000
+        replaced.write_bytes(replaced.read_bytes().ljust(size, b"\0"))
+        hp = replace(BASE, dataset="image_folder:s3://bucket", batch_size=8)
+        with s3_server(folder.parent) as server:
+            for name, value in server.aws_environment().items():
+                monkeypatch.setenv(name, value)
+            data = fetch(hp.dataset, "", tmp_path / "data", progress="off")
+            replaced.write_bytes((folder / "red" / "0.jpg").read_bytes().ljust(size, b"\0"))
+            with pytest.raises(UserError, match=r"s3://bucket/green/10.jpg: has ETag .* when it was listed; run again"):
+                run_training(hp, data, tmp_path / "run", quiet(tmp_path), launch=inline.launch)
 
 
 class TestPredictions:

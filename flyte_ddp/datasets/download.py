@@ -44,13 +44,13 @@ def transfer(name: str, address: str, expected: Expected, folder: Path, progress
     descriptor, path = tempfile.mkstemp(prefix=f".{name}.", dir=folder)
     temporary = Path(path)
     try:
-        with os.fdopen(descriptor, "wb") as file, open_file(address) as (size, chunks):
-            with progress.track(f"{name} from {address.removesuffix(name)}", size, "B") as advance:
-                for chunk in chunks:
+        with os.fdopen(descriptor, "wb") as file, open_file(address) as found:
+            with progress.track(f"{name} from {address.removesuffix(name)}", found.size, "B") as advance:
+                for chunk in found.chunks:
                     file.write(chunk)
                     digest.update(chunk)
                     advance(len(chunk))
-            check_length(file.tell(), size, remote=remote)
+            check_length(file.tell(), found.size, remote=remote)
             check_digest(digest.hexdigest(), file.tell(), expected, remote=remote)
             file.flush()
             os.fsync(file.fileno())

@@ -75,8 +75,7 @@ def write_encoded_set(data: EncodedSet, folder: Path, origin: dict[str, str]) ->
             write_array(folder / f"{split}_name_ends.npy", np.cumsum(lengths, dtype=np.int64))
             write_array(folder / f"{split}_labels.npy", source.labels)
             write_array(folder / f"{split}_sizes.npy", source.sizes)
-            if source.digests is not None:
-                write_array(folder / f"{split}_digests.npy", source.digests)
+            write_array(folder / f"{split}_tags.npy", source.tags)
     sources = {split: getattr(data, split) for split in SPLITS}
     described = {
         "name": data.name,
@@ -138,8 +137,8 @@ def open_list(folder: Path, split: str, described: dict[str, Any], classes: tupl
         return loaded
 
     names = Names(column("names"), column("name_ends"))
-    digests = column("digests") if (folder / f"{split}_digests.npy").exists() else None
-    return ImageList(described["addresses"][split], classes, names, column("labels"), column("sizes"), (), digests)
+    columns = (column(name) for name in ("labels", "sizes", "tags"))
+    return ImageList(described["addresses"][split], classes, names, *columns)
 
 
 class Names(Sequence[str]):

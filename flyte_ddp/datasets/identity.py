@@ -96,7 +96,7 @@ def http_identity(source: str) -> str:
     if found.tag:
         return digest_of(f"{found.size} {found.tag}")
     digest = hashlib.sha256()  # the server tells nothing: only the content itself is left
-    with open_file(source) as (_, chunks):
-        for chunk in chunks:
+    with open_file(source) as file:
+        for chunk in file.chunks:
             digest.update(chunk)
     return digest.hexdigest()

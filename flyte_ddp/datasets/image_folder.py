@@ -23,8 +23,7 @@ class ImageList:
     names: Sequence[str]  # relative to the address
     labels: NDArray[np.int64]
     sizes: NDArray[np.int64]  # bytes; -1 where unknown
-    tags: tuple[str, ...]  # texts that change when the files do; none in a list that was prepared
-    digests: NDArray[np.bytes_] | None = None  # SHA-256 (hex), where sizes are unknown
+    tags: NDArray[np.bytes_]  # texts that change when the files do; SHA-256 (hex) where sizes are unknown
 
     def address_of(self, number: int) -> str:
         """Where an image is."""
@@ -36,27 +35,26 @@ class ImageList:
         Raises:
             UserError: it cannot be read, or is not the one that was listed.
         """
-        address = self.address_of(number)
+        address, size, tag = self.address_of(number), int(self.sizes[number]), self.tags[number].decode()
+        hint = "run again to list what is there now"
         try:
-            content = storage.retried(address, storage.read)
+            content = storage.retried(address, lambda where: storage.read(where, tag=tag if size >= 0 else ""))
+        except storage.AlteredError as failure:
+            raise UserError(f"image {address}: {failure}; {hint}") from None
         except storage.UnavailableError as failure:
             message = f"image {address}: cannot be read ({failure}), though it was listed"
-            raise failure.explained(f"{message}; run again to list what is there now") from None
-        if self.digests is not None:
-            digest = hashlib.sha256(content).hexdigest()
-            changed = digest.encode() != self.digests[number] and "does not have the SHA-256 of the list"
-        else:
-            size = int(self.sizes[number])
-            changed = len(content) != size and f"has {len(content):,} bytes, and {size:,} when it was listed"
-        if changed:
-            raise UserError(f"image {address}: {changed}; run again to list what is there now")
+            raise failure.explained(f"{message}; {hint}") from None
+        if size < 0 and hashlib.sha256(content).hexdigest() != tag:
+            raise UserError(f"image {address}: does not have the SHA-256 of the list; {hint}")
+        if size >= 0 and len(content) != size:
+            raise UserError(f"image {address}: has {len(content):,} bytes, and {size:,} when it was listed; {hint}")
         return content
 
     @property
     def digest(self) -> str:
         """SHA-256 (hex) of names, sizes and tags."""
-        rows = zip(self.names, self.sizes.tolist(), self.tags, strict=True)
-        lines = "\n".join(f"{name} {size} {tag}" for name, size, tag in rows)
+        rows = zip(self.names, self.sizes.tolist(), self.tags.tolist(), strict=True)
+        lines = "\n".join(f"{name} {size} {tag.decode()}" for name, size, tag in rows)
         return hashlib.sha256(lines.encode("utf-8", "surrogateescape")).hexdigest()
 
 
@@ -86,8 +84,7 @@ def list_images(address: str) -> ImageList:
         names=tuple(entry.name for entry in found),
         labels=np.array([numbers[entry.name.partition("/")[0]] for entry in found], dtype=np.int64),
         sizes=np.array([entry.size for entry in found], dtype=np.int64),
-        tags=tuple(entry.tag for entry in found),
-        digests=np.array([entry.tag for entry in found], dtype="S64") if found[0].size < 0 else None,
+        tags=np.array([entry.tag.encode() for entry in found]),
     )
 
 

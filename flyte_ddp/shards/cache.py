@@ -157,12 +157,12 @@ class ShardCache:
     def transfer(self, shard: Shard, target: io.FileIO) -> None:
         """One try to download a shard."""
         digest = new_digest(shard)
-        with storage.open_file(shard.url) as (announced, chunks):
-            if shard.size >= 0 and announced not in (None, shard.size):
-                raise storage.AlteredError(f"{announced:,} bytes instead of {shard.size:,}", transient=True)
-            expected = shard.size if shard.size >= 0 else announced
+        with storage.open_file(shard.url) as file:
+            if shard.size >= 0 and file.size not in (None, shard.size):
+                raise storage.AlteredError(f"{file.size:,} bytes instead of {shard.size:,}", transient=True)
+            expected = shard.size if shard.size >= 0 else file.size
             target.seek(0)
-            for chunk in chunks:
+            for chunk in file.chunks:
                 end = target.tell() + len(chunk)
                 if expected is not None and end > expected:
                     raise storage.AlteredError(f"more than {expected:,} bytes", transient=True)

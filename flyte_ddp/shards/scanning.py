@@ -82,8 +82,8 @@ def scan(
     """
 
     def once(address: str) -> Scanned:
-        with storage.open_file(address) as (announced, chunks):
-            stream = HashedStream(chunks)
+        with storage.open_file(address) as file:
+            stream = HashedStream(file.chunks)
             labels = 0
 
             def found() -> Iterator[Member]:
@@ -97,7 +97,7 @@ def scan(
                     yield member
 
             table = tabulate(found(), url)
-        check_length(stream.count, announced, remote=storage.local_path(address) is None)
+        check_length(stream.count, file.size, remote=storage.local_path(address) is None)
         shard = Shard(url, len(table), stream.count, stream.md5.hexdigest(), stream.sha256.hexdigest())
         return Scanned(shard, table, labels)
 

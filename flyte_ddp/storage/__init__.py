@@ -65,15 +65,21 @@ def open_file(address: str, span: Span | None = None) -> Iterator[Content]:
         yield content
 
 
-def read(address: str, span: Span | None = None) -> bytes:
+def read(address: str, span: Span | None = None, *, tag: str = "") -> bytes:
     """The content of a small file, or of a span of a file, checked to be as long as was announced or asked for.
+
+    Args:
+        tag: the file's when it was listed; only where storage gives it with the content does it have to be the same.
 
     Raises:
         UnavailableError: it could not be had, or was cut short.
+        AlteredError: it has another tag.
     """
-    with open_file(address, span) as (size, chunks):
-        content = b"".join(chunks)
-    expected = span[1] - span[0] if span is not None else size
+    with open_file(address, span) as found:
+        if tag and found.tag and found.tag != tag:
+            raise AlteredError(f"has ETag {found.tag}, and {tag} when it was listed")
+        content = b"".join(found.chunks)
+    expected = span[1] - span[0] if span is not None else found.size
     check_length(len(content), expected, remote=local_path(address) is None)
     return content
 

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from flyte_ddp.storage.failures import UnavailableError
 
 CHUNK_BYTES = 1 << 20
 
-Content = tuple[int | None, Iterator[bytes]]  # size, where it is known, and the bytes
 Span = tuple[int, int]  # the first byte and the one after the last
+
+
+class Content(NamedTuple):
+    """What a file, or a span of one, holds."""
+
+    size: int | None  # in bytes, where it is known
+    chunks: Iterator[bytes]
+    tag: str = ""  # of the whole file, as in the list that it is in; where storage gives none with the content, ""
 
 
 @dataclass(frozen=True)
@@ -23,6 +31,11 @@ class Entry:
     name: str
     size: int
     tag: str
+
+
+def entity_tag(header: str | None) -> str:
+    """The tag in an ETag header, without what HTTP puts around it."""
+    return (header or "").removeprefix("W/").strip('"')
 
 
 def check_length(received: int, announced: int | None, *, remote: bool) -> None:

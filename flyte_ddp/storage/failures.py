@@ -26,7 +26,7 @@ class MissingError(UnavailableError):
 
 
 class AlteredError(UnavailableError):
-    """The file that arrived does not have an expected digest."""
+    """The file that is there is not the one that was expected: it has another digest, size or tag."""
 
 
 def refusal(status: int, detail: str) -> UnavailableError:

@@ -13,7 +13,7 @@ from urllib.parse import quote, urlencode
 from xml.etree import ElementTree as ET
 
 from flyte_ddp.storage import http
-from flyte_ddp.storage.content import Content, Entry, Span
+from flyte_ddp.storage.content import Content, Entry, Span, entity_tag
 from flyte_ddp.storage.failures import UnavailableError
 from flyte_ddp.storage.per_process import PerProcess
 from flyte_ddp.storage.s3 import location
@@ -46,7 +46,7 @@ def list_files(address: str) -> Iterator[Entry]:
         for found in page.iterfind("{*}Contents"):
             name, size, tag = (found.findtext(f"{{*}}{field}", "") for field in ("Key", "Size", "ETag"))
             if not name.endswith("/"):
-                yield Entry(name[len(folder) :], int(size), tag.strip('"'))
+                yield Entry(name[len(folder) :], int(size), entity_tag(tag))
         following = page.findtext("{*}NextContinuationToken")
         if not following:
             return

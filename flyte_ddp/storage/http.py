@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from flyte_ddp.storage import failures
-from flyte_ddp.storage.content import CHUNK_BYTES, Content, Entry, Span
+from flyte_ddp.storage.content import CHUNK_BYTES, Content, Entry, Span, entity_tag
 from flyte_ddp.storage.digest_list import SUMS, read_sums
 from flyte_ddp.storage.failures import CONNECTIONS, UnavailableError, refusal, root_cause
 from flyte_ddp.storage.per_process import PerProcess
@@ -24,21 +24,22 @@ def open_file(address: str, span: Span | None, headers: Mapping[str, str] | None
         if span is not None and not answer.headers.get("Content-Range", "").startswith(f"bytes {span[0]}-"):
             raise UnavailableError("the server cannot give a part of a file: it ignores Range")
         size = answer.headers.get("Content-Length")
-        yield int(size) if size else None, answer.raw.stream(CHUNK_BYTES, decode_content=False)
+        chunks = answer.raw.stream(CHUNK_BYTES, decode_content=False)
+        yield Content(int(size) if size else None, chunks, entity_tag(answer.headers.get("ETag")))
 
 
 def stat(address: str, headers: Mapping[str, str] | None = None) -> Entry:
     """:func:`flyte_ddp.storage.stat` for an HTTP address."""
     with response(address, "HEAD", headers) as answer:
         size, tag, time = (answer.headers.get(name, "") for name in ("Content-Length", "ETag", "Last-Modified"))
-        return Entry("", int(size or -1), tag or time)
+        return Entry("", int(size or -1), entity_tag(tag) or time)
 
 
 def list_files(address: str) -> Iterator[Entry]:
     """HTTP knows no list of files; one can be put there, which has no sizes."""
     try:
-        with open_file(f"{address.rstrip('/')}/{SUMS}", None) as (_, chunks):
-            content = b"".join(chunks)
+        with open_file(f"{address.rstrip('/')}/{SUMS}", None) as found:
+            content = b"".join(found.chunks)
     except UnavailableError as failure:
         words = f"an HTTP server has no list of its files, and {SUMS} in that folder cannot be read: {failure}"
         raise UnavailableError(words, transient=failure.transient) from None

@@ -28,7 +28,7 @@ def open_file(address: str, span: Span | None) -> Iterator[Content]:
         size = os.fstat(file.fileno()).st_size
         start, end = span or (0, size)
         file.seek(start)
-        yield max(0, min(end, size) - start), pieces(file, end - start)
+        yield Content(max(0, min(end, size) - start), pieces(file, end - start))
 
 
 def pieces(file: BinaryIO, length: int) -> Iterator[bytes]:

@@ -8,7 +8,7 @@ from contextlib import closing, contextmanager
 from typing import Any, NamedTuple
 
 from flyte_ddp.storage import failures
-from flyte_ddp.storage.content import CHUNK_BYTES, Content, Entry, Span
+from flyte_ddp.storage.content import CHUNK_BYTES, Content, Entry, Span, entity_tag
 from flyte_ddp.storage.failures import CONNECTIONS, UnavailableError, refusal, root_cause
 from flyte_ddp.storage.per_process import PerProcess
 from flyte_ddp.storage.s3_objects import Buckets
@@ -29,7 +29,7 @@ def open_file(address: str, span: Span | None) -> Iterator[Content]:
         else:
             answer = client().get_object(Bucket=bucket, Key=key, Range=f"bytes={span[0]}-{span[1] - 1}")
         with closing(answer["Body"]) as body:
-            yield answer["ContentLength"], body.iter_chunks(CHUNK_BYTES)
+            yield Content(answer["ContentLength"], body.iter_chunks(CHUNK_BYTES), entity_tag(answer.get("ETag")))
 
 
 def stat(address: str) -> Entry:
@@ -37,7 +37,7 @@ def stat(address: str) -> Entry:
     bucket, key = location(address)
     with explained():
         found = client().head_object(Bucket=bucket, Key=key)
-    return Entry("", found["ContentLength"], found["ETag"].strip('"'))
+    return Entry("", found["ContentLength"], entity_tag(found["ETag"]))
 
 
 def list_files(address: str) -> Iterator[Entry]:
@@ -48,7 +48,7 @@ def list_files(address: str) -> Iterator[Entry]:
         for page in client().get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=folder):
             for found in page.get("Contents", []):
                 if not found["Key"].endswith("/"):
-                    yield Entry(found["Key"][len(folder) :], found["Size"], found["ETag"].strip('"'))
+                    yield Entry(found["Key"][len(folder) :], found["Size"], entity_tag(found["ETag"]))
 
 
 def location(address: str) -> tuple[str, str]:

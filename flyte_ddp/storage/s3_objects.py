@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from flyte_ddp.storage import failures
-from flyte_ddp.storage.content import CHUNK_BYTES, Content
+from flyte_ddp.storage.content import CHUNK_BYTES, Content, entity_tag
 from flyte_ddp.storage.failures import UnavailableError
 
 CREDENTIALS_KEPT = timedelta(minutes=10)  # then botocore is asked again, which knows when they have to be renewed
@@ -49,7 +49,7 @@ class Buckets:
         self.proved: set[str] = set()  # buckets of which we got something
 
     def open(self, bucket: str, key: str) -> Content | None:
-        """An object's length and content; None if the client may get more out of the bucket.
+        """An object; None if the client may get more out of the bucket.
 
         Raises:
             UnavailableError: it cannot be had.
@@ -68,7 +68,8 @@ class Buckets:
                 raise failure from None
             return None
         self.proved.add(bucket)
-        return found.meta["size"], self.chunks(found.stream(CHUNK_BYTES // 4))  # which are the smallest it gives
+        chunks = self.chunks(found.stream(CHUNK_BYTES // 4))  # at the least
+        return Content(found.meta["size"], chunks, entity_tag(found.meta["e_tag"]))
 
     def chunks(self, stream: Iterable[Any]) -> Iterator[bytes]:
         """The content."""

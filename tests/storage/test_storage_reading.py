@@ -16,7 +16,16 @@ from surroundings import s3_environment
 
 from flyte_ddp import storage
 from flyte_ddp.errors import UserError
-from flyte_ddp.storage import AllFailedError, Entry, MissingError, UnavailableError, failures, gcs, retries
+from flyte_ddp.storage import (
+    AllFailedError,
+    AlteredError,
+    Entry,
+    MissingError,
+    UnavailableError,
+    failures,
+    gcs,
+    retries,
+)
 
 CONTENT = np.random.default_rng(0).bytes(3_000_000)  # several chunks
 REMOTE = ["http", "s3", "gs"]
@@ -37,11 +46,11 @@ def test_a_file_and_parts_of_it(place: Place) -> None:
     assert storage.read(address) == CONTENT
     for start, end in [(0, 1), (5, 2_000_005), (2_999_999, 3_000_000), (0, 3_000_000)]:
         assert storage.read(address, (start, end)) == CONTENT[start:end]
-        with storage.open_file(address, (start, end)) as (size, chunks):
-            assert (size, b"".join(chunks)) == (end - start, CONTENT[start:end])
-    with storage.open_file(address) as (size, chunks):
-        assert size == len(CONTENT)
-        assert max(len(chunk) for chunk in chunks) <= 1 << 20
+        with storage.open_file(address, (start, end)) as found:
+            assert (found.size, b"".join(found.chunks)) == (end - start, CONTENT[start:end])
+    with storage.open_file(address) as found:
+        assert found.size == len(CONTENT)
+        assert max(len(chunk) for chunk in found.chunks) <= 1 << 20
     for start, end in [(2_999_999, 3_000_001), (3_000_000, 3_000_001), (9_000_000, 9_000_001)]:
         with pytest.raises(UnavailableError, match=r"truncated after|HTTP 416"):
             storage.read(address, (start, end))
@@ -54,6 +63,24 @@ def test_size_and_tag(place: Place) -> None:
     assert storage.stat(address) == first
     place.put("x", b"another")
     assert storage.stat(address).tag != first.tag
+
+
+@listed
+def test_a_file_is_the_one_that_was_listed(place: Place) -> None:
+    """Where storage says of content which it is; of a copy of a folder, files only have to be as long."""
+    place.put("x", b"content")
+    [entry] = storage.list_files(place.address)
+    address = f"{place.address}/x"
+    for span, content in ((None, b"content"), ((1, 3), b"on")):
+        assert storage.read(address, span, tag=entry.tag) == content
+    place.put("x", b"another")
+    for span in (None, (1, 3)):
+        if storage.local_path(address) is not None:
+            storage.read(address, span, tag=entry.tag)
+            continue
+        with pytest.raises(AlteredError, match=f"has ETag .*, and {entry.tag} when it was listed") as caught:
+            storage.read(address, span, tag=entry.tag)
+        assert not caught.value.transient
 
 
 def test_what_is_not_there(place: Place) -> None:
