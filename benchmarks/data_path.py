@@ -29,8 +29,8 @@ from flyte_ddp import sampling
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import open_arrays
 from flyte_ddp.hardware import cpu_has_bf16, detect
-from flyte_ddp.job import Job
-from flyte_ddp.launch.rank import Place, join_process_group, keep_freed_memory
+from flyte_ddp.job import Job, Place
+from flyte_ddp.launch.rank import join_process_group, keep_freed_memory
 from flyte_ddp.recording import Recorder
 from flyte_ddp.run import identity_of
 from flyte_ddp.settings import Settings
@@ -97,7 +97,7 @@ def run_rank(rank: int, order: dict[str, Any], records: str) -> None:
     torch.set_num_threads(job.hardware.threads)
     keep_freed_memory()
     store = distributed.FileStore(str(folder / "store"), hp.num_ranks)  # type: ignore[attr-defined]
-    join_process_group(job, Place(rank, hp.num_ranks, local_rank=rank), store)
+    join_process_group(job, Place(rank, hp.num_ranks, device=rank), store)
     arrays = open_arrays(job.data)
     state = TrainingState.create(hp, job.hardware, arrays, None)
     with Recorder(job, arrays, state) as recorder:

@@ -18,7 +18,7 @@ from flyte_ddp.datasets.identity import content_identity
 from flyte_ddp.datasets.prepared import check_prepared
 from flyte_ddp.errors import StoppedError, UserError
 from flyte_ddp.files import replacing
-from flyte_ddp.launch import spawn
+from flyte_ddp.launch import single, spawn
 from flyte_ddp.run_lock import hold
 from flyte_ddp.settings import Settings
 from flyte_ddp.user_code import user_source_digest
@@ -60,7 +60,7 @@ Launch = Callable[..., None]  # (job, num_ranks=...), from flyte_ddp.launch
 
 
 def run_training(
-    hp: Hyperparameters, data: Path, run_folder: Path, settings: Settings, launch: Launch = spawn.launch
+    hp: Hyperparameters, data: Path, run_folder: Path, settings: Settings, launch: Launch | None = None
 ) -> Result:
     """Trains on all ranks of this machine and writes the report.
 
@@ -68,6 +68,7 @@ def run_training(
         data: a prepared data set, from ``flyte_ddp.datasets.fetch``.
         run_folder: where results go; those of an earlier run in it are removed first, so that none is taken for new.
             From a checkpoint in it, which a run leaves that did not come to its end, this one goes on.
+        launch: starts the ranks; None: one rank in this process, more than one in processes of their own.
 
     Raises:
         UserError: a mistake that the user can mend, such as another run in the same folder; no result is left behind.
@@ -103,6 +104,7 @@ def run_training(
                 checkpoint=found,
                 initial_weights=initial_weights,
             )
+            launch = launch or (single.launch if hardware.num_ranks == 1 else spawn.launch)
             launch(job, num_ranks=hardware.num_ranks)
         report.write_report(run_folder)
     except BaseException as error:

@@ -32,7 +32,7 @@ def test_rank_0_that_does_not_come_is_not_waited_for_without_end() -> None:
     ours, theirs = Pipe()
     OPEN.append(ours)
     with pytest.raises(CollectiveTimeoutError, match=r"rank 0 did not say within 0.05 s"):
-        Link(theirs).port(0.05)
+        Link(theirs).address(0.05)
 
 
 @pytest.mark.parametrize(
@@ -54,8 +54,8 @@ def test_causes(error: Exception, expected: str) -> None:
 
 def member(rank: int, exit_code: int | None = None, kind: str = "", time: float = 0.0, **values: Any) -> Any:
     error = {"cause": kind, "type": "E", "message": f"of {rank}", "traceback": "", "time": time} if kind else None
-    process = SimpleNamespace(exitcode=exit_code)
-    return SimpleNamespace(rank=rank, process=process, error=error, completed=False, **values)
+    values = {"exitcode": exit_code, "error": error, "completed": False, "lost": False, "host": "h", **values}
+    return SimpleNamespace(rank=rank, **values)
 
 
 @pytest.mark.parametrize(
@@ -68,6 +68,7 @@ def member(rank: int, exit_code: int | None = None, kind: str = "", time: float 
         ([member(0, 1, "peer"), member(1, -signal.SIGABRT)], "rank 1 was killed by SIGABRT"),
         ([member(0, 1, "own", 2.0), member(1, 1, "own", 1.0)], "rank 1: E: of 1"),
         ([member(0, 1, "peer"), member(1, 1, "mistake")], "of 1"),
+        ([member(0, 1, "peer"), member(1, lost=True)], "rank 1 was lost with its host h"),
     ],
 )
 def test_the_first_to_fail_is_blamed(gang: list[Any], words: str) -> None:

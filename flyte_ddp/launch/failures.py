@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import time
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from flyte_ddp.errors import RankError, UnreachableError, UserError
 
 if TYPE_CHECKING:
-    from flyte_ddp.launch.spawn import Member
+    from flyte_ddp.launch.gang import Member
 
-STACK_SECONDS = 1.0
+SILENT = "(it does not say)"
 MISTAKES = {"mistake": UserError, "unreachable": UnreachableError}
 OWN = ("own", *MISTAKES)  # causes that are no consequence of another rank's failure
 
 
 def cause_is_known(gang: Sequence[Member]) -> bool:
     """Whether one of the failures so far is nobody's consequence."""
-    return bool(killed(gang) or errors(gang, *OWN) or silent(gang))
+    return bool(killed(gang) or lost(gang) or errors(gang, *OWN) or silent(gang))
 
 
 def first_failure(gang: Sequence[Member], timeout: float) -> UserError | RankError:
@@ -40,6 +37,9 @@ def first_failure(gang: Sequence[Member], timeout: float) -> UserError | RankErr
         name = signal.Signals(-exit_code(dead[0])).name
         hint = ", which is often the kernel's out-of-memory killer" if name == "SIGKILL" else ""
         return RankError(f"rank {dead[0].rank} was killed by {name}{hint}", recoverable=True)
+    if lost(gang):
+        gone = lost(gang)[0]
+        return RankError(f"rank {gone.rank} was lost with its host {gone.host}, or cannot be reached", recoverable=True)
     if own:
         mistake = MISTAKES.get(own[0]["cause"])
         return mistake(own[0]["message"]) if mistake else RankError(said(own[0]))
@@ -61,7 +61,7 @@ def hang(gang: Sequence[Member], timeout: float) -> RankError:
             + "\n\n".join(said(error) for error in errors(gang, "timeout")),
             recoverable=True,
         )
-    stacks = "\n".join(f"rank {member.rank} is at:\n{stack(member)}" for member in missing)
+    stacks = "\n".join(f"rank {member.rank} is at:\n{member.stack() or SILENT}" for member in missing)
     return RankError(
         f"{listed([member.rank for member in missing])} did not come where {listed(waited)} waited for {timeout:g} s "
         f"(FLYTE_DDP_TIMEOUT); {stacks}",
@@ -69,27 +69,20 @@ def hang(gang: Sequence[Member], timeout: float) -> RankError:
     )
 
 
-def stack(member: Member) -> str:
-    """Where a rank is, by its own account; it need not be able to run any Python code for that."""
-    with suppress(ProcessLookupError):
-        os.kill(member.pid, signal.SIGUSR1)
-    written, deadline = b"", time.monotonic() + STACK_SECONDS
-    while member.stacks.poll(0.1 if written else max(0.0, deadline - time.monotonic())):
-        if not (chunk := os.read(member.stacks.fileno(), 1 << 16)):
-            break
-        written += chunk
-    return written.decode(errors="replace").strip() or "(it does not say)"
-
-
 def killed(gang: Sequence[Member], also: signal.Signals | None = None) -> list[Member]:
     """Those ended by a signal; by SIGABRT only if that is asked for."""
     return [
         member
         for member in gang
-        if member.process.exitcode is not None
-        and member.process.exitcode < 0
-        and (-member.process.exitcode != signal.SIGABRT or also == signal.SIGABRT)
+        if member.exitcode is not None
+        and member.exitcode < 0
+        and (-member.exitcode != signal.SIGABRT or also == signal.SIGABRT)
     ]
+
+
+def lost(gang: Sequence[Member]) -> list[Member]:
+    """Those of which nobody knows any more what became of them."""
+    return [member for member in gang if member.lost and member.error is None and not member.completed]
 
 
 def errors(gang: Sequence[Member], *causes: str) -> list[dict[str, Any]]:
@@ -103,17 +96,14 @@ def silent(gang: Sequence[Member]) -> list[Member]:
     return [
         member
         for member in gang
-        if member.process.exitcode is not None
-        and member.process.exitcode >= 0
-        and member.error is None
-        and not member.completed
+        if member.exitcode is not None and member.exitcode >= 0 and member.error is None and not member.completed
     ]
 
 
 def exit_code(member: Member) -> int:
     """Of one that has ended."""
-    assert member.process.exitcode is not None
-    return member.process.exitcode
+    assert member.exitcode is not None
+    return member.exitcode
 
 
 def said(error: dict[str, Any]) -> str:

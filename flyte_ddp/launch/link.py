@@ -41,7 +41,7 @@ class Link:
     def __init__(self, pipe: Connection, saved: int = 0) -> None:
         self._pipe = pipe
         self._sending = threading.Lock()
-        self._addresses: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._addresses: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
         self._save: Callable[[], int] = lambda: saved
         threading.Thread(target=self._listen, name="launcher", daemon=True).start()
 
@@ -52,17 +52,10 @@ class Link:
 
     def report(self, error: BaseException) -> None:
         """Tells the launcher how this rank failed."""
-        self.send(
-            "error",
-            time=time.time(),
-            cause=cause(error),
-            type=type(error).__name__,
-            message=str(error),
-            traceback="".join(traceback.format_exception(error)),
-        )
+        self.send(**described(error))
 
-    def port(self, timeout: float) -> int:
-        """Where the ranks meet, from rank 0 by way of the launcher.
+    def address(self, timeout: float) -> tuple[str, int]:
+        """Where the ranks meet, from rank 0 by way of the launcher: host and port.
 
         Raises:
             CollectiveTimeoutError: it did not come within so many seconds.
@@ -81,12 +74,24 @@ class Link:
         try:
             while True:
                 message = self._pipe.recv()
-                if message["kind"] == "port":
-                    self._addresses.put(message["port"])
+                if message["kind"] == "address":
+                    self._addresses.put((message["host"], message["port"]))
                 elif message["kind"] == "save":
                     self.send("saved", step=self._save())
         except (EOFError, OSError):
             os._exit(1)  # the launcher is gone; where Linux does it, this process has been killed already
+
+
+def described(error: BaseException) -> dict[str, Any]:
+    """What the launcher is told of a failure."""
+    return {
+        "kind": "error",
+        "time": time.time(),
+        "cause": cause(error),
+        "type": type(error).__name__,
+        "message": str(error),
+        "traceback": "".join(traceback.format_exception(error)),
+    }
 
 
 def cause(error: BaseException) -> str:

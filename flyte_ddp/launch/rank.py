@@ -6,32 +6,31 @@ import ctypes
 import faulthandler
 import os
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from flyte_ddp import distributed
-from flyte_ddp.job import Job
+from flyte_ddp.job import Job, Place
 from flyte_ddp.launch.link import Link
 from flyte_ddp.train import train
 
 NCCL_GRACE_SECONDS = 60.0
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h of glibc
+MMAP_MAX, TRIM_THRESHOLD = 65536, 128 * 1024  # glibc's own settings
+OfferSaving = Callable[[Callable[[], int]], None]
 
 
-@dataclass(frozen=True)
-class Place:
-    """Which of the ranks this one is."""
+def run_rank(job: Job, place: Place, offer_saving: OfferSaving, link: Link | None = None) -> None:
+    """Runs one rank of a gang, from the process group to its end; what it raises is the caller's to report.
 
-    rank: int
-    world_size: int
-    local_rank: int
-
-
-def run_rank(job: Job, place: Place, link: Link) -> None:
-    """Runs one rank of a gang, from the process group to its end; what it raises is the caller's to report."""
+    Args:
+        offer_saving: see :func:`flyte_ddp.train.train`.
+        link: to the launcher, where the ranks find each other by it.
+    """
     faulthandler.enable()
     torch.set_num_threads(job.hardware.threads)
     if job.hp.deterministic:
@@ -39,10 +38,11 @@ def run_rank(job: Job, place: Place, link: Link) -> None:
     if job.hardware.device_type == "cpu":
         keep_freed_memory()
     else:
-        torch.cuda.set_device(place.local_rank)
+        torch.cuda.set_device(place.device)
     if place.world_size > 1:
+        assert link is not None
         join_process_group(job, place, meet(job, place, link))
-    train(job, link.offer_saving)
+    train(job, offer_saving)
     if place.world_size > 1:
         dist.barrier()  # no rank closes its connections while another still needs them
         dist.destroy_process_group()
@@ -50,10 +50,11 @@ def run_rank(job: Job, place: Place, link: Link) -> None:
 
 def meet(job: Job, place: Place, link: Link) -> Store:
     """The ranks' common store: rank 0 binds a free port and says which, so that no two runs are in each other's way."""
-    host, leader = "127.0.0.1", place.rank == 0
+    leader = place.rank == 0
+    host, port = ("127.0.0.1", 0) if leader else link.address(job.settings.timeout)
     store = TCPStore(
         host,
-        0 if leader else link.port(job.settings.timeout),
+        port,
         place.world_size,
         is_master=leader,
         timeout=distributed.seconds(job.settings.timeout),
@@ -77,7 +78,7 @@ def join_process_group(job: Job, place: Place, store: Store) -> None:
         rank=place.rank,
         world_size=place.world_size,
         timeout=distributed.seconds(limit),
-        device_id=torch.device("cuda", place.local_rank) if on_gpu else None,
+        device_id=torch.device("cuda", place.device) if on_gpu else None,
     )
 
 
@@ -86,8 +87,27 @@ def keep_freed_memory() -> None:
 
     A step frees what the next one needs again, and page faults are dear in virtual machines.
     """
-    if sys.platform == "linux":
-        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-        if mallopt is not None:
-            mallopt(M_MMAP_MAX, 0)
-            mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+    tune_memory(0, 2**31 - 1)
+
+
+def tune_memory(mappings: int, trim_threshold: int) -> None:
+    """Says how many large pieces of memory may be mappings of their own, and how many free bytes at the end stay."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        mallopt(M_MMAP_MAX, mappings)
+        mallopt(M_TRIM_THRESHOLD, trim_threshold)
+
+
+@contextmanager
+def settings_restored() -> Iterator[None]:
+    """Puts back what :func:`run_rank` and training set in the whole process, for one that does other things as well."""
+    threads, cublas = torch.get_num_threads(), os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(deterministic)
+        if cublas is None:
+            os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+        tune_memory(MMAP_MAX, TRIM_THRESHOLD)

@@ -14,14 +14,14 @@ import threading
 from contextlib import suppress
 from multiprocessing.connection import Connection
 
-from flyte_ddp.job import Job
+from flyte_ddp.job import Job, Place
 from flyte_ddp.launch.link import Link
 from flyte_ddp.launch.stopping import SIGNALS
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-def start_rank(job: Job, rank: int, num_ranks: int, pipe: Connection, stacks: Connection) -> None:
+def start_rank(job: Job, place: Place, pipe: Connection, stacks: Connection) -> None:
     """The process's first function, called with ``SIGNALS`` blocked; ends the process.
 
     Args:
@@ -34,9 +34,9 @@ def start_rank(job: Job, rank: int, num_ranks: int, pipe: Connection, stacks: Co
     link = Link(pipe, saved=job.checkpoint.step if job.checkpoint else 0)
     leave_signals_to_the_launcher(link)
     try:
-        from flyte_ddp.launch.rank import Place, run_rank
+        from flyte_ddp.launch.rank import run_rank
 
-        run_rank(job, Place(rank, num_ranks, local_rank=rank), link)
+        run_rank(job, place, link.offer_saving, link)
     except BaseException as error:
         flush()  # before the report: when the launcher has it, it ends this process
         link.report(error)

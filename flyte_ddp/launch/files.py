@@ -1,0 +1,108 @@
+"""Files between a rank and its launcher where they share no folder: over their connection, in pieces."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from flyte_ddp.checkpoint import FOLDER, SLOTS
+
+PIECE_BYTES = 1 << 22
+APPENDED = "metrics.jsonl"
+WHOLE = ("model.pt", "model.json", "predictions.npz", *(f"{FOLDER}/{name}" for name in SLOTS))
+
+
+def pieces(path: Path, name: str, start: int = 0) -> Iterator[dict[str, Any]]:
+    """A file, from some byte on, as messages; the last one says so."""
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        file.seek(start)
+        while True:
+            offset = file.tell()
+            data = file.read(min(PIECE_BYTES, size - offset))
+            last = file.tell() >= size or not data
+            yield {"kind": "file", "name": name, "offset": offset, "data": data, "last": last}
+            if last:
+                return
+
+
+def send_file(pipe: Connection, path: Path, name: str) -> None:
+    """Sends a file."""
+    for piece in pieces(path, name):
+        pipe.send(piece)
+
+
+class Receiver:
+    """Puts files into a folder: those that grow as they come, others when they are whole.
+
+    Args:
+        folder: where they go.
+        names: that are taken; all else that the other side may send is refused.
+    """
+
+    def __init__(self, folder: Path, names: tuple[str, ...] = (APPENDED, *WHOLE)) -> None:
+        self.folder, self.names = folder, names
+        self.open: dict[str, BinaryIO] = {}
+
+    def take(self, message: dict[str, Any]) -> None:
+        """Takes a piece of a file.
+
+        Raises:
+            ValueError: a name that is none of those.
+            OSError: it cannot be written.
+        """
+        name = message["name"]
+        if name not in self.names:
+            raise ValueError(f"file {name!r} is none of those that a rank may send: {', '.join(self.names)}")
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if name == APPENDED:
+            with path.open("r+b" if path.exists() else "wb") as file:
+                file.seek(message["offset"])
+                file.truncate()
+                file.write(message["data"])
+            return
+        partial = path.with_name(f".{path.name}.tmp")
+        if message["offset"] == 0:
+            self.open[name] = partial.open("wb")
+        self.open[name].write(message["data"])
+        if message["last"]:
+            self.open.pop(name).close()
+            partial.replace(path)
+
+
+class Mirror:
+    """Sends what has changed in a run folder since the last time, or since it was made.
+
+    Args:
+        folder: where a rank writes.
+        send: takes a message.
+    """
+
+    def __init__(self, folder: Path, send: Callable[[dict[str, Any]], None]) -> None:
+        self.folder, self.send = folder, send
+        self.sent: dict[str, tuple[int, int, int]] = {}
+        growing = folder / APPENDED
+        self.appended = growing.stat().st_size if growing.exists() else 0
+
+    def send_new(self) -> None:
+        """Sends new lines of what grows, and files that were replaced."""
+        growing = self.folder / APPENDED
+        if growing.exists() and growing.stat().st_size != self.appended:
+            start = min(self.appended, growing.stat().st_size)
+            for piece in pieces(growing, APPENDED, start):
+                self.send(piece)
+                self.appended = piece["offset"] + len(piece["data"])
+        for name in WHOLE:
+            try:
+                found = (self.folder / name).stat()
+            except FileNotFoundError:
+                continue
+            mark = (found.st_ino, found.st_mtime_ns, found.st_size)
+            if self.sent.get(name) != mark:
+                for piece in pieces(self.folder / name, name):
+                    self.send(piece)
+                self.sent[name] = mark

@@ -1,0 +1,148 @@
+"""The ranks of a run as their launcher sees them: it listens to them, and ends all of them when one has failed.
+
+How a rank is started, and how its launcher learns that it has ended, is what launchers differ in; see :class:`Member`.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from multiprocessing import connection
+from multiprocessing.connection import Connection
+from typing import Any
+
+from flyte_ddp.errors import StoppedError
+from flyte_ddp.job import Job
+from flyte_ddp.launch.failures import cause_is_known, first_failure
+from flyte_ddp.launch.stopping import StopRequest
+
+SETTLE_SECONDS = 0.2  # from the first failure on
+LONGEST_SETTLE_SECONDS = 2.0  # the same, as long as nothing but consequences is known
+SAVE_SECONDS = 8.0  # for a checkpoint before a gang is ended
+
+
+class Member:
+    """A rank as its launcher sees it.
+
+    Args:
+        rank: which one.
+        pipe: to it.
+        host: under which address the other ranks reach it.
+    """
+
+    def __init__(self, rank: int, pipe: Connection, host: str) -> None:
+        self.rank, self.pipe, self.host = rank, pipe, host
+        self.error: dict[str, Any] | None = None
+        self.completed = False
+        self.saved: int | None = None  # step of the checkpoint that it was asked for
+        self.listening = True
+
+    @property
+    def exitcode(self) -> int | None:
+        """Of its process; None while that runs, or where nobody knows any more."""
+        raise NotImplementedError
+
+    @property
+    def lost(self) -> bool:
+        """Whether nobody knows any more what became of its process."""
+        return False
+
+    def waitables(self) -> list[Any]:
+        """What becomes ready when there is something new about it."""
+        raise NotImplementedError
+
+    def stack(self) -> str:
+        """Where it is, by its own account, which takes no Python code to run; empty if it says nothing."""
+        raise NotImplementedError
+
+    def kill(self) -> None:
+        """Ends its process, whatever that is doing."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Waits a little for the end of a process that was killed, and lets go of what there was."""
+        raise NotImplementedError
+
+    def send(self, kind: str, **values: Any) -> None:
+        """Tells the rank something, if it is still there."""
+        with suppress(OSError):
+            self.pipe.send({"kind": kind, **values})
+
+    def messages(self) -> Iterator[dict[str, Any]]:
+        """What the rank has sent since the last call."""
+        try:
+            while self.listening and self.pipe.poll():
+                yield self.pipe.recv()
+        except (EOFError, OSError):
+            self.listening = False
+
+    def failed(self) -> bool:
+        """Whether it has reported an error, or ended without having completed."""
+        return self.error is not None or (not self.completed and (self.exitcode is not None or self.lost))
+
+
+def watch(gang: Sequence[Member], stop: StopRequest, job: Job) -> None:
+    """Returns when all ranks have completed; raises when one has failed, or the run is to stop."""
+    while not all(member.completed for member in gang):
+        listen(gang, stop)
+        if any(member.failed() for member in gang):
+            save(gang, stop)  # first, as rank 0 reports a failure of its own after it has saved
+            settle(gang, stop)
+            raise first_failure(gang, job.settings.timeout)
+        if stop.signal is not None:
+            step = save(gang, stop)
+            if stop.signal == signal.SIGINT:
+                raise KeyboardInterrupt
+            raise StoppedError(stop.signal.name, step)
+
+
+def listen(gang: Sequence[Member], stop: StopRequest, seconds: float | None = None) -> None:
+    """Waits for a message or the end of a rank, or for a request to stop, and takes the messages in."""
+    waitables = [waitable for member in gang for waitable in member.waitables()]
+    connection.wait([*waitables, *([] if stop.signal else [stop.reader])], seconds)
+    for member in gang:
+        ended = member.exitcode is not None  # what it sent before is in the pipe
+        for message in member.messages():
+            if message["kind"] == "error":
+                member.error = message
+            elif message["kind"] == "completed":
+                member.completed = True
+            elif message["kind"] == "saved":
+                member.saved = message["step"]
+            elif message["kind"] == "stop":
+                stop.make(signal.SIGTERM)
+            elif message["kind"] == "port":
+                for other in gang[1:]:
+                    other.send("address", host=member.host, port=message["port"])
+        if ended:
+            member.listening = False
+
+
+def settle(gang: Sequence[Member], stop: StopRequest) -> None:
+    """Listens for what came first: it may show itself later than its consequences."""
+    begin = time.monotonic()
+    while not all(member.failed() for member in gang):
+        if time.monotonic() - begin > (SETTLE_SECONDS if cause_is_known(gang) else LONGEST_SETTLE_SECONDS):
+            break
+        listen(gang, stop, 0.1)
+
+
+def save(gang: Sequence[Member], stop: StopRequest) -> int | None:
+    """Has rank 0 write a checkpoint, if it is still able to; returns the step of the newest one, 0 without any."""
+    leader = gang[0]
+    leader.saved = None
+    leader.send("save")
+    deadline = time.monotonic() + SAVE_SECONDS
+    while leader.saved is None and leader.listening and (left := deadline - time.monotonic()) > 0:
+        listen(gang, stop, left)
+    return leader.saved
+
+
+def end(gang: Sequence[Member]) -> None:
+    """Kills the ranks that are still there; nothing of theirs needs them for its clean-up."""
+    for member in gang:
+        member.kill()
+    for member in gang:
+        member.close()

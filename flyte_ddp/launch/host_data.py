@@ -1,0 +1,41 @@
+"""A run's prepared data on a host that may not be the launcher's."""
+
+from __future__ import annotations
+
+import fcntl
+from pathlib import Path
+
+from flyte_ddp.datasets import fetch
+from flyte_ddp.datasets.arrays import read_description
+from flyte_ddp.errors import UserError
+from flyte_ddp.job import Job
+
+
+def prepared_here(job: Job) -> Path:
+    """Where it is: the launcher's place if that is shared, else in this host's cache, fetched by whoever comes first.
+
+    Raises:
+        UserError: it cannot be fetched, or what is fetched here is not what the launcher has.
+    """
+    if digest(job.data) == job.identity.data:
+        return job.data
+    folder = job.settings.cache_folder / "prepared" / job.identity.data
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_suffix(".lock").open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        hp = job.hp
+        fetch(hp.dataset, hp.data_source, folder, test_dataset=hp.test_dataset, progress="off")
+    if digest(folder) != job.identity.data:
+        raise UserError(
+            f"dataset={hp.dataset!r}: what this host has fetched is not what the launcher has; it must be the same "
+            "everywhere, so give an address that all hosts share, or run again if it has just changed"
+        )
+    return folder
+
+
+def digest(folder: Path) -> str:
+    """Of the prepared data in a folder, or nothing."""
+    try:
+        return str(read_description(folder).get("digest", ""))
+    except (UserError, OSError):
+        return ""

@@ -1,0 +1,250 @@
+"""Ranks on other hosts: an agent there starts each, as a process of its own, and stands for it (agent.py).
+
+An engine such as Ray or Dask starts the agents where it has room, and hands each its :class:`Invitation`. They come to
+the launcher over TCP, and from then on their ranks are members of a gang like any others.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from pathlib import Path
+from typing import Any
+
+from flyte_ddp.errors import StoppedError, UnreachableError, UserError
+from flyte_ddp.job import Job, Place
+from flyte_ddp.launch.files import APPENDED, Receiver, send_file
+from flyte_ddp.launch.gang import Member, end, watch
+from flyte_ddp.launch.stopping import StopRequest
+
+COME_SECONDS = 300.0  # for all agents: images may have to be pulled, and nodes added
+HELLO_SECONDS = 10.0  # for one that has connected to say who it is
+JOIN_SECONDS = 10.0  # for a killed rank to end
+STACK_SECONDS = 3.0  # more than the agent's own
+POLL_SECONDS = 0.5
+KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}  # a host that is gone is noticed in 30 s
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """What an agent must know to come."""
+
+    place: Place
+    host: str
+    port: int
+    key: bytes = field(repr=False)
+    run_folder: Path
+    mark: str  # of a file in the run folder, which is there for those who share it
+
+
+class RemoteMember(Member):
+    """A rank that an agent stands for.
+
+    Args:
+        rank: which one.
+        pipe: to the agent.
+        host: of the agent, as others reach it.
+        receiver: takes the files of a rank that does not share the launcher's run folder.
+    """
+
+    def __init__(self, rank: int, pipe: Connection, host: str, receiver: Receiver | None) -> None:
+        super().__init__(rank, pipe, host)
+        self.receiver = receiver
+        self.code: int | None = None
+        self.early: list[dict[str, Any]] = []
+
+    @property
+    def exitcode(self) -> int | None:
+        """As the agent has told it."""
+        return self.code
+
+    @property
+    def lost(self) -> bool:
+        """The agent is gone without a word about its rank."""
+        return not self.listening and self.code is None
+
+    def waitables(self) -> list[Any]:
+        """Its agent's connection."""
+        return [self.pipe] if self.listening else []
+
+    def messages(self) -> Iterator[dict[str, Any]]:
+        """What the rank has sent since the last call; the agent's own messages are taken in here."""
+        early, self.early = self.early, []
+        for message in (*early, *super().messages()):
+            if message["kind"] == "exit":
+                self.code = message["code"]
+            elif message["kind"] == "file":
+                if self.receiver is not None:
+                    self.receiver.take(message)
+            else:
+                yield message
+
+    def stack(self) -> str:
+        """See :class:`Member`."""
+        self.send("stack")
+        deadline = time.monotonic() + STACK_SECONDS
+        with suppress(EOFError, OSError):
+            while self.pipe.poll(max(0.0, deadline - time.monotonic())):
+                message = self.pipe.recv()
+                if message["kind"] == "stack":
+                    return str(message["text"])
+                self.early.append(message)
+        return ""
+
+    def kill(self) -> None:
+        """See :class:`Member`; an agent also kills its rank when its connection to here ends."""
+        self.send("kill")
+
+    def close(self) -> None:
+        """See :class:`Member`."""
+        deadline = time.monotonic() + JOIN_SECONDS
+        with suppress(EOFError, OSError):
+            while self.code is None and self.pipe.poll(max(0.0, deadline - time.monotonic())):
+                message = self.pipe.recv()
+                self.code = message["code"] if message["kind"] == "exit" else None
+        self.pipe.close()
+
+
+@contextmanager
+def meeting_place(job: Job, host: str) -> Iterator[Meeting]:
+    """Where agents come to, open until the end of the block."""
+    mark = f".shared-{secrets.token_hex(8)}"
+    (job.run_folder / mark).touch()
+    try:
+        with socket.create_server((host, 0), backlog=128) as server:
+            yield Meeting(job, server, host, mark)
+    finally:
+        (job.run_folder / mark).unlink(missing_ok=True)
+
+
+class Meeting:
+    """Has agents come, and watches over their ranks.
+
+    Args:
+        job: of the run.
+        server: listens.
+        host: under which agents reach it.
+        mark: name of a file in the run folder.
+    """
+
+    def __init__(self, job: Job, server: socket.socket, host: str, mark: str) -> None:
+        self.job, self.server, self.host, self.mark = job, server, host, mark
+        self.key = secrets.token_bytes(32)
+
+    def invitation(self, place: Place) -> Invitation:
+        """For the agent of this rank."""
+        port = self.server.getsockname()[1]
+        return Invitation(place, self.host, port, self.key, self.job.run_folder, self.mark)
+
+    def run(self, num_ranks: int, check: Callable[[], None]) -> None:
+        """Waits for all agents, hands them the job, and returns when all ranks have completed.
+
+        Args:
+            num_ranks: how many have been invited.
+            check: raises if the engine knows that one will not come.
+
+        Raises:
+            UserError: the user's mistake, as the rank that failed first reported it.
+            UnreachableError: an agent did not come.
+            RankError: any other failure of a rank, named by the rank that failed first.
+            StoppedError: the process got SIGTERM; for Ctrl-C it is a KeyboardInterrupt.
+        """
+        gang: list[Member] = []
+        with StopRequest() as stop:
+            try:
+                self.gather(gang, num_ranks, stop, check)
+                job = adapted(self.job, {member.host for member in gang})
+                for member in gang:
+                    hand_over(member, job)
+                watch(gang, stop, job)
+            finally:
+                end(gang)
+
+    def gather(self, gang: list[Member], num_ranks: int, stop: StopRequest, check: Callable[[], None]) -> None:
+        """Adds the ranks whose agents come, in their order."""
+        self.server.settimeout(POLL_SECONDS)
+        deadline = time.monotonic() + COME_SECONDS
+        while len(gang) < num_ranks:
+            if stop.signal is not None:
+                raise StoppedError(stop.signal.name, self.job.checkpoint.step if self.job.checkpoint else 0)
+            check()
+            if time.monotonic() > deadline:
+                missing = sorted(set(range(num_ranks)) - {member.rank for member in gang})
+                raise UnreachableError(
+                    f"ranks {missing} of {num_ranks} did not come to {self.host} within {COME_SECONDS:g} s: "
+                    "their hosts cannot reach this one, or the cluster has no room for them; mend that and run again"
+                )
+            with suppress(TimeoutError):
+                accepted, _ = self.server.accept()
+                member = self.welcomed(accepted)
+                if member is not None:
+                    gang.append(member)
+        gang.sort(key=lambda member: member.rank)
+
+    def welcomed(self, accepted: socket.socket) -> Member | None:
+        """The member whose agent has connected; None for anybody else."""
+        pipe = Connection(os.dup(accepted.fileno()))
+        try:
+            with accepted:
+                keep_alive(accepted)
+                wait_at_most(accepted, HELLO_SECONDS)
+                deliver_challenge(pipe, self.key)
+                answer_challenge(pipe, self.key)
+                found = pipe.recv()
+                wait_at_most(accepted, 0)
+        except (AuthenticationError, EOFError, OSError):
+            pipe.close()
+            return None
+        receiver = None if found["shares"] else Receiver(self.job.run_folder)
+        return RemoteMember(found["rank"], pipe, found["host"], receiver)
+
+
+def adapted(job: Job, hosts: set[str]) -> Job:
+    """The job as it is on so many hosts: only ranks of one of them have memory that they share.
+
+    Raises:
+        UserError: shared memory was asked for.
+    """
+    if len(hosts) == 1 or job.hardware.strategy != "shared_memory":
+        return job
+    if job.hp.strategy == "shared_memory":
+        raise UserError(
+            f"strategy='shared_memory': needs all ranks on one host, and these are on {', '.join(sorted(hosts))}; "
+            "use strategy='ddp' or 'auto'"
+        )
+    return replace(job, hardware=replace(job.hardware, strategy="ddp"))
+
+
+def hand_over(member: Member, job: Job) -> None:
+    """Sends the job to an agent, with the files that it must have where it does not share the run folder."""
+    assert isinstance(member, RemoteMember)
+    with suppress(OSError):  # one that is lost is noticed by whoever listens to it
+        if member.receiver is not None:
+            send_file(member.pipe, job.run_folder / APPENDED, APPENDED)
+            for path in (job.checkpoint.path if job.checkpoint else None, job.initial_weights):
+                if path is not None:
+                    send_file(member.pipe, path, path.name)
+        member.pipe.send({"kind": "job", "job": job})
+
+
+def wait_at_most(connected: socket.socket, seconds: float) -> None:
+    """Has reading from it fail after so long; 0: never."""
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), 0))
+
+
+def keep_alive(connected: socket.socket) -> None:
+    """Has the kernel notice when the other host has gone without a word."""
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEPALIVE.items():
+        if hasattr(socket, name):
+            connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000)  # of what was sent, in ms
