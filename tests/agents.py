@@ -10,17 +10,13 @@ from flyte_ddp.job import Job, Place
 from flyte_ddp.launch import agent
 from flyte_ddp.launch.remote import meeting_place
 
+NOWHERE = Path("/nowhere")
 
-def launch(job: Job, *, num_ranks: int, shared: bool = True) -> None:
-    """Runs the job; where nothing is shared, no agent sees the launcher's run folder or its prepared data."""
-    seen = job if shared else replace(job, data=Path("/nowhere/data"))
-    with meeting_place(seen, "127.0.0.1") as meeting, ThreadPoolExecutor(num_ranks) as pool:
+
+def launch(job: Job, *, num_ranks: int) -> None:
+    """Runs the job; no agent sees the launcher's run folder or its prepared data."""
+    with meeting_place(replace(job, data=NOWHERE), "127.0.0.1") as meeting, ThreadPoolExecutor(num_ranks) as pool:
         for rank in range(num_ranks):
             invitation = meeting.invitation(Place(rank, num_ranks, device=rank))
-            pool.submit(agent.run, invitation if shared else replace(invitation, run_folder=Path("/nowhere/run")))
+            pool.submit(agent.run, replace(invitation, run_folder=NOWHERE))
         meeting.run(num_ranks, lambda: None)
-
-
-def launch_apart(job: Job, *, num_ranks: int) -> None:
-    """The same with nothing shared."""
-    launch(job, num_ranks=num_ranks, shared=False)

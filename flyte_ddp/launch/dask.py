@@ -11,7 +11,7 @@ from typing import Any
 from flyte_ddp.errors import UnreachableError, UserError
 from flyte_ddp.job import Job, Place
 from flyte_ddp.launch import agent
-from flyte_ddp.launch.remote import meeting_place
+from flyte_ddp.launch.remote import JOIN_SECONDS, meeting_place
 
 SCHEDULER = "DASK_SCHEDULER_ADDRESS"  # Dask's own variable
 DEVICES = "CUDA_VISIBLE_DEVICES"
@@ -31,6 +31,7 @@ def launch(job: Job, *, num_ranks: int, client: Any = None) -> None:
         StoppedError: the process got SIGTERM; for Ctrl-C it is a KeyboardInterrupt.
 
     """
+    from distributed import wait
     from distributed.utils import get_ip
 
     with connected(client, num_ranks) as cluster:
@@ -46,6 +47,10 @@ def launch(job: Job, *, num_ranks: int, client: Any = None) -> None:
                     futures.append(cluster.submit(agent.run, meeting.invitation(place), **options))
                 meeting.run(num_ranks, lambda: refuse_failed(futures))
             finally:
+                # Agents end by themselves when nobody listens any more; those of workers that are gone have ended.
+                meeting.close()
+                with suppress(TimeoutError):
+                    wait(futures, timeout=JOIN_SECONDS)
                 cluster.cancel(futures, force=True)
 
 
@@ -71,7 +76,7 @@ def connected(client: Any, num_ranks: int) -> Iterator[Any]:
             yield client
         return
     with (
-        LocalCluster(n_workers=num_ranks, threads_per_worker=1, dashboard_address=None) as cluster,
+        LocalCluster(n_workers=num_ranks, threads_per_worker=1, dashboard_address=":0") as cluster,
         Client(cluster) as client,
     ):
         yield client

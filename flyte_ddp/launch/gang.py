@@ -15,11 +15,12 @@ from typing import Any
 
 from flyte_ddp.errors import StoppedError
 from flyte_ddp.job import Job
-from flyte_ddp.launch.failures import cause_is_known, first_failure
+from flyte_ddp.launch.failures import cause_is_known, errors, first_failure
 from flyte_ddp.launch.stopping import StopRequest
 
 SETTLE_SECONDS = 0.2  # from the first failure on
 LONGEST_SETTLE_SECONDS = 2.0  # the same, as long as nothing but consequences is known
+GONE_SETTLE_SECONDS = 10.0  # the same where a rank is gone, by what others say, and its end has yet to be noticed
 SAVE_SECONDS = 8.0  # for a checkpoint before a gang is ended
 
 
@@ -124,9 +125,16 @@ def settle(gang: Sequence[Member], stop: StopRequest) -> None:
     """Listens for what came first: it may show itself later than its consequences."""
     begin = time.monotonic()
     while not all(member.failed() for member in gang):
-        if time.monotonic() - begin > (SETTLE_SECONDS if cause_is_known(gang) else LONGEST_SETTLE_SECONDS):
+        if time.monotonic() - begin > settle_seconds(gang):
             break
         listen(gang, stop, 0.1)
+
+
+def settle_seconds(gang: Sequence[Member]) -> float:
+    """How long to listen, by what is known so far."""
+    if cause_is_known(gang):
+        return SETTLE_SECONDS
+    return GONE_SETTLE_SECONDS if errors(gang, "peer") else LONGEST_SETTLE_SECONDS
 
 
 def save(gang: Sequence[Member], stop: StopRequest) -> int | None:

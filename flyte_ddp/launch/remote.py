@@ -144,6 +144,10 @@ class Meeting:
         port = self.server.getsockname()[1]
         return Invitation(place, self.host, port, self.key, self.job.run_folder, self.mark)
 
+    def close(self) -> None:
+        """Has agents that have not been let in yet find nobody."""
+        self.server.close()
+
     def run(self, num_ranks: int, check: Callable[[], None]) -> None:
         """Waits for all agents, hands them the job, and returns when all ranks have completed.
 
