@@ -52,7 +52,6 @@ class GlobalBatchNorm(_BatchNorm):
         if input.dim() < 2:
             raise ValueError(f"BatchNorm got {input.dim()} dimension(s): it needs [N, C] or [N, C, ...]")
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # it talks to other ranks
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """[N, C, ...] normalised for each channel; N differs between ranks, and may be 0.
 

@@ -63,7 +63,6 @@ class SampleDropout(nn.Module):
         self.layer, self.randomness = layer, randomness
         self.training = layer.training
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # the samples are other ones at each step
     def forward(self, values: Tensor) -> Tensor:
         """[N, ...] to the same shape; what is kept is scaled by 1 / (1 - p)."""
         p = cast("float", self.layer.p)

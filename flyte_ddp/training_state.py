@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from flyte_ddp import models, sampling
 from flyte_ddp.batch_norm import synchronise_batch_norm
 from flyte_ddp.clock import Clock
+from flyte_ddp.compiler import compiled
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.prepared import PreparedSet, class_names
 from flyte_ddp.diagnosis import LossWatch
@@ -76,7 +76,8 @@ class TrainingState:
         on_gpu = hardware.device_type == "cuda"
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         torch.manual_seed(hp.seed)
-        torch.use_deterministic_algorithms(hp.deterministic)
+        if hp.deterministic:
+            torch.use_deterministic_algorithms(True)
         classes = len(class_names(data, hp))
         splits = open_splits(data, hp, hardware, device, settings or Settings())
         height, width, channels = splits.shape
@@ -109,9 +110,7 @@ class TrainingState:
             splits=splits,
             total_steps=min(steps, hp.max_steps or steps),
             model=model,
-            sync=synchronised(
-                cast("nn.Module", torch.compile(model)) if hp.compile else model, hardware.strategy, device
-            ),
+            sync=synchronised(compiled(model) if hp.compile else model, hardware.strategy, device),
             optimizer=make_optimizer(model.parameters(), hp),
             average=moving_average(model, hp.ema_decay) if hp.ema_decay else None,
             randomness=randomness,

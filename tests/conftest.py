@@ -43,3 +43,15 @@ def server() -> Iterator[FileServer]:
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The embedded digits, prepared; nobody changes them."""
     return fetch("digits", "", tmp_path_factory.mktemp("data") / "digits", progress="off")
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where processes put their temporary files, which also tells them from others; user models are found."""
+    monkeypatch.chdir(Path(__file__).parent)
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))  # torch makes it, for all its users
+    return folder

@@ -13,11 +13,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pytest
 import torch.distributed as dist
 from torch import nn
+
+if TYPE_CHECKING:
+    import pytest  # which takes half a second
 
 FAULT: dict[str, Any] = json.loads(os.environ.get("FAULTS", "{}"))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import inline
 import pytest
 import torch
 from torch import nn
@@ -91,7 +90,7 @@ def test_the_last_loss_is_looked_at(digits: Path, tmp_path: Path, monkeypatch: p
     )
     epoch = 1 if last == "of the run" else 0
     with pytest.raises(UserError, match=rf"at epoch {epoch}, step {step} \(the first activation"):
-        run_training(hp, digits, tmp_path / "run", QUIET, launch=inline.launch)
+        run_training(hp, digits, tmp_path / "run", QUIET)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +122,7 @@ def test_the_error_names_epoch_step_and_where_it_began(
         model=f"test_diagnosis:{what}", epochs=3, batch_size=100, num_ranks=ranks, precision="fp32", learning_rate=0.01
     )
     with pytest.raises(UserError, match=rf"loss is (nan|inf) at epoch 1, step {step} \(the first {words}") as caught:
-        run_training(hp, digits, tmp_path / "run", QUIET, launch=inline.launch)
+        run_training(hp, digits, tmp_path / "run", QUIET)
     assert len(caught.value.message.splitlines()) == 1
     found = checkpoint.newest_of(tmp_path / "run" / checkpoint.FOLDER)
     assert found is not None
@@ -131,4 +130,4 @@ def test_the_error_names_epoch_step_and_where_it_began(
     weights = torch.load(checkpoint.state_in(found), weights_only=True)["model"]
     assert all(bool(value.isfinite().all()) for value in weights.values())
     with pytest.raises(UserError, match=re.escape(caught.value.message)):  # the same again, from the checkpoint
-        run_training(hp, digits, tmp_path / "run", QUIET, launch=inline.launch)
+        run_training(hp, digits, tmp_path / "run", QUIET)

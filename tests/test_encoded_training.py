@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import faults
-import inline
 import numpy as np
 import pytest
 import torch
@@ -77,11 +76,11 @@ def quiet(folder: Path, **settings) -> Settings:
     return Settings(progress="off", wandb_mode="disabled", cache_folder=folder / "cache", **settings)
 
 
-def train(hp: Hyperparameters, folder: Path, settings: Settings | None = None, launch=inline.launch) -> Result:
+def train(hp: Hyperparameters, folder: Path, settings: Settings | None = None) -> Result:
     """Fetches what is to be fetched, and trains."""
     name = fingerprint(hp.dataset, hp.data_source, hp.test_dataset)
     data = fetch(hp.dataset, hp.data_source, folder / name, test_dataset=hp.test_dataset, progress="off")
-    return run_training(hp, data, folder / "run", settings or quiet(folder), launch=launch)
+    return run_training(hp, data, folder / "run", settings or quiet(folder))
 
 
 def of(index: Path, **changes) -> Hyperparameters:
@@ -163,7 +162,7 @@ def test_a_run_cut_off_in_the_middle_goes_on_to_the_same_weights(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hp = of(shards / "train.json", model="faults:model", augment="resized_crop", num_ranks=2, image_size=8)
-    undisturbed = train(hp, tmp_path / "undisturbed", launch=inline.launch)
+    undisturbed = train(hp, tmp_path / "undisturbed")
     faults.inject(monkeypatch, tmp_path / "marker", rank=1, at="training", kind="SIGKILL", **{"pass": 27})
     with pytest.raises(RankError, match="killed"):
         train(hp, tmp_path / "cut")
@@ -347,7 +346,7 @@ def test_images_of_a_web_server_are_those_of_its_list(server: FileServer, tmp_pa
     data = fetch(hp.dataset, "", tmp_path / "data", progress="off")
     server.files["data/green/10.jpg"] = server.files["data/red/0.jpg"]
     with pytest.raises(UserError, match=r"green/10\.jpg: does not have the SHA-256 of the list; run again"):
-        run_training(hp, data, tmp_path / "run", quiet(tmp_path), launch=inline.launch)
+        run_training(hp, data, tmp_path / "run", quiet(tmp_path))
 
 
 def test_equal_data_at_two_addresses_is_prepared_twice(tmp_path: Path) -> None:
@@ -473,7 +472,7 @@ class TestMistakes:
         data = fetch(hp.dataset, "", tmp_path / "data", progress="off")
         (folder / "green" / "10.jpg").write_bytes((folder / "red" / "0.jpg").read_bytes() + b"more")
         with pytest.raises(UserError, match=r"image .*green/10.jpg: has .* bytes, and .* when it was listed"):
-            run_training(hp, data, tmp_path / "run", quiet(tmp_path), launch=inline.launch)
+            run_training(hp, data, tmp_path / "run", quiet(tmp_path))
 
     def test_an_object_that_is_replaced_by_one_of_its_size(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -488,7 +487,7 @@ class TestMistakes:
             data = fetch(hp.dataset, "", tmp_path / "data", progress="off")
             replaced.write_bytes((folder / "red" / "0.jpg").read_bytes().ljust(size, b"\0"))
             with pytest.raises(UserError, match=r"s3://bucket/green/10.jpg: has ETag .* when it was listed; run again"):
-                run_training(hp, data, tmp_path / "run", quiet(tmp_path), launch=inline.launch)
+                run_training(hp, data, tmp_path / "run", quiet(tmp_path))
 
 
 class TestPredictions:
@@ -534,7 +533,7 @@ class TestPredictions:
 
     def test_a_model_of_other_images(self, shards: Path, digits: Path, tmp_path: Path) -> None:
         hp = Hyperparameters(epochs=1, max_steps=1, num_ranks=1)
-        result = run_training(hp, digits, tmp_path / "run", quiet(tmp_path), launch=inline.launch)
+        result = run_training(hp, digits, tmp_path / "run", quiet(tmp_path))
         data = fetch(f"shards:{shards}/train.json", "", tmp_path / "data", progress="off")
         with pytest.raises(UserError, match="the model takes 1 x 8 x 8; predict with a model that was trained on such"):
             predict(result.model, result.sidecar, images=None, dataset=data, output=tmp_path / "table.csv")
@@ -585,5 +584,5 @@ class TestFaultsOfAStore:
             run_training(replace(hp, num_ranks=2), data, tmp_path / "run", quiet(tmp_path))
         store.proxy.faults = {name: [404] * 100}
         with pytest.raises(UserError, match=rf"image s3://{name}: cannot be read \(HTTP 404.*run again") as failure:
-            run_training(hp, data, tmp_path / "run again", quiet(tmp_path), launch=inline.launch)
+            run_training(hp, data, tmp_path / "run again", quiet(tmp_path))
         assert not isinstance(failure.value, UnreachableError)

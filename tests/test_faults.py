@@ -6,49 +6,23 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import faults
 import pytest
-from processes import children_of
+from faulty_runs import HP, nothing_is_left, when
 
 from flyte_ddp import checkpoint
-from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import RankError, StoppedError
-from flyte_ddp.run import RESULTS, run_training
+from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
 from flyte_ddp.wandb_follower import descendants
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("temporary")]
 
 QUIET = Settings(progress="off", wandb_mode="disabled")
-HP = Hyperparameters(
-    model="faults:model", epochs=2, batch_size=100, num_ranks=2, precision="fp32", log_interval=1, max_steps=20
-)
-
-
-@pytest.fixture(autouse=True)
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where processes put their temporary files; user models are found."""
-    monkeypatch.chdir(Path(__file__).parent)
-    folder = tmp_path / "temporary"
-    folder.mkdir()
-    monkeypatch.setenv("TMPDIR", str(folder))
-    monkeypatch.setattr("tempfile.tempdir", None)
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))  # torch makes it, for all its users
-    return folder
-
-
-def nothing_is_left(run: Path, temporary: Path) -> None:
-    """No process, no temporary file, no partial file, nothing that looks like a result."""
-    assert children_of(os.getpid()) == []
-    assert [*temporary.iterdir()] == []
-    assert {path.name for path in run.rglob("*") if path.is_file()} <= {"metrics.jsonl", *checkpoint.SLOTS}
-    assert not [name for name in RESULTS if (run / name).exists()]
 
 
 @pytest.mark.parametrize(
@@ -146,21 +120,6 @@ def test_a_rank_that_hangs_before_there_is_a_process_group(
     assert "in hang_before_torch_is_imported" in str(caught.value)
     assert caught.value.recoverable
     nothing_is_left(tmp_path / "run", temporary)
-
-
-def when(marker: Path, action: Callable[[], object]) -> threading.Thread:
-    """Calls the action once the marker is there, which must not take long."""
-    deadline = time.monotonic() + 60
-
-    def wait() -> None:
-        while not marker.exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        action()
-
-    thread = threading.Thread(target=wait, daemon=True)
-    thread.start()
-    return thread
 
 
 @pytest.mark.parametrize(("at", "rank"), [("training", 0), ("training", 1), ("evaluation", 1), ("checkpoint", 0)])

@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import faults
-import inline
 import numpy as np
 import pytest
 import torch
@@ -75,7 +74,7 @@ BASE = Hyperparameters(
 )
 
 
-def train(hp: Hyperparameters, folder: Path, launch=inline.launch, **settings) -> Result:
+def train(hp: Hyperparameters, folder: Path, launch=None, **settings) -> Result:
     data = fetch(hp.dataset, "", folder / "data", test_dataset=hp.test_dataset, progress="off")
     return run_training(hp, data, folder / "run", quiet(folder, **settings), launch=launch)
 

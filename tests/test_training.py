@@ -8,7 +8,6 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-import inline
 import numpy as np
 import pytest
 import torch
@@ -34,7 +33,7 @@ def _user_models_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def train(hp: Hyperparameters, data: Path, folder: Path) -> Result:
-    return run_training(hp, data, folder, QUIET, launch=inline.launch)
+    return run_training(hp, data, folder, QUIET)
 
 
 def weights(result: Result) -> dict[str, torch.Tensor]:

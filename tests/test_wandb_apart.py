@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import inline
 import pytest
 import torch
 from fake_wandb_server import fake_server
@@ -18,6 +17,7 @@ from fake_wandb_server import fake_server
 from flyte_ddp import tracking
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.job import Job
+from flyte_ddp.launch import single
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.settings import Settings
 from flyte_ddp.tracking import read_metrics
@@ -33,7 +33,7 @@ KEY = "0123456789abcdef" * 2 + "01234567"
 
 @pytest.fixture(scope="module")
 def without(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
-    return run_training(HP, digits, tmp_path_factory.mktemp("without") / "run", OFF, launch=inline.launch)
+    return run_training(HP, digits, tmp_path_factory.mktemp("without") / "run", OFF)
 
 
 class Wandb:
@@ -99,7 +99,7 @@ def test_the_weights_are_the_same(
                 assert server.requests
             if trouble == "is killed later":
                 kill_tree(wandb.pid)
-            inline.launch(job, num_ranks=num_ranks)
+            single.launch(job, num_ranks=num_ranks)
 
         result = run_training(HP, digits, folder, ONLINE, launch=launch_in_trouble)
     expected, found = (torch.load(run.model, weights_only=True) for run in (without, result))

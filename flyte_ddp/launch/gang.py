@@ -13,7 +13,6 @@ from multiprocessing import connection
 from multiprocessing.connection import Connection
 from typing import Any
 
-from flyte_ddp.errors import StoppedError
 from flyte_ddp.job import Job
 from flyte_ddp.launch.failures import cause_is_known, errors, first_failure
 from flyte_ddp.launch.stopping import StopRequest
@@ -93,10 +92,7 @@ def watch(gang: Sequence[Member], stop: StopRequest, job: Job) -> None:
             settle(gang, stop)
             raise first_failure(gang, job.settings.timeout)
         if stop.signal is not None:
-            step = save(gang, stop)
-            if stop.signal == signal.SIGINT:
-                raise KeyboardInterrupt
-            raise StoppedError(stop.signal.name, step)
+            raise stop.error(save(gang, stop))
 
 
 def listen(gang: Sequence[Member], stop: StopRequest, seconds: float | None = None) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
-from flyte_ddp import distributed
+from flyte_ddp import compiler, distributed
 from flyte_ddp.job import Job, Place
 from flyte_ddp.launch.link import Link
 from flyte_ddp.train import train
@@ -39,6 +39,8 @@ def run_rank(job: Job, place: Place, offer_saving: OfferSaving, link: Link | Non
         keep_freed_memory()
     else:
         torch.cuda.set_device(place.device)
+    if not job.hp.compile:
+        compiler.leave_out_of_optimizers()
     if place.world_size > 1:
         assert link is not None
         join_process_group(job, place, meet(job, place, link))
@@ -107,7 +109,9 @@ def settings_restored() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-        torch.use_deterministic_algorithms(deterministic)
+        if torch.are_deterministic_algorithms_enabled() != deterministic:
+            torch.use_deterministic_algorithms(deterministic)
         if cublas is None:
             os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
         tune_memory(MMAP_MAX, TRIM_THRESHOLD)
+        compiler.back_into_optimizers()

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 from pathlib import Path
 from typing import Any
 
-from flyte_ddp.errors import StoppedError, UnreachableError, UserError
+from flyte_ddp.errors import UnreachableError, UserError
 from flyte_ddp.job import Job, Place
 from flyte_ddp.launch.files import APPENDED, Receiver, send_file
 from flyte_ddp.launch.gang import Member, end, watch
@@ -178,7 +178,7 @@ class Meeting:
         deadline = time.monotonic() + COME_SECONDS
         while len(gang) < num_ranks:
             if stop.signal is not None:
-                raise StoppedError(stop.signal.name, self.job.checkpoint.step if self.job.checkpoint else 0)
+                raise stop.error(self.job.checkpoint.step if self.job.checkpoint else 0)
             check()
             if time.monotonic() > deadline:
                 missing = sorted(set(range(num_ranks)) - {member.rank for member in gang})

@@ -8,6 +8,8 @@ from multiprocessing import Pipe
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
+from flyte_ddp.errors import StoppedError
+
 if TYPE_CHECKING:
     from typing_extensions import Self
 
@@ -39,6 +41,15 @@ class StopRequest:
         if self.signal is None:
             self.signal = number
             self._writer.send(int(number))
+
+    def error(self, step: int | None) -> BaseException:
+        """What ends a run that was asked to stop.
+
+        Args:
+            step: of the newest checkpoint; 0 without any, None if that is not known.
+        """
+        assert self.signal is not None
+        return KeyboardInterrupt() if self.signal == signal.SIGINT else StoppedError(self.signal.name, step)
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         if self.signal is not None and number == signal.SIGINT:

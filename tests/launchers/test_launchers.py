@@ -9,14 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import agents
+import distributed
 import faults
 import pytest
 import torch
+from faulty_runs import HP, nothing_like_a_result, when
 from processes import living_with
-from test_faults import when
 
 from flyte_ddp import checkpoint
-from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import RankError, StoppedError, UserError
 from flyte_ddp.job import Job
 from flyte_ddp.launch import single, spawn
@@ -24,19 +24,15 @@ from flyte_ddp.run import RESULTS, Result, run_training
 from flyte_ddp.settings import Settings
 from flyte_ddp.tracking import read_metrics
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("temporary")]
 
 Launch = Callable[..., None]
-HP = Hyperparameters(
-    model="faults:model", epochs=2, batch_size=100, num_ranks=2, precision="fp32", log_interval=1, max_steps=20
-)
 AGENTS, DASK = "agents that share nothing", "dask"
 only_agents = pytest.mark.parametrize("launch", [AGENTS], indirect=True)
 
 
 @pytest.fixture(scope="module")
 def dask_client() -> Iterator[object]:
-    distributed = pytest.importorskip("distributed")
     options = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": ":0", "host": "127.0.0.1"}
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("TMPDIR")  # which tells the processes of a test from others
@@ -65,30 +61,17 @@ def set_environment(values: dict[str, str], folder: str) -> None:
     os.chdir(folder)
 
 
-@pytest.fixture(autouse=True)
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where processes put their temporary files, which also tells them from others; user models are found."""
-    monkeypatch.chdir(Path(__file__).parent)
-    folder = tmp_path / "temporary"
-    folder.mkdir()
-    monkeypatch.setenv("TMPDIR", str(folder))
-    monkeypatch.setattr("tempfile.tempdir", None)
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))  # torch makes it, for all its users
-    return folder
-
-
 @pytest.fixture
 def quiet(tmp_path: Path) -> Settings:
     return Settings(progress="off", wandb_mode="disabled", cache_folder=tmp_path / "cache")
 
 
 def nothing_is_left(run: Path, temporary: Path) -> None:
-    """No process that a rank or an agent was, no temporary file, no partial file, nothing that looks like a result."""
+    """No process that a rank or an agent was, none of their files, nothing that looks like a result."""
     ranks = [command for command in living_with(str(temporary)) if "flyte_ddp" in command or "spawn_main" in command]
     assert [command for command in ranks if "dask" not in command] == []
     assert [path for path in temporary.iterdir() if path.name.startswith("flyte-ddp")] == []
-    assert {path.name for path in run.rglob("*") if path.is_file()} <= {"metrics.jsonl", *checkpoint.SLOTS}
-    assert not [name for name in RESULTS if (run / name).exists()]
+    nothing_like_a_result(run)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

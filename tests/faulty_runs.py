@@ -1,0 +1,47 @@
+"""Runs that fail on purpose, with faults.py: what is trained, and what must be left of it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from processes import children_of
+
+from flyte_ddp import checkpoint
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.run import RESULTS
+
+HP = Hyperparameters(
+    model="faults:model", epochs=2, batch_size=100, num_ranks=2, precision="fp32", log_interval=1, max_steps=20
+)
+
+
+def nothing_is_left(run: Path, temporary: Path) -> None:
+    """No process of this one's, no temporary file, no partial file, nothing that looks like a result."""
+    assert children_of(os.getpid()) == []
+    assert [*temporary.iterdir()] == []
+    nothing_like_a_result(run)
+
+
+def nothing_like_a_result(run: Path) -> None:
+    """Nothing but what tells why it failed, and where it may go on."""
+    assert {path.name for path in run.rglob("*") if path.is_file()} <= {"metrics.jsonl", *checkpoint.SLOTS}
+    assert not [name for name in RESULTS if (run / name).exists()]
+
+
+def when(marker: Path, action: Callable[[], object]) -> threading.Thread:
+    """Calls the action once the marker is there, which must not take long."""
+    deadline = time.monotonic() + 60
+
+    def wait() -> None:
+        while not marker.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        action()
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    return thread

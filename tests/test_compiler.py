@@ -1,0 +1,85 @@
+"""The compiler is left out, and nothing else is different by that."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from flyte_ddp import compiler
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.optimisation import make_optimizer
+from flyte_ddp.run import run_training
+from flyte_ddp.settings import Settings
+from flyte_ddp.tracking import read_metrics
+
+HP = Hyperparameters(
+    model="user_models:dropout", num_ranks=1, batch_size=100, max_steps=5, log_interval=1, precision="fp32"
+)
+QUIET = Settings(progress="off", wandb_mode="disabled")
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
+def test_a_step_is_torchs_own(name: str) -> None:
+    ours = nn.Linear(7, 3)
+    theirs = copy.deepcopy(ours)
+    hp = Hyperparameters(optimizer=name, weight_decay=0.01)
+    mine, other = make_optimizer(ours.parameters(), hp), make_optimizer(theirs.parameters(), hp)
+    for number in range(3):
+        inputs = torch.full((5, 7), float(number))
+        for model in (ours, theirs):
+            model.zero_grad()
+            model(inputs).square().sum().backward()
+        compiler.step(mine)
+        other.step()
+    assert torch.equal(ours.weight, theirs.weight)
+    assert mine.state_dict()["param_groups"] == other.state_dict()["param_groups"]
+
+
+def test_the_methods_are_torchs_own_again() -> None:
+    def left_out() -> list[bool]:
+        return [vars(function).get(compiler.DISABLED) is function for function in compiler.methods()]
+
+    compiler.leave_out_of_optimizers()
+    assert all(left_out())
+    compiler.back_into_optimizers()
+    assert not any(left_out())
+
+
+CODE = """
+import subprocess
+import sys
+from pathlib import Path
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.run import run_training
+from flyte_ddp.settings import Settings
+hp, data, folder = sys.argv[1:]
+run_training(Hyperparameters.from_json(hp), Path(data), Path(folder), Settings(progress="off", wandb_mode="disabled"))
+print("torch._dynamo" in sys.modules)
+"""
+
+
+def test_a_run_does_without_it(digits: Path, tmp_path: Path) -> None:
+    """A second of each rank's start."""
+    command = [sys.executable, "-c", CODE, HP.to_json(), str(digits), str(tmp_path / "run")]
+    found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "False"
+
+
+@pytest.mark.slow
+def test_a_compiled_model_learns_the_same(
+    digits: Path, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = run_training(HP, digits, tmp_path / "plain", QUIET)
+    compiled = run_training(replace(HP, compile=True), digits, tmp_path / "compiled", QUIET)
+    losses = [
+        [record["loss"] for record in read_metrics(run.metrics) if record["kind"] == "train"]
+        for run in (plain, compiled)
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
