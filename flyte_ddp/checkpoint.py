@@ -11,7 +11,7 @@ import io
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -149,6 +149,21 @@ def state_in(checkpoint: Checkpoint) -> io.BytesIO:
     with checkpoint.path.open("rb") as file:
         file.seek(checkpoint.offset)
         return io.BytesIO(file.read())
+
+
+def go_on_from(run_folder: Path, run: Identity) -> Checkpoint | None:
+    """The run's newest checkpoint, if there is one; its metrics are then as they were when that was written, else none.
+
+    Raises:
+        UserError: a checkpoint of another run.
+
+    """
+    found = newest_of(run_folder / FOLDER)
+    if found is not None:
+        check_belongs(found, run)
+    with replacing(run_folder / "metrics.jsonl") as file:
+        file.write(found.metrics if found else b"")
+    return replace(found, metrics=b"") if found else None  # the ranks have no use for them
 
 
 def check_belongs(checkpoint: Checkpoint, run: Identity) -> None:

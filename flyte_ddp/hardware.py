@@ -97,6 +97,21 @@ def detect(hp: Hyperparameters) -> Hardware:
             )
     device_type = "cuda" if backend == "nccl" else "cpu"
     num_ranks = hp.num_ranks or (gpus if device_type == "cuda" else min(cores(), MOST_CPU_RANKS, hp.batch_size))
+    return decide(hp, device_type, num_ranks, threads=max(1, cores() // num_ranks), bf16=has_bf16(device_type))
+
+
+def decide(hp: Hyperparameters, device_type: str, num_ranks: int, *, threads: int, bf16: bool) -> Hardware:
+    """Decides what else there is to decide for so many ranks, wherever they are.
+
+    Args:
+        device_type: cuda or cpu.
+        threads: of each rank.
+        bf16: whether their devices multiply bf16 themselves.
+
+    Raises:
+        UserError: hyperparameters that these ranks cannot serve.
+
+    """
     if hp.batch_size < num_ranks * hp.accumulation_steps:
         raise UserError(
             f"batch_size={hp.batch_size}: must be at least ranks x accumulation_steps = "
@@ -106,22 +121,26 @@ def detect(hp: Hyperparameters) -> Hardware:
     return Hardware(
         num_ranks=num_ranks,
         device_type=device_type,
-        backend=backend,
+        backend="nccl" if device_type == "cuda" else "gloo",
         strategy=strategy(hp, device_type),
-        precision=precision(hp, device_type, small=small),
+        precision=precision(hp, device_type, small=small, bf16=bf16),
         channels_last=hp.channels_last == "on" or (hp.channels_last == "auto" and (device_type == "cuda" or small)),
-        threads=max(1, cores() // num_ranks),
+        threads=threads,
     )
 
 
-def precision(hp: Hyperparameters, device_type: str, *, small: bool) -> str:
+def has_bf16(device_type: str) -> bool:
+    """Whether this machine's devices of this type multiply bf16 themselves."""
+    return gpu_has_bf16() if device_type == "cuda" else cpu_has_bf16()
+
+
+def precision(hp: Hyperparameters, device_type: str, *, small: bool, bf16: bool) -> str:
     """The arithmetic of training; ``auto`` takes bf16 where it pays, on CPUs for small models only."""
     if hp.precision in ("fp32", "fp64"):
         return hp.precision
-    has_bf16 = gpu_has_bf16() if device_type == "cuda" else cpu_has_bf16()
     if hp.precision == "auto":
-        return "bf16" if has_bf16 and (device_type == "cuda" or small) else "fp32"
-    if not has_bf16:
+        return "bf16" if bf16 and (device_type == "cuda" or small) else "fp32"
+    if not bf16:
         raise UserError(
             f"precision='bf16': this {'GPU' if device_type == 'cuda' else 'CPU'} has no bf16 arithmetic; "
             "use precision='fp32' or 'auto'"

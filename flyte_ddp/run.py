@@ -6,7 +6,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from flyte_ddp.datasets.arrays import read_description
 from flyte_ddp.datasets.identity import content_identity
 from flyte_ddp.datasets.prepared import check_prepared
 from flyte_ddp.errors import StoppedError, UserError
-from flyte_ddp.files import replacing
+from flyte_ddp.hardware import Hardware, detect
 from flyte_ddp.launch import single, spawn
 from flyte_ddp.run_lock import hold
 from flyte_ddp.settings import Settings
@@ -60,15 +60,22 @@ Launch = Callable[..., None]  # (job, num_ranks=...), from flyte_ddp.launch
 
 
 def run_training(
-    hp: Hyperparameters, data: Path, run_folder: Path, settings: Settings, launch: Launch | None = None
+    hp: Hyperparameters,
+    data: Path,
+    run_folder: Path,
+    settings: Settings,
+    *,
+    launch: Launch | None = None,
+    hardware: Hardware | None = None,
 ) -> Result:
-    """Trains on all ranks of this machine and writes the report.
+    """Trains on all ranks and writes the report.
 
     Args:
         data: a prepared data set, from ``flyte_ddp.datasets.fetch``.
         run_folder: where results go; those of an earlier run in it are removed first, so that none is taken for new.
             From a checkpoint in it, which a run leaves that did not come to its end, this one goes on.
         launch: starts the ranks; None: one rank in this process, more than one in processes of their own.
+        hardware: what the ranks find where they are started; None: what this machine has.
 
     Raises:
         UserError: a mistake that the user can mend, such as another run in the same folder; no result is left behind.
@@ -78,11 +85,10 @@ def run_training(
     """
     # torch is imported here, not above, so that importing this module stays cheap for command-line start-up.
     from flyte_ddp import report, tracking
-    from flyte_ddp.hardware import detect
     from flyte_ddp.initial_weights import fetched
     from flyte_ddp.job import Job
 
-    hardware = detect(hp)
+    hardware = hardware or detect(hp)
     workers = settings.loader_threads or hardware.threads
     cautions = check_prepared(data, hp, ranks=hardware.num_ranks, workers=workers, cache_bytes=settings.cache_bytes)
     for caution in cautions if settings.progress != "off" else ():
@@ -153,17 +159,11 @@ def begin_or_go_on(folder: Path, run: checkpoint.Identity, settings: Settings) -
         UserError: a checkpoint of another run.
 
     """
-    found = checkpoint.newest_of(folder / checkpoint.FOLDER)
-    if found is None:
-        (folder / "metrics.jsonl").write_bytes(b"")
-        return None
-    checkpoint.check_belongs(found, run)
-    with replacing(folder / "metrics.jsonl") as file:
-        file.write(found.metrics)
-    if settings.progress != "off":
+    found = checkpoint.go_on_from(folder, run)
+    if found is not None and settings.progress != "off":
         when = datetime.fromtimestamp(found.time).strftime("%Y-%m-%d %H:%M:%S")  # noqa: DTZ006 (for a person, here)
         print(f"going on after step {found.step:,}, saved {when}", file=sys.stderr, flush=True)
-    return replace(found, metrics=b"")  # the ranks have no use for them
+    return found
 
 
 def remove_partial_files(folder: Path) -> None:

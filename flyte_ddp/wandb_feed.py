@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import traceback
 from collections.abc import Iterator
@@ -128,14 +129,22 @@ def row(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def follow(path: Path, offset: int, end: EndOfRun) -> Iterator[dict[str, Any]]:
-    """The records of a growing file from an offset on, until the run has ended and everything is read."""
+    """The records of a growing file from an offset on, until the run has ended and everything is read.
+
+    A run that an engine starts again replaces the file by one that is shorter; what it had logged is not given twice.
+    """
     pending = b""
     ended = False
+    inode = None
+    given: set[int] = set()  # hashes of lines, which differ at least in their time
     while not ended:
         ended = end.wait(POLL_SECONDS)  # before reading: what was written until then is read below
         if not path.exists():
             continue
         with path.open("rb") as file:
+            if inode not in (None, os.fstat(file.fileno()).st_ino):
+                offset, pending = 0, b""
+            inode = os.fstat(file.fileno()).st_ino
             file.seek(offset)
             chunk = file.read()
         offset += len(chunk)
@@ -145,7 +154,8 @@ def follow(path: Path, offset: int, end: EndOfRun) -> Iterator[dict[str, Any]]:
                 record = json.loads(line)
             except ValueError:  # half a line, of a writer that was killed
                 continue
-            if isinstance(record, dict):
+            if isinstance(record, dict) and hash(line) not in given:
+                given.add(hash(line))
                 yield record
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from processes import children_of
 
 from flyte_ddp import checkpoint
@@ -30,6 +31,16 @@ def nothing_like_a_result(run: Path) -> None:
     """Nothing but what tells why it failed, and where it may go on."""
     assert {path.name for path in run.rglob("*") if path.is_file()} <= {"metrics.jsonl", *checkpoint.SLOTS}
     assert not [name for name in RESULTS if (run / name).exists()]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return torch.load(folder / "model.pt", weights_only=True)
+
+
+def equal(here: Path, there: Path) -> bool:
+    """Whether two runs ended in the same weights, to the last bit."""
+    mine, other = weights(here), weights(there)
+    return mine.keys() == other.keys() and all(torch.equal(mine[name], other[name]) for name in mine)
 
 
 def when(marker: Path, action: Callable[[], object]) -> threading.Thread:

@@ -22,6 +22,7 @@ from PIL import Image
 
 from flyte_ddp import wandb_feed
 from flyte_ddp.errors import UserError
+from flyte_ddp.files import replacing
 from flyte_ddp.settings import Settings
 from flyte_ddp.tracking import MetricsLog, read_metrics, start_wandb
 from flyte_ddp.wandb_follower import EndOfRun
@@ -149,6 +150,22 @@ def test_records_of_an_earlier_attempt_are_not_followed(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write('{"step": 2}\n')
     assert list(wandb_feed.follow(path, offset, EndsAfter(lambda: None))) == [{"step": 2}]
+
+
+def test_records_of_a_run_that_is_started_again_are_followed_once(tmp_path: Path) -> None:
+    """The file is replaced by one with what the checkpoint had, and grows from there."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"st')
+
+    def start_again() -> None:
+        with replacing(path) as file:
+            file.write(b'{"step": 1}\n')
+        with path.open("a") as file:
+            file.write('{"step": 2, "again": true}\n')
+
+    end = EndsAfter(lambda: None, start_again)
+    steps = [{"step": 1}, {"step": 2}, {"step": 2, "again": True}]
+    assert list(wandb_feed.follow(path, 0, end)) == steps
 
 
 # The follower, with a real wandb

@@ -24,6 +24,7 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 from pathlib import Path
 from typing import Any
 
+from flyte_ddp.code_digest import library_digest
 from flyte_ddp.job import Job
 from flyte_ddp.launch.files import Mirror, Receiver
 from flyte_ddp.launch.gang import Member, end
@@ -38,34 +39,45 @@ SIOCGIFADDR = 0x8915  # linux/sockios.h
 NETWORK_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
-def run(invitation: Invitation) -> int:
-    """Starts an agent and waits for its end; its exit code. What an engine calls where a rank is to be."""
+class RankEndedError(RuntimeError):
+    """An agent's rank did not come to its end. The launcher knows why; the engine may try again."""
+
+
+def run(invitation: Invitation) -> None:
+    """Starts an agent and waits for its end. What an engine calls where a rank is to be.
+
+    Raises:
+        RankEndedError: it was not a good one.
+    """
     paths = os.pathsep.join(path for path in sys.path if path)
     command = [sys.executable, "-m", "flyte_ddp.launch.agent"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, env={**os.environ, "PYTHONPATH": paths}) as process:
         assert process.stdin is not None
         process.stdin.write(pickle.dumps(invitation))
         process.stdin.flush()  # and it stays open: its end is the end of this process
-        return process.wait()
+        if process.wait():
+            raise RankEndedError(f"rank {invitation.place.rank} did not come to its end")
 
 
 def main() -> None:
     """The process's first function."""
     invitation = pickle.load(sys.stdin.buffer)
     threading.Thread(target=end_with_parent, name="parent", daemon=True).start()
+    completed = False
     with suppress(EOFError, ConnectionError):  # the launcher is gone, and knows why
-        serve(invitation)
+        completed = serve(invitation)
+    sys.exit(0 if completed else 1)
 
 
 def end_with_parent() -> None:
     """Ends this process, and by that its rank, when the one that started it has ended."""
-    while sys.stdin.buffer.read(1):
+    while os.read(sys.stdin.fileno(), 1):
         pass
     os._exit(1)
 
 
-def serve(invitation: Invitation) -> None:
-    """Comes to the launcher, starts the rank, and passes on what they have to tell each other."""
+def serve(invitation: Invitation) -> bool:
+    """Comes to the launcher, starts the rank, and passes on what they have to tell each other, to a good end or not."""
     connected = socket.create_connection((invitation.host, invitation.port))
     keep_alive(connected)
     host = connected.getsockname()[0]
@@ -74,7 +86,8 @@ def serve(invitation: Invitation) -> None:
     answer_challenge(pipe, invitation.key)
     deliver_challenge(pipe, invitation.key)
     shares = (invitation.run_folder / invitation.mark).exists()
-    pipe.send({"kind": "here", "rank": invitation.place.rank, "host": host, "shares": shares})
+    rank = invitation.place.rank
+    pipe.send({"kind": "here", "rank": rank, "host": host, "shares": shares, "code": library_digest()})
     folder = invitation.run_folder if shares else Path(tempfile.mkdtemp(prefix="flyte-ddp-run-"))
     gang: list[Member] = []
     try:
@@ -86,8 +99,8 @@ def serve(invitation: Invitation) -> None:
             except Exception as error:
                 pipe.send(described(error))
                 pipe.send({"kind": "exit", "code": 1})
-                return
-            relay(gang[0], pipe, stop, mirror)
+                return False
+            return relay(gang[0], pipe, stop, mirror)
     finally:
         end(gang)
         if not shares:
@@ -112,8 +125,8 @@ def received(pipe: Connection, folder: Path, *, shares: bool) -> Job:
     )
 
 
-def relay(member: Member, pipe: Connection, stop: StopRequest, mirror: Mirror | None) -> None:
-    """Passes messages on until the rank has ended; its files go before what it says of them."""
+def relay(member: Member, pipe: Connection, stop: StopRequest, mirror: Mirror | None) -> bool:
+    """Passes messages on until the rank has ended, well or not; its files go before what it says of them."""
 
     def tell(message: dict[str, Any]) -> None:
         if mirror is not None:
@@ -126,12 +139,12 @@ def relay(member: Member, pipe: Connection, stop: StopRequest, mirror: Mirror | 
         if stop.reader in ready:
             waited.remove(stop.reader)
             pipe.send({"kind": "stop"})
-        ended = member.exitcode is not None
+        ended = member.has_ended()
         for message in member.messages():
             tell(message)
         if ended:
             tell({"kind": "exit", "code": member.exitcode})
-            return
+            return member.exitcode == 0
         if mirror is not None:
             mirror.send_new()
         if pipe in ready:

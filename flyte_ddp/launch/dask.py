@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from flyte_ddp import hardware as machine
+from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UnreachableError, UserError
+from flyte_ddp.hardware import MOST_CPU_RANKS, Hardware
 from flyte_ddp.job import Job, Place
-from flyte_ddp.launch import agent
+from flyte_ddp.launch import agent, room
 from flyte_ddp.launch.remote import JOIN_SECONDS, meeting_place
+from flyte_ddp.launch.spawn import main_script_hidden
 
 SCHEDULER = "DASK_SCHEDULER_ADDRESS"  # Dask's own variable
 DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
-def launch(job: Job, *, num_ranks: int, client: Any = None) -> None:
-    """Runs the job on ``num_ranks`` workers.
+def launch(job: Job, *, num_ranks: int, client: Any = None, retries: int = 0) -> None:
+    """Runs the job on ``num_ranks`` workers, on as few hosts as possible.
 
     Args:
-        client: of the cluster, Dask's own; None for the one that is there, the scheduler that
-            ``DASK_SCHEDULER_ADDRESS`` names, or else a cluster on this machine for the time of the run.
+        client: of the cluster, Dask's own; None for the one that is there, see :func:`connected`.
+        retries: Dask's own: how often it starts a task once more when it has failed. All ranks then go on from the
+            newest checkpoint. Each rank stays on its worker, so that a lost worker ends the run.
 
     Raises:
         UserError: the user's mistake, as the rank that failed first reported it, or too few workers.
@@ -31,21 +36,25 @@ def launch(job: Job, *, num_ranks: int, client: Any = None) -> None:
         StoppedError: the process got SIGTERM; for Ctrl-C it is a KeyboardInterrupt.
 
     """
+    from dask import annotate  # type: ignore[attr-defined]
+    from dask.delayed import delayed
     from distributed import wait
     from distributed.utils import get_ip
 
     with connected(client, num_ranks) as cluster:
-        workers = chosen(cluster.scheduler_info(n_workers=-1)["workers"], num_ranks)
+        workers = chosen(workers_of(cluster), cluster.processing(), num_ranks)
         devices = numbered(workers, cluster.run(visible_devices, workers=workers))
         scheduler = cluster.scheduler.address.rpartition("//")[2].rpartition(":")[0]
         with meeting_place(job, get_ip(scheduler)) as meeting:
-            futures: list[Any] = []
+            tasks = []
+            for rank, worker in enumerate(workers):
+                invitation = meeting.invitation(Place(rank, num_ranks, devices[rank]))
+                with annotate(workers=[worker], allow_other_workers=False, retries=retries):
+                    tasks.append(delayed(agent.run, pure=False)(invitation))
+            # In one go, so that of two runs at the same time no worker takes the other's rank first.
+            futures: list[Any] = cluster.compute(tasks, optimize_graph=False)
             try:
-                for rank, worker in enumerate(workers):
-                    place = Place(rank, num_ranks, devices[rank])
-                    options = {"workers": [worker], "allow_other_workers": False, "pure": False, "retries": 0}
-                    futures.append(cluster.submit(agent.run, meeting.invitation(place), **options))
-                meeting.run(num_ranks, lambda: refuse_failed(futures))
+                meeting.run(num_ranks, lambda: refuse_failed(futures, workers, workers_of(cluster)))
             finally:
                 # Agents end by themselves when nobody listens any more; those of workers that are gone have ended.
                 meeting.close()
@@ -54,9 +63,37 @@ def launch(job: Job, *, num_ranks: int, client: Any = None) -> None:
                 cluster.cancel(futures, force=True)
 
 
+def hardware(hp: Hyperparameters, client: Any) -> Hardware:
+    """What ranks find on the workers: a GPU for each where all workers see one, and their share of their hosts' cores.
+
+    Args:
+        client: of the cluster.
+
+    Raises:
+        UserError: hyperparameters that the cluster cannot serve.
+    """
+    workers = workers_of(client)
+    gpus = client.run(machine.visible_gpus)
+    device = room.device_type(hp, min(gpus.values(), default=0), "each worker of the Dask cluster")
+    most = len(workers) if device == "cuda" else min(len(workers), hp.batch_size)
+    num_ranks = room.limited(hp, len(workers), f"the Dask cluster has {len(workers)} workers", most)
+    used = chosen(workers, client.processing(), num_ranks)
+    cores, bf16 = client.run(machine.cores, workers=used), client.run(machine.has_bf16, device, workers=used)
+    on_host = Counter(workers[worker]["host"] for worker in used)
+    threads = min(max(1, cores[worker] // on_host[workers[worker]["host"]]) for worker in used)
+    return machine.decide(hp, device, num_ranks, threads=threads, bf16=all(bf16.values()))
+
+
 @contextmanager
-def connected(client: Any, num_ranks: int) -> Iterator[Any]:
-    """A client of the cluster."""
+def connected(client: Any = None, num_ranks: int = 0) -> Iterator[Any]:
+    """A client: this one, Dask's current one, of ``DASK_SCHEDULER_ADDRESS``, or of a cluster that is made here.
+
+    Args:
+        num_ranks: workers of a cluster that is made here; 0: one for each GPU, or for each core up to a few.
+
+    Raises:
+        UnreachableError: there is no scheduler.
+    """
     from distributed import Client, LocalCluster, default_client
 
     if client is None:
@@ -75,22 +112,33 @@ def connected(client: Any, num_ranks: int) -> Iterator[Any]:
         with client:
             yield client
         return
-    with (
-        LocalCluster(n_workers=num_ranks, threads_per_worker=1, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
+    num_workers = num_ranks or machine.visible_gpus() or min(machine.cores(), MOST_CPU_RANKS)
+    with main_script_hidden():
+        cluster = LocalCluster(n_workers=num_workers, threads_per_worker=1, dashboard_address=":0")
+    with cluster, Client(cluster) as client:
         yield client
 
 
-def chosen(workers: Mapping[str, Any], num_ranks: int) -> list[str]:
+def workers_of(client: Any) -> dict[str, Any]:
+    """What the scheduler knows of each worker, by address."""
+    workers: dict[str, Any] = client.sync(client.scheduler.identity, n_workers=-1)["workers"]
+    return workers
+
+
+def chosen(workers: Mapping[str, Any], busy: Mapping[str, Any], num_ranks: int) -> list[str]:
     """The addresses of so many workers: of as few hosts as possible, those of a host side by side.
+
+    Args:
+        workers: by address, with their ``host``.
+        busy: what each of them works at; workers that are at something are taken only if others do not suffice.
 
     Raises:
         UserError: there are fewer.
     """
+    idle = [address for address in workers if not busy.get(address)]
     hosts: dict[str, list[str]] = defaultdict(list)
-    for address, about in workers.items():
-        hosts[about["host"]].append(address)
+    for address in idle if len(idle) >= num_ranks else workers:
+        hosts[workers[address]["host"]].append(address)
     by_size = sorted(hosts, key=lambda host: (-len(hosts[host]), host))
     ordered = [address for host in by_size for address in sorted(hosts[host])]
     if len(ordered) < num_ranks:
@@ -123,11 +171,13 @@ def numbered(workers: Sequence[str], visible: Mapping[str, str | None]) -> list[
     return numbers
 
 
-def refuse_failed(futures: Sequence[Any]) -> None:
-    """Raises what a worker could not do, if there is any."""
-    for future in futures:
+def refuse_failed(futures: Sequence[Any], workers: Sequence[str], there: Mapping[str, Any]) -> None:
+    """Raises what a worker could not do, if there is any, or that it is gone."""
+    for future, worker in zip(futures, workers, strict=True):
         if future.status == "error":
             error = future.exception()
             raise UnreachableError(
                 f"a Dask worker cannot start a rank ({type(error).__name__}: {error}); it needs flyte-ddp as it is here"
             )
+        if worker not in there:
+            raise UnreachableError(f"Dask worker {worker} is gone; run again when the cluster has a new one")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from flyte_ddp.checkpoint import FOLDER, SLOTS
+from flyte_ddp.errors import UserError
 
 PIECE_BYTES = 1 << 22
 APPENDED = "metrics.jsonl"
@@ -51,12 +52,18 @@ class Receiver:
         """Takes a piece of a file.
 
         Raises:
-            ValueError: a name that is none of those.
-            OSError: it cannot be written.
+            UserError: a name that is none of those, or the file cannot be written.
         """
         name = message["name"]
         if name not in self.names:
-            raise ValueError(f"file {name!r} is none of those that a rank may send: {', '.join(self.names)}")
+            raise UserError(f"file {name!r} is none of those that a rank may send: {', '.join(self.names)}")
+        try:
+            self.write(name, message)
+        except OSError as error:
+            raise UserError(f"{self.folder / name}: {error.strerror}; make room, or mend its permissions") from None
+
+    def write(self, name: str, message: dict[str, Any]) -> None:
+        """Writes it."""
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         if name == APPENDED:
@@ -72,6 +79,11 @@ class Receiver:
         if message["last"]:
             self.open.pop(name).close()
             partial.replace(path)
+
+    def close(self) -> None:
+        """Lets go of files of which no more will come; what there is of them is the run's to remove."""
+        while self.open:
+            self.open.popitem()[1].close()
 
 
 class Mirror:

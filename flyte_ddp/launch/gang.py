@@ -38,11 +38,11 @@ class Member:
         self.completed = False
         self.saved: int | None = None  # step of the checkpoint that it was asked for
         self.listening = True
+        self.exitcode: int | None = None  # of its process; None as long as that is not known
 
-    @property
-    def exitcode(self) -> int | None:
-        """Of its process; None while that runs, or where nobody knows any more."""
-        raise NotImplementedError
+    def has_ended(self) -> bool:
+        """Whether its process has; looks for its exit code, which nothing else does."""
+        return self.exitcode is not None
 
     @property
     def lost(self) -> bool:
@@ -100,7 +100,7 @@ def listen(gang: Sequence[Member], stop: StopRequest, seconds: float | None = No
     waitables = [waitable for member in gang for waitable in member.waitables()]
     connection.wait([*waitables, *([] if stop.signal else [stop.reader])], seconds)
     for member in gang:
-        ended = member.exitcode is not None  # what it sent before is in the pipe
+        ended = member.has_ended()  # what it sent before is in the pipe
         for message in member.messages():
             if message["kind"] == "error":
                 member.error = message

@@ -10,8 +10,9 @@ import os
 import secrets
 import socket
 import struct
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing import AuthenticationError
@@ -19,7 +20,9 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 from pathlib import Path
 from typing import Any
 
-from flyte_ddp.errors import UnreachableError, UserError
+from flyte_ddp.checkpoint import go_on_from
+from flyte_ddp.code_digest import library_digest
+from flyte_ddp.errors import RankError, UnreachableError, UserError
 from flyte_ddp.job import Job, Place
 from flyte_ddp.launch.files import APPENDED, Receiver, send_file
 from flyte_ddp.launch.gang import Member, end, watch
@@ -29,7 +32,7 @@ COME_SECONDS = 300.0  # for all agents: images may have to be pulled, and nodes 
 HELLO_SECONDS = 10.0  # for one that has connected to say who it is
 JOIN_SECONDS = 10.0  # for a killed rank to end
 STACK_SECONDS = 3.0  # more than the agent's own
-POLL_SECONDS = 0.5
+POLL_SECONDS = 0.1
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}  # a host that is gone is noticed in 30 s
 
 
@@ -58,18 +61,12 @@ class RemoteMember(Member):
     def __init__(self, rank: int, pipe: Connection, host: str, receiver: Receiver | None) -> None:
         super().__init__(rank, pipe, host)
         self.receiver = receiver
-        self.code: int | None = None
         self.early: list[dict[str, Any]] = []
-
-    @property
-    def exitcode(self) -> int | None:
-        """As the agent has told it."""
-        return self.code
 
     @property
     def lost(self) -> bool:
         """The agent is gone without a word about its rank."""
-        return not self.listening and self.code is None
+        return not self.listening and self.exitcode is None
 
     def waitables(self) -> list[Any]:
         """Its agent's connection."""
@@ -80,7 +77,7 @@ class RemoteMember(Member):
         early, self.early = self.early, []
         for message in (*early, *super().messages()):
             if message["kind"] == "exit":
-                self.code = message["code"]
+                self.exitcode = message["code"]
             elif message["kind"] == "file":
                 if self.receiver is not None:
                     self.receiver.take(message)
@@ -107,10 +104,12 @@ class RemoteMember(Member):
         """See :class:`Member`."""
         deadline = time.monotonic() + JOIN_SECONDS
         with suppress(EOFError, OSError):
-            while self.code is None and self.pipe.poll(max(0.0, deadline - time.monotonic())):
+            while self.exitcode is None and self.pipe.poll(max(0.0, deadline - time.monotonic())):
                 message = self.pipe.recv()
-                self.code = message["code"] if message["kind"] == "exit" else None
+                self.exitcode = message["code"] if message["kind"] == "exit" else None
         self.pipe.close()
+        if self.receiver is not None:
+            self.receiver.close()
 
 
 @contextmanager
@@ -151,6 +150,9 @@ class Meeting:
     def run(self, num_ranks: int, check: Callable[[], None]) -> None:
         """Waits for all agents, hands them the job, and returns when all ranks have completed.
 
+        Where a failure may be mended by another try, it is the engine's to send the agents once more, by its own
+        rules; the run then goes on from its newest checkpoint.
+
         Args:
             num_ranks: how many have been invited.
             check: raises if the engine knows that one will not come.
@@ -161,16 +163,53 @@ class Meeting:
             RankError: any other failure of a rank, named by the rank that failed first.
             StoppedError: the process got SIGTERM; for Ctrl-C it is a KeyboardInterrupt.
         """
-        gang: list[Member] = []
+        failure: RankError | None = None
         with StopRequest() as stop:
+            while (failure := self.attempt(num_ranks, stop, check, failure)) is not None:
+                pass
+
+    def attempt(
+        self, num_ranks: int, stop: StopRequest, check: Callable[[], None], before: RankError | None
+    ) -> RankError | None:
+        """Runs the job once.
+
+        Args:
+            before: what failed in the attempt before this one.
+
+        Returns:
+            What has failed, if another attempt may mend it.
+        """
+        gang: list[Member] = []
+        try:
             try:
                 self.gather(gang, num_ranks, stop, check)
-                job = adapted(self.job, {member.host for member in gang})
-                for member in gang:
-                    hand_over(member, job)
-                watch(gang, stop, job)
-            finally:
-                end(gang)
+            except UnreachableError as error:
+                raise before or error from None
+            if before is not None:
+                self.go_on(before)
+            self.supervise(gang, stop)
+        except RankError as error:
+            if error is before or not error.recoverable:
+                raise
+            return error
+        finally:
+            end(gang)
+        return None
+
+    def supervise(self, gang: Sequence[Member], stop: StopRequest) -> None:
+        """Hands the job over, and returns when all ranks have completed."""
+        job = adapted(self.job, {member.host for member in gang})
+        for member in gang:
+            hand_over(member, job)
+        watch(gang, stop, job)
+
+    def go_on(self, failure: RankError) -> None:
+        """Has the job go on from its newest checkpoint."""
+        found = go_on_from(self.job.run_folder, self.job.identity)
+        if self.job.settings.progress != "off":
+            what = f"going on after step {found.step:,}" if found else "beginning anew"
+            print(f"{str(failure).splitlines()[0]}; {what}", file=sys.stderr, flush=True)
+        self.job = replace(self.job, checkpoint=found)
 
     def gather(self, gang: list[Member], num_ranks: int, stop: StopRequest, check: Callable[[], None]) -> None:
         """Adds the ranks whose agents come, in their order."""
@@ -207,6 +246,12 @@ class Meeting:
         except (AuthenticationError, EOFError, OSError):
             pipe.close()
             return None
+        if found["code"] != library_digest():
+            pipe.close()
+            raise UserError(
+                f"host {found['host']} runs library sources {found['code']}, and this one {library_digest()}; "
+                "have the same flyte-ddp on all hosts of the cluster"
+            )
         receiver = None if found["shares"] else Receiver(self.job.run_folder)
         return RemoteMember(found["rank"], pipe, found["host"], receiver)
 

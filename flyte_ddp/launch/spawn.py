@@ -35,14 +35,14 @@ class ProcessMember(Member):
         super().__init__(rank, pipe, HOST)
         self.process, self.stacks = process, stacks
 
-    @property
-    def exitcode(self) -> int | None:
-        """Of its process; None while that runs."""
-        return self.process.exitcode
+    def has_ended(self) -> bool:
+        """See :class:`Member`."""
+        self.exitcode = self.process.exitcode
+        return self.exitcode is not None
 
     def waitables(self) -> list[Any]:
         """Its pipe and its process."""
-        alive = [self.process.sentinel] if self.process.exitcode is None else []
+        alive = [self.process.sentinel] if self.exitcode is None else []
         return [*alive, *([self.pipe] if self.listening else [])]
 
     def stack(self) -> str:

@@ -2,21 +2,44 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+from flyte_ddp.errors import UnreachableError
 from flyte_ddp.job import Job, Place
 from flyte_ddp.launch import agent
-from flyte_ddp.launch.remote import meeting_place
+from flyte_ddp.launch.remote import Invitation, meeting_place
 
 NOWHERE = Path("/nowhere")
 
 
-def launch(job: Job, *, num_ranks: int) -> None:
-    """Runs the job; no agent sees the launcher's run folder or its prepared data."""
+def launch(job: Job, *, num_ranks: int, retries: int = 0) -> None:
+    """Runs the job; no agent sees the launcher's run folder or its prepared data.
+
+    Args:
+        retries: how often an agent is sent once more.
+    """
     with meeting_place(replace(job, data=NOWHERE), "127.0.0.1") as meeting, ThreadPoolExecutor(num_ranks) as pool:
-        for rank in range(num_ranks):
-            invitation = meeting.invitation(Place(rank, num_ranks, device=rank))
-            pool.submit(agent.run, replace(invitation, run_folder=NOWHERE))
-        meeting.run(num_ranks, lambda: None)
+        invitations = [meeting.invitation(Place(rank, num_ranks, device=rank)) for rank in range(num_ranks)]
+        sent = [pool.submit(send, replace(each, run_folder=NOWHERE), retries) for each in invitations]
+        try:
+            meeting.run(num_ranks, lambda: refuse_failed(sent))
+        finally:
+            meeting.close()
+
+
+def send(invitation: Invitation, retries: int) -> None:
+    """Sends an agent."""
+    try:
+        agent.run(invitation)
+    except agent.RankEndedError:
+        if not retries:
+            raise
+        send(invitation, retries - 1)
+
+
+def refuse_failed(sent: Sequence[Future[None]]) -> None:
+    if any(each.done() and each.exception() for each in sent):
+        raise UnreachableError("an agent will not come")

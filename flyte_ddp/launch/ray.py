@@ -1,0 +1,160 @@
+"""Launches ranks on a Ray cluster: a task of Ray's for each, which starts the rank as a process of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from flyte_ddp import hardware as machine
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.errors import UnreachableError
+from flyte_ddp.hardware import MOST_CPU_RANKS, Hardware
+from flyte_ddp.job import Job, Place
+from flyte_ddp.launch import agent, room
+from flyte_ddp.launch.remote import JOIN_SECONDS, meeting_place
+
+ADDRESS = "RAY_ADDRESS"  # Ray's own variable
+OF_RAYS_OWN = ("PYTHONBREAKPOINT", "RAY_USAGE_STATS_ENABLED")  # which it sets in the process that connects
+REACH_SECONDS = 10.0
+
+
+def launch(job: Job, *, num_ranks: int, max_retries: int = 0) -> None:
+    """Runs the job on ``num_ranks`` places of the cluster, on as few hosts as possible.
+
+    Args:
+        max_retries: Ray's own: how often it starts a task once more when it has failed, or its host is gone. All ranks
+            then go on from the newest checkpoint.
+
+    Raises:
+        UserError: the user's mistake, as the rank that failed first reported it.
+        UnreachableError: there is no cluster, or its hosts cannot reach this one.
+        RankError: any other failure of a rank, named by the rank that failed first.
+        StoppedError: the process got SIGTERM; for Ctrl-C it is a KeyboardInterrupt.
+
+    """
+    with connected():
+        import ray
+        from ray.util import get_node_ip_address, placement_group, remove_placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        needs = {"CPU": job.hardware.threads, "GPU": 1 if job.hardware.device_type == "cuda" else 0}
+        group = placement_group([{name: need for name, need in needs.items() if need}] * num_ranks, strategy="PACK")
+        options = {
+            "num_cpus": needs["CPU"],
+            "num_gpus": needs["GPU"],
+            "max_retries": max_retries,
+            "retry_exceptions": [agent.RankEndedError],
+        }
+        tasks: list[Any] = []
+        with meeting_place(job, get_node_ip_address()) as meeting:
+            try:
+                for rank in range(num_ranks):
+                    where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
+                    invitation = meeting.invitation(Place(rank, num_ranks, device=0))  # Ray shows a task its GPUs only
+                    tasks.append(ray.remote(agent.run).options(**options, scheduling_strategy=where).remote(invitation))
+                meeting.run(num_ranks, lambda: refuse_failed(tasks))
+            finally:
+                # Agents end when nobody listens any more; what is left waits for a place, or for another try.
+                meeting.close()
+                for task in tasks:
+                    ray.cancel(task, force=True)
+                ray.wait(tasks, num_returns=len(tasks), timeout=JOIN_SECONDS)
+                remove_placement_group(group)
+
+
+def hardware(hp: Hyperparameters) -> Hardware:
+    """What ranks find on the cluster: a GPU for each, or CPUs, of which as many as all can have.
+
+    Raises:
+        UserError: hyperparameters that the cluster cannot serve.
+        UnreachableError: there is no cluster.
+    """
+    with connected():
+        import ray
+
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        cpus = [int(node.get("CPU", 0)) for node in nodes]
+        gpus = [int(node.get("GPU", 0)) for node in nodes]
+        device = room.device_type(hp, sum(gpus), "the Ray cluster")
+        if device == "cuda":
+            num_ranks = room.limited(hp, sum(gpus), f"the Ray cluster has {sum(gpus)} GPUs", sum(gpus))
+            threads = min(max(1, cpu // gpu) for cpu, gpu in zip(cpus, gpus, strict=True) if gpu)
+        else:
+            most = min(sum(min(cpu, MOST_CPU_RANKS) for cpu in cpus), hp.batch_size)
+            num_ranks = room.limited(hp, sum(cpus), f"the Ray cluster has {sum(cpus)} CPUs", most)
+            threads = most_for_each(cpus, num_ranks)
+        asked = ray.remote(machine.has_bf16).options(num_cpus=0, num_gpus=1 if device == "cuda" else 0)
+        return machine.decide(hp, device, num_ranks, threads=threads, bf16=ray.get(asked.remote(device)))
+
+
+def most_for_each(cpus: Sequence[int], num_ranks: int) -> int:
+    """The most CPUs that so many ranks can have each, on hosts with these numbers of them."""
+    return next(each for each in range(max(cpus), 0, -1) if sum(cpu // each for cpu in cpus) >= num_ranks)
+
+
+@contextmanager
+def connected() -> Iterator[None]:
+    """Ray, as it is where it has been initialised; else the cluster of ``RAY_ADDRESS``, or one on this machine.
+
+    Raises:
+        UnreachableError: there is no cluster.
+    """
+    import ray
+
+    if ray.is_initialized():
+        yield
+        return
+    address = os.environ.get(ADDRESS)
+    environment = {name: os.environ.get(name) for name in OF_RAYS_OWN}
+    try:
+        with handler_restored():
+            try:
+                reach(address)
+                ray.init(address, include_dashboard=None if address else False)
+            except (OSError, ValueError) as error:
+                what = f"{ADDRESS}={address}" if address else "Ray on this machine"
+                raise UnreachableError(
+                    f"{what}: no cluster there ({error}); start one, or correct the address"
+                ) from None
+        yield
+    finally:
+        ray.shutdown()
+        for name, value in environment.items():
+            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+
+
+def reach(address: str | None) -> None:
+    """Raises OSError within seconds if nobody listens at ``host:port``, which Ray takes minutes to find out."""
+    host, _, port = (address or "").rpartition(":")
+    if host and port.isdigit() and "/" not in host:
+        socket.create_connection((host, int(port)), timeout=REACH_SECONDS).close()
+
+
+@contextmanager
+def handler_restored() -> Iterator[None]:
+    """Keeps this process's handler of SIGTERM, for which ``ray.init`` sets one of its own."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
+
+
+def refuse_failed(tasks: Sequence[Any]) -> None:
+    """Raises what a host could not do, if there is any."""
+    import ray
+
+    ended, _ = ray.wait(list(tasks), num_returns=len(tasks), timeout=0)
+    try:
+        ray.get(ended)
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise UnreachableError(
+            f"a host of the Ray cluster cannot start a rank ({what}); it needs flyte-ddp as it is here"
+        ) from None

@@ -1,0 +1,112 @@
+"""Launchers under one signature, on clusters of real processes that stay up for all tests of a file."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import agents
+import pytest
+from engines import AGENTS, DASK, SPAWN, Launch
+
+from flyte_ddp.job import Job
+from flyte_ddp.launch import spawn
+from flyte_ddp.settings import Settings
+
+PASSED_ON = ("FAULTS", "TMPDIR", "TORCHINDUCTOR_CACHE_DIR")
+RAY_HEAD = """
+import sys, ray
+context = ray.init(num_cpus=4, include_dashboard=False, _temp_dir=sys.argv[1], object_store_memory=100_000_000)
+print(context.address_info["address"], flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def quiet(tmp_path: Path) -> Settings:
+    return Settings(progress="off", wandb_mode="disabled", cache_folder=tmp_path / "cache")
+
+
+@pytest.fixture(scope="module")
+def dask_client() -> Iterator[object]:
+    """Of a cluster with four workers."""
+    import distributed
+
+    options = {"n_workers": 4, "threads_per_worker": 1, "dashboard_address": ":0", "host": "127.0.0.1"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("TMPDIR", raising=False)  # which tells the processes of a test from others
+        started = distributed.LocalCluster(**options)
+    with started as cluster, distributed.Client(cluster) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def ray_address() -> Iterator[str]:
+    """Of a cluster with room for four ranks; it ends with the standard input of its head."""
+    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
+    environment.pop("TMPDIR", None)
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as short:  # for sockets
+        command = [sys.executable, "-c", RAY_HEAD, short]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        with subprocess.Popen(command, env=environment, text=True, **pipes) as head:
+            yield head.stdout.readline().strip()
+
+
+@pytest.fixture
+def launch(request: pytest.FixtureRequest, temporary: Path) -> Iterator[Launch]:
+    """The launcher that the test's parameter names; ranks have the test's environment."""
+    if request.param in (SPAWN, AGENTS):
+        yield {SPAWN: spawn, AGENTS: agents}[request.param].launch
+    elif request.param == DASK:
+        yield on_dask(request.getfixturevalue("dask_client"))
+    else:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("RAY_AUTH_MODE", "disabled")
+            yield from on_ray(request.getfixturevalue("ray_address"))
+
+
+def passed_on() -> dict[str, str]:
+    """What ranks must have of the test's environment."""
+    return {name: os.environ.get(name, "{}") for name in PASSED_ON}
+
+
+def on_dask(client: object) -> Launch:
+    from flyte_ddp.launch import dask
+
+    def run(job: Job, *, num_ranks: int, **options: object) -> None:
+        client.run(set_environment, passed_on(), str(Path.cwd()))
+        dask.launch(job, num_ranks=num_ranks, client=client, **options)
+
+    return run
+
+
+def set_environment(values: dict[str, str], folder: str) -> None:
+    os.environ.update(values)
+    os.chdir(folder)
+
+
+def on_ray(address: str) -> Iterator[Launch]:
+    """Connected when it is first used, as it is then that Ray takes an environment."""
+    import ray
+
+    from flyte_ddp.launch import ray as launcher
+
+    connecting = threading.Lock()
+
+    def run(job: Job, *, num_ranks: int, **options: object) -> None:
+        with connecting:
+            if not ray.is_initialized():
+                handler = signal.getsignal(signal.SIGTERM)
+                ray.init(address, runtime_env={"env_vars": passed_on()}, log_to_driver=False)
+                if threading.current_thread() is threading.main_thread():
+                    signal.signal(signal.SIGTERM, handler)
+        launcher.launch(job, num_ranks=num_ranks, **options)
+
+    yield run
+    ray.shutdown()

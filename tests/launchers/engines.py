@@ -1,0 +1,18 @@
+"""The launchers that one contract holds for, by the names that tests have for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+Launch = Callable[..., None]
+SPAWN, AGENTS, DASK, RAY = "spawn", "agents that share nothing", "dask", "ray"
+
+
+def on(*names: str) -> pytest.MarkDecorator:
+    """Runs a test on these."""
+    return pytest.mark.parametrize("launch", names, indirect=True)
+
+
+everywhere = on(SPAWN, AGENTS, DASK, RAY)

@@ -1,0 +1,185 @@
+"""One contract for all launchers: what ranks find, what a run leaves, what is told of a fault; and nothing stays."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import faults
+import pytest
+import torch
+from engines import Launch, everywhere
+from faulty_runs import HP as FAULTY
+from faulty_runs import equal, nothing_like_a_result, weights, when
+from processes import living_with
+
+from flyte_ddp import checkpoint
+from flyte_ddp.errors import RankError, StoppedError
+from flyte_ddp.launch import spawn
+from flyte_ddp.run import Result, run_training
+from flyte_ddp.settings import Settings
+from flyte_ddp.tracking import read_metrics
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("temporary", "unchanged"), everywhere]
+
+HP = replace(FAULTY, model="user_models:introduced")
+
+
+@pytest.fixture(scope="module")
+def expected(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
+    """A run of two spawned ranks that nothing disturbs."""
+    folder = tmp_path_factory.mktemp("expected")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(Path(__file__).parents[1])
+        patch.setenv("TMPDIR", str(folder))
+        quiet = Settings(progress="off", wandb_mode="disabled")
+        return run_training(HP, digits, folder / "run", quiet, launch=spawn.launch)
+
+
+@pytest.fixture(scope="module")
+def stopped(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of three spawned ranks that was stopped."""
+    folder = tmp_path_factory.mktemp("stopped")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(Path(__file__).parents[1])
+        patch.setenv("TMPDIR", str(folder))
+        faults.inject(patch, folder / "marker", rank=2, at="training", kind="SIGTERM", **{"pass": 3})
+        hp = replace(HP, num_ranks=3)
+        with pytest.raises(StoppedError, match=r"will go on after step \d+, which is saved"):
+            run_training(hp, digits, folder / "run", Settings(progress="off", wandb_mode="disabled"))
+    return folder / "run"
+
+
+@pytest.fixture
+def unchanged(launch: Launch) -> Iterator[None]:
+    """Of the launching process: environment, folder, handlers of signals, threads' number."""
+
+    def now() -> tuple[object, ...]:
+        handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
+        environment = {
+            name: value for name, value in os.environ.items() if name not in ("PYTEST_CURRENT_TEST", "FAULTS")
+        }
+        return environment, Path.cwd(), [*sys.path], handlers, torch.get_num_threads()
+
+    before = now()
+    yield
+    for then, here in zip(before, now(), strict=True):
+        assert here == then
+
+
+def nothing_is_left(run: Path, temporary: Path) -> None:
+    """No process that a rank or an agent was, none of their files, nothing that looks like a result."""
+    ranks = [command for command in living_with(str(temporary)) if "flyte_ddp" in command or "spawn_main" in command]
+    assert ranks == []
+    assert [path for path in temporary.iterdir() if path.name.startswith("flyte-ddp")] == []
+    nothing_like_a_result(run)
+
+
+def losses(result: Result) -> list[float]:
+    return [record["loss"] for record in read_metrics(result.metrics) if record["kind"] == "train"]
+
+
+def test_the_same_weights_as_from_spawned_ranks(
+    launch: Launch, expected: Result, digits: Path, tmp_path: Path, temporary: Path, quiet: Settings
+) -> None:
+    """Bit for bit, with all that a run leaves."""
+    found = run_training(HP, digits, tmp_path / "run", quiet, launch=launch)
+    assert equal(expected.run_folder, found.run_folder)
+    assert losses(expected) == losses(found)
+    assert {path.name for path in expected.run_folder.iterdir()} == {path.name for path in found.run_folder.iterdir()}
+    assert [path for path in temporary.iterdir() if path.name.startswith("flyte-ddp")] == []
+    about = {"ranks": 2, "sum": 11.0, "threads": 1, "in the main thread": True, "may have children": True}
+    assert {path.name: json.loads(path.read_text()) for path in temporary.glob("rank *")} == {
+        "rank 0": about,
+        "rank 1": about,
+    }
+
+
+def test_a_run_that_others_began_goes_on(
+    launch: Launch, expected: Result, stopped: Path, digits: Path, tmp_path: Path, quiet: Settings
+) -> None:
+    """With another number of ranks, which in fp32 shows in the last bits."""
+    shutil.copytree(stopped, tmp_path / "run")
+    found = run_training(HP, digits, tmp_path / "run", quiet, launch=launch)
+    starts = [record for record in read_metrics(found.metrics) if record["kind"] == "start"]
+    assert [start["num_ranks"] for start in starts] == [3, 2]
+    assert starts[1]["resumed_after_step"] >= 3
+    mine, other = weights(found.run_folder), weights(expected.run_folder)
+    assert all(torch.allclose(mine[name], other[name], rtol=1e-3, atol=1e-5) for name in other)
+
+
+def test_sigterm_saves_the_last_step_and_others_go_on(
+    launch: Launch,
+    expected: Result,
+    digits: Path,
+    tmp_path: Path,
+    temporary: Path,
+    quiet: Settings,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rank hangs, so that the other sits in a collective, when the launcher gets SIGTERM."""
+    marker = tmp_path / "marker"
+    faults.inject(monkeypatch, marker, rank=1, at="training", kind="hang", **{"pass": 3})
+    told = when(marker, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(StoppedError, match="the same run will go on after step 3, which is saved"):
+        run_training(HP, digits, tmp_path / "run", quiet, launch=launch)
+    told.join()
+    nothing_is_left(tmp_path / "run", temporary)
+    run_training(HP, digits, tmp_path / "run", quiet, launch=spawn.launch)
+    assert equal(expected.run_folder, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("kind", "at", "words", "recoverable"),
+    [
+        ("SIGKILL", "import", "rank 1 was killed by SIGKILL, which is often the kernel's out-of-memory", True),
+        ("os._exit", "data", "rank 1 ended with exit code 0 before it had finished", False),
+        ("ArithmeticError", "training", "rank 1: ArithmeticError: the rank's own words\n\n.*in fail", False),
+    ],
+)
+def test_a_rank_that_fails_is_named_and_takes_the_others_along(
+    launch: Launch,
+    digits: Path,
+    tmp_path: Path,
+    temporary: Path,
+    quiet: Settings,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    at: str,
+    words: str,
+    recoverable: bool,
+) -> None:
+    faults.inject(monkeypatch, tmp_path / "marker", rank=1, at=at, kind=kind)
+    with pytest.raises(RankError, match=f"(?s){words}") as caught:
+        run_training(FAULTY, digits, tmp_path / "run", quiet, launch=launch)
+    assert caught.value.recoverable == recoverable
+    nothing_is_left(tmp_path / "run", temporary)
+
+
+def test_a_rank_that_hangs_is_named_with_its_stack(
+    launch: Launch, digits: Path, tmp_path: Path, temporary: Path, quiet: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults.inject(monkeypatch, tmp_path / "marker", rank=1, at="training", kind="hang in C", **{"pass": 3})
+    with pytest.raises(RankError) as caught:
+        run_training(FAULTY, digits, tmp_path / "run", replace(quiet, timeout=3.0), launch=launch)
+    assert "rank 1 did not come where rank 0 waited for 3 s" in str(caught.value)
+    assert "in hang_in_c" in str(caught.value)
+    found = checkpoint.newest_of(tmp_path / "run" / checkpoint.FOLDER)
+    assert found is not None
+    assert found.step == 3, "what was done before is saved"
+    nothing_is_left(tmp_path / "run", temporary)
+
+
+def test_several_at_once(launch: Launch, expected: Result, digits: Path, tmp_path: Path, quiet: Settings) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        runs = [
+            pool.submit(run_training, HP, digits, tmp_path / name, quiet, launch=launch) for name in ("one", "other")
+        ]
+        assert all(equal(expected.run_folder, run.result().run_folder) for run in runs)

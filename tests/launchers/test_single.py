@@ -1,0 +1,95 @@
+"""One rank in this process: without another process, and otherwise the same."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import faults
+import pytest
+import torch
+from faulty_runs import HP as TWO_RANKS
+from faulty_runs import equal
+
+from flyte_ddp import checkpoint
+from flyte_ddp.errors import RankError, StoppedError, UserError
+from flyte_ddp.launch import single, spawn
+from flyte_ddp.run import RESULTS, run_training
+from flyte_ddp.settings import Settings
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("temporary")]
+
+HP = replace(TWO_RANKS, num_ranks=1)
+
+
+def in_this_process(monkeypatch: pytest.MonkeyPatch, marker: Path, kind: str) -> None:
+    """Injects a fault after three steps."""
+    fault = {"rank": 0, "at": "training", "kind": kind, "pass": 3, "marker": marker}
+    monkeypatch.setattr(faults, "FAULT", fault)
+    monkeypatch.setattr(faults, "passed", {})
+
+
+def test_the_same_weights_as_from_a_spawned_rank(digits: Path, tmp_path: Path, quiet: Settings) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    expected = run_training(HP, digits, tmp_path / "spawned", quiet, launch=spawn.launch)
+    found = run_training(replace(HP, deterministic=True), digits, tmp_path / "run", quiet)
+    assert torch.get_num_threads() == 1
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    torch.set_num_threads(threads)
+    assert equal(expected.run_folder, found.run_folder)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_stops(
+    digits: Path, tmp_path: Path, quiet: Settings, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    expected = run_training(HP, digits, tmp_path / "undisturbed", quiet)
+    before = signal.getsignal(number)
+    in_this_process(monkeypatch, tmp_path / "marker", "signal")
+    monkeypatch.setitem(faults.KINDS, "signal", lambda: os.kill(os.getpid(), number))
+    with pytest.raises((StoppedError, KeyboardInterrupt)) as caught:
+        run_training(HP, digits, tmp_path / "run", quiet)
+    assert caught.type is (StoppedError if number == signal.SIGTERM else KeyboardInterrupt)
+    assert signal.getsignal(number) is before
+    found = checkpoint.newest_of(tmp_path / "run" / checkpoint.FOLDER)
+    assert found is not None
+    assert found.step >= 3
+    assert not [name for name in RESULTS if (tmp_path / "run" / name).exists()]
+    run_training(HP, digits, tmp_path / "run", quiet)
+    assert equal(expected.run_folder, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "cause"),
+    [
+        ("ArithmeticError", "rank 0: ArithmeticError: the rank's own words", ArithmeticError),
+        ("sys.exit", "rank 0 ended with exit code 0 before it had finished training", SystemExit),
+    ],
+)
+def test_a_failure_is_told_with_its_cause(
+    digits: Path,
+    tmp_path: Path,
+    quiet: Settings,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    words: str,
+    cause: type[BaseException],
+) -> None:
+    in_this_process(monkeypatch, tmp_path / "marker", kind)
+    with pytest.raises(RankError, match=words) as caught:
+        run_training(HP, digits, tmp_path / "run", quiet)
+    assert isinstance(caught.value.__cause__, cause)
+
+
+def test_a_mistake_stays_one(digits: Path, tmp_path: Path, quiet: Settings) -> None:
+    with pytest.raises(UserError, match=r"twelve_classes.*returned"):
+        run_training(replace(HP, model="user_models:twelve_classes"), digits, tmp_path / "run", quiet)
+
+
+def test_more_ranks_are_refused() -> None:
+    with pytest.raises(ValueError, match="num_ranks=2: one rank at most runs in this process"):
+        single.launch(None, num_ranks=2)
