@@ -63,9 +63,8 @@ def unchanged(launch: Launch) -> Iterator[None]:
 
     def now() -> tuple[object, ...]:
         handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
-        environment = {
-            name: value for name, value in os.environ.items() if name not in ("PYTEST_CURRENT_TEST", "FAULTS")
-        }
+        other = {"PYTEST_CURRENT_TEST", "FAULTS", "RAY_CLIENT_MODE", "PYTHONBREAKPOINT"}  # and Ray's, where we connect
+        environment = {name: os.environ[name] for name in os.environ.keys() - other}
         return environment, Path.cwd(), [*sys.path], handlers, torch.get_num_threads()
 
     before = now()
