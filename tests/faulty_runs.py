@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,6 +19,8 @@ from flyte_ddp.run import RESULTS
 HP = Hyperparameters(
     model="faults:model", epochs=2, batch_size=100, num_ranks=2, precision="fp32", log_interval=1, max_steps=20
 )
+
+INTRODUCED = replace(HP, model="user_models:introduced")
 
 
 def nothing_is_left(run: Path, temporary: Path) -> None:

@@ -18,6 +18,7 @@ from flyte_ddp.launch.remote import JOIN_SECONDS, meeting_place
 from flyte_ddp.launch.spawn import main_script_hidden
 
 SCHEDULER = "DASK_SCHEDULER_ADDRESS"  # Dask's own variable
+REACH_SECONDS = 10
 DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
@@ -105,7 +106,7 @@ def connected(client: Any = None, num_ranks: int = 0) -> Iterator[Any]:
     address = os.environ.get(SCHEDULER)
     if address:
         try:
-            client = Client(address, timeout=10)
+            client = Client(address, timeout=REACH_SECONDS)
         except OSError as error:
             what = f"{SCHEDULER}={address}: no scheduler there ({error})"
             raise UnreachableError(f"{what}; start one, or correct the address") from None

@@ -14,9 +14,11 @@ from pathlib import Path
 import agents
 import pytest
 from engines import AGENTS, DASK, SPAWN, Launch
+from faulty_runs import INTRODUCED
 
 from flyte_ddp.job import Job
 from flyte_ddp.launch import spawn
+from flyte_ddp.run import Result, run_training
 from flyte_ddp.settings import Settings
 
 PASSED_ON = ("FAULTS", "TMPDIR", "TORCHINDUCTOR_CACHE_DIR")
@@ -31,6 +33,17 @@ sys.stdin.read()
 @pytest.fixture
 def quiet(tmp_path: Path) -> Settings:
     return Settings(progress="off", wandb_mode="disabled", cache_folder=tmp_path / "cache")
+
+
+@pytest.fixture(scope="module")
+def expected(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
+    """A run of two spawned ranks that nothing disturbs."""
+    folder = tmp_path_factory.mktemp("expected")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(Path(__file__).parents[1])
+        patch.setenv("TMPDIR", str(folder))
+        quiet = Settings(progress="off", wandb_mode="disabled")
+        return run_training(INTRODUCED, digits, folder / "run", quiet, launch=spawn.launch)
 
 
 @pytest.fixture(scope="module")

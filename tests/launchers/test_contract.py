@@ -17,6 +17,7 @@ import pytest
 import torch
 from engines import Launch, everywhere
 from faulty_runs import HP as FAULTY
+from faulty_runs import INTRODUCED as HP
 from faulty_runs import equal, nothing_like_a_result, weights, when
 from processes import living_with
 
@@ -28,19 +29,6 @@ from flyte_ddp.settings import Settings
 from flyte_ddp.tracking import read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("temporary", "unchanged"), everywhere]
-
-HP = replace(FAULTY, model="user_models:introduced")
-
-
-@pytest.fixture(scope="module")
-def expected(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
-    """A run of two spawned ranks that nothing disturbs."""
-    folder = tmp_path_factory.mktemp("expected")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(Path(__file__).parents[1])
-        patch.setenv("TMPDIR", str(folder))
-        quiet = Settings(progress="off", wandb_mode="disabled")
-        return run_training(HP, digits, folder / "run", quiet, launch=spawn.launch)
 
 
 @pytest.fixture(scope="module")

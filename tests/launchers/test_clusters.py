@@ -1,0 +1,160 @@
+"""What clusters have that one machine has not: hosts, workers, addresses, and engines that try again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import distributed
+import faults
+import pytest
+from engines import AGENTS, DASK, RAY, Launch, on
+from faulty_runs import INTRODUCED as HP
+from faulty_runs import equal
+
+from flyte_ddp.errors import UnreachableError, UserError
+from flyte_ddp.hardware import Hardware
+from flyte_ddp.launch import dask, ray, room
+from flyte_ddp.run import Result, run_training
+from flyte_ddp.settings import Settings
+from flyte_ddp.tracking import read_metrics
+
+pytestmark = pytest.mark.usefixtures("temporary")
+
+RETRIES = {AGENTS: "retries", DASK: "retries", RAY: "max_retries"}
+
+
+@pytest.mark.slow
+@on(AGENTS, DASK, RAY)
+def test_an_engine_tries_again_and_the_run_goes_on(
+    launch: Launch,
+    request: pytest.FixtureRequest,
+    expected: Result,
+    digits: Path,
+    tmp_path: Path,
+    quiet: Settings,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    faults.inject(monkeypatch, tmp_path / "marker", rank=1, at="training", kind="SIGKILL", **{"pass": 3})
+    option = RETRIES[request.node.callspec.params["launch"]]
+
+    def launch_with_retries(job: object, *, num_ranks: int) -> None:
+        launch(job, num_ranks=num_ranks, **{option: 1})
+
+    settings = replace(quiet, progress="lines")
+    found = run_training(HP, digits, tmp_path / "run", settings, launch=launch_with_retries)
+    assert equal(expected.run_folder, found.run_folder)
+    starts = [record for record in read_metrics(found.metrics) if record["kind"] == "start"]
+    assert [start["resumed_after_step"] for start in starts] == [0, 3]
+    assert "rank 1 was killed by SIGKILL" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+class TestDask:
+    def test_the_cluster_of_an_address(
+        self, dask_client: object, digits: Path, tmp_path: Path, quiet: Settings, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(distributed, "default_client", no_client)
+        monkeypatch.setenv(dask.SCHEDULER, dask_client.scheduler.address)
+        with dask.connected() as client:
+            assert client.scheduler.address == dask_client.scheduler.address
+            assert client is not dask_client
+            hardware = dask.hardware(replace(HP, num_ranks=0), client)
+            assert (hardware.num_ranks, hardware.threads) == (4, 1)
+
+    def test_no_scheduler_at_an_address(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(distributed, "default_client", no_client)
+        monkeypatch.setenv(dask.SCHEDULER, "tcp://127.0.0.1:9")
+        monkeypatch.setattr(dask, "REACH_SECONDS", 1)
+        words = r"DASK_SCHEDULER_ADDRESS=tcp://127.0.0.1:9: no scheduler there .*; start one, or correct the address"
+        with pytest.raises(UnreachableError, match=words), dask.connected():
+            pass
+
+    def test_a_cluster_of_its_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(distributed, "default_client", no_client)
+        with dask.connected(num_ranks=1) as client:
+            assert len(dask.workers_of(client)) == 1
+            found = dask.hardware(replace(HP, num_ranks=1), client)
+        assert found == here(1)
+
+    def test_more_ranks_than_workers(self, dask_client: object, capsys: pytest.CaptureFixture[str]) -> None:
+        assert dask.hardware(replace(HP, num_ranks=9), dask_client).num_ranks == 4
+        assert capsys.readouterr().err == "num_ranks=9: the Dask cluster has 4 workers, so there will be 4\n"
+
+
+def no_client() -> None:
+    raise ValueError("no clients found")
+
+
+def here(num_ranks: int) -> Hardware:
+    """What one's own machine is found to have."""
+    from flyte_ddp.hardware import detect
+
+    return detect(replace(HP, num_ranks=num_ranks))
+
+
+WORKERS = {f"tcp://{host}:{port}": {"host": host} for host, port in (("b", 1), ("a", 1), ("b", 2), ("c", 1))}
+
+
+class TestWorkers:
+    """Without a cluster."""
+
+    def test_those_of_as_few_hosts_as_possible(self) -> None:
+        assert dask.chosen(WORKERS, {}, 2) == ["tcp://b:1", "tcp://b:2"]
+        assert dask.chosen(WORKERS, {}, 3) == ["tcp://b:1", "tcp://b:2", "tcp://a:1"]
+
+    def test_idle_ones_first(self) -> None:
+        assert dask.chosen(WORKERS, {"tcp://b:1": ("something",)}, 2) == ["tcp://a:1", "tcp://b:2"]
+        assert len(dask.chosen(WORKERS, {"tcp://b:1": ("something",)}, 4)) == 4
+
+    def test_too_few(self) -> None:
+        with pytest.raises(UserError, match="num_ranks=5: the Dask cluster has 4 workers, and each takes one rank"):
+            dask.chosen(WORKERS, {}, 5)
+
+    @pytest.mark.parametrize(
+        ("visible", "expected"),
+        [
+            (("0,1", "0,1", "0"), [0, 1, 0]),  # as plain workers see them, on two hosts
+            (("0,1", "1,0", "0"), [0, 0, 0]),  # rotated
+            (("2", "3", "0"), [0, 0, 0]),  # one for each worker
+            ((None, None, None), [0, 1, 0]),  # not limited
+        ],
+    )
+    def test_each_rank_has_a_gpu_of_its_own(self, visible: tuple[str | None, ...], expected: list[int]) -> None:
+        workers = ["tcp://a:1", "tcp://a:2", "tcp://b:1"]
+        assert dask.numbered(workers, dict(zip(workers, visible, strict=True))) == expected
+
+
+@pytest.mark.slow
+class TestRay:
+    def test_the_cluster_of_an_address(
+        self, ray_address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+        monkeypatch.setenv(ray.ADDRESS, ray_address)
+        with ray.connected():
+            assert ray.hardware(replace(HP, num_ranks=9)).num_ranks == 4
+            assert "num_ranks=9: the Ray cluster has 4 CPUs, so there will be 4\n" in capsys.readouterr().err
+            found = ray.hardware(replace(HP, num_ranks=2))
+            assert (found.num_ranks, found.threads) == (2, 2)
+            with pytest.raises(UserError, match="backend='nccl': needs GPUs and the Ray cluster has none"):
+                ray.hardware(replace(HP, backend="nccl"))
+
+    def test_no_cluster_at_an_address(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv(ray.ADDRESS, "127.0.0.1:9")
+        words = "RAY_ADDRESS=127.0.0.1:9: no cluster there .*; start one, or correct the address"
+        with pytest.raises(UnreachableError, match=words), ray.connected():
+            pass
+
+
+@pytest.mark.parametrize(
+    ("cpus", "num_ranks", "expected"), [([8], 2, 4), ([4, 4], 2, 4), ([4, 4], 3, 2), ([8, 2], 2, 4), ([3, 3], 6, 1)]
+)
+def test_ranks_have_as_many_cpus_as_all_can_have(cpus: list[int], num_ranks: int, expected: int) -> None:
+    assert ray.most_for_each(cpus, num_ranks) == expected
+
+
+def test_no_room_at_all() -> None:
+    with pytest.raises(UserError, match="the cluster has no workers: there is no room for a single rank"):
+        room.limited(HP, 0, "the cluster has no workers", 0)
