@@ -22,6 +22,9 @@ CODE_VARIABLE = "FLYTE_DDP_CODE"
 CACHE_VARIABLE = "FLYTE_DDP_CACHE_BYTES"
 SECRET_VARIABLE = "FLYTE_DDP_WANDB_SECRET"  # noqa: S105 (a name)
 DEFAULT_SECRET = "wandb/api_key"  # noqa: S105 (a name)
+NODES_VARIABLE = "FLYTE_DDP_NODES"
+LAUNCHING = Resources(cpu="2", mem="8Gi", ephemeral_storage="20Gi")
+ENGINE_RETRIES = 2  # an engine's own, on the hosts that it has; Flyte's would set up another cluster
 
 
 @dataclass(frozen=True)
@@ -93,12 +96,7 @@ def light_pod() -> dict[str, Any]:
 def training_pod() -> dict[str, Any]:
     """Options of the training task, from the chosen profile."""
     profile = PROFILES[chosen_profile()]
-    resources = Resources(
-        cpu=profile.cpu,
-        mem=profile.memory,
-        gpu=str(profile.gpus) if profile.gpus else None,
-        ephemeral_storage=profile.ephemeral_storage,
-    )
+    resources = resources_of(profile)
     accelerator: Optional[BaseAccelerator] = GPUAccelerator(profile.gpu_type) if profile.gpu_type else None
     return {
         "requests": resources,
@@ -106,6 +104,14 @@ def training_pod() -> dict[str, Any]:
         "shared_memory": profile.shared_memory,
         "accelerator": accelerator,
         "pod_template_name": profile.pod_template,
+        **for_training(),
+    }
+
+
+def for_training() -> dict[str, Any]:
+    """Options of every training task, wherever its ranks are."""
+    profile = PROFILES[chosen_profile()]
+    return {
         "environment": {
             **pod_environment(),
             **wandb_environment(),
@@ -114,6 +120,39 @@ def training_pod() -> dict[str, Any]:
         "secret_requests": [wandb_secret()] if wandb_secret() else [],
         "timeout": timedelta(hours=24),
     }
+
+
+def launching_pod() -> dict[str, Any]:
+    """Options of a training task whose ranks are in other pods: it launches them, keeps the run folder, and reports."""
+    return {"requests": LAUNCHING, "limits": LAUNCHING, **for_training()}
+
+
+def resources_of(profile: Profile, parts: int = 1) -> Resources:
+    """Those of the profile, or one of so many equal parts of them."""
+    return Resources(
+        cpu=str(max(1, int(profile.cpu) // parts)),
+        mem=f"{in_bytes(profile.memory) // parts // 2**20}Mi" if parts > 1 else profile.memory,
+        gpu=str(profile.gpus // parts) if profile.gpus else None,
+        ephemeral_storage=profile.ephemeral_storage,
+    )
+
+
+def nodes() -> tuple[int, int]:
+    """How many pods of the profile's size an engine's ranks are spread over, at least and at most.
+
+    Raises:
+        UserError: ``FLYTE_DDP_NODES`` is neither a number nor a range such as 2:4.
+
+    """
+    text = os.environ.get(NODES_VARIABLE) or "1"
+    least, _, most = text.partition(":")
+    try:
+        found = int(least), int(most or least)
+    except ValueError:
+        found = (0, 0)
+    if not 1 <= found[0] <= found[1]:
+        raise UserError(f"{NODES_VARIABLE}={text!r}: must be a number of nodes, such as 2, or a range, such as 2:4")
+    return found
 
 
 def in_bytes(quantity: str) -> int:

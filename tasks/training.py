@@ -1,5 +1,6 @@
 """The training task: one pod, one rank for each of its GPUs."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import List, NamedTuple
 
@@ -8,7 +9,8 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.run import run_training
+from flyte_ddp.run import Result, run_training
+from flyte_ddp.settings import Settings
 from tasks import places, pods, recovery
 from tasks.tracking import settings
 
@@ -23,6 +25,9 @@ class TrainingOutputs(NamedTuple):
     metrics: FlyteFile
 
 
+Train = Callable[[Hyperparameters, Path, Path, Settings], Result]  # of data, into a run folder
+
+
 @task(**pods.training_pod(), retries=2, cache=pods.by_content(), enable_deck=True, deck_fields=())
 def train_model(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -> TrainingOutputs:
     """Train a model with distributed data parallelism on all GPUs of one pod.
@@ -30,12 +35,17 @@ def train_model(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -> 
     Returns the test accuracy after each epoch, the weights (a bare state_dict), a JSON sidecar that makes them usable,
     an HTML report, and all metrics as JSON lines.
     """
+    return trained(hp, data, run_version, run_training)
+
+
+def trained(hp: Hyperparameters, data: FlyteDirectory, run_version: str, train: Train) -> TrainingOutputs:
+    """What all training tasks do, whatever starts the ranks."""
     with recovery.retried():
         pods.check_code()
         run = places.without_token(run_version)
         folder = places.folder_for(run)
         with recovery.checkpoints_kept(folder):
-            result = run_training(hp, Path(data.download()), folder, settings(run))
+            result = train(hp, Path(data.download()), folder, settings(run))
         Deck("Training report", result.report.read_text())
     places.tell(
         f"test accuracy {result.test_accuracy:.2%}; made in",

@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import connection
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
@@ -63,10 +62,7 @@ def main() -> None:
     """The process's first function."""
     invitation = pickle.load(sys.stdin.buffer)
     threading.Thread(target=end_with_parent, name="parent", daemon=True).start()
-    completed = False
-    with suppress(EOFError, ConnectionError):  # the launcher is gone, and knows why
-        completed = serve(invitation)
-    sys.exit(0 if completed else 1)
+    sys.exit(0 if serve(invitation) else 1)
 
 
 def end_with_parent() -> None:
@@ -77,14 +73,29 @@ def end_with_parent() -> None:
 
 
 def serve(invitation: Invitation) -> bool:
-    """Comes to the launcher, starts the rank, and passes on what they have to tell each other, to a good end or not."""
-    connected = socket.create_connection((invitation.host, invitation.port))
+    """Comes to the launcher, starts the rank, and passes on what they have to tell each other.
+
+    Returns:
+        Whether that is all; if not, another try may be of use.
+    """
+    try:
+        connected = socket.create_connection((invitation.host, invitation.port))
+    except ConnectionRefusedError:  # the run is over
+        return True
     keep_alive(connected)
     host = connected.getsockname()[0]
     use_network(host)
     pipe = Connection(connected.detach())
-    answer_challenge(pipe, invitation.key)
-    deliver_challenge(pipe, invitation.key)
+    try:
+        answer_challenge(pipe, invitation.key)
+        deliver_challenge(pipe, invitation.key)
+        return stand_for_rank(invitation, pipe, host)
+    except (EOFError, ConnectionError):  # the launcher is gone
+        return False
+
+
+def stand_for_rank(invitation: Invitation, pipe: Connection, host: str) -> bool:
+    """Starts the rank, and passes on what it and the launcher have to tell each other; whether that is all."""
     shares = (invitation.run_folder / invitation.mark).exists()
     rank = invitation.place.rank
     pipe.send({"kind": "here", "rank": rank, "host": host, "shares": shares, "code": library_digest()})
@@ -92,19 +103,26 @@ def serve(invitation: Invitation) -> bool:
     gang: list[Member] = []
     try:
         job = received(pipe, folder, shares=shares)
-        mirror = Mirror(folder, pipe.send) if invitation.place.rank == 0 and not shares else None
+        mirror = Mirror(folder, pipe.send) if rank == 0 and not shares else None
         with StopRequest() as stop:
             try:
                 start(gang, replace(job, data=prepared_here(job)), [invitation.place])
             except Exception as error:
                 pipe.send(described(error))
                 pipe.send({"kind": "exit", "code": 1})
-                return False
-            return relay(gang[0], pipe, stop, mirror)
+                return last_word(pipe)
+            return relay(gang[0], pipe, stop, mirror) or last_word(pipe)
     finally:
         end(gang)
         if not shares:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def last_word(pipe: Connection) -> bool:
+    """Waits until the launcher says that all is over, or is gone, which is an EOFError or a ConnectionError."""
+    while pipe.recv()["kind"] != "over":
+        pass
+    return True
 
 
 def received(pipe: Connection, folder: Path, *, shares: bool) -> Job:
@@ -126,7 +144,12 @@ def received(pipe: Connection, folder: Path, *, shares: bool) -> Job:
 
 
 def relay(member: Member, pipe: Connection, stop: StopRequest, mirror: Mirror | None) -> bool:
-    """Passes messages on until the rank has ended, well or not; its files go before what it says of them."""
+    """Passes messages on until the rank has ended; its files go before what it says of them.
+
+    Returns:
+        Whether the launcher has said that all is over.
+    """
+    over = False
 
     def tell(message: dict[str, Any]) -> None:
         if mirror is not None:
@@ -144,11 +167,13 @@ def relay(member: Member, pipe: Connection, stop: StopRequest, mirror: Mirror | 
             tell(message)
         if ended:
             tell({"kind": "exit", "code": member.exitcode})
-            return member.exitcode == 0
+            return over
         if mirror is not None:
             mirror.send_new()
         if pipe in ready:
-            do(pipe.recv(), member, pipe)
+            message = pipe.recv()
+            over = over or message["kind"] == "over"
+            do(message, member, pipe)
 
 
 def do(message: dict[str, Any], member: Member, pipe: Connection) -> None:

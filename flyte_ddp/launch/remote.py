@@ -190,11 +190,17 @@ class Meeting:
             self.supervise(gang, stop)
         except RankError as error:
             if error is before or not error.recoverable:
+                over(gang)
                 raise
             return error
+        except BaseException:
+            over(gang)
+            raise
+        else:
+            over(gang)
+            return None
         finally:
             end(gang)
-        return None
 
     def supervise(self, gang: Sequence[Member], stop: StopRequest) -> None:
         """Hands the job over, and returns when all ranks have completed."""
@@ -270,6 +276,12 @@ def adapted(job: Job, hosts: set[str]) -> Job:
             "use strategy='ddp' or 'auto'"
         )
     return replace(job, hardware=replace(job.hardware, strategy="ddp"))
+
+
+def over(gang: Sequence[Member]) -> None:
+    """Tells agents that no other try will follow."""
+    for member in gang:
+        member.send("over")
 
 
 def hand_over(member: Member, job: Job) -> None:
