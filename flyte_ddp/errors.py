@@ -50,6 +50,10 @@ class StoppedError(click.ClickException, RuntimeError):
 
     def __init__(self, signal: str, step: int | None = 0) -> None:
         super().__init__(f"stopped by {signal}; {where_it_goes_on(step)}")
+        self.signal, self.step = signal, step
+
+    def __reduce__(self) -> tuple[type[StoppedError], tuple[str, int | None]]:
+        return type(self), (self.signal, self.step)
 
 
 def where_it_goes_on(step: int | None) -> str:

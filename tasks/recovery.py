@@ -67,7 +67,7 @@ def checkpoints_kept(run_folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     sender = Sender(store, folder)
     with sigterm_postponed():
-        if store.prev_exists():
+        if not any((folder / name).exists() for name in SLOTS):  # as there are where Elastic has started workers anew
             bring(store, folder)
         sender.send_new()  # at once: Flyte shows an attempt the checkpoints of the one before it, and no older ones
     thread = threading.Thread(target=contextvars.copy_context().run, args=(sender.run,), name="sender")
@@ -101,6 +101,8 @@ def bring(store: Checkpoint, folder: Path) -> None:
 
     Where they cannot be had in several tries training begins anew: no later attempt would be shown them.
     """
+    if not store.prev_exists():
+        return
     for pause in (*PAUSES, None):
         try:
             store.restore(folder)

@@ -68,7 +68,10 @@ def member(rank: int, exit_code: int | None = None, kind: str = "", time: float 
         ([member(0, 1, "peer"), member(1, -signal.SIGABRT)], "rank 1 was killed by SIGABRT"),
         ([member(0, 1, "own", 2.0), member(1, 1, "own", 1.0)], "rank 1: E: of 1"),
         ([member(0, 1, "peer"), member(1, 1, "mistake")], "of 1"),
-        ([member(0, 1, "peer"), member(1, lost=True)], "rank 1 was lost with its host h"),
+        (
+            [member(0, 1, "peer"), member(1, lost=True)],
+            "rank 1 ended without a word before it had finished",
+        ),
     ],
 )
 def test_the_first_to_fail_is_blamed(gang: list[Any], words: str) -> None:

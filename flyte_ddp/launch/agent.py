@@ -19,17 +19,16 @@ import tempfile
 import threading
 from dataclasses import replace
 from multiprocessing import connection
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from flyte_ddp.code_digest import library_digest
 from flyte_ddp.job import Job
 from flyte_ddp.launch.files import Mirror, Receiver
 from flyte_ddp.launch.gang import Member, end
 from flyte_ddp.launch.host_data import prepared_here
 from flyte_ddp.launch.link import described
-from flyte_ddp.launch.remote import Invitation, keep_alive
+from flyte_ddp.launch.remote import Invitation, come
 from flyte_ddp.launch.spawn import start
 from flyte_ddp.launch.stopping import StopRequest
 
@@ -79,31 +78,25 @@ def serve(invitation: Invitation) -> bool:
         Whether that is all; if not, another try may be of use.
     """
     try:
-        connected = socket.create_connection((invitation.host, invitation.port))
+        pipe, host, shares = come(invitation)
     except ConnectionRefusedError:  # the run is over
         return True
-    keep_alive(connected)
-    host = connected.getsockname()[0]
+    except (EOFError, ConnectionError):
+        return False
     use_network(host)
-    pipe = Connection(connected.detach())
     try:
-        answer_challenge(pipe, invitation.key)
-        deliver_challenge(pipe, invitation.key)
-        return stand_for_rank(invitation, pipe, host)
+        return stand_for_rank(invitation, pipe, shares=shares)
     except (EOFError, ConnectionError):  # the launcher is gone
         return False
 
 
-def stand_for_rank(invitation: Invitation, pipe: Connection, host: str) -> bool:
+def stand_for_rank(invitation: Invitation, pipe: Connection, *, shares: bool) -> bool:
     """Starts the rank, and passes on what it and the launcher have to tell each other; whether that is all."""
-    shares = (invitation.run_folder / invitation.mark).exists()
-    rank = invitation.place.rank
-    pipe.send({"kind": "here", "rank": rank, "host": host, "shares": shares, "code": library_digest()})
     folder = invitation.run_folder if shares else Path(tempfile.mkdtemp(prefix="flyte-ddp-run-"))
     gang: list[Member] = []
     try:
         job = received(pipe, folder, shares=shares)
-        mirror = Mirror(folder, pipe.send) if rank == 0 and not shares else None
+        mirror = Mirror(folder, pipe.send) if invitation.place.rank == 0 and not shares else None
         with StopRequest() as stop:
             try:
                 start(gang, replace(job, data=prepared_here(job)), [invitation.place])

@@ -39,7 +39,10 @@ def first_failure(gang: Sequence[Member], timeout: float) -> UserError | RankErr
         return RankError(f"rank {dead[0].rank} was killed by {name}{hint}", recoverable=True)
     if lost(gang):
         gone = lost(gang)[0]
-        return RankError(f"rank {gone.rank} was lost with its host {gone.host}, or cannot be reached", recoverable=True)
+        return RankError(
+            f"rank {gone.rank} ended without a word before it had finished training, or its host {gone.host} is lost",
+            recoverable=True,
+        )
     if own:
         mistake = MISTAKES.get(own[0]["cause"])
         return mistake(own[0]["message"]) if mistake else RankError(said(own[0]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+from collections.abc import Callable
 from pathlib import Path
 
 from flyte_ddp.datasets import fetch
@@ -11,8 +12,12 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.job import Job
 
 
-def prepared_here(job: Job) -> Path:
+def prepared_here(job: Job, fetch_into: Callable[[Path], object] | None = None) -> Path:
     """Where it is: the launcher's place if that is shared, else in this host's cache, fetched by whoever comes first.
+
+    Args:
+        job: of the run.
+        fetch_into: puts it into a folder; None: it is fetched from where the hyperparameters say.
 
     Raises:
         UserError: it cannot be fetched, or what is fetched here is not what the launcher has.
@@ -23,8 +28,11 @@ def prepared_here(job: Job) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_suffix(".lock").open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        hp = job.hp
-        fetch(hp.dataset, hp.data_source, folder, test_dataset=hp.test_dataset, progress="off")
+        if fetch_into is None:
+            hp = job.hp
+            fetch(hp.dataset, hp.data_source, folder, test_dataset=hp.test_dataset, progress="off")
+        elif digest(folder) != job.identity.data:
+            fetch_into(folder)
     if digest(folder) != job.identity.data:
         raise UserError(
             f"dataset={hp.dataset!r}: what this host has fetched is not what the launcher has; it must be the same "

@@ -73,13 +73,20 @@ class Link:
     def _listen(self) -> None:
         try:
             while True:
-                message = self._pipe.recv()
-                if message["kind"] == "address":
-                    self._addresses.put((message["host"], message["port"]))
-                elif message["kind"] == "save":
-                    self.send("saved", step=self._save())
+                self.hear(self._pipe.recv())
         except (EOFError, OSError):
-            os._exit(1)  # the launcher is gone; where Linux does it, this process has been killed already
+            self.launcher_is_gone()
+
+    def hear(self, message: dict[str, Any]) -> None:
+        """Does what the launcher says."""
+        if message["kind"] == "address":
+            self._addresses.put((message["host"], message["port"]))
+        elif message["kind"] == "save":
+            self.send("saved", step=self._save())
+
+    def launcher_is_gone(self) -> None:
+        """Ends this process; where Linux does it, it has been killed already."""
+        os._exit(1)
 
 
 def described(error: BaseException) -> dict[str, Any]:

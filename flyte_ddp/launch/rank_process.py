@@ -10,13 +10,12 @@ import faulthandler
 import os
 import signal
 import sys
-import threading
 from contextlib import suppress
 from multiprocessing.connection import Connection
 
 from flyte_ddp.job import Job, Place
 from flyte_ddp.launch.link import Link
-from flyte_ddp.launch.stopping import SIGNALS
+from flyte_ddp.launch.stopping import SIGNALS, handed_on
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -32,7 +31,17 @@ def start_rank(job: Job, place: Place, pipe: Connection, stacks: Connection) -> 
     die_with_parent()
     faulthandler.register(signal.SIGUSR1, file=stacks.fileno(), all_threads=False)
     link = Link(pipe, saved=job.checkpoint.step if job.checkpoint else 0)
-    leave_signals_to_the_launcher(link)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all processes of a terminal, the launcher among them
+    # SIGTERM may be sent to all processes or to one: the launcher then stops all ranks.
+    with handed_on((signal.SIGTERM,), lambda: link.send("stop")):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        code = run_and_report(job, place, link)
+        # Without the clean-up that waits for peers, which may be gone, and takes a second to take torch apart.
+        os._exit(code)
+
+
+def run_and_report(job: Job, place: Place, link: Link) -> int:
+    """Runs the rank and tells the launcher what became of it; the process's exit code."""
     try:
         from flyte_ddp.launch.rank import run_rank
 
@@ -40,13 +49,10 @@ def start_rank(job: Job, place: Place, pipe: Connection, stacks: Connection) -> 
     except BaseException as error:
         flush()  # before the report: when the launcher has it, it ends this process
         link.report(error)
-        code = 1
-    else:
-        flush()
-        link.send("completed")
-        code = 0
-    # Without the clean-up that waits for peers, which may be gone, and takes a second to take torch apart.
-    os._exit(code)
+        return 1
+    flush()
+    link.send("completed")
+    return 0
 
 
 def flush() -> None:
@@ -60,24 +66,3 @@ def die_with_parent() -> None:
     """Asks Linux to kill this process when the thread that started it ends, so that no rank outlives its launcher."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def leave_signals_to_the_launcher(link: Link) -> None:
-    """Has the launcher stop all ranks when this one gets SIGTERM, which may be sent to all processes or to one.
-
-    Python's own handlers wait for the main thread, which may sit in a collective for long; a thread that reads from
-    the wake-up file does not. Ctrl-C goes to all processes of a terminal, the launcher among them.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    signal.signal(signal.SIGTERM, lambda *_: None)
-
-    def forward() -> None:
-        while byte := os.read(reader, 1):
-            if byte[0] == signal.SIGTERM:  # a byte comes for every signal that Python handles
-                link.send("stop")
-
-    threading.Thread(target=forward, name="signals", daemon=True).start()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)

@@ -48,6 +48,28 @@ class Invitation:
     mark: str  # of a file in the run folder, which is there for those who share it
 
 
+def come(invitation: Invitation) -> tuple[Connection, str, bool]:
+    """Comes to the launcher, as one who knows the key; whoever comes stands for a rank on this host.
+
+    Returns:
+        The connection, this host's address on it, and whether the run folder is shared.
+
+    Raises:
+        ConnectionError: nobody listens.
+        EOFError: the launcher is gone.
+    """
+    connected = socket.create_connection((invitation.host, invitation.port))
+    keep_alive(connected)
+    host = connected.getsockname()[0]
+    pipe = Connection(connected.detach())
+    answer_challenge(pipe, invitation.key)
+    deliver_challenge(pipe, invitation.key)
+    shares = (invitation.run_folder / invitation.mark).exists()
+    rank = invitation.place.rank
+    pipe.send({"kind": "here", "rank": rank, "host": host, "shares": shares, "code": library_digest()})
+    return pipe, host, shares
+
+
 class RemoteMember(Member):
     """A rank that an agent stands for.
 
@@ -134,6 +156,8 @@ class Meeting:
         mark: name of a file in the run folder.
     """
 
+    only_once = False  # the engine does not send agents once more
+
     def __init__(self, job: Job, server: socket.socket, host: str, mark: str) -> None:
         self.job, self.server, self.host, self.mark = job, server, host, mark
         self.key = secrets.token_bytes(32)
@@ -189,12 +213,12 @@ class Meeting:
                 self.go_on(before)
             self.supervise(gang, stop)
         except RankError as error:
-            if error is before or not error.recoverable:
-                over(gang)
+            if error is before or not error.recoverable or self.only_once:
+                over(gang, error)
                 raise
             return error
-        except BaseException:
-            over(gang)
+        except BaseException as error:
+            over(gang, error)
             raise
         else:
             over(gang)
@@ -278,10 +302,10 @@ def adapted(job: Job, hosts: set[str]) -> Job:
     return replace(job, hardware=replace(job.hardware, strategy="ddp"))
 
 
-def over(gang: Sequence[Member]) -> None:
-    """Tells agents that no other try will follow."""
+def over(gang: Sequence[Member], error: BaseException | None = None) -> None:
+    """Tells what became of the run, and that no other try will follow."""
     for member in gang:
-        member.send("over")
+        member.send("over", error=error)
 
 
 def hand_over(member: Member, job: Job) -> None:

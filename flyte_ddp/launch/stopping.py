@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from multiprocessing import Pipe
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
@@ -14,6 +17,36 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+@contextmanager
+def handed_on(numbers: Collection[signal.Signals], tell: Callable[[], None]) -> Iterator[None]:
+    """Calls ``tell`` when one of these signals comes, whatever the main thread is doing; nothing else happens then.
+
+    Python's own handlers wait for the main thread, which may sit in a collective for long; a thread that reads from
+    the wake-up file does not.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+
+    def hand_on() -> None:
+        while byte := os.read(reader, 1):
+            if byte[0] in numbers:  # a byte comes for every signal that Python handles
+                tell()
+
+    thread = threading.Thread(target=hand_on, name="signals", daemon=True)
+    thread.start()
+    wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    handlers = {number: signal.signal(number, lambda *_: None) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(wakeup)
+        os.close(writer)
+        thread.join()
+        os.close(reader)
 
 
 class StopRequest:

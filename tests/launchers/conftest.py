@@ -13,11 +13,11 @@ from pathlib import Path
 
 import agents
 import pytest
-from engines import AGENTS, DASK, SPAWN, Launch
+from engines import AGENTS, DASK, ELASTIC, SPAWN, Launch
 from faulty_runs import INTRODUCED
 
 from flyte_ddp.job import Job
-from flyte_ddp.launch import spawn
+from flyte_ddp.launch import elastic, spawn
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.settings import Settings
 
@@ -74,8 +74,9 @@ def ray_address() -> Iterator[str]:
 @pytest.fixture
 def launch(request: pytest.FixtureRequest, temporary: Path) -> Iterator[Launch]:
     """The launcher that the test's parameter names; ranks have the test's environment."""
-    if request.param in (SPAWN, AGENTS):
-        yield {SPAWN: spawn, AGENTS: agents}[request.param].launch
+    here = {SPAWN: spawn, AGENTS: agents, ELASTIC: elastic}
+    if request.param in here:
+        yield here[request.param].launch
     elif request.param == DASK:
         yield on_dask(request.getfixturevalue("dask_client"))
     else:

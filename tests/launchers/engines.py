@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 Launch = Callable[..., None]
-SPAWN, AGENTS, DASK, RAY = "spawn", "agents that share nothing", "dask", "ray"
+SPAWN, AGENTS, ELASTIC, DASK, RAY = "spawn", "agents that share nothing", "elastic", "dask", "ray"
 
 
 def on(*names: str) -> pytest.MarkDecorator:
@@ -15,4 +15,4 @@ def on(*names: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("launch", names, indirect=True)
 
 
-everywhere = on(SPAWN, AGENTS, DASK, RAY)
+everywhere = on(SPAWN, AGENTS, ELASTIC, DASK, RAY)

@@ -1,0 +1,123 @@
+"""The training task on torch Elastic: one pod, or several as a PyTorchJob of Kubeflow's; its body runs in every rank."""
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flytekit import FlyteContextManager, current_context, task
+from flytekit.exceptions.user import FlyteRecoverableException
+from flytekit.extend import IgnoreOutputs, TaskPlugins
+from flytekit.types.directory import FlyteDirectory
+from flytekitplugins.kfpytorch.task import CleanPodPolicy, Elastic, PytorchElasticFunctionTask, RunPolicy
+
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.errors import StoppedError
+from flyte_ddp.hardware import cores
+from flyte_ddp.launch.spawn import main_script_hidden
+from flyte_ddp.run import Result, run_training
+from flyte_ddp.settings import Settings, from_environment
+from tasks import places, pods, recovery
+from tasks.training import TrainingOutputs, trained
+
+ROOT = str(Path(__file__).parents[1])
+
+
+@dataclass
+class ElasticTraining(Elastic):
+    """Elastic's configuration, for the task type below."""
+
+
+class ElasticTrainingTask(PytorchElasticFunctionTask):
+    """The plugin's task, which a pod that is told to stop ends as recoverable, and whose workers know where they are.
+
+    The plugin itself has SIGTERM end the task without outputs and without an error: Flyte then knows nothing to retry.
+    """
+
+    def _execute(self, **inputs: Any) -> Any:
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+
+        with known_to_workers(), main_script_hidden():
+            try:
+                return super()._execute(**inputs)
+            except IgnoreOutputs as ignored:
+                stopped = ignored.__context__
+                if not isinstance(stopped, SignalException):  # a node without rank 0, which has outputs
+                    raise
+                if stopped.sigval == signal.SIGINT:
+                    raise KeyboardInterrupt from None
+                error = StoppedError(stopped.sigval.name, step=None)
+                if places.is_local():
+                    raise error from None
+                raise FlyteRecoverableException(error.message) from None
+
+
+TaskPlugins.register_pythontask_plugin(ElasticTraining, ElasticTrainingTask)
+
+
+@contextmanager
+def known_to_workers() -> Iterator[None]:
+    """Has workers find this project, and know whether they are a local run's and where its folders are."""
+    where = {places.WORKER_OF: "local" if places.is_local() else "pod", places.FOLDER_OF: working_directory()}
+    os.environ.update(where)
+    sys.path.insert(0, ROOT)
+    try:
+        yield
+    finally:
+        sys.path.remove(ROOT)
+        for name in where:
+            os.environ.pop(name, None)
+
+
+def working_directory() -> str:
+    """Of the task."""
+    return str(current_context().working_directory)
+
+
+def elastic() -> ElasticTraining:
+    """As many nodes as were asked for, and a rank for each GPU of theirs; without GPUs, a few."""
+    profile = pods.PROFILES[pods.chosen_profile()]
+    least, most = pods.nodes()
+    return ElasticTraining(
+        nnodes=most if least == most else f"{least}:{most}",
+        nproc_per_node=profile.gpus or min(int(profile.cpu), cores()),
+        max_restarts=pods.ENGINE_RETRIES,
+        monitor_interval=1,
+        increase_shared_mem=False,  # shared_memory of the task is what it should be
+        rdzv_configs={"timeout": 900, "join_timeout": 900, "read_timeout": 900},
+        run_policy=RunPolicy(clean_pod_policy=CleanPodPolicy.ALL),
+    )
+
+
+@task(
+    task_config=elastic(), **pods.training_pod(), retries=2, cache=pods.by_content(), enable_deck=True, deck_fields=()
+)
+def train_on_elastic(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -> TrainingOutputs:
+    """Train a model with distributed data parallelism on torch Elastic, on one node or several.
+
+    Returns what train_model returns.
+    """
+    from flyte_ddp.launch import elastic
+
+    if elastic.is_leader():
+        return trained(hp, data, run_version, on_elastic)
+    with recovery.retried():
+        elastic.follow(lambda folder: download(data, folder), timeout=from_environment().timeout)
+    return None  # type: ignore[return-value]  # of which the plugin makes nothing
+
+
+def on_elastic(hp: Hyperparameters, data: Path, run_folder: Path, settings: Settings) -> Result:
+    """Trains as rank 0."""
+    from flyte_ddp.launch import elastic
+
+    return run_training(hp, data, run_folder, settings, launch=elastic.launch, hardware=elastic.hardware(hp))
+
+
+def download(data: FlyteDirectory, folder: Path) -> None:
+    """Fetches a directory from the blob store."""
+    access = FlyteContextManager.current_context().file_access
+    access.get_data(str(data.remote_source or data.path), str(folder), is_multipart=True)
