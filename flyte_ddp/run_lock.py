@@ -6,11 +6,14 @@ import fcntl
 import os
 from pathlib import Path
 
+FOR_CHILDREN_OF = "FLYTE_DDP_HELD_FOR_CHILDREN_OF"  # process id; set by a process that holds folders for children
 held: dict[Path, int] = {}  # open files by the folders that this process holds
 
 
 def hold(folder: Path) -> bool:
     """Holds the folder, which need not exist, until this process ends; False if another process has it.
+
+    Where it was held for this process by the one that started it, that is the same.
 
     Raises:
         OSError: no file can be made beside the folder.
@@ -25,7 +28,10 @@ def hold(folder: Path) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
+        holder = os.read(file, 20).decode()
         os.close(file)
-        return False
+        return holder == os.environ.get(FOR_CHILDREN_OF) == str(os.getppid())
+    os.ftruncate(file, 0)
+    os.write(file, str(os.getpid()).encode())
     held[folder] = file
     return True

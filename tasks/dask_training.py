@@ -11,7 +11,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.settings import Settings
 from tasks import pods
-from tasks.training import TrainingOutputs, trained
+from tasks.training import TrainingOutputs, outputs, trained
 
 
 def cluster() -> Dask:
@@ -33,7 +33,7 @@ def train_on_dask(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -
 
     Returns what train_model returns.
     """
-    return trained(hp, data, run_version, on_dask)
+    return outputs(trained(hp, data, run_version, on_dask))
 
 
 def on_dask(hp: Hyperparameters, data: Path, run_folder: Path, settings: Settings) -> Result:

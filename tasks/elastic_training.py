@@ -1,4 +1,4 @@
-"""The training task on torch Elastic: one pod, or several as a PyTorchJob of Kubeflow's; its body runs in every rank."""
+"""The training task on torch Elastic, in one pod or several (Kubeflow's PyTorchJob); its body runs in every rank."""
 
 import os
 import signal
@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from flytekit import FlyteContextManager, current_context, task
-from flytekit.exceptions.user import FlyteRecoverableException
+from flytekit.exceptions.user import FlyteUserRuntimeException
 from flytekit.extend import IgnoreOutputs, TaskPlugins
 from flytekit.types.directory import FlyteDirectory
 from flytekitplugins.kfpytorch.task import CleanPodPolicy, Elastic, PytorchElasticFunctionTask, RunPolicy
 
+from flyte_ddp import run_lock
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import StoppedError
 from flyte_ddp.hardware import cores
@@ -22,38 +23,42 @@ from flyte_ddp.launch.spawn import main_script_hidden
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.settings import Settings, from_environment
 from tasks import places, pods, recovery
-from tasks.training import TrainingOutputs, trained
+from tasks.training import TrainingOutputs, outputs, trained
 
 ROOT = str(Path(__file__).parents[1])
 
 
 @dataclass
-class ElasticTraining(Elastic):
+class ElasticTraining(Elastic):  # type: ignore[misc]
     """Elastic's configuration, for the task type below."""
 
 
-class ElasticTrainingTask(PytorchElasticFunctionTask):
-    """The plugin's task, which a pod that is told to stop ends as recoverable, and whose workers know where they are.
+class ElasticTrainingTask(PytorchElasticFunctionTask):  # type: ignore[misc]
+    """The plugin's task, but for what it makes of an end that is no good one, and of rank 0's result.
 
-    The plugin itself has SIGTERM end the task without outputs and without an error: Flyte then knows nothing to retry.
+    The plugin has SIGTERM end the task without outputs and without an error: Flyte then knows nothing to retry. And
+    it takes a worker that was killed for a mistake in the code.
     """
 
     def _execute(self, **inputs: Any) -> Any:
         from torch.distributed.elastic.multiprocessing.api import SignalException
 
-        with known_to_workers(), main_script_hidden():
+        from flyte_ddp.launch.elastic import failure, log_kept_quiet
+
+        with recovery.retried():
             try:
-                return super()._execute(**inputs)
+                with known_to_workers(), main_script_hidden(), log_kept_quiet():
+                    result = super()._execute(**inputs)
+            except FlyteUserRuntimeException as error:
+                raise failure(error.value) from None
             except IgnoreOutputs as ignored:
                 stopped = ignored.__context__
                 if not isinstance(stopped, SignalException):  # a node without rank 0, which has outputs
                     raise
                 if stopped.sigval == signal.SIGINT:
                     raise KeyboardInterrupt from None
-                error = StoppedError(stopped.sigval.name, step=None)
-                if places.is_local():
-                    raise error from None
-                raise FlyteRecoverableException(error.message) from None
+                raise StoppedError(stopped.sigval.name, step=None) from None
+        return outputs(result)
 
 
 TaskPlugins.register_pythontask_plugin(ElasticTraining, ElasticTrainingTask)
@@ -62,7 +67,11 @@ TaskPlugins.register_pythontask_plugin(ElasticTraining, ElasticTrainingTask)
 @contextmanager
 def known_to_workers() -> Iterator[None]:
     """Has workers find this project, and know whether they are a local run's and where its folders are."""
-    where = {places.WORKER_OF: "local" if places.is_local() else "pod", places.FOLDER_OF: working_directory()}
+    where = {
+        places.WORKER_OF: "local" if places.is_local() else "pod",
+        places.FOLDER_OF: str(current_context().working_directory),
+        run_lock.FOR_CHILDREN_OF: str(os.getpid()),
+    }
     os.environ.update(where)
     sys.path.insert(0, ROOT)
     try:
@@ -73,11 +82,6 @@ def known_to_workers() -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-def working_directory() -> str:
-    """Of the task."""
-    return str(current_context().working_directory)
-
-
 def elastic() -> ElasticTraining:
     """As many nodes as were asked for, and a rank for each GPU of theirs; without GPUs, a few."""
     profile = pods.PROFILES[pods.chosen_profile()]
@@ -85,7 +89,7 @@ def elastic() -> ElasticTraining:
     return ElasticTraining(
         nnodes=most if least == most else f"{least}:{most}",
         nproc_per_node=profile.gpus or min(int(profile.cpu), cores()),
-        max_restarts=pods.ENGINE_RETRIES,
+        max_restarts=pods.ENGINE_RETRIES if most > 1 else 0,  # a single pod that fails is Flyte's to retry
         monitor_interval=1,
         increase_shared_mem=False,  # shared_memory of the task is what it should be
         rdzv_configs={"timeout": 900, "join_timeout": 900, "read_timeout": 900},
@@ -103,10 +107,11 @@ def train_on_elastic(hp: Hyperparameters, data: FlyteDirectory, run_version: str
     """
     from flyte_ddp.launch import elastic
 
-    if elastic.is_leader():
-        return trained(hp, data, run_version, on_elastic)
-    with recovery.retried():
-        elastic.follow(lambda folder: download(data, folder), timeout=from_environment().timeout)
+    with elastic.recorded():
+        if elastic.is_leader():
+            return trained(hp, data, run_version, on_elastic)  # type: ignore[return-value]  # see _execute
+        with recovery.retried():
+            elastic.follow(lambda folder: download(data, folder), timeout=from_environment().timeout)
     return None  # type: ignore[return-value]  # of which the plugin makes nothing
 
 
@@ -114,7 +119,8 @@ def on_elastic(hp: Hyperparameters, data: Path, run_folder: Path, settings: Sett
     """Trains as rank 0."""
     from flyte_ddp.launch import elastic
 
-    return run_training(hp, data, run_folder, settings, launch=elastic.launch, hardware=elastic.hardware(hp))
+    with elastic.recorded():  # before it is made into what Flyte retries
+        return run_training(hp, data, run_folder, settings, launch=elastic.launch, hardware=elastic.hardware(hp))
 
 
 def download(data: FlyteDirectory, folder: Path) -> None:

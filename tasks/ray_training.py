@@ -11,7 +11,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.settings import Settings
 from tasks import pods
-from tasks.training import TrainingOutputs, trained
+from tasks.training import TrainingOutputs, outputs, trained
 
 
 def cluster() -> RayJobConfig:
@@ -38,7 +38,7 @@ def train_on_ray(hp: Hyperparameters, data: FlyteDirectory, run_version: str) ->
 
     Returns what train_model returns.
     """
-    return trained(hp, data, run_version, on_ray)
+    return outputs(trained(hp, data, run_version, on_ray))
 
 
 def on_ray(hp: Hyperparameters, data: Path, run_folder: Path, settings: Settings) -> Result:

@@ -35,10 +35,10 @@ def train_model(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -> 
     Returns the test accuracy after each epoch, the weights (a bare state_dict), a JSON sidecar that makes them usable,
     an HTML report, and all metrics as JSON lines.
     """
-    return trained(hp, data, run_version, run_training)
+    return outputs(trained(hp, data, run_version, run_training))
 
 
-def trained(hp: Hyperparameters, data: FlyteDirectory, run_version: str, train: Train) -> TrainingOutputs:
+def trained(hp: Hyperparameters, data: FlyteDirectory, run_version: str, train: Train) -> Result:
     """What all training tasks do, whatever starts the ranks."""
     with recovery.retried():
         pods.check_code()
@@ -47,6 +47,11 @@ def trained(hp: Hyperparameters, data: FlyteDirectory, run_version: str, train: 
         with recovery.checkpoints_kept(folder):
             result = train(hp, Path(data.download()), folder, settings(run))
         Deck("Training report", result.report.read_text())
+    return result
+
+
+def outputs(result: Result) -> TrainingOutputs:
+    """What they return; in a local run, it is said where that is."""
     places.tell(
         f"test accuracy {result.test_accuracy:.2%}; made in",
         {

@@ -7,6 +7,7 @@ launchers do: it finds out which failed first, and tells all of them, so that ev
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import queue
@@ -112,7 +113,7 @@ def follow(fetch_into: Callable[[Path], object] | None = None, timeout: float = 
     """What all other ranks do: they get the job from rank 0.
 
     Args:
-        fetch_into: puts the prepared data into a folder where this host has it not; None: it is fetched from its origin.
+        fetch_into: puts the prepared data into a folder, on hosts without it; None: it is fetched from its origin.
         timeout: seconds to wait for rank 0, which first prepares the run.
 
     Raises:
@@ -121,17 +122,19 @@ def follow(fetch_into: Callable[[Path], object] | None = None, timeout: float = 
     store = group_store(timeout)
     place = Place(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
     deadline = time.monotonic() + timeout
-    while True:
-        invitation: Invitation = pickle.loads(store.get(INVITATION))
-        try:
-            arrival = come(replace(invitation, place=place))
-        except (ConnectionError, EOFError) as error:  # Elastic may keep the store, with an invitation to the run before
-            if time.monotonic() > deadline:
-                raise UnreachableError(f"rank 0 at {invitation.host}: {error}; its host must be reachable") from None
-            time.sleep(POLL_SECONDS)
-        else:
-            take_part(place, invitation.run_folder, arrival, fetch_into)
-            return
+    while time.monotonic() < deadline:
+        if store.check([INVITATION]):  # and not store.get, in which no signal would be handled
+            invitation: Invitation = pickle.loads(store.get(INVITATION))
+            with suppress(ConnectionError, EOFError):  # of an invitation to the run before, in a store that is kept
+                arrival = come(replace(invitation, place=place))
+                break
+        time.sleep(POLL_SECONDS)
+    else:
+        raise UnreachableError(
+            f"rank 0 did not let rank {place.rank} in within {timeout:g} s: its host, {os.environ['MASTER_ADDR']},"
+            " must be reachable from this one"
+        )
+    take_part(place, invitation.run_folder, arrival, fetch_into)
 
 
 def group_store(timeout: float) -> Any:
@@ -239,10 +242,22 @@ def end_process(verdict: BaseException) -> None:
     os._exit(1)
 
 
+@contextmanager
+def recorded() -> Iterator[None]:
+    """Leaves what is raised, as it is, for :func:`failure`."""
+    try:
+        yield
+    except BaseException as error:
+        record(error)
+        raise
+
+
 def record(error: BaseException) -> None:
-    """Leaves an error, as it is, beside the file in which Elastic leaves its text."""
-    with suppress(OSError):
-        Path(os.environ[ERROR_FILE]).with_suffix(".pickle").write_bytes(pickle.dumps(error))
+    """Leaves an error beside the file in which Elastic leaves its text, unless there is one already."""
+    path = Path(os.environ[ERROR_FILE]).with_suffix(".pickle")
+    with suppress(OSError, pickle.PicklingError, TypeError, AttributeError):
+        if not path.exists():
+            path.write_bytes(pickle.dumps(error))
 
 
 def start(job: Job, num_ranks: int, max_restarts: int) -> None:
@@ -251,7 +266,12 @@ def start(job: Job, num_ranks: int, max_restarts: int) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    with surroundings_kept(), tempfile.TemporaryDirectory(prefix="flyte-ddp-elastic-") as logs, main_script_hidden():
+    with (
+        log_kept_quiet(),
+        surroundings_kept(),
+        tempfile.TemporaryDirectory(prefix="flyte-ddp-elastic-") as logs,
+        main_script_hidden(),
+    ):
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -277,16 +297,16 @@ def start(job: Job, num_ranks: int, max_restarts: int) -> None:
 
 def worker(job: Job) -> None:
     """What each of them does."""
-    try:
+    with recorded():
         if not is_leader():
             follow(timeout=job.settings.timeout)
             return
         if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
             job = replace(job, checkpoint=checkpoint.go_on_from(job.run_folder, job.identity))
+            if job.settings.progress != "off":
+                step = job.checkpoint.step if job.checkpoint else 0
+                print(f"Elastic has started all ranks anew; going on after step {step:,}", file=sys.stderr, flush=True)
         lead(job)
-    except BaseException as error:
-        record(error)
-        raise
 
 
 def failure(error: Any) -> BaseException:
@@ -307,6 +327,20 @@ def failure(error: Any) -> BaseException:
     if isinstance(raised, (UserError, UnreachableError, RankError, StoppedError)):
         return raised
     return RankError(f"rank {rank}: {first.message}")
+
+
+@contextmanager
+def log_kept_quiet() -> Iterator[None]:
+    """Has Elastic not print how its workers ended: what of it matters is raised."""
+    loggers = [logging.getLogger(f"torch.{name}") for name in ("distributed.elastic", "multiprocessing.spawn")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 @contextmanager
