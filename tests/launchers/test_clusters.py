@@ -34,7 +34,7 @@ def test_an_engine_tries_again_and_the_run_goes_on(
     tmp_path: Path,
     quiet: Settings,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     faults.inject(monkeypatch, tmp_path / "marker", rank=1, at="training", kind="SIGKILL", **{"pass": 3})
     option = RETRIES[request.node.callspec.params["launch"]]
@@ -47,7 +47,7 @@ def test_an_engine_tries_again_and_the_run_goes_on(
     assert equal(expected.run_folder, found.run_folder)
     starts = [record for record in read_metrics(found.metrics) if record["kind"] == "start"]
     assert [start["resumed_after_step"] for start in starts] == [0, 3]
-    assert "going on after step 3\n" in capsys.readouterr().err
+    assert "going on after step 3\n" in capfd.readouterr().err
 
 
 @pytest.mark.slow

@@ -1,0 +1,179 @@
+"""Training on engines, as Flyte is given it: the specs that their plugins make, and what there is without a plugin."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import packaged
+import pytest
+import torch
+from cli import ROOT, Ended, pyflyte
+from google.protobuf.json_format import MessageToDict
+from packaged import Package
+
+pytestmark = pytest.mark.slow
+
+ENGINES = ("elastic", "ray", "dask")
+GPU_NODE = {"cpu": "8", "memory": "30Gi", "nvidia.com/gpu": "2", "ephemeral-storage": "20Gi"}
+LAUNCHING = {"cpu": "2", "memory": "8Gi", "ephemeral-storage": "20Gi"}
+
+
+def make_package(folder: Path, **environment: str) -> tuple[Ended, Package]:
+    archive = folder / "package.tgz"
+    arguments = ("--pkgs", "workflows", "package", "--image", "flyte-ddp:test", "--output", str(archive))
+    ended = pyflyte(*arguments, home=folder / "home", **environment)
+    return ended, packaged.read(archive, folder / "package") if archive.exists() else Package()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Package]:
+    """Makes packages, each only once."""
+    packages: dict[str, Package] = {}
+
+    def make(nodes: str) -> Package:
+        if nodes not in packages:
+            variables = {"FLYTE_DDP_NODES": nodes} if nodes else {}
+            ended, packages[nodes] = make_package(tmp_path_factory.mktemp("made"), **variables)
+            assert ended.exit_code == 0, ended.output
+        return packages[nodes]
+
+    return make
+
+
+def task(package: Package, engine: str) -> Any:
+    return package.tasks[f"tasks.{engine}_training.train_on_{engine}"].template
+
+
+def custom(package: Package, engine: str) -> dict[str, Any]:
+    return MessageToDict(task(package, engine).custom)
+
+
+def resources(given: dict[str, Any]) -> dict[str, str]:
+    """Requests and limits, which must be the same."""
+    requests = {each["name"]: each["value"] for each in given["requests"]}
+    assert requests == {each["name"]: each["value"] for each in given["limits"]}
+    return requests
+
+
+def test_elastic_on_one_node_is_a_plain_pod(made: Callable[..., Package]) -> None:
+    template = task(made(""), "elastic")
+    assert template.type == "python-task"
+    assert not MessageToDict(template.custom)
+    assert template.extended_resources.shared_memory.size_limit == "4Gi"
+    assert template.metadata.retries.retries == 2
+
+
+@pytest.mark.parametrize(("nodes", "least", "most"), [("3", 3, 3), ("2:4", 2, 4)])
+def test_elastic_on_several_is_a_pytorchjob(made: Callable[..., Package], nodes: str, least: int, most: int) -> None:
+    template = task(made(nodes), "elastic")
+    assert template.type == "pytorch"
+    assert template.extended_resources.shared_memory.size_limit == "4Gi"
+    assert "PodTemplate" not in str(template.config), "the plugin's own shared memory has no limit"
+    assert custom(made(nodes), "elastic") == {
+        "workerReplicas": {"replicas": most},
+        "elasticConfig": {
+            "rdzvBackend": "c10d",
+            "minReplicas": least,
+            "maxReplicas": most,
+            "nprocPerNode": 2,
+            "maxRestarts": 2,
+        },
+        "runPolicy": {"cleanPodPolicy": "CLEANPOD_POLICY_ALL"},
+    }
+    requests = {each.name: each.value for each in template.container.resources.requests}
+    assert {each.name: each.value for each in template.container.resources.limits} == requests
+    assert len(requests) == 4
+
+
+@pytest.mark.parametrize(("nodes", "least", "most"), [("3", 3, 3), ("2:4", 2, 4)])
+def test_ray_nodes_have_the_profiles_size(made: Callable[..., Package], nodes: str, least: int, most: int) -> None:
+    assert task(made(nodes), "ray").type == "ray"
+    cluster = custom(made(nodes), "ray")["rayCluster"]
+    assert cluster.get("enableAutoscaling", False) == (least < most)
+    assert cluster["headGroupSpec"]["rayStartParams"] == {"num-cpus": "0"}
+    head = cluster["headGroupSpec"]["k8sPod"]["podSpec"]["containers"][0]["resources"]
+    assert head["requests"] == head["limits"] == LAUNCHING
+    (group,) = cluster["workerGroupSpec"]
+    assert (group["replicas"], group["minReplicas"], group["maxReplicas"]) == (most, least, most)
+    worker = group["k8sPod"]["podSpec"]["containers"][0]["resources"]
+    assert worker["requests"] == worker["limits"] == GPU_NODE
+    assert custom(made(nodes), "ray")["shutdownAfterJobFinishes"]
+
+
+def test_dask_has_a_worker_for_each_gpu(made: Callable[..., Package]) -> None:
+    assert task(made("3"), "dask").type == "dask"
+    spec = custom(made("3"), "dask")
+    assert spec["workers"]["numberOfWorkers"] == 6
+    found = resources(spec["workers"]["resources"])
+    assert found == {"CPU": "4", "MEMORY": "15360Mi", "GPU": "1", "EPHEMERAL_STORAGE": "20Gi"}
+    assert resources(spec["scheduler"]["resources"]) == {"CPU": "2", "MEMORY": "8Gi", "EPHEMERAL_STORAGE": "20Gi"}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_tasks_are_as_the_main_one(made: Callable[..., Package], engine: str) -> None:
+    package = made("")
+    mine, main = task(package, engine), package.tasks["tasks.training.train_model"].template
+    assert mine.interface == main.interface
+    assert (mine.metadata.discoverable, mine.metadata.discovery_version) == (True, main.metadata.discovery_version)
+    assert mine.metadata.generates_deck.value
+    assert mine.metadata.timeout == main.metadata.timeout
+    assert mine.container.image == main.container.image
+    assert [*mine.container.env] == [*main.container.env]
+    assert mine.security_context == main.security_context
+    assert f"workflows.{engine}_training.{engine}_training_wf" in package.workflows
+
+
+@pytest.mark.parametrize("nodes", ["0", "many", "4:2", "1:"])
+def test_numbers_of_nodes_that_cannot_be(tmp_path: Path, nodes: str) -> None:
+    ended, _ = make_package(tmp_path, FLYTE_DDP_NODES=nodes)
+    if nodes == "1:":
+        assert ended.exit_code == 0
+        return
+    assert ended.exit_code == 1
+    assert f"FLYTE_DDP_NODES='{nodes}': must be a number of nodes" in " ".join(ended.output.split())
+
+
+def test_without_the_plugins_there_is_the_rest(tmp_path: Path) -> None:
+    blocked = "import sys\n" + "".join(
+        f"sys.modules['flytekitplugins.{name}'] = None\n" for name in ("kfpytorch", "ray", "dask")
+    )
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/sitecustomize.py").write_text(blocked)
+    ended, package = make_package(tmp_path, PYTHONPATH=str(tmp_path / "site"))
+    assert ended.exit_code == 0, ended.output
+    assert "workflows.training.training_wf" in package.workflows
+    assert not [name for name in (*package.workflows, *package.tasks) if any(engine in name for engine in ENGINES)]
+    for engine in ENGINES:
+        assert f"for it, install flyte-ddp[{engine}]" in ended.output
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model of the main workflow."""
+    return train("training", "training", tmp_path_factory.mktemp("main"))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_pyflyte_run_trains_the_same_model(expected: Path, tmp_path: Path, engine: str) -> None:
+    found = torch.load(train(f"{engine}_training", f"{engine}_training", tmp_path), weights_only=True)
+    main = torch.load(expected, weights_only=True)
+    assert all(torch.equal(main[name], found[name]) for name in main)
+
+
+def train(module: str, workflow: str, folder: Path) -> Path:
+    """Runs a workflow, with two ranks on CPUs; its model."""
+    hp = json.dumps({"num_ranks": 2, "max_steps": 5, "backend": "gloo", "precision": "fp32"})
+    ended = pyflyte(
+        *("run", str(ROOT / f"workflows/{module}.py"), f"{workflow}_wf", "--hp", hp),
+        home=folder / "home",
+        directory=folder,
+        FLYTE_DDP_PROFILE="local",
+        RAY_USAGE_STATS_ENABLED="0",
+        RAY_AUTH_MODE="disabled",
+    )
+    assert ended.exit_code == 0, ended.output
+    (model,) = (folder / "runs").glob("*/model.pt")
+    return model
