@@ -33,6 +33,7 @@ HELLO_SECONDS = 10.0  # for one that has connected to say who it is
 JOIN_SECONDS = 10.0  # for a killed rank to end
 STACK_SECONDS = 3.0  # more than the agent's own
 POLL_SECONDS = 0.1
+UNHEARD_MILLISECONDS = 30_000  # until a host that does not confirm what it was sent is gone
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}  # a host that is gone is noticed in 30 s
 
 
@@ -332,4 +333,4 @@ def keep_alive(connected: socket.socket) -> None:
         if hasattr(socket, name):
             connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000)  # of what was sent, in ms
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNHEARD_MILLISECONDS)

@@ -1,0 +1,89 @@
+"""Elastic on two hosts that share neither files nor memory, started by ``torchrun`` on each."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import faults
+import pytest
+import torch
+from faulty_runs import HP as FAULTY
+from faulty_runs import INTRODUCED as HP
+from faulty_runs import equal, weights, when
+from hosts import Host, two_hosts
+
+from flyte_ddp.run import Result
+from flyte_ddp.tracking import read_metrics
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("temporary")]
+
+SCRIPT = Path(__file__).with_name("on_a_host.py")
+PORT = 29400  # within the hosts' own network
+
+
+def command(host: Host, first: Host, nodes: str, *arguments: str) -> list[str]:
+    """A worker on this host, and Elastic's store on the first."""
+    return [
+        *("taskset", "--cpu-list", "0"),  # one core, as ranks of the run that this one is compared with
+        *(sys.executable, "-m", "torch.distributed.run", "--nnodes", nodes, "--nproc-per-node", "1"),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first.address}:{PORT}", "--rdzv-id", "test"),
+        *("--rdzv-conf", f"is_host={int(host is first)},last_call_timeout=1,keep_alive_interval=1"),
+        *("--local-addr", host.address, "--max-restarts", "2", "--monitor-interval", "0.1", str(SCRIPT), *arguments),
+    ]
+
+
+def environment(temporary: Path) -> dict[str, str]:
+    """The test's, without what this machine has for its own network."""
+    theirs = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+    return {**theirs, "PYTHONPATH": str(Path(__file__).parents[1]), "TMPDIR": str(temporary)}
+
+
+def test_two_hosts_train_as_one(expected: Result, digits: Path, tmp_path: Path, temporary: Path) -> None:
+    """The second sees neither the run's folder nor its data, which it fetches."""
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    arguments = (HP.to_json(), str(digits), str(runs / "run"))
+    with two_hosts() as (first, second):
+        started = [
+            host.start(
+                command(host, first, "2", *arguments),
+                tmp_path / f"{host.address}.log",
+                environment(temporary),
+                hidden=runs if host is second else None,
+            )
+            for host in (first, second)
+        ]
+        codes = [process.wait(timeout=120) for process in started]
+    logs = "\n".join((tmp_path / f"{host.address}.log").read_text() for host in (first, second))
+    assert codes == [0, 0], logs
+    assert equal(expected.run_folder, runs / "run")
+    (start,) = [record for record in read_metrics(runs / "run/metrics.jsonl") if record["kind"] == "start"]
+    assert (start["num_ranks"], start["strategy"]) == (2, "ddp")
+
+
+def test_one_host_is_lost(
+    expected: Result, digits: Path, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other goes on alone, from the last checkpoint."""
+    runs, marker = tmp_path / "runs", tmp_path / "marker"
+    runs.mkdir()
+    faults.inject(monkeypatch, marker, rank=1, at="training", kind="hang", **{"pass": 3})
+    arguments = (FAULTY.to_json(), str(digits), str(runs / "run"))
+    with two_hosts() as (first, second):
+        started = [
+            host.start(
+                command(host, first, "1:2", *arguments), tmp_path / f"{host.address}.log", environment(temporary)
+            )
+            for host in (first, second)
+        ]
+        when(marker, lambda: second.is_lost(started[1])).join()
+        code = started[0].wait(timeout=180)
+    log = (tmp_path / f"{first.address}.log").read_text()
+    assert code == 0, log
+    starts = [record for record in read_metrics(runs / "run/metrics.jsonl") if record["kind"] == "start"]
+    assert [start["num_ranks"] for start in starts] == [2, 1]
+    assert starts[1]["resumed_after_step"] == 3
+    mine, other = weights(runs / "run"), weights(expected.run_folder)
+    assert all(torch.allclose(mine[name], other[name], rtol=1e-3, atol=1e-5) for name in other)
