@@ -18,7 +18,7 @@ from flytekitplugins.kfpytorch.task import CleanPodPolicy, Elastic, PytorchElast
 from flyte_ddp import run_lock
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import StoppedError
-from flyte_ddp.hardware import cores
+from flyte_ddp.hardware import MOST_CPU_RANKS, detect
 from flyte_ddp.launch.spawn import main_script_hidden
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.settings import Settings, from_environment
@@ -45,6 +45,8 @@ class ElasticTrainingTask(PytorchElasticFunctionTask):  # type: ignore[misc]
 
         from flyte_ddp.launch.elastic import failure, log_kept_quiet
 
+        if places.is_local():  # where no profile says how many there may be
+            self.task_config.nproc_per_node = detect(inputs["hp"]).num_ranks
         with recovery.retried():
             try:
                 with known_to_workers(), main_script_hidden(), log_kept_quiet():
@@ -88,7 +90,7 @@ def elastic() -> ElasticTraining:
     least, most = pods.nodes()
     return ElasticTraining(
         nnodes=most if least == most else f"{least}:{most}",
-        nproc_per_node=profile.gpus or min(int(profile.cpu), cores()),
+        nproc_per_node=profile.gpus or min(int(profile.cpu), MOST_CPU_RANKS),
         max_restarts=pods.ENGINE_RETRIES if most > 1 else 0,  # a single pod that fails is Flyte's to retry
         monitor_interval=1,
         increase_shared_mem=False,  # shared_memory of the task is what it should be

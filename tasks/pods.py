@@ -80,7 +80,12 @@ class LibrarySources:
 def pod_environment() -> dict[str, str]:
     """What every pod knows of its registration."""
     name = chosen_profile()
-    return {CODE_VARIABLE: library_digest(), PROFILE_VARIABLE: name, REQUESTED_GPUS: str(PROFILES[name].gpus)}
+    return {
+        CODE_VARIABLE: library_digest(),
+        PROFILE_VARIABLE: name,
+        REQUESTED_GPUS: str(PROFILES[name].gpus),
+        NODES_VARIABLE: os.environ.get(NODES_VARIABLE) or "1",
+    }
 
 
 def light_pod() -> dict[str, Any]:

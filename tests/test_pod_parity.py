@@ -36,6 +36,7 @@ pytestmark = pytest.mark.slow
 
 CHECK, FETCH = "tasks.preparation.check_inputs", "tasks.preparation.fetch_dataset"
 TRAIN, PREDICT = "tasks.training.train_model", "tasks.prediction.predict_images"
+ELASTIC = "tasks.elastic_training.train_on_elastic"
 SMOKE: dict[str, Any] = {"dataset": "digits", "epochs": 1, "max_steps": 8, "num_ranks": 2}
 VERSION = "0.0.0+package"  # of the packaged library, to tell it from the one that is installed here
 
@@ -270,26 +271,28 @@ def resumed(cluster: Cluster, ended: PodEnded) -> list[int]:
     return [record["resumed_after_step"] for record in map(json.loads, lines) if record["kind"] == "start"]
 
 
+@pytest.mark.parametrize(("task", "ranks"), [(TRAIN, 2), (ELASTIC, 1)])  # the profile has one CPU
 def test_attempts_that_are_cut_off_lose_nothing(
-    cluster: Cluster, fetched: PodEnded, train_inputs: dict[str, Literal], tmp_path: Path
+    cluster: Cluster, fetched: PodEnded, train_inputs: dict[str, Literal], tmp_path: Path, task: str, ranks: int
 ) -> None:
-    inputs = {**train_inputs, "hp": from_workflow(LONG)}
-    first = cluster.run(TRAIN, inputs, during=kill_a_rank)
+    hp = {**LONG, "num_ranks": ranks}
+    inputs = {**train_inputs, "hp": from_workflow(hp)}
+    first = cluster.run(task, inputs, during=kill_a_rank)
     # This one finds a checkpoint in its own place at once: it hands on what the one before had.
-    second = cluster.run(TRAIN, inputs, previous=first.name, during=take_the_pod_away)
+    second = cluster.run(task, inputs, previous=first.name, during=take_the_pod_away)
     for ended, words in ((first, "was killed by SIGKILL"), (second, "stopped by SIGTERM")):
         assert ended.outputs is None
         assert ended.error is not None, ended.log
         assert ended.error.kind == ContainerError.RECOVERABLE
         assert words in ended.error.message
-    third = cluster.run(TRAIN, inputs, previous=second.name)
+    third = cluster.run(task, inputs, previous=second.name)
     assert resumed(cluster, third)[0] == 0
     assert resumed(cluster, third)[-1] > 0
     assert third.outputs
     assert fetched.outputs
     data = cluster.stored(fetched.outputs["o0"].scalar.blob.uri)
     settings = Settings(progress="off", wandb_mode="disabled")
-    undisturbed = run_training(Hyperparameters(**LONG), data, tmp_path / "run", settings)
+    undisturbed = run_training(Hyperparameters(**hp), data, tmp_path / "run", settings)
     models = undisturbed.model, cluster.stored(third.outputs["model_state"].scalar.blob.uri)
     expected, found = (torch.load(path, weights_only=True) for path in models)
     assert all(torch.equal(value, found[name]) for name, value in expected.items())
