@@ -43,7 +43,7 @@ chaos: install ## Kill, stop and damage runs at 50 random moments; each retry mu
 	$(BIN)/python -m benchmarks chaos
 
 lock: install ## Pin the image's dependencies, with hashes, in requirements.lock
-	$(BIN)/uv pip compile pyproject.toml --extra images --extra streams --quiet --universal --python-version 3.10 --generate-hashes --no-emit-index-url --no-header --output-file requirements.lock
+	$(BIN)/uv pip compile pyproject.toml --extra images --extra streams --extra elastic --extra ray --extra dask --quiet --universal --python-version 3.10 --generate-hashes --no-emit-index-url --no-header --output-file requirements.lock
 
 package: install ## Serialize tasks, workflows and launch plans into build/flyte-package.tgz
 	@mkdir -p build

@@ -123,7 +123,7 @@ def test_registration_sends_and_activates_everything(clone: Path, tmp_path: Path
         ended = register(clone, *arguments, "--project", "vision", "--domain", "production")
     assert ended.exit_code == 0, ended.output
     created = [*admin.tasks, *admin.workflows, *admin.launch_plans]
-    assert (len(admin.tasks), len(admin.workflows), len(admin.launch_plans)) == (12, 4, 7)
+    assert (len(admin.tasks), len(admin.workflows), len(admin.launch_plans)) == (15, 7, 10)
     assert {(entity.id.project, entity.id.domain) for entity in created} == {("vision", "production")}
     [registered] = {entity.id.version for entity in created}
     assert registered.startswith(f"{git(clone, 'rev-parse', '--short=12', 'HEAD')}-gpu-")

@@ -95,12 +95,10 @@ run = multiprocessing.process.BaseProcess.run
 def run_and_hang(process):
     if process.name == os.environ["HANGS_EARLY"]:
         from flyte_ddp.launch import rank_process
-        ready = rank_process.leave_signals_to_the_launcher
-        def hang_before_torch_is_imported(link):
-            ready(link)
+        def hang_before_torch_is_imported(job, place, link):
             while True:
                 time.sleep(0.01)
-        rank_process.leave_signals_to_the_launcher = hang_before_torch_is_imported
+        rank_process.run_and_report = hang_before_torch_is_imported
     run(process)
 multiprocessing.process.BaseProcess.run = run_and_hang
 """

@@ -43,6 +43,8 @@ SHARDS = tuple(
         "plan_shards",
     )
 )
+ENGINES = ("elastic", "ray", "dask")
+TRAINING = {TRAIN, *(f"tasks.{engine}_training.train_on_{engine}" for engine in ENGINES)}
 PLANS = {"training_on_demand", "nightly_retraining", "retraining_on_change"}
 GPU_RESOURCES = {"CPU": "8", "MEMORY": "30Gi", "GPU": "2", "EPHEMERAL_STORAGE": "20Gi"}
 
@@ -101,8 +103,9 @@ def test_everything_is_there(default: Package) -> None:
         "workflows.training.retraining_wf",
         "workflows.prediction.predict_wf",
         "workflows.shards.shards_wf",
+        *(f"workflows.{engine}_training.{engine}_training_wf" for engine in ENGINES),
     }
-    assert set(default.tasks) == {CHECK, FETCH, TRAIN, PREDICT, *SHARDS}
+    assert set(default.tasks) == {CHECK, FETCH, PREDICT, *TRAINING, *SHARDS}
     assert set(default.workflows) == workflows
     assert set(default.launch_plans) == PLANS | workflows  # each workflow has a plan of its own name, Flyte's default
 
@@ -192,8 +195,8 @@ def test_caching_is_by_the_library_and_the_inputs(default: Package) -> None:
     assert not default.tasks[PREDICT].template.metadata.discoverable
 
 
-def test_the_training_task_has_a_deck(default: Package) -> None:
-    assert {name for name, task in default.tasks.items() if task.template.metadata.generates_deck.value} == {TRAIN}
+def test_training_tasks_have_a_deck(default: Package) -> None:
+    assert {name for name, task in default.tasks.items() if task.template.metadata.generates_deck.value} == TRAINING
 
 
 def test_training_returns_what_it_says(default: Package) -> None:
