@@ -25,6 +25,8 @@ PACKAGES = (
     "webdataset",
     "wids",
     "litdata",
+    "ray",
+    "distributed",
 )
 
 

@@ -138,7 +138,7 @@ class RemoteMember(Member):
 @contextmanager
 def meeting_place(job: Job, host: str) -> Iterator[Meeting]:
     """Where agents come to, open until the end of the block."""
-    mark = f".shared-{secrets.token_hex(8)}"
+    mark = f".shared-{secrets.token_hex(8)}.tmp"  # which the next run removes if this one cannot
     (job.run_folder / mark).touch()
     try:
         with socket.create_server((host, 0), backlog=128) as server:

@@ -1,0 +1,79 @@
+"""Launchers: the time to the first step, training's rate, the time to notice a killed rank, the launcher's memory.
+
+Each run is a fresh process that has imported flytekit and the tasks, but not torch; Ray and Dask have a cluster of this
+machine that stands, with workers that have run nothing, as Flyte sets one up for each run. The first step counts from
+the call of the launcher, in ours to its record; against it stands the engine's own launch of as many ranks that import
+torch, form a gloo group and take a step of a network like the tutorial's under DDP, and nothing else. Training's rate
+is that of a run's end, against spawned ranks. A rank is killed in the middle of a run, and the time counts until the
+launcher raises. Memory is the most that the launching process has had, in runs of ours and in bare ones.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any
+
+from benchmarks.measuring import Options, Result, Target, interleaved
+from benchmarks.running import fashion_mnist, run_python
+
+ENGINES = ("spawn", "elastic", "ray", "dask")
+
+
+def measure(options: Options) -> Result:
+    """Measures all launchers in turn."""
+    hp = {
+        "dataset": "fashion_mnist",
+        "model": "benchmarks.launcher_run:tutorial",
+        "batch_size": 256,
+        "num_ranks": 2,
+        "backend": "gloo",
+        "precision": "fp32",
+        "strategy": "ddp",
+        "validation_fraction": 0.0,
+        "eval_interval": 1000,
+        "epochs": 1000,
+        "max_steps": 20 if options.quick else 1000,
+    }
+    result = Result(settings=hp)
+    data = fashion_mnist(options.folder)
+
+    def run(engine: str, what: str, repeat: int) -> dict[str, Any]:
+        folder = options.folder / f"{engine}-{what}-{repeat}"
+        order = {"engine": engine, "what": what, "hp": hp, "data": str(data), "folder": str(folder)}
+        run_python("benchmarks.launcher_run", json.dumps(order))
+        found: dict[str, Any] = json.loads((folder / "found.json").read_text())
+        return found
+
+    def first_step(engine: str, side: str, repeat: int) -> None:
+        found = run(engine, "bare" if side == "bare" else "first step", repeat)
+        result.add(f"{engine}: to the first step, {side}", found["seconds"], "s")
+        result.add(f"{engine}: memory of the launcher, {side}", found["memory"], "MiB")
+
+    def rate(engine: str, repeat: int) -> None:
+        result.add(f"{engine}: rate", run(engine, "train", repeat)["rate"], "samples/s")
+
+    def notice(engine: str, repeat: int) -> None:
+        result.add(f"{engine}: to notice a killed rank", run(engine, "kill", repeat)["seconds"], "s")
+
+    sides = {
+        f"{engine}: first step, {side}": functools.partial(first_step, engine, side)
+        for engine in ENGINES
+        for side in ("bare", "ours")
+    }
+    interleaved(sides, options.number(7))
+    interleaved({f"{engine}: rate": functools.partial(rate, engine) for engine in ENGINES}, options.number(5))
+    interleaved({f"{engine}: notice": functools.partial(notice, engine) for engine in ENGINES}, options.number(3))
+    for engine in ENGINES:
+        step = f"{engine}: to the first step"
+        ratio = result.ratio(f"{step}, ours / bare", f"{step}, ours", f"{step}, bare")
+        result.targets.append(Target(f"{step}, times a bare launch", ratio, "x", at_most=1.2))
+    for engine in ENGINES[1:]:
+        ratio = result.ratio(f"{engine} / spawn: rate", f"{engine}: rate", "spawn: rate")
+        result.targets.append(Target(f"{engine}: rate, of spawned ranks'", ratio, "%", at_least=0.97))
+    for engine in ENGINES:
+        label = f"{engine}: to notice a killed rank"
+        result.targets.append(Target(label, result.median(label), "s"))
+        label = f"{engine}: memory of the launcher"
+        result.targets.append(Target(label, result.median(f"{label}, ours"), "MiB"))
+    return result
