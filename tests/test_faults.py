@@ -1,4 +1,4 @@
-"""Ranks that die, hang or are told to stop, at any point: what the caller is told, and that nothing is left behind."""
+"""Ranks that die, hang or are told to stop, at any point, where they are spawned: beyond what all launchers promise."""
 
 from __future__ import annotations
 
@@ -28,16 +28,13 @@ QUIET = Settings(progress="off", wandb_mode="disabled")
 @pytest.mark.parametrize(
     ("kind", "at", "rank", "words", "recoverable"),
     [
-        ("SIGKILL", "import", 1, "rank 1 was killed by SIGKILL, which is often the kernel's out-of-memory", True),
         ("SIGKILL", "checkpoint", 0, "rank 0 was killed by SIGKILL", True),
         ("SIGSEGV", "evaluation", 1, "rank 1 was killed by SIGSEGV", True),
         ("SIGSEGV", "data", 0, "rank 0 was killed by SIGSEGV", True),
         ("sys.exit", "training", 0, "rank 0: SystemExit: 0", False),
         ("os._exit", "evaluation", 0, "rank 0 ended with exit code 0 before it had finished", False),
-        ("os._exit", "data", 1, "rank 1 ended with exit code 0 before it had finished", False),
         ("KeyboardInterrupt", "training", 1, "rank 1: KeyboardInterrupt", False),
         ("ArithmeticError", "import", 1, "rank 1: ArithmeticError: the rank's own words", False),
-        ("ArithmeticError", "training", 1, "rank 1: ArithmeticError: the rank's own words\n\n.*in fail", False),
         ("ArithmeticError", "evaluation", 1, "rank 1: ArithmeticError: the rank's own words", False),
     ],
 )

@@ -16,3 +16,4 @@ def on(*names: str) -> pytest.MarkDecorator:
 
 
 everywhere = on(SPAWN, AGENTS, ELASTIC, DASK, RAY)
+engines = on(SPAWN, ELASTIC, DASK, RAY)  # where it is the agents' part, Dask's and Ray's are those

@@ -15,7 +15,7 @@ from pathlib import Path
 import faults
 import pytest
 import torch
-from engines import Launch, everywhere
+from engines import Launch, engines, everywhere
 from faulty_runs import HP as FAULTY
 from faulty_runs import INTRODUCED as HP
 from faulty_runs import equal, nothing_like_a_result, weights, when
@@ -28,7 +28,7 @@ from flyte_ddp.run import Result, run_training
 from flyte_ddp.settings import Settings
 from flyte_ddp.tracking import read_metrics
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("temporary", "unchanged"), everywhere]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("temporary", "unchanged")]
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +73,7 @@ def losses(result: Result) -> list[float]:
     return [record["loss"] for record in read_metrics(result.metrics) if record["kind"] == "train"]
 
 
+@everywhere
 def test_the_same_weights_as_from_spawned_ranks(
     launch: Launch, expected: Result, digits: Path, tmp_path: Path, temporary: Path, quiet: Settings
 ) -> None:
@@ -89,6 +90,7 @@ def test_the_same_weights_as_from_spawned_ranks(
     }
 
 
+@everywhere
 def test_a_run_that_others_began_goes_on(
     launch: Launch, expected: Result, stopped: Path, digits: Path, tmp_path: Path, quiet: Settings
 ) -> None:
@@ -102,6 +104,7 @@ def test_a_run_that_others_began_goes_on(
     assert all(torch.allclose(mine[name], other[name], rtol=1e-3, atol=1e-5) for name in other)
 
 
+@everywhere
 def test_sigterm_saves_the_last_step_and_others_go_on(
     launch: Launch,
     expected: Result,
@@ -123,6 +126,7 @@ def test_sigterm_saves_the_last_step_and_others_go_on(
     assert equal(expected.run_folder, tmp_path / "run")
 
 
+@engines
 @pytest.mark.parametrize(
     ("kind", "at", "words", "recoverable"),
     [
@@ -152,6 +156,7 @@ def test_a_rank_that_fails_is_named_and_takes_the_others_along(
     nothing_is_left(tmp_path / "run", temporary)
 
 
+@engines
 def test_a_rank_that_hangs_is_named_with_its_stack(
     launch: Launch, digits: Path, tmp_path: Path, temporary: Path, quiet: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,6 +172,7 @@ def test_a_rank_that_hangs_is_named_with_its_stack(
     nothing_is_left(tmp_path / "run", temporary)
 
 
+@engines
 def test_several_at_once(launch: Launch, expected: Result, digits: Path, tmp_path: Path, quiet: Settings) -> None:
     with ThreadPoolExecutor(2) as pool:
         runs = [
