@@ -6,7 +6,7 @@ import fcntl
 import os
 from pathlib import Path
 
-FOR_CHILDREN_OF = "FLYTE_DDP_HELD_FOR_CHILDREN_OF"  # process id; set by a process that holds folders for children
+HELD_FOR_CHILDREN = "FLYTE_DDP_HELD_FOR_CHILDREN"  # a process, and the folders that it holds
 held: dict[Path, int] = {}  # open files by the folders that this process holds
 
 
@@ -28,10 +28,13 @@ def hold(folder: Path) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        holder = os.read(file, 20).decode()
         os.close(file)
-        return holder == os.environ.get(FOR_CHILDREN_OF) == str(os.getppid())
-    os.ftruncate(file, 0)
-    os.write(file, str(os.getpid()).encode())
+        holder, *folders = os.environ.get(HELD_FOR_CHILDREN, "").split(os.pathsep)
+        return holder == str(os.getppid()) and str(folder) in folders
     held[folder] = file
     return True
+
+
+def held_for_children() -> dict[str, str]:
+    """What of the environment lets processes that this one starts write into the folders that it holds."""
+    return {HELD_FOR_CHILDREN: os.pathsep.join([str(os.getpid()), *map(str, held)])}

@@ -72,7 +72,7 @@ def known_to_workers() -> Iterator[None]:
     where = {
         places.WORKER_OF: "local" if places.is_local() else "pod",
         places.FOLDER_OF: str(current_context().working_directory),
-        run_lock.FOR_CHILDREN_OF: str(os.getpid()),
+        **run_lock.held_for_children(),
     }
     os.environ.update(where)
     sys.path.insert(0, ROOT)
