@@ -169,7 +169,7 @@ def train(module: str, workflow: str, folder: Path) -> Path:
     ended = pyflyte(
         *("run", str(ROOT / f"workflows/{module}.py"), f"{workflow}_wf", "--hp", hp),
         home=folder / "home",
-        directory=folder,
+        runs=folder / "runs",
         FLYTE_DDP_PROFILE="local",
         RAY_USAGE_STATS_ENABLED="0",
         RAY_AUTH_MODE="disabled",
