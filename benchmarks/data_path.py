@@ -29,7 +29,8 @@ from flyte_ddp import sampling
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import open_arrays
 from flyte_ddp.hardware import cpu_has_bf16, detect
-from flyte_ddp.job import Job, Place
+from flyte_ddp.job import Job
+from flyte_ddp.launch.place import Place
 from flyte_ddp.launch.rank import join_process_group, keep_freed_memory
 from flyte_ddp.recording import Recorder
 from flyte_ddp.run import identity_of

@@ -24,7 +24,7 @@ def measure(options: Options) -> Result:
     """Measures all launchers in turn."""
     hp = {
         "dataset": "fashion_mnist",
-        "model": "benchmarks.launcher_run:tutorial",
+        "model": "benchmarks.launcher_ranks:tutorial",
         "batch_size": 256,
         "num_ranks": 2,
         "backend": "gloo",

@@ -1,16 +1,20 @@
 """torch's compiler, which takes a second to import: only ranks that compile their model import it.
 
-torch's optimisers import it to keep it out of what they do, in every method and at every step.
+torch's optimisers and DistributedDataParallel import it to keep it out of what they do.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import cast
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from flyte_ddp.batch_norm import GlobalBatchNorm
 from flyte_ddp.dropout import SampleDropout
@@ -27,8 +31,8 @@ def compiled(model: nn.Module) -> nn.Module:
     return cast("nn.Module", torch.compile(model))
 
 
-def leave_out_of_optimizers() -> None:
-    """Tells torch's optimisers, where it keeps what it has found out itself, that their methods need no compiler.
+def leave_out() -> None:
+    """Tells torch, where it keeps what it has found out itself, that these methods need no compiler.
 
     Where another version of torch keeps that elsewhere, it imports the compiler, and all is as it would have been.
     """
@@ -36,7 +40,7 @@ def leave_out_of_optimizers() -> None:
         setattr(function, DISABLED, function)
 
 
-def back_into_optimizers() -> None:
+def let_in_again() -> None:
     """Undoes that."""
     for function in methods():
         if getattr(function, DISABLED, None) is function:
@@ -44,8 +48,25 @@ def back_into_optimizers() -> None:
 
 
 def methods() -> list[Callable[..., object]]:
-    """What the optimisers would import it for, but for their steps."""
-    return [inspect.unwrap(getattr(torch.optim.Optimizer, name)) for name in KEPT_OUT]
+    """What it would be imported for, but for the optimisers' steps."""
+    of_optimizers = [getattr(torch.optim.Optimizer, name) for name in KEPT_OUT]
+    return [inspect.unwrap(method) for method in (*of_optimizers, DistributedDataParallel._inside_ddp_forward)]
+
+
+@contextmanager
+def left_out_of_ddp() -> Iterator[None]:
+    """Answers for the compiler, as long as nobody has imported it, what DDP's constructor asks it for.
+
+    That is whether compiled code is to add gradients up, which somebody has to ask for in the compiler's configuration.
+    """
+    answers = SimpleNamespace(utils=SimpleNamespace(get_optimize_ddp_mode=lambda: "ddp_optimizer"))
+    if "torch._dynamo" not in sys.modules:
+        torch._dynamo = answers  # type: ignore[assignment,attr-defined,unused-ignore]
+    try:
+        yield
+    finally:
+        if vars(torch).get("_dynamo") is answers:
+            del torch._dynamo
 
 
 def step(optimizer: torch.optim.Optimizer) -> None:

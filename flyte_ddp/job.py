@@ -12,15 +12,6 @@ from flyte_ddp.settings import Settings
 
 
 @dataclass(frozen=True)
-class Place:
-    """Which of the ranks one is."""
-
-    rank: int
-    world_size: int
-    device: int  # the number of its GPU, of those that its process sees
-
-
-@dataclass(frozen=True)
 class Job:
     """All that a rank needs to know: what to train, on which prepared data, and where results go."""
 

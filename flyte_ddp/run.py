@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from flyte_ddp import checkpoint
+from flyte_ddp import checkpoint, results
 from flyte_ddp.code_digest import library_digest
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.arrays import read_description
@@ -19,6 +19,7 @@ from flyte_ddp.datasets.prepared import check_prepared
 from flyte_ddp.errors import StoppedError, UserError
 from flyte_ddp.hardware import Hardware, detect
 from flyte_ddp.launch import single, spawn
+from flyte_ddp.result_store import copied
 from flyte_ddp.run_lock import hold
 from flyte_ddp.settings import Settings
 from flyte_ddp.user_code import user_source_digest
@@ -99,7 +100,10 @@ def run_training(
     wandb = tracking.start_wandb(run_folder, settings, hp.to_dict(), run_folder.name)
     wandb_limit = settings.wandb_timeout
     try:
-        with fetched(hp.init_from if found is None else "", run_folder) as initial_weights:
+        with (
+            copied(run_folder, settings.results),
+            fetched(hp.init_from if found is None else "", run_folder) as initial_weights,
+        ):
             job = Job(
                 hp=hp,
                 hardware=hardware,
@@ -160,6 +164,8 @@ def begin_or_go_on(folder: Path, run: checkpoint.Identity, settings: Settings) -
 
     """
     found = checkpoint.go_on_from(folder, run)
+    if found is None:
+        shutil.rmtree(folder / results.FOLDER, ignore_errors=True)
     if found is not None and settings.progress != "off":
         when = datetime.fromtimestamp(found.time).strftime("%Y-%m-%d %H:%M:%S")  # noqa: DTZ006 (for a person, here)
         print(f"going on after step {found.step:,}, saved {when}", file=sys.stderr, flush=True)

@@ -20,7 +20,8 @@ class Settings:
     ``FLYTE_DDP_CHECKPOINT_SECONDS`` (longest time between two checkpoints; 0: none are written), ``FLYTE_DDP_TIMEOUT``
     (seconds that ranks wait for one another), ``FLYTE_DDP_CACHE`` (folder of fetched shards),
     ``FLYTE_DDP_CACHE_BYTES`` (most that it may hold; 0: no limit), ``FLYTE_DDP_LOADER_THREADS`` (threads of each rank
-    that decode images, or processes of a stream; 0: one for each core that it has).
+    that decode images, or processes of a stream; 0: one for each core that it has), ``FLYTE_DDP_RESULTS`` (folder or
+    URL where intermediate results are copied to).
     """
 
     progress: str = "auto"
@@ -35,6 +36,7 @@ class Settings:
     cache_folder: Path = field(default_factory=lambda: runs_folder() / "cache")
     cache_bytes: int | None = None
     loader_threads: int = 0
+    results: str = ""
     wandb_run_id: str = field(default="", kw_only=True)
 
 
@@ -65,6 +67,7 @@ def from_environment(wandb_run_id: str = "") -> Settings:
         cache_folder=Path(env.get("FLYTE_DDP_CACHE") or runs_folder() / "cache").absolute(),
         cache_bytes=int(number("FLYTE_DDP_CACHE_BYTES", 0)) or None,
         loader_threads=int(number("FLYTE_DDP_LOADER_THREADS", 0)),
+        results=env.get("FLYTE_DDP_RESULTS", ""),
         wandb_run_id=wandb_run_id,
     )
 

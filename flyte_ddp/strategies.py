@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket  # what torch.distributed re-exports as GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
+from flyte_ddp import compiler
 from flyte_ddp.distributed import copy_from_rank_0, rank, sum_over_ranks, wait_for, world_size
 from flyte_ddp.node_memory import NodeMemory, Piece, cut, sizes
 
@@ -150,15 +151,16 @@ class DDPSync(GradientSync):
         # A kernel for one channel has two equally good memory orders, of which DDP expects the other one.
         warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
         warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
-        self.parallel = DistributedDataParallel(
-            model,
-            device_ids=[device] if device.type == "cuda" else None,
-            gradient_as_bucket_view=True,
-            broadcast_buffers=False,
-            # Otherwise a model with a parameter that no output depends on fails in its second step, or, if there is
-            # none, ends with gradients that were never added up.
-            find_unused_parameters=True,
-        )
+        with compiler.left_out_of_ddp():
+            self.parallel = DistributedDataParallel(
+                model,
+                device_ids=[device] if device.type == "cuda" else None,
+                gradient_as_bucket_view=True,
+                broadcast_buffers=False,
+                # Otherwise a model with a parameter that no output depends on fails in its second step, or, if there is
+                # none, ends with gradients that were never added up.
+                find_unused_parameters=True,
+            )
         self.parallel.register_comm_hook(self, add_over_ranks)
 
     def __call__(self, images: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from flyte_ddp.errors import StoppedError
 from flyte_ddp.hardware import MOST_CPU_RANKS, detect
 from flyte_ddp.launch.spawn import main_script_hidden
 from flyte_ddp.run import Result, run_training
-from flyte_ddp.settings import Settings, from_environment
+from flyte_ddp.settings import Settings
 from tasks import places, pods, recovery
 from tasks.training import TrainingOutputs, outputs, trained
 
@@ -45,7 +45,8 @@ class ElasticTrainingTask(PytorchElasticFunctionTask):  # type: ignore[misc]
 
         from flyte_ddp.launch.elastic import failure, log_kept_quiet
 
-        if places.is_local():  # where no profile says how many there may be
+        if places.is_local():  # where there is one node, and no profile says how many ranks there may be
+            self.min_nodes = self.max_nodes = 1
             self.task_config.nproc_per_node = detect(inputs["hp"]).num_ranks
         with recovery.retried():
             try:
@@ -113,7 +114,7 @@ def train_on_elastic(hp: Hyperparameters, data: FlyteDirectory, run_version: str
         if elastic.is_leader():
             return trained(hp, data, run_version, on_elastic)  # type: ignore[return-value]  # see _execute
         with recovery.retried():
-            elastic.follow(lambda folder: download(data, folder), timeout=from_environment().timeout)
+            elastic.follow(lambda folder: download(data, folder))
     return None  # type: ignore[return-value]  # of which the plugin makes nothing
 
 

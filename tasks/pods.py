@@ -119,7 +119,7 @@ def for_training() -> dict[str, Any]:
     return {
         "environment": {
             **pod_environment(),
-            **wandb_environment(),
+            **tracking_environment(),
             CACHE_VARIABLE: os.environ.get(CACHE_VARIABLE) or str(in_bytes(profile.ephemeral_storage) // 2),
         },
         "secret_requests": [wandb_secret()] if wandb_secret() else [],
@@ -177,9 +177,16 @@ def wandb_secret() -> Optional[Secret]:
     return Secret(group=group, key=key, mount_requirement=Secret.MountType.ENV_VAR)
 
 
-def wandb_environment() -> dict[str, str]:
-    """Where the training pod logs to, as set at registration, and where it finds its key."""
-    names = ("WANDB_PROJECT", "WANDB_ENTITY", "WANDB_MODE", "WANDB_BASE_URL", "FLYTE_DDP_WANDB_TABLE_ROWS")
+def tracking_environment() -> dict[str, str]:
+    """Where the training pod logs and copies results to, as set at registration, and where it finds wandb's key."""
+    names = (
+        "WANDB_PROJECT",
+        "WANDB_ENTITY",
+        "WANDB_MODE",
+        "WANDB_BASE_URL",
+        "FLYTE_DDP_WANDB_TABLE_ROWS",
+        "FLYTE_DDP_RESULTS",
+    )
     chosen = {name: os.environ[name] for name in names if os.environ.get(name)}
     secret = wandb_secret()
     return {**chosen, SECRET_VARIABLE: f"{secret.group}/{secret.key}" if secret else "off"}

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import packaged
 import pytest
 from file_server import FileServer, file_server
+from packaged import Package
 
 from flyte_ddp.datasets import fetch
 
@@ -55,3 +57,19 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("tempfile.tempdir", None)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))  # torch makes it, for all its users
     return folder
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Package]:
+    """Makes packages, each only once."""
+    packages: dict[tuple[tuple[str, str], ...], Package] = {}
+
+    def make(**environment: str) -> Package:
+        key = tuple(sorted(environment.items()))
+        if key not in packages:
+            ended, package = packaged.make(tmp_path_factory.mktemp("package"), **environment)
+            assert ended.exit_code == 0, ended.output
+            packages[key] = package
+        return packages[key]
+
+    return make

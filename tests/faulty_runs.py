@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from processes import children_of
 
-from flyte_ddp import checkpoint
+from flyte_ddp import checkpoint, results
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.run import RESULTS
 
@@ -32,7 +32,8 @@ def nothing_is_left(run: Path, temporary: Path) -> None:
 
 def nothing_like_a_result(run: Path) -> None:
     """Nothing but what tells why it failed, and where it may go on."""
-    assert {path.name for path in run.rglob("*") if path.is_file()} <= {"metrics.jsonl", *checkpoint.SLOTS}
+    files = {path for path in run.rglob("*") if path.is_file() and results.FOLDER not in path.relative_to(run).parts}
+    assert {path.name for path in files} <= {"metrics.jsonl", *checkpoint.SLOTS}
     assert not [name for name in RESULTS if (run / name).exists()]
 
 

@@ -8,7 +8,7 @@ import tarfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cli import ROOT
+from cli import ROOT, Ended, pyflyte
 from flyteidl.admin.launch_plan_pb2 import LaunchPlan
 from flyteidl.admin.task_pb2 import TaskSpec
 from flyteidl.admin.workflow_pb2 import WorkflowSpec
@@ -22,6 +22,14 @@ class Package:
     workflows: dict[str, WorkflowSpec] = field(default_factory=dict)
     launch_plans: dict[str, LaunchPlan] = field(default_factory=dict)
     sources: Path | None = None
+
+
+def make(folder: Path, **environment: str) -> tuple[Ended, Package]:
+    """Makes one, as it is done for a registration with this environment; an empty one where that fails."""
+    archive = folder / "package.tgz"
+    arguments = ("--pkgs", "workflows", "package", "--image", "flyte-ddp:test", "--output", str(archive))
+    ended = pyflyte(*arguments, home=folder / "home", **environment)
+    return ended, read(archive, folder / "package") if archive.exists() else Package()
 
 
 def read(archive: Path, folder: Path) -> Package:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -46,14 +47,13 @@ def test_the_methods_are_torchs_own_again() -> None:
     def left_out() -> list[bool]:
         return [vars(function).get(compiler.DISABLED) is function for function in compiler.methods()]
 
-    compiler.leave_out_of_optimizers()
+    compiler.leave_out()
     assert all(left_out())
-    compiler.back_into_optimizers()
+    compiler.let_in_again()
     assert not any(left_out())
 
 
 CODE = """
-import subprocess
 import sys
 from pathlib import Path
 from flyte_ddp.config import Hyperparameters
@@ -61,15 +61,28 @@ from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
 hp, data, folder = sys.argv[1:]
 run_training(Hyperparameters.from_json(hp), Path(data), Path(folder), Settings(progress="off", wandb_mode="disabled"))
-print("torch._dynamo" in sys.modules)
+"""
+TOLD = """
+import atexit, os, sys
+os_exit = os._exit
+def tell(code):
+    if "torch" in sys.modules:
+        print("torch._dynamo" in sys.modules, flush=True)
+    os_exit(code)
+os._exit = tell
+atexit.register(lambda: "torch" in sys.modules and print("torch._dynamo" in sys.modules))
 """
 
 
-def test_a_run_does_without_it(digits: Path, tmp_path: Path) -> None:
-    """A second of each rank's start."""
-    command = [sys.executable, "-c", CODE, HP.to_json(), str(digits), str(tmp_path / "run")]
-    found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "False"
+@pytest.mark.parametrize(("ranks", "strategy"), [(1, "auto"), (2, "shared_memory"), (2, "ddp"), (2, "hooks")])
+def test_a_run_does_without_it(digits: Path, tmp_path: Path, ranks: int, strategy: str) -> None:
+    """A second of each rank's start; each process that has torch says at its end whether it has the compiler."""
+    (tmp_path / "sitecustomize.py").write_text(TOLD)
+    hp = replace(HP, num_ranks=ranks, strategy=strategy)
+    command = [sys.executable, "-c", CODE, hp.to_json(), str(digits), str(tmp_path / "run")]
+    paths = {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parent}"}
+    found = subprocess.run(command, env={**os.environ, **paths}, capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["False"] * ranks
 
 
 @pytest.mark.slow

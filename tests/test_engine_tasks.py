@@ -10,7 +10,7 @@ from typing import Any
 import packaged
 import pytest
 import torch
-from cli import ROOT, Ended, pyflyte
+from cli import ROOT, pyflyte
 from google.protobuf.json_format import MessageToDict
 from packaged import Package
 
@@ -19,28 +19,6 @@ pytestmark = pytest.mark.slow
 ENGINES = ("elastic", "ray", "dask")
 GPU_NODE = {"cpu": "8", "memory": "30Gi", "nvidia.com/gpu": "2", "ephemeral-storage": "20Gi"}
 LAUNCHING = {"cpu": "2", "memory": "8Gi", "ephemeral-storage": "20Gi"}
-
-
-def make_package(folder: Path, **environment: str) -> tuple[Ended, Package]:
-    archive = folder / "package.tgz"
-    arguments = ("--pkgs", "workflows", "package", "--image", "flyte-ddp:test", "--output", str(archive))
-    ended = pyflyte(*arguments, home=folder / "home", **environment)
-    return ended, packaged.read(archive, folder / "package") if archive.exists() else Package()
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Package]:
-    """Makes packages, each only once."""
-    packages: dict[str, Package] = {}
-
-    def make(nodes: str) -> Package:
-        if nodes not in packages:
-            variables = {"FLYTE_DDP_NODES": nodes} if nodes else {}
-            ended, packages[nodes] = make_package(tmp_path_factory.mktemp("made"), **variables)
-            assert ended.exit_code == 0, ended.output
-        return packages[nodes]
-
-    return make
 
 
 def task(package: Package, engine: str) -> Any:
@@ -59,7 +37,7 @@ def resources(given: dict[str, Any]) -> dict[str, str]:
 
 
 def test_elastic_on_one_node_is_a_plain_pod(made: Callable[..., Package]) -> None:
-    template = task(made(""), "elastic")
+    template = task(made(), "elastic")
     assert template.type == "python-task"
     assert not MessageToDict(template.custom)
     assert template.extended_resources.shared_memory.size_limit == "4Gi"
@@ -68,11 +46,11 @@ def test_elastic_on_one_node_is_a_plain_pod(made: Callable[..., Package]) -> Non
 
 @pytest.mark.parametrize(("nodes", "least", "most"), [("3", 3, 3), ("2:4", 2, 4)])
 def test_elastic_on_several_is_a_pytorchjob(made: Callable[..., Package], nodes: str, least: int, most: int) -> None:
-    template = task(made(nodes), "elastic")
+    template = task(made(FLYTE_DDP_NODES=nodes), "elastic")
     assert template.type == "pytorch"
     assert template.extended_resources.shared_memory.size_limit == "4Gi"
     assert "PodTemplate" not in str(template.config), "the plugin's own shared memory has no limit"
-    assert custom(made(nodes), "elastic") == {
+    assert custom(made(FLYTE_DDP_NODES=nodes), "elastic") == {
         "workerReplicas": {"replicas": most},
         "elasticConfig": {
             "rdzvBackend": "c10d",
@@ -90,8 +68,8 @@ def test_elastic_on_several_is_a_pytorchjob(made: Callable[..., Package], nodes:
 
 @pytest.mark.parametrize(("nodes", "least", "most"), [("3", 3, 3), ("2:4", 2, 4)])
 def test_ray_nodes_have_the_profiles_size(made: Callable[..., Package], nodes: str, least: int, most: int) -> None:
-    assert task(made(nodes), "ray").type == "ray"
-    cluster = custom(made(nodes), "ray")["rayCluster"]
+    assert task(made(FLYTE_DDP_NODES=nodes), "ray").type == "ray"
+    cluster = custom(made(FLYTE_DDP_NODES=nodes), "ray")["rayCluster"]
     assert cluster.get("enableAutoscaling", False) == (least < most)
     assert cluster["headGroupSpec"]["rayStartParams"] == {"num-cpus": "0"}
     head = cluster["headGroupSpec"]["k8sPod"]["podSpec"]["containers"][0]["resources"]
@@ -100,12 +78,12 @@ def test_ray_nodes_have_the_profiles_size(made: Callable[..., Package], nodes: s
     assert (group["replicas"], group["minReplicas"], group["maxReplicas"]) == (most, least, most)
     worker = group["k8sPod"]["podSpec"]["containers"][0]["resources"]
     assert worker["requests"] == worker["limits"] == GPU_NODE
-    assert custom(made(nodes), "ray")["shutdownAfterJobFinishes"]
+    assert custom(made(FLYTE_DDP_NODES=nodes), "ray")["shutdownAfterJobFinishes"]
 
 
 def test_dask_has_a_worker_for_each_gpu(made: Callable[..., Package]) -> None:
-    assert task(made("3"), "dask").type == "dask"
-    spec = custom(made("3"), "dask")
+    assert task(made(FLYTE_DDP_NODES="3"), "dask").type == "dask"
+    spec = custom(made(FLYTE_DDP_NODES="3"), "dask")
     assert spec["workers"]["numberOfWorkers"] == 6
     found = resources(spec["workers"]["resources"])
     assert found == {"CPU": "4", "MEMORY": "15360Mi", "GPU": "1", "EPHEMERAL_STORAGE": "20Gi"}
@@ -114,7 +92,7 @@ def test_dask_has_a_worker_for_each_gpu(made: Callable[..., Package]) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_tasks_are_as_the_main_one(made: Callable[..., Package], engine: str) -> None:
-    package = made("")
+    package = made()
     mine, main = task(package, engine), package.tasks["tasks.training.train_model"].template
     assert mine.interface == main.interface
     assert (mine.metadata.discoverable, mine.metadata.discovery_version) == (True, main.metadata.discovery_version)
@@ -128,7 +106,7 @@ def test_tasks_are_as_the_main_one(made: Callable[..., Package], engine: str) ->
 
 @pytest.mark.parametrize("nodes", ["0", "many", "4:2", "1:"])
 def test_numbers_of_nodes_that_cannot_be(tmp_path: Path, nodes: str) -> None:
-    ended, _ = make_package(tmp_path, FLYTE_DDP_NODES=nodes)
+    ended, _ = packaged.make(tmp_path, FLYTE_DDP_NODES=nodes)
     if nodes == "1:":
         assert ended.exit_code == 0
         return
@@ -142,7 +120,7 @@ def test_without_the_plugins_there_is_the_rest(tmp_path: Path) -> None:
     )
     (tmp_path / "site").mkdir()
     (tmp_path / "site/sitecustomize.py").write_text(blocked)
-    ended, package = make_package(tmp_path, PYTHONPATH=str(tmp_path / "site"))
+    ended, package = packaged.make(tmp_path, PYTHONPATH=str(tmp_path / "site"))
     assert ended.exit_code == 0, ended.output
     assert "workflows.training.training_wf" in package.workflows
     assert not [name for name in (*package.workflows, *package.tasks) if any(engine in name for engine in ENGINES)]

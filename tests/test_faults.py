@@ -92,7 +92,7 @@ run = multiprocessing.process.BaseProcess.run
 def run_and_hang(process):
     if process.name == os.environ["HANGS_EARLY"]:
         from flyte_ddp.launch import rank_process
-        def hang_before_torch_is_imported(job, place, link):
+        def hang_before_torch_is_imported(place, link):
             while True:
                 time.sleep(0.01)
         rank_process.run_and_report = hang_before_torch_is_imported

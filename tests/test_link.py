@@ -22,7 +22,8 @@ OPEN: list[Connection] = []  # a rank ends with its launcher's end of the pipe, 
 def test_before_training_the_newest_checkpoint_is_the_one_that_was_found() -> None:
     ours, theirs = Pipe()
     OPEN.append(ours)
-    Link(theirs, saved=7)
+    Link(theirs)
+    ours.send({"kind": "job", "job": SimpleNamespace(checkpoint=SimpleNamespace(step=7))})
     ours.send({"kind": "save"})
     assert ours.poll(10)
     assert ours.recv() == {"kind": "saved", "step": 7}

@@ -13,7 +13,7 @@ import msgpack
 import packaged
 import pytest
 import yaml
-from cli import ROOT, Ended, pyflyte
+from cli import ROOT
 from flyteidl.admin.launch_plan_pb2 import CONCURRENCY_LIMIT_BEHAVIOR_SKIP
 from flyteidl.core.execution_pb2 import WorkflowExecution
 from flyteidl.core.literals_pb2 import Literal
@@ -47,29 +47,6 @@ ENGINES = ("elastic", "ray", "dask")
 TRAINING = {TRAIN, *(f"tasks.{engine}_training.train_on_{engine}" for engine in ENGINES)}
 PLANS = {"training_on_demand", "nightly_retraining", "retraining_on_change"}
 GPU_RESOURCES = {"CPU": "8", "MEMORY": "30Gi", "GPU": "2", "EPHEMERAL_STORAGE": "20Gi"}
-
-
-def make_package(folder: Path, **environment: str) -> tuple[Ended, Package]:
-    archive = folder / "package.tgz"
-    arguments = ("--pkgs", "workflows", "package", "--image", "flyte-ddp:test", "--output", str(archive))
-    ended = pyflyte(*arguments, home=folder / "home", **environment)
-    return ended, packaged.read(archive, folder / "package") if archive.exists() else Package()
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Package]:
-    """Makes packages, each only once."""
-    packages: dict[tuple[tuple[str, str], ...], Package] = {}
-
-    def make(**environment: str) -> Package:
-        key = tuple(sorted(environment.items()))
-        if key not in packages:
-            ended, package = make_package(tmp_path_factory.mktemp("package"), **environment)
-            assert ended.exit_code == 0, ended.output
-            packages[key] = package
-        return packages[key]
-
-    return make
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +115,7 @@ def test_a_profile_can_ask_for_a_type_of_gpu(made: Callable[..., Package]) -> No
 
 
 def test_an_unknown_profile_is_refused_with_the_choices(tmp_path: Path) -> None:
-    ended, package = make_package(tmp_path, FLYTE_DDP_PROFILE="sandbux")
+    ended, package = packaged.make(tmp_path, FLYTE_DDP_PROFILE="sandbux")
     assert ended.exit_code == 1
     assert ended.panel.startswith("unknown FLYTE_DDP_PROFILE 'sandbux': did you mean 'sandbox'? choose one of gpu, ")
     assert "Traceback" not in ended.output

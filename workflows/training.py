@@ -12,34 +12,21 @@ from flytekit.models.concurrency import ConcurrencyLimitBehavior, ConcurrencyPol
 from flytekit.models.core.execution import WorkflowExecutionPhase
 
 from flyte_ddp.config import Hyperparameters
-from tasks.preparation import NO_SCHEDULE, check_inputs, fetch_dataset
+from tasks.preparation import NO_SCHEDULE
 from tasks.training import TrainingOutputs, train_model
+from workflows.steps import checked_fetched_trained
 
 
 @workflow
 def training_wf(hp: Hyperparameters = Hyperparameters()) -> TrainingOutputs:
     """Train an image classifier; a run with the same hyperparameters, data and code is answered from the cache."""
-    checked = check_inputs(hp=hp)
-    data = fetch_dataset(
-        dataset=hp.dataset,
-        data_source=hp.data_source,
-        test_dataset=hp.test_dataset,
-        data_version=checked.data_version,
-    )
-    return train_model(hp=hp, data=data, run_version=checked.run_version)
+    return checked_fetched_trained(train_model, hp)
 
 
 @workflow
 def retraining_wf(hp: Hyperparameters = Hyperparameters(), kickoff_time: datetime = NO_SCHEDULE) -> TrainingOutputs:
     """Train an image classifier anew for each kickoff time, even if nothing else has changed."""
-    checked = check_inputs(hp=hp, kickoff_time=kickoff_time)
-    data = fetch_dataset(
-        dataset=hp.dataset,
-        data_source=hp.data_source,
-        test_dataset=hp.test_dataset,
-        data_version=checked.data_version,
-    )
-    return train_model(hp=hp, data=data, run_version=checked.run_version)
+    return checked_fetched_trained(train_model, hp, kickoff_time)
 
 
 def failure_notifications() -> List[Email]:

@@ -12,8 +12,9 @@ from flyte_ddp import hardware as machine
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UnreachableError, UserError
 from flyte_ddp.hardware import MOST_CPU_RANKS, Hardware
-from flyte_ddp.job import Job, Place
+from flyte_ddp.job import Job
 from flyte_ddp.launch import agent, room
+from flyte_ddp.launch.place import Place
 from flyte_ddp.launch.remote import JOIN_SECONDS, meeting_place
 from flyte_ddp.launch.spawn import main_script_hidden
 
@@ -75,7 +76,7 @@ def hardware(hp: Hyperparameters, client: Any) -> Hardware:
     """
     workers = workers_of(client)
     gpus = client.run(machine.visible_gpus)
-    device = room.device_type(hp, min(gpus.values(), default=0), "each worker of the Dask cluster")
+    device = room.device_type(hp, bool(gpus) and all(gpus.values()), "not all workers of the Dask cluster have one")
     most = len(workers) if device == "cuda" else min(len(workers), hp.batch_size)
     num_ranks = room.limited(hp, len(workers), f"the Dask cluster has {len(workers)} workers", most)
     used = chosen(workers, client.processing(), num_ranks)

@@ -28,6 +28,7 @@ from flyte_ddp.hardware import Hardware
 from flyte_ddp.job import Job
 from flyte_ddp.launch import room
 from flyte_ddp.launch.elastic_rank import ERROR_SUFFIX, POLL_SECONDS, follow, is_leader, lead, recorded
+from flyte_ddp.launch.failures import was_killed
 from flyte_ddp.launch.spawn import main_script_hidden
 
 __all__ = ["failure", "follow", "hardware", "is_leader", "launch", "log_kept_quiet", "recorded"]
@@ -66,7 +67,8 @@ def hardware(hp: Hyperparameters) -> Hardware:
         message = f"num_ranks={hp.num_ranks}: Elastic has started {num_ranks} workers, so there will be {num_ranks}"
         print(message, file=sys.stderr, flush=True)
     gpus = machine.visible_gpus()
-    device = room.device_type(hp, gpus if gpus >= on_this_host else 0, "Elastic's host, for each worker,")
+    lack = f"this host has {gpus} for {on_this_host} workers of Elastic's"
+    device = room.device_type(hp, gpus >= on_this_host, lack)
     threads = max(1, machine.cores() // on_this_host)
     return machine.decide(hp, device, num_ranks, threads=threads, bf16=machine.has_bf16(device))
 
@@ -110,7 +112,7 @@ def worker(job: Job) -> None:
     """What each of them does."""
     with recorded():
         if not is_leader():
-            follow(timeout=job.settings.timeout)
+            follow()
             return
         if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
             job = replace(job, checkpoint=checkpoint.go_on_from(job.run_folder, job.identity))
@@ -128,9 +130,7 @@ def failure(error: Any) -> BaseException:
     """
     rank, first = error.get_first_failure()
     if first.exitcode < 0:
-        name = signal.Signals(-first.exitcode).name
-        hint = ", which is often the kernel's out-of-memory killer" if name == "SIGKILL" else ""
-        return RankError(f"rank {rank} was killed by {name}{hint}", recoverable=True)
+        return was_killed(rank, signal.Signals(-first.exitcode))
     try:
         raised = pickle.loads(Path(first.error_file).with_suffix(ERROR_SUFFIX).read_bytes())
     except (OSError, pickle.UnpicklingError):

@@ -23,17 +23,20 @@ from pathlib import Path
 from typing import Any
 
 from flyte_ddp.errors import RankError, StoppedError, UnreachableError, UserError
-from flyte_ddp.job import Job, Place
-from flyte_ddp.launch.agent import received, use_network
+from flyte_ddp.job import Job
 from flyte_ddp.launch.host_data import prepared_here
 from flyte_ddp.launch.link import Link
+from flyte_ddp.launch.network import use_network
+from flyte_ddp.launch.place import Place
 from flyte_ddp.launch.remote import Invitation, Meeting, come, meeting_place
+from flyte_ddp.launch.standing import received
 from flyte_ddp.launch.stopping import SIGNALS, handed_on
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 ERROR_SUFFIX = ".pickle"  # of what is left beside it
 INVITATION = "flyte-ddp invitation"
 VERDICT_SECONDS = 30.0  # to hear what became of the run: more than its launcher takes to find out
+LEADER_SECONDS = 3600.0  # for rank 0 to let others in, which has to fetch the data first
 UNWIND_SECONDS = (2.0, 10.0)  # for a rank to come back from what it is doing when the run has failed, and for rank 0
 NOTICE_SECONDS = 1.0  # for Elastic to find a worker of its own that was killed, before others end
 POLL_SECONDS = 0.1
@@ -47,8 +50,7 @@ def is_leader() -> bool:
 def lead(job: Job) -> None:
     """What rank 0 does: a thread watches over all ranks while this one is what it is."""
     store = group_store(job.settings.timeout)
-    with meeting_place(job, os.environ["MASTER_ADDR"]) as meeting:
-        meeting.only_once = True
+    with meeting_place(job, os.environ["MASTER_ADDR"], only_once=True) as meeting:
         place = Place(0, int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
         invitation = meeting.invitation(place)
         store.set(INVITATION, pickle.dumps(invitation))
@@ -64,12 +66,12 @@ def watch_over(meeting: Meeting, num_ranks: int) -> None:
         meeting.run(num_ranks, lambda: None)
 
 
-def follow(fetch_into: Callable[[Path], object] | None = None, timeout: float = 600.0) -> None:
+def follow(fetch_into: Callable[[Path], object] | None = None, timeout: float = LEADER_SECONDS) -> None:
     """What all other ranks do: they get the job from rank 0.
 
     Args:
         fetch_into: puts the prepared data into a folder, on hosts without it; None: it is fetched from its origin.
-        timeout: seconds to wait for rank 0, which first prepares the run.
+        timeout: seconds to wait for rank 0, which first has its data come, and prepares the run.
 
     Raises:
         UnreachableError: rank 0 does not let this one in.
@@ -121,7 +123,7 @@ def take_part(
     use_network(host)
     with folder_of(shared if shares else None) as folder:
         job = received(pipe, folder, shares=shares)
-        link = WorkerLink(pipe, job.checkpoint.step if job.checkpoint else 0, place.rank)
+        link = WorkerLink(pipe, place.rank, saved=job.checkpoint.step if job.checkpoint else 0)
         with handed_on(SIGNALS, lambda: link.send("stop")):
             try:
                 run_rank(replace(job, data=prepared_here(job, fetch_into)), place, link.offer_saving, link)
@@ -149,13 +151,14 @@ def folder_of(shared: Path | None) -> Iterator[Path]:
 class WorkerLink(Link):
     """The connection of a rank whose process is Elastic's: what the launcher finds is raised here, by every rank."""
 
-    def __init__(self, pipe: Connection, saved: int, rank: int) -> None:
+    def __init__(self, pipe: Connection, rank: int, saved: int) -> None:
         self.verdicts: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self.main = threading.get_ident()
         self.rank = rank
         self.heard = False
         self.unwinding = threading.Event()
-        super().__init__(pipe, saved)
+        super().__init__(pipe)
+        self.offer_saving(lambda: saved)
 
     def hear(self, message: dict[str, Any]) -> None:
         """See :class:`Link`."""

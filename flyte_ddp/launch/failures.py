@@ -34,9 +34,7 @@ def first_failure(gang: Sequence[Member], timeout: float) -> UserError | RankErr
     own = errors(gang, *OWN)
     dead = killed(gang) or ([] if own or silent(gang) else killed(gang, also=signal.SIGABRT))
     if dead:
-        name = signal.Signals(-exit_code(dead[0])).name
-        hint = ", which is often the kernel's out-of-memory killer" if name == "SIGKILL" else ""
-        return RankError(f"rank {dead[0].rank} was killed by {name}{hint}", recoverable=True)
+        return was_killed(dead[0].rank, signal.Signals(-exit_code(dead[0])))
     if lost(gang):
         gone = lost(gang)[0]
         return RankError(
@@ -52,6 +50,12 @@ def first_failure(gang: Sequence[Member], timeout: float) -> UserError | RankErr
     if errors(gang, "timeout"):
         return hang(gang, timeout)
     return RankError(said(errors(gang, "peer")[0]), recoverable=True)
+
+
+def was_killed(rank: int, by: signal.Signals) -> RankError:
+    """The error of a rank that a signal has ended."""
+    hint = ", which is often the kernel's out-of-memory killer" if by == signal.SIGKILL else ""
+    return RankError(f"rank {rank} was killed by {by.name}{hint}", recoverable=True)
 
 
 def hang(gang: Sequence[Member], timeout: float) -> RankError:

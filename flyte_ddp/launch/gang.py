@@ -11,11 +11,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from multiprocessing import connection
 from multiprocessing.connection import Connection
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from flyte_ddp.job import Job
+from flyte_ddp import results
 from flyte_ddp.launch.failures import cause_is_known, errors, first_failure
 from flyte_ddp.launch.stopping import StopRequest
+
+if TYPE_CHECKING:
+    from flyte_ddp.job import Job
 
 SETTLE_SECONDS = 0.2  # from the first failure on
 LONGEST_SETTLE_SECONDS = 2.0  # the same, as long as nothing but consequences is known
@@ -38,6 +42,7 @@ class Member:
         self.completed = False
         self.saved: int | None = None  # step of the checkpoint that it was asked for
         self.listening = True
+        self.run_folder = Path()  # known when it is handed its job
         self.exitcode: int | None = None  # of its process; None as long as that is not known
 
     def has_ended(self) -> bool:
@@ -64,6 +69,11 @@ class Member:
     def close(self) -> None:
         """Waits a little for the end of a process that was killed, and lets go of what there was."""
         raise NotImplementedError
+
+    def hand_over(self, job: Job) -> None:
+        """Tells the rank what there is to do."""
+        self.run_folder = job.run_folder
+        self.send("job", job=job)
 
     def send(self, kind: str, **values: Any) -> None:
         """Tells the rank something, if it is still there."""
@@ -102,19 +112,27 @@ def listen(gang: Sequence[Member], stop: StopRequest, seconds: float | None = No
     for member in gang:
         ended = member.has_ended()  # what it sent before is in the pipe
         for message in member.messages():
-            if message["kind"] == "error":
-                member.error = message
-            elif message["kind"] == "completed":
-                member.completed = True
-            elif message["kind"] == "saved":
-                member.saved = message["step"]
-            elif message["kind"] == "stop":
-                stop.make(signal.SIGTERM)
-            elif message["kind"] == "port":
-                for other in gang[1:]:
-                    other.send("address", host=member.host, port=message["port"])
+            take_in(message, member, gang, stop)
         if ended:
             member.listening = False
+
+
+def take_in(message: dict[str, Any], member: Member, gang: Sequence[Member], stop: StopRequest) -> None:
+    """Takes in what one of the ranks has sent."""
+    kind = message["kind"]
+    if kind == "error":
+        member.error = message
+    elif kind == "completed":
+        member.completed = True
+    elif kind == "saved":
+        member.saved = message["step"]
+    elif kind == "stop":
+        stop.make(signal.SIGTERM)
+    elif kind == "port":
+        for other in gang[1:]:
+            other.send("address", host=member.host, port=message["port"])
+    elif kind in results.KINDS:
+        results.keep(member.run_folder, **message)
 
 
 def settle(gang: Sequence[Member], stop: StopRequest) -> None:

@@ -35,7 +35,7 @@ def prepared_here(job: Job, fetch_into: Callable[[Path], object] | None = None) 
             fetch_into(folder)
     if digest(folder) != job.identity.data:
         raise UserError(
-            f"dataset={hp.dataset!r}: what this host has fetched is not what the launcher has; it must be the same "
+            f"dataset={job.hp.dataset!r}: what this host has fetched is not what the launcher has; it must be the same "
             "everywhere, so give an address that all hosts share, or run again if it has just changed"
         )
     return folder

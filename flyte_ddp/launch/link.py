@@ -9,9 +9,13 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flyte_ddp.errors import CollectiveTimeoutError, PeerGoneError, UnreachableError, UserError
+from flyte_ddp.launch.network import use_network
+
+if TYPE_CHECKING:
+    from flyte_ddp.job import Job
 
 # How gloo and NCCL say, in a RuntimeError, that another rank has gone or did not come.
 PEER_GONE = (
@@ -34,15 +38,15 @@ class Link:
 
     Args:
         pipe: to the launcher.
-        saved: the step of the checkpoint that the run goes on from, 0 without one.
 
     """
 
-    def __init__(self, pipe: Connection, saved: int = 0) -> None:
+    def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
         self._sending = threading.Lock()
+        self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self._addresses: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
-        self._save: Callable[[], int] = lambda: saved
+        self._save: Callable[[], int] = lambda: 0
         threading.Thread(target=self._listen, name="launcher", daemon=True).start()
 
     def send(self, kind: str, **values: Any) -> None:
@@ -53,6 +57,10 @@ class Link:
     def report(self, error: BaseException) -> None:
         """Tells the launcher how this rank failed."""
         self.send(**described(error))
+
+    def job(self) -> Job:
+        """What there is to do, when the launcher has said so."""
+        return self._jobs.get()
 
     def address(self, timeout: float) -> tuple[str, int]:
         """Where the ranks meet, from rank 0 by way of the launcher: host and port.
@@ -79,7 +87,14 @@ class Link:
 
     def hear(self, message: dict[str, Any]) -> None:
         """Does what the launcher says."""
-        if message["kind"] == "address":
+        if message["kind"] == "job":
+            job: Job = message["job"]
+            saved = job.checkpoint.step if job.checkpoint else 0
+            self._save = lambda: saved
+            self._jobs.put(job)
+        elif message["kind"] == "network":
+            use_network(message["host"])
+        elif message["kind"] == "address":
             self._addresses.put((message["host"], message["port"]))
         elif message["kind"] == "save":
             self.send("saved", step=self._save())

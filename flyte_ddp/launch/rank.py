@@ -8,14 +8,16 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
-from flyte_ddp import compiler, distributed
-from flyte_ddp.job import Job, Place
+from flyte_ddp import compiler, distributed, results
+from flyte_ddp.job import Job
 from flyte_ddp.launch.link import Link
+from flyte_ddp.launch.place import Place
 from flyte_ddp.train import train
 
 NCCL_GRACE_SECONDS = 60.0
@@ -40,11 +42,13 @@ def run_rank(job: Job, place: Place, offer_saving: OfferSaving, link: Link | Non
     else:
         torch.cuda.set_device(place.device)
     if not job.hp.compile:
-        compiler.leave_out_of_optimizers()
+        compiler.leave_out()
     if place.world_size > 1:
         assert link is not None
         join_process_group(job, place, meet(job, place, link))
-    train(job, offer_saving)
+    deliver = link.send if link is not None else partial(results.keep, job.run_folder)
+    with results.delivered_by(deliver, place.rank):
+        train(job, offer_saving)
     if place.world_size > 1:
         dist.barrier()  # no rank closes its connections while another still needs them
         dist.destroy_process_group()
@@ -114,4 +118,4 @@ def settings_restored() -> Iterator[None]:
         if cublas is None:
             os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
         tune_memory(MMAP_MAX, TRIM_THRESHOLD)
-        compiler.back_into_optimizers()
+        compiler.let_in_again()

@@ -13,15 +13,17 @@ import sys
 from contextlib import suppress
 from multiprocessing.connection import Connection
 
-from flyte_ddp.job import Job, Place
 from flyte_ddp.launch.link import Link
+from flyte_ddp.launch.place import Place
 from flyte_ddp.launch.stopping import SIGNALS, handed_on
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-def start_rank(job: Job, place: Place, pipe: Connection, stacks: Connection) -> None:
+def start_rank(place: Place, pipe: Connection, stacks: Connection) -> None:
     """The process's first function, called with ``SIGNALS`` blocked; ends the process.
+
+    The job comes by the pipe, so that the process can be started, and import torch, before there is one.
 
     Args:
         pipe: to the launcher, see :class:`Link`.
@@ -30,22 +32,22 @@ def start_rank(job: Job, place: Place, pipe: Connection, stacks: Connection) -> 
     """
     die_with_parent()
     faulthandler.register(signal.SIGUSR1, file=stacks.fileno(), all_threads=False)
-    link = Link(pipe, saved=job.checkpoint.step if job.checkpoint else 0)
+    link = Link(pipe)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all processes of a terminal, the launcher among them
     # SIGTERM may be sent to all processes or to one: the launcher then stops all ranks.
     with handed_on((signal.SIGTERM,), lambda: link.send("stop")):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-        code = run_and_report(job, place, link)
+        code = run_and_report(place, link)
         # Without the clean-up that waits for peers, which may be gone, and takes a second to take torch apart.
         os._exit(code)
 
 
-def run_and_report(job: Job, place: Place, link: Link) -> int:
+def run_and_report(place: Place, link: Link) -> int:
     """Runs the rank and tells the launcher what became of it; the process's exit code."""
     try:
         from flyte_ddp.launch.rank import run_rank
 
-        run_rank(job, place, link.offer_saving, link)
+        run_rank(link.job(), place, link.offer_saving, link)
     except BaseException as error:
         flush()  # before the report: when the launcher has it, it ends this process
         link.report(error)

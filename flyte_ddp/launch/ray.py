@@ -14,8 +14,9 @@ from flyte_ddp import hardware as machine
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UnreachableError
 from flyte_ddp.hardware import MOST_CPU_RANKS, Hardware
-from flyte_ddp.job import Job, Place
+from flyte_ddp.job import Job
 from flyte_ddp.launch import agent, room
+from flyte_ddp.launch.place import Place
 from flyte_ddp.launch.remote import JOIN_SECONDS, meeting_place
 
 ADDRESS = "RAY_ADDRESS"  # Ray's own variable
@@ -80,7 +81,7 @@ def hardware(hp: Hyperparameters) -> Hardware:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         cpus = [int(node.get("CPU", 0)) for node in nodes]
         gpus = [int(node.get("GPU", 0)) for node in nodes]
-        device = room.device_type(hp, sum(gpus), "the Ray cluster")
+        device = room.device_type(hp, sum(gpus) > 0, "the Ray cluster has none")
         if device == "cuda":
             num_ranks = room.limited(hp, sum(gpus), f"the Ray cluster has {sum(gpus)} GPUs", sum(gpus))
             threads = min(max(1, cpu // gpu) for cpu, gpu in zip(cpus, gpus, strict=True) if gpu)

@@ -1,4 +1,4 @@
-"""Ranks on other hosts: an agent there starts each, as a process of its own, and stands for it (agent.py).
+"""Ranks on other hosts: an agent there starts each, as a process of its own, and stands for it (agent.py, standing.py).
 
 An engine such as Ray or Dask starts the agents where it has room, and hands each its :class:`Invitation`. They come to
 the launcher over TCP, and from then on their ranks are members of a gang like any others.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-import struct
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,9 +22,11 @@ from typing import Any
 from flyte_ddp.checkpoint import go_on_from
 from flyte_ddp.code_digest import library_digest
 from flyte_ddp.errors import RankError, UnreachableError, UserError
-from flyte_ddp.job import Job, Place
+from flyte_ddp.job import Job
 from flyte_ddp.launch.files import APPENDED, Receiver, send_file
 from flyte_ddp.launch.gang import Member, end, watch
+from flyte_ddp.launch.network import keep_alive, wait_at_most
+from flyte_ddp.launch.place import Place
 from flyte_ddp.launch.stopping import StopRequest
 
 COME_SECONDS = 300.0  # for all agents: images may have to be pulled, and nodes added
@@ -33,8 +34,6 @@ HELLO_SECONDS = 10.0  # for one that has connected to say who it is
 JOIN_SECONDS = 10.0  # for a killed rank to end
 STACK_SECONDS = 3.0  # more than the agent's own
 POLL_SECONDS = 0.1
-UNHEARD_MILLISECONDS = 30_000  # until a host that does not confirm what it was sent is gone
-KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}  # a host that is gone is noticed in 30 s
 
 
 @dataclass(frozen=True)
@@ -107,6 +106,16 @@ class RemoteMember(Member):
             else:
                 yield message
 
+    def hand_over(self, job: Job) -> None:
+        """Sends the job, and before it the files that the agent must have where it does not share the run folder."""
+        if self.receiver is not None:
+            with suppress(OSError):  # one that is lost is noticed by whoever listens to it
+                send_file(self.pipe, job.run_folder / APPENDED, APPENDED)
+                for path in (job.checkpoint.path if job.checkpoint else None, job.initial_weights):
+                    if path is not None:
+                        send_file(self.pipe, path, path.name)
+        super().hand_over(job)
+
     def stack(self) -> str:
         """See :class:`Member`."""
         self.send("stack")
@@ -136,13 +145,13 @@ class RemoteMember(Member):
 
 
 @contextmanager
-def meeting_place(job: Job, host: str) -> Iterator[Meeting]:
-    """Where agents come to, open until the end of the block."""
+def meeting_place(job: Job, host: str, *, only_once: bool = False) -> Iterator[Meeting]:
+    """Where agents come to, open until the end of the block; see :class:`Meeting`."""
     mark = f".shared-{secrets.token_hex(8)}.tmp"  # which the next run removes if this one cannot
     (job.run_folder / mark).touch()
     try:
         with socket.create_server((host, 0), backlog=128) as server:
-            yield Meeting(job, server, host, mark)
+            yield Meeting(job, server, host, mark, only_once=only_once)
     finally:
         (job.run_folder / mark).unlink(missing_ok=True)
 
@@ -155,13 +164,13 @@ class Meeting:
         server: listens.
         host: under which agents reach it.
         mark: name of a file in the run folder.
+        only_once: the engine does not send agents once more.
     """
 
-    only_once = False  # the engine does not send agents once more
-
-    def __init__(self, job: Job, server: socket.socket, host: str, mark: str) -> None:
-        self.job, self.server, self.host, self.mark = job, server, host, mark
+    def __init__(self, job: Job, server: socket.socket, host: str, mark: str, *, only_once: bool) -> None:
+        self.job, self.server, self.host, self.mark, self.only_once = job, server, host, mark, only_once
         self.key = secrets.token_bytes(32)
+        self.code = library_digest()
 
     def invitation(self, place: Place) -> Invitation:
         """For the agent of this rank."""
@@ -206,21 +215,17 @@ class Meeting:
         """
         gang: list[Member] = []
         try:
-            try:
-                self.gather(gang, num_ranks, stop, check)
-            except UnreachableError as error:
-                raise before or error from None
+            self.gather(gang, num_ranks, stop, check)
             if before is not None:
                 self.go_on(before)
             self.supervise(gang, stop)
-        except RankError as error:
-            if error is before or not error.recoverable or self.only_once:
-                over(gang, error)
-                raise
-            return error
         except BaseException as error:
-            over(gang, error)
-            raise
+            if isinstance(error, RankError) and error.recoverable and not self.only_once:
+                return error
+            not_sent = isinstance(error, UnreachableError) and len(gang) < num_ranks
+            final = before if before is not None and not_sent else error
+            over(gang, final)
+            raise final from None
         else:
             over(gang)
             return None
@@ -231,7 +236,7 @@ class Meeting:
         """Hands the job over, and returns when all ranks have completed."""
         job = adapted(self.job, {member.host for member in gang})
         for member in gang:
-            hand_over(member, job)
+            member.hand_over(job)
         watch(gang, stop, job)
 
     def go_on(self, failure: RankError) -> None:
@@ -277,10 +282,10 @@ class Meeting:
         except (AuthenticationError, EOFError, OSError):
             pipe.close()
             return None
-        if found["code"] != library_digest():
+        if found["code"] != self.code:
             pipe.close()
             raise UserError(
-                f"host {found['host']} runs library sources {found['code']}, and this one {library_digest()}; "
+                f"host {found['host']} runs library sources {found['code']}, and this one {self.code}; "
                 "have the same flyte-ddp on all hosts of the cluster"
             )
         receiver = None if found["shares"] else Receiver(self.job.run_folder)
@@ -307,30 +312,3 @@ def over(gang: Sequence[Member], error: BaseException | None = None) -> None:
     """Tells what became of the run, and that no other try will follow."""
     for member in gang:
         member.send("over", error=error)
-
-
-def hand_over(member: Member, job: Job) -> None:
-    """Sends the job to an agent, with the files that it must have where it does not share the run folder."""
-    assert isinstance(member, RemoteMember)
-    with suppress(OSError):  # one that is lost is noticed by whoever listens to it
-        if member.receiver is not None:
-            send_file(member.pipe, job.run_folder / APPENDED, APPENDED)
-            for path in (job.checkpoint.path if job.checkpoint else None, job.initial_weights):
-                if path is not None:
-                    send_file(member.pipe, path, path.name)
-        member.pipe.send({"kind": "job", "job": job})
-
-
-def wait_at_most(connected: socket.socket, seconds: float) -> None:
-    """Has reading from it fail after so long; 0: never."""
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), 0))
-
-
-def keep_alive(connected: socket.socket) -> None:
-    """Has the kernel notice when the other host has gone without a word."""
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in KEEPALIVE.items():
-        if hasattr(socket, name):
-            connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNHEARD_MILLISECONDS)

@@ -8,19 +8,19 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 
 
-def device_type(hp: Hyperparameters, gpus: int, cluster: str) -> str:
+def device_type(hp: Hyperparameters, has_gpus: bool, lack: str) -> str:
     """``cuda`` or ``cpu``.
 
     Args:
-        gpus: how many the cluster has.
-        cluster: what it is called.
+        has_gpus: whether there is a GPU for each rank.
+        lack: what there is if not, in words.
 
     Raises:
         UserError: GPUs were asked for, and there are none.
     """
-    if hp.backend == "nccl" and not gpus:
-        raise UserError(f"backend='nccl': needs GPUs and {cluster} has none; use backend='gloo' or 'auto'")
-    return "cuda" if gpus and hp.backend != "gloo" else "cpu"
+    if hp.backend == "nccl" and not has_gpus:
+        raise UserError(f"backend='nccl': needs a GPU for each rank, but {lack}; use backend='gloo' or 'auto'")
+    return "cuda" if has_gpus and hp.backend != "gloo" else "cpu"
 
 
 def limited(hp: Hyperparameters, room: int, what: str, most: int) -> int:

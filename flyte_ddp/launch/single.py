@@ -9,7 +9,8 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from flyte_ddp.errors import RankError, StoppedError, UserError
-from flyte_ddp.job import Job, Place
+from flyte_ddp.job import Job
+from flyte_ddp.launch.place import Place
 from flyte_ddp.launch.stopping import SIGNALS
 
 if TYPE_CHECKING:

@@ -16,12 +16,15 @@ from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from flyte_ddp.job import Job, Place
 from flyte_ddp.launch.gang import Member, end, watch
+from flyte_ddp.launch.place import Place
 from flyte_ddp.launch.rank_process import start_rank
 from flyte_ddp.launch.stopping import SIGNALS, StopRequest
+
+if TYPE_CHECKING:
+    from flyte_ddp.job import Job
 
 HOST = "127.0.0.1"
 JOIN_SECONDS = 10.0  # for a killed process to end, which one that sits in the kernel (NFS, a GPU's driver) does not
@@ -82,14 +85,16 @@ def launch(job: Job, *, num_ranks: int) -> None:
     gang: list[Member] = []
     with StopRequest() as stop:
         try:
-            start(gang, job, [Place(rank, num_ranks, device=rank) for rank in range(num_ranks)])
+            start(gang, [Place(rank, num_ranks, device=rank) for rank in range(num_ranks)])
+            for member in gang:
+                member.hand_over(job)
             watch(gang, stop, job)
         finally:
             end(gang)
 
 
-def start(gang: list[Member], job: Job, places: Iterable[Place]) -> None:
-    """Starts some of a run's ranks, one after the other, and adds them to the gang."""
+def start(gang: list[Member], places: Iterable[Place]) -> None:
+    """Starts some of a run's ranks, one after the other, and adds them to the gang; they wait for their job."""
     context = multiprocessing.get_context("spawn")
     resource_tracker.ensure_running()  # it unblocks signals, so before they are blocked
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until the ranks have their own handlers
@@ -99,7 +104,7 @@ def start(gang: list[Member], job: Job, places: Iterable[Place]) -> None:
                 pipe, its_pipe = context.Pipe()
                 stacks, its_stacks = context.Pipe(duplex=False)
                 process = context.Process(
-                    target=start_rank, args=(job, place, its_pipe, its_stacks), name=f"rank {place.rank}"
+                    target=start_rank, args=(place, its_pipe, its_stacks), name=f"rank {place.rank}"
                 )
                 process.start()
                 gang.append(ProcessMember(place.rank, process, pipe, stacks))

@@ -8,8 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from flyte_ddp.errors import UnreachableError
-from flyte_ddp.job import Job, Place
+from flyte_ddp.job import Job
 from flyte_ddp.launch import agent
+from flyte_ddp.launch.place import Place
 from flyte_ddp.launch.remote import Invitation, meeting_place
 
 NOWHERE = Path("/nowhere")

@@ -4,12 +4,12 @@ import sys
 from pathlib import Path
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.launch import elastic, remote
+from flyte_ddp.launch import elastic, network
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
 
-remote.KEEPALIVE = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3}
-remote.UNHEARD_MILLISECONDS = 3_000
+network.KEEPALIVE = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3}
+network.UNHEARD_MILLISECONDS = 3_000
 
 if elastic.is_leader():
     hp, data, folder = Hyperparameters.from_json(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])

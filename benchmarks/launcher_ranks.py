@@ -1,0 +1,47 @@
+"""What ranks of ``launchers`` run; in a module of its own, so that they import nothing else."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+PIDS = "FLYTE_DDP_BENCHMARK_PIDS"  # environment: a folder, where each rank says which process it is
+RANKS = 2
+
+
+def tutorial(num_classes: int, input_shape: tuple[int, int, int]) -> Any:
+    """The tutorial's network, in ranks that say who they are."""
+    from flyte_ddp.distributed import rank
+    from flyte_ddp.images import InputSpec
+    from flyte_ddp.models import Tutorial
+
+    Path(os.environ[PIDS], str(rank())).write_text(str(os.getpid()))
+    channels, height, width = input_shape
+    return Tutorial(num_classes, InputSpec(channels, height, width, (0.0,) * channels, (1.0,) * channels))
+
+
+def bare_rank(rank: int, folder: str) -> None:
+    """Forms a group and takes a step; rank 0 notes when it was done."""
+    import torch
+    from torch import distributed, nn
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    layers = nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(9216, 10)
+    model = DistributedDataParallel(nn.Sequential(*layers))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = nn.functional.cross_entropy(model(torch.randn(128, 1, 28, 28)), torch.zeros(128, dtype=torch.int64))
+    loss.backward()
+    optimizer.step()
+    if rank == 0:
+        Path(folder, "stepped").write_text(repr(time.time()))
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
+def bare_worker(folder: str) -> None:
+    """The same, in a worker of Elastic's."""
+    bare_rank(int(os.environ["RANK"]), folder)

@@ -1,0 +1,193 @@
+"""More ranks: efficiency from 1 to 2 of them here, and a model of up to 1,024, checked over links of known speed.
+
+Efficiency is the rate of two ranks, of twice that of one; each rank has one thread. ``strong`` keeps the batch of all
+ranks together, ``weak`` that of each. Over a link, two ranks are on two network namespaces, on a core each, joined by a
+veth pair that a token bucket limits; what a step sends is counted by the interface, as the difference between two runs
+of unequal length, and the time of computation is that of two runs of one rank each, side by side.
+
+The model is that of gloo's ring: with n ranks and gradients of S bytes, each rank sends 2 (n - 1) / n x S bytes a step,
+in 2 (n - 1) steps for each of DDP's buckets (25 MiB, the first 1 MiB), and a step takes its computation and this, of
+which at worst nothing, and at best all that fits, is hidden behind the backward pass.
+
+It assumes: all ranks equally fast, all the time; a link of its own for each rank, both ways at once, of whose bits 95 %
+are gradients; 50 us from rank to rank; a backward pass of two thirds of the computation; and batches that grow with the
+number of ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.link import Host, linked_hosts
+from benchmarks.measuring import Options, Result, Target, interleaved
+from benchmarks.running import LIMIT_SECONDS, ROOT, environment, fashion_mnist, run_python
+from flyte_ddp.config import Hyperparameters
+
+NETWORKS = {"small_cnn": 256, "resnet18": 64}  # with the batch of two ranks
+SPEEDS = (200, 1000)  # Mbit/s of the links that there are
+MODELLED = (10_000, 100_000)  # and of those that there are not
+RANKS = (8, 64, 256, 1024)
+PAYLOAD, LATENCY, BACKWARD = 0.95, 50e-6, 2 / 3
+FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20
+PORT = 29400  # within the hosts' own network
+
+
+def measure(options: Options) -> Result:
+    """Measures all in turn."""
+    base = {
+        "dataset": "fashion_mnist",
+        "backend": "gloo",
+        "precision": "fp32",
+        "validation_fraction": 0.0,
+        "eval_interval": 100_000,
+        "epochs": 100_000,
+        "test_batch_size": 1000,
+    }
+    result = Result(settings=base)
+    for network, batch in NETWORKS.items():
+        measure_network(options, result, {**base, "model": network}, batch)
+    return result
+
+
+def measure_network(options: Options, result: Result, base: dict[str, Any], batch: int) -> None:
+    """Measures a network, and checks the model on it."""
+    network = base["model"]
+    steps = 4 if options.quick else {"small_cnn": 400, "resnet18": 40}[network]
+    data = fashion_mnist(options.folder)
+
+    def rate(label: str, settings: Mapping[str, Any], repeat: int) -> None:
+        folder = options.folder / f"{network}-{label}-{repeat}"
+        order = {"hp": {**base, **settings, "max_steps": steps}, "data": str(data), "folder": str(folder)}
+        run_python("benchmarks.ranks_run", json.dumps(order))
+        result.add(f"{network}: {label}", rate_of(folder), "samples/s")
+        shutil.rmtree(folder)
+
+    one, half = {"num_ranks": 1, "batch_size": batch}, {"num_ranks": 1, "batch_size": batch // 2}
+    two = {"num_ranks": 2, "batch_size": batch}
+    sides = {
+        "1 rank": one,
+        "1 rank, half the batch": half,
+        "2 ranks, shared_memory": {**two, "strategy": "shared_memory"},
+        "2 ranks, ddp": {**two, "strategy": "ddp"},
+    }
+    interleaved(
+        {label: functools.partial(rate, label, settings) for label, settings in sides.items()}, options.number(5)
+    )
+    for strategy in ("shared_memory", "ddp"):
+        for kind, before in (("strong", "1 rank"), ("weak", "1 rank, half the batch")):
+            label = f"{network}: efficiency, {strategy}, {kind}"
+            twice = result.ratio(label, f"{network}: 2 ranks, {strategy}", f"{network}: {before}")
+            result.targets.append(Target(f"{label}, 1 to 2 ranks", twice / 2, "%"))
+    over_links(options, result, {**base, "strategy": "ddp"}, batch, steps, data)
+
+
+def over_links(options: Options, result: Result, base: dict[str, Any], batch: int, steps: int, data: Path) -> None:
+    """Measures two hosts, and holds the model against them."""
+    network = base["model"]
+    size = gradient_bytes(base)
+
+    def alone(repeat: int) -> None:
+        folders = [options.folder / f"{network}-alone-{repeat}-{number}" for number in (0, 1)]
+        hp = {**base, "batch_size": batch // 2, "max_steps": steps, "num_ranks": 1}
+        with linked_hosts(SPEEDS[0]) as hosts:
+            run_hosts([order_for(host, host, 1, hp, data, folder) for host, folder in zip(hosts, folders, strict=True)])
+        for folder in folders:
+            result.add(f"{network}: a step's computation", batch / 2 / rate_of(folder), "s")
+            shutil.rmtree(folder)
+
+    def together(speed: int, repeat: int) -> None:
+        sent = []
+        for number in (steps // 4, steps):
+            folder = options.folder / f"{network}-{speed}-{repeat}-{number}"
+            hp = {**base, "batch_size": batch, "max_steps": number, "num_ranks": 2}
+            with linked_hosts(speed) as hosts:
+                run_hosts([order_for(host, hosts[0], 2, hp, data, folder) for host in hosts])
+                sent.append(max(host.sent() for host in hosts))
+        result.add(f"{network}: a step at {speed} Mbit/s", batch / rate_of(folder), "s")
+        result.add(f"{network}: sent in a step", (sent[1] - sent[0]) / (steps - steps // 4), "bytes")
+
+    runs = {f"{network}: {speed} Mbit/s": functools.partial(together, speed) for speed in SPEEDS}
+    interleaved({f"{network}: alone": alone, **runs}, options.number(3))
+    computation = result.median(f"{network}: a step's computation")
+    volume = result.median(f"{network}: sent in a step") / (ring_bytes(2, size) / PAYLOAD)
+    result.targets.append(Target(f"{network}: sent in a step, of the model's", volume, "%", 0.93, 1.07))
+    for speed in SPEEDS:
+        best, worst = step_seconds(2, computation, size, speed)
+        measured = result.median(f"{network}: a step at {speed} Mbit/s")
+        what = f"{network}: a step at {speed} Mbit/s, of the model's"
+        result.targets.append(Target(f"{what} best", measured / best, "%", at_least=0.95))
+        result.targets.append(Target(f"{what} worst", measured / worst, "%", at_most=1.05))
+    for speed in MODELLED:
+        for ranks in RANKS:
+            for kind, seconds in zip(("best", "worst"), step_seconds(ranks, computation, size, speed), strict=True):
+                what = f"{network}: efficiency on {ranks:,} hosts at {speed // 1000} Gbit/s, by the model, {kind}"
+                result.targets.append(Target(what, computation / seconds, "%"))
+
+
+def step_seconds(ranks: int, computation: float, size: int, megabits: int) -> tuple[float, float]:
+    """The model's step: at best, with all that fits hidden behind the backward pass, and at worst."""
+    buckets = 1 + math.ceil(max(0, size - FIRST_BUCKET) / BUCKET)
+    sending = ring_bytes(ranks, size) / (megabits * 1e6 / 8 * PAYLOAD)
+    communication = sending + buckets * 2 * (ranks - 1) * LATENCY
+    backward = BACKWARD * computation
+    return computation - backward + max(backward, communication), computation + communication
+
+
+def ring_bytes(ranks: int, size: int) -> float:
+    """What each rank of a ring sends."""
+    return 2 * (ranks - 1) / ranks * size
+
+
+def gradient_bytes(base: Mapping[str, Any]) -> int:
+    """Of a network in fp32."""
+    from flyte_ddp.images import InputSpec
+    from flyte_ddp.models import build
+
+    hp = Hyperparameters(**base)
+    model = build(hp.model, 10, InputSpec(1, 28, 28, (0.0,), (1.0,)))
+    return 4 * sum(parameter.numel() for parameter in model.parameters())
+
+
+def order_for(host: Host, first: Host, nodes: int, hp: Mapping[str, Any], data: Path, folder: Path) -> list[str]:
+    """What runs on a host: one of torchrun's workers, with Elastic's store on the first."""
+    order = {"hp": dict(hp), "data": str(data), "folder": str(folder)}
+    return host.command(
+        *(sys.executable, "-m", "torch.distributed.run", "--nnodes", str(nodes), "--nproc-per-node", "1"),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first.address}:{PORT}", "--rdzv-id", "ranks"),
+        *("--rdzv-conf", f"is_host={int(host is first)}", "--local-addr", host.address),
+        *("--module", "benchmarks.ranks_run", json.dumps(order)),
+    )
+
+
+def run_hosts(commands: list[list[str]]) -> None:
+    """Runs them side by side.
+
+    Raises:
+        RuntimeError: one failed.
+    """
+    started = [
+        subprocess.Popen(command, cwd=ROOT, env=environment(OMP_NUM_THREADS="1"), stderr=subprocess.PIPE, text=True)
+        for command in commands
+    ]
+    try:
+        for process in started:
+            _, said = process.communicate(timeout=LIMIT_SECONDS)
+            if process.returncode:
+                raise RuntimeError(said[-3000:])
+    finally:
+        for process in started:
+            process.kill()
+
+
+def rate_of(folder: Path) -> float:
+    """Of a run's training."""
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return float(records[-1]["samples_per_second"])

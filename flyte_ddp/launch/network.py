@@ -1,0 +1,46 @@
+"""Sockets between hosts, and the interface over which ranks talk."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+
+UNHEARD_MILLISECONDS = 30_000  # until a host that does not confirm what it was sent is gone
+KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}  # a host that is gone is noticed in 30 s
+SIOCGIFADDR = 0x8915  # linux/sockios.h
+NETWORK_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+def keep_alive(connected: socket.socket) -> None:
+    """Has the kernel notice when the other host has gone without a word."""
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEPALIVE.items():
+        if hasattr(socket, name):
+            connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNHEARD_MILLISECONDS)
+
+
+def wait_at_most(connected: socket.socket, seconds: float) -> None:
+    """Has reading from it fail after so long; 0: never."""
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), 0))
+
+
+def use_network(host: str) -> None:
+    """Has the ranks talk over the interface that has this address, unless the user has chosen one."""
+    for _, name in socket.if_nameindex():
+        if address_of(name) == host:
+            for variable in NETWORK_VARIABLES:
+                os.environ.setdefault(variable, name)
+
+
+def address_of(interface: str) -> str:
+    """The interface's IPv4 address, or nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        try:
+            answer = fcntl.ioctl(asking.fileno(), SIOCGIFADDR, struct.pack("256s", interface.encode()))
+        except OSError:
+            return ""
+    return socket.inet_ntoa(answer[20:24])

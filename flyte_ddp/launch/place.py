@@ -1,0 +1,14 @@
+"""Which of a run's ranks a process is; in a file of its own, so that a rank is started before much is imported."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which of the ranks one is."""
+
+    rank: int
+    world_size: int
+    device: int  # the number of its GPU, of those that its process sees

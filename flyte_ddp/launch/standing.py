@@ -1,0 +1,124 @@
+"""Stands for a rank at its launcher, which is on another host: passes on what they have to tell each other."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from dataclasses import replace
+from multiprocessing import connection
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from flyte_ddp.job import Job
+from flyte_ddp.launch.files import Mirror, Receiver
+from flyte_ddp.launch.gang import Member, end
+from flyte_ddp.launch.host_data import prepared_here
+from flyte_ddp.launch.link import described
+from flyte_ddp.launch.remote import Invitation, come
+from flyte_ddp.launch.stopping import StopRequest
+
+MIRROR_SECONDS = 0.5
+
+
+def stand_for(member: Member, invitation: Invitation) -> bool:
+    """Comes to the launcher, has the rank do its job, and ends it.
+
+    Args:
+        member: the rank, which has been started.
+        invitation: of it.
+
+    Returns:
+        Whether that is all; if not, another try may be of use.
+    """
+    folder: Path | None = None
+    try:
+        pipe, host, shares = come(invitation)
+        member.send("network", host=host)
+        folder = None if shares else Path(tempfile.mkdtemp(prefix="flyte-ddp-run-"))
+        job = received(pipe, folder or invitation.run_folder, shares=shares)
+        mirror = Mirror(folder, pipe.send) if folder is not None and member.rank == 0 else None
+        with StopRequest() as stop:
+            try:
+                member.hand_over(replace(job, data=prepared_here(job)))
+            except Exception as error:
+                pipe.send(described(error))
+                pipe.send({"kind": "exit", "code": 1})
+                return last_word(pipe)
+            return relay(member, pipe, stop, mirror) or last_word(pipe)
+    except ConnectionRefusedError:  # the run is over
+        return True
+    except (EOFError, ConnectionError):  # the launcher is gone
+        return False
+    finally:
+        end([member])
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def last_word(pipe: Connection) -> bool:
+    """Waits until the launcher says that all is over, or is gone, which is an EOFError or a ConnectionError."""
+    while pipe.recv()["kind"] != "over":
+        pass
+    return True
+
+
+def received(pipe: Connection, folder: Path, *, shares: bool) -> Job:
+    """The job, with the files that come with it where the run folder is not shared."""
+    come: dict[str, Receiver] = {}
+    while (message := pipe.recv())["kind"] == "file":
+        name = Path(message["name"]).name
+        come.setdefault(name, Receiver(folder, (name,))).take({**message, "name": name})
+    job: Job = message["job"]
+    if shares:
+        return job
+    found, weights = job.checkpoint, job.initial_weights
+    return replace(
+        job,
+        run_folder=folder,
+        checkpoint=replace(found, path=folder / found.path.name) if found else None,
+        initial_weights=folder / weights.name if weights else None,
+    )
+
+
+def relay(member: Member, pipe: Connection, stop: StopRequest, mirror: Mirror | None) -> bool:
+    """Passes messages on until the rank has ended; its files go before what it says of them.
+
+    Returns:
+        Whether the launcher has said that all is over.
+    """
+    over = False
+
+    def tell(message: dict[str, Any]) -> None:
+        if mirror is not None:
+            mirror.send_new()
+        pipe.send(message)
+
+    waited = [pipe, stop.reader]
+    while True:
+        ready = connection.wait([*waited, *member.waitables()], MIRROR_SECONDS if mirror else None)
+        if stop.reader in ready:
+            waited.remove(stop.reader)
+            pipe.send({"kind": "stop"})
+        ended = member.has_ended()
+        for message in member.messages():
+            tell(message)
+        if ended:
+            tell({"kind": "exit", "code": member.exitcode})
+            return over
+        if mirror is not None:
+            mirror.send_new()
+        if pipe in ready:
+            message = pipe.recv()
+            over = over or message["kind"] == "over"
+            do(message, member, pipe)
+
+
+def do(message: dict[str, Any], member: Member, pipe: Connection) -> None:
+    """What the launcher has asked for: of this process, or of the rank."""
+    if message["kind"] == "kill":
+        member.kill()
+    elif message["kind"] == "stack":
+        pipe.send({"kind": "stack", "text": member.stack()})
+    else:
+        member.send(**message)
