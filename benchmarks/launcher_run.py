@@ -20,8 +20,11 @@ import workflows.training  # noqa: F401
 from benchmarks.launcher_ranks import PIDS, RANKS, bare_rank, bare_worker
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import RankError
-from flyte_ddp.run import run_training
+from flyte_ddp.hardware import Hardware, detect
+from flyte_ddp.run import Launch, run_training
 from flyte_ddp.settings import Settings
+
+Find = Callable[[Hyperparameters], Hardware]
 
 
 def bare_spawn(folder: str) -> None:
@@ -62,26 +65,28 @@ def bare_dask(client: Any, folder: str) -> None:
 
 
 @contextmanager
-def engine(name: str) -> Iterator[tuple[Callable[..., None], Callable[[str], None]]]:
-    """Our launcher and the bare one, on a cluster that stands."""
+def engine(
+    name: str,
+) -> Iterator[tuple[Callable[..., None], Callable[[Hyperparameters], Hardware], Callable[[str], None]]]:
+    """Our launcher, what it finds there, and the bare one, on a cluster that stands."""
     if name == "spawn":
         from flyte_ddp.launch import spawn
 
-        yield spawn.launch, bare_spawn
+        yield spawn.launch, detect, bare_spawn
     elif name == "elastic":
         from flyte_ddp.launch import elastic
 
-        yield elastic.launch, bare_elastic
+        yield elastic.launch, detect, bare_elastic
     elif name == "ray":
         from flyte_ddp.launch import ray
 
         with ray.connected():
-            yield ray.launch, bare_ray
+            yield ray.launch, ray.hardware, bare_ray
     else:
         from flyte_ddp.launch import dask
 
         with dask.connected(num_ranks=RANKS) as client:
-            yield partial(dask.launch, client=client), partial(bare_dask, client)
+            yield partial(dask.launch, client=client), partial(dask.hardware, client=client), partial(bare_dask, client)
 
 
 def main(request: str) -> None:
@@ -91,18 +96,24 @@ def main(request: str) -> None:
     folder.mkdir(parents=True)
     os.environ[PIDS] = str(folder)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    with engine(order["engine"]) as (launch, bare), tempfile.TemporaryDirectory() as own:
+    with engine(order["engine"]) as (launch, hardware, bare), tempfile.TemporaryDirectory() as own:
         began = time.time()
         if order["what"] == "bare":
             bare(own)
             found = {"seconds": float(Path(own, "stepped").read_text()) - began}
         else:
-            found = ours(order, folder / "run", launch, began)
+            found = ours(order, folder / "run", launch, hardware, began)
     found["memory"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     (folder / "found.json").write_text(json.dumps(found))
 
 
-def ours(order: dict[str, Any], run: Path, launch: Callable[..., None], began: float) -> dict[str, float]:
+def ours(
+    order: dict[str, Any],
+    run: Path,
+    launch: Launch,
+    hardware: Find,
+    began: float,
+) -> dict[str, float]:
     """Trains; what was measured."""
     changes = {"first step": {"max_steps": 1, "log_interval": 1}, "train": {}, "kill": {"max_steps": 100_000}}
     hp = Hyperparameters(**{**order["hp"], **changes[order["what"]]})
@@ -110,7 +121,8 @@ def ours(order: dict[str, Any], run: Path, launch: Callable[..., None], began: f
     if order["what"] == "kill":
         threading.Thread(target=kill_rank_1, args=(run, killed), daemon=True).start()
     try:
-        run_training(hp, Path(order["data"]), run, Settings(progress="off", wandb_mode="disabled"), launch=launch)
+        settings = Settings(progress="off", wandb_mode="disabled")
+        run_training(hp, Path(order["data"]), run, settings, launch=launch, hardware=hardware(hp))
     except RankError:
         return {"seconds": time.time() - killed[0]}
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flyte_ddp import results
-from flyte_ddp.launch.failures import cause_is_known, errors, first_failure
+from flyte_ddp.launch.failures import cause_is_known, first_failure
 from flyte_ddp.launch.stopping import StopRequest
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 SETTLE_SECONDS = 0.2  # from the first failure on
 LONGEST_SETTLE_SECONDS = 2.0  # the same, as long as nothing but consequences is known
-GONE_SETTLE_SECONDS = 10.0  # the same where a rank is gone, by what others say, and its end has yet to be noticed
 SAVE_SECONDS = 8.0  # for a checkpoint before a gang is ended
 
 
@@ -139,16 +138,9 @@ def settle(gang: Sequence[Member], stop: StopRequest) -> None:
     """Listens for what came first: it may show itself later than its consequences."""
     begin = time.monotonic()
     while not all(member.failed() for member in gang):
-        if time.monotonic() - begin > settle_seconds(gang):
+        if time.monotonic() - begin > (SETTLE_SECONDS if cause_is_known(gang) else LONGEST_SETTLE_SECONDS):
             break
         listen(gang, stop, 0.1)
-
-
-def settle_seconds(gang: Sequence[Member]) -> float:
-    """How long to listen, by what is known so far."""
-    if cause_is_known(gang):
-        return SETTLE_SECONDS
-    return GONE_SETTLE_SECONDS if errors(gang, "peer") else LONGEST_SETTLE_SECONDS
 
 
 def save(gang: Sequence[Member], stop: StopRequest) -> int | None:

@@ -90,7 +90,8 @@ def hardware(hp: Hyperparameters) -> Hardware:
             num_ranks = room.limited(hp, sum(cpus), f"the Ray cluster has {sum(cpus)} CPUs", most)
             threads = most_for_each(cpus, num_ranks)
         asked = ray.remote(machine.has_bf16).options(num_cpus=0, num_gpus=1 if device == "cuda" else 0)
-        return machine.decide(hp, device, num_ranks, threads=threads, bf16=ray.get(asked.remote(device)))
+        bf16 = hp.precision in ("auto", "bf16") and ray.get(asked.remote(device))  # else the answer is of no use
+        return machine.decide(hp, device, num_ranks, threads=threads, bf16=bf16)
 
 
 def most_for_each(cpus: Sequence[int], num_ranks: int) -> int:
