@@ -58,6 +58,18 @@ def bare_ray(folder: str) -> None:
     ray.get([ray.remote(bare_rank).options(num_cpus=1).remote(rank, folder) for rank in range(RANKS)])
 
 
+def bare_ray_train(folder: str) -> None:
+    """Ray Train's own way to two workers."""
+    from ray.train import RunConfig, ScalingConfig, get_context
+    from ray.train.data_parallel_trainer import DataParallelTrainer
+
+    def train() -> None:
+        bare_rank(get_context().get_world_rank(), folder)
+
+    run = RunConfig(storage_path=folder)
+    DataParallelTrainer(train, scaling_config=ScalingConfig(num_workers=RANKS), run_config=run).fit()
+
+
 def bare_dask(client: Any, folder: str) -> None:
     """Two tasks, each on a worker of its own."""
     workers = list(client.scheduler_info(n_workers=-1)["workers"])
@@ -77,11 +89,11 @@ def engine(
         from flyte_ddp.launch import elastic
 
         yield elastic.launch, detect, bare_elastic
-    elif name == "ray":
+    elif name in ("ray", "ray train"):
         from flyte_ddp.launch import ray
 
         with ray.connected():
-            yield ray.launch, ray.hardware, bare_ray
+            yield ray.launch, ray.hardware, bare_ray if name == "ray" else bare_ray_train
     else:
         from flyte_ddp.launch import dask
 

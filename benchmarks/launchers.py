@@ -2,15 +2,17 @@
 
 Each run is a fresh process that has imported flytekit and the tasks, but not torch; Ray and Dask have a cluster of this
 machine that stands, with workers that have run nothing, as Flyte sets one up for each run. The first step counts from
-the call of the launcher, in ours to its record; against it stands the engine's own launch of as many ranks that import
-torch, form a gloo group and take a step of a network like the tutorial's under DDP, and nothing else. Training's rate
-is that of a run's end, against spawned ranks. A rank is killed in the middle of a run, and the time counts until the
-launcher raises. Memory is the most that the launching process has had, in runs of ours and in bare ones.
+the question what hardware there is, in ours to its record; against it stands the engine's own launch of as many ranks
+that import torch, form a gloo group and take a step of a network like the tutorial's under DDP, and nothing else. For
+Ray these are two tasks; Ray Train, where it is installed, is measured beside them. Training's rate is that of a run's
+end, against spawned ranks. A rank is killed in the middle of a run, and the time counts until the launcher raises.
+Memory is the most that the launching process has had, in runs of ours and in bare ones.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 from typing import Any
 
@@ -61,6 +63,8 @@ def measure(options: Options) -> Result:
         for engine in ENGINES
         for side in ("bare", "ours")
     }
+    if importlib.util.find_spec("pandas") and importlib.util.find_spec("pyarrow"):  # else Ray Train does not start
+        sides["ray train"] = functools.partial(first_step, "ray train", "bare")
     interleaved(sides, options.number(7))
     interleaved({f"{engine}: rate": functools.partial(rate, engine) for engine in ENGINES}, options.number(5))
     interleaved({f"{engine}: notice": functools.partial(notice, engine) for engine in ENGINES}, options.number(3))
@@ -68,6 +72,9 @@ def measure(options: Options) -> Result:
         step = f"{engine}: to the first step"
         ratio = result.ratio(f"{step}, ours / bare", f"{step}, ours", f"{step}, bare")
         result.targets.append(Target(f"{step}, times a bare launch", ratio, "x", at_most=1.2))
+    if "ray train: to the first step, bare" in result.series:
+        seconds = result.median("ray train: to the first step, bare")
+        result.targets.append(Target("Ray Train: to the first step of a bare launch", seconds, "s"))
     for engine in ENGINES[1:]:
         ratio = result.ratio(f"{engine} / spawn: rate", f"{engine}: rate", "spawn: rate")
         result.targets.append(Target(f"{engine}: rate, of spawned ranks'", ratio, "%", at_least=0.97))
