@@ -16,7 +16,19 @@ from benchmarks import measuring, rendering
 from flyte_ddp.errors import StoppedError
 
 IMAGES = ("images", "downloads", "many_shards", "image_training")
-NAMES = ("data_path", *IMAGES, "strategies", "startup", "launchers", "epoch", "preset", "memory", "scaling", "cost")
+NAMES = (
+    "data_path",
+    *IMAGES,
+    "strategies",
+    "startup",
+    "launchers",
+    "ranks",
+    "epoch",
+    "preset",
+    "memory",
+    "scaling",
+    "cost",
+)
 LONG = ("published", "chaos")  # run when they are named
 HERE = Path(__file__).resolve().parent
 

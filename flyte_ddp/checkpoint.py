@@ -10,11 +10,13 @@ import hashlib
 import io
 import itertools
 import json
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from flyte_ddp import results
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replacing
@@ -152,7 +154,9 @@ def state_in(checkpoint: Checkpoint) -> io.BytesIO:
 
 
 def go_on_from(run_folder: Path, run: Identity) -> Checkpoint | None:
-    """The run's newest checkpoint, if there is one; its metrics are then as they were when that was written, else none.
+    """The run's newest checkpoint, if there is one; its metrics are then as they were when that was written.
+
+    Without one, there are no metrics, and no intermediate results.
 
     Raises:
         UserError: a checkpoint of another run.
@@ -163,6 +167,8 @@ def go_on_from(run_folder: Path, run: Identity) -> Checkpoint | None:
         check_belongs(found, run)
     with replacing(run_folder / "metrics.jsonl") as file:
         file.write(found.metrics if found else b"")
+    if found is None:
+        shutil.rmtree(run_folder / results.FOLDER, ignore_errors=True)
     return replace(found, metrics=b"") if found else None  # the ranks have no use for them
 
 

@@ -5,12 +5,12 @@ torch's optimisers and DistributedDataParallel import it to keep it out of what 
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from flyte_ddp.batch_norm import GlobalBatchNorm
 from flyte_ddp.dropout import SampleDropout
 
 DISABLED = "__dynamo_disable"  # where torch/_compile.py looks
+DDP_MODE = "ddp_optimizer"  # what torch._dynamo.utils.get_optimize_ddp_mode answers as long as it is not configured
 KEPT_OUT = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
 
 
@@ -50,7 +51,20 @@ def let_in_again() -> None:
 def methods() -> list[Callable[..., object]]:
     """What it would be imported for, but for the optimisers' steps."""
     of_optimizers = [getattr(torch.optim.Optimizer, name) for name in KEPT_OUT]
-    return [inspect.unwrap(method) for method in (*of_optimizers, DistributedDataParallel._inside_ddp_forward)]
+    of_ddp = getattr(DistributedDataParallel, "_inside_ddp_forward", None)
+    return [inspect.unwrap(method) for method in (*of_optimizers, of_ddp) if method is not None]
+
+
+class StandIn:
+    """Gives some of a module's names without importing it; whatever else is asked of it does import it."""
+
+    def __init__(self, name: str, **known: object) -> None:
+        self.__name = name
+        self.__dict__.update(known)
+
+    def __getattr__(self, name: str) -> Any:
+        """What is not known here."""
+        return getattr(importlib.import_module(self.__name), name)
 
 
 @contextmanager
@@ -59,7 +73,7 @@ def left_out_of_ddp() -> Iterator[None]:
 
     That is whether compiled code is to add gradients up, which somebody has to ask for in the compiler's configuration.
     """
-    answers = SimpleNamespace(utils=SimpleNamespace(get_optimize_ddp_mode=lambda: "ddp_optimizer"))
+    answers = StandIn("torch._dynamo", utils=StandIn("torch._dynamo.utils", get_optimize_ddp_mode=lambda: DDP_MODE))
     if "torch._dynamo" not in sys.modules:
         torch._dynamo = answers  # type: ignore[assignment,attr-defined,unused-ignore]
     try:

@@ -15,10 +15,11 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def replacing(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
     """A new file that takes the place of ``path`` when the block ends well, and of which nothing stays when it doesn't.
 
-    Readers see the old file or the new one, also after a power cut. Folders above ``path`` are made.
+    Readers see the old file or the new one; if it is ``durable``, also after a power cut. Folders above ``path`` are
+    made.
 
     Raises:
         UserError: the disk is full, or the folder cannot be written to. The block's own ``OSError`` counts as such a
@@ -31,7 +32,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         try:
             with temporary.open("wb") as file:
                 yield file
-                sync(file)
+                if durable:
+                    sync(file)
             temporary.replace(path)
         except BaseException:
             temporary.unlink(missing_ok=True)

@@ -21,10 +21,10 @@ from flyte_ddp.diagnosis import not_finite
 from flyte_ddp.evaluate import Evaluation
 from flyte_ddp.files import replacing
 from flyte_ddp.job import Job
+from flyte_ddp.json_lines import JsonLines
 from flyte_ddp.loading.facts import of_all_ranks
 from flyte_ddp.progress import Progress
 from flyte_ddp.selection import Selection
-from flyte_ddp.tracking import MetricsLog
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -50,7 +50,7 @@ class Recorder:
         self.epoch_accuracies: list[float] = []
         self.random_state = random_state(state.device)
         if self.writes:
-            self.log = MetricsLog(job.run_folder / "metrics.jsonl")
+            self.log = JsonLines(job.run_folder / "metrics.jsonl")
             steps_per_epoch = -(-len(state.training) // job.hp.batch_size)
             self.progress = Progress(job.settings.progress, state.total_steps, steps_per_epoch)
             self.log.write(start_record(job, data, state))

@@ -1,6 +1,6 @@
 """A user's own intermediate results: files and events that code in any rank hands in while it trains.
 
-Models, data sets and whatever else runs in a rank call :func:`submit` and :func:`event`. The launcher puts them into
+Models, and whatever else runs in a rank, call :func:`submit` and :func:`event`. The launcher puts what they give into
 ``results/`` of the run folder, wherever the rank is; see result_store.py for a copy elsewhere.
 """
 
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,54 +18,62 @@ from typing import Any
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replacing
+from flyte_ddp.json_lines import JsonLines, finite
 
 FOLDER = "results"  # in the run folder
 EVENTS = "events.jsonl"  # in that
 KINDS = ("result", "event")
+GIVEN = ("rank", "time")  # of each event
 Deliver = Callable[..., None]  # (kind, **values)
 
 _delivery: tuple[int, int, Deliver] | None = None  # process, rank, and how
 
 
 def submit(name: str, content: bytes) -> None:
-    """Hands in a file; one of the same name is replaced. Outside a rank, as in prediction, nothing happens.
+    """Hands in a file; one of the same name is replaced.
+
+    Outside a rank's own process, as in prediction and in worker processes of streams, nothing happens.
 
     Args:
         name: a path below ``results/``, such as ``maps/epoch-3.png``.
         content: all of it.
 
     Raises:
-        UserError: a name that leads elsewhere.
+        UserError: a name that leads elsewhere, or no bytes.
     """
     check(name)
+    if not isinstance(content, (bytes, bytearray, memoryview)):
+        raise UserError(f"result {name!r}: content is of type {type(content).__name__}, and must be bytes; encode it")
     if _delivery is not None and _delivery[0] == os.getpid():
         _delivery[2]("result", name=name, content=bytes(content))
 
 
 def event(**values: Any) -> None:
-    """Hands in a line of ``results/events.jsonl``: these values, the rank, and the time. Outside a rank as above.
+    """Hands in a line of ``results/events.jsonl``: these values, the rank, and the time; as with :func:`submit`.
 
-    A run that goes on from a checkpoint does some steps again, and what they hand in comes again.
+    NaN and the infinities, which JSON does not know, become null. A run that goes on from a checkpoint does some steps
+    again, and what they hand in comes again.
 
     Raises:
-        UserError: values that JSON does not know.
+        UserError: values that JSON does not know, or that are given.
     """
+    if taken := [name for name in GIVEN if name in values]:
+        raise UserError(f"event: {' and '.join(taken)} is given to each event; choose another name")
+    record = finite(values)
+    try:
+        json.dumps(record)
+    except (TypeError, ValueError) as error:
+        what = f"event {sorted(values)}: {error}"
+        raise UserError(f"{what}; give numbers, text, or lists and dicts of them") from None
     if _delivery is not None and _delivery[0] == os.getpid():
-        record = {"rank": _delivery[1], "time": time.time(), **values}
-        try:
-            line = json.dumps(record)
-        except (TypeError, ValueError) as error:
-            raise UserError(
-                f"event {sorted(values)}: {error}; give numbers, text, or lists and dicts of them"
-            ) from None
-        _delivery[2]("event", line=line)
+        _delivery[2]("event", record={"rank": _delivery[1], "time": time.time(), **record})
 
 
 def check(name: str) -> None:
     """Refuses names that are none of a file below the folder of results."""
-    parts = PurePosixPath(name).parts
-    wrong = not parts or name.endswith("/") or name.startswith("/") or "\\" in name or not name.isprintable()
-    if wrong or any(part.startswith(".") for part in parts) or name == EVENTS:
+    path = PurePosixPath(name)
+    wrong = not path.parts or str(path) != name or path.is_absolute() or "\\" in name or not name.isprintable()
+    if wrong or any(part.startswith(".") for part in path.parts) or path.parts[0] == EVENTS:
         raise UserError(
             f"result {name!r}: must be a path below {FOLDER}/ such as maps/epoch-3.png, without hidden parts or '..', "
             f"and not {EVENTS}"
@@ -81,21 +91,39 @@ def delivered_by(deliver: Deliver, rank: int) -> Iterator[None]:
         _delivery = None
 
 
-def keep(run_folder: Path, kind: str, **values: Any) -> None:
-    """Puts what was handed in into the run folder.
+class Keeper:
+    """Puts what was handed in into a run folder. Where it cannot, it says so once, and training goes on."""
 
-    Raises:
-        UserError: a name that leads elsewhere, or the file cannot be written.
-    """
-    folder = run_folder / FOLDER
-    if kind == "event":
-        folder.mkdir(exist_ok=True)
-        with (folder / EVENTS).open("a") as file:
-            file.write(values["line"] + "\n")
-        return
-    check(values["name"])
-    path = folder / values["name"]
-    if not path.resolve().is_relative_to(folder.resolve()):
-        raise UserError(f"result {values['name']!r}: leads out of {folder} by a link; remove the link")
-    with replacing(path) as file:
-        file.write(values["content"])
+    def __init__(self, run_folder: Path) -> None:
+        self.folder = run_folder / FOLDER
+        self.keeping = threading.Lock()
+        self.failed = False
+
+    def keep(self, kind: str, **values: Any) -> None:
+        """Keeps one of them."""
+        try:
+            with self.keeping:
+                self.keep_event(**values) if kind == "event" else self.keep_result(**values)
+        except (UserError, OSError) as error:
+            if not self.failed:
+                print(f"{error}; training goes on without it", file=sys.stderr, flush=True)
+            self.failed = True
+
+    def keep_event(self, record: dict[str, Any]) -> None:
+        """Appends it."""
+        self.folder.mkdir(exist_ok=True)
+        with JsonLines(self.folder / EVENTS) as events:
+            events.write(record)
+
+    def keep_result(self, name: str, content: bytes) -> None:
+        """Writes it.
+
+        Raises:
+            UserError: a name that leads elsewhere, or the file cannot be written.
+        """
+        check(name)  # once more: this may be another host
+        path = self.folder / name
+        if not path.resolve().is_relative_to(self.folder.resolve()):
+            raise UserError(f"result {name!r}: leads out of {self.folder} by a link; remove the link")
+        with replacing(path, durable=False) as file:
+            file.write(content)

@@ -25,7 +25,7 @@ from flyte_ddp.settings import Settings
 from flyte_ddp.user_code import user_source_digest
 
 STOPPED_WANDB_SECONDS = 5.0  # a pod that is told to stop has little time left
-RESULTS = ("model.json", "model.pt", "predictions.npz", "report.html")
+OUTPUTS = ("model.json", "model.pt", "predictions.npz", "report.html")
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def run_training(
     wandb_limit = settings.wandb_timeout
     try:
         with (
-            copied(run_folder, settings.results),
+            copied(run_folder, settings.results_copy, goes_on=found is not None),
             fetched(hp.init_from if found is None else "", run_folder) as initial_weights,
         ):
             job = Job(
@@ -120,7 +120,7 @@ def run_training(
     except BaseException as error:
         if isinstance(error, StoppedError):
             wandb_limit = STOPPED_WANDB_SECONDS
-        remove_results(run_folder)
+        remove_outputs(run_folder)
         remove_partial_files(run_folder)  # of ranks that were killed
         raise
     finally:
@@ -136,7 +136,7 @@ def prepare_folder(folder: Path) -> None:
         if not hold(folder):
             raise UserError(f"run folder {folder}: another run is writing into it; wait for its end or name another")
         folder.mkdir(parents=True, exist_ok=True)
-        remove_results(folder)
+        remove_outputs(folder)
         remove_partial_files(folder)
         (folder / "metrics.jsonl").open("ab").close()
     except OSError as error:
@@ -164,8 +164,6 @@ def begin_or_go_on(folder: Path, run: checkpoint.Identity, settings: Settings) -
 
     """
     found = checkpoint.go_on_from(folder, run)
-    if found is None:
-        shutil.rmtree(folder / results.FOLDER, ignore_errors=True)
     if found is not None and settings.progress != "off":
         when = datetime.fromtimestamp(found.time).strftime("%Y-%m-%d %H:%M:%S")  # noqa: DTZ006 (for a person, here)
         print(f"going on after step {found.step:,}, saved {when}", file=sys.stderr, flush=True)
@@ -174,13 +172,14 @@ def begin_or_go_on(folder: Path, run: checkpoint.Identity, settings: Settings) -
 
 def remove_partial_files(folder: Path) -> None:
     """Removes what was being written when a process was killed."""
-    for path in (*folder.glob(".*.tmp"), *(folder / checkpoint.FOLDER).glob(".*.tmp")):
+    inner = (*(folder / checkpoint.FOLDER).glob(".*.tmp"), *(folder / results.FOLDER).rglob(".*.tmp"))
+    for path in (*folder.glob(".*.tmp"), *inner):
         path.unlink(missing_ok=True)
 
 
-def remove_results(folder: Path) -> None:
+def remove_outputs(folder: Path) -> None:
     """Removes whatever looks like a result; the metrics of a failed run stay, because they tell why it failed."""
-    for name in RESULTS:
+    for name in OUTPUTS:
         (folder / name).unlink(missing_ok=True)
 
 
@@ -192,4 +191,4 @@ def read_result(folder: Path) -> Result:
 
 def is_finished(folder: Path) -> bool:
     """Whether the folder holds all that a finished run leaves, and so all that a cached result points to."""
-    return all((folder / name).exists() for name in (*RESULTS, "metrics.jsonl"))
+    return all((folder / name).exists() for name in (*OUTPUTS, "metrics.jsonl"))

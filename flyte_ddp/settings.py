@@ -36,7 +36,7 @@ class Settings:
     cache_folder: Path = field(default_factory=lambda: runs_folder() / "cache")
     cache_bytes: int | None = None
     loader_threads: int = 0
-    results: str = ""
+    results_copy: str = ""
     wandb_run_id: str = field(default="", kw_only=True)
 
 
@@ -67,7 +67,7 @@ def from_environment(wandb_run_id: str = "") -> Settings:
         cache_folder=Path(env.get("FLYTE_DDP_CACHE") or runs_folder() / "cache").absolute(),
         cache_bytes=int(number("FLYTE_DDP_CACHE_BYTES", 0)) or None,
         loader_threads=int(number("FLYTE_DDP_LOADER_THREADS", 0)),
-        results=env.get("FLYTE_DDP_RESULTS", ""),
+        results_copy=env.get("FLYTE_DDP_RESULTS", ""),
         wandb_run_id=wandb_run_id,
     )
 

@@ -179,15 +179,11 @@ def wandb_secret() -> Optional[Secret]:
 
 def tracking_environment() -> dict[str, str]:
     """Where the training pod logs and copies results to, as set at registration, and where it finds wandb's key."""
-    names = (
-        "WANDB_PROJECT",
-        "WANDB_ENTITY",
-        "WANDB_MODE",
-        "WANDB_BASE_URL",
-        "FLYTE_DDP_WANDB_TABLE_ROWS",
-        "FLYTE_DDP_RESULTS",
-    )
+    names = ("WANDB_PROJECT", "WANDB_ENTITY", "WANDB_MODE", "WANDB_BASE_URL", "FLYTE_DDP_WANDB_TABLE_ROWS")
     chosen = {name: os.environ[name] for name in names if os.environ.get(name)}
+    results = os.environ.get("FLYTE_DDP_RESULTS", "")
+    if "://" in results:  # a folder of this machine's would go with the pod
+        chosen["FLYTE_DDP_RESULTS"] = results
     secret = wandb_secret()
     return {**chosen, SECRET_VARIABLE: f"{secret.group}/{secret.key}" if secret else "off"}
 

@@ -14,7 +14,7 @@ from processes import children_of
 
 from flyte_ddp import checkpoint, results
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.run import RESULTS
+from flyte_ddp.run import OUTPUTS
 
 HP = Hyperparameters(
     model="faults:model", epochs=2, batch_size=100, num_ranks=2, precision="fp32", log_interval=1, max_steps=20
@@ -34,7 +34,7 @@ def nothing_like_a_result(run: Path) -> None:
     """Nothing but what tells why it failed, and where it may go on."""
     files = {path for path in run.rglob("*") if path.is_file() and results.FOLDER not in path.relative_to(run).parts}
     assert {path.name for path in files} <= {"metrics.jsonl", *checkpoint.SLOTS}
-    assert not [name for name in RESULTS if (run / name).exists()]
+    assert not [name for name in OUTPUTS if (run / name).exists()]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

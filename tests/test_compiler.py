@@ -53,6 +53,18 @@ def test_the_methods_are_torchs_own_again() -> None:
     assert not any(left_out())
 
 
+def test_ddp_is_answered_as_by_torch_itself() -> None:
+    import torch._dynamo.utils
+
+    assert torch._dynamo.utils.get_optimize_ddp_mode() == compiler.DDP_MODE
+
+
+def test_a_stand_in_gives_what_else_is_asked_for() -> None:
+    stand_in = compiler.StandIn("statistics", mean=len)
+    assert stand_in.mean([1, 2]) == 2
+    assert stand_in.median([1, 2, 9]) == 2
+
+
 CODE = """
 import sys
 from pathlib import Path

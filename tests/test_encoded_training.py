@@ -35,7 +35,7 @@ from flyte_ddp.datasets.prepared import check_prepared
 from flyte_ddp.errors import RankError, UnreachableError, UserError
 from flyte_ddp.images import InputSpec
 from flyte_ddp.predict import predict
-from flyte_ddp.run import RESULTS, Result, run_training
+from flyte_ddp.run import OUTPUTS, Result, run_training
 from flyte_ddp.settings import Settings
 from flyte_ddp.shard_order import ShardOrder, ShardSplits
 from flyte_ddp.shards.dataset import ShardDataset
@@ -383,7 +383,7 @@ class TestBadSamples:
         index = self.spoilt(tmp_path, lambda folder: (folder / "red" / "9.jpg").write_bytes(b"no image"))
         with pytest.raises(UserError, match=r"sample 'red/9' in shard .*-000000.tar cannot be decoded.*bad_samples"):
             train(of(index, batch_size=8, validation_fraction=0.0), tmp_path / "out")
-        assert not [name for name in RESULTS if (tmp_path / "out" / "run" / name).exists()]
+        assert not [name for name in OUTPUTS if (tmp_path / "out" / "run" / name).exists()]
 
     @pytest.mark.slow
     def test_some_are_allowed_and_replaced_alike_on_any_number_of_ranks(self, tmp_path: Path) -> None:

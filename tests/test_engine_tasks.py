@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +17,7 @@ import torch
 from cli import ROOT, pyflyte
 from google.protobuf.json_format import MessageToDict
 from packaged import Package
+from s3_server import s3_server
 
 pytestmark = pytest.mark.slow
 
@@ -155,3 +160,35 @@ def train(module: str, workflow: str, folder: Path) -> Path:
     assert ended.exit_code == 0, ended.output
     (model,) = (folder / "runs").glob("*/model.pt")
     return model
+
+
+DOWNLOADS = """
+import sys
+from pathlib import Path
+from flytekit import FlyteContextManager
+from flytekit.core.type_engine import TypeEngine
+from flytekit.models.core.types import BlobType
+from flytekit.models.literals import Blob, BlobMetadata, Literal, Scalar
+from flytekit.types.directory import FlyteDirectory
+from tasks.elastic_training import download
+
+kind = BlobType("", BlobType.BlobDimensionality.MULTIPART)
+given = Literal(scalar=Scalar(blob=Blob(metadata=BlobMetadata(kind), uri=sys.argv[1])))
+data = TypeEngine.to_python_value(FlyteContextManager.current_context(), given, FlyteDirectory)
+download(data, Path(sys.argv[2]))
+"""
+
+
+def test_hosts_without_rank_0_get_the_prepared_data_from_the_blob_store(digits: Path, tmp_path: Path) -> None:
+    """As Flyte hands it to their pods."""
+    shutil.copytree(digits, tmp_path / "served/flyte/prepared")
+    fetched = tmp_path / "cache/digits"
+    with s3_server(tmp_path / "served") as server:
+        subprocess.run(
+            [sys.executable, "-c", DOWNLOADS, "s3://flyte/prepared", str(fetched)],
+            env={**os.environ, **server.flyte_environment(), "PYTHONPATH": str(ROOT)},
+            check=True,
+        )
+    assert {path.name: path.read_bytes() for path in fetched.iterdir()} == {
+        path.name: path.read_bytes() for path in digits.iterdir()
+    }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from functools import partial
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,7 @@ from user_models import wait_for
 
 from flyte_ddp import result_store, results
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.errors import UserError
+from flyte_ddp.errors import StoppedError, UserError
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
 
@@ -24,7 +24,7 @@ HP = Hyperparameters(model="user_models:handing_in", epochs=2, max_steps=4, batc
 def kept(tmp_path: Path) -> Path:
     """A run folder's results, with one of them."""
     (tmp_path / "run").mkdir()
-    with results.delivered_by(partial(results.keep, tmp_path / "run"), rank=3):
+    with results.delivered_by(results.Keeper(tmp_path / "run").keep, rank=3):
         results.submit("maps/epoch-1.png", b"png")
         results.event(loss=0.5)
     return tmp_path / "run/results"
@@ -46,11 +46,24 @@ def test_outside_a_run_nothing_happens(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(
     "name",
-    ["", "/etc/passwd", "..", "../model.pt", "a/../../b", "a/", ".hidden", "a/.b", "a\\b", "a\nb", "events.jsonl"],
+    [
+        "",
+        "/etc/passwd",
+        "..",
+        "../model.pt",
+        "a/../../b",
+        "a/",
+        ".hidden",
+        "a/.b",
+        "a\\b",
+        "a\nb",
+        "a//b",
+        *("events.jsonl", "./events.jsonl", "events.jsonl/.", "events.jsonl/a"),
+    ],
 )
 def test_names_that_lead_elsewhere_are_refused(tmp_path: Path, name: str) -> None:
     """In the rank, and where it is kept: the two need not be the same host."""
-    for hand_in in (results.submit, partial(results.keep, tmp_path, "result")):
+    for hand_in in (results.submit, results.Keeper(tmp_path).keep_result):
         with pytest.raises(UserError, match="must be a path below results/ such as"):
             hand_in(name=name, content=b"")
     assert [*tmp_path.iterdir()] == []
@@ -59,16 +72,38 @@ def test_names_that_lead_elsewhere_are_refused(tmp_path: Path, name: str) -> Non
 def test_links_that_lead_elsewhere_are_refused(kept: Path, tmp_path: Path) -> None:
     (kept / "out").symlink_to(tmp_path)
     with pytest.raises(UserError, match=r"leads out of .*; remove the link"):
-        results.keep(kept.parent, "result", name="out/a", content=b"")
+        results.Keeper(kept.parent).keep_result(name="out/a", content=b"")
     assert not (tmp_path / "a").exists()
 
 
-def test_an_event_must_be_json(tmp_path: Path) -> None:
-    with (
-        results.delivered_by(partial(results.keep, tmp_path), rank=0),
-        pytest.raises(UserError, match=r"event \['value'\]: .* not JSON serializable; give numbers, text"),
-    ):
+def test_what_is_no_file_and_no_event() -> None:
+    with pytest.raises(UserError, match=r"event \['value'\]: .* not JSON serializable; give numbers, text"):
         results.event(value=object())
+    with pytest.raises(UserError, match="event: rank is given to each event; choose another name"):
+        results.event(rank=7)
+    with pytest.raises(UserError, match="result 'a': content is of type int, and must be bytes"):
+        results.submit("a", 5)
+
+
+def test_events_are_json_whatever_comes_before_them(kept: Path) -> None:
+    """Half a line of a writer that was killed, and numbers that JSON does not know."""
+    with (kept / "events.jsonl").open("a") as file:
+        file.write('{"rank": 0, "lo')
+    results.Keeper(kept.parent).keep("event", record={"rank": 1, "loss": float("nan")})
+    *_, half, last = (kept / "events.jsonl").read_text().splitlines()
+    assert half == '{"rank": 0, "lo'
+    assert json.loads(last)["loss"] is None
+
+
+def test_what_cannot_be_kept_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "results").write_text("in the way")
+    keeper = results.Keeper(tmp_path)
+    for _ in range(2):
+        keeper.keep("result", name="a", content=b"")
+        keeper.keep("event", record={})
+    said = capsys.readouterr().err
+    assert said.count("training goes on without it") == 1
+    assert f"cannot write {tmp_path}/results/a" in said
 
 
 def test_a_run_that_begins_anew_has_none_of_the_run_before(
@@ -85,8 +120,8 @@ def test_a_run_that_begins_anew_has_none_of_the_run_before(
 
 def test_a_copy_in_a_folder_is_made_while_training(kept: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copies/run"
-    with result_store.copied(kept.parent, str(tmp_path / "copies")):
-        assert (copy / "maps/epoch-1.png").read_bytes() == b"png", "what was there before"
+    with result_store.copied(kept.parent, str(tmp_path / "copies"), goes_on=False):
+        wait_for(copy / "maps/epoch-1.png")  # what was there before
         (kept / "later").write_bytes(b"1")
         wait_for(copy / "later")
         (kept / "last").write_bytes(b"2")
@@ -100,7 +135,7 @@ def test_a_copy_on_s3(kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with s3_server(tmp_path / "served") as server:
         for name, value in (server.flyte_environment() if flytes_own else server.aws_environment()).items():
             monkeypatch.setenv(name, value)
-        with result_store.copied(kept.parent, "s3://bucket/all/"):
+        with result_store.copied(kept.parent, "s3://bucket/all/", goes_on=False):
             (kept / "later").write_bytes(b"1")
         copy = tmp_path / "served/bucket/all/run"
         assert (copy / "later").read_bytes() == b"1"
@@ -116,15 +151,57 @@ def test_a_place_that_takes_nothing_is_refused(
     nobody = {"ENDPOINT_URL": "http://127.0.0.1:9", "MAX_ATTEMPTS": "1", "ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b"}
     for setting, value in nobody.items():
         monkeypatch.setenv(f"AWS_{setting}", value)
-    settings = Settings(progress="off", wandb_mode="disabled", results=address)
+    settings = Settings(progress="off", wandb_mode="disabled", results_copy=address)
     with pytest.raises(UserError, match=r"cannot be written to .*; correct it, or give access") as caught:
         run_training(HP, digits, tmp_path / "run", settings)
     assert str(caught.value).startswith(f"FLYTE_DDP_RESULTS='{address}': ")
 
 
-def test_a_copy_that_is_not_whole_is_told(kept: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_runs_own_folder_is_no_place_for_a_copy(kept: Path) -> None:
+    with (
+        pytest.raises(UserError, match=r"cannot be written to .that is where the run itself is.; correct it"),
+        result_store.copied(kept.parent, str(kept.parents[1]), goes_on=False),
+    ):
+        pass
+
+
+def test_one_file_that_cannot_be_copied_keeps_no_other_back(
+    kept: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     copies = tmp_path / "copies"
-    with result_store.copied(kept.parent, str(copies)):
+    with result_store.copied(kept.parent, str(copies), goes_on=False):
         (copies / "run/later").mkdir()
         (kept / "later").write_bytes(b"1")
-    assert f"results are in {kept}, but not all in {copies}/run (IsADirectoryError" in capsys.readouterr().err
+        (kept / "zz").write_bytes(b"2")
+    said = capsys.readouterr().err
+    assert f"results are not copied to {copies}/run: later (IsADirectoryError" in said
+    assert f"results are in {kept}, but not all in {copies}/run" in said
+    assert (copies / "run/zz").read_bytes() == b"2"
+
+
+def test_a_run_that_goes_on_in_another_pod_keeps_its_events(kept: Path, tmp_path: Path) -> None:
+    """Its run folder begins empty there."""
+    with result_store.copied(kept.parent, str(tmp_path / "copies"), goes_on=False):
+        pass
+    before = (kept / "events.jsonl").read_text()
+    other = tmp_path / "other/run"
+    other.mkdir(parents=True)
+    with result_store.copied(other, str(tmp_path / "copies"), goes_on=True):
+        results.Keeper(other).keep("event", record={"rank": 0, "time": 1.0})
+    for folder in (other / "results", tmp_path / "copies/run"):
+        assert (folder / "events.jsonl").read_text() == before + '{"time": 1.0, "rank": 0}\n'
+
+
+def test_a_slow_store_does_not_hold_up_a_pod_that_is_told_to_stop(
+    kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    never = threading.Event()
+    monkeypatch.setattr(result_store.Copy, "put", lambda *_: never.wait())
+    monkeypatch.setattr(result_store, "STOPPED_SECONDS", 0.1)
+    with (
+        pytest.raises(StoppedError),
+        result_store.copied(kept.parent, str(tmp_path / "copies"), goes_on=False),
+    ):
+        raise StoppedError("SIGTERM", 3)
+    assert "but not all in" in capsys.readouterr().err
+    never.set()

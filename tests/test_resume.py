@@ -18,7 +18,7 @@ from flyte_ddp import checkpoint, sampling, train, training_state
 from flyte_ddp.checkpoint import Identity
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import RankError, UserError
-from flyte_ddp.run import RESULTS, Result, run_training
+from flyte_ddp.run import OUTPUTS, Result, run_training
 from flyte_ddp.settings import Settings
 from flyte_ddp.tracking import read_metrics
 from flyte_ddp.training_state import TrainingState
@@ -100,7 +100,7 @@ def test_the_retry_ends_bit_for_bit_like_a_run_that_came_through(
     faults.inject(monkeypatch, tmp_path / "marker", **{"kind": "SIGKILL", **fault})
     with pytest.raises(RankError, match=f"rank {fault['rank']} was killed by SIGKILL"):
         run_training(hp, digits, tmp_path / "run", QUIET)
-    assert not [name for name in RESULTS if (tmp_path / "run" / name).exists()]
+    assert not [name for name in OUTPUTS if (tmp_path / "run" / name).exists()]
     assert not [*tmp_path.rglob("*.tmp")]
     retried = run_training(hp, digits, tmp_path / "run", QUIET)
     resumed = [record["resumed_after_step"] for record in read_metrics(retried.metrics) if record["kind"] == "start"]

@@ -23,8 +23,9 @@ from PIL import Image
 from flyte_ddp import wandb_feed
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replacing
+from flyte_ddp.json_lines import JsonLines
 from flyte_ddp.settings import Settings
-from flyte_ddp.tracking import MetricsLog, read_metrics, start_wandb
+from flyte_ddp.tracking import read_metrics, start_wandb
 from flyte_ddp.wandb_follower import EndOfRun
 
 KEY = "0123456789abcdef" * 2 + "01234567"
@@ -66,7 +67,7 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason=
 def test_records_come_back_as_written(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     before = time.time()
-    with MetricsLog(path) as log:
+    with JsonLines(path) as log:
         for record in RECORDS:
             log.write(record)
             lines = path.read_text().splitlines()  # while the log is open: it doesn't keep anything back
@@ -78,7 +79,7 @@ def test_records_come_back_as_written(tmp_path: Path) -> None:
 
 def test_every_line_is_strict_json(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    with MetricsLog(path) as log:
+    with JsonLines(path) as log:
         log.write({"kind": "x", "loss": math.nan, "nested": {"edges": [1.0, -math.inf]}, "pair": (1, math.inf)})
 
     def refuse(constant: str) -> None:
@@ -92,7 +93,7 @@ def test_half_a_line_costs_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"kind": "train", "step": 1}\n{"kind": "tra')
     assert read_metrics(path) == [{"kind": "train", "step": 1}]
-    with MetricsLog(path) as log:
+    with JsonLines(path) as log:
         log.write({"kind": "train", "step": 2})
     assert [record["step"] for record in read_metrics(path)] == [1, 2]
 
@@ -103,9 +104,9 @@ def test_no_file_has_no_records(tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"cannot write .*metrics\.jsonl: No such file"):
-        MetricsLog(tmp_path / "nowhere" / "metrics.jsonl")
+        JsonLines(tmp_path / "nowhere" / "metrics.jsonl")
     if Path("/dev/full").exists():
-        with MetricsLog(Path("/dev/full")) as log, pytest.raises(UserError, match="No space left"):
+        with JsonLines(Path("/dev/full")) as log, pytest.raises(UserError, match="No space left"):
             log.write({"kind": "train"})
 
 
@@ -206,7 +207,7 @@ def settings(mode: str, timeout: float = 60.0) -> Settings:
 
 def write_run(folder: Path) -> None:
     """What training leaves: all records, and the predictions before the last one."""
-    with MetricsLog(folder / "metrics.jsonl") as log:
+    with JsonLines(folder / "metrics.jsonl") as log:
         for record in RECORDS:
             log.write(record)
         arrays: dict[str, Any] = {
@@ -381,10 +382,11 @@ PARENT = """
 import sys, time
 from pathlib import Path
 from flyte_ddp.settings import Settings
-from flyte_ddp.tracking import MetricsLog, start_wandb
+from flyte_ddp.json_lines import JsonLines
+from flyte_ddp.tracking import start_wandb
 folder = Path(sys.argv[1])
 start_wandb(folder, Settings(wandb_run_id="x"), {}, "x")
-MetricsLog(folder / "metrics.jsonl").write({"kind": "train", "epoch": 0, "step": 1, "loss": 2.5})
+JsonLines(folder / "metrics.jsonl").write({"kind": "train", "epoch": 0, "step": 1, "loss": 2.5})
 time.sleep(600)
 """
 

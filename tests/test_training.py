@@ -19,7 +19,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import open_arrays
 from flyte_ddp.errors import UserError
 from flyte_ddp.images import InputSpec
-from flyte_ddp.run import RESULTS, Result, run_training
+from flyte_ddp.run import OUTPUTS, Result, run_training
 from flyte_ddp.settings import Settings
 from flyte_ddp.tracking import read_metrics
 
@@ -218,7 +218,7 @@ def test_a_users_mistake_ends_in_one_error_and_no_result(
     with pytest.raises(UserError, match=words) as caught:
         train(replace(hp, num_ranks=ranks), digits, tmp_path / "run")
     assert len(caught.value.message.splitlines()) <= 2
-    assert not [name for name in RESULTS if (tmp_path / "run" / name).exists()]
+    assert not [name for name in OUTPUTS if (tmp_path / "run" / name).exists()]
 
 
 @pytest.mark.slow

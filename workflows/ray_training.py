@@ -7,8 +7,9 @@ from flytekit import workflow
 
 from flyte_ddp.config import Hyperparameters
 from tasks.engines import installed
+from tasks.preparation import check_inputs
 from tasks.training import TrainingOutputs
-from workflows.steps import checked_fetched_trained
+from workflows.steps import fetched_and_trained
 
 if installed("ray"):
     from tasks.ray_training import train_on_ray
@@ -16,4 +17,4 @@ if installed("ray"):
     @workflow
     def ray_training_wf(hp: Hyperparameters = Hyperparameters()) -> TrainingOutputs:
         """Train an image classifier on a Ray cluster; what has been trained before is answered from the cache."""
-        return checked_fetched_trained(train_on_ray, hp)
+        return fetched_and_trained(train_on_ray, hp, check_inputs(hp=hp))

@@ -12,21 +12,21 @@ from flytekit.models.concurrency import ConcurrencyLimitBehavior, ConcurrencyPol
 from flytekit.models.core.execution import WorkflowExecutionPhase
 
 from flyte_ddp.config import Hyperparameters
-from tasks.preparation import NO_SCHEDULE
+from tasks.preparation import NO_SCHEDULE, check_inputs
 from tasks.training import TrainingOutputs, train_model
-from workflows.steps import checked_fetched_trained
+from workflows.steps import fetched_and_trained
 
 
 @workflow
 def training_wf(hp: Hyperparameters = Hyperparameters()) -> TrainingOutputs:
     """Train an image classifier; a run with the same hyperparameters, data and code is answered from the cache."""
-    return checked_fetched_trained(train_model, hp)
+    return fetched_and_trained(train_model, hp, check_inputs(hp=hp))
 
 
 @workflow
 def retraining_wf(hp: Hyperparameters = Hyperparameters(), kickoff_time: datetime = NO_SCHEDULE) -> TrainingOutputs:
     """Train an image classifier anew for each kickoff time, even if nothing else has changed."""
-    return checked_fetched_trained(train_model, hp, kickoff_time)
+    return fetched_and_trained(train_model, hp, check_inputs(hp=hp, kickoff_time=kickoff_time))
 
 
 def failure_notifications() -> List[Email]:

@@ -14,7 +14,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING
 
-from flyte_ddp.launch.gang import Member
+from flyte_ddp.launch.gang import Member, end
 from flyte_ddp.launch.spawn import start
 
 if TYPE_CHECKING:
@@ -46,12 +46,16 @@ def main() -> None:
     """The process's first function."""
     place = pickle.load(sys.stdin.buffer)
     gang: list[Member] = []
-    start(gang, [place])  # first of all: it takes its time to import torch, in which this process gets its job
-    from flyte_ddp.launch.standing import stand_for
+    try:
+        start(gang, [place])  # first of all: it takes its time to import torch, in which this process gets its job
+        from flyte_ddp.launch.standing import stand_for
 
-    invitation = pickle.load(sys.stdin.buffer)
-    threading.Thread(target=end_with_parent, name="parent", daemon=True).start()
-    sys.exit(0 if stand_for(gang[0], invitation) else 1)
+        invitation = pickle.load(sys.stdin.buffer)
+        threading.Thread(target=end_with_parent, name="parent", daemon=True).start()
+        code = 0 if stand_for(gang[0], invitation) else 1
+    finally:
+        end(gang)
+    sys.exit(code)
 
 
 def end_with_parent() -> None:

@@ -157,8 +157,7 @@ class WorkerLink(Link):
         self.rank = rank
         self.heard = False
         self.unwinding = threading.Event()
-        super().__init__(pipe)
-        self.offer_saving(lambda: saved)
+        super().__init__(pipe, saved)
 
     def hear(self, message: dict[str, Any]) -> None:
         """See :class:`Link`."""

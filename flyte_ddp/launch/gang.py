@@ -5,13 +5,14 @@ How a rank is started, and how its launcher learns that it has ended, is what la
 
 from __future__ import annotations
 
+import math
+import pickle
 import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from multiprocessing import connection
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flyte_ddp import results
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 SETTLE_SECONDS = 0.2  # from the first failure on
 LONGEST_SETTLE_SECONDS = 2.0  # the same, as long as nothing but consequences is known
+MESSAGES_AT_ONCE = 100  # so that others, and requests to stop, are heard while a rank talks without pause
 SAVE_SECONDS = 8.0  # for a checkpoint before a gang is ended
 
 
@@ -41,7 +43,7 @@ class Member:
         self.completed = False
         self.saved: int | None = None  # step of the checkpoint that it was asked for
         self.listening = True
-        self.run_folder = Path()  # known when it is handed its job
+        self.keeper: results.Keeper  # from when it is handed its job
         self.exitcode: int | None = None  # of its process; None as long as that is not known
 
     def has_ended(self) -> bool:
@@ -71,8 +73,8 @@ class Member:
 
     def hand_over(self, job: Job) -> None:
         """Tells the rank what there is to do."""
-        self.run_folder = job.run_folder
-        self.send("job", job=job)
+        self.keeper = results.Keeper(job.run_folder)
+        self.send("job", job=pickle.dumps(job), saved=job.checkpoint.step if job.checkpoint else 0)
 
     def send(self, kind: str, **values: Any) -> None:
         """Tells the rank something, if it is still there."""
@@ -80,10 +82,12 @@ class Member:
             self.pipe.send({"kind": kind, **values})
 
     def messages(self) -> Iterator[dict[str, Any]]:
-        """What the rank has sent since the last call."""
+        """What the rank has sent since the last call; of one that is still there not more than some at a time."""
+        left = MESSAGES_AT_ONCE if self.exitcode is None else math.inf
         try:
-            while self.listening and self.pipe.poll():
+            while self.listening and left > 0 and self.pipe.poll():
                 yield self.pipe.recv()
+                left -= 1
         except (EOFError, OSError):
             self.listening = False
 
@@ -131,7 +135,7 @@ def take_in(message: dict[str, Any], member: Member, gang: Sequence[Member], sto
         for other in gang[1:]:
             other.send("address", host=member.host, port=message["port"])
     elif kind in results.KINDS:
-        results.keep(member.run_folder, **message)
+        member.keeper.keep(**message)
 
 
 def settle(gang: Sequence[Member], stop: StopRequest) -> None:

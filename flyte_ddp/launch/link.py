@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import queue
 import threading
 import time
@@ -38,15 +39,17 @@ class Link:
 
     Args:
         pipe: to the launcher.
+        saved: the step of the checkpoint that the run goes on from, where that is known already; 0 without one.
 
     """
 
-    def __init__(self, pipe: Connection) -> None:
+    def __init__(self, pipe: Connection, saved: int = 0) -> None:
         self._pipe = pipe
         self._sending = threading.Lock()
-        self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._network = ""
         self._addresses: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
-        self._save: Callable[[], int] = lambda: 0
+        self._save: Callable[[], int] = lambda: saved
         threading.Thread(target=self._listen, name="launcher", daemon=True).start()
 
     def send(self, kind: str, **values: Any) -> None:
@@ -60,7 +63,11 @@ class Link:
 
     def job(self) -> Job:
         """What there is to do, when the launcher has said so."""
-        return self._jobs.get()
+        pickled = self._jobs.get()
+        if self._network:
+            use_network(self._network)
+        job: Job = pickle.loads(pickled)  # here, not while the main thread imports things, too
+        return job
 
     def address(self, timeout: float) -> tuple[str, int]:
         """Where the ranks meet, from rank 0 by way of the launcher: host and port.
@@ -84,16 +91,18 @@ class Link:
                 self.hear(self._pipe.recv())
         except (EOFError, OSError):
             self.launcher_is_gone()
+        except Exception as error:  # nobody else would notice that this rank hears nothing any more
+            self.report(error)
+            os._exit(1)
 
     def hear(self, message: dict[str, Any]) -> None:
         """Does what the launcher says."""
         if message["kind"] == "job":
-            job: Job = message["job"]
-            saved = job.checkpoint.step if job.checkpoint else 0
+            saved: int = message["saved"]
             self._save = lambda: saved
-            self._jobs.put(job)
+            self._jobs.put(message["job"])
         elif message["kind"] == "network":
-            use_network(message["host"])
+            self._network = message["host"]
         elif message["kind"] == "address":
             self._addresses.put((message["host"], message["port"]))
         elif message["kind"] == "save":

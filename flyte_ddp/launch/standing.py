@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import shutil
 import tempfile
 from dataclasses import replace
@@ -12,7 +13,7 @@ from typing import Any
 
 from flyte_ddp.job import Job
 from flyte_ddp.launch.files import Mirror, Receiver
-from flyte_ddp.launch.gang import Member, end
+from flyte_ddp.launch.gang import Member
 from flyte_ddp.launch.host_data import prepared_here
 from flyte_ddp.launch.link import described
 from flyte_ddp.launch.remote import Invitation, come
@@ -22,10 +23,10 @@ MIRROR_SECONDS = 0.5
 
 
 def stand_for(member: Member, invitation: Invitation) -> bool:
-    """Comes to the launcher, has the rank do its job, and ends it.
+    """Comes to the launcher, and has the rank do its job.
 
     Args:
-        member: the rank, which has been started.
+        member: the rank, which has been started; it is the caller's to end it.
         invitation: of it.
 
     Returns:
@@ -51,7 +52,6 @@ def stand_for(member: Member, invitation: Invitation) -> bool:
     except (EOFError, ConnectionError):  # the launcher is gone
         return False
     finally:
-        end([member])
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -69,7 +69,7 @@ def received(pipe: Connection, folder: Path, *, shares: bool) -> Job:
     while (message := pipe.recv())["kind"] == "file":
         name = Path(message["name"]).name
         come.setdefault(name, Receiver(folder, (name,))).take({**message, "name": name})
-    job: Job = message["job"]
+    job: Job = pickle.loads(message["job"])
     if shares:
         return job
     found, weights = job.checkpoint, job.initial_weights

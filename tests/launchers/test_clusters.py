@@ -138,7 +138,9 @@ class TestRay:
             assert "num_ranks=9: the Ray cluster has 4 CPUs, so there will be 4\n" in capsys.readouterr().err
             found = ray.hardware(replace(HP, num_ranks=2))
             assert (found.num_ranks, found.threads) == (2, 2)
-            with pytest.raises(UserError, match="backend='nccl': needs GPUs and the Ray cluster has none"):
+            with pytest.raises(
+                UserError, match="backend='nccl': needs a GPU for each rank, but the Ray cluster has none"
+            ):
                 ray.hardware(replace(HP, backend="nccl"))
 
     def test_no_cluster_at_an_address(self, monkeypatch: pytest.MonkeyPatch) -> None:

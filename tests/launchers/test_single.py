@@ -16,7 +16,7 @@ from faulty_runs import equal
 from flyte_ddp import checkpoint
 from flyte_ddp.errors import RankError, StoppedError, UserError
 from flyte_ddp.launch import single, spawn
-from flyte_ddp.run import RESULTS, run_training
+from flyte_ddp.run import OUTPUTS, run_training
 from flyte_ddp.settings import Settings
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("temporary")]
@@ -58,7 +58,7 @@ def test_a_signal_saves_and_stops(
     found = checkpoint.newest_of(tmp_path / "run" / checkpoint.FOLDER)
     assert found is not None
     assert found.step >= 3
-    assert not [name for name in RESULTS if (tmp_path / "run" / name).exists()]
+    assert not [name for name in OUTPUTS if (tmp_path / "run" / name).exists()]
     run_training(HP, digits, tmp_path / "run", quiet)
     assert equal(expected.run_folder, tmp_path / "run")
 

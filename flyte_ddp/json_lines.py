@@ -1,0 +1,85 @@
+"""Files of JSON objects, one a line, that grow."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from flyte_ddp.errors import UserError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class JsonLines:
+    """Appends records to a file of JSON lines; a context manager. One writer a file.
+
+    A record is a mapping of JSON values; ``time`` (Unix seconds) is added. Numbers that JSON cannot express, NaN and
+    the infinities, become null.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            # Without a buffer every record is with the operating system, and so with readers, at once.
+            self._file = path.open("ab", buffering=0)
+            # A writer that was killed may have left half a line, which must not swallow the next record.
+            if self._file.tell() and last_byte(path) != b"\n":
+                self._append(b"\n")
+        except OSError as error:
+            raise self._failure(error) from error
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Appends one record."""
+        line = json.dumps(finite({"time": time.time(), **record}), allow_nan=False)
+        try:
+            self._append(line.encode() + b"\n")
+        except OSError as error:
+            raise self._failure(error) from error
+
+    def _append(self, data: bytes) -> None:
+        while data:  # a disk that fills up takes a part of it first
+            data = data[self._file.write(data) :]
+
+    def _failure(self, error: OSError) -> UserError:
+        return UserError(f"cannot write {self._path}: {error.strerror}; free some space or choose another run folder")
+
+    def size(self) -> int:
+        """Bytes in the file."""
+        return self._file.tell()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+def last_byte(path: Path) -> bytes:
+    """Of a file that is not empty."""
+    with path.open("rb") as file:
+        file.seek(-1, 2)
+        return file.read(1)
+
+
+def finite(value: Any) -> Any:
+    """The value with None for every float in it that is NaN or infinite."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    return value
