@@ -151,6 +151,7 @@ class DDPSync(GradientSync):
         # A kernel for one channel has two equally good memory orders, of which DDP expects the other one.
         warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
         warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
+        warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
         with compiler.left_out_of_ddp():
             self.parallel = DistributedDataParallel(
                 model,

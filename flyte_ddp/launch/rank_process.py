@@ -31,6 +31,8 @@ def start_rank(place: Place, pipe: Connection, stacks: Connection) -> None:
 
     """
     die_with_parent()
+    # DDP warns, in C++, that all parameters have been used, which it has to find out each time (strategies.py).
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     faulthandler.register(signal.SIGUSR1, file=stacks.fileno(), all_threads=False)
     link = Link(pipe)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all processes of a terminal, the launcher among them
