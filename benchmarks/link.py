@@ -24,14 +24,14 @@ class Host:
         return ["ip", "netns", "exec", self.name, "taskset", "--cpu-list", str(self.core), *command]
 
     def sent(self) -> int:
-        """Bytes that have gone over the link from here, with all headers."""
+        """Bytes that have gone over the link from here, as the interface counts them."""
         path = f"/sys/class/net/{self.name}/statistics/tx_bytes"
         return int(subprocess.run(self.command("cat", path), check=True, capture_output=True).stdout)
 
 
 @contextmanager
 def linked_hosts(megabits: int) -> Iterator[tuple[Host, Host]]:
-    """Two of them; the link carries so many Mbit/s each way.
+    """Two of them; the link carries so many Mbit/s each way, or if that is 0, what it can.
 
     Raises:
         OSError, subprocess.CalledProcessError: this takes root's rights, and iproute2.
@@ -47,8 +47,9 @@ def linked_hosts(megabits: int) -> Iterator[tuple[Host, Host]]:
             run(*within, "ip", "address", "add", f"{host.address}/24", "dev", host.name)
             run(*within, "ip", "link", "set", host.name, "up")
             run(*within, "ip", "link", "set", "lo", "up")
-            shaper = ("tbf", "rate", f"{megabits}mbit", "burst", "256kb", "latency", "50ms")
-            run(*within, "tc", "qdisc", "add", "dev", host.name, "root", *shaper)
+            if megabits:
+                shaper = ("tbf", "rate", f"{megabits}mbit", "burst", "256kb", "latency", "50ms")
+                run(*within, "tc", "qdisc", "add", "dev", host.name, "root", *shaper)
         yield hosts[0], hosts[1]
     finally:
         for name in names:

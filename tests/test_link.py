@@ -14,6 +14,7 @@ import torch
 from flyte_ddp import distributed
 from flyte_ddp.errors import CollectiveTimeoutError, PeerGoneError, UserError
 from flyte_ddp.launch.failures import first_failure
+from flyte_ddp.launch.gang import Member
 from flyte_ddp.launch.link import Link, cause
 
 OPEN: list[Connection] = []  # a rank ends with its launcher's end of the pipe, and this process must not
@@ -27,6 +28,17 @@ def test_before_training_the_newest_checkpoint_is_the_one_that_was_found() -> No
     ours.send({"kind": "save"})
     assert ours.poll(10)
     assert ours.recv() == {"kind": "saved", "step": 7}
+
+
+def test_a_rank_that_talks_without_pause_leaves_time_for_others() -> None:
+    """And what one has said before its end is all heard."""
+    ours, theirs = Pipe()
+    member = Member(0, ours, "127.0.0.1")
+    for number in range(250):
+        theirs.send({"kind": "result", "number": number})
+    assert [message["number"] for message in member.messages()] == [*range(100)]
+    member.exitcode = 0
+    assert [message["number"] for message in member.messages()] == [*range(100, 250)]
 
 
 def test_rank_0_that_does_not_come_is_not_waited_for_without_end() -> None:

@@ -52,12 +52,13 @@ GPU_RESOURCES = {"CPU": "8", "MEMORY": "30Gi", "GPU": "2", "EPHEMERAL_STORAGE": 
 @pytest.fixture(scope="module")
 def default(made: Callable[..., Package]) -> Package:
     """The package of somebody who chose no profile, but said whom to notify."""
-    return made(FLYTE_DDP_NOTIFY="a@example.com, b@example.com", WANDB_PROJECT="digits", WANDB_MODE="online")
+    chosen = {"WANDB_PROJECT": "digits", "WANDB_MODE": "online", "FLYTE_DDP_RESULTS": "s3://bucket/results"}
+    return made(FLYTE_DDP_NOTIFY="a@example.com, b@example.com", **chosen)
 
 
 @pytest.fixture(scope="module")
 def sandbox(made: Callable[..., Package]) -> Package:
-    return made(FLYTE_DDP_PROFILE="sandbox")
+    return made(FLYTE_DDP_PROFILE="sandbox", FLYTE_DDP_RESULTS="/a/folder")
 
 
 def resources(entries: Any) -> dict[str, str]:
@@ -151,6 +152,12 @@ def test_only_the_training_pod_knows_wandb(default: Package, sandbox: Package) -
     [secret] = default.tasks[TRAIN].template.security_context.secrets
     assert (secret.group, secret.key, secret.mount_requirement) == ("wandb", "api_key", Secret.ENV_VAR)
     assert environment(sandbox, TRAIN)["FLYTE_DDP_WANDB_SECRET"] == "off"
+
+
+def test_only_the_training_pod_copies_results(default: Package, sandbox: Package) -> None:
+    assert environment(default, TRAIN)["FLYTE_DDP_RESULTS"] == "s3://bucket/results"
+    assert "FLYTE_DDP_RESULTS" not in environment(default, CHECK)
+    assert "FLYTE_DDP_RESULTS" not in environment(sandbox, TRAIN), "a folder would go with the pod"
 
 
 def test_retries_and_timeouts(default: Package) -> None:

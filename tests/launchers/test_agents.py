@@ -1,0 +1,27 @@
+"""Agents, which start a rank before they know what it has to do."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from processes import living_with
+
+from flyte_ddp.launch.place import Place
+
+COMMAND = [sys.executable, "-m", "flyte_ddp.launch.agent"]
+
+
+@pytest.mark.parametrize("invitation", [b"", b"none"])
+def test_an_agent_that_fails_early_takes_its_rank_along(tmp_path: Path, invitation: bytes) -> None:
+    """Whoever started it has ended, or sent what is none."""
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    given = pickle.dumps(Place(0, 2, device=0)) + invitation
+    ended = subprocess.run(COMMAND, input=given, env=environment, capture_output=True, timeout=60, check=False)
+    assert ended.returncode == 1
+    assert b"rror" in ended.stderr
+    assert [command for command in living_with(str(tmp_path)) if "spawn_main" in command] == []
