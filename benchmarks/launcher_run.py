@@ -59,15 +59,15 @@ def bare_ray(folder: str) -> None:
 
 
 def bare_ray_train(folder: str) -> None:
-    """Ray Train's own way to two workers."""
+    """Ray Train's own way to two workers, which have formed a group when the function begins."""
     from ray.train import RunConfig, ScalingConfig, get_context
-    from ray.train.data_parallel_trainer import DataParallelTrainer
+    from ray.train.torch import TorchConfig, TorchTrainer
 
     def train() -> None:
         bare_rank(get_context().get_world_rank(), folder)
 
-    run = RunConfig(storage_path=folder)
-    DataParallelTrainer(train, scaling_config=ScalingConfig(num_workers=RANKS), run_config=run).fit()
+    scaling, run = ScalingConfig(num_workers=RANKS), RunConfig(storage_path=folder)
+    TorchTrainer(train, torch_config=TorchConfig(backend="gloo"), scaling_config=scaling, run_config=run).fit()
 
 
 def bare_dask(client: Any, folder: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -69,6 +70,15 @@ def ray_address() -> Iterator[str]:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         with subprocess.Popen(command, env=environment, text=True, **pipes) as head:
             yield head.stdout.readline().strip()
+            import ray
+
+            ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def ray_environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of variables."""
+    return tmp_path_factory.mktemp("ray") / "environment.json"
 
 
 @pytest.fixture
@@ -82,7 +92,7 @@ def launch(request: pytest.FixtureRequest, temporary: Path) -> Iterator[Launch]:
     else:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("RAY_AUTH_MODE", "disabled")
-            yield from on_ray(request.getfixturevalue("ray_address"))
+            yield on_ray(request.getfixturevalue("ray_address"), request.getfixturevalue("ray_environment"))
 
 
 def passed_on() -> dict[str, str]:
@@ -105,8 +115,12 @@ def set_environment(values: dict[str, str], folder: str) -> None:
     os.chdir(folder)
 
 
-def on_ray(address: str) -> Iterator[Launch]:
-    """Connected when it is first used, as it is then that Ray takes an environment."""
+def on_ray(address: str, file: Path) -> Launch:
+    """Connected when it is first used, and for all tests, as Ray starts workers anew for each connection.
+
+    So their environment stays the same; that of a test is in a file, which agents and ranks read when they start
+    (site/sitecustomize.py).
+    """
     import ray
 
     from flyte_ddp.launch import ray as launcher
@@ -115,12 +129,14 @@ def on_ray(address: str) -> Iterator[Launch]:
 
     def run(job: Job, *, num_ranks: int, **options: object) -> None:
         with connecting:
+            file.write_text(json.dumps(passed_on()))
             if not ray.is_initialized():
                 handler = signal.getsignal(signal.SIGTERM)
-                ray.init(address, runtime_env={"env_vars": passed_on()}, log_to_driver=False)
+                site = f"{Path(__file__).parent / 'site'}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
+                variables = {"RANKS_ENVIRONMENT": str(file), "PYTHONPATH": site}
+                ray.init(address, runtime_env={"env_vars": variables}, log_to_driver=False)
                 if threading.current_thread() is threading.main_thread():
                     signal.signal(signal.SIGTERM, handler)
         launcher.launch(job, num_ranks=num_ranks, **options)
 
-    yield run
-    ray.shutdown()
+    return run

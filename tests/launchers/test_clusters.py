@@ -8,6 +8,7 @@ from pathlib import Path
 import distributed
 import faults
 import pytest
+import ray as engine
 from engines import AGENTS, DASK, ELASTIC, RAY, Launch, on
 from faulty_runs import INTRODUCED as HP
 from faulty_runs import equal
@@ -128,6 +129,10 @@ class TestWorkers:
 
 @pytest.mark.slow
 class TestRay:
+    @pytest.fixture(autouse=True)
+    def disconnected(self) -> None:
+        engine.shutdown()
+
     def test_the_cluster_of_an_address(
         self, ray_address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
