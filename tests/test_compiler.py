@@ -84,6 +84,7 @@ sys.meta_path.insert(0, Finder())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "strategy"), [(1, "auto"), (2, "shared_memory"), (2, "ddp"), (2, "hooks")])
 def test_a_run_does_without_it(digits: Path, tmp_path: Path, ranks: int, strategy: str) -> None:
     """A second of each rank's start; processes note what they import of torch."""

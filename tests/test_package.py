@@ -107,6 +107,7 @@ def test_the_sandbox_gets_none(sandbox: Package) -> None:
     assert not template.security_context.secrets
 
 
+@pytest.mark.slow
 def test_a_profile_can_ask_for_a_type_of_gpu(made: Callable[..., Package]) -> None:
     template = made(FLYTE_DDP_PROFILE="gpu-a100", FLYTE_DDP_WANDB_SECRET="off").tasks[TRAIN].template
     assert template.extended_resources.gpu_accelerator.device == "nvidia-tesla-a100"
