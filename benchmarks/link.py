@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 ADDRESSES = ("10.78.0.1", "10.78.0.2")
@@ -23,6 +24,13 @@ class Host:
         """Runs there."""
         return ["ip", "netns", "exec", self.name, "taskset", "--cpu-list", str(self.core), *command]
 
+    def kill_all(self) -> None:
+        """Kills what runs there."""
+        found = subprocess.run(["ip", "netns", "pids", self.name], check=False, capture_output=True).stdout
+        for pid in found.split():
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+
     def sent(self) -> int:
         """Bytes that have gone over the link from here, as the interface counts them."""
         path = f"/sys/class/net/{self.name}/statistics/tx_bytes"
@@ -32,6 +40,8 @@ class Host:
 @contextmanager
 def linked_hosts(megabits: int) -> Iterator[tuple[Host, Host]]:
     """Two of them; the link carries so many Mbit/s each way, or if that is 0, what it can.
+
+    What still runs there at the end of the block is killed.
 
     Raises:
         OSError, subprocess.CalledProcessError: this takes root's rights, and iproute2.
@@ -52,8 +62,9 @@ def linked_hosts(megabits: int) -> Iterator[tuple[Host, Host]]:
                 run(*within, "tc", "qdisc", "add", "dev", host.name, "root", *shaper)
         yield hosts[0], hosts[1]
     finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+        for host in hosts:
+            host.kill_all()
+            subprocess.run(["ip", "netns", "delete", host.name], check=False, capture_output=True)
 
 
 def run(*command: str) -> None:

@@ -136,7 +136,7 @@ class Copy:
 
 def s3_options() -> dict[str, str]:
     """Flyte's own variables, which come first as in flytekit; s3fs itself knows the standard ``AWS_*`` ones."""
-    endpoint, key, secret = (
-        os.environ.get(f"FLYTE_AWS_{name}", "") for name in ("ENDPOINT", "ACCESS_KEY_ID", "SECRET_ACCESS_KEY")
-    )
+    from flyte_ddp.storage.s3 import flytes_own
+
+    endpoint, key, secret = flytes_own(os.environ)
     return ({"endpoint_url": endpoint} if endpoint else {}) | ({"key": key, "secret": secret} if key and secret else {})

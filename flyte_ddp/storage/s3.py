@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from typing import Any, NamedTuple
 
@@ -107,6 +107,12 @@ def access() -> Access:
     return accesses(tuple(sorted(pair for pair in os.environb.items() if pair[0].startswith(prefixes))))
 
 
+def flytes_own(environment: Mapping[str, str]) -> tuple[str, str, str]:
+    """Endpoint, key and secret in Flyte's own variables, each empty where it is not set."""
+    values = [environment.get(f"FLYTE_AWS_{name}", "") for name in ("ENDPOINT", "ACCESS_KEY_ID", "SECRET_ACCESS_KEY")]
+    return values[0], values[1], values[2]
+
+
 def new_access(environment: tuple[tuple[bytes, bytes], ...]) -> Access:
     """Flyte's own variables come first, as in flytekit; botocore itself knows the standard ``AWS_*`` ones.
 
@@ -117,7 +123,7 @@ def new_access(environment: tuple[tuple[bytes, bytes], ...]) -> Access:
 
     values = {os.fsdecode(name): os.fsdecode(value) for name, value in environment}
     session = botocore.session.get_session()
-    key, secret = values.get("FLYTE_AWS_ACCESS_KEY_ID"), values.get("FLYTE_AWS_SECRET_ACCESS_KEY")
+    endpoint, key, secret = flytes_own(values)
     if key and secret:
         session.set_credentials(key, secret)
     credentials = session.get_credentials()
@@ -131,7 +137,7 @@ def new_access(environment: tuple[tuple[bytes, bytes], ...]) -> Access:
         **anonymous,
     )
     try:
-        client = session.create_client("s3", endpoint_url=values.get("FLYTE_AWS_ENDPOINT") or None, config=config)
+        client = session.create_client("s3", endpoint_url=endpoint or None, config=config)
     except ValueError as error:  # an endpoint that is no address
         raise UnavailableError(str(error)) from None
     return Access(client, Buckets(client, credentials, refused))

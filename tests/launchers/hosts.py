@@ -1,4 +1,4 @@
-"""Two hosts on one machine: network namespaces that are joined by a link, each with an address and files of its own."""
+"""Two hosts on one machine, as benchmarks have them, in which tests start and lose processes."""
 
 from __future__ import annotations
 
@@ -6,22 +6,17 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
 
-ADDRESSES = ("10.77.0.1", "10.77.0.2")
+from benchmarks import link
 
 
-@dataclass(frozen=True)
-class Host:
+class Host(link.Host):
     """A namespace."""
-
-    name: str
-    address: str
-    link: str
 
     def start(
         self, command: list[str], log: Path, environment: Mapping[str, str], hidden: Path | None = None
@@ -43,44 +38,20 @@ class Host:
 
     def is_lost(self, process: subprocess.Popen[bytes]) -> None:
         """From one moment to the next, and without a word to the other."""
-        ip("netns", "exec", self.name, "ip", "link", "set", self.link, "down")
+        subprocess.run(
+            ["ip", "netns", "exec", self.name, "ip", "link", "set", self.name, "down"], check=True, capture_output=True
+        )
         os.killpg(process.pid, signal.SIGKILL)
-        for pid in subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, check=True).stdout.split():
-            os.kill(int(pid), signal.SIGKILL)
+        self.kill_all()
         process.wait()
-
-
-def ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True)
 
 
 @contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
     """Skips the test where the machine does not let it make namespaces."""
-    names = [f"fddp{os.getpid()}{letter}" for letter in "ab"]
-    hosts = [Host(name, address, f"{name}v") for name, address in zip(names, ADDRESSES, strict=True)]
-    try:
-        for name in names:
-            ip("netns", "add", name)
-        ip("link", "add", hosts[0].link, "netns", names[0], "type", "veth", "peer", hosts[1].link, "netns", names[1])
-    except (OSError, subprocess.CalledProcessError):
-        remove(names)
-        pytest.skip("needs the right to make network namespaces (ip netns)")
-    try:
-        for host in hosts:
-            within = ("netns", "exec", host.name, "ip")
-            ip(*within, "address", "add", f"{host.address}/24", "dev", host.link)
-            ip(*within, "link", "set", host.link, "up")
-            ip(*within, "link", "set", "lo", "up")
-        yield hosts[0], hosts[1]
-    finally:
-        remove(names)
-
-
-def remove(names: list[str]) -> None:
-    """Removes namespaces, and with them what is still running there."""
-    for name in names:
-        found = subprocess.run(["ip", "netns", "pids", name], capture_output=True, check=False).stdout
-        for pid in found.split():
-            os.kill(int(pid), signal.SIGKILL)
-        subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+    with ExitStack() as stack:
+        try:
+            first, second = stack.enter_context(link.linked_hosts(0))
+        except (OSError, subprocess.CalledProcessError):
+            pytest.skip("needs the right to make network namespaces (ip netns)")
+        yield Host(*astuple(first)), Host(*astuple(second))
