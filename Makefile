@@ -15,7 +15,7 @@ $(VENV)/.installed: pyproject.toml
 	@echo "Installing into $(VENV) (torch with CUDA is about 6 GB; minutes on a slow line) ..."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
-	$(BIN)/uv pip install --python $(BIN)/python -e '.[dev]'
+	$(BIN)/uv pip install --compile-bytecode --python $(BIN)/python -e '.[dev]'
 	@touch $@
 
 install: $(VENV)/.installed ## Make .venv with everything in it

@@ -1,9 +1,10 @@
 """Faults at random moments, each followed by the same run again: every model must come out the same, bit for bit.
 
 A run trains for some seconds on 2 ranks in a process of its own, with augmentation, a moving average and selection of
-the best epoch. One fault comes at a moment drawn from its whole duration, start-up included: a random rank or the
-launcher is killed, one of them gets SIGTERM, or the launcher is killed and the newest checkpoint damaged. The sequence
-of faults and moments follows from a seed; where the processes are at that moment does not.
+the best epoch. One fault comes at a moment drawn from its whole duration, start-up included: a random rank, the server
+that ranks are forks of, or the launcher is killed, a rank or the launcher gets SIGTERM, or the launcher is killed and
+the newest checkpoint damaged. The sequence of faults and moments follows from a seed; where the processes are at that
+moment does not.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from pathlib import Path
 
 from benchmarks.measuring import Options, Result, Target
 from benchmarks.rendering import table
-from benchmarks.running import ROOT, environment
+from benchmarks.running import ROOT, environment, name
 from flyte_ddp import checkpoint
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
+from flyte_ddp.launch.fork_server import SERVER
 from flyte_ddp.run import is_finished
 from flyte_ddp.wandb_follower import descendants
 
@@ -38,6 +40,7 @@ KINDS = (
     "kill the launcher, damage the newest checkpoint",
     "SIGTERM to a rank",
     "kill the launcher",
+    "kill the ranks' server",
 )
 HP = Hyperparameters(
     dataset="digits",
@@ -120,14 +123,20 @@ def one_fault(
     shutil.rmtree(folder, ignore_errors=True)
     process = begin()
     time.sleep(moment)
-    family = [pid for pid in descendants(process.pid) if is_rank(pid)]
+    family = [pid for pid in descendants(process.pid) if name(pid).startswith("rank ")]
     if process.poll() is not None:
         return None
     began = time.perf_counter()
-    victim = family[int(which * len(family))] if kind.endswith("a rank") and family else process.pid
+    servers = [pid for pid in family if name(pid) == SERVER]
+    ranks = [pid for pid in family if pid not in servers]
+    victim = process.pid
+    if kind.endswith("a rank") and ranks:
+        victim = ranks[int(which * len(ranks))]
+    elif kind.endswith("server") and servers:
+        victim = servers[0]
     os.kill(victim, signal.SIGTERM if kind.startswith("SIGTERM") else signal.SIGKILL)
     exit_code = finish(process)
-    while (left := [pid for pid in family if is_rank(pid)]) and time.perf_counter() - began < LIMIT_SECONDS / 8:
+    while (left := [pid for pid in family if name(pid)]) and time.perf_counter() - began < LIMIT_SECONDS / 8:
         time.sleep(0.01)
     seconds = time.perf_counter() - began
     if exit_code == 0 or is_finished(folder):
@@ -169,14 +178,6 @@ def finish(process: subprocess.Popen[bytes]) -> int:
         return process.wait(LIMIT_SECONDS)
     finally:
         process.kill()
-
-
-def is_rank(pid: int) -> bool:
-    """Whether there is such a process and it is a rank."""
-    try:
-        return b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
 
 
 def damage(folder: Path, where: float) -> None:

@@ -9,6 +9,7 @@ measure on a quiet machine, or look at the part that is no file's.
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -16,9 +17,10 @@ import numpy as np
 from torch import nn
 
 from benchmarks.measuring import Options, Result, Target, interleaved
-from benchmarks.running import run_library, write_data
+from benchmarks.running import name, run_library, write_data
 from flyte_ddp.datasets import ImageArrays
 from flyte_ddp.datasets.arrays import total_bytes
+from flyte_ddp.wandb_follower import descendants
 
 BATCH_SIZE = 1024
 SHAPE = (32, 32, 3)
@@ -101,7 +103,7 @@ def watch(process: subprocess.Popen[str], ranks: int) -> list[tuple[float, float
     """PSS of all ranks, and the part of it that is no file's, in MB, read again and again until the process ends."""
     sums = []
     while True:
-        readings = [pss for child in children(process.pid) if (pss := rank_pss(child)) is not None]
+        readings = [pss for child in descendants(process.pid) if (pss := rank_pss(child)) is not None]
         if len(readings) == ranks:
             whole, anonymous = (sum(column) / 1e6 for column in zip(*readings, strict=True))
             sums.append((whole, anonymous))
@@ -112,19 +114,11 @@ def watch(process: subprocess.Popen[str], ranks: int) -> list[tuple[float, float
         return sums
 
 
-def children(pid: int) -> list[int]:
-    """Processes that the process's main thread has started."""
-    try:
-        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
-
-
 def rank_pss(pid: int) -> tuple[int, int] | None:
-    """PSS of a spawned rank and its anonymous part, in bytes; None for another process, or one that has ended."""
+    """PSS of a rank and its anonymous part, in bytes; None for another process, or one that has ended."""
+    if not re.fullmatch(r"rank \d+", name(pid)):
+        return None
     try:
-        if "spawn_main" not in Path(f"/proc/{pid}/cmdline").read_text():
-            return None
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
     except OSError:
         return None

@@ -52,6 +52,15 @@ def environment(home: Path | None = None, **changes: str) -> dict[str, str]:
     return kept | changes
 
 
+def name(pid: int) -> str:
+    """The name of a living process, such as ``rank 0``; empty without one."""
+    try:
+        before, _, after = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
+    except OSError:
+        return ""
+    return before.partition("(")[2] if after.split()[0] != "Z" else ""
+
+
 def run_python(module: str, *arguments: str) -> None:
     """Runs ``python -m module`` from the repository's root.
 

@@ -1,6 +1,7 @@
 """torch's compiler, which takes a second to import: only ranks that compile their model import it.
 
-torch's optimisers and DistributedDataParallel import it to keep it out of what they do.
+torch's optimisers and DistributedDataParallel import it to keep it out of what they do, torchvision for one question
+that one of its operators may ask.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any, cast
 
 import torch
@@ -60,11 +62,20 @@ class StandIn:
 
     def __init__(self, name: str, **known: object) -> None:
         self.__name = name
+        self.__spec__ = None  # which imports look at
         self.__dict__.update(known)
 
     def __getattr__(self, name: str) -> Any:
         """What is not known here."""
+        stop_standing_in()
         return getattr(importlib.import_module(self.__name), name)
+
+
+def stop_standing_in() -> None:
+    """Makes place for the modules themselves."""
+    for name, module in [*sys.modules.items()]:
+        if type(cast("object", module)) is StandIn:  # isinstance would load modules that load when they are looked at
+            del sys.modules[name]
 
 
 @contextmanager
@@ -81,6 +92,26 @@ def left_out_of_ddp() -> Iterator[None]:
     finally:
         if vars(torch).get("_dynamo") is answers:
             del torch._dynamo
+
+
+def import_torchvision() -> None:
+    """Imports it, as long as nobody has imported the compiler, without that.
+
+    ``torchvision.ops.roi_align`` wants a function of the compiler's, which it calls for a detector on a GPU, at most.
+    """
+    if "torch._dynamo" not in sys.modules:
+        utils = StandIn("torch._dynamo.utils", __path__=[], is_compile_supported=is_compile_supported)
+        sys.modules["torch._dynamo.utils"] = cast("ModuleType", utils)
+        sys.modules["torch._dynamo"] = cast("ModuleType", StandIn("torch._dynamo", utils=utils))
+    try:
+        import torchvision  # noqa: F401
+    finally:
+        stop_standing_in()
+
+
+def is_compile_supported(device_type: str) -> bool:
+    """``torch._dynamo.utils.is_compile_supported``, which is imported when it is called."""
+    return bool(importlib.import_module("torch._dynamo.utils").is_compile_supported(device_type))
 
 
 def step(optimizer: torch.optim.Optimizer) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flyte_ddp import catalog
+from flyte_ddp import catalog, compiler
 from flyte_ddp.errors import UserError, unknown_name
 from flyte_ddp.images import InputSpec
 
@@ -51,6 +51,7 @@ def build(name: str, num_classes: int, spec: InputSpec) -> nn.Module:
     if ":" in name:
         from flyte_ddp.user_code import load_callable
 
+        compiler.import_torchvision()  # which the user's module is likely to import
         model = load_callable(name)(num_classes=num_classes, input_shape=(spec.channels, spec.height, spec.width))
         if not isinstance(model, nn.Module):
             raise UserError(f"model {name!r} returned a {type(model).__name__}: it must return a torch.nn.Module")
@@ -64,6 +65,7 @@ def build(name: str, num_classes: int, spec: InputSpec) -> nn.Module:
 
 def torchvision_model(name: str, num_classes: int, spec: InputSpec) -> nn.Module:
     """One of torchvision's classifiers, without its auxiliary heads, so that it returns logits in training too."""
+    compiler.import_torchvision()
     from torchvision import models
 
     options: dict[str, Any] = {"weights": None, "num_classes": num_classes}

@@ -19,7 +19,7 @@ from flyte_ddp import run_lock
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import StoppedError
 from flyte_ddp.hardware import MOST_CPU_RANKS, detect
-from flyte_ddp.launch.spawn import main_script_hidden
+from flyte_ddp.launch.processes import main_script_hidden
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.settings import Settings
 from tasks import places, pods, recovery

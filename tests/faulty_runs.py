@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 from processes import children_of
 
@@ -60,3 +61,17 @@ def when(marker: Path, action: Callable[[], object]) -> threading.Thread:
     thread = threading.Thread(target=wait, daemon=True)
     thread.start()
     return thread
+
+
+def in_spawned_processes(monkeypatch: pytest.MonkeyPatch, folder: Path, code: str) -> None:
+    """Has processes of the next run do this before their first function, which may fork others."""
+    site = folder / "site"
+    site.mkdir()
+    lines = "".join(f"    {line}\n" for line in code.splitlines())
+    (site / "sitecustomize.py").write_text(
+        "import multiprocessing.process, os, time\n"
+        "run = multiprocessing.process.BaseProcess.run\n"
+        f"def prepared(process):\n{lines}    run(process)\n"
+        "multiprocessing.process.BaseProcess.run = prepared\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(site))

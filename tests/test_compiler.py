@@ -65,6 +65,46 @@ def test_a_stand_in_gives_what_else_is_asked_for() -> None:
     assert stand_in.median([1, 2, 9]) == 2
 
 
+TORCHVISION = """
+import sys
+from flyte_ddp import compiler
+compiler.import_torchvision()
+import torchvision
+assert not [name for name in sys.modules if name.startswith("torch._dynamo")]
+supported = torchvision.ops.roi_align.__globals__["is_compile_supported"]
+answers = [supported(device) for device in ("cpu", "cuda", "mps")]
+import torch._dynamo
+from torch._dynamo.utils import is_compile_supported
+assert answers == [is_compile_supported(device) for device in ("cpu", "cuda", "mps")]
+assert type(torch._dynamo) is type(sys)
+compiler.import_torchvision()
+"""
+
+
+def test_torchvision_gets_the_compilers_answer_when_it_asks() -> None:
+    subprocess.run([sys.executable, "-c", TORCHVISION], check=True)
+
+
+ANOTHER_TORCHVISION = """
+import sys
+from flyte_ddp import compiler
+sys.path.insert(0, sys.argv[1])
+compiler.import_torchvision()
+from torchvision import trace_rules, disable
+import torch._dynamo
+assert trace_rules is torch._dynamo.trace_rules and disable is torch._dynamo.disable
+"""
+
+
+def test_another_torchvision_may_want_more_of_it(tmp_path: Path) -> None:
+    (tmp_path / "torchvision").mkdir()
+    (tmp_path / "torchvision/__init__.py").write_text(
+        "from torch._dynamo.utils import is_compile_supported\n"
+        "from torch._dynamo import disable\nimport torch._dynamo.trace_rules as trace_rules\n"
+    )
+    subprocess.run([sys.executable, "-c", ANOTHER_TORCHVISION, str(tmp_path)], check=True)
+
+
 CODE = """
 import sys
 from pathlib import Path
@@ -85,16 +125,24 @@ sys.meta_path.insert(0, Finder())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "strategy"), [(1, "auto"), (2, "shared_memory"), (2, "ddp"), (2, "hooks")])
-def test_a_run_does_without_it(digits: Path, tmp_path: Path, ranks: int, strategy: str) -> None:
-    """A second of each rank's start; processes note what they import of torch."""
+@pytest.mark.parametrize(
+    ("ranks", "change"),
+    [
+        (1, {"model": "resnet18"}),
+        (2, {"strategy": "shared_memory"}),
+        (2, {"strategy": "ddp", "model": "user_models:of_torchvision"}),
+        (3, {"strategy": "hooks"}),
+    ],
+)
+def test_a_run_does_without_it(digits: Path, tmp_path: Path, ranks: int, change: dict[str, str]) -> None:
+    """A second of a rank's start; processes note what they import of torch, which one does for all ranks."""
     (tmp_path / "sitecustomize.py").write_text(NOTED)
     (tmp_path / "noted").mkdir()
-    hp = replace(HP, num_ranks=ranks, strategy=strategy)
+    hp = replace(HP, num_ranks=ranks, **change)
     command = [sys.executable, "-c", CODE, hp.to_json(), str(digits), str(tmp_path / "run")]
     changes = {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parent}", "NOTED": str(tmp_path / "noted")}
     ended = subprocess.run(command, env={**os.environ, **changes}, capture_output=True, text=True, check=True)
-    assert [path.name.split()[1] for path in (tmp_path / "noted").iterdir()] == ["torch"] * ranks
+    assert [path.name.split()[1] for path in (tmp_path / "noted").iterdir()] == ["torch"]
     assert ended.stderr == "", "none of torch's warnings about what is as it should be"
 
 

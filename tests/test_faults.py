@@ -12,7 +12,7 @@ from pathlib import Path
 
 import faults
 import pytest
-from faulty_runs import HP, nothing_is_left, when
+from faulty_runs import HP, in_spawned_processes, nothing_is_left, when
 
 from flyte_ddp import checkpoint
 from flyte_ddp.errors import RankError, StoppedError
@@ -87,17 +87,13 @@ def test_a_rank_that_hangs_is_named_with_its_stack(
 
 
 HANGS_EARLY = """
-import multiprocessing.process, os, time
-run = multiprocessing.process.BaseProcess.run
-def run_and_hang(process):
-    if process.name == os.environ["HANGS_EARLY"]:
-        from flyte_ddp.launch import rank_process
-        def hang_before_torch_is_imported(place, link):
-            while True:
-                time.sleep(0.01)
-        rank_process.run_and_report = hang_before_torch_is_imported
-    run(process)
-multiprocessing.process.BaseProcess.run = run_and_hang
+from flyte_ddp.launch import rank_process
+run_and_report = rank_process.run_and_report
+def hang_at_the_start(place, link):
+    while place.rank == int(os.environ["HANGS_EARLY"]):
+        time.sleep(0.01)
+    return run_and_report(place, link)
+rank_process.run_and_report = hang_at_the_start
 """
 
 
@@ -105,14 +101,12 @@ multiprocessing.process.BaseProcess.run = run_and_hang
 def test_a_rank_that_hangs_before_there_is_a_process_group(
     digits: Path, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site/sitecustomize.py").write_text(HANGS_EARLY)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
-    monkeypatch.setenv("HANGS_EARLY", f"rank {rank}")
+    in_spawned_processes(monkeypatch, tmp_path, HANGS_EARLY)
+    monkeypatch.setenv("HANGS_EARLY", str(rank))
     with pytest.raises(RankError) as caught:
         run_training(HP, digits, tmp_path / "run", replace(QUIET, timeout=3.0))
     assert f"rank {rank} did not come where rank {1 - rank} waited for 3 s" in str(caught.value)
-    assert "in hang_before_torch_is_imported" in str(caught.value)
+    assert "in hang_at_the_start" in str(caught.value)
     assert caught.value.recoverable
     nothing_is_left(tmp_path / "run", temporary)
 

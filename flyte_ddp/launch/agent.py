@@ -15,7 +15,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from flyte_ddp.launch.gang import Member, end
-from flyte_ddp.launch.spawn import start
+from flyte_ddp.launch.processes import start
 
 if TYPE_CHECKING:
     from flyte_ddp.launch.remote import Invitation
@@ -47,7 +47,7 @@ def main() -> None:
     place = pickle.load(sys.stdin.buffer)
     gang: list[Member] = []
     try:
-        start(gang, [place])  # first of all: it takes its time to import torch, in which this process gets its job
+        start(gang, place)  # first of all: it takes its time to import torch, in which this process gets its job
         from flyte_ddp.launch.standing import stand_for
 
         invitation = pickle.load(sys.stdin.buffer)

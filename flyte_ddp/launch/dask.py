@@ -15,8 +15,8 @@ from flyte_ddp.hardware import MOST_CPU_RANKS, Hardware
 from flyte_ddp.job import Job
 from flyte_ddp.launch import agent, room
 from flyte_ddp.launch.place import Place
+from flyte_ddp.launch.processes import main_script_hidden
 from flyte_ddp.launch.remote import JOIN_SECONDS, meeting_place
-from flyte_ddp.launch.spawn import main_script_hidden
 
 SCHEDULER = "DASK_SCHEDULER_ADDRESS"  # Dask's own variable
 REACH_SECONDS = 10

@@ -29,7 +29,7 @@ from flyte_ddp.job import Job
 from flyte_ddp.launch import room
 from flyte_ddp.launch.elastic_rank import ERROR_SUFFIX, POLL_SECONDS, follow, is_leader, lead, recorded
 from flyte_ddp.launch.failures import was_killed
-from flyte_ddp.launch.spawn import main_script_hidden
+from flyte_ddp.launch.processes import main_script_hidden
 
 __all__ = ["failure", "follow", "hardware", "is_leader", "launch", "log_kept_quiet", "recorded"]
 

@@ -17,7 +17,7 @@ from flyte_ddp.launch.link import Link
 from flyte_ddp.launch.place import Place
 from flyte_ddp.launch.stopping import SIGNALS, handed_on
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
+PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15  # linux/prctl.h
 
 
 def start_rank(place: Place, pipe: Connection, stacks: Connection) -> None:
@@ -31,8 +31,8 @@ def start_rank(place: Place, pipe: Connection, stacks: Connection) -> None:
 
     """
     die_with_parent()
-    # DDP warns, in C++, that all parameters have been used, which it has to find out each time (strategies.py).
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    set_name(f"rank {place.rank}")
+    quiet_torch()
     faulthandler.register(signal.SIGUSR1, file=stacks.fileno(), all_threads=False)
     link = Link(pipe)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all processes of a terminal, the launcher among them
@@ -59,6 +59,14 @@ def run_and_report(place: Place, link: Link) -> int:
     return 0
 
 
+def quiet_torch() -> None:
+    """Keeps DDP from warning in C++ that all parameters were used, which it has to find out each time (strategies.py).
+
+    To be called before torch is imported.
+    """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
 def flush() -> None:
     """Sends off what was printed."""
     for stream in (sys.stdout, sys.stderr):
@@ -70,3 +78,9 @@ def die_with_parent() -> None:
     """Asks Linux to kill this process when the thread that started it ends, so that no rank outlives its launcher."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def set_name(name: str) -> None:
+    """Names the process for ``ps -o comm`` and ``top``, in up to 15 characters."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_NAME, name.encode())

@@ -1,0 +1,82 @@
+"""The server of spawned ranks, which imports torch for all of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import faults
+import pytest
+from faulty_runs import HP, in_spawned_processes, nothing_is_left, when
+
+from flyte_ddp.errors import RankError
+from flyte_ddp.launch.fork_server import SERVER
+from flyte_ddp.run import run_training
+from flyte_ddp.settings import Settings
+from flyte_ddp.wandb_follower import descendants
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("temporary")]
+
+QUIET = Settings(progress="off", wandb_mode="disabled")
+
+FORKS = """
+fork, forks = os.fork, []
+def fork_once():
+    if forks:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+    forks.append(fork())
+    return forks[-1]
+os.fork = fork_once
+"""
+NUMBERS = """
+import random
+import numpy.random  # before the fork, as numpy 1 does when torch imports it
+from flyte_ddp.launch import rank_process
+run_and_report = rank_process.run_and_report
+def draw(place, link):
+    with open(os.environ["NOTED"], "a") as file:
+        print(open("/proc/self/comm").read().strip(), numpy.random.random(), random.random(), file=file)
+    return run_and_report(place, link)
+rank_process.run_and_report = draw
+"""
+
+
+def test_ranks_have_names_and_random_numbers_of_their_own(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_spawned_processes(monkeypatch, tmp_path, NUMBERS)
+    monkeypatch.setenv("NOTED", str(tmp_path / "noted.txt"))
+    run_training(replace(HP, num_ranks=3), digits, tmp_path / "run", QUIET)
+    names, of_numpy, of_python = zip(
+        *[line.rsplit(" ", 2) for line in (tmp_path / "noted.txt").read_text().splitlines()], strict=True
+    )
+    assert sorted(names) == ["rank 0", "rank 1", "rank 2"]
+    assert len({*of_numpy, *of_python}) == 6
+
+
+def test_a_killed_server_takes_its_ranks_along(
+    digits: Path, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kill() -> None:
+        (server,) = [pid for pid in descendants(os.getpid()) if Path(f"/proc/{pid}/comm").read_text() == f"{SERVER}\n"]
+        os.kill(server, signal.SIGKILL)
+
+    faults.inject(monkeypatch, tmp_path / "marker", rank=1, at="training", kind="hang", **{"pass": 3})
+    killing = when(tmp_path / "marker", kill)
+    with pytest.raises(RankError, match="rank 0 was killed by SIGKILL") as caught:
+        run_training(HP, digits, tmp_path / "run", QUIET)
+    killing.join()
+    assert caught.value.recoverable
+    nothing_is_left(tmp_path / "run", temporary)
+
+
+def test_a_rank_for_which_there_is_no_process(
+    digits: Path, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a container's number of processes is limited."""
+    in_spawned_processes(monkeypatch, tmp_path, FORKS)
+    with pytest.raises(RankError, match=r"rank 1: BlockingIOError: \[Errno 11\] Resource temporarily unavailable"):
+        run_training(HP, digits, tmp_path / "run", QUIET)
+    nothing_is_left(tmp_path / "run", temporary)
