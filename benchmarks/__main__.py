@@ -21,6 +21,7 @@ NAMES = (
     *IMAGES,
     "strategies",
     "startup",
+    "forks",
     "launchers",
     "ranks",
     "epoch",

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import workflows.training  # noqa: F401
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.launch import fork_server
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import from_environment
 
@@ -22,6 +23,7 @@ def main(request: str) -> None:
     hp = Hyperparameters(**order["hp"])
     settings = replace(from_environment(), progress="off", wandb_mode=order["wandb"])
     folder = Path(order["folder"])
+    fork_server.POSSIBLE = fork_server.POSSIBLE and order["forks"]
     began = time.time()
     run_training(hp, Path(order["data"]), folder, settings)
     (folder / "began.txt").write_text(repr(began))

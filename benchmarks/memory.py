@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import re
 import subprocess
-from pathlib import Path
 
 import numpy as np
 from torch import nn
 
 from benchmarks.measuring import Options, Result, Target, interleaved
-from benchmarks.running import name, run_library, write_data
+from benchmarks.running import name, pss, run_library, write_data
 from flyte_ddp.datasets import ImageArrays
 from flyte_ddp.datasets.arrays import total_bytes
 from flyte_ddp.wandb_follower import descendants
@@ -103,7 +102,8 @@ def watch(process: subprocess.Popen[str], ranks: int) -> list[tuple[float, float
     """PSS of all ranks, and the part of it that is no file's, in MB, read again and again until the process ends."""
     sums = []
     while True:
-        readings = [pss for child in descendants(process.pid) if (pss := rank_pss(child)) is not None]
+        found = [pss(pid) for pid in descendants(process.pid) if re.fullmatch(r"rank \d+", name(pid))]
+        readings = [reading for reading in found if reading is not None]
         if len(readings) == ranks:
             whole, anonymous = (sum(column) / 1e6 for column in zip(*readings, strict=True))
             sums.append((whole, anonymous))
@@ -112,15 +112,3 @@ def watch(process: subprocess.Popen[str], ranks: int) -> list[tuple[float, float
         except subprocess.TimeoutExpired:
             continue
         return sums
-
-
-def rank_pss(pid: int) -> tuple[int, int] | None:
-    """PSS of a rank and its anonymous part, in bytes; None for another process, or one that has ended."""
-    if not re.fullmatch(r"rank \d+", name(pid)):
-        return None
-    try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
-    except OSError:
-        return None
-    sizes = {name: 1024 * int(value.split()[0]) for name, value in (line.split(":") for line in lines)}
-    return sizes["Pss"], sizes["Pss_Anon"]

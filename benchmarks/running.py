@@ -61,6 +61,16 @@ def name(pid: int) -> str:
     return before.partition("(")[2] if after.split()[0] != "Z" else ""
 
 
+def pss(pid: int) -> tuple[int, int] | None:
+    """PSS of a process and its anonymous part, in bytes; None of one that has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+    except OSError:
+        return None
+    sizes = {name: 1024 * int(value.split()[0]) for name, value in (line.split(":") for line in lines)}
+    return sizes["Pss"], sizes["Pss_Anon"]
+
+
 def run_python(module: str, *arguments: str) -> None:
     """Runs ``python -m module`` from the repository's root.
 
@@ -91,12 +101,14 @@ def run_library(
     folder: Path,
     *,
     wandb: str = "disabled",
+    forks: bool = True,
     variables: Mapping[str, str] | None = None,
     watch: Callable[[subprocess.Popen[str]], None] | None = None,
 ) -> Run:
     """Trains once, in a fresh process that has imported what ``pyflyte`` has; the folder is removed afterwards.
 
     Args:
+        forks: whether ranks are forks of a server, where that is possible.
         variables: more of the environment.
         watch: called with the running process; returns when that has ended.
 
@@ -105,7 +117,7 @@ def run_library(
 
     """
     folder.mkdir(parents=True)
-    request = {"hp": dict(hp), "data": str(data), "folder": str(folder), "wandb": wandb}
+    request = {"hp": dict(hp), "data": str(data), "folder": str(folder), "wandb": wandb, "forks": forks}
     command = [sys.executable, "-m", "benchmarks.library_run", json.dumps(request)]
     log = folder / "output.txt"
     given = environment(**(variables or {}))

@@ -30,6 +30,15 @@ def fork_once():
     return forks[-1]
 os.fork = fork_once
 """
+CALM = """
+fork = os.fork
+def noted():
+    from torch import cuda
+    with open(os.environ["NOTED"], "a") as file:
+        print(len(os.listdir("/proc/self/task")), cuda.is_initialized(), file=file)
+    return fork()
+os.fork = noted
+"""
 NUMBERS = """
 import random
 import numpy.random  # before the fork, as numpy 1 does when torch imports it
@@ -41,6 +50,15 @@ def draw(place, link):
     return run_and_report(place, link)
 rank_process.run_and_report = draw
 """
+
+
+def test_nothing_goes_on_when_the_server_forks(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which a fork would not have, or not survive."""
+    in_spawned_processes(monkeypatch, tmp_path, CALM)
+    monkeypatch.setenv("NOTED", str(tmp_path / "noted.txt"))
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")  # numpy's ends its threads itself
+    run_training(HP, digits, tmp_path / "run", QUIET)
+    assert (tmp_path / "noted.txt").read_text().splitlines() == ["1 False", "1 False"]
 
 
 def test_ranks_have_names_and_random_numbers_of_their_own(
