@@ -113,10 +113,10 @@ def listen(gang: Sequence[Member], stop: StopRequest, seconds: float | None = No
     waitables = [waitable for member in gang for waitable in member.waitables()]
     connection.wait([*waitables, *([] if stop.signal else [stop.reader])], seconds)
     for member in gang:
-        ended = member.has_ended()  # what it sent before is in the pipe
+        member.has_ended()  # looked for first: what it sent before is then in the pipe
         for message in member.messages():
             take_in(message, member, gang, stop)
-        if ended:
+        if member.exitcode is not None:  # which of a rank on another host is its last message
             member.listening = False
 
 
