@@ -81,6 +81,7 @@ compiler.import_torchvision()
 """
 
 
+@pytest.mark.slow
 def test_torchvision_gets_the_compilers_answer_when_it_asks() -> None:
     subprocess.run([sys.executable, "-c", TORCHVISION], check=True)
 
@@ -96,6 +97,7 @@ assert trace_rules is torch._dynamo.trace_rules and disable is torch._dynamo.dis
 """
 
 
+@pytest.mark.slow
 def test_another_torchvision_may_want_more_of_it(tmp_path: Path) -> None:
     (tmp_path / "torchvision").mkdir()
     (tmp_path / "torchvision/__init__.py").write_text(

@@ -98,6 +98,7 @@ def version(clone: Path, *arguments: str, **environment: str) -> str:
     return found[1]
 
 
+@pytest.mark.slow
 def test_a_dry_run_packs_all_sources_of_the_commit(clone: Path, tmp_path: Path) -> None:
     ended = register(clone, *COMPLETE, "--dry-run")
     assert ended.exit_code == 0, ended.output
@@ -114,6 +115,7 @@ def test_a_dry_run_packs_all_sources_of_the_commit(clone: Path, tmp_path: Path) 
     assert registered["FLYTE_DDP_CODE"] == library_digest(clone / "flyte_ddp") != library_digest()
 
 
+@pytest.mark.slow
 def test_registration_sends_and_activates_everything(clone: Path, tmp_path: Path) -> None:
     with fake_flyte_admin() as admin:
         config = yaml.safe_load((clone / "deploy/sandbox.yaml").read_text())

@@ -56,6 +56,7 @@ def test_from_a_folder_of_images_to_a_model(tmp_path: Path) -> None:
     assert "train-000002.tar" in verified.panel
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("hp", "word"),
     [

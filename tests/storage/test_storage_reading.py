@@ -254,7 +254,8 @@ def test_connections_are_kept(place: Place) -> None:
         assert storage.read(address) == b"content"
         assert storage.stat(address).size == 7
     clients = 2 if place.address.startswith("s3:") else 1  # one for objects, and one for all else
-    assert len(place.server.connections) == clients
+    again = 2 if place.address.startswith("s3:") else 0  # where one is asked for before obstore has the last one back
+    assert clients <= len(place.server.connections) <= clients + again
     with ThreadPoolExecutor(6) as pool:
         assert set(pool.map(storage.read, [address] * 200)) == {b"content"}
     assert len(place.server.connections) <= 6 * clients
