@@ -21,6 +21,13 @@ from flyte_ddp.launch.remote import JOIN_SECONDS, meeting_place
 SCHEDULER = "DASK_SCHEDULER_ADDRESS"  # Dask's own variable
 REACH_SECONDS = 10
 DEVICES = "CUDA_VISIBLE_DEVICES"
+# For a cluster that only ranks use: 50 looks at the clock a second in each process, profiles of tasks, and figures of
+# the machine took an eighth of a core with two idle workers (benchmarks/README.md).
+UNWATCHED = {
+    "distributed.admin.tick.interval": "1s",
+    "distributed.admin.system-monitor.interval": "5s",
+    "distributed.worker.profile.enabled": False,
+}
 
 
 def launch(job: Job, *, num_ranks: int, client: Any = None, retries: int = 0) -> None:
@@ -96,6 +103,7 @@ def connected(client: Any = None, num_ranks: int = 0) -> Iterator[Any]:
     Raises:
         UnreachableError: there is no scheduler.
     """
+    from dask import config
     from distributed import Client, LocalCluster, default_client
 
     if client is None:
@@ -115,7 +123,7 @@ def connected(client: Any = None, num_ranks: int = 0) -> Iterator[Any]:
             yield client
         return
     num_workers = num_ranks or machine.visible_gpus() or min(machine.cores(), MOST_CPU_RANKS)
-    with main_script_hidden():
+    with main_script_hidden(), config.set(UNWATCHED):
         cluster = LocalCluster(n_workers=num_workers, threads_per_worker=1, dashboard_address=":0")
     with cluster, Client(cluster) as client:
         yield client

@@ -9,6 +9,7 @@ import distributed
 import faults
 import pytest
 import ray as engine
+from dask import config
 from engines import AGENTS, DASK, ELASTIC, RAY, Launch, on
 from faulty_runs import INTRODUCED as HP
 from faulty_runs import equal
@@ -73,10 +74,19 @@ class TestDask:
             pass
 
     def test_a_cluster_of_its_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Which leaves the processors to the ranks."""
+
+        def watched() -> tuple[str, bool]:
+            names = "distributed.admin.tick.interval", "distributed.worker.profile.enabled"
+            return tuple(config.get(name) for name in names)
+
         monkeypatch.setattr(distributed, "default_client", no_client)
+        usual = watched()
         with dask.connected(num_ranks=1) as client:
             assert len(dask.workers_of(client)) == 1
             found = dask.hardware(replace(HP, num_ranks=1), client)
+            assert [*client.run(watched).values()] == [("1s", False)]
+            assert watched() == usual
         assert found == here(1)
 
     def test_more_ranks_than_workers(self, dask_client: object, capsys: pytest.CaptureFixture[str]) -> None:
