@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -123,20 +124,18 @@ def one_fault(
     shutil.rmtree(folder, ignore_errors=True)
     process = begin()
     time.sleep(moment)
-    family = [pid for pid in descendants(process.pid) if name(pid).startswith("rank ")]
+    family = [pid for pid in descendants(process.pid) if is_of_ranks(pid)]
     if process.poll() is not None:
         return None
     began = time.perf_counter()
-    servers = [pid for pid in family if name(pid) == SERVER]
-    ranks = [pid for pid in family if pid not in servers]
-    victim = process.pid
-    if kind.endswith("a rank") and ranks:
-        victim = ranks[int(which * len(ranks))]
-    elif kind.endswith("server") and servers:
-        victim = servers[0]
+    wanted = SERVER if kind.endswith("server") else r"rank \d+" if kind.endswith("rank") else ""
+    victims = [pid for pid in family if re.fullmatch(wanted, name(pid))] or [process.pid]
+    victim = victims[int(which * len(victims))]
+    if victim == process.pid:  # also where there is no rank yet
+        kind = kind.replace("a rank", "the launcher").replace("the ranks' server", "the launcher")
     os.kill(victim, signal.SIGTERM if kind.startswith("SIGTERM") else signal.SIGKILL)
     exit_code = finish(process)
-    while (left := [pid for pid in family if name(pid)]) and time.perf_counter() - began < LIMIT_SECONDS / 8:
+    while (left := [pid for pid in family if is_of_ranks(pid)]) and time.perf_counter() - began < LIMIT_SECONDS / 8:
         time.sleep(0.01)
     seconds = time.perf_counter() - began
     if exit_code == 0 or is_finished(folder):
@@ -178,6 +177,14 @@ def finish(process: subprocess.Popen[bytes]) -> int:
         return process.wait(LIMIT_SECONDS)
     finally:
         process.kill()
+
+
+def is_of_ranks(pid: int) -> bool:
+    """Whether the process is there, and a rank or their server, which may not have its name yet."""
+    try:
+        return bool(name(pid)) and b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def damage(folder: Path, where: float) -> None:

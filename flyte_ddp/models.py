@@ -49,9 +49,10 @@ def build(name: str, num_classes: int, spec: InputSpec) -> nn.Module:
 
     """
     if ":" in name:
-        from flyte_ddp.user_code import load_callable
+        from flyte_ddp.user_code import load_callable, mentions
 
-        compiler.import_torchvision()  # which the user's module is likely to import
+        if mentions(name, "torchvision"):
+            compiler.import_torchvision()
         model = load_callable(name)(num_classes=num_classes, input_shape=(spec.channels, spec.height, spec.width))
         if not isinstance(model, nn.Module):
             raise UserError(f"model {name!r} returned a {type(model).__name__}: it must return a torch.nn.Module")

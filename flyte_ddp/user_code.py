@@ -70,6 +70,18 @@ def user_source_digest(spec: str) -> str:
     return digest.hexdigest()
 
 
+def mentions(spec: str, word: str) -> bool:
+    """Whether the source behind ``spec``, as for :func:`user_source_digest`, has the word in it.
+
+    Raises:
+        UserError: a malformed spec, or no such top-level module.
+
+    """
+    top = split(spec)[0].partition(".")[0]
+    search_working_directory()
+    return any(word.encode() in path.read_bytes() for _, path in source_files(spec, top))
+
+
 def split(spec: str) -> tuple[str, str]:
     """The module's and the attribute's name."""
     match = SPEC.fullmatch(spec)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import children_of
+from processes import children_of, living_with
 
 from flyte_ddp import checkpoint, results
 from flyte_ddp.config import Hyperparameters
@@ -25,8 +25,9 @@ INTRODUCED = replace(HP, model="user_models:introduced")
 
 
 def nothing_is_left(run: Path, temporary: Path) -> None:
-    """No process of this one's, no temporary file, no partial file, nothing that looks like a result."""
+    """No process of this one's or of theirs, no temporary file, no partial file, nothing that looks like a result."""
     assert children_of(os.getpid()) == []
+    assert [command for command in living_with(str(temporary)) if "spawn_main" in command] == []
     assert [*temporary.iterdir()] == []
     nothing_like_a_result(run)
 

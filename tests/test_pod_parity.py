@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -24,6 +25,7 @@ from flyteidl.core.errors_pb2 import ContainerError
 from flyteidl.core.execution_pb2 import ExecutionError
 from flyteidl.core.literals_pb2 import Literal
 from pod import DEADLINE, Cluster, PodEnded, unpacked
+from processes import name_of
 from s3_server import s3_server
 
 from flyte_ddp.code_digest import library_digest
@@ -254,7 +256,7 @@ def wait_for_a_checkpoint(process: subprocess.Popen[bytes], checkpoints: Path) -
 def kill_a_rank(process: subprocess.Popen[bytes], checkpoints: Path) -> None:
     """What the kernel does where a pod runs out of memory: the largest process is a rank, not the task's own."""
     wait_for_a_checkpoint(process, checkpoints)
-    ranks = [pid for pid in descendants(process.pid) if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()]
+    ranks = [pid for pid in descendants(process.pid) if re.fullmatch(r"rank \d+", name_of(pid))]
     os.kill(ranks[-1], signal.SIGKILL)
 
 

@@ -28,6 +28,7 @@ from flyte_ddp.launch.host_data import prepared_here
 from flyte_ddp.launch.link import Link
 from flyte_ddp.launch.network import use_network
 from flyte_ddp.launch.place import Place
+from flyte_ddp.launch.rank_process import set_name
 from flyte_ddp.launch.remote import Invitation, Meeting, come, meeting_place
 from flyte_ddp.launch.standing import received
 from flyte_ddp.launch.stopping import SIGNALS, handed_on
@@ -119,6 +120,7 @@ def take_part(
     """
     from flyte_ddp.launch.rank import run_rank
 
+    set_name(f"rank {place.rank}")
     pipe, host, shares = arrival
     use_network(host)
     with folder_of(shared if shares else None) as folder:

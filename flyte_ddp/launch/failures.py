@@ -58,6 +58,14 @@ def was_killed(rank: int, by: signal.Signals) -> RankError:
     return RankError(f"rank {rank} was killed by {by.name}{hint}", recoverable=True)
 
 
+def did_not_begin(member: Member, seconds: float) -> RankError:
+    """The error where ranks wait for an import of torch that does not end."""
+    return RankError(
+        f"rank {member.rank} did not begin within {seconds:g} s; its process is at:\n{member.stack() or SILENT}",
+        recoverable=True,
+    )
+
+
 def hang(gang: Sequence[Member], timeout: float) -> RankError:
     """Ranks have waited in vain for those that have not failed; these show where they are."""
     waited = sorted(member.rank for member in gang if member.error is not None)

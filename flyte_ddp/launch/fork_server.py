@@ -7,7 +7,9 @@ is started for a run, and ends with its ranks.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
+import multiprocessing
 import os
 import signal
 import sys
@@ -18,13 +20,13 @@ from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, NoReturn
 
 from flyte_ddp.launch.gang import Member
 from flyte_ddp.launch.link import described
 from flyte_ddp.launch.place import Place
 from flyte_ddp.launch.processes import JOIN_SECONDS, ProcessMember, starting
-from flyte_ddp.launch.rank_process import die_with_parent, quiet_torch, set_name, start_rank
+from flyte_ddp.launch.rank_process import die_with_parent, flush, quiet_torch, set_name, start_rank
 
 POSSIBLE = sys.platform == "linux"  # elsewhere libraries rely on what a fork does not have
 SERVER = "rank server"  # the name of its process
@@ -54,8 +56,13 @@ class ForkedMember(ProcessMember):
         self.fate = fate
         self.pid = None
 
+    @property
+    def has_begun(self) -> bool:
+        """See :class:`Member`."""
+        return self.has_ended() or self.pid is not None
+
     def has_ended(self) -> bool:
-        """See :class:`Member`. No rank outlives the server: of whom it says nothing, its own end is the end."""
+        """See :class:`Member`. Linux ends ranks with their server: of whom it says nothing, its own end is the end."""
         server = self.process.exitcode  # first, as what it has said of its ranks is then in the pipes
         with suppress(EOFError, OSError):
             while self.exitcode is None and self.fate.poll():
@@ -87,6 +94,7 @@ class ForkedMember(ProcessMember):
         deadline = time.monotonic() + JOIN_SECONDS
         while not self.has_ended() and (left := deadline - time.monotonic()) > 0:
             connection.wait([self.fate], left)
+        connection.wait([self.process.sentinel], SERVER_SECONDS)  # forks have it, too: it is ready when all have ended
         self.process.join(SERVER_SECONDS)
         for end in (self.pipe, self.stacks, self.fate):
             end.close()
@@ -115,19 +123,24 @@ def serve(seats: list[Seat]) -> None:
     die_with_parent()
     set_name(SERVER)
     quiet_torch()
-    with suppress(Exception):  # which each rank will meet again, and report
+    faulthandler.register(signal.SIGUSR1, file=seats[0].stacks.fileno(), all_threads=False)
+    try:
         import flyte_ddp.launch.rank  # noqa: F401
+    except BaseException as error:
+        give_up(error, seats)
+    faulthandler.unregister(signal.SIGUSR1)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until a rank has its own handler
+    flush()  # what was printed until now would be printed by each fork
     gc.collect()
     gc.freeze()  # the collector writes to what it looks at, and memory that is written to is no longer shared
-    seats_of: dict[int, Seat] = {}
+    server, seats_of = os.getpid(), dict[int, Seat]()
     for seat in seats:
         try:
             pid = os.fork()
         except OSError as error:
-            seat.pipe.send(described(error))
-            raise
+            give_up(error, [seat])
         if pid == 0:
-            become(seat, seats)
+            become(seat, seats, server)
         seats_of[pid] = seat
         seat.fate.send(pid)
         seat.pipe.close()
@@ -136,17 +149,31 @@ def serve(seats: list[Seat]) -> None:
         ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
         assert ended is not None
         code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-        seats_of.pop(ended.si_pid).fate.send(code)
+        if (left := seats_of.pop(ended.si_pid, None)) is not None:
+            with suppress(OSError):  # the launcher waits no more for one that took too long to end
+                left.fate.send(code)
         os.waitpid(ended.si_pid, 0)  # only now can the number become that of another process
     os._exit(0)  # as a rank does: it takes a second to take torch apart
 
 
-def become(seat: Seat, seats: list[Seat]) -> None:
+def give_up(error: BaseException, seats: list[Seat]) -> NoReturn:
+    """Ends the server, and by that its ranks, for what these ranks lack."""
+    for seat in seats:
+        with suppress(OSError):
+            seat.pipe.send(described(error))
+    os._exit(1)
+
+
+def become(seat: Seat, seats: list[Seat], server: int) -> None:
     """Makes a fork the rank of a seat; does not return."""
+    die_with_parent()
+    if os.getppid() != server:  # which has ended before
+        os._exit(1)
     for other in seats:
         if other is not seat:
             other.close()
     seat.fate.close()
+    multiprocessing.current_process().name = f"rank {seat.place.rank}"
     if "numpy.random" in sys.modules:  # as it is with Python's own generator
         sys.modules["numpy.random"].seed()
     start_rank(seat.place, seat.pipe, seat.stacks)

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from flyte_ddp import results
-from flyte_ddp.launch.failures import cause_is_known, first_failure
+from flyte_ddp.launch.failures import cause_is_known, did_not_begin, first_failure
 from flyte_ddp.launch.stopping import StopRequest
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ SETTLE_SECONDS = 0.2  # from the first failure on
 LONGEST_SETTLE_SECONDS = 2.0  # the same, as long as nothing but consequences is known
 MESSAGES_AT_ONCE = 100  # so that others, and requests to stop, are heard while a rank talks without pause
 SAVE_SECONDS = 8.0  # for a checkpoint before a gang is ended
+BEGIN_SECONDS = 300.0  # for an import of torch, which a network's file system draws out
 
 
 class Member:
@@ -44,7 +45,13 @@ class Member:
         self.saved: int | None = None  # step of the checkpoint that it was asked for
         self.listening = True
         self.keeper: results.Keeper  # from when it is handed its job
+        self.resumes_after = 0  # step of the checkpoint that its job goes on from
         self.exitcode: int | None = None  # of its process; None as long as that is not known
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is somebody who listens."""
+        return True
 
     def has_ended(self) -> bool:
         """Whether its process has; looks for its exit code, which nothing else does."""
@@ -74,7 +81,8 @@ class Member:
     def hand_over(self, job: Job) -> None:
         """Tells the rank what there is to do."""
         self.keeper = results.Keeper(job.run_folder)
-        self.send("job", job=pickle.dumps(job), saved=job.checkpoint.step if job.checkpoint else 0)
+        self.resumes_after = job.checkpoint.step if job.checkpoint else 0
+        self.send("job", job=pickle.dumps(job), saved=self.resumes_after)
 
     def send(self, kind: str, **values: Any) -> None:
         """Tells the rank something, if it is still there."""
@@ -98,14 +106,18 @@ class Member:
 
 def watch(gang: Sequence[Member], stop: StopRequest, job: Job) -> None:
     """Returns when all ranks have completed; raises when one has failed, or the run is to stop."""
+    deadline = time.monotonic() + BEGIN_SECONDS
     while not all(member.completed for member in gang):
-        listen(gang, stop)
+        late = next((member for member in gang if not member.has_begun), None)
+        listen(gang, stop, max(0.0, deadline - time.monotonic()) if late else None)
         if any(member.failed() for member in gang):
             save(gang, stop)  # first, as rank 0 reports a failure of its own after it has saved
             settle(gang, stop)
             raise first_failure(gang, job.settings.timeout)
         if stop.signal is not None:
             raise stop.error(save(gang, stop))
+        if late and not late.has_begun and time.monotonic() >= deadline:
+            raise did_not_begin(late, BEGIN_SECONDS)
 
 
 def listen(gang: Sequence[Member], stop: StopRequest, seconds: float | None = None) -> None:
@@ -150,6 +162,8 @@ def settle(gang: Sequence[Member], stop: StopRequest) -> None:
 def save(gang: Sequence[Member], stop: StopRequest) -> int | None:
     """Has rank 0 write a checkpoint, if it is still able to; returns the step of the newest one, 0 without any."""
     leader = gang[0]
+    if not leader.has_begun:
+        return leader.resumes_after
     leader.saved = None
     leader.send("save")
     deadline = time.monotonic() + SAVE_SECONDS

@@ -45,10 +45,11 @@ class ProcessMember(Member):
 
     def stack(self) -> str:
         """See :class:`Member`."""
-        if self.pid is None:
+        number = self.pid or self.process.pid
+        if self.has_ended() or number is None:
             return ""
         with suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGUSR1)
+            os.kill(number, signal.SIGUSR1)
         written, deadline = b"", time.monotonic() + STACK_SECONDS
         while self.stacks.poll(0.1 if written else max(0.0, deadline - time.monotonic())):
             if not (chunk := os.read(self.stacks.fileno(), 1 << 16)):

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import faults
 import pytest
 from faulty_runs import HP, in_spawned_processes, nothing_is_left, when
+from processes import name_of
 
-from flyte_ddp.errors import RankError
+from flyte_ddp.errors import RankError, StoppedError
+from flyte_ddp.launch import gang
 from flyte_ddp.launch.fork_server import SERVER
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
@@ -31,13 +34,29 @@ def fork_once():
 os.fork = fork_once
 """
 CALM = """
-fork = os.fork
-def noted():
-    from torch import cuda
+from flyte_ddp.launch import rank_process
+fork, run_and_report = os.fork, rank_process.run_and_report
+def noted(what):
     with open(os.environ["NOTED"], "a") as file:
-        print(len(os.listdir("/proc/self/task")), cuda.is_initialized(), file=file)
+        print(what, file=file)
+def fork_and_note():
+    noted(len(os.listdir("/proc/self/task")))
     return fork()
-os.fork = noted
+def run_and_note(place, link):
+    from torch import cuda
+    noted(cuda._is_in_bad_fork())
+    return run_and_report(place, link)
+os.fork, rank_process.run_and_report = fork_and_note, run_and_note
+"""
+IMPORT_HANGS = """
+import sys
+class Hang:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            open(os.environ["NOTED"], "w").close()
+            while True:
+                time.sleep(0.01)
+sys.meta_path.insert(0, Hang())
 """
 NUMBERS = """
 import random
@@ -58,7 +77,7 @@ def test_nothing_goes_on_when_the_server_forks(digits: Path, tmp_path: Path, mon
     monkeypatch.setenv("NOTED", str(tmp_path / "noted.txt"))
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")  # numpy's ends its threads itself
     run_training(HP, digits, tmp_path / "run", QUIET)
-    assert (tmp_path / "noted.txt").read_text().splitlines() == ["1 False", "1 False"]
+    assert sorted((tmp_path / "noted.txt").read_text().splitlines()) == ["1", "1", "False", "False"]
 
 
 def test_ranks_have_names_and_random_numbers_of_their_own(
@@ -77,8 +96,15 @@ def test_ranks_have_names_and_random_numbers_of_their_own(
 def test_a_killed_server_takes_its_ranks_along(
     digits: Path, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Ranks that are stopped, so that none of them can end itself."""
+    ranks: list[int] = []
+
     def kill() -> None:
-        (server,) = [pid for pid in descendants(os.getpid()) if Path(f"/proc/{pid}/comm").read_text() == f"{SERVER}\n"]
+        server, *found = [pid for pid in descendants(os.getpid()) if name_of(pid).startswith("rank ")]
+        assert name_of(server) == SERVER
+        ranks.extend(found)
+        for rank in ranks:
+            os.kill(rank, signal.SIGSTOP)
         os.kill(server, signal.SIGKILL)
 
     faults.inject(monkeypatch, tmp_path / "marker", rank=1, at="training", kind="hang", **{"pass": 3})
@@ -86,6 +112,36 @@ def test_a_killed_server_takes_its_ranks_along(
     with pytest.raises(RankError, match="rank 0 was killed by SIGKILL") as caught:
         run_training(HP, digits, tmp_path / "run", QUIET)
     killing.join()
+    assert caught.value.recoverable
+    assert len(ranks) == HP.num_ranks
+    assert [pid for pid in ranks if name_of(pid).startswith("rank ")] == []
+    nothing_is_left(tmp_path / "run", temporary)
+
+
+def test_a_stop_while_torch_is_imported_does_not_wait_for_it(
+    digits: Path, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_spawned_processes(monkeypatch, tmp_path, IMPORT_HANGS)
+    monkeypatch.setenv("NOTED", str(tmp_path / "noted.txt"))
+    told = when(tmp_path / "noted.txt", lambda: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(StoppedError) as caught:
+        run_training(HP, digits, tmp_path / "run", QUIET)
+    told.join()
+    assert time.time() - (tmp_path / "noted.txt").stat().st_mtime < gang.SAVE_SECONDS
+    assert caught.value.step == 0
+    nothing_is_left(tmp_path / "run", temporary)
+
+
+def test_an_import_of_torch_that_hangs_is_named_with_its_stack(
+    digits: Path, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_spawned_processes(monkeypatch, tmp_path, IMPORT_HANGS)
+    monkeypatch.setenv("NOTED", str(tmp_path / "noted.txt"))
+    monkeypatch.setattr(gang, "BEGIN_SECONDS", 5.0)
+    with pytest.raises(
+        RankError, match=r"(?s)rank 0 did not begin within 5 s; its process is at:.* in find_spec"
+    ) as caught:
+        run_training(HP, digits, tmp_path / "run", QUIET)
     assert caught.value.recoverable
     nothing_is_left(tmp_path / "run", temporary)
 
