@@ -23,7 +23,7 @@ def main(request: str) -> None:
     hp = Hyperparameters(**order["hp"])
     settings = replace(from_environment(), progress="off", wandb_mode=order["wandb"])
     folder = Path(order["folder"])
-    fork_server.POSSIBLE = fork_server.POSSIBLE and order["forks"]
+    fork_server.POSSIBLE = fork_server.POSSIBLE and order.get("forks", True)
     began = time.time()
     run_training(hp, Path(order["data"]), folder, settings)
     (folder / "began.txt").write_text(repr(began))
