@@ -19,6 +19,7 @@ IMAGES = ("images", "downloads", "many_shards", "image_training")
 NAMES = (
     "data_path",
     *IMAGES,
+    "bf16",
     "strategies",
     "startup",
     "forks",
@@ -52,8 +53,6 @@ def main() -> int:
         return 0
     output = arguments.output or (HERE.parent / "build" / "benchmarks" if arguments.quick else HERE / "results")
     failed = [name for name in arguments.names or NAMES if not run(name, arguments, output)]
-    output.mkdir(parents=True, exist_ok=True)
-    rendering.render(output)
     print(f"results: {os.path.relpath(output / 'README.md')}" + (f"; failed: {', '.join(failed)}" if failed else ""))
     return 1 if failed else 0
 
@@ -67,22 +66,32 @@ def run(name: str, arguments: argparse.Namespace, output: Path) -> bool:
     """Runs one benchmark and writes its results; returns whether that went well."""
     print(f"{name}: {description(name).splitlines()[0]}", flush=True)
     load, begin = os.getloadavg()[0], time.perf_counter()
+    partial = output / f"{name}.json.partial"  # what there is, until that is all
+
+    def keep(result: measuring.Result) -> None:
+        seconds = time.perf_counter() - begin
+        measuring.write(partial, description(name), result, quick=arguments.quick, load=load, seconds=seconds)
+
+    repeats, quick, tutorial = arguments.repeats, arguments.quick, arguments.tutorial
     try:
         with tempfile.TemporaryDirectory(prefix="flyte-ddp-bench-") as folder:
-            options = measuring.Options(arguments.repeats, arguments.quick, Path(folder), output, arguments.tutorial)
+            options = measuring.Options(repeats, quick, Path(folder), output, tutorial, keep)
             result = importlib.import_module(f"benchmarks.{name}").measure(options)
     except StoppedError as error:
         raise SystemExit(f"{name}: {error}") from None
     except Exception:  # one that fails must not stop the others
         traceback.print_exc()
+        if partial.exists():
+            print(f"  what was measured is in {os.path.relpath(partial)}", flush=True)
         return False
-    seconds = time.perf_counter() - begin
-    measuring.write(name, description(name), result, options, output, load, seconds)
+    keep(result)
+    partial.replace(output / f"{name}.json")
+    rendering.render(output)
     for target in result.targets:
         row = {"at_least": target.at_least, "at_most": target.at_most, "unit": target.unit}
         measured = rendering.shown(target.value, target.unit)
         print(f"  {target.what}: {measured} ({rendering.bound(row)}) {rendering.verdict(target.met)}", flush=True)
-    print(f"  {seconds:.0f} s", flush=True)
+    print(f"  {time.perf_counter() - begin:.0f} s", flush=True)
     return True
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from flyte_ddp.buffers import Buffers
 from flyte_ddp.checkpointing import Checkpointer, Snapshot
 from flyte_ddp.diagnosis import LossWatch
 from flyte_ddp.distributed import rank
@@ -29,9 +30,10 @@ from flyte_ddp.training_state import TrainingState
 ACCOUNT = "FLYTE_DDP_COST_ACCOUNT"  # environment: where to
 
 
-CHANGING, KEEP_BUFFERS = TrainingState.changing, TrainingState.keep_buffers
+CHANGING, KEEP = TrainingState.changing, Buffers.keep
 LOOK, EPOCH_DONE, WRITE = LossWatch.look, Checkpointer.epoch_done, Checkpointer._write
 seconds: defaultdict[str, float] = defaultdict(float)
+current = {"epoch": 0}
 
 
 def guarded(epoch: int) -> bool:
@@ -49,6 +51,7 @@ def timed(what: str) -> Iterator[None]:
 
 @contextmanager
 def changing(state: TrainingState) -> Iterator[None]:
+    current["epoch"] = state.epoch
     if not guarded(state.epoch):
         yield
         return
@@ -60,10 +63,10 @@ def changing(state: TrainingState) -> Iterator[None]:
         around.__exit__(None, None, None)
 
 
-def keep_buffers(state: TrainingState) -> None:
-    if guarded(state.epoch):
+def keep(buffers: Buffers) -> None:
+    if guarded(current["epoch"]):
         with timed("buffers"):
-            KEEP_BUFFERS(state)
+            KEEP(buffers)
 
 
 def look(watch: LossWatch, loss_sum: Tensor, forward: Callable[[], object]) -> None:
@@ -89,7 +92,8 @@ def alternate() -> None:
     """Changes the library in this process, which is a rank."""
     patched: Any
     for patched, functions in (
-        (TrainingState, {"changing": changing, "keep_buffers": keep_buffers}),
+        (TrainingState, {"changing": changing}),
+        (Buffers, {"keep": keep}),
         (LossWatch, {"look": look}),
         (Checkpointer, {"epoch_done": epoch_done, "_write": write}),
     ):

@@ -24,12 +24,12 @@ from pathlib import Path
 
 from benchmarks.measuring import Options, Result, Target
 from benchmarks.rendering import table
-from benchmarks.running import ROOT, environment, name
+from benchmarks.running import ROOT, environment, process_name
 from flyte_ddp import checkpoint
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
 from flyte_ddp.launch.fork_server import SERVER
-from flyte_ddp.run import is_finished
+from flyte_ddp.run_folder import UNFINISHED, is_finished
 from flyte_ddp.wandb_follower import descendants
 
 FAULTS = 50
@@ -129,7 +129,7 @@ def one_fault(
         return None
     began = time.perf_counter()
     wanted = SERVER if kind.endswith("server") else r"rank \d+" if kind.endswith("rank") else ""
-    victims = [pid for pid in family if re.fullmatch(wanted, name(pid))] or [process.pid]
+    victims = [pid for pid in family if re.fullmatch(wanted, process_name(pid))] or [process.pid]
     victim = victims[int(which * len(victims))]
     if victim == process.pid:  # also where there is no rank yet
         kind = kind.replace("a rank", "the launcher").replace("the ranks' server", "the launcher")
@@ -182,14 +182,14 @@ def finish(process: subprocess.Popen[bytes]) -> int:
 def is_of_ranks(pid: int) -> bool:
     """Whether the process is there, and a rank or their server, which may not have its name yet."""
     try:
-        return bool(name(pid)) and b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return bool(process_name(pid)) and b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
 
 
 def damage(folder: Path, where: float) -> None:
     """Changes one byte of the newest checkpoint, or cuts it off there."""
-    newest = checkpoint.newest_of(folder / checkpoint.FOLDER)
+    newest = checkpoint.newest_of(folder / UNFINISHED / checkpoint.FOLDER)
     if newest is None:
         return
     content = bytearray(newest.path.read_bytes())

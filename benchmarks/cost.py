@@ -10,6 +10,7 @@ that accepts connections and never answers, against runs without wandb: the mean
 
 from __future__ import annotations
 
+import functools
 import json
 import socket
 import statistics
@@ -36,16 +37,19 @@ def measure(options: Options) -> Result:
     data = fashion_mnist(options.folder)
     pairs = options.number(15, quick=1)
     for model in ("tutorial", "with_batch_norm"):
-        print(f"    {model}", flush=True)
         values = {**hp, "model": f"benchmarks.alternating:{model}", "epochs": 2 * pairs + 1}
         account = options.folder / f"{model}.json"
         variables = {"FLYTE_DDP_CHECKPOINT_SECONDS": "3600", ACCOUNT: str(account)}  # checkpoints after epochs only
-        run = run_library(quick(values, options), data, options.folder / model, variables=variables)
-        _, *seconds = run.epoch_seconds()  # the first warms up
         sides = f"{model}: guarded epochs", f"{model}: others"
-        for side, of_side in zip(sides, (seconds[::2], seconds[1::2]), strict=True):
-            for value in of_side:
-                result.add(side, value, "s")
+
+        def run(_: int, sides: tuple[str, str] = sides, **order: Any) -> None:
+            seconds = run_library(**order).epoch_seconds()[1:]  # the first warms up
+            for side, of_side in zip(sides, (seconds[::2], seconds[1::2]), strict=True):
+                for value in of_side:
+                    result.add(side, value, "s")
+
+        order = {"hp": quick(values, options), "folder": options.folder / model, "variables": variables}
+        interleaved(options, result, {model: functools.partial(run, data=data, **order)}, 1)
         ratio = result.ratio(f"{model}: guarded / others", *sides)
         result.targets.append(Target(f"{model}: added to an epoch by all that guards it", ratio - 1, "%", at_most=0.03))
         spent = json.loads(account.read_text())
@@ -69,7 +73,7 @@ def measure(options: Options) -> Result:
 
             return run
 
-        interleaved({name: side(name) for name in kinds}, options.number(5))
+        interleaved(options, result, {name: side(name) for name in kinds}, options.number(5))
     names = (f"{name}: epochs but the first" for name in reversed(kinds))
     ratio = result.ratio("a silent wandb server / without", *names)
     result.targets.append(Target("added to an epoch by a silent wandb server", ratio - 1, "%", at_most=0.05))

@@ -9,6 +9,7 @@ tutorial's network; small_cnn, whose step is about half as long, shows what the 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import sys
@@ -23,12 +24,13 @@ from torch import distributed
 from torch.multiprocessing.spawn import spawn
 from torch.nn import functional
 
-from benchmarks.measuring import Options, Result, Target
+from benchmarks.measuring import Options, Result, Target, interleaved
 from benchmarks.running import fashion_mnist, run_python
 from flyte_ddp import sampling
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.cpu import Bf16
 from flyte_ddp.datasets import open_arrays
-from flyte_ddp.hardware import cpu_has_bf16, detect
+from flyte_ddp.hardware import bf16_support, detect
 from flyte_ddp.job import Job
 from flyte_ddp.launch.place import Place
 from flyte_ddp.launch.rank import join_process_group, keep_freed_memory
@@ -56,17 +58,14 @@ def measure(options: Options) -> Result:
     }
     result = Result(settings={**hp, "threads_per_rank": 1, "steps_per_measurement": steps})
     data = fashion_mnist(options.folder)
-    for model, precision in itertools.product(MODELS, ("fp32", "bf16") if cpu_has_bf16() else ("fp32",)):
+    precisions = ("fp32", "bf16") if bf16_support("cpu") is Bf16.FASTER else ("fp32",)  # as auto picks it
+    for model, precision in itertools.product(MODELS, precisions):
         side = f"{model} {precision}"
-        print(f"    {side}", flush=True)
         output = options.folder / f"{model}-{precision}.json"
         order: dict[str, Any] = {"hp": hp | {"model": model, "precision": precision, "epochs": 1000}, "data": str(data)}
         order |= {"steps": steps, "blocks": blocks, "output": str(output)}
-        run_python("benchmarks.data_path", json.dumps(order))
+        interleaved(options, result, {side: functools.partial(take, result, side, order)}, 1)
         found = json.loads(output.read_text())
-        for kind, rates in found["rates"].items():
-            for rate in rates:
-                result.add(f"{side}: {kind}", rate, "samples/s")
         share = result.ratio(f"{side}: ours / resident", f"{side}: ours", f"{side}: resident")
         exposed = 1 - result.ratio(f"{side}: resident / alone", f"{side}: resident", f"{side}: alone")
         result.targets += [
@@ -80,6 +79,14 @@ def measure(options: Options) -> Result:
             Target(f"{side}: share of communication by subtraction", exposed, "%"),
         ]
     return result
+
+
+def take(result: Result, side: str, order: dict[str, Any], _: int) -> None:
+    """Measures one model in one precision."""
+    run_python("benchmarks.data_path", json.dumps(order))
+    for kind, rates in json.loads(Path(order["output"]).read_text())["rates"].items():
+        for rate in rates:
+            result.add(f"{side}: {kind}", rate, "samples/s")
 
 
 def run_rank(rank: int, order: dict[str, Any], records: str) -> None:

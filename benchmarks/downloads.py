@@ -60,7 +60,7 @@ def measure(options: Options) -> Result:
             "ours from a folder": side("ours from a folder", folder, single, slow),
             "one GET at a time": side("one GET at a time", folder, single, slow),
         }
-        interleaved(sides, options.number(5))
+        interleaved(options, result, sides, options.number(5))
     share = result.ratio("ours, empty cache / download and decode", "ours, empty cache", "download and decode alone")
     result.targets.append(Target("shards the first time, share of download and decode alone", share, "%", 0.85))
     times = result.ratio("ours from a folder / one GET at a time", "ours from a folder", "one GET at a time")

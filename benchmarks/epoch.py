@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 
 from benchmarks.measuring import Options, Result, Target, interleaved
 from benchmarks.running import fashion_mnist, run_library, run_python
+from flyte_ddp.cpu import Bf16
 from flyte_ddp.datasets import ImageArrays, open_arrays
-from flyte_ddp.hardware import cpu_has_bf16
+from flyte_ddp.hardware import bf16_support
 
 COMMON = {"batch_size": 256, "learning_rate": 0.05, "momentum": 0.9, "num_ranks": 2}
 SMALL_TEST_BATCH = "plain with test batches of 250"
@@ -55,10 +56,10 @@ def measure(options: Options) -> Result:
         )
     hp = OURS | size
     ours = {"fp32": lambda seed: run_ours(result, options.folder, data, "fp32", hp | {"seed": seed})}
-    if cpu_has_bf16():
+    if bf16_support("cpu") is Bf16.FASTER:
         ours["bf16"] = lambda seed: run_ours(result, options.folder, data, "bf16", hp | {"seed": seed})
-    interleaved({**peers, **ours}, options.number(5))
-    for name in peers:
+    interleaved(options, result, {**peers, **ours}, options.number(5))
+    for name in (name for name in peers if f"{name}: last epoch" in result.series):
         for side, factor in zip(ours, (2.3, 3.5), strict=False):
             figure = result.ratio(f"{name} / {side}", f"{name}: last epoch", f"{side}: last epoch")
             target = factor if name == "plain" else None

@@ -13,10 +13,8 @@ import resource
 import subprocess
 
 from benchmarks.measuring import Options, Result, Target, interleaved
-from benchmarks.running import fashion_mnist, name, pss, run_library
-from flyte_ddp.wandb_follower import descendants
+from benchmarks.running import fashion_mnist, memory_of, run_library
 
-POLL_SECONDS = 0.02
 SIDES = {"forks": True, "own imports": False}
 FIGURES = {"first step": "s", "CPU time": "s", "memory": "MB"}
 
@@ -44,6 +42,8 @@ def measure(options: Options) -> Result:
             result.add(f"{ranks} ranks, {side}: {figure}", value, FIGURES[figure])
 
     interleaved(
+        options,
+        result,
         {
             f"{ranks} {side}": lambda repeat, ranks=ranks, side=side: run(repeat, ranks, side)  # type: ignore[misc]
             for ranks in numbers
@@ -63,16 +63,8 @@ def measure(options: Options) -> Result:
 
 
 def watch(process: subprocess.Popen[str]) -> list[float]:
-    """PSS of all ranks and their server, in MB, read again and again until the process ends."""
-    sums = []
-    while True:
-        found = [pss(pid) for pid in descendants(process.pid) if name(pid).startswith("rank ")]
-        sums.append(sum(reading[0] for reading in found if reading is not None) / 1e6)
-        try:
-            process.wait(POLL_SECONDS)
-        except subprocess.TimeoutExpired:
-            continue
-        return sums
+    """PSS of all ranks and their server, in MB, each time that it was read."""
+    return [sum(whole for whole, _ in readings) / 1e6 for readings in memory_of(process, "rank .*")]
 
 
 def cpu_seconds() -> float:

@@ -7,7 +7,7 @@ data: waiting until the images of the next batch are there, the first one includ
 from __future__ import annotations
 
 from benchmarks import generated_images
-from benchmarks.measuring import Options, Result, Target
+from benchmarks.measuring import Options, Result, Target, interleaved
 from benchmarks.running import run_library
 from flyte_ddp.datasets import fetch
 
@@ -28,11 +28,14 @@ def measure(options: Options) -> Result:
     }
     result = Result(settings={key: value for key, value in hp.items() if key != "dataset"})
     data = fetch(str(hp["dataset"]), "", options.folder / "prepared", progress="off")
-    for repeat in range(options.number(5)):
+
+    def train(repeat: int) -> None:
         run = run_library(hp, data, options.folder / f"run-{repeat}")
         seconds = run.of("end")[0]["seconds"]
         result.add("data", seconds["data"] / (seconds["total"] - seconds["evaluation"]), "%")
         result.add("training", run.of("train")[-1]["samples_per_second"], "images/s")
+
+    interleaved(options, result, {"ours": train}, options.number(5))
     waiting = result.median("data")
     result.targets.append(Target("share of training in which ranks wait for images", waiting, "%", at_most=0.01))
     return result

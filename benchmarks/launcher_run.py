@@ -22,6 +22,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import RankError
 from flyte_ddp.hardware import Hardware, detect
 from flyte_ddp.run import Launch, run_training
+from flyte_ddp.run_folder import UNFINISHED
 from flyte_ddp.settings import Settings
 
 Find = Callable[[Hyperparameters], Hardware]
@@ -144,7 +145,8 @@ def ours(
 
 def kill_rank_1(run: Path, killed: list[float]) -> None:
     """Kills it when the run has come to its first record, and notes when that was."""
-    while not (run / "metrics.jsonl").exists() or '"train"' not in (run / "metrics.jsonl").read_text():
+    metrics = run / UNFINISHED / "metrics.jsonl"
+    while not metrics.exists() or '"train"' not in metrics.read_text():
         time.sleep(0.01)
     pid = int((run.parent / "1").read_text())
     killed.append(time.time())

@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
+import shutil
 from typing import Any
 
 from benchmarks.measuring import Options, Result, Target, interleaved
@@ -44,6 +45,7 @@ def measure(options: Options) -> Result:
 
     def run(engine: str, what: str, repeat: int) -> dict[str, Any]:
         folder = options.folder / f"{engine}-{what}-{repeat}"
+        shutil.rmtree(folder, ignore_errors=True)  # of a try that failed
         order = {"engine": engine, "what": what, "hp": hp, "data": str(data), "folder": str(folder)}
         run_python("benchmarks.launcher_run", json.dumps(order))
         found: dict[str, Any] = json.loads((folder / "found.json").read_text())
@@ -67,9 +69,16 @@ def measure(options: Options) -> Result:
     }
     if importlib.util.find_spec("pandas") and importlib.util.find_spec("pyarrow"):  # else Ray Train does not start
         sides["ray train"] = functools.partial(first_step, "ray train", "bare")
-    interleaved(sides, options.number(7))
-    interleaved({f"{engine}: rate": functools.partial(rate, engine) for engine in ENGINES}, options.number(5))
-    interleaved({f"{engine}: notice": functools.partial(notice, engine) for engine in ENGINES}, options.number(3))
+    interleaved(options, result, sides, options.number(7))
+    interleaved(
+        options, result, {f"{engine}: rate": functools.partial(rate, engine) for engine in ENGINES}, options.number(5)
+    )
+    interleaved(
+        options,
+        result,
+        {f"{engine}: notice": functools.partial(notice, engine) for engine in ENGINES},
+        options.number(3),
+    )
     for engine in ENGINES:
         step = f"{engine}: to the first step"
         ratio = result.ratio(f"{step}, ours / bare", f"{step}, ours", f"{step}, bare")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import platform
 import statistics
+import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
@@ -13,6 +15,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from flyte_ddp.errors import StoppedError
+from flyte_ddp.files import replacing
+
+TRIES = 3  # of a measurement whose process fails
 PACKAGES = (
     "torch",
     "torchvision",
@@ -39,6 +45,7 @@ class Options:
     folder: Path  # a fresh temporary folder
     output: Path  # where results go
     tutorial: bool = False  # also measure the tutorial's hyperparameters in `preset`, for minutes
+    keep: Callable[[Result], object] = lambda _: None  # is given what there is, after each measurement
 
     def number(self, full: int, quick: int = 1) -> int:
         """Repeats to take: those asked for, else the benchmark's own."""
@@ -80,6 +87,17 @@ class Result:
     settings: dict[str, Any]
     series: dict[str, Series] = field(default_factory=dict)
     targets: list[Target] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # what went wrong, and what became of it
+
+    def lengths(self) -> dict[str, int]:
+        """How many measurements each series has."""
+        return {label: len(series.values) for label, series in self.series.items()}
+
+    def cut(self, lengths: Mapping[str, int]) -> None:
+        """Takes back what was added since the series had these lengths."""
+        self.series = {label: series for label, series in self.series.items() if label in lengths}
+        for label, length in lengths.items():
+            del self.series[label].values[length:]
 
     def add(self, label: str, value: float, unit: str) -> None:
         """Appends one measurement to the series ``label``."""
@@ -94,8 +112,11 @@ class Result:
         return statistics.median(self.values(label))
 
     def ratio(self, label: str, above: str, below: str) -> float:
-        """Adds the series of the pairs' ratios ``above / below``, and returns its median."""
-        pairs = zip(self.values(above), self.values(below), strict=True)
+        """Adds the series of the pairs' ratios ``above / below``, and returns its median.
+
+        A side that was given up has fewer measurements than the other, which are of the first repeats.
+        """
+        pairs = zip(self.values(above), self.values(below), strict=False)
         self.series[label] = Series("x", [first / second for first, second in pairs])
         return self.median(label)
 
@@ -112,17 +133,41 @@ def summary(values: Sequence[float]) -> dict[str, float]:
     }
 
 
-def interleaved(sides: Mapping[str, Callable[[int], None]], repeats: int) -> None:
+def interleaved(options: Options, result: Result, sides: Mapping[str, Callable[[int], None]], repeats: int) -> None:
     """Measures A B A B: slow changes of the machine then meet all sides alike.
 
+    A measurement that fails is taken again, some times; then its side is given up, and the others go on.
+
     Args:
+        result: to which the sides add what they have measured.
         sides: takes a measurement, given the number of the repeat.
 
     """
+    left = dict(sides)
     for repeat in range(repeats):
-        for name, measure in sides.items():
+        for name, measure in [*left.items()]:
             print(f"    {repeat + 1}/{repeats} {name}", flush=True)
-            measure(repeat)
+            if not taken(result, f"{name}, {repeat + 1} of {repeats}", functools.partial(measure, repeat)):
+                del left[name]
+            options.keep(result)
+
+
+def taken(result: Result, name: str, measure: Callable[[], None]) -> bool:
+    """Takes a measurement, again if it fails; whether that went well."""
+    before = result.lengths()
+    for number in range(1, TRIES + 1):
+        try:
+            measure()
+        except StoppedError:
+            raise
+        except (RuntimeError, subprocess.TimeoutExpired) as error:
+            result.cut(before)
+            then = "it was measured again" if number < TRIES else "it was given up, and what it had before is kept"
+            result.notes.append(f"{name}: {str(error).splitlines()[0][:200]}; {then}")
+            print(f"    {result.notes[-1]}\n{error}", flush=True)
+        else:
+            return True
+    return False
 
 
 def machine() -> dict[str, Any]:
@@ -151,22 +196,21 @@ def versions() -> dict[str, str]:
     return found
 
 
-def write(
-    name: str, description: str, result: Result, options: Options, output: Path, load: float, seconds: float
-) -> None:
-    """Writes ``<name>.json`` with every single measurement."""
+def write(path: Path, description: str, result: Result, *, quick: bool, load: float, seconds: float) -> None:
+    """Writes a file with every single measurement."""
     content = {
-        "name": name,
+        "name": path.name.partition(".")[0],
         "description": description,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "quick": options.quick,
+        "quick": quick,
         "machine": machine(),
         "load_average_before": load,
         "versions": versions(),
         "seconds": round(seconds, 1),
         "settings": result.settings,
+        "notes": result.notes,
         "targets": [{**asdict(target), "met": target.met} for target in result.targets],
         "series": {label: {**asdict(series), **summary(series.values)} for label, series in result.series.items()},
     }
-    output.mkdir(parents=True, exist_ok=True)
-    (output / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
+    with replacing(path, durable=False) as file:
+        file.write(json.dumps(content, indent=1).encode() + b"\n")

@@ -9,21 +9,18 @@ measure on a quiet machine, or look at the part that is no file's.
 
 from __future__ import annotations
 
-import re
 import subprocess
 
 import numpy as np
 from torch import nn
 
 from benchmarks.measuring import Options, Result, Target, interleaved
-from benchmarks.running import name, pss, run_library, write_data
+from benchmarks.running import memory_of, run_library, write_data
 from flyte_ddp.datasets import ImageArrays
 from flyte_ddp.datasets.arrays import total_bytes
-from flyte_ddp.wandb_follower import descendants
 
 BATCH_SIZE = 1024
 SHAPE = (32, 32, 3)
-POLL_SECONDS = 0.1
 KINDS = PSS, ANONYMOUS = "PSS of all ranks", "of that, memory that is no file's"
 
 
@@ -70,6 +67,8 @@ def measure(options: Options) -> Result:
 
     sides = [(name, ranks) for ranks in (2, 3) for name in folders]
     interleaved(
+        options,
+        result,
         {f"{name} {ranks}": lambda repeat, name=name, ranks=ranks: run(name, ranks, repeat) for name, ranks in sides},  # type: ignore[misc]
         options.number(3),
     )
@@ -99,16 +98,10 @@ def synthetic(samples: int) -> ImageArrays:
 
 
 def watch(process: subprocess.Popen[str], ranks: int) -> list[tuple[float, float]]:
-    """PSS of all ranks, and the part of it that is no file's, in MB, read again and again until the process ends."""
+    """PSS of all ranks, and the part of it that is no file's, in MB, each time that it was read."""
     sums = []
-    while True:
-        found = [pss(pid) for pid in descendants(process.pid) if re.fullmatch(r"rank \d+", name(pid))]
-        readings = [reading for reading in found if reading is not None]
+    for readings in memory_of(process, r"rank \d+"):
         if len(readings) == ranks:
             whole, anonymous = (sum(column) / 1e6 for column in zip(*readings, strict=True))
             sums.append((whole, anonymous))
-        try:
-            process.wait(POLL_SECONDS)
-        except subprocess.TimeoutExpired:
-            continue
-        return sums
+    return sums

@@ -8,6 +8,7 @@ The whole command is timed: start-up, preparing FashionMNIST from the system's c
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -36,7 +37,7 @@ def measure(options: Options) -> Result:
     sides = {"fast": lambda repeat: run("fast", preset, repeat)}
     if options.tutorial:
         sides["tutorial"] = lambda repeat: run("tutorial", tutorial, repeat)
-    interleaved(sides, options.number(5))
+    interleaved(options, result, sides, options.number(5))
     seconds, accuracies = (result.values(f"fast: {what}") for what in ("from the prompt and back", "test accuracy"))
     result.targets = [
         Target("longest time of all seeds", max(seconds), "s", at_most=20.0),
@@ -49,6 +50,7 @@ def measure(options: Options) -> Result:
 
 def train(hp: dict[str, Any], folder: Path) -> tuple[float, float]:
     """Seconds of one ``pyflyte run`` with nothing cached, and the test accuracy that it reached."""
+    shutil.rmtree(folder, ignore_errors=True)  # of a try that failed
     folder.mkdir()
     (folder / "hp.json").write_text(json.dumps(hp))
     variables = environment(folder / "home", FLYTE_DDP_RUNS=str(folder / "runs"))

@@ -74,6 +74,7 @@ def measure_network(options: Options, result: Result, base: dict[str, Any], batc
 
     def rate(label: str, settings: Mapping[str, Any], repeat: int) -> None:
         folder = options.folder / f"{network}-{label}-{repeat}"
+        shutil.rmtree(folder, ignore_errors=True)  # of a try that failed
         order = {"hp": {**base, **settings, "max_steps": steps}, "data": str(data), "folder": str(folder)}
         run_python("benchmarks.ranks_run", json.dumps(order))
         result.add(f"{network}: {label}", rate_of(folder), "samples/s")
@@ -88,7 +89,10 @@ def measure_network(options: Options, result: Result, base: dict[str, Any], batc
         "2 ranks, ddp": {**two, "strategy": "ddp"},
     }
     interleaved(
-        {label: functools.partial(rate, label, settings) for label, settings in sides.items()}, options.number(5)
+        options,
+        result,
+        {label: functools.partial(rate, label, settings) for label, settings in sides.items()},
+        options.number(5),
     )
     for strategy in ("shared_memory", "ddp"):
         for kind, before in (("strong", "1 rank"), ("weak", "1 rank, half the batch")):
@@ -116,6 +120,8 @@ def over_links(options: Options, result: Result, base: dict[str, Any], batch: in
 
     def alone(repeat: int) -> None:
         folders = [options.folder / f"{network}-alone-{repeat}-{number}" for number in (0, 1)]
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
         hp = {**base, "batch_size": batch // 2, "max_steps": steps, "num_ranks": 1}
         with linked_hosts(SPEEDS[0]) as hosts:
             run_hosts([order_for(host, host, 1, hp, data, folder) for host, folder in zip(hosts, folders, strict=True)])
@@ -127,6 +133,7 @@ def over_links(options: Options, result: Result, base: dict[str, Any], batch: in
 
     def together(speed: int, repeat: int, steps: int = steps) -> None:
         folder = options.folder / f"{network}-{speed}-{repeat}-{steps}"
+        shutil.rmtree(folder, ignore_errors=True)
         hp = {**base, "batch_size": batch, "max_steps": steps, "num_ranks": 2}
         with linked_hosts(speed) as hosts:
             run_hosts([order_for(host, hosts[0], 2, hp, data, folder) for host in hosts])
@@ -141,7 +148,7 @@ def over_links(options: Options, result: Result, base: dict[str, Any], batch: in
 
     runs = {f"{network}: {named(speed)}": functools.partial(together, speed) for speed in SPEEDS}
     sides = {f"{network}: alone": alone, f"{network}: {named(UNLIMITED)}": volume, **runs}
-    interleaved(sides, options.number(3))
+    interleaved(options, result, sides, options.number(3))
     hold_against_the_model(result, network, size, steps)
 
 

@@ -47,6 +47,7 @@ def section(content: dict[str, Any]) -> str:
             + ", ".join(f"{name} {number}" for name, number in packages.items())
             + ".\n",
             "Settings: " + ", ".join(f"{key} {value}" for key, value in content["settings"].items()) + ".\n",
+            *(f"- {note}" for note in content.get("notes", [])),
             table(["series", "n", "median", "mean", "standard deviation", "min", "max"], rows),
         ]
     )

@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +19,12 @@ import numpy as np
 
 from flyte_ddp.datasets import ImageArrays, fetch, open_arrays
 from flyte_ddp.datasets.arrays import write_arrays
+from flyte_ddp.wandb_follower import descendants
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_SECONDS = 900.0  # for one run; a hang ends as a failure of its benchmark
+POLL_SECONDS = 0.02  # between two readings of memory
+EXITING = 4  # PF_EXITING, in a process's flags: none of its code runs any more
 
 
 @dataclass(frozen=True)
@@ -52,13 +57,26 @@ def environment(home: Path | None = None, **changes: str) -> dict[str, str]:
     return kept | changes
 
 
-def name(pid: int) -> str:
-    """The name of a living process, such as ``rank 0``; empty without one."""
+def process_name(pid: int) -> str:
+    """The name of a living process, such as ``rank 0``; empty without one, or when it runs no more of its code."""
     try:
         before, _, after = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
     except OSError:
         return ""
-    return before.partition("(")[2] if after.split()[0] != "Z" else ""
+    fields = after.split()
+    return before.partition("(")[2] if fields[0] != "Z" and not int(fields[6]) & EXITING else ""
+
+
+def memory_of(process: subprocess.Popen[str], names: str) -> Iterator[list[tuple[int, int]]]:
+    """:func:`pss` of those of its descendants whose whole name matches, read again and again until the process ends."""
+    while True:
+        found = [pss(pid) for pid in descendants(process.pid) if re.fullmatch(names, process_name(pid))]
+        yield [reading for reading in found if reading is not None]
+        try:
+            process.wait(POLL_SECONDS)
+        except subprocess.TimeoutExpired:
+            continue
+        return
 
 
 def pss(pid: int) -> tuple[int, int] | None:
@@ -92,7 +110,8 @@ def run_command(command: list[str], variables: Mapping[str, str]) -> None:
         command, cwd=ROOT, env=dict(variables), capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False
     )
     if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}: exit code {done.returncode}\n{(done.stdout + done.stderr)[-3000:]}")
+        how = f"exit code {done.returncode}" if done.returncode > 0 else signal.Signals(-done.returncode).name
+        raise RuntimeError(f"{how} of {' '.join(command)}\n{(done.stdout + done.stderr)[-3000:]}")
 
 
 def run_library(
@@ -116,6 +135,7 @@ def run_library(
         RuntimeError: training failed.
 
     """
+    shutil.rmtree(folder, ignore_errors=True)  # of a try that failed
     folder.mkdir(parents=True)
     request = {"hp": dict(hp), "data": str(data), "folder": str(folder), "wandb": wandb, "forks": forks}
     command = [sys.executable, "-m", "benchmarks.library_run", json.dumps(request)]

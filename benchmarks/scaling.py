@@ -43,6 +43,8 @@ def measure(options: Options) -> Result:
 
     for run, repeats in ((train, 7), (start, 21)):
         interleaved(
+            options,
+            result,
             {f"{factor} x data: {run.__name__}": functools.partial(run, factor) for factor in FACTORS},
             options.number(repeats),
         )

@@ -53,7 +53,7 @@ def measure(options: Options) -> Result:
         run = run_library(hp, data, options.folder / f"run-{repeat}", wandb="offline")
         result.add(OURS, run.seconds_to_first_step(), "s")
 
-    interleaved({"bare": bare, "ours": ours}, options.number(10))
+    interleaved(options, result, {"bare": bare, "ours": ours}, options.number(10))
     result.targets += [
         Target("first step, times a bare mp.spawn", result.ratio("ours / bare", OURS, BARE), "x", at_most=1.5),
         Target(
@@ -83,7 +83,7 @@ def cache_hits(options: Options, result: Result) -> None:
         run_command(commands[side], variables)
         result.add(f"cache hit: {side}", time.perf_counter() - begin, "s")
 
-    interleaved({"empty": lambda _: hit("empty"), "ours": lambda _: hit("ours")}, options.number(10))
+    interleaved(options, result, {"empty": lambda _: hit("empty"), "ours": lambda _: hit("ours")}, options.number(10))
     if metrics.stat().st_mtime_ns != trained:
         raise RuntimeError("the second identical run trained again")
     figure = result.ratio("cache hit: ours / empty", "cache hit: ours", "cache hit: empty")

@@ -18,7 +18,7 @@ import torch
 from torch import distributed, nn
 from torch.multiprocessing.spawn import spawn
 
-from benchmarks.measuring import Options, Result, Target
+from benchmarks.measuring import Options, Result, Target, interleaved
 from benchmarks.running import run_python
 from flyte_ddp.launch.rank import keep_freed_memory
 from flyte_ddp.strategies import GradientSync, synchronised
@@ -34,8 +34,9 @@ def measure(options: Options) -> Result:
     steps, blocks = (2, 1) if options.quick else (10, options.number(25))
     output = options.folder / "strategies.json"
     order = {"widths": WIDTHS[:2] if options.quick else WIDTHS, "steps": steps, "blocks": blocks, "output": str(output)}
-    run_python("benchmarks.strategies", json.dumps(order))
     result = Result(settings={"layers": LAYERS, "samples_per_rank": SAMPLES, "num_ranks": RANKS, "steps": steps})
+    sides = {"all widths": lambda _: run_python("benchmarks.strategies", json.dumps(order))}
+    interleaved(options, result, sides, 1)
     for width, found in json.loads(output.read_text()).items():
         parameters = f"{LAYERS * (int(width) ** 2 + int(width)):,} parameters"
         for name, milliseconds in found.items():

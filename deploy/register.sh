@@ -1,18 +1,19 @@
 #!/usr/bin/env bash
-# Registers this commit's tasks, workflows and launch plans, with all sources, and activates the launch plans.
+# Registers this commit's tasks, workflows and launch plans, with all sources; schedules start with --activate only.
 set -euo pipefail
 
 usage() {
     cat <<'TEXT'
 Usage: deploy/register.sh --config FILE --image IMAGE --profile PROFILE [--project NAME] [--domain NAME]
-                          [--sources-in-image] [--dry-run]
+                          [--sources-in-image] [--activate] [--dry-run]
 
   --config FILE        which cluster: deploy/sandbox.yaml, deploy/production.yaml or your own
   --image IMAGE        what pods run in, built from Dockerfile, with its tag
   --profile PROFILE    resources of the training pod: a name in tasks/pods.py (gpu, gpu-a100, sandbox, local)
   --project, --domain  where in Flyte (flytesnacks, development)
   --sources-in-image   send no sources: the image was built from this commit with --target with-sources
-  --dry-run            contact no cluster; make the package under build/ and say what would be done
+  --activate           make this version's launch plans the active ones: schedules start, those of other versions stop
+  --dry-run            contact no cluster; make the package under build/, and list what would train when, on which pods
 
 Read from the environment: FLYTE_DDP_NOTIFY, FLYTE_DDP_WANDB_SECRET, WANDB_PROJECT and others (deploy/README.md).
 TEXT
@@ -23,7 +24,7 @@ fail() {
     exit 1
 }
 
-config="" image="" profile="" project=flytesnacks domain=development copy=all dry_run=""
+config="" image="" profile="" project=flytesnacks domain=development copy=all activate="" dry_run=""
 while [ $# -gt 0 ]; do
     case $1 in
         --config | --image | --profile | --project | --domain)
@@ -32,6 +33,7 @@ while [ $# -gt 0 ]; do
             shift 2
             ;;
         --sources-in-image) copy=none && shift ;;
+        --activate) activate=yes && shift ;;
         --dry-run) dry_run=yes && shift ;;
         --help | -h) usage && exit ;;
         *) fail "unknown argument '$1': see deploy/register.sh --help" ;;
@@ -41,6 +43,10 @@ for name in config image profile; do
     [ -n "${!name}" ] || fail "--$name is missing: it has no default, so that nothing is registered by mistake; add --$name"
 done
 [ -f "$config" ] || fail "--config $config: there is no such file; choose deploy/sandbox.yaml or deploy/production.yaml"
+if placeholder=$(grep -oE '^[^#]*endpoint:.*example\.(com|org|net)' "$config"); then
+    placeholder=${placeholder%%$'\n'*}
+    fail "--config $config: '${placeholder#"${placeholder%%[! ]*}"}' only holds the place of your cluster's address: put that in"
+fi
 config=$(realpath "$config")
 
 cd "$(dirname "$0")/.."
@@ -62,9 +68,12 @@ pyflyte=pyflyte
 command -v "$pyflyte" >/dev/null || fail "pyflyte is not installed here: it does the registering; run make install"
 
 register=("$pyflyte" --config "$config" register --project "$project" --domain "$domain" --image "$image"
-    --version "$version" --copy "$copy" --activate-launchplans workflows)
+    --version "$version" --copy "$copy" ${activate:+--activate-launchplans} workflows)
 package=("$pyflyte" --pkgs workflows package --image "$image" --copy "$copy" --force
     --output "build/flyte-package-$version.tgz")
+
+schedules="Schedules are left as they are: add --activate to start those of this version, in place of any older one's."
+[ -z "$activate" ] || schedules="With --activate the schedules of this version start, in place of any older one's."
 
 printf 'commit   %s\nversion  %s\nprofile  %s\nimage    %s\ncluster  %s (%s, %s)\n' \
     "$(git log -1 --format='%h %s')" "$version" "$profile" "$image" "$config" "$project" "$domain"
@@ -73,6 +82,11 @@ if [ -n "$dry_run" ]; then
     printf '\nDry run: packages only. To register: '
     printf '%q ' env "FLYTE_DDP_PROFILE=$profile" "${register[@]}"
     printf '\n\n'
-    exec "${package[@]}"
+    "${package[@]}"
+    printf '\n'
+    "$(dirname "$(command -v "$pyflyte")")/python" deploy/show_package.py "build/flyte-package-$version.tgz"
+    printf '\n%s\n' "$schedules"
+    exit
 fi
-exec "${register[@]}"
+"${register[@]}"
+printf '%s\n' "$schedules"

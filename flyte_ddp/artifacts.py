@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from flyte_ddp import models
+from flyte_ddp.buffers import overwrite
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replacing, sync
 from flyte_ddp.images import InputSpec
+from flyte_ddp.loading.cropping import EVALUATION_SHARE
 
 FORMAT = "flyte-ddp-model/1"
 MIDDLE = "middle"  # the model has been evaluated with the middle of images, as large as its input
@@ -60,8 +62,8 @@ def save_model(folder: Path, state_dict: Mapping[str, Tensor], sidecar: Mapping[
     # The sidecar's name appears last: where it is, the weights are. Both contents are on the disk before either name.
     with replacing(sidecar_path) as sidecar_file, replacing(model_path) as model_file:
         hashing = HashingFile(model_file)
-        # Not torch's zip format: Flyte's PythonPickledFile refuses that where python-magic is installed.
-        torch.save(portable(state_dict), hashing, _use_new_zipfile_serialization=False)  # type: ignore[arg-type]
+        # In torch's zip format, where equal weights are equal bytes; its older one writes addresses of memory.
+        torch.save(portable(state_dict), hashing)  # type: ignore[arg-type]
         digests = {**sidecar.get("digests", {}), "weights": hashing.sha256.hexdigest()}
         content = {"format": FORMAT, **sidecar, "digests": digests}
         sidecar_file.write(json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n")
@@ -75,9 +77,14 @@ def portable(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     A view would be saved with all of the storage that it looks into, and a channels-last tensor in an order that other
     frameworks do not expect.
     """
-    return {
-        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in state_dict.items()
-    }
+
+    def copied(value: Tensor) -> Tensor:
+        if not isinstance(value, Tensor):  # a module's extra state
+            return value
+        own = value.detach().cpu()
+        return own.clone(memory_format=torch.contiguous_format) if own.layout == torch.strided else own.clone()
+
+    return {name: copied(value) for name, value in state_dict.items()}
 
 
 def load_model(
@@ -99,7 +106,9 @@ def load_model(
         )
     model = models.build(sidecar["model"], len(sidecar["classes"]), input_spec(sidecar))
     try:
-        model.load_state_dict(torch.load(model_path, map_location="cpu", weights_only=True))
+        weights = torch.load(model_path, map_location="cpu", weights_only=True)
+        overwrite(model, {name: weights[name] for name in sidecar.get("late_buffers", [])}, saved=weights)
+        model.load_state_dict(weights)
     except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(
@@ -136,6 +145,32 @@ def read_sidecar(path: Path) -> dict[str, Any]:
 def input_crop(sidecar: Mapping[str, Any]) -> str:
     """Which part of an image the sidecar's model takes: ``middle``, or all of it (empty)."""
     return str(sidecar["input"].get("crop", ""))
+
+
+def described_input(spec: InputSpec, crop: str) -> dict[str, Any]:
+    """What a model takes, and as numbers all that is done to an image before, for programs that have not this library.
+
+    Args:
+        spec: the model's input.
+        crop: ``middle``, or empty for all of an image.
+    """
+    middle = crop == MIDDLE
+    return {
+        "channels": spec.channels,
+        "height": spec.height,
+        "width": spec.width,
+        "mean": list(spec.mean),
+        "std": list(spec.std),
+        "crop": crop,
+        # In the order in which they are used; the README has them as a program.
+        "upright": middle,  # whether an image is turned as its EXIF data say
+        "mode": {1: "L", 3: "RGB"}.get(spec.channels, ""),  # in Pillow's words: grey, or colours in this order
+        "crop_share": EVALUATION_SHARE if middle else None,  # of the shorter side: the middle square's
+        "resize_dtype": "uint8" if middle else "float32",  # in which the resized image's values are rounded
+        "interpolation": "bilinear",
+        "antialias": True,
+        "scale": 1 / 255,
+    }
 
 
 def input_spec(sidecar: Mapping[str, Any]) -> InputSpec:

@@ -13,10 +13,12 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from flyte_ddp import results
+from flyte_ddp.arithmetic import Arithmetic
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replacing
@@ -36,17 +38,23 @@ class Identity:
     code: str
     user_code: str
     initial_weights: str
+    releases: str = ""
 
 
-def identity(hp: Hyperparameters, *, data: str, code: str, user_code: str = "", initial_weights: str = "") -> Identity:
+def identity(
+    hp: Hyperparameters, *, data: str, code: str, user_code: str = "", initial_weights: str = "", releases: str = ""
+) -> Identity:
     """Of a run; the number of ranks is left out, because it changes who computes and not what is computed.
+
+    So is what the ranks run on, which changes what is computed by rounding alone: see :mod:`flyte_ddp.arithmetic`.
 
     Args:
         data: content digest of the prepared data; ``code``, ``user_code`` and ``initial_weights`` likewise.
+        releases: of torch and torchvision.
 
     """
     values = {name: value for name, value in hp.to_dict().items() if name != "num_ranks"}
-    return Identity(values, data, code, user_code, initial_weights)
+    return Identity(values, data, code, user_code, initial_weights, releases)
 
 
 @dataclass(frozen=True)
@@ -56,7 +64,7 @@ class Checkpoint:
     path: Path
     epoch: int  # epochs that are done, with their evaluation
     step: int  # optimiser steps that are done
-    num_ranks: tuple[int, ...]  # all that trained it so far, in ascending order
+    trained_in: tuple[Arithmetic, ...]  # all that it was trained in so far
     time: float
     identity: Identity
     metrics: bytes
@@ -93,7 +101,7 @@ def write(
 
     Args:
         path: from :func:`slots`.
-        description: ``epoch``, ``step``, ``num_ranks`` and ``time``.
+        description: ``epoch``, ``step``, ``trained_in`` and ``time``.
         metrics: contents of metrics.jsonl up to this step.
         save: writes the state into a file.
 
@@ -130,20 +138,33 @@ def read(path: Path) -> Checkpoint | None:
                 return None
             file.seek(DIGEST_LINE)
             header = json.loads(file.readline())
+            offset = file.tell() + header["metrics_bytes"]
+            check_header(header, most_bytes=path.stat().st_size - file.tell())
             metrics = file.read(header["metrics_bytes"])
-            offset = file.tell()
-    except OSError:
+            identity = Identity(**header["identity"])
+            trained_in = tuple(Arithmetic(**entry) for entry in header["trained_in"])
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None
     return Checkpoint(
         path=path,
         epoch=header["epoch"],
         step=header["step"],
-        num_ranks=tuple(header["num_ranks"]),
+        trained_in=trained_in,
         time=header["time"],
-        identity=Identity(**header["identity"]),
+        identity=identity,
         metrics=metrics,
         offset=offset,
     )
+
+
+def check_header(header: Any, most_bytes: int) -> None:
+    """Raises one of many errors for a header that :func:`write` has not written."""
+    counts = [header[name] for name in ("epoch", "step", "metrics_bytes")]
+    right = all(isinstance(count, int) and count >= 0 for count in counts) and counts[-1] <= most_bytes
+    right = right and bool(header["trained_in"]) and isinstance(header["identity"]["hyperparameters"], dict)
+    if not right:
+        raise ValueError(header)
+    datetime.fromtimestamp(header["time"])  # noqa: DTZ006 (as a person is told)
 
 
 def state_in(checkpoint: Checkpoint) -> io.BytesIO:
@@ -192,6 +213,7 @@ def check_belongs(checkpoint: Checkpoint, run: Identity) -> None:
         "code": "other code of flyte_ddp",
         "user_code": "other code of the model",
         "initial_weights": "other initial weights",
+        "releases": "other releases",
     }
     reasons += [f"{what} ({theirs[key]}, now {ours[key]})" for key, what in words.items() if theirs[key] != ours[key]]
     raise UserError(

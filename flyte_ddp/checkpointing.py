@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flyte_ddp import checkpoint
-from flyte_ddp.distributed import rank, world_size
+from flyte_ddp.distributed import rank
 from flyte_ddp.evaluate import Evaluation
 from flyte_ddp.job import Job
 from flyte_ddp.recording import Recorder
@@ -57,10 +57,12 @@ def take(run: Run) -> Snapshot | None:
         if state.torn:
             return None
         values = {
-            "model": {**state.model.state_dict(), **state.buffers_after_step()},
+            "model": state.buffers.after_step_in(state.model.state_dict()),
+            "buffers": state.buffers.state(),
             "average": state.average.state_dict() if state.average else None,
             "optimizer": state.optimizer.state_dict(),
             "spoiled": state.loss_watch.spoiled,
+            "draws": state.this_pass.draws,
             "seconds": dict(state.clock.seconds),
             "total_seconds": state.clock.total(),
             "waited": state.sync.waited,
@@ -93,12 +95,15 @@ def restore(run: Run, found: checkpoint.Checkpoint) -> None:
     """Puts a run, on every rank, where the checkpoint was taken."""
     state, selection, recorder = run.state, run.selection, run.recorder
     values = torch.load(checkpoint.state_in(found), map_location="cpu", weights_only=True)
+    for model in (state.model, *([state.average.module] if state.average else [])):
+        state.buffers.go_on(values["buffers"], model, saved=values["model"].keys())
     state.model.load_state_dict(values["model"])
     if state.average is not None:
         state.average.load_state_dict(values["average"])
     state.optimizer.load_state_dict(values["optimizer"])
     state.epoch, state.step = found.epoch, found.step
-    state.keep_buffers()
+    state.buffers.keep()
+    state.this_pass.draws = values["draws"]
     state.clock.seconds.update(values["seconds"])
     state.clock.started -= values["total_seconds"]
     state.sync.waited = values["waited"]
@@ -179,11 +184,12 @@ class Checkpointer:
     def _write(self, snapshot: Snapshot) -> None:
         with (self.job.run_folder / "metrics.jsonl").open("rb") as file:
             metrics = file.read(snapshot.metrics_bytes)
-        before = self.job.checkpoint.num_ranks if self.job.checkpoint else ()
+        before = self.job.checkpoint.trained_in if self.job.checkpoint else ()
+        now = self.run.recorder.arithmetic
         about = {
             "epoch": snapshot.epoch,
             "step": snapshot.step,
-            "num_ranks": sorted({*before, world_size()}),
+            "trained_in": [asdict(one) for one in (*before, *([] if now in before else [now]))],
             "time": time.time(),
         }
         checkpoint.write(

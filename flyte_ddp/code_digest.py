@@ -1,9 +1,12 @@
-"""A digest of this library's own sources: part of every cache key, so that changed code trains anew."""
+"""Which code computes: a digest of this library's own sources, and the releases of what it computes with."""
 
 from __future__ import annotations
 
 import hashlib
+from importlib.metadata import version
 from pathlib import Path
+
+ARITHMETIC = ("torch", "torchvision")
 
 
 def library_digest(root: Path = Path(__file__).parent) -> str:
@@ -14,3 +17,8 @@ def library_digest(root: Path = Path(__file__).parent) -> str:
         digest.update(f"{path.relative_to(root).as_posix()}\0{len(content)}\0".encode())
         digest.update(content)
     return digest.hexdigest()[:16]
+
+
+def releases() -> str:
+    """Such as ``torch 2.15.0, torchvision 0.29.2``; neither is imported."""
+    return ", ".join(f"{name} {version(name)}" for name in ARITHMETIC)

@@ -7,18 +7,21 @@ parsing and cache hits all pay for what this module loads.
 
 # No "from __future__ import annotations" here: flytekit derives the console's form from real types.
 import dataclasses
+import functools
 import json
 import operator
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any, Optional, TypeVar
 
 from dataclasses_json import DataClassJsonMixin
 
 from flyte_ddp import catalog
 from flyte_ddp.errors import UserError, unknown_name
 
+Kind = TypeVar("Kind")
 LARGEST_INT = 2**53  # the console's form (protobuf Struct) carries doubles: larger ones would be rounded silently
 
 
@@ -40,6 +43,19 @@ def setting(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def names_checked(cls: type[Kind]) -> type[Kind]:
+    """Has the constructor refuse an unknown name as every other way in does, with the nearest one that there is."""
+    made_by_dataclass = cls.__init__
+
+    @functools.wraps(made_by_dataclass)
+    def init(self: Kind, *args: Any, **values: Any) -> None:
+        made_by_dataclass(self, *args, **known_fields(values))
+
+    cls.__init__ = init  # type: ignore[method-assign, assignment]
+    return cls
+
+
+@names_checked
 @dataclass(frozen=True)
 class Hyperparameters(DataClassJsonMixin):
     """Everything that determines a training run's result.
@@ -108,8 +124,14 @@ class Hyperparameters(DataClassJsonMixin):
     )
     init_from: str = setting(
         "",
-        "A state_dict file (path or URI) with the weights to start from; empty starts from the seed. "
-        "Tensors whose shape does not fit, such as the head for another number of classes, are an error.",
+        "A file (path or URI) with the weights to start from: a state_dict, or a checkpoint with one under "
+        "`state_dict`, `model_state_dict` or `model`; empty starts from the seed. Tensors that do not fit "
+        "are an error.",
+    )
+    init_skip: str = setting(
+        "",
+        "Parts of the model that start from the seed, although others start from `init_from`: names of modules or "
+        "tensors, with commas, such as the head for another number of classes (`fc`, `classifier.6`).",
     )
     sync_batchnorm: bool = setting(
         True, "BatchNorm normalises by the statistics of the whole batch; false: each rank by those of its own share."
@@ -159,7 +181,10 @@ class Hyperparameters(DataClassJsonMixin):
         0.0, "Share of each training label spread evenly over all classes.", at_least=0.0, below=1.0
     )
     grad_clip_norm: float = setting(
-        0.0, "Largest L2 norm of the whole gradient; larger ones are scaled down. 0: no clipping.", at_least=0.0
+        -1.0,
+        "Largest L2 norm of the whole gradient; larger ones are scaled down. 0: no clipping. -1: 1 for the two small "
+        "CNNs, which do not normalise, on shards, streams and image folders; else no clipping.",
+        at_least=-1.0,
     )
     # Regularisation and selection
     augment: str = setting(
@@ -205,13 +230,14 @@ class Hyperparameters(DataClassJsonMixin):
     )
     precision: str = setting(
         "auto",
-        "fp32; bf16 (autocast); auto takes bf16 on GPUs that have it, and on CPUs with AVX512-BF16 or AMX for the "
-        "two small CNNs; fp64 is for comparisons.",
+        "fp32; bf16 (autocast); auto takes bf16 on GPUs that have it, and for the two small CNNs on CPUs where it was "
+        "found faster (Intel's with AMX, AMD's of families 25 and 26 with AVX512-BF16); fp64 is for comparisons.",
         choices=("auto", "fp32", "bf16", "fp64"),
     )
     channels_last: str = setting(
         "auto",
-        "Memory order of images and weights: on, off; auto turns it on for GPUs and for the two small CNNs.",
+        "Memory order of images and weights: on, off; auto turns it on for the two small CNNs, and on GPUs for "
+        "torchvision's models.",
         choices=("auto", "on", "off"),
     )
     compile: bool = setting(False, "Compile the model with torch.compile; pays off in long runs of large models only.")
@@ -243,13 +269,28 @@ class Hyperparameters(DataClassJsonMixin):
             values = json.loads(s)
         except (ValueError, RecursionError) as error:
             raise UserError(f"hyperparameters are not valid JSON: {error}") from None
-        return cls.from_dict(values)
+        return cls.from_dict(with_yaml_numbers(values))
 
     @classmethod
     def __pre_deserialize__(cls, values: Any) -> dict[str, Any]:
         """Mashumaro's hook: the only place that sees raw values on a cluster, before they are silently converted."""
         fields = {field.name: field for field in dataclasses.fields(cls)}
         return {name: checked(fields[name], value) for name, value in known_fields(values).items()}
+
+
+# What YAML 1.1, and so flytekit where the hyperparameters are in a YAML file, takes for text: 1e-1, 1.5e3.
+YAML_NUMBER = re.compile(r"[-+]?(\d+e[-+]?\d+|(\d+\.\d*|\.\d+)e\d+)", re.IGNORECASE)
+
+
+def with_yaml_numbers(values: Any) -> Any:
+    """The same, with numbers for what is one in YAML 1.2 and in JSON, but not in YAML 1.1; other text stays text."""
+    if not isinstance(values, Mapping):
+        return values
+    numbers = {field.name for field in dataclasses.fields(Hyperparameters) if field.type in (int, float)}
+    return {
+        name: float(value) if name in numbers and isinstance(value, str) and YAML_NUMBER.fullmatch(value) else value
+        for name, value in values.items()
+    }
 
 
 def known_fields(values: Any) -> dict[str, Any]:
@@ -281,7 +322,9 @@ def checked(field: "dataclasses.Field[Any]", value: Any) -> Any:
         fits = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
         fits = fits and (kind is float or value == int(value))
     if not fits:
-        raise UserError(f"{field.name}={shown(value)}: must be {TYPES[kind]}")
+        misread = kind is str and isinstance(value, bool)
+        hint = "; YAML takes on, off, yes and no for true and false unless they are in quotes" if misread else ""
+        raise UserError(f"{field.name}={shown(value)}: must be {TYPES[kind]}{hint}")
     value = kind(value)
     if rule["choices"] is not None and value not in rule["choices"]:
         raise unknown_name(field.name, value, rule["choices"])
@@ -335,9 +378,17 @@ def check_combinations(hp: Hyperparameters) -> None:
         raise UserError(f"augment={hp.augment!r}: not for dataset={shown(hp.dataset)}; choose {fitting}")
     if hp.nesterov and hp.optimizer == "sgd" and hp.momentum == 0:
         raise UserError("nesterov=True: needs momentum above 0; set momentum or nesterov=false")
+    if hp.init_skip and not hp.init_from:
+        raise UserError(
+            f"init_skip={hp.init_skip!r}: goes with init_from, which is empty; set that, or leave both empty"
+        )
     if hp.early_stop_patience and hp.validation_fraction == 0:
         raise UserError(
             f"early_stop_patience={hp.early_stop_patience}: needs a validation split; set validation_fraction above 0"
+        )
+    if -1 < hp.grad_clip_norm < 0:
+        raise UserError(
+            f"grad_clip_norm={hp.grad_clip_norm}: must be above 0, or 0 for no clipping, or -1 for the default"
         )
     if hp.keep == "best" and hp.validation_fraction == 0:
         raise UserError("keep='best': needs a validation split to choose by; set validation_fraction above 0")

@@ -12,10 +12,13 @@ from torch import Tensor, nn
 
 from flyte_ddp.distributed import gather, wait_for_event
 from flyte_ddp.errors import UserError
+from flyte_ddp.optimisation import clip_norm
 
 if TYPE_CHECKING:
+    from flyte_ddp.config import Hyperparameters
     from flyte_ddp.training_state import TrainingState
 
+LEARNED = 0.97  # of the loss of a guess: a model that has learned anything is below
 NONE = float("inf")  # no activation that is not finite, among the places at which one was found
 
 
@@ -108,6 +111,24 @@ def not_finite(
     return UserError(
         f"the loss is {loss} at epoch {epoch}, step {step}{where}: it must be finite; lower learning_rate "
         f"(now {state.hp.learning_rate:g}), set grad_clip_norm or warmup_steps, or use precision='fp32'"
+    )
+
+
+def no_better_than_guessing(loss: float, labels: Tensor, hp: Hyperparameters) -> str:
+    """What to say of a training that has learned nothing; empty if it has.
+
+    Args:
+        loss: of training, at its end.
+        labels: [N] of samples that stand for all; a guess by how common each class is has the entropy of that for loss.
+    """
+    shares = labels.bincount().double() / len(labels)
+    guess = -torch.special.xlogy(shares, shares).sum().item()
+    if loss < LEARNED * guess or not guess:
+        return ""
+    clip = f"grad_clip_norm (now {clip_norm(hp):g})" if clip_norm(hp) else "set grad_clip_norm, as to 1"
+    return (
+        f"The training loss ended at {loss:.3f}, and guessing has {guess:.3f}: nothing was learned. "
+        f"Lower learning_rate (now {hp.learning_rate:g}) or {clip}, or train for longer."
     )
 
 

@@ -84,12 +84,14 @@ def gather(numbers: Tensor) -> Tensor:
 
 
 def copy_from_rank_0(tensors: Iterable[Tensor]) -> None:
-    """Overwrites tensors, in place, by those of rank 0; expanded ones, which cannot be written to, stay as they are."""
+    """Overwrites tensors, in place, by those of rank 0; those that cannot be written to, expanded or sparse, stay."""
     for tensor in tensors:
-        if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        if tensor.layout != torch.strided or any(
+            stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        ):
             continue
         # gloo takes memory for dense, whatever the strides say, and does not know all types: bytes it is.
-        value = tensor.detach().contiguous()
+        value = tensor.detach().resolve_conj().resolve_neg().contiguous()
         dist.broadcast(value.view(-1).view(torch.uint8), src=0)
         if value.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(value)
@@ -100,3 +102,12 @@ def from_rank_0(value: Value) -> Value:
     values = [value]
     dist.broadcast_object_list(values, src=0)
     return values[0]
+
+
+def objects_of_all_ranks(value: Value) -> list[Value]:
+    """What each rank calls this with, in the order of the ranks; small, as it is pickled."""
+    if not dist.is_initialized():
+        return [value]
+    values = [value] * world_size()
+    dist.all_gather_object(values, value)
+    return values

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import click
 
 LONGEST_LIST = 12  # choices printed in full; a longer list would bury the message
+LONGEST_MESSAGE = 600  # characters of a rank's message in a panel
+
+
+def from_here(path: Path) -> str:
+    """The path as a person would type it: relative to the working directory where it is below that, else whole."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative
 
 
 class UserError(click.ClickException, ValueError):
@@ -28,15 +38,35 @@ class UnreachableError(UserError):
     """Something on another machine cannot be had now: the address is wrong, or the same run may succeed later on."""
 
 
-class RankError(RuntimeError):
+class RankError(click.ClickException, RuntimeError):
     """A rank failed through no mistake of the user's that we know of; carries what the rank itself reported.
 
-    ``recoverable``: the same run may well succeed when it is tried again, because what failed was the machine.
+    As text it is all of that. ``pyflyte`` prints a panel of a few lines, which names the file that holds the rest.
+
+    Args:
+        message: what failed, in a line or two.
+        details: a traceback, or where ranks are.
+        recoverable: the same run may well succeed when it is tried again, because what failed was the machine.
+
     """
 
-    def __init__(self, message: str, *, recoverable: bool = False) -> None:
+    def __init__(self, message: str, *, details: str = "", recoverable: bool = False) -> None:
         super().__init__(message)
-        self.recoverable = recoverable
+        self.details, self.recoverable = details, recoverable
+        self.file: Path | None = None  # with the details
+        self.step: int | None = None  # of the newest checkpoint, 0 without any, None if that is not known
+
+    def __str__(self) -> str:
+        return "\n\n".join(filter(None, (self.message, self.details)))
+
+    def format_message(self) -> str:
+        """What a panel says."""
+        lines = [self.message if len(self.message) <= LONGEST_MESSAGE else f"{self.message[:LONGEST_MESSAGE]} ..."]
+        if self.file is not None:
+            lines.append(f"all that it said is in {from_here(self.file)}")
+        if self.recoverable:
+            lines.append(where_it_goes_on(self.step))
+        return "\n".join(lines)
 
 
 class StoppedError(click.ClickException, RuntimeError):
@@ -71,6 +101,25 @@ class CollectiveTimeoutError(RuntimeError):
 
 class PeerGoneError(RuntimeError):
     """Another rank has ended: what a rank reports that is not itself the cause."""
+
+
+@contextmanager
+def needing(extra: str) -> Iterator[None]:
+    """Goes around imports of what is installed with one of this package's extras.
+
+    Raises:
+        UserError: it is not.
+
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise UserError(f"{error.name} is not installed: {how_to_install(extra)}") from None
+
+
+def how_to_install(extra: str) -> str:
+    """The advice where one of this package's extras is missing."""
+    return f"it comes with the extra {extra!r}; in the folder of flyte-ddp: uv pip install -e '.[{extra}]'"
 
 
 def unknown_name(kind: str, name: str, choices: Iterable[str]) -> UserError:

@@ -48,7 +48,7 @@ def evaluate(predict: Callable[[Tensor], Tensor], images: Split, batch_size: int
     """
     # Rows: loss, guess, truth, times counted. Each sample is written by one rank, so the sum over ranks is exact.
     table = torch.zeros(4, len(images), dtype=torch.float64, device=device)
-    with torch.inference_mode():
+    with torch.no_grad():  # no inference_mode: a tensor that a model keeps from here may be of use in training
         for place, batch, labels in images.batches(batch_size, rank(), world_size()):
             logits = predict(batch).double()
             table[0, place] = functional.cross_entropy(logits, labels, reduction="none")

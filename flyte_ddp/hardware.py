@@ -11,6 +11,7 @@ from pathlib import Path
 
 from flyte_ddp import catalog
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.cpu import Bf16, read_cpu
 from flyte_ddp.errors import UserError
 from flyte_ddp.identity import REQUESTED_GPUS
 
@@ -52,15 +53,6 @@ def cgroup_quota(root: Path = Path("/sys/fs/cgroup")) -> float:
     return max(1.0, int(quota) / int(period))
 
 
-def cpu_has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether the CPU multiplies bf16 itself (AVX512-BF16 or AMX); elsewhere bf16 is emulated and slower than fp32."""
-    try:
-        words = set(cpuinfo.read_text().split())
-    except OSError:
-        return False
-    return bool(words & {"avx512_bf16", "amx_bf16"})
-
-
 def visible_gpus(devices: Path = Path("/dev")) -> int:
     """GPUs that torch sees; where the machine has no such device, the answer does not take an import of torch."""
     if not any((devices / name).exists() for name in ("nvidiactl", "nvidia0", "kfd", "dxg")):
@@ -70,11 +62,13 @@ def visible_gpus(devices: Path = Path("/dev")) -> int:
     return torch.cuda.device_count()
 
 
-def gpu_has_bf16() -> bool:
-    """Whether the GPUs multiply bf16 themselves."""
+def bf16_support(device_type: str) -> Bf16:
+    """What bf16 is worth on this machine's devices of this type."""
+    if device_type == "cpu":
+        return read_cpu().bf16()
     import torch
 
-    return bool(torch.cuda.is_bf16_supported())
+    return Bf16.FASTER if torch.cuda.is_bf16_supported() else Bf16.NONE
 
 
 def detect(hp: Hyperparameters) -> Hardware:
@@ -97,16 +91,16 @@ def detect(hp: Hyperparameters) -> Hardware:
             )
     device_type = "cuda" if backend == "nccl" else "cpu"
     num_ranks = hp.num_ranks or (gpus if device_type == "cuda" else min(cores(), MOST_CPU_RANKS, hp.batch_size))
-    return decide(hp, device_type, num_ranks, threads=max(1, cores() // num_ranks), bf16=has_bf16(device_type))
+    return decide(hp, device_type, num_ranks, threads=max(1, cores() // num_ranks), bf16=bf16_support(device_type))
 
 
-def decide(hp: Hyperparameters, device_type: str, num_ranks: int, *, threads: int, bf16: bool) -> Hardware:
+def decide(hp: Hyperparameters, device_type: str, num_ranks: int, *, threads: int, bf16: Bf16) -> Hardware:
     """Decides what else there is to decide for so many ranks, wherever they are.
 
     Args:
         device_type: cuda or cpu.
         threads: of each rank.
-        bf16: whether their devices multiply bf16 themselves.
+        bf16: what it is worth on their devices.
 
     Raises:
         UserError: hyperparameters that these ranks cannot serve.
@@ -118,29 +112,54 @@ def decide(hp: Hyperparameters, device_type: str, num_ranks: int, *, threads: in
             f"{num_ranks} x {hp.accumulation_steps}; raise batch_size or set num_ranks"
         )
     small = hp.model in catalog.SMALL_MODELS
+    # A user's own may rely on the usual order: `x.view(len(x), -1)` of a convolution's output fails in the other one.
+    gains_by_order = device_type == "cuda" and hp.model in catalog.TORCHVISION_MODELS
     return Hardware(
         num_ranks=num_ranks,
         device_type=device_type,
         backend="nccl" if device_type == "cuda" else "gloo",
         strategy=strategy(hp, device_type),
         precision=precision(hp, device_type, small=small, bf16=bf16),
-        channels_last=hp.channels_last == "on" or (hp.channels_last == "auto" and (device_type == "cuda" or small)),
+        channels_last=hp.channels_last == "on" or (hp.channels_last == "auto" and (small or gains_by_order)),
         threads=threads,
     )
 
 
-def has_bf16(device_type: str) -> bool:
-    """Whether this machine's devices of this type multiply bf16 themselves."""
-    return gpu_has_bf16() if device_type == "cuda" else cpu_has_bf16()
+def check_requested(hp: Hyperparameters, nodes: int = 1, ranks: int = 0) -> None:
+    """Refuses, before a pod with GPUs starts, what the pods that will be asked for cannot serve; outside pods nothing.
+
+    Args:
+        nodes: pods of the profile's size that the ranks will be spread over, at most.
+        ranks: how many there will be, whatever ``num_ranks`` says; 0: as many as that says.
+
+    Raises:
+        UserError: with what they will have.
+
+    """
+    requested = os.environ.get(REQUESTED_GPUS)
+    if requested is None:
+        return
+    gpus = nodes * int(requested)
+    who = "the training pod requests" if nodes == 1 else f"the {nodes} training pods request"
+    if hp.backend == "nccl" and not gpus:
+        raise UserError(f"backend='nccl': {who} no GPU; use backend='gloo' or 'auto', or register with another profile")
+    device_type = "cuda" if gpus and hp.backend != "gloo" else "cpu"
+    if device_type == "cuda" and hp.num_ranks > gpus:
+        raise UserError(
+            f"num_ranks={hp.num_ranks}: {who} {gpus} GPU(s) and each rank needs one; "
+            f"set num_ranks to at most {gpus}, or 0 for all of them, or register with a larger profile"
+        )
+    ranks = ranks or hp.num_ranks or (gpus if device_type == "cuda" else 1)
+    decide(hp, device_type, ranks, threads=1, bf16=Bf16.FASTER)  # what bf16 is worth is known there only
 
 
-def precision(hp: Hyperparameters, device_type: str, *, small: bool, bf16: bool) -> str:
-    """The arithmetic of training; ``auto`` takes bf16 where it pays, on CPUs for small models only."""
+def precision(hp: Hyperparameters, device_type: str, *, small: bool, bf16: Bf16) -> str:
+    """The arithmetic of training; ``auto`` takes bf16 where it pays, on CPUs for the two small CNNs only."""
     if hp.precision in ("fp32", "fp64"):
         return hp.precision
     if hp.precision == "auto":
-        return "bf16" if bf16 and (device_type == "cuda" or small) else "fp32"
-    if not bf16:
+        return "bf16" if bf16 is Bf16.FASTER and (device_type == "cuda" or small) else "fp32"
+    if bf16 is Bf16.NONE:
         raise UserError(
             f"precision='bf16': this {'GPU' if device_type == 'cuda' else 'CPU'} has no bf16 arithmetic; "
             "use precision='fp32' or 'auto'"

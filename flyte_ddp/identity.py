@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 
-from flyte_ddp import catalog
-from flyte_ddp.code_digest import library_digest
+from flyte_ddp import catalog, initial_weights
+from flyte_ddp.code_digest import library_digest, releases
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.datasets.identity import content_identity
-from flyte_ddp.errors import UserError
-from flyte_ddp.user_code import user_source_digest
+from flyte_ddp.user_source import user_source_digest
 
 REQUESTED_GPUS = "FLYTE_DDP_GPUS"  # set in pods by the table that requests the GPUs (tasks/pods.py)
 
@@ -31,8 +28,9 @@ def run_name(hp: Hyperparameters, data_fingerprint: str, trigger: str = "") -> s
         hp.to_json(),
         data_fingerprint,
         library_digest(),
+        releases(),
         user_source_digest(hp.model) if ":" in hp.model else "",
-        content_identity(hp.init_from),
+        initial_weights.identity(hp.init_from),
         trigger,
     )
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
@@ -58,18 +56,3 @@ def check_known_image_size(hp: Hyperparameters) -> None:
     side = hp.image_size or catalog.DATASETS.get(hp.dataset, encoded)
     if side:
         catalog.check_image_size(hp.model, side, side)
-
-
-def check_requested_gpus(hp: Hyperparameters) -> None:
-    """Refuses, before a GPU pod starts, more ranks than the pod will have GPUs.
-
-    Raises:
-        UserError: with both numbers.
-
-    """
-    requested = int(os.environ.get(REQUESTED_GPUS, "0"))
-    if requested and hp.backend != "gloo" and hp.num_ranks > requested:
-        raise UserError(
-            f"num_ranks={hp.num_ranks}: the training pod requests {requested} GPU(s) and each rank needs one; "
-            f"set num_ranks to at most {requested}, or 0 for all of them, or register with a larger profile"
-        )

@@ -21,18 +21,34 @@ class InputSpec:
     std: tuple[float, ...]
 
 
-def prepare(images: Tensor, spec: InputSpec, dtype: torch.dtype = torch.float32) -> Tensor:
+def prepare(
+    images: Tensor,
+    spec: InputSpec,
+    dtype: torch.dtype = torch.float32,
+    memory_format: torch.memory_format = torch.contiguous_format,
+) -> Tensor:
     """Scales, resizes, makes grey images RGB where the model needs it, and normalises.
 
     Args:
         images: uint8 [N, H, W, C], on the device where the result is wanted.
         spec: the model's input; its ``channels`` are C, or 3 where C is 1.
         dtype: of the result, and of the arithmetic.
+        memory_format: of the result.
 
     Returns:
-        [N, spec.channels, spec.height, spec.width]. Its memory is in channels-last order, as a stored batch is.
+        [N, spec.channels, spec.height, spec.width].
 
     """
+    batch = prepared(images, spec, dtype).contiguous(memory_format=memory_format)
+    if memory_format == torch.contiguous_format:
+        # One channel is contiguous in both orders, and torch goes by the strides: it would take it for channels-last,
+        # and so would all that follows, where `x.view(len(x), -1)` then fails.
+        batch = batch.flatten(1).view(batch.shape)
+    return batch
+
+
+def prepared(images: Tensor, spec: InputSpec, dtype: torch.dtype) -> Tensor:
+    """See :func:`prepare`; in channels-last order, as a stored batch is."""
     scale, shift = normalisation(spec, images.device, dtype)
     batch = images.to(dtype, memory_format=torch.contiguous_format)
     if batch.shape[1:] == (spec.height, spec.width, spec.channels):

@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from flyte_ddp import storage
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.datasets.identity import content_identity
 from flyte_ddp.errors import UserError
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
+
+WRAPPINGS = ("state_dict", "model_state_dict", "model")  # under which checkpoints have the weights, Lightning's first
+UNSAFE = re.compile(r"Unsupported (?:global|class|operand)[^\n]*?(?:GLOBAL )?([\w.]+) was not an allowed")
+NAMED = 3  # tensors that an error names of each kind
+WHAT_IT_IS = "give a file that torch.save has written, with the weights as tensors by their names"
+
+
+def identity(init_from: str) -> str:
+    """SHA-256 (hex) that changes with the file; empty without one.
+
+    Raises:
+        UserError: it is not there or cannot be read.
+    """
+    if init_from:
+        local_file(init_from)
+    return content_identity(init_from, "init_from")
 
 
 @contextmanager
@@ -25,37 +45,140 @@ def fetched(init_from: str, folder: Path) -> Iterator[Path | None]:
         UserError: it is not there or cannot be read.
 
     """
-    if not init_from:
-        yield None
-    elif "://" not in init_from:
-        if not Path(init_from).is_file():
-            raise UserError(f"init_from={init_from!r}: no such file; give a state_dict saved by torch.save")
-        yield Path(init_from).absolute()
-    else:
-        from flyte_ddp.storage import UnavailableError, open_file
-
-        path = folder / ".initial_weights.tmp"
-        try:
-            with open_file(init_from) as found, path.open("wb") as target:
-                target.writelines(found.chunks)
-            yield path
-        except UnavailableError as error:
-            raise error.explained(f"init_from={init_from!r}: cannot be fetched: {error}; check the address") from None
-        finally:
-            path.unlink(missing_ok=True)
+    path = local_file(init_from) if init_from else None
+    if path is not None or not init_from:
+        yield path
+        return
+    path = folder / ".initial_weights.tmp"
+    try:
+        with storage.open_file(init_from) as found, path.open("wb") as target:
+            target.writelines(found.chunks)
+        yield path
+    except storage.UnavailableError as error:
+        raise error.explained(f"init_from={init_from!r}: cannot be fetched: {error}; check the address") from None
+    finally:
+        path.unlink(missing_ok=True)
 
 
-def load_initial_weights(model: nn.Module, path: Path, name: str) -> None:
-    """Loads a state_dict into a fresh model.
+def local_file(init_from: str) -> Path | None:
+    """Its path, where it is on this machine.
 
     Raises:
-        UserError: not a state_dict, or one whose names or shapes do not fit.
+        UserError: there is none.
+    """
+    path = storage.local_path(init_from)
+    if path is not None and not path.is_file():
+        raise UserError(f"init_from={init_from!r}: there is no such file; {WHAT_IT_IS}")
+    return path
 
+
+def load_initial_weights(model: nn.Module, path: Path, hp: Hyperparameters) -> None:
+    """Loads the weights of a file into a fresh model, but for the parts that ``init_skip`` leaves out.
+
+    Raises:
+        UserError: the file has no weights, or they do not fit.
+
+    """
+    own = model.state_dict()
+    stored = weights_in(path, hp.init_from)
+    parts = parts_of(hp.init_skip)
+    given = without_prefix({name: value for name, value in stored.items() if not in_parts(name, parts)}, own)
+    given = {name: value for name, value in given.items() if not in_parts(name, parts)}
+    for part in parts:
+        if not any(in_parts(name, [part]) for name in (*own, *stored)):
+            known = dict.fromkeys(name.partition(".")[0] for name in own)
+            raise UserError(
+                f"init_skip={hp.init_skip!r}: the model has no part {part!r}; its parts are {some(known, 12)}"
+            )
+    kept = {name: own[name] for name in left_out(own, hp.init_skip)}
+    try:
+        model.load_state_dict({**kept, **given})
+    except RuntimeError as error:
+        wanted = {name: value for name, value in own.items() if name not in kept}
+        raise misfit(wanted, given, hp, str(error)) from error
+
+
+def weights_in(path: Path, init_from: str) -> dict[str, Tensor]:
+    """The tensors of a state_dict, or of a checkpoint that has one in it, by their names.
+
+    Raises:
+        UserError: there are none in the file, or it could only be read by running code that it brings along.
     """
     import torch  # the launcher, which only fetches, does without
 
     try:
-        model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+        content: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds for a file that is not what it should be
-        reason = " ".join(str(error).split())[:300]
-        raise UserError(f"init_from={name!r}: it does not fit the model: {reason}") from None
+        if unsafe := UNSAFE.search(str(error)):
+            raise UserError(
+                f"init_from={init_from!r}: holds objects of {unsafe[1]} beside tensors, and to read these could run "
+                "any code; save its state_dict alone, by torch.save"
+            ) from None
+        raise UserError(f"init_from={init_from!r}: is not a file of weights, or a damaged one; {WHAT_IT_IS}") from None
+    while isinstance(content, Mapping) and (inner := next((k for k in WRAPPINGS if is_mapping(content, k)), None)):
+        content = content[inner]
+    tensors = content.items() if isinstance(content, Mapping) else ()
+    found = {str(name): value for name, value in tensors if isinstance(value, torch.Tensor)}
+    if not found:
+        raise UserError(f"init_from={init_from!r}: has no tensors with names; {WHAT_IT_IS}")
+    return found
+
+
+def is_mapping(content: Mapping[Any, Any], key: str) -> bool:
+    """Whether there is a mapping under the key."""
+    return isinstance(content.get(key), Mapping)
+
+
+def without_prefix(given: dict[str, Tensor], own: Collection[str]) -> dict[str, Tensor]:
+    """The tensors without what DDP (``module.``), torch.compile, Lightning and the like put before all their names."""
+    found = given
+    while found and not any(name in own for name in found):
+        first = next(iter(found)).partition(".")[0] + "."
+        if not all(name.startswith(first) for name in found):
+            return given
+        found = {name.removeprefix(first): value for name, value in found.items()}
+    return found
+
+
+def parts_of(init_skip: str) -> list[str]:
+    """The names of modules, or of tensors, that it lists."""
+    return [part.strip().rstrip(".") for part in init_skip.split(",") if part.strip()]
+
+
+def in_parts(name: str, parts: Iterable[str]) -> bool:
+    """Whether a tensor is in one of these modules, or is one of these tensors."""
+    return any(name == part or name.startswith(f"{part}.") for part in parts)
+
+
+def left_out(names: Iterable[str], init_skip: str) -> list[str]:
+    """The tensors of a model that start from the seed, although others start from a file."""
+    parts = parts_of(init_skip)
+    return [name for name in names if in_parts(name, parts)]
+
+
+def misfit(wanted: Mapping[str, Tensor], given: Mapping[str, Tensor], hp: Hyperparameters, reason: str) -> UserError:
+    """The error for tensors that are not those of the model by their names and shapes, or for another reason."""
+    # What BatchNorm counts, and old files do not have, is no reason.
+    missing = [name for name in wanted if name not in given and not name.endswith("num_batches_tracked")]
+    strange = [name for name in given if name not in wanted]
+    resized = [name for name in wanted if name in given and given[name].shape != wanted[name].shape]
+    differing = [*missing, *strange, *resized]
+    said = [
+        f"{name} is {list(given[name].shape)} there and {list(wanted[name].shape)} in the model"
+        for name in resized[:NAMED]
+    ]
+    said += [f"{len(resized) - NAMED:,} more are of other shapes"] if len(resized) > NAMED else []
+    said += [f"it has no {some(missing, NAMED)}"] if missing else []
+    said += [f"the model has no {some(strange, NAMED)}"] if strange else []
+    modules = list(dict.fromkeys(name.rpartition(".")[0] or name for name in differing))
+    said = said or [" ".join(reason.split())]
+    few = 0 < len(modules) <= NAMED and len(differing) < len(wanted)
+    parts = ",".join([*parts_of(hp.init_skip), *modules])
+    fix = f"to begin with these from the seed, set init_skip={parts!r}" if few else "give weights of this model"
+    return UserError(f"init_from={hp.init_from!r}: does not fit the model {hp.model!r}: {', '.join(said)}; {fix}")
+
+
+def some(names: Collection[str], most: int) -> str:
+    """The first of many names."""
+    listed = list(names)[:most]
+    return ", ".join(listed) + (f" and {len(names) - most:,} more" if len(names) > most else "")

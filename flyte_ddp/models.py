@@ -49,7 +49,8 @@ def build(name: str, num_classes: int, spec: InputSpec) -> nn.Module:
 
     """
     if ":" in name:
-        from flyte_ddp.user_code import load_callable, mentions
+        from flyte_ddp.user_code import load_callable
+        from flyte_ddp.user_source import mentions
 
         if mentions(name, "torchvision"):
             compiler.import_torchvision()

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import codecs
 import csv
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
 
 from flyte_ddp import artifacts
 from flyte_ddp.datasets import ImageArrays, open_prepared
+from flyte_ddp.datasets.progress import Progress
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replacing
-from flyte_ddp.prediction_batches import array_batches, encoded_batches, folder_batches
+from flyte_ddp.loading.encoded import BadSamples
+from flyte_ddp.loading.facts import few
+from flyte_ddp.prediction_batches import Batch, Request, array_batches, encoded_batches, folder_batches
 from flyte_ddp.settings import Settings
 
 
@@ -24,12 +29,14 @@ def predict(
     dataset: Path | None,
     output: Path,
     batch_size: int = 500,
+    bad_samples: int | None = None,
     settings: Settings | None = None,
 ) -> Path:
     """Writes a CSV table with one row for each image.
 
-    Its columns are ``id`` (path below ``images``, or index in the test split), ``guess`` (the likeliest class),
-    ``truth`` (for a data set), ``score`` (the guess's probability) and ``score_<class>`` for every class.
+    Its columns are ``id`` (path below ``images``; of a data set the file's name, the key in a shard, or the index in
+    the test split), ``guess`` (the likeliest class), ``truth`` (for a data set), ``score`` (the guess's probability)
+    and ``score_<class>`` for every class. In the row of an image that cannot be decoded guess and scores are empty.
 
     Args:
         model_path: ``model.pt`` of a run.
@@ -38,49 +45,62 @@ def predict(
         dataset: a prepared data set's folder, whose test split is predicted. Give this or ``images``.
         output: the table's path.
         batch_size: images in memory at a time.
-        settings: for shards: where they are cached, and how many threads decode.
+        bad_samples: how many images may be impossible to decode; None: as many as in the model's training.
+        settings: for shards: where they are cached, and how many threads decode; and whether to say what was bad.
 
     Raises:
-        UserError: a missing, damaged or mismatched model; no images, or one that cannot be read; images whose channels
-            the model does not take; an output that cannot be written.
+        UserError: a missing, damaged or mismatched model; no images, one that cannot be read, or too many that cannot
+            be decoded; images whose channels the model does not take; an output that cannot be written.
 
     """
     if (images is None) == (dataset is None):
         raise UserError(f"images={images}, dataset={dataset}: give exactly one of the two")
     if batch_size < 1:
         raise UserError(f"batch_size={batch_size}: must be at least 1")
+    if bad_samples is not None and bad_samples < 0:
+        raise UserError(f"bad_samples={bad_samples}: must be at least 0")
+    settings = settings or Settings()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, sidecar = artifacts.load_model(model_path, sidecar_path, device)
     classes = [str(name) for name in sidecar["classes"]]
-    spec, crop = artifacts.input_spec(sidecar), artifacts.input_crop(sidecar)
+    if bad_samples is None:
+        bad_samples = sidecar.get("hyperparameters", {}).get("bad_samples", 0)
+    request = Request(artifacts.input_spec(sidecar), batch_size, device, BadSamples(bad_samples))
     if images is not None:
-        batches = folder_batches(images, spec, crop, batch_size, device)
+        batches = folder_batches(images, request, artifacts.input_crop(sidecar))
     elif dataset is not None:
         data = open_prepared(dataset)
         if isinstance(data, ImageArrays):
-            batches = array_batches(data, spec, batch_size, device)
+            batches = array_batches(data, request)
         else:
-            batches = encoded_batches(
-                data,
-                spec,
-                batch_size,
-                device,
-                classes=classes,
-                bad_samples=sidecar.get("hyperparameters", {}).get("bad_samples", 0),
-                settings=settings or Settings(),
-            )
+            batches = encoded_batches(data, request, classes=classes, settings=settings)
 
     truth_column = ["truth"] if dataset is not None else []
-    with replacing(output) as file, torch.inference_mode():
+    with replacing(output) as file, torch.no_grad():
         # surrogateescape: file names that are not UTF-8 go through as they are.
         table = csv.writer(codecs.getwriter("utf-8")(file, "surrogateescape"), lineterminator="\n")
         table.writerow(["id", "guess", *truth_column, "score", *(f"score_{name}" for name in classes)])
-        for ids, truths, batch in batches:
-            logits = model(batch).float()
-            scores = torch.softmax(logits, dim=1).tolist()
-            guesses = logits.argmax(dim=1).tolist()
-            for row, (name, guess) in enumerate(zip(ids, guesses, strict=True)):
-                truth = [] if truths is None else [truths[row]]
-                numbers = [f"{score:.6g}" for score in (scores[row][guess], *scores[row])]
-                table.writerow([name, classes[guess], *truth, *numbers])
+        for batch in batches:
+            table.writerows(rows_of(batch, model, classes))
+    if bad := request.bad.names:
+        listed = few(f"{name} ({reason})" for name, reason in bad.items())
+        note = f"without a guess, as they cannot be decoded: {len(bad):,} of the images, {listed}"
+        Progress(settings.progress).note(note)
     return output
+
+
+def rows_of(batch: Batch, model: nn.Module, classes: Sequence[str]) -> Iterator[list[str]]:
+    """The table's row for each sample of a batch."""
+    answers = iter(answered(model, batch.inputs, classes))
+    for row, name in enumerate(batch.ids):
+        guess, *numbers = next(answers) if batch.decoded[row] else [""] * (2 + len(classes))
+        yield [name, guess, *([] if batch.truths is None else [batch.truths[row]]), *numbers]
+
+
+def answered(model: nn.Module, inputs: Tensor, classes: Sequence[str]) -> list[list[str]]:
+    """For each image the guess, its probability, and those of all classes; no model is asked about no image at all."""
+    if not len(inputs):
+        return []
+    logits = model(inputs).float()
+    rows = zip(logits.argmax(dim=1).tolist(), torch.softmax(logits, dim=1).tolist(), strict=True)
+    return [[classes[guess], *(f"{score:.6g}" for score in (scores[guess], *scores))] for guess, scores in rows]

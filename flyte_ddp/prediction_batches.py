@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from flyte_ddp.artifacts import MIDDLE
@@ -17,17 +17,41 @@ from flyte_ddp.datasets.encoded_set import EncodedSet
 from flyte_ddp.errors import UserError
 from flyte_ddp.images import InputSpec, prepare
 from flyte_ddp.loading import cropping, open_tests
-from flyte_ddp.loading.decoding import DecodingError, decode, eight_bits
+from flyte_ddp.loading.decoding import DecodingError, decode, eight_bits, opened
+from flyte_ddp.loading.encoded import BadSamples, EncodedImages
 from flyte_ddp.settings import Settings
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
 
-Batch = tuple[Sequence[str], Sequence[str] | None, Tensor]
-"""Ids, truths if known, and the model's input: float32 [N, C, H, W] on the device."""
+
+class Batch(NamedTuple):
+    """Samples to predict.
+
+    Args:
+        ids: of all of them.
+        truths: of all of them, if they are known.
+        decoded: whether each could be decoded.
+        inputs: of those that could: float32 [n, C, H, W] on the device.
+    """
+
+    ids: Sequence[str]
+    truths: Sequence[str] | None
+    decoded: Sequence[bool]
+    inputs: Tensor
 
 
-def folder_batches(folder: Path, spec: InputSpec, crop: str, batch_size: int, device: torch.device) -> Iterator[Batch]:
+class Request(NamedTuple):
+    """What the model takes, how many images at a time and where, and what counts those that cannot be decoded."""
+
+    spec: InputSpec
+    batch_size: int
+    device: torch.device
+    bad: BadSamples
+
+
+def folder_batches(folder: Path, request: Request, crop: str) -> Iterator[Batch]:
     """The images below a folder, in the order of their paths."""
+    spec, batch_size, device, bad = request
     if spec.channels not in (1, 3):
         raise UserError(
             f"the model takes {spec.channels} channels: image files have 1 or 3; predict a prepared data set instead"
@@ -35,9 +59,11 @@ def folder_batches(folder: Path, spec: InputSpec, crop: str, batch_size: int, de
     paths = image_paths(folder)
     for start in range(0, len(paths), batch_size):
         part = paths[start : start + batch_size]
-        pixels = [middle_of(path, spec.height) if crop == MIDDLE else read_image(path, spec.channels) for path in part]
-        prepared = [prepare(image[None].to(device), spec) for image in pixels]
-        yield [path.relative_to(folder).as_posix() for path in part], None, torch.cat(prepared)
+        pixels = [pixels_of(path, spec, crop, bad) for path in part]
+        prepared = [prepare(image[None].to(device), spec) for image in pixels if image is not None]
+        ids = [path.relative_to(folder).as_posix() for path in part]
+        nothing = torch.empty(0, spec.channels, spec.height, spec.width, device=device)
+        yield Batch(ids, None, [image is not None for image in pixels], torch.cat([nothing, *prepared]))
 
 
 def image_paths(folder: Path) -> list[Path]:
@@ -55,36 +81,36 @@ def image_paths(folder: Path) -> list[Path]:
     return sorted(paths)
 
 
-def read_image(path: Path, channels: int) -> Tensor:
-    """One image file as uint8 [H, W, channels]: grey for 1 channel, RGB for 3."""
+def pixels_of(path: Path, spec: InputSpec, crop: str, bad: BadSamples) -> Tensor | None:
+    """One image file as uint8 [H, W, C], or None if it cannot be decoded, of which so many are allowed."""
     try:
-        with Image.open(path) as image:
-            pixels = np.array(eight_bits(image).convert("L" if channels == 1 else "RGB"))
-    except UnidentifiedImageError as error:
-        raise UserError(f"{path} is not an image: its contents are of no known format; remove or repair it") from error
-    except (OSError, EOFError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise unreadable(path, error) from error
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); remove it, or make it readable") from error
+    try:
+        return middle_of(content, spec.height) if crop == MIDDLE else whole_image(content, spec.channels)
+    except DecodingError as error:
+        bad.add(str(path), str(error))
+        return None
+
+
+def whole_image(content: bytes, channels: int) -> Tensor:
+    """An image as uint8 [H, W, channels]: grey for 1 channel, RGB for 3."""
+    with opened(content) as image:
+        pixels = np.array(eight_bits(image).convert("L" if channels == 1 else "RGB"))
     return torch.from_numpy(pixels.reshape(*pixels.shape[:2], channels))
 
 
-def middle_of(path: Path, size: int) -> Tensor:
-    """The middle of an image file as training has seen it in evaluations: uint8 [size, size, 3]."""
-    try:
-        pixels = decode(path.read_bytes())
-    except (OSError, DecodingError) as error:
-        raise unreadable(path, error) from error
+def middle_of(content: bytes, size: int) -> Tensor:
+    """The middle of an image as training has seen it in evaluations: uint8 [size, size, 3]."""
+    pixels = decode(content)
     height, width, _ = pixels.shape
     return torch.from_numpy(cropping.resized(pixels, cropping.middle_crop(height, width), size))
 
 
-def unreadable(path: Path, error: Exception) -> UserError:
-    """The error for a file that is no image, or a damaged one."""
-    reason = getattr(error, "strerror", None) or str(error)
-    return UserError(f"{path} cannot be read as an image ({reason}); remove or repair it")
-
-
-def array_batches(arrays: ImageArrays, spec: InputSpec, batch_size: int, device: torch.device) -> Iterator[Batch]:
+def array_batches(arrays: ImageArrays, request: Request) -> Iterator[Batch]:
     """The test split of a data set held as arrays, in its own order."""
+    spec, batch_size, device, _ = request
     channels = arrays.test_images.shape[3]
     if channels not in (1, spec.channels):
         raise UserError(
@@ -95,30 +121,32 @@ def array_batches(arrays: ImageArrays, spec: InputSpec, batch_size: int, device:
         stop = min(start + batch_size, len(arrays.test_images))
         pixels = torch.from_numpy(np.array(arrays.test_images[start:stop])).to(device)
         truths = [arrays.classes[label] for label in arrays.test_labels[start:stop]]
-        yield [str(index) for index in range(start, stop)], truths, prepare(pixels, spec)
+        ids = [str(index) for index in range(start, stop)]
+        yield Batch(ids, truths, [True] * len(ids), prepare(pixels, spec))
 
 
 def encoded_batches(
-    data: EncodedSet,
-    spec: InputSpec,
-    batch_size: int,
-    device: torch.device,
-    *,
-    classes: Sequence[str],
-    bad_samples: int,
-    settings: Settings,
+    data: EncodedSet, request: Request, *, classes: Sequence[str], settings: Settings
 ) -> Iterator[Batch]:
     """The test split of shards, or of a folder of images, as training has it."""
+    spec, batch_size, device, bad = request
     if spec.channels != 3 or spec.height != spec.width:
         raise UserError(
             f"dataset={data.name!r}: has colour images that become squares, and the model takes {spec.channels} x "
             f"{spec.height} x {spec.width}; predict with a model that was trained on such images"
         )
     names = data.classes or classes
-    tests = open_tests(data, spec.height, len(names), bad_samples, device=device, settings=settings)
+    tests = open_tests(data, spec.height, len(names), bad, device=device, settings=settings)
+    images = tests.source
+    assert isinstance(images, EncodedImages)
     try:
-        for place, images, labels in tests.batches(batch_size, 0, 1):
-            ids = [str(index) for index in range(place.start, place.stop)]
-            yield ids, [names[label] for label in labels.tolist()], prepare(images, spec)
+        for place, pixels, labels in tests.batches(batch_size, 0, 1):
+            samples = tests.order.samples(place)
+            decoded = [sample not in images.replaced for sample in samples.tolist()]
+            truths = [
+                names[label if good else images.label(sample)]  # and not that of what stood in for it
+                for label, good, sample in zip(labels.tolist(), decoded, samples.tolist(), strict=True)
+            ]
+            yield Batch(tests.names(samples), truths, decoded, prepare(pixels[torch.tensor(decoded)], spec))
     finally:
         tests.source.close()

@@ -83,6 +83,10 @@ class Progress:
                     total=total_steps, desc=self._epoch(0), bar_format=BAR, file=self._stream, mininterval=0
                 )
 
+    def note(self, line: str) -> None:
+        """Says something on a line of its own."""
+        self._print(line)
+
     def due(self) -> bool:
         """Whether :meth:`step` would show something now: only then is a loss worth fetching from a device."""
         return self._mode != "off" and self._updates.due(self._elapsed())

@@ -10,19 +10,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch.nn import functional
-from torch.nn.modules.batchnorm import _BatchNorm
 
 import flyte_ddp
 from flyte_ddp import artifacts, distributed
+from flyte_ddp.arithmetic import of_this_run
 from flyte_ddp.catalog import encoded_kind
 from flyte_ddp.code_digest import library_digest
 from flyte_ddp.datasets.prepared import PreparedSet, class_names
-from flyte_ddp.diagnosis import not_finite
+from flyte_ddp.diagnosis import no_better_than_guessing, not_finite
 from flyte_ddp.evaluate import Evaluation
 from flyte_ddp.files import replacing
+from flyte_ddp.initial_weights import left_out
 from flyte_ddp.job import Job
 from flyte_ddp.json_lines import JsonLines
 from flyte_ddp.loading.facts import of_all_ranks
+from flyte_ddp.notes import notes, seeded
 from flyte_ddp.progress import Progress
 from flyte_ddp.selection import Selection
 
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 
 WORST_MISTAKES = 16
 HISTOGRAM_BINS = 64
+LEAST_STEPS = 30  # of which something learned can be asked: fewer are a trial
 
 
 class Recorder:
@@ -48,12 +51,16 @@ class Recorder:
         self.evaluated = 0.0
         self.training_seconds = 0.0
         self.epoch_accuracies: list[float] = []
-        self.random_state = random_state(state.device)
+        self.arithmetic = of_this_run(job.hardware, state.device)
+        self.warnings: list[str] = []
+        self.last_loss: float | None = None  # of training, since it began here
         if self.writes:
             self.log = JsonLines(job.run_folder / "metrics.jsonl")
             steps_per_epoch = -(-len(state.training) // job.hp.batch_size)
             self.progress = Progress(job.settings.progress, state.total_steps, steps_per_epoch)
             self.log.write(start_record(job, data, state))
+            if said := seeded(job, state):
+                self.progress.note(said)
 
     def __enter__(self) -> Self:
         return self
@@ -102,7 +109,7 @@ class Recorder:
         self.training_seconds += elapsed
         self.samples_in_all += self.samples
         distributed.wait_for(self.state.device)
-        loss = self.loss_sum.item() / self.samples
+        loss = self.last_loss = self.loss_sum.item() / self.samples
         if self.writes:
             rate = self.samples / elapsed
             self.log.write(
@@ -146,8 +153,10 @@ class Recorder:
         facts = of_all_ranks(self.state.splits.facts())
         if not self.writes:
             return
+        if self.last_loss is not None and self.state.step >= LEAST_STEPS:
+            self.warn(no_better_than_guessing(self.last_loss, selection.test.truth, self.job.hp))
         model = self.state.kept_model()
-        model.load_state_dict(selection.weights)
+        self.state.buffers.go_back(model, selection.weights)
         folder = self.job.run_folder
         with replacing(folder / "predictions.npz") as file:
             np.savez(file, **self.predictions(selection.test))
@@ -166,39 +175,15 @@ class Recorder:
                 "seconds": self.seconds(),
                 "samples_per_second": self.samples_in_all / max(self.training_seconds, 1e-9),
                 "stopped": selection.stopped,
-                "notes": [*self.notes(), *facts.describe()],
+                "notes": [*self.warnings, *notes(self.job, self.state, self.arithmetic), *facts.describe()],
             }
         )
 
-    def notes(self) -> list[str]:
-        """That the run was cut off, and why the result would be another one on another number of ranks, if it would."""
-        reasons, ranks = [], distributed.world_size()
-        draws = not torch.equal(self.random_state, random_state(self.state.device))
-        if draws:
-            reasons.append("The model draws random numbers otherwise than by torch's dropout layers")
-        separate = not self.job.hp.sync_batchnorm and any(isinstance(m, _BatchNorm) for m in self.state.model.modules())
-        if separate:
-            reasons.append("BatchNorm used the statistics of each rank's own share (sync_batchnorm is false)")
-        notes = [f"{reason}: on another number of ranks the result would be another." for reason in reasons]
-        streamed = encoded_kind(self.job.hp.dataset) == "stream"
-        if streamed:
-            notes.append("The training data were a stream: ranks and workers each read shards of their own.")
-        found = self.job.checkpoint
-        if found is None:
-            return notes
-        if streamed:
-            how = "but for the stream, which began anew"
-        elif draws or (separate and ranks > 1):
-            what = "the numbers that it draws" if draws else "the statistics of BatchNorm, of which rank 0's were saved"
-            how = f"but for {what}"
-        elif found.num_ranks != (ranks,):
-            how = f"up to rounding: it was of {' and of '.join(str(number) for number in found.num_ranks)} ranks"
-        elif self.state.device.type == "cuda" and not self.job.hp.deterministic:
-            how = "up to rounding: GPUs do not always add up in the same order (deterministic is false)"
-        else:
-            how = "bit for bit"
-        as_if = f"the result is as if it had not been cut off, {how}"
-        return [*notes, f"The run went on from a checkpoint after step {found.step:,}; {as_if}."]
+    def warn(self, said: str) -> None:
+        """Says something that is a note in the report as well; nothing if it is empty."""
+        if said:
+            self.warnings.append(said)
+            self.progress.note(said)
 
     def seconds(self) -> dict[str, float]:
         """Where the time of rank 0 went; communication is what no computation hid."""
@@ -222,10 +207,13 @@ class Recorder:
         tests = self.state.test
         samples = [int(tests.order.samples(slice(place, place + 1))[0]) for place in index.tolist()]
         images, _ = tests.gather(np.array(samples, dtype=np.int64))
-        with torch.inference_mode():
-            scores = functional.softmax(self.state.predict(images), dim=1)
+        scores = torch.zeros(0, self.state.num_classes)
+        if samples:  # no model gets an empty batch
+            with torch.no_grad():
+                scores = functional.softmax(self.state.predict(images), dim=1)
         return {
             "index": index,
+            "names": np.array(tests.names(np.array(samples, dtype=np.int64)), dtype=np.str_),
             "images": images.cpu().numpy(),
             "scores": scores.float().cpu().numpy(),
             "truth": test.truth[index].numpy(),
@@ -241,14 +229,8 @@ class Recorder:
             "format": artifacts.FORMAT,
             "model": hp.model,
             "classes": list(class_names(self.data, hp)),
-            "input": {
-                "channels": spec.channels,
-                "height": spec.height,
-                "width": spec.width,
-                "mean": list(spec.mean),
-                "std": list(spec.std),
-                "crop": artifacts.MIDDLE if encoded_kind(hp.dataset) else "",
-            },
+            "input": artifacts.described_input(spec, artifacts.MIDDLE if encoded_kind(hp.dataset) else ""),
+            "late_buffers": self.state.buffers.unlike_new(),
             "hyperparameters": hp.to_dict(),
             "metrics": metrics,
             "digests": {"data": self.data.digest, "code": library_digest()},
@@ -277,6 +259,7 @@ def start_record(job: Job, data: PreparedSet, state: TrainingState) -> dict[str,
         "test_samples": len(state.test),
         "steps": state.total_steps,
         "classes": list(class_names(data, job.hp)),
+        "init_skipped": left_out(state.model.state_dict(), job.hp.init_skip),
     }
 
 
@@ -287,11 +270,6 @@ def histograms(model: torch.nn.Module) -> dict[str, dict[str, list[float]]]:
         counts, edges = np.histogram(parameter.detach().float().cpu().numpy(), bins=HISTOGRAM_BINS)
         result[name] = {"counts": counts.tolist(), "edges": edges.tolist()}
     return result
-
-
-def random_state(device: torch.device) -> torch.Tensor:
-    """The state of torch's random numbers on a device, which nothing of this library draws from while it trains."""
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 def versions() -> dict[str, str]:

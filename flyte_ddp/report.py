@@ -25,28 +25,31 @@ PARTS = {
 LISTED = 8  # rows in the lists of confusions and of hard classes
 
 
-def write_report(run_folder: Path) -> Path:
+def write_report(run_folder: Path, name: str = "") -> Path:
     """Writes ``report.html`` into a run folder and returns its path.
+
+    Args:
+        name: of the run; empty: that of the folder.
 
     Raises:
         UserError: not a run folder, a damaged file in it, or a folder that cannot be written to.
 
     """
-    page = render(run_folder)
+    page = render(run_folder, name)
     path = run_folder / "report.html"
     with replacing(path) as file:
         file.write(page.encode("ascii"))
     return path
 
 
-def render(run_folder: Path) -> str:
+def render(run_folder: Path, name: str = "") -> str:
     """The report as an HTML page; its styles touch nothing outside it, so it can stand inside another page.
 
     Raises:
         UserError: not a run folder, or a damaged file in it.
 
     """
-    run = read_run(run_folder)
+    run = read_run(run_folder, name)
     style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
     sections = (headline, notes, curves, confusion, mistakes, time_spent, hyperparameters, provenance)
     body = "\n".join(filter(None, (make(run) for make in sections)))
@@ -209,11 +212,11 @@ def mistakes(run: Run) -> str:
 
 def mistake(found: Mistake, classes: Sequence[str]) -> str:
     """One picture with its guess and truth."""
-    guess, truth = text(classes[found.guess]), text(classes[found.truth])
+    guess, truth, name = text(classes[found.guess]), text(classes[found.truth]), text(found.name)
     return (
-        f'<div class="mistake"><img src="{figures.thumbnail(found.image)}" alt="test sample {found.index}">'
+        f'<div class="mistake"><img src="{figures.thumbnail(found.image)}" alt="{name}">'
         f'<span class="guess">guess <b>{guess}</b></span><span>truth <b>{truth}</b></span>'
-        f"<span>score {percent(found.score)}</span><span>sample {found.index}</span></div>"
+        f"<span>score {percent(found.score)}</span><span>{name}</span></div>"
     )
 
 

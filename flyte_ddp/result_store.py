@@ -22,13 +22,14 @@ PROBE = ".writable"
 
 
 @contextmanager
-def copied(run_folder: Path, address: str, *, goes_on: bool) -> Iterator[None]:
+def copied(run_folder: Path, address: str, *, goes_on: bool, name: str = "") -> Iterator[None]:
     """Copies what there is under ``results/``, and what comes until the end of the block.
 
     Args:
-        address: of a folder, in which one is made with the run folder's name: a path, or a URL that fsspec knows;
-            empty: nothing is copied.
+        address: of a folder, in which one is made with the run's name: a path, or a URL that fsspec knows; empty:
+            nothing is copied.
         goes_on: the run does, maybe on another host: it begins with the events that were copied there.
+        name: of the run; empty: that of the folder.
 
     Raises:
         UserError: nothing can be written there. Where that happens later, it is said, and tried again.
@@ -37,7 +38,7 @@ def copied(run_folder: Path, address: str, *, goes_on: bool) -> Iterator[None]:
         yield
         return
     try:
-        copy = Copy(run_folder / FOLDER, f"{address.rstrip('/')}/{run_folder.name}")
+        copy = Copy(run_folder / FOLDER, f"{address.rstrip('/')}/{name or run_folder.name}")
         copy.begin(goes_on=goes_on)
     except Exception as error:  # fsspec's file systems have many of their own
         raise UserError(
@@ -76,7 +77,7 @@ class Copy:
         self.folder, self.address = folder, address
         self.store, self.root = url_to_fs(address, **(s3_options() if address.startswith("s3://") else {}))
         self.is_local = "file" in self.store.protocol
-        if self.is_local and Path(self.root).resolve() == folder.parent.resolve():
+        if self.is_local and folder.resolve().is_relative_to(Path(self.root).resolve()):
             raise ValueError("that is where the run itself is")
         self.done: dict[str, tuple[int, int]] = {}
         self.failure = ""  # of the last look

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import zipfile
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +20,12 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Mistake:
-    """A test sample of the wrong guess: uint8 [H, W, C], and the probability that the guess was given."""
+    """A test sample of the wrong guess: uint8 [H, W, C], and the probability that the guess was given.
 
-    index: int
+    ``name`` is that of its file, or its key in a shard; its number in the test split where it has none.
+    """
+
+    name: str
     image: NDArray[np.uint8]
     truth: int
     guess: int
@@ -55,7 +59,7 @@ class Run:
         return max((int(record["step"]) for record in (*self.train, *self.evaluations)), default=0)
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path, name: str = "") -> Run:
     """Reads ``metrics.jsonl``, and ``model.json`` and ``predictions.npz`` where they are there.
 
     Raises:
@@ -78,7 +82,7 @@ def read_run(folder: Path) -> Run:
         raise UserError(f"{folder / 'metrics.jsonl'} has no start record: give the folder of a run that began training")
     confusion, mistakes = read_predictions(folder / "predictions.npz")
     return Run(
-        name=folder.name,
+        name=name or folder.name,
         start=start,
         train=in_order(steps["train"]),
         evaluations=in_order(steps["evaluation"]),
@@ -126,12 +130,23 @@ def read_predictions(path: Path) -> tuple[NDArray[np.int64] | None, list[Mistake
             first = int(arrays["table_rows"])  # the rows before are those of wandb's table
             index, images, truth = (arrays[key][first:] for key in ("index", "images", "truth"))
             scores, confusion = arrays["scores"][first:], arrays["confusion"]
+            names = named(arrays)[first:]
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise UserError(f"cannot read predictions {path}: {error}; remove it or train again") from error
     guesses = scores.argmax(axis=1) if len(scores) else np.zeros(0, dtype=np.int64)
     mistakes = [
-        Mistake(int(index[k]), images[k], int(truth[k]), int(guesses[k]), float(scores[k, guesses[k]]))
+        Mistake(
+            names[k] or f"sample {index[k]}", images[k], int(truth[k]), int(guesses[k]), float(scores[k, guesses[k]])
+        )
         for k in range(len(index))
         if guesses[k] != truth[k]
     ]
     return confusion, mistakes
+
+
+def named(predictions: Mapping[str, NDArray[Any]]) -> list[str]:
+    """The names of the pictured samples, empty where they have none; bytes that are no text are shown as such."""
+    if "names" not in predictions or not len(predictions["names"]):
+        return [""] * len(predictions["index"])
+    found = predictions["names"].tolist()
+    return [name.encode("utf-8", "surrogateescape").decode("utf-8", "replace") for name in found]

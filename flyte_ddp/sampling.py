@@ -31,11 +31,16 @@ def random_stream(purpose: int, seed: int, first: int = 0, second: int = 0) -> n
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([purpose, seed, first, second])))
 
 
+def held_out(samples: int, fraction: float) -> int:
+    """How many of so many samples :func:`split_indices` holds out."""
+    return round(samples * fraction)
+
+
 def split_indices(samples: int, fraction: float, seed: int, purpose: int = SPLIT) -> tuple[Indices, Indices]:
     """Divides samples at random into those that stay and the fraction that is held out, each in ascending order."""
-    held_out = round(samples * fraction)
+    number = held_out(samples, fraction)
     order = random_stream(purpose, seed).permutation(np.arange(samples, dtype=np.int32))
-    return np.sort(order[held_out:]), np.sort(order[:held_out])
+    return np.sort(order[number:]), np.sort(order[:number])
 
 
 def epoch_order(samples: Indices, seed: int, epoch: int) -> Indices:

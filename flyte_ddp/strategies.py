@@ -5,7 +5,6 @@ averaged: a ragged batch is exact.
 """
 
 # No "from __future__ import annotations" here: DDP checks a communication hook's annotations, and wants real types.
-import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -18,22 +17,33 @@ from torch._C._distributed_c10d import GradBucket  # what torch.distributed re-e
 from torch.nn.parallel import DistributedDataParallel
 
 from flyte_ddp import compiler
+from flyte_ddp.clock import Clock, clock_for
 from flyte_ddp.distributed import copy_from_rank_0, rank, sum_over_ranks, wait_for, world_size
+from flyte_ddp.errors import UserError
 from flyte_ddp.node_memory import NodeMemory, Piece, cut, sizes
 
 BUCKET_BYTES = 16 << 20  # of one rank's gradients
+WAITED = "waited"
 
 
 class GradientSync:
     """A model whose gradients, after :meth:`add_up`, are those of the global batch on every rank.
 
-    This one is for a single rank, which has nothing to do for that. ``waited`` is the time in seconds that backward
-    passes spent on communication that no computation hid.
+    This one is for a single rank, which has nothing to do for that.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, clock: Clock | None = None) -> None:
         self.model = model
-        self.waited = 0.0
+        self.clock = clock or Clock()
+
+    @property
+    def waited(self) -> float:
+        """Seconds that backward passes spent on communication that no computation hid."""
+        return self.clock.seconds[WAITED]
+
+    @waited.setter
+    def waited(self, seconds: float) -> None:
+        self.clock.seconds[WAITED] = seconds
 
     def __call__(self, images: Tensor) -> Tensor:
         """The model's output for this rank's share of a batch."""
@@ -146,8 +156,8 @@ class DDPSync(GradientSync):
     """torch's DistributedDataParallel, on any backend and over machines."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        super().__init__(model)
-        self.last_bucket_started = 0.0
+        super().__init__(model, clock_for(device))
+        self.last_bucket_started: Any = None
         # A kernel for one channel has two equally good memory orders, of which DDP expects the other one.
         warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
         warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
@@ -172,11 +182,16 @@ class DDPSync(GradientSync):
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
         """See :class:`GradientSync`."""
-        self.last_bucket_started = 0.0
-        with nullcontext() if last else self.parallel.no_sync():
-            yield
-        if self.last_bucket_started:  # ``backward`` has ended when the last bucket's sum was there
-            self.waited += time.perf_counter() - self.last_bucket_started
+        self.last_bucket_started = None
+        try:
+            with nullcontext() if last else self.parallel.no_sync():
+                yield
+        except RuntimeError as error:
+            if "ready only once" not in str(error):
+                raise
+            raise gradient_came_twice("ddp", "use_reentrant=False, or set strategy='hooks'") from None
+        if self.last_bucket_started is not None:  # ``backward`` has ended when the last bucket's sum was there
+            self.clock.add(WAITED, self.last_bucket_started)
 
     def add_up(self, loss_sum: Tensor) -> Tensor:
         """See :class:`GradientSync`; the gradients are there already."""
@@ -194,6 +209,7 @@ class HooksSync(GradientSync):
         super().__init__(model)
         copy_from_rank_0([*model.parameters(), *model.buffers()])
         self.order = [parameter for parameter in model.parameters() if parameter.requires_grad][::-1]
+        self.position = {cast("Tensor", parameter): place for place, parameter in enumerate(self.order)}
         self.started: list[dist.Work] = []
         self.ready: set[nn.Parameter] = set()
         self.last = False
@@ -203,6 +219,8 @@ class HooksSync(GradientSync):
     def gradient_is_there(self, parameter: Tensor) -> None:
         """Starts the sums that may start now."""
         if self.last:
+            if self.position[parameter] < len(self.started):
+                raise gradient_came_twice("hooks", "use_reentrant=False")
             self.ready.add(cast("nn.Parameter", parameter))
             while len(self.started) < len(self.order) and self.order[len(self.started)] in self.ready:
                 self.start_next()
@@ -240,9 +258,17 @@ class HooksSync(GradientSync):
         return loss_sum
 
 
+def gradient_came_twice(strategy: str, fix: str) -> UserError:
+    """The error for more of a gradient that is being added up over the ranks already."""
+    return UserError(
+        f"strategy={strategy!r}: the backward pass came back to a parameter whose gradient was complete, as with "
+        f"torch.utils.checkpoint(use_reentrant=True); use {fix}"
+    )
+
+
 def add_over_ranks(sync: DDPSync, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """DDP communication hook: the sum of one bucket of gradients over the ranks."""
-    sync.last_bucket_started = time.perf_counter()
+    sync.last_bucket_started = sync.clock.mark(WAITED)
     work: Any = dist.all_reduce(bucket.buffer(), async_op=True)
     future: torch.futures.Future[Any] = work.get_future()
     return future.then(lambda done: done.value()[0])

@@ -21,8 +21,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from flyte_ddp.errors import from_here
+from flyte_ddp.run_folder import METRICS
 from flyte_ddp.settings import Settings
-from flyte_ddp.wandb_follower import METRICS, Order, Status, kill_tree, launch, read_status
+from flyte_ddp.wandb_follower import Order, Status, kill_tree, launch, opened, read_status
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -44,8 +46,8 @@ def start_wandb(
     """Starts the process that feeds wandb from the run folder's metrics.jsonl; returns at once and never raises.
 
     Args:
-        run_folder: where metrics.jsonl will be; wandb's own files go to its ``wandb`` folder. Records that are in
-            metrics.jsonl already, from an earlier attempt at the same run, are not sent again.
+        run_folder: in whose ``unfinished/``, or itself, metrics.jsonl will be; wandb's own files go to its ``wandb``
+            folder. Records that are there already, from an earlier attempt at the same run, are not sent again.
         settings: project, entity, mode, run id and the time that the end may take.
         hyperparameters: wandb's config.
         name: the run's display name.
@@ -55,10 +57,10 @@ def start_wandb(
     """
     if settings.wandb_mode == "disabled":
         return None
-    metrics = run_folder / METRICS
     try:
         order = Order(
             run_folder=str(run_folder.absolute()),
+            attempt=uuid.uuid4().hex[:8],
             training_pid=os.getpid(),
             mode=settings.wandb_mode,
             project=settings.wandb_project,
@@ -66,20 +68,28 @@ def start_wandb(
             run_id=re.sub(r"[^\w-]+", "-", settings.wandb_run_id, flags=re.ASCII)[-128:] or uuid.uuid4().hex[:8],
             name=name,
             config=dict(hyperparameters),
-            offset=metrics.stat().st_size if metrics.exists() else 0,
+            offset=recorded(run_folder),
             timeout=settings.wandb_timeout,
         )
         order.folder.mkdir(parents=True, exist_ok=True)
-        (order.folder / "order.json").write_text(json.dumps(asdict(order)))
-        (order.folder / "status.json").unlink(missing_ok=True)  # an earlier attempt's
+        order.path.write_text(json.dumps(asdict(order)))
         with order.log.open("ab") as log:
             process = launch(
-                "flyte_ddp.wandb_follower", order.run_folder, stdout=log, stderr=log, start_new_session=True
+                "flyte_ddp.wandb_follower", str(order.path), stdout=log, stderr=log, start_new_session=True
             )
     except (OSError, ValueError, TypeError) as error:
-        say(f"wandb: not started ({error}); the metrics are in {shown(metrics)}")
+        say(f"wandb: not started ({error}); the metrics are in {METRICS} of {from_here(run_folder)}")
         return None
     return WandbProcess(process, order)
+
+
+def recorded(run_folder: Path) -> int:
+    """Bytes of records that a run has left there."""
+    try:
+        with opened(run_folder, METRICS) as file:
+            return os.fstat(file.fileno()).st_size
+    except FileNotFoundError:
+        return 0
 
 
 class WandbProcess:
@@ -120,26 +130,22 @@ class WandbProcess:
             with contextlib.suppress(OSError):  # and its child, where the follower itself was killed
                 os.killpg(process.pid, signal.SIGKILL)
         say(outcome(self._order, read_status(self._order)))
+        for path in (self._order.path, self._order.status):
+            path.unlink(missing_ok=True)
 
 
 def outcome(order: Order, status: Status) -> str:
     """One line: where the run can be seen, or how to send it, or why there is nothing to send."""
     if not status.folder:
         reason = status.reason or "wandb did not start"
-        return f"wandb: nothing was logged ({reason}); see {shown(order.log)}, the metrics are in {METRICS}"
-    sync = f"wandb sync {shlex.quote(shown(Path(status.folder)))}"
+        return f"wandb: nothing was logged ({reason}); see {from_here(order.log)}, the metrics are in {METRICS}"
+    sync = f"wandb sync {shlex.quote(from_here(Path(status.folder)))}"
     reason = f" ({status.reason})" if status.reason else ""
     if status.url and status.state == "finished":
         return f"wandb: {status.url}{reason}"
     if status.url:
         return f"wandb: {status.url} is not complete{reason}; send the rest with: {sync}"
     return f"wandb: kept offline{reason}; send it with: {sync}"
-
-
-def shown(path: Path) -> str:
-    """The path as a person would type it from here."""
-    relative = os.path.relpath(path)
-    return str(path) if relative.startswith("..") else relative
 
 
 def say(text: str) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.evaluate import Evaluation, evaluate
 from flyte_ddp.job import Job
 from flyte_ddp.loading.facts import check_bad_samples
-from flyte_ddp.optimisation import learning_rate
+from flyte_ddp.optimisation import clip_norm, learning_rate
 from flyte_ddp.recording import Recorder
 from flyte_ddp.selection import Selection
 from flyte_ddp.training_state import TrainingState
@@ -70,7 +71,11 @@ def batches_to_do(state: TrainingState) -> Iterator[sampling.Indices]:
     batches = training.order.batches(epoch, state.hp.batch_size, first=done)
     wanted = itertools.islice(batches, state.total_steps - state.step)
     reach = training.order.reach(state.hp.batch_size, mixed=True)
-    return training.loading_ahead(wanted, lambda batch: own_shares(batch, state.hp.accumulation_steps), epoch, reach)
+
+    def samples_of(batch: sampling.Indices) -> list[sampling.Indices]:
+        return [share.samples for share in own_shares(batch, state.hp.accumulation_steps)]
+
+    return training.loading_ahead(wanted, samples_of, epoch, reach)
 
 
 def train_step(state: TrainingState, batch: sampling.Indices, recorder: Recorder) -> None:
@@ -102,26 +107,48 @@ def compute_gradients(state: TrainingState, batch: sampling.Indices) -> Tensor:
     hp = state.hp
     loss_sum = torch.zeros((), dtype=torch.float64, device=state.device)
     *others, last = own_shares(batch, hp.accumulation_steps)
-    for samples in (*others, last):
+    for share in (*others, last):
         with state.clock("data"):
-            images, labels = prepared(state, samples)
-        with state.clock("forward_backward"), state.sync.micro_batch(last=samples is last):
-            logits = forward(state, state.sync, images, samples)
+            images, labels = prepared(state, share.samples)
+        with (
+            state.clock("forward_backward"),
+            state.sync.micro_batch(last=share is last),
+            nullcontext() if share.counts else state.buffers.untouched(),
+        ):
+            logits = forward(state, state.sync, images, share)
             loss = functional.cross_entropy(
                 at_least_fp32(logits), labels, reduction="sum", label_smoothing=hp.label_smoothing
             )
+            if not share.counts:
+                loss = 0.0 * loss
             (loss / len(batch)).backward()  # type: ignore[no-untyped-call]
         loss_sum += loss.detach()
     with state.clock("communication"):
         loss_sum = state.sync.add_up(loss_sum)
+        state.buffers.passes_done(state.step)
     state.loss_watch.look(loss_sum, lambda: forward_again(state, batch))
     return loss_sum
 
 
-def own_shares(batch: sampling.Indices, parts: int) -> list[sampling.Indices]:
+class Share(NamedTuple):
+    """A rank's part of a micro-batch. A rank without one takes a sample of another's, which does not count.
+
+    No model gets an empty batch, on which much of what is usual fails, and every rank takes part in each exchange.
+    """
+
+    samples: sampling.Indices
+    counts: bool
+
+
+def own_shares(batch: sampling.Indices, parts: int) -> list[Share]:
     """This rank's share of each micro-batch; none of these is empty on all ranks."""
     parts = min(parts, len(batch))
-    return [sampling.share(sampling.share(batch, part, parts), rank(), world_size()) for part in range(parts)]
+    shares = []
+    for part in range(parts):
+        micro_batch = sampling.share(batch, part, parts)
+        samples = sampling.share(micro_batch, rank(), world_size())
+        shares.append(Share(samples, counts=True) if len(samples) else Share(micro_batch[:1], counts=False))
+    return shares
 
 
 def prepared(state: TrainingState, samples: sampling.Indices) -> tuple[Tensor, Tensor]:
@@ -130,36 +157,34 @@ def prepared(state: TrainingState, samples: sampling.Indices) -> tuple[Tensor, T
     return state.prepare(images), labels
 
 
-def forward(
-    state: TrainingState, model: Callable[[Tensor], Tensor], images: Tensor, samples: sampling.Indices
-) -> Tensor:
+def forward(state: TrainingState, model: Callable[[Tensor], Tensor], images: Tensor, share: Share) -> Tensor:
     """Logits [n, classes] of this rank's samples, in training."""
-    if state.randomness is not None:
-        state.randomness.begin_pass(state.hp.seed, state.epoch, samples, state.device)
+    state.this_pass.begin(state.hp.seed, state.epoch, share.samples, state.device, counts=share.counts)
     with state.autocast(), batch_norm_errors(state.hp):
         logits = model(images)
-    check_output(state.hp.model, logits, (len(samples), state.num_classes))
+    state.this_pass.forward_done()
+    check_output(state.hp.model, logits, (len(share.samples), state.num_classes))
     return logits
 
 
 def forward_again(state: TrainingState, batch: sampling.Indices) -> None:
     """All forward passes of a step, without a strategy for gradients, to look at what the modules make of it."""
-    for samples in own_shares(batch, state.hp.accumulation_steps):
-        forward(state, state.model, prepared(state, samples)[0], samples)
+    for share in own_shares(batch, state.hp.accumulation_steps):
+        forward(state, state.model, prepared(state, share.samples)[0], share)
 
 
 def apply_gradients(state: TrainingState) -> None:
     """The optimiser's part of a step."""
     hp = state.hp
-    if hp.grad_clip_norm:
-        clip_grad_norm_(state.model.parameters(), hp.grad_clip_norm)
+    if largest := clip_norm(hp):
+        clip_grad_norm_(state.model.parameters(), largest)
     for group in state.optimizer.param_groups:
         group["lr"] = learning_rate(hp, state.step, state.total_steps)
     compiler.step(state.optimizer)
     state.optimizer.zero_grad(set_to_none=True)
     state.update_average()
     state.step += 1
-    state.keep_buffers()
+    state.buffers.keep()
 
 
 def evaluation_is_due(state: TrainingState) -> bool:
@@ -170,11 +195,14 @@ def evaluation_is_due(state: TrainingState) -> bool:
 def evaluate_splits(state: TrainingState) -> tuple[Evaluation, Evaluation]:
     """The weights that would be kept now, on the validation and the test split."""
     with state.clock("communication"):
-        averaged = averaged_running_statistics(state.kept_model(), state.own_samples())
+        state.buffers.look()
+        if (kept := state.kept_model()) is not state.model:
+            state.buffers.share(kept)  # what is found late has an average of each rank's own until then
+        averaged = averaged_running_statistics(kept, state.own_samples())
         with state.changing():
             for statistic, average in averaged:
                 statistic.copy_(average)
-            state.keep_buffers()
+            state.buffers.keep()
     with state.clock("evaluation"):
         validation, test = (
             evaluate(state.predict, split, state.hp.test_batch_size, state.device)

@@ -8,19 +8,22 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from flyte_ddp import models, sampling
+from flyte_ddp import catalog, models, sampling
 from flyte_ddp.batch_norm import synchronise_batch_norm
-from flyte_ddp.clock import Clock
+from flyte_ddp.buffers import Buffers, overwrite, writable
+from flyte_ddp.clock import Clock, clock_for
 from flyte_ddp.compiler import compiled
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.prepared import PreparedSet, class_names
 from flyte_ddp.diagnosis import LossWatch
 from flyte_ddp.distributed import rank, world_size
-from flyte_ddp.dropout import SampleRandomness, derive_dropout_from_samples
+from flyte_ddp.dropout import derive_dropout_from_samples
+from flyte_ddp.errors import UserError
 from flyte_ddp.hardware import Hardware
 from flyte_ddp.images import InputSpec, prepare
 from flyte_ddp.initial_weights import load_initial_weights
@@ -28,6 +31,9 @@ from flyte_ddp.loading import Split, Splits, open_splits
 from flyte_ddp.optimisation import make_optimizer
 from flyte_ddp.settings import Settings
 from flyte_ddp.strategies import GradientSync, synchronised
+from flyte_ddp.training_pass import TrainingPass
+
+Tensors = tuple[Tensor, ...] | list[Tensor]
 
 
 @dataclass
@@ -46,14 +52,14 @@ class TrainingState:
     sync: GradientSync
     optimizer: torch.optim.Optimizer
     average: AveragedModel | None
-    randomness: SampleRandomness | None
+    this_pass: TrainingPass
+    buffers: Buffers
     clock: Clock
     step: int = 0  # optimiser steps that are done
     epoch: int = 0  # epochs that are done, with their evaluation
     loss_watch: LossWatch = field(init=False)
     lock: threading.Lock = field(default_factory=threading.Lock)  # for a look at it, as `changing` is for a change
     torn: bool = False
-    kept_buffers: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.loss_watch = LossWatch(self, a_step_later=self.device.type == "cuda")
@@ -91,14 +97,22 @@ class TrainingState:
             size=hp.image_size,
         )
         model = models.build(hp.model, classes, spec)
+        if any(nn.parameter.is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
+            raise UserError(
+                f"model {hp.model!r} has lazy layers: their sizes must be known; run it once on zeros where you make it"
+            )
         if initial_weights is not None:
-            load_initial_weights(model, initial_weights, hp.init_from)
+            load_initial_weights(model, initial_weights, hp)
         dtype = torch.float64 if hardware.precision == "fp64" else torch.float32
         memory_format = torch.channels_last if hardware.channels_last else torch.contiguous_format
-        model = model.to(device=device, dtype=dtype).to(memory_format=memory_format)
-        randomness = derive_dropout_from_samples(model)
+        if dtype == torch.float64:
+            model.double()  # in fp32 a model is what it is: it may have buffers of other types, also complex ones
+        model = model.to(device).to(memory_format=memory_format)
+        this_pass = TrainingPass(may_draw=hp.model not in catalog.SMALL_MODELS)
+        derive_dropout_from_samples(model, this_pass)
         if hp.sync_batchnorm and world_size() > 1:
-            synchronise_batch_norm(model, on_one_machine=hardware.strategy == "shared_memory")
+            synchronise_batch_norm(model, this_pass, on_one_machine=hardware.strategy == "shared_memory")
+        model.train()  # as every loop does: models override it to keep some layers in evaluation mode
         steps = hp.epochs * sampling.steps_per_epoch(len(splits.training), hp.batch_size)
         return cls(
             hp=hp,
@@ -113,8 +127,9 @@ class TrainingState:
             sync=synchronised(compiled(model) if hp.compile else model, hardware.strategy, device),
             optimizer=make_optimizer(model.parameters(), hp),
             average=moving_average(model, hp.ema_decay) if hp.ema_decay else None,
-            randomness=randomness,
-            clock=Clock(),
+            this_pass=this_pass,
+            buffers=Buffers(model),
+            clock=clock_for(device),
         )
 
     @property
@@ -159,40 +174,28 @@ class TrainingState:
 
         return (epochs * full + steps) * of_batch(self.hp.batch_size) + epochs * of_batch(ragged)
 
-    def keep_buffers(self) -> None:
-        """Remembers the buffers as they are after a step, because the next forward pass changes them."""
-        if rank() == 0:
-            if not self.kept_buffers:
-                self.kept_buffers = [buffer.detach().clone() for buffer in self.model.buffers()]
-            for kept, buffer in zip(self.kept_buffers, self.model.buffers(), strict=True):
-                kept.copy_(buffer)
-
-    def buffers_after_step(self) -> dict[str, Tensor]:
-        """Those of the state_dict, as they were after the step that was finished last; none before the first."""
-        persistent = self.model.state_dict().keys()
-        names = [name for name, _ in self.model.named_buffers()]
-        return {name: kept for name, kept in zip(names, self.kept_buffers, strict=False) if name in persistent}
-
     def autocast(self) -> AbstractContextManager[object]:
         """Mixed precision for training's forward pass."""
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.hardware.precision == "bf16")
 
     def prepare(self, images: Tensor) -> Tensor:
         """uint8 [N, H, W, C] to the model's input, in the memory order that the run uses."""
-        batch = prepare(images, self.spec, self.dtype)
         order = torch.channels_last if self.hardware.channels_last else torch.contiguous_format
-        return batch.contiguous(memory_format=order)
+        return prepare(images, self.spec, self.dtype, order)
 
     def predict(self, images: Tensor) -> Tensor:
         """Logits [N, classes] of the weights that would be kept now, for uint8 images [N, H, W, C].
 
-        bf16 is for training only: evaluation's metrics are those of the saved model.
+        bf16 is for training only: evaluation's metrics are those of the saved model. One that draws random numbers here
+        too draws the same ones for each batch, whatever was computed before, and by whichever rank.
         """
         model = self.kept_model()
+        self.this_pass.begin(self.hp.seed, 0, np.arange(len(images)), self.device)
         was_training = model.training
         model.eval()
         try:
-            logits: Tensor = model(self.prepare(images))
+            with self.buffers.as_saved(model):
+                logits: Tensor = model(self.prepare(images))
         finally:
             model.train(was_training)
         return logits
@@ -208,9 +211,22 @@ class TrainingState:
     def update_average(self) -> None:
         """Takes the weights of this step into the moving average, if there is one."""
         if self.average is not None:
+            averaged = {name: buffer.shape for name, buffer in self.average.module.named_buffers()}
+            others = {name: buffer for name, buffer in self.model.named_buffers() if averaged.get(name) != buffer.shape}
+            overwrite(self.average.module, others, saved=self.model.state_dict().keys() if others else ())
             self.average.update_parameters(self.model)
 
 
 def moving_average(model: nn.Module, decay: float) -> AveragedModel:
-    """An exponential moving average of weights and buffers, to be updated after each step."""
-    return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True)  # type: ignore[no-untyped-call]
+    """An exponential moving average of weights and buffers, to be updated after each step; integers are the newest."""
+    average_floats = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
+
+    def average(averaged: Tensors, newest: Tensors, updates: Tensor | int) -> None:
+        if averaged[0].is_floating_point() or averaged[0].is_complex():
+            average_floats(averaged, newest, updates)
+        else:
+            torch._foreach_copy_(averaged, newest)
+
+    averaged = AveragedModel(model, multi_avg_fn=average, use_buffers=True)
+    overwrite(averaged, {name: value for name, value in averaged.named_buffers() if not writable(value)})
+    return averaged

@@ -1,13 +1,11 @@
-"""Code of the user's own, named ``package.module:callable``: importing it, and a digest of its source."""
+"""Code of the user's own, named ``package.module:callable``: importing it."""
 
 from __future__ import annotations
 
-import hashlib
 import importlib
-import importlib.util
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,7 @@ def load_callable(spec: str) -> Callable[..., Any]:
 
     Raises:
         UserError: a malformed spec, or no such module, attribute or callable. What the module itself raises while it
-            is imported comes through unchanged, unless it is an import that fails.
+            is imported comes through unchanged, unless it is an import that fails, or no Python.
 
     """
     module_name, attribute = split(spec)
@@ -38,6 +36,9 @@ def load_callable(spec: str) -> Callable[..., Any]:
         raise UserError(f"{spec!r}: importing {module_name} failed: {error}; install what it needs") from error
     except ImportError as error:
         raise UserError(f"{spec!r}: importing {module_name} failed: {error}") from error
+    except SyntaxError as error:
+        where = f"{error.filename}, line {error.lineno}"
+        raise UserError(f"{spec!r}: importing {module_name} failed: {where}: {error.msg}; correct it") from None
     try:
         found = getattr(module, attribute)
     except AttributeError:
@@ -48,38 +49,6 @@ def load_callable(spec: str) -> Callable[..., Any]:
     if not callable(found):
         raise UserError(f"{spec!r}: is a {type(found).__name__}, not callable; name a function or class")
     return found  # type: ignore[no-any-return]
-
-
-def user_source_digest(spec: str) -> str:
-    """SHA-256 (hex) of the source behind ``spec``, without importing any of it.
-
-    The source is every ``.py`` file of the module's top-level package, or the one file of a top-level module. Changes
-    in other packages that it imports are not seen.
-
-    Raises:
-        UserError: a malformed spec, or no such top-level module.
-
-    """
-    top = split(spec)[0].partition(".")[0]
-    search_working_directory()
-    digest = hashlib.sha256()
-    for name, path in source_files(spec, top):
-        content = path.read_bytes()
-        digest.update(f"{name} {len(content)}\n".encode())
-        digest.update(content)
-    return digest.hexdigest()
-
-
-def mentions(spec: str, word: str) -> bool:
-    """Whether the source behind ``spec``, as for :func:`user_source_digest`, has the word in it.
-
-    Raises:
-        UserError: a malformed spec, or no such top-level module.
-
-    """
-    top = split(spec)[0].partition(".")[0]
-    search_working_directory()
-    return any(word.encode() in path.read_bytes() for _, path in source_files(spec, top))
 
 
 def split(spec: str) -> tuple[str, str]:
@@ -96,29 +65,6 @@ def search_working_directory() -> None:
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)
     importlib.invalidate_caches()
-
-
-def source_files(spec: str, top: str) -> Iterator[tuple[str, Path]]:
-    """Name and path of each source file of the top-level module, in a fixed order that its location does not change."""
-    try:
-        found = importlib.util.find_spec(top)
-    except ValueError:  # a module without a spec, such as __main__
-        found = None
-    if found is None:
-        raise not_found(spec, top)
-    if found.submodule_search_locations is None:
-        if found.has_location and found.origin:
-            yield top, Path(found.origin)
-        return
-    for location in found.submodule_search_locations:
-        folder = Path(location)
-        paths = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*.py")}
-        yield from sorted((name, path) for name, path in paths.items() if not hidden(name))
-
-
-def hidden(name: str) -> bool:
-    """Whether a relative path leads through a folder such as ``.venv``."""
-    return name.startswith(".") or "/." in name
 
 
 def not_found(spec: str, module: str) -> UserError:

@@ -9,11 +9,13 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
-from flyte_ddp.wandb_follower import METRICS, POLL_SECONDS, EndOfRun, Order, Status, read_order, write_status
+from flyte_ddp.run_folder import METRICS, PREDICTIONS
+from flyte_ddp.run_records import named
+from flyte_ddp.wandb_follower import POLL_SECONDS, EndOfRun, Order, Status, opened, read_order, write_status
 
 if TYPE_CHECKING:
     import wandb
@@ -96,7 +98,7 @@ def feed(run: wandb.Run, order: Order, end: EndOfRun) -> tuple[bool, list[str]]:
     import wandb
 
     trained, classes = False, []
-    for record in follow(Path(order.run_folder, METRICS), order.offset, end):
+    for record in follow(Path(order.run_folder), order.offset, end):
         kind = record.get("kind")
         if kind == "start":
             classes = record.get("classes", [])
@@ -128,8 +130,8 @@ def row(record: dict[str, Any]) -> dict[str, Any]:
     return {"step": record["step"], **{name: value for name, value in values.items() if value is not None}}
 
 
-def follow(path: Path, offset: int, end: EndOfRun) -> Iterator[dict[str, Any]]:
-    """The records of a growing file from an offset on, until the run has ended and everything is read.
+def follow(run_folder: Path, offset: int, end: EndOfRun) -> Iterator[dict[str, Any]]:
+    """A run's records from an offset of their file on, until it has ended and everything is read.
 
     A run that an engine starts again replaces the file by one that is shorter; what it had logged is not given twice.
     """
@@ -139,9 +141,11 @@ def follow(path: Path, offset: int, end: EndOfRun) -> Iterator[dict[str, Any]]:
     given: set[int] = set()  # hashes of lines, which differ at least in their time
     while not ended:
         ended = end.wait(POLL_SECONDS)  # before reading: what was written until then is read below
-        if not path.exists():
+        try:
+            file = opened(run_folder, METRICS)
+        except FileNotFoundError:
             continue
-        with path.open("rb") as file:
+        with file:
             if inode not in (None, os.fstat(file.fileno()).st_ino):
                 offset, pending = 0, b""
             inode = os.fstat(file.fileno()).st_ino
@@ -161,30 +165,31 @@ def follow(path: Path, offset: int, end: EndOfRun) -> Iterator[dict[str, Any]]:
 
 def log_predictions(run: wandb.Run, order: Order, classes: list[str]) -> str:
     """Logs the table of predictions; the reason if that fails, because the run is worth keeping without it."""
-    path = Path(order.run_folder, "predictions.npz")
-    if not path.exists():
-        return ""
     try:
-        run.log({"predictions": table(path, classes)})
+        with opened(Path(order.run_folder), PREDICTIONS) as file:
+            run.log({"predictions": table(file, classes)})
+    except FileNotFoundError:
+        return ""
     except Exception as error:
         traceback.print_exc()
         return f"no table of predictions: {one_line(error)}"
     return ""
 
 
-def table(path: Path, classes: list[str]) -> wandb.Table:
+def table(file: BinaryIO, classes: list[str]) -> wandb.Table:
     """The predictions on the first test samples: id, image, guess and truth by name, and a score for each class."""
     import wandb
 
-    with np.load(path, allow_pickle=False) as arrays:
+    with np.load(file, allow_pickle=False) as arrays:
         rows = int(arrays["table_rows"])
         index, images, scores, truth = (arrays[name][:rows] for name in ("index", "images", "scores", "truth"))
+        called = named(arrays)
     names = classes or [str(label) for label in range(scores.shape[1])]
     result = wandb.Table(columns=["id", "image", "guess", "truth", *[f"score_{i}" for i in range(scores.shape[1])]])
     for i, image in enumerate(images):
         picture = image if image.shape[-1] == 3 else image[..., 0]
         guess, answer = names[int(scores[i].argmax())], names[int(truth[i])]
-        result.add_data(int(index[i]), wandb.Image(picture), guess, answer, *scores[i].tolist())
+        result.add_data(called[i] or int(index[i]), wandb.Image(picture), guess, answer, *scores[i].tolist())
     return result
 
 

@@ -19,22 +19,26 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
-METRICS = "metrics.jsonl"
+from flyte_ddp.run_folder import UNFINISHED
+
 POLL_SECONDS = 0.25
 FIRST_PAUSE, LONGEST_PAUSE = 15.0, 600.0  # seconds between attempts to reach the server
 
 
 @dataclass(frozen=True)
 class Order:
-    """What the follower is asked to do; it stands in the run folder's wandb/order.json.
+    """What the follower is asked to do.
 
-    ``offset`` is where in metrics.jsonl this attempt at the run begins, in bytes; ``timeout`` the seconds from the end
-    of the run to our own; ``training_pid`` the process whose tree wandb's system metrics are about.
+    ``attempt`` is a text that no other attempt at the same run has: of one that was killed the follower may still be at
+    work when the next begins. ``offset`` is where in metrics.jsonl this attempt at the run begins, in bytes;
+    ``timeout`` the seconds from the end of the run to our own; ``training_pid`` the process whose tree wandb's system
+    metrics are about.
     """
 
     run_folder: str
+    attempt: str
     training_pid: int
     mode: str
     project: str
@@ -49,6 +53,16 @@ class Order:
     def folder(self) -> Path:
         """The run folder's ``wandb``, which also holds wandb's own files."""
         return Path(self.run_folder, "wandb")
+
+    @property
+    def path(self) -> Path:
+        """The file in which this stands."""
+        return self.folder / f"order-{self.attempt}.json"
+
+    @property
+    def status(self) -> Path:
+        """The file that says how far wandb got."""
+        return self.folder / f"status-{self.attempt}.json"
 
     @property
     def log(self) -> Path:
@@ -69,24 +83,36 @@ class Status:
     reason: str = ""
 
 
-def read_order(run_folder: str) -> Order:
-    """The order of the run in this folder."""
-    return Order(**json.loads(Path(run_folder, "wandb", "order.json").read_text()))
+def read_order(path: str) -> Order:
+    """The order in this file."""
+    return Order(**json.loads(Path(path).read_text()))
+
+
+def opened(run_folder: Path, name: str) -> BinaryIO:
+    """A file of the run's: from where it is while that trains, or else from where it is put at its end.
+
+    Raises:
+        FileNotFoundError: there is none yet.
+    """
+    try:
+        return (run_folder / UNFINISHED / name).open("rb")
+    except FileNotFoundError:
+        return (run_folder / name).open("rb")
 
 
 def read_status(order: Order) -> Status:
     """How far wandb got by now."""
     try:
-        return Status(**json.loads((order.folder / "status.json").read_text()))
+        return Status(**json.loads(order.status.read_text()))
     except (OSError, ValueError, TypeError):
         return Status()
 
 
 def write_status(order: Order, status: Status) -> None:
     """Replaces the status in one step, because others read it at any time."""
-    partial = order.folder / "status.partial"
+    partial = order.status.with_suffix(".partial")
     partial.write_text(json.dumps(asdict(status)))
-    partial.replace(order.folder / "status.json")
+    partial.replace(order.status)
 
 
 class EndOfRun:
@@ -171,9 +197,9 @@ def pauses() -> Iterator[float]:
 def attempt(order: Order, mode: str, end: EndOfRun) -> Status:
     """Runs wandb once, until it is done, has failed or is out of time."""
     write_status(order, Status())
-    own = f"run-*-{order.run_id}"  # a retry may be at work in the same folder by now
+    own = f"run-*-{order.run_id}"
     before = set(order.folder.glob(own))
-    feed = launch("flyte_ddp.wandb_feed", order.run_folder, mode, env=environment(order))
+    feed = launch("flyte_ddp.wandb_feed", str(order.path), mode, env=environment(order))
     assert feed.stdin is not None
     while feed.poll() is None and not end.wait(POLL_SECONDS):
         pass
@@ -192,7 +218,7 @@ def attempt(order: Order, mode: str, end: EndOfRun) -> Status:
     elif status.state == "open":
         status = replace(status, state="failed", reason="wandb was killed")
     write_status(order, status)
-    if not status.folder:
+    if not status.folder and [*order.folder.glob("order-*.json")] == [order.path]:  # else they may be a retry's
         for folder in set(order.folder.glob(own)) - before:  # without a run in it there is nothing to sync
             shutil.rmtree(folder, ignore_errors=True)
     return status

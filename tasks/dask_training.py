@@ -10,7 +10,7 @@ from flytekitplugins.dask import Dask, Scheduler, WorkerGroup
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.settings import Settings
-from tasks import pods
+from tasks import pods, recovery
 from tasks.training import TrainingOutputs, outputs, trained
 
 
@@ -25,6 +25,7 @@ def cluster() -> Dask:
     )
 
 
+@recovery.mistakes_in_inputs
 @task(
     task_config=cluster(), **pods.launching_pod(), retries=2, cache=pods.by_content(), enable_deck=True, deck_fields=()
 )

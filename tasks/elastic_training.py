@@ -18,12 +18,13 @@ from flytekitplugins.kfpytorch.task import CleanPodPolicy, Elastic, PytorchElast
 from flyte_ddp import run_lock
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import StoppedError
-from flyte_ddp.hardware import MOST_CPU_RANKS, detect
+from flyte_ddp.failed_run import explain, newest_step
+from flyte_ddp.hardware import detect
 from flyte_ddp.launch.processes import main_script_hidden
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.settings import Settings
-from tasks import places, pods, recovery
-from tasks.training import TrainingOutputs, outputs, trained
+from tasks import command_line, places, pods, recovery
+from tasks.training import TrainingOutputs, finished_before, outputs, trained
 
 ROOT = str(Path(__file__).parents[1])
 
@@ -45,10 +46,13 @@ class ElasticTrainingTask(PytorchElasticFunctionTask):  # type: ignore[misc]
 
         from flyte_ddp.launch.elastic import failure, log_kept_quiet
 
+        result = finished_before(inputs["run_version"])
+        if result is not None:  # before workers are started, which would wait for their rank 0
+            return outputs(result)
         if places.is_local():  # where there is one node, and no profile says how many ranks there may be
             self.min_nodes = self.max_nodes = 1
             self.task_config.nproc_per_node = detect(inputs["hp"]).num_ranks
-        with recovery.retried():
+        with recovery.retried(), where_it_goes_on(inputs["run_version"]):
             try:
                 with known_to_workers(), main_script_hidden(), log_kept_quiet():
                     result = super()._execute(**inputs)
@@ -61,10 +65,27 @@ class ElasticTrainingTask(PytorchElasticFunctionTask):  # type: ignore[misc]
                 if stopped.sigval == signal.SIGINT:
                     raise KeyboardInterrupt from None
                 raise StoppedError(stopped.sigval.name, step=None) from None
+            finally:
+                run_lock.release_reserved()  # held for rank 0, in a process of its own
         return outputs(result)
 
 
 TaskPlugins.register_pythontask_plugin(ElasticTraining, ElasticTrainingTask)
+
+
+@contextmanager
+def where_it_goes_on(run_version: str) -> Iterator[None]:
+    """Has a local run's error say that, which neither Elastic nor a worker that is not rank 0 knows."""
+    folder = places.folder_for(places.without_token(run_version))
+    try:
+        yield
+    except BaseException as error:
+        if not places.is_local():
+            raise
+        if isinstance(error, StoppedError):
+            raise StoppedError(error.signal, newest_step(folder)) from None
+        explain(error, folder)
+        raise
 
 
 @contextmanager
@@ -86,12 +107,11 @@ def known_to_workers() -> Iterator[None]:
 
 
 def elastic() -> ElasticTraining:
-    """As many nodes as were asked for, and a rank for each GPU of theirs; without GPUs, a few."""
-    profile = pods.PROFILES[pods.chosen_profile()]
+    """As many nodes as were asked for."""
     least, most = pods.nodes()
     return ElasticTraining(
         nnodes=most if least == most else f"{least}:{most}",
-        nproc_per_node=profile.gpus or min(int(profile.cpu), MOST_CPU_RANKS),
+        nproc_per_node=pods.ranks_of_elastic(),
         max_restarts=pods.ENGINE_RETRIES if most > 1 else 0,  # a single pod that fails is Flyte's to retry
         monitor_interval=1,
         increase_shared_mem=False,  # shared_memory of the task is what it should be
@@ -100,6 +120,7 @@ def elastic() -> ElasticTraining:
     )
 
 
+@recovery.mistakes_in_inputs
 @task(
     task_config=elastic(), **pods.training_pod(), retries=2, cache=pods.by_content(), enable_deck=True, deck_fields=()
 )
@@ -110,6 +131,8 @@ def train_on_elastic(hp: Hyperparameters, data: FlyteDirectory, run_version: str
     """
     from flyte_ddp.launch import elastic
 
+    if places.is_local():
+        command_line.remove_folders_at_end()
     with elastic.recorded():
         if elastic.is_leader():
             return trained(hp, data, run_version, on_elastic)  # type: ignore[return-value]  # see _execute

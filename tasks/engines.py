@@ -1,22 +1,36 @@
-"""Engines that are optional: their Flyte plugins, and what is said where one is not installed."""
+"""Engines that are optional: what each needs, and what is said where that is not installed."""
 
 import importlib.util
 import sys
 
+from flyte_ddp.errors import how_to_install
+
+NEEDED = {
+    "elastic": ("flytekitplugins.kfpytorch",),
+    "ray": ("flytekitplugins.ray", "ray"),
+    "dask": ("flytekitplugins.dask", "distributed"),
+}
+left_out: dict[str, str] = {}  # workflows, and what to install for them
+
 
 def installed(name: str) -> bool:
-    """Whether the plugin is there; where it is not, says which workflow is left out, and how to have it.
+    """Whether an engine is there; where it is not, says which workflow is left out, and how to have it.
 
     Args:
-        name: of the plugin's module, in ``flytekitplugins``, and of our extra.
+        name: of the engine, and of our extra.
 
     """
-    plugin = f"flytekitplugins.{'kfpytorch' if name == 'elastic' else name}"
+    missing = [module for module in NEEDED[name] if not is_there(module)]
+    if missing:
+        workflow = f"{name}_training_wf"
+        left_out[workflow] = f"{workflow} is left out, as {missing[0]} is not installed: {how_to_install(name)}"
+        print(left_out[workflow], file=sys.stderr, flush=True)
+    return not missing
+
+
+def is_there(module: str) -> bool:
+    """Whether a module could be imported."""
     try:
-        found = importlib.util.find_spec(plugin) is not None
-    except ModuleNotFoundError:  # there is no plugin at all
-        found = False
-    if not found:
-        message = f"{name}_training_wf is left out, as {plugin} is not installed; for it, install flyte-ddp[{name}]"
-        print(message, file=sys.stderr, flush=True)
-    return found
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # not even the package that it would be in
+        return False

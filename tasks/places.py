@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from flytekit import FlyteContextManager, current_context
+from flytekit.configuration import LocalConfig
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from flyte_ddp.errors import UserError
-from flyte_ddp.run_lock import hold
+from flyte_ddp.errors import UserError, from_here
+from flyte_ddp.run_folder import settle
+from flyte_ddp.run_lock import release, reserve
 from flyte_ddp.settings import runs_folder
 
 WORKER_OF = "FLYTE_DDP_WORKER_OF"  # set in Elastic's workers: a local run, or a pod
@@ -41,17 +43,22 @@ def folder_for(name: str) -> Path:
 
 
 def free_run(name: str) -> str:
-    """The run's name; with a number, locally, while another process is at the same run."""
+    """The run's name; with a number, locally, while another process is at the same run.
+
+    Locally its folder is reserved, unless it holds the answer already: nobody would let go of it.
+    """
     if not is_local():
         return name
     for number in itertools.count(1):
         candidate = name if number == 1 else f"{name}-{number}"
         try:
-            if hold(folder_for(candidate)):
+            if reserve(folder_for(candidate)):
                 break
         except OSError as error:
             raise not_writable(error) from None
-        print(f"{os.path.relpath(folder_for(candidate))}: another process is at this run, so it is made anew beside it")
+        print(f"{from_here(folder_for(candidate))}: another process is at this run, so it is made anew beside it")
+    if settle(folder_for(candidate)) and not asked_anew():
+        release(folder_for(candidate))
     return candidate
 
 
@@ -74,6 +81,12 @@ def with_token(name: str, *, complete: bool) -> str:
         return f"{name}@{path.read_text()}"
     except OSError as error:
         raise not_writable(error) from None
+
+
+def asked_anew() -> bool:
+    """Whether a local run is to do all over again: ``pyflyte run --overwrite-cache``, or Flyte's local cache is off."""
+    cache = LocalConfig.auto()
+    return cache.cache_overwrite or not cache.cache_enabled
 
 
 def without_token(name: str) -> str:
@@ -102,11 +115,13 @@ def new_folder(name: str) -> Path:
 
 
 def tell(headline: str, files: Mapping[Path, str]) -> None:
-    """Says, at the end of a local run, what was made and where."""
+    """Says, at the end of a local run, what was made, all of it in one folder, and where."""
     if is_local():
-        print(f"\n{headline}")
+        [folder] = {path.parent for path in files}
+        width = max(len(path.name) for path in files)
+        print(f"\n{headline} {from_here(folder)}")
         for path, what in files.items():
-            print(f"  {os.path.relpath(path):<60} {what}", flush=True)
+            print(f"  {path.name:<{width}}  {what}", flush=True)
 
 
 def not_writable(error: OSError) -> UserError:

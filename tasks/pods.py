@@ -4,17 +4,22 @@ The profile is chosen at registration (``FLYTE_DDP_PROFILE``) and carried into t
 that what was requested and what training expects come from the same line of the table.
 """
 
+import difflib
 import os
+import re
 from dataclasses import dataclass
 from datetime import timedelta
+from decimal import Decimal
 from typing import Any, Optional
 
 from flytekit import Cache, Resources, Secret
 from flytekit.core.cache import VersionParameters
-from flytekit.extras.accelerators import BaseAccelerator, GPUAccelerator
+from flytekit.extras import accelerators
+from flytekit.extras.accelerators import BaseAccelerator, GPUAccelerator, MultiInstanceGPUAccelerator
 
 from flyte_ddp.code_digest import library_digest
 from flyte_ddp.errors import UserError, unknown_name
+from flyte_ddp.hardware import MOST_CPU_RANKS
 from flyte_ddp.identity import REQUESTED_GPUS
 
 PROFILE_VARIABLE = "FLYTE_DDP_PROFILE"
@@ -24,7 +29,14 @@ SECRET_VARIABLE = "FLYTE_DDP_WANDB_SECRET"  # noqa: S105 (a name)
 DEFAULT_SECRET = "wandb/api_key"  # noqa: S105 (a name)
 NODES_VARIABLE = "FLYTE_DDP_NODES"
 LAUNCHING = Resources(cpu="2", mem="8Gi", ephemeral_storage="20Gi")
+ENGINES = ("elastic", "ray", "dask")
 ENGINE_RETRIES = 2  # an engine's own, on the hosts that it has; Flyte's would set up another cluster
+UNITS = {  # of Kubernetes' quantities
+    "": Decimal(1),
+    **{suffix: Decimal(1000) ** power for power, suffix in enumerate("num", -3)},
+    **{suffix: Decimal(1000) ** power for power, suffix in enumerate("kMGTPE", 1)},
+    **{f"{suffix}i": Decimal(1024) ** power for power, suffix in enumerate("KMGTPE", 1)},
+}
 
 
 @dataclass(frozen=True)
@@ -36,17 +48,38 @@ class Profile:
     memory: str
     ephemeral_storage: str
     shared_memory: str  # size of /dev/shm, over which NCCL talks between GPUs that have no direct link
-    gpu_type: Optional[str] = None  # Flyte's name of an accelerator, such as nvidia-l4; None takes any
+    data: Resources  # of pods that fetch, pack and check data, whose disk must hold all of it
+    gpu_type: Optional[str] = None  # one of flytekit.extras.accelerators, such as nvidia-l4; None takes any
     pod_template: Optional[str] = None  # in the cluster (deploy/pod-template.yaml): tolerations, grace period
 
 
 PROFILES: dict[str, Profile] = {
     # For clusters without GPUs; on one's own machine resources are not looked at.
-    "local": Profile(gpus=0, cpu="2", memory="4Gi", ephemeral_storage="5Gi", shared_memory="256Mi"),
+    "local": Profile(
+        gpus=0,
+        cpu="2",
+        memory="4Gi",
+        ephemeral_storage="5Gi",
+        shared_memory="256Mi",
+        data=Resources(cpu="2", mem="4Gi", ephemeral_storage="20Gi"),
+    ),
     # The demo cluster of `flytectl demo start` on a laptop.
-    "sandbox": Profile(gpus=0, cpu="1", memory="2Gi", ephemeral_storage="2Gi", shared_memory="128Mi"),
+    "sandbox": Profile(
+        gpus=0,
+        cpu="1",
+        memory="2Gi",
+        ephemeral_storage="2Gi",
+        shared_memory="128Mi",
+        data=Resources(cpu="1", mem="2Gi", ephemeral_storage="4Gi"),
+    ),
     "gpu": Profile(
-        gpus=2, cpu="8", memory="30Gi", ephemeral_storage="20Gi", shared_memory="4Gi", pod_template="flyte-ddp-gpu"
+        gpus=2,
+        cpu="8",
+        memory="30Gi",
+        ephemeral_storage="20Gi",
+        shared_memory="4Gi",
+        data=Resources(cpu="2", mem="8Gi", ephemeral_storage="100Gi"),
+        pod_template="flyte-ddp-gpu",
     ),
     "gpu-a100": Profile(
         gpus=8,
@@ -54,6 +87,7 @@ PROFILES: dict[str, Profile] = {
         memory="480Gi",
         ephemeral_storage="200Gi",
         shared_memory="32Gi",
+        data=Resources(cpu="4", mem="16Gi", ephemeral_storage="500Gi"),
         gpu_type="nvidia-tesla-a100",
         pod_template="flyte-ddp-gpu",
     ),
@@ -89,7 +123,7 @@ def pod_environment() -> dict[str, str]:
 
 
 def light_pod() -> dict[str, Any]:
-    """Options of a task that checks or fetches: a small pod without GPUs."""
+    """Options of a task that looks at inputs or an index: a small pod without GPUs."""
     return {
         "requests": Resources(cpu="500m", mem="1Gi", ephemeral_storage="4Gi"),
         "limits": Resources(cpu="2", mem="4Gi", ephemeral_storage="4Gi"),
@@ -98,33 +132,58 @@ def light_pod() -> dict[str, Any]:
     }
 
 
-def training_pod() -> dict[str, Any]:
-    """Options of the training task, from the chosen profile."""
-    profile = PROFILES[chosen_profile()]
-    resources = resources_of(profile)
-    accelerator: Optional[BaseAccelerator] = GPUAccelerator(profile.gpu_type) if profile.gpu_type else None
+def data_pod() -> dict[str, Any]:
+    """Options of a task through which all data go: it fetches, packs, indexes or checks them, without GPUs."""
+    resources = PROFILES[chosen_profile()].data
     return {
         "requests": resources,
         "limits": resources,
-        "shared_memory": profile.shared_memory,
-        "accelerator": accelerator,
+        "environment": pod_environment(),
+        "timeout": timedelta(hours=24),
+    }
+
+
+def prediction_pod() -> dict[str, Any]:
+    """Options of the prediction task: one of the profile's GPUs with its share of the rest, or all of it without."""
+    profile = PROFILES[chosen_profile()]
+    return {
+        **on_the_profiles_nodes(parts=max(1, profile.gpus)),
+        "environment": {**pod_environment(), **cache_limit(), REQUESTED_GPUS: str(min(1, profile.gpus))},
+        "timeout": timedelta(hours=24),
+    }
+
+
+def training_pod() -> dict[str, Any]:
+    """Options of the training task, from the chosen profile."""
+    shared_memory = PROFILES[chosen_profile()].shared_memory
+    return {**on_the_profiles_nodes(), "shared_memory": shared_memory, **for_training()}
+
+
+def on_the_profiles_nodes(parts: int = 1) -> dict[str, Any]:
+    """Options of a pod with the profile's resources, or one of so many equal parts of them."""
+    profile = PROFILES[chosen_profile()]
+    resources = resources_of(profile, parts)
+    return {
+        "requests": resources,
+        "limits": resources,
+        "accelerator": accelerator(profile.gpu_type),
         "pod_template_name": profile.pod_template,
-        **for_training(),
     }
 
 
 def for_training() -> dict[str, Any]:
     """Options of every training task, wherever its ranks are."""
-    profile = PROFILES[chosen_profile()]
     return {
-        "environment": {
-            **pod_environment(),
-            **tracking_environment(),
-            CACHE_VARIABLE: os.environ.get(CACHE_VARIABLE) or str(in_bytes(profile.ephemeral_storage) // 2),
-        },
+        "environment": {**pod_environment(), **tracking_environment(), **cache_limit()},
         "secret_requests": [wandb_secret()] if wandb_secret() else [],
         "timeout": timedelta(hours=24),
     }
+
+
+def cache_limit() -> dict[str, str]:
+    """How much of fetched shards a pod of the profile keeps: as set at registration, or half of its disk."""
+    storage = in_bytes(PROFILES[chosen_profile()].ephemeral_storage)
+    return {CACHE_VARIABLE: os.environ.get(CACHE_VARIABLE) or str(storage // 2)}
 
 
 def launching_pod() -> dict[str, Any]:
@@ -135,11 +194,29 @@ def launching_pod() -> dict[str, Any]:
 def resources_of(profile: Profile, parts: int = 1) -> Resources:
     """Those of the profile, or one of so many equal parts of them."""
     return Resources(
-        cpu=str(max(1, int(profile.cpu) // parts)),
+        cpu=in_cores(quantity(profile.cpu) / parts),
         mem=f"{in_bytes(profile.memory) // parts // 2**20}Mi" if parts > 1 else profile.memory,
         gpu=str(profile.gpus // parts) if profile.gpus else None,
         ephemeral_storage=profile.ephemeral_storage,
     )
+
+
+def accelerator(gpu_type: Optional[str]) -> Optional[BaseAccelerator]:
+    """The type of GPU to ask for; None takes any.
+
+    Raises:
+        UserError: Flyte has no such type; no node would ever fit.
+
+    """
+    if gpu_type is None:
+        return None
+    kinds = (GPUAccelerator, MultiInstanceGPUAccelerator)
+    known = {each.to_flyte_idl().device for each in vars(accelerators).values() if isinstance(each, kinds)}
+    if gpu_type not in known:
+        near = difflib.get_close_matches(gpu_type, known, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise UserError(f"gpu_type={gpu_type!r}: {hint}Flyte knows {', '.join(sorted(known))}")
+    return GPUAccelerator(gpu_type)
 
 
 def nodes() -> tuple[int, int]:
@@ -160,9 +237,53 @@ def nodes() -> tuple[int, int]:
     return found
 
 
-def in_bytes(quantity: str) -> int:
-    """A Kubernetes quantity such as 20Gi as a number."""
-    return int(quantity[:-2]) * 1024 ** (" KMGT".index(quantity[-2]))
+def ranks_of_elastic() -> int:
+    """How many Elastic starts on each node: one for each GPU; without GPUs, a few."""
+    profile = PROFILES[chosen_profile()]
+    return profile.gpus or max(1, min(int(quantity(profile.cpu)), MOST_CPU_RANKS))
+
+
+def nodes_and_ranks(engine: str) -> tuple[int, int]:
+    """What a training task asks for: nodes, at most, and ranks where ``num_ranks`` does not decide; 0 where it does.
+
+    Args:
+        engine: elastic, ray or dask; empty for training in one pod.
+
+    Raises:
+        UserError: another one.
+
+    """
+    if not engine:
+        return 1, 0
+    if engine not in ENGINES:
+        raise unknown_name("engine", engine, ENGINES)
+    most = nodes()[1]
+    return most, most * ranks_of_elastic() if engine == "elastic" else 0
+
+
+def quantity(text: str) -> Decimal:
+    """A Kubernetes quantity, such as 20Gi, 3500m or 1.5e9, as a number.
+
+    Raises:
+        UserError: it is none, or not positive.
+
+    """
+    found = re.fullmatch(r"(\d+\.?\d*|\.\d+)(?:([eE][+-]?\d+)|([KMGTPE]i|[numkMGTPE])?)", text)
+    if found is None or not Decimal(found[1]):
+        raise UserError(f"quantity {text!r} (tasks/pods.py): must be one of Kubernetes', such as 8, 3500m, 20Gi or 20G")
+    number, exponent, suffix = found.groups()
+    return Decimal(f"{number}{exponent or ''}") * UNITS[suffix or ""]
+
+
+def in_cores(cpu: Decimal) -> str:
+    """As Kubernetes writes it: 4, or in thousandths."""
+    thousandths = max(1, int(cpu * 1000))
+    return f"{thousandths}m" if thousandths % 1000 else str(thousandths // 1000)
+
+
+def in_bytes(text: str) -> int:
+    """A quantity of memory or disk."""
+    return int(quantity(text))
 
 
 def wandb_secret() -> Optional[Secret]:

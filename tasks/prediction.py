@@ -5,15 +5,17 @@ from typing import Optional
 
 from flytekit import task
 from flytekit.types.directory import FlyteDirectory
-from flytekit.types.file import FlyteFile, PythonPickledFile
+from flytekit.types.file import FlyteFile
 
+from flyte_ddp import hardware
 from flyte_ddp.datasets import fetch, fingerprint
 from flyte_ddp.errors import UserError
 from flyte_ddp.settings import from_environment
 from tasks import places, pods, recovery
+from tasks.pickled_file import PythonPickledFile
 
 
-@task(**pods.light_pod(), retries=2)
+@task(**pods.prediction_pod(), retries=2)
 @recovery.retried()
 def predict_images(
     model_state: PythonPickledFile,
@@ -22,11 +24,16 @@ def predict_images(
     dataset: str = "",
     data_source: str = "",
     test_dataset: str = "",
+    bad_samples: Optional[int] = None,
 ) -> FlyteFile:
-    """Classify a folder of images, or the test split of a data set, into a table (CSV) of predictions."""
+    """Classify a folder of images, or the test split of a data set, into a table (CSV) of predictions.
+
+    So many images may be impossible to decode, which then have no guess; by default as many as in the model's training.
+    """
     from flyte_ddp.predict import predict
 
     pods.check_code()
+    hardware.check_expected_gpus(hardware.visible_gpus())
     if (images is None) == (not dataset):
         raise UserError(f"images={images}, dataset={dataset!r}: give either a folder of images or a data set")
     settings, prepared = from_environment(), None
@@ -39,6 +46,7 @@ def predict_images(
         images=Path(images.download()) if images is not None else None,
         dataset=prepared,
         output=places.new_folder("predictions") / "predictions.csv",
+        bad_samples=bad_samples,
         settings=settings,
     )
     places.tell("predictions made in", {table: "one row for each image"})

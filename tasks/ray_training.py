@@ -10,7 +10,7 @@ from flytekitplugins.ray import HeadNodeConfig, RayJobConfig, WorkerNodeConfig
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.settings import Settings
-from tasks import pods
+from tasks import pods, recovery
 from tasks.training import TrainingOutputs, outputs, trained
 
 
@@ -30,6 +30,7 @@ def cluster() -> RayJobConfig:
     )
 
 
+@recovery.mistakes_in_inputs
 @task(
     task_config=cluster(), **pods.launching_pod(), retries=2, cache=pods.by_content(), enable_deck=True, deck_fields=()
 )

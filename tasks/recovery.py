@@ -8,16 +8,26 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TypeVar
 
 from flytekit import current_context
+from flytekit.core.base_task import PythonTask
 from flytekit.core.checkpointer import Checkpoint
-from flytekit.exceptions.user import FlyteDataNotFoundException, FlyteRecoverableException
+from flytekit.exceptions.system import FlyteNonRecoverableSystemException
+from flytekit.exceptions.user import (
+    FlyteDataNotFoundException,
+    FlyteRecoverableException,
+    FlyteUserRuntimeException,
+)
 
 from flyte_ddp.checkpoint import FOLDER, SLOTS
-from flyte_ddp.errors import RankError, StoppedError, UnreachableError
+from flyte_ddp.errors import RankError, StoppedError, UnreachableError, UserError
+from flyte_ddp.run_folder import UNFINISHED
+from flyte_ddp.run_lock import release_reserved
 from tasks import places
 
 POLL_SECONDS = 0.5
+AnyTask = TypeVar("AnyTask", bound=PythonTask)
 PAUSES = (1.0, 4.0, 10.0)  # seconds between tries to fetch checkpoints; within the time that a pod has after SIGTERM
 
 
@@ -33,14 +43,39 @@ def retried() -> Iterator[None]:
         before = signal.signal(signal.SIGTERM, stop)
     try:
         yield
-    except (RankError, StoppedError, UnreachableError, Sigterm) as error:
+    except BaseException as error:
+        release_reserved()  # for training, which will not come
+        if not isinstance(error, (RankError, StoppedError, UnreachableError, Sigterm)):
+            raise
         failure = StoppedError("SIGTERM", step=None) if isinstance(error, Sigterm) else error
         if places.is_local() or (isinstance(failure, RankError) and not failure.recoverable):
-            raise failure from None
+            raise failure from failure.__cause__  # a rank's own traceback, for the pod's log
         raise FlyteRecoverableException(str(failure)) from error
     finally:
         if before is not None:
             signal.signal(signal.SIGTERM, before)
+
+
+def mistakes_in_inputs(task: AnyTask) -> AnyTask:
+    """Goes above ``@task``: in a pod inputs that are refused are the user's mistake, as they are where a task finds it.
+
+    flytekit counts whatever goes wrong before the task's own code to the system.
+    """
+    dispatch_execute = task.dispatch_execute
+
+    def dispatch(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return dispatch_execute(*args, **kwargs)
+        except FlyteNonRecoverableSystemException as error:
+            mistake = error.value  # in whose place flytekit may have put one of its own
+            while mistake is not None and not isinstance(mistake, UserError):
+                mistake = mistake.__cause__ or mistake.__context__
+            if mistake is None:
+                raise
+            raise FlyteUserRuntimeException(mistake) from mistake
+
+    task.dispatch_execute = dispatch
+    return task
 
 
 class Sigterm(BaseException):
@@ -63,7 +98,7 @@ def checkpoints_kept(run_folder: Path) -> Iterator[None]:
     except NotImplementedError:  # a platform without a place for checkpoints
         yield
         return
-    folder = run_folder / FOLDER
+    folder = run_folder / UNFINISHED / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     sender = Sender(store, folder)
     with sigterm_postponed():

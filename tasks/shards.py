@@ -15,7 +15,7 @@ from flyte_ddp.shards.plan_request import PlanRequest
 from tasks import places, pods, recovery
 
 
-@task(**pods.light_pod(), retries=2)
+@task(**pods.data_pod(), retries=2)
 @recovery.retried()
 def pack_shards(
     source: str,
@@ -48,7 +48,7 @@ def pack_shards(
     return places.directory(folder)
 
 
-@task(**pods.light_pod(), retries=2)
+@task(**pods.data_pod(), retries=2)
 @recovery.retried()
 def index_shards(urls: List[str], name: str = "train", classes: Optional[List[str]] = None) -> FlyteDirectory:
     """Read shards and make their index; {000..127} in an address stands for a range of numbers."""
@@ -75,7 +75,7 @@ def join_shards(indexes: List[str], weights: Optional[List[float]] = None, name:
     return places.directory(folder)
 
 
-@task(**pods.light_pod(), retries=2)
+@task(**pods.data_pod(), retries=2)
 @recovery.retried()
 def verify_shards(index: str, decode: bool = False) -> str:
     """Read all shards of an index and fail if anything is not as it says."""
@@ -86,7 +86,7 @@ def verify_shards(index: str, decode: bool = False) -> str:
     return f"{index}: all is as it says"
 
 
-@task(**pods.light_pod(), retries=2)
+@task(**pods.data_pod(), retries=2)
 @recovery.retried()
 def verify_packed(packed: FlyteDirectory, name: str = "train") -> FlyteDirectory:
     """Check shards where they were put, and hand them on."""

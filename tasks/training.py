@@ -6,12 +6,15 @@ from typing import List, NamedTuple
 
 from flytekit import Deck, task
 from flytekit.types.directory import FlyteDirectory
-from flytekit.types.file import FlyteFile, PythonPickledFile
+from flytekit.types.file import FlyteFile
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.run import Result, run_training
+from flyte_ddp.errors import from_here
+from flyte_ddp.run import Result, read_result, run_training
+from flyte_ddp.run_folder import is_finished
 from flyte_ddp.settings import Settings
 from tasks import places, pods, recovery
+from tasks.pickled_file import PythonPickledFile
 from tasks.tracking import settings
 
 
@@ -28,6 +31,7 @@ class TrainingOutputs(NamedTuple):
 Train = Callable[[Hyperparameters, Path, Path, Settings], Result]  # of data, into a run folder
 
 
+@recovery.mistakes_in_inputs
 @task(**pods.training_pod(), retries=2, cache=pods.by_content(), enable_deck=True, deck_fields=())
 def train_model(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -> TrainingOutputs:
     """Train a model with distributed data parallelism on all GPUs of one pod.
@@ -44,10 +48,24 @@ def trained(hp: Hyperparameters, data: FlyteDirectory, run_version: str, train: 
         pods.check_code()
         run = places.without_token(run_version)
         folder = places.folder_for(run)
-        with recovery.checkpoints_kept(folder):
-            result = train(hp, Path(data.download()), folder, settings(run))
+        result = finished_before(run)
+        if result is None:
+            with recovery.checkpoints_kept(folder):
+                result = train(hp, Path(data.download()), folder, settings(run))
         Deck("Training report", result.report.read_text())
     return result
+
+
+def finished_before(run_version: str) -> Result | None:
+    """Locally, the result of this very run where that has come to its end, but not as far as Flyte's cache.
+
+    Its launching process was killed, say, or another task of ours has trained it.
+    """
+    folder = places.folder_for(places.without_token(run_version))
+    if not places.is_local() or places.asked_anew() or not is_finished(folder):
+        return None
+    print(f"{from_here(folder)}: is finished already; --overwrite-cache trains it anew", flush=True)
+    return read_result(folder)
 
 
 def outputs(result: Result) -> TrainingOutputs:

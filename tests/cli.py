@@ -54,24 +54,10 @@ def pyflyte(
         environment: more variables; wandb is off and GPUs are hidden unless they say otherwise.
 
     """
-    home.mkdir(parents=True, exist_ok=True)
-    inherited = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(OWN_PREFIXES) and not name.lower().endswith("_proxy")
-    }
-    own = {
-        "HOME": str(home),
-        "FLYTE_DDP_RUNS": str(runs or home / "runs"),
-        "WANDB_MODE": "disabled",
-        "CUDA_VISIBLE_DEVICES": "",
-        "MPLCONFIGDIR": str(MATPLOTLIB),
-        "COLUMNS": "1000",  # so that the panel of an error is not wrapped, within a path for example
-    }
     ended = subprocess.run(
         [*wrapper, str(PYFLYTE), *arguments],
         cwd=directory,
-        env={**inherited, **own, **environment},
+        env={**surroundings(home, runs or home / "runs"), **environment},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -82,9 +68,28 @@ def pyflyte(
     return Ended(ended.returncode, ended.stdout)
 
 
-def train(hp: dict[str, Any], name: str = "training_wf", **options: Any) -> Ended:
+def surroundings(home: Path, runs: Path) -> dict[str, str]:
+    """The environment of a user who has this home."""
+    home.mkdir(parents=True, exist_ok=True)
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(OWN_PREFIXES) and not name.lower().endswith("_proxy")
+    }
+    own = {
+        "HOME": str(home),
+        "FLYTE_DDP_RUNS": str(runs),
+        "WANDB_MODE": "disabled",
+        "CUDA_VISIBLE_DEVICES": "",
+        "MPLCONFIGDIR": str(MATPLOTLIB),
+        "COLUMNS": "1000",  # so that the panel of an error is not wrapped, within a path for example
+    }
+    return {**inherited, **own}
+
+
+def train(hp: dict[str, Any], name: str = "training_wf", workflow: str = WORKFLOWS, **options: Any) -> Ended:
     """``pyflyte run workflows/training.py NAME --hp '{...}'``."""
-    return pyflyte("run", WORKFLOWS, name, "--hp", json.dumps(hp), **options)
+    return pyflyte("run", workflow, name, "--hp", json.dumps(hp), **options)
 
 
 # A user's own model, for a module in the directory where ``pyflyte`` is called.

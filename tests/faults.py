@@ -1,7 +1,8 @@
 """Faults for ranks: a model, named in tests as ``faults:model``, that fails where the environment says.
 
-``FAULTS`` is JSON: ``rank``, ``at`` (import, data, training, evaluation or checkpoint), ``pass`` (how often that point
-is passed before), ``kind``, and ``marker``, a file that the fault leaves: a run that finds it does not fail again.
+``FAULTS`` is JSON: ``rank``, ``at`` (import, data, training, evaluation, checkpoint or results), ``pass`` (how often
+that point is passed before), ``kind``, and ``marker``, a file that the fault leaves: a run that finds it does not fail
+again.
 """
 
 from __future__ import annotations
@@ -120,9 +121,10 @@ def model(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
 
 
 if FAULT and dist.is_initialized():  # in a rank
-    from flyte_ddp import checkpoint
+    from flyte_ddp import artifacts, checkpoint
     from flyte_ddp.loading import Split
 
     passing("import")
     before(Split, "gather", "data")
     before(checkpoint, "write", "checkpoint")
+    before(artifacts, "save_model", "results")

@@ -15,7 +15,7 @@ from processes import children_of, living_with
 
 from flyte_ddp import checkpoint, results
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.run import OUTPUTS
+from flyte_ddp.run_folder import TRACEBACK, UNFINISHED
 
 HP = Hyperparameters(
     model="faults:model", epochs=2, batch_size=100, num_ranks=2, precision="fp32", log_interval=1, max_steps=20
@@ -35,8 +35,13 @@ def nothing_is_left(run: Path, temporary: Path) -> None:
 def nothing_like_a_result(run: Path) -> None:
     """Nothing but what tells why it failed, and where it may go on."""
     files = {path for path in run.rglob("*") if path.is_file() and results.FOLDER not in path.relative_to(run).parts}
-    assert {path.name for path in files} <= {"metrics.jsonl", *checkpoint.SLOTS}
-    assert not [name for name in OUTPUTS if (run / name).exists()]
+    assert {path.name for path in files} <= {"metrics.jsonl", TRACEBACK, *checkpoint.SLOTS}
+    assert [path.name for path in run.iterdir()] == [UNFINISHED]
+
+
+def saved(run: Path) -> checkpoint.Checkpoint | None:
+    """The newest checkpoint of a run that was cut off."""
+    return checkpoint.newest_of(run / UNFINISHED / checkpoint.FOLDER)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -64,8 +69,12 @@ def when(marker: Path, action: Callable[[], object]) -> threading.Thread:
     return thread
 
 
-def in_spawned_processes(monkeypatch: pytest.MonkeyPatch, folder: Path, code: str) -> None:
-    """Has processes of the next run do this before their first function, which may fork others."""
+def in_spawned_processes(monkeypatch: pytest.MonkeyPatch, folder: Path, code: str) -> Path:
+    """Has processes of the next run do this before their first function, which may fork others.
+
+    Returns:
+        The file that ``NOTED`` names in their environment.
+    """
     site = folder / "site"
     site.mkdir()
     lines = "".join(f"    {line}\n" for line in code.splitlines())
@@ -76,3 +85,5 @@ def in_spawned_processes(monkeypatch: pytest.MonkeyPatch, folder: Path, code: st
         "multiprocessing.process.BaseProcess.run = prepared\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(site))
+    monkeypatch.setenv("NOTED", str(folder / "noted.txt"))
+    return folder / "noted.txt"

@@ -10,7 +10,18 @@ Values = dict[str, Any]
 
 TYPES: dict[str, type] = {
     **dict.fromkeys(
-        ("dataset", "data_source", "test_dataset", "model", "init_from", "optimizer", "schedule", "augment"), str
+        (
+            "dataset",
+            "data_source",
+            "test_dataset",
+            "model",
+            "init_from",
+            "init_skip",
+            "optimizer",
+            "schedule",
+            "augment",
+        ),
+        str,
     ),
     **dict.fromkeys(("keep", "backend", "strategy", "precision", "channels_last"), str),
     **dict.fromkeys(("validation_fraction", "learning_rate", "momentum", "weight_decay"), float),
@@ -36,7 +47,7 @@ RANGES: dict[str, tuple[float, float, float | None, float | None]] = {
     "weight_decay": (0, 1, -1e-9, 1.001),
     "warmup_steps": (0, 2**53, -1, 2**54),
     "label_smoothing": (0, 0.999999, -0.1, 1),
-    "grad_clip_norm": (0, 1e300, -0.1, None),
+    "grad_clip_norm": (-1, 1e300, -1.1, None),
     "ema_decay": (0, 0.999999, -0.1, 1),
     "early_stop_patience": (0, 2**53, -1, 2**54),
     "seed": (0, 2**31, -1, 2**31 + 1),
@@ -110,6 +121,7 @@ BAD: dict[str, tuple[Values, tuple[str, ...]]] = {
         ("early_stop_patience=2", "validation_fraction above 0"),
     ),
     "best without split": ({"keep": "best", "validation_fraction": 0}, ("keep='best'", "validation_fraction above 0")),
+    "clipping to less than nothing": ({"grad_clip_norm": -0.5}, ("grad_clip_norm=-0.5", "above 0", "-1")),
     "ema without average": ({"keep": "ema"}, ("keep='ema'", "ema_decay")),
     "second of two": ({"epochs": 3, "seed": "1"}, ("seed='1'",)),
     **{

@@ -29,12 +29,3 @@ def living_with(text: str) -> list[str]:
         except OSError:
             continue
     return found
-
-
-def name_of(pid: int) -> str:
-    """Of a living process, such as ``rank 0``; empty without one."""
-    try:
-        before, _, after = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
-    except OSError:
-        return ""
-    return before.partition("(")[2] if after.split()[0] != "Z" else ""

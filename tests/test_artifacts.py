@@ -9,12 +9,15 @@ import os
 import pickle
 import resource
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from flytekit.types.file import PythonPickledFile
 from torch import nn
 from torch.nn import functional
 
@@ -110,22 +113,58 @@ def test_tensors_are_saved_in_row_major_order_without_what_lies_around_them(tmp_
     assert path.stat().st_size < parameters + 10_000
 
 
-def test_the_file_is_a_bare_pickle(saved: tuple[Path, Path]) -> None:
-    # torch's zip format starts with PK; this is protocol 2, then torch's magic number as a ten-byte integer.
-    start = saved[0].read_bytes()[:14]
-    assert start == b"\x80\x02\x8a\x0a" + (0x1950A86A20F9469CFC6C).to_bytes(10, "little")
+SAVING = """
+import random, sys
+from pathlib import Path
+import torch
+from flyte_ddp import artifacts
+seed, folder = sys.argv[1:]
+random.seed(seed)  # another history of memory, so other addresses
+kept = [torch.empty(random.randrange(1, 100_000)) for _ in range(random.randrange(500))]
+torch.manual_seed(0)
+values = {"b.weight": torch.randn(4, 3, 5, 5), "a": torch.randn(7), "n": torch.tensor(3)}
+values["a.half"] = torch.ones(2).half()
+if seed == "1":
+    values = {name: values[name].clone() for name in ("n", "a", "a.half", "b.weight")}  # made in another order
+    values["b.weight"] = values["b.weight"].to(memory_format=torch.channels_last)
+state = {"".join(list(name)): values[name] for name in ("b.weight", "a", "n", "a.half")}
+artifacts.save_model(Path(folder), state, {"model": "m"})
+"""
+
+
+def test_equal_weights_are_equal_files_whatever_process_saves_them(tmp_path: Path) -> None:
+    for seed in ("0", "1"):
+        command = [sys.executable, "-c", SAVING, seed, str(tmp_path / seed)]
+        subprocess.run(command, env={**os.environ, "PYTHONHASHSEED": seed}, check=True)
+    for name in ("model.pt", "model.json"):
+        assert (tmp_path / "0" / name).read_bytes() == (tmp_path / "1" / name).read_bytes(), name
+
+
+def test_weights_can_be_mapped_into_memory(saved: tuple[Path, Path]) -> None:
+    mapped = torch.load(saved[0], weights_only=True, mmap=True)
+    assert all(torch.equal(value, mapped[name]) for name, value in trained().state_dict().items())
 
 
 def test_flyte_takes_the_file_for_a_pickle(saved: tuple[Path, Path]) -> None:
+    """By its contents, where python-magic is installed; what flytekit refuses is still refused."""
     pytest.importorskip("magic", exc_type=ImportError)
-    from flytekit.types.file import PythonPickledFile
-    from flytekit.types.file.file import FlyteFilePathTransformer
+    from flytekit import FlyteContextManager
+    from flytekit.core.type_engine import TypeEngine
 
-    FlyteFilePathTransformer().validate_file_type(PythonPickledFile, str(saved[0]))
-    zipped = saved[0].with_name("zipped.pt")
-    torch.save({}, zipped)
+    from tasks.training import TrainingOutputs
+
+    kind = TrainingOutputs.__annotations__["model_state"]
+    assert kind is PythonPickledFile
+    context, expected = FlyteContextManager.current_context(), TypeEngine.to_literal_type(kind)
+    assert expected.blob.format == "python_pickle"
+    bare, words = saved[0].with_name("bare.pkl"), saved[0].with_name("words.txt")
+    bare.write_bytes(pickle.dumps({"a": 1}))
+    words.write_text("no pickle at all")
+    for path in (saved[0], bare):
+        literal = TypeEngine.to_literal(context, kind(str(path), remote_path=False), kind, expected)
+        assert literal.scalar.blob.metadata.type.format == "python_pickle"
     with pytest.raises(ValueError, match="Incorrect file type"):
-        FlyteFilePathTransformer().validate_file_type(PythonPickledFile, str(zipped))
+        TypeEngine.to_literal(context, kind(str(words), remote_path=False), kind, expected)
 
 
 def test_the_sidecar_keeps_what_it_was_given_and_adds_format_and_digest(saved: tuple[Path, Path]) -> None:

@@ -12,6 +12,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 from flyte_ddp.batch_norm import GlobalBatchNorm, averaged_running_statistics, synchronise_batch_norm
+from flyte_ddp.training_pass import TrainingPass
 
 SHARES = [(3, 2, 2), (2, 1, 0), (1, 1, 0), (0, 0, 5)]  # samples of each rank
 LAYERS = {
@@ -49,7 +50,7 @@ def compare_layers(_: Path, *, on_one_machine: bool = False) -> None:
             nn.init.normal_(parameter)
         reference = one_process(ours)
         model = nn.Sequential(ours)
-        synchronise_batch_norm(model, on_one_machine=on_one_machine)
+        synchronise_batch_norm(model, TrainingPass(), on_one_machine=on_one_machine)
         model = copy.deepcopy(model) if on_one_machine else model  # as the moving average is
         ours = model[0]
         sides = {"1d": (), "3d": (2, 3, 2)}.get(name, (4, 2))
@@ -87,7 +88,7 @@ def compare_bf16(_: Path) -> None:
     torch.manual_seed(0)
     layer, samples = nn.BatchNorm2d(8), (5, 4, 4)
     reference, model = copy.deepcopy(layer), nn.Sequential(layer)
-    synchronise_batch_norm(model, on_one_machine=False)
+    synchronise_batch_norm(model, TrainingPass(), on_one_machine=False)
     whole = (torch.randn(13, 8, 6, 6) * 3 + 1).bfloat16()
     gradient = torch.randn_like(whole)
     expected, own = whole.clone().requires_grad_(), own_share(whole, samples).clone().requires_grad_()
@@ -104,7 +105,7 @@ def compare_bf16(_: Path) -> None:
 
 def refuse_a_single_value(_: Path) -> None:
     model = nn.Sequential(nn.BatchNorm1d(2))
-    synchronise_batch_norm(model, on_one_machine=False)
+    synchronise_batch_norm(model, TrainingPass(), on_one_machine=False)
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         model(torch.randn(int(dist.get_rank() == 1), 2))
 
@@ -131,7 +132,8 @@ def test_batch_norm_on_three_ranks(function, tmp_path: Path) -> None:
 def test_a_model_keeps_its_state_and_its_other_layers() -> None:
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.InstanceNorm2d(2))
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    synchronise_batch_norm(model, on_one_machine=False)
-    assert [type(module) for module in model] == [nn.Conv2d, GlobalBatchNorm, nn.InstanceNorm2d]
+    synchronise_batch_norm(model, TrainingPass(), on_one_machine=False)
+    assert [isinstance(module, GlobalBatchNorm) for module in model] == [False, True, False]
+    assert isinstance(model[1], nn.BatchNorm2d), "models ask for that, such as those that keep such layers frozen"
     assert before.keys() == model.state_dict().keys()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

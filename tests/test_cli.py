@@ -13,9 +13,8 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -23,10 +22,11 @@ import numpy as np
 import pytest
 import torch
 from cli import DEADLINE, OWN_MODEL, PYFLYTE, ROOT, TINY, WORKFLOWS, Ended, pyflyte, train
+from locks import held_by_another_process
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
-from flyte_ddp.run import prepare_folder
+from flyte_ddp.run_folder import holding
 from flyte_ddp.wandb_follower import descendants
 from tasks.places import without_token
 from tasks.preparation import check_inputs
@@ -116,25 +116,48 @@ def test_what_was_deleted_is_made_again(tmp_path: Path) -> None:
         assert trained(again) == (lost != datasets), lost
     next(datasets.glob("*/train_images.npy")).unlink()
     other = train({**TINY, "seed": 1}, home=tmp_path)
-    assert other.exit_code != 0
-    assert "Traceback" not in other.output
-    assert all(words in other.panel for words in (str(datasets), "train_images.npy", "delete it"))
+    assert trained(other), other.output
+    assert outputs(other)["model_state"].exists()
 
 
-@contextmanager
-def held_by_another_process(folder: Path) -> Iterator[None]:
-    """A process that is at a run in the folder, and in the end is killed."""
-    code = (
-        "import sys, pathlib; from flyte_ddp.run_lock import hold; print(hold(pathlib.Path(sys.argv[1])), flush=True)"
+@pytest.mark.slow
+def test_a_run_that_flytes_cache_missed_is_not_made_again(tmp_path: Path) -> None:
+    """Its process was killed right after its end, so that only the run folder knows of it."""
+    files = outputs(train(TINY, home=tmp_path / "home", runs=tmp_path / "runs"))
+    before = state(tmp_path / "runs")
+    shutil.rmtree(tmp_path / "home")
+    again = train(TINY, home=tmp_path / "home", runs=tmp_path / "runs")
+    assert outputs(again) == files
+    assert "is finished already; --overwrite-cache trains it anew" in again.output
+    assert state(tmp_path / "runs") == before
+    assert outputs(train(TINY, home=tmp_path / "home", runs=tmp_path / "runs")) == files
+    assert state(tmp_path / "runs") == before
+    anew = pyflyte(
+        *("run", "--overwrite-cache", WORKFLOWS, "training_wf", "--hp", json.dumps(TINY)),
+        home=tmp_path / "home",
+        runs=tmp_path / "runs",
     )
-    command = [sys.executable, "-c", f"{code}; sys.stdin.read()", str(folder)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "True\n"
-        try:
-            yield
-        finally:
-            process.kill()
+    assert outputs(anew) == files
+    assert "is finished already" not in anew.output
+    assert {path for path in files.values() if path.stat().st_mtime_ns == before[str(path)][0]} == set()
+
+
+@pytest.mark.slow
+def test_overwrite_cache_that_is_stopped_leaves_the_finished_run(tmp_path: Path) -> None:
+    hp = {"num_ranks": 2, "epochs": 120, "max_steps": 1, "batch_size": 64}
+    folder = outputs(train(hp, home=tmp_path))["model_state"].parent
+    before = state(folder)
+    command = ("run", "--overwrite-cache", WORKFLOWS, "training_wf", "--hp", json.dumps(hp))
+    with ThreadPoolExecutor() as pool:
+        stopper = pool.submit(stop_when, (folder / "unfinished").exists, signal.SIGINT)
+        stopped = pyflyte(*command, home=tmp_path)
+        stopper.result()
+    assert stopped.exit_code != 0
+    assert state(folder).items() >= before.items()
+    again = train(hp, home=tmp_path)
+    assert not trained(again)
+    assert outputs(again)["model_state"].parent == folder
+    assert state(folder).items() >= before.items()
 
 
 @pytest.mark.slow
@@ -146,8 +169,8 @@ def test_a_run_that_is_still_going_is_not_written_into(tmp_path: Path) -> None:
         assert trained(second)
         assert "another process is at this run" in second.output
         assert outputs(second)["model_state"].parent == first.with_name(f"{first.name}-2")
-        with pytest.raises(UserError, match="another run is writing into it"):
-            prepare_folder(first)
+        with pytest.raises(UserError, match="another run is writing into it"), holding(first):
+            pass
     assert state(first) == before
     third = train(TINY, home=tmp_path)
     assert not trained(third), "the one that was at it has been killed"
@@ -175,23 +198,14 @@ def test_runs_at_the_same_time_from_one_directory(tmp_path: Path) -> None:
 def test_an_interrupted_run_goes_on_when_the_command_is_given_again(tmp_path: Path) -> None:
     hp = {"num_ranks": 2, "epochs": 120, "batch_size": 64, "eval_interval": 5}
 
-    def stop_after_a_checkpoint() -> None:
-        deadline = time.monotonic() + DEADLINE
-        while time.monotonic() < deadline:
-            if [*tmp_path.rglob("*.ckpt")]:
-                [launcher] = [pid for pid in descendants(os.getpid()) if is_pyflyte(pid)]
-                os.kill(launcher, signal.SIGTERM)
-                return
-            time.sleep(0.01)
-
     with ThreadPoolExecutor() as pool:
-        stopper = pool.submit(stop_after_a_checkpoint)
+        stopper = pool.submit(stop_when, lambda: [*tmp_path.rglob("*.ckpt")], signal.SIGTERM)
         stopped = train(hp, home=tmp_path)
         stopper.result()
     assert stopped.exit_code == 1
     assert "Traceback" not in stopped.output
     said = re.fullmatch(
-        r"stopped by SIGTERM; the same run will go on after step ([\d,]+), which is saved", stopped.panel
+        r"stopped by SIGTERM; the same command will go on after step ([\d,]+), which is saved", stopped.panel
     )
     assert said, stopped.output
     again = train(hp, home=tmp_path)
@@ -199,6 +213,17 @@ def test_an_interrupted_run_goes_on_when_the_command_is_given_again(tmp_path: Pa
     files = outputs(again)
     assert not [*tmp_path.rglob("*.ckpt")]
     assert f"went on from a checkpoint after step {said[1]};" in files["report"].read_text()
+
+
+def stop_when(condition: Callable[[], object], number: signal.Signals) -> None:
+    """Sends the signal to the only pyflyte that this process has started."""
+    deadline = time.monotonic() + DEADLINE
+    while time.monotonic() < deadline:
+        if condition():
+            [launcher] = [pid for pid in descendants(os.getpid()) if is_pyflyte(pid)]
+            os.kill(launcher, number)
+            return
+        time.sleep(0.01)
 
 
 def is_pyflyte(pid: int) -> bool:

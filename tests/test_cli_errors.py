@@ -40,7 +40,10 @@ def also(*values: Any) -> Any:
         also({"dataset": "json:no_such_callable"}, ("json", "no_such_callable")),
         also({"dataset": "a:b:c"}, ("'a:b:c'", "package.module:callable")),
         also({"model": "no_such_package:Net"}, ("no_such_package", "install it")),
-        also({"init_from": "no/such/weights.pt"}, ("no/such/weights.pt", "no such file")),
+        also(
+            {"init_from": "no/such/weights.pt"},
+            ("no/such/weights.pt", "init_from='no/such/weights.pt': there is no such file"),
+        ),
         also({"dataset": "mnist", "data_source": "ftp://host/mnist"}, ("'ftp://host/mnist'", "https://")),
         also({"backend": "nccl"}, ("backend='nccl'", "none is visible", "gloo")),
     ],
@@ -60,7 +63,8 @@ def test_fewer_gpus_than_the_pod_was_given(tmp_path: Path) -> None:
 
 
 def test_bf16_where_there_is_none(tmp_path: Path) -> None:
-    patch = "import flyte_ddp.hardware\nflyte_ddp.hardware.cpu_has_bf16 = lambda: False\n"
+    patch = "import flyte_ddp.hardware\nfrom flyte_ddp.cpu import Bf16\n"
+    patch += "flyte_ddp.hardware.bf16_support = lambda device: Bf16.NONE\n"
     (tmp_path / "sitecustomize.py").write_text(patch)
     hp = {"precision": "bf16", "backend": "gloo"}
     ended = train(hp, home=tmp_path / "home", PYTHONPATH=str(tmp_path))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+import struct
 import sys
+import zlib
 
 import numpy as np
 import pytest
 import torch
+import torchcodec.decoders
 from PIL import Image
 from torchvision.transforms import v2
 
@@ -165,6 +168,40 @@ def test_16_bits_are_scaled_whatever_the_format_and_floats_are_refused() -> None
 def test_what_is_no_image_is_an_error(decode, content: bytes) -> None:
     with pytest.raises(DecodingError):
         decode(content)
+
+
+def black_png(side: int) -> bytes:
+    """A square of one bit a pixel: a few thousandths of a byte each, as they are compressed."""
+    header = struct.pack(">IIBBBBB", side, side, 1, 0, 0, 0, 0)
+    chunks = (b"IHDR", header), (b"IDAT", zlib.compress(bytes((side // 8 + 1) * side), 1)), (b"IEND", b"")
+    parts = [
+        struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+        for name, content in chunks
+    ]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+@pytest.mark.parametrize("decode", [decoding.with_torchcodec, decoding.with_pillow])
+def test_a_small_file_that_is_a_huge_image_is_refused(decode) -> None:
+    """By both decoders, at the same size."""
+    content = black_png(14_000)
+    assert len(content) < 300_000
+    with pytest.raises(DecodingError, match=r"Image size \(196000000 pixels\) exceeds limit of 178956970 pixels"):
+        decode(content)
+    assert decode(black_png(800)).shape == (800, 800, 3)
+
+
+@pytest.mark.parametrize("kind", ["GIF", "WEBP"])
+def test_of_an_animation_only_the_first_image_is_decoded(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of a small file's could be more than there is memory."""
+    buffer = io.BytesIO()
+    first, *others = (Image.new("RGB", (20, 30), colour) for colour in ("red", "green", "blue"))
+    first.save(buffer, kind, save_all=True, append_images=others, lossless=True)
+    asked: list[bytes] = []
+    monkeypatch.setattr(torchcodec.decoders, "decode_image", lambda content, **_: asked.append(content))
+    for decode in (decoding.with_torchcodec, decoding.with_pillow):
+        assert np.array_equal(decode(buffer.getvalue()), np.array(first))
+    assert asked == []
 
 
 @pytest.mark.parametrize("decode", [decoding.with_torchcodec, decoding.with_pillow])

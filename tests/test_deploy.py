@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import socket
 import stat
 import subprocess
 import sys
@@ -116,21 +117,75 @@ def test_a_dry_run_packs_all_sources_of_the_commit(clone: Path, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_registration_sends_and_activates_everything(clone: Path, tmp_path: Path) -> None:
+def test_a_dry_run_lists_what_would_be_trained_and_on_what(clone: Path) -> None:
+    ended = register(clone, *COMPLETE, "--profile", "gpu", "--dry-run", FLYTE_DDP_NODES="2:4")
+    assert ended.exit_code == 0, ended.output
+    found = [re.split(" {2,}", line.strip()) for line in ended.output.splitlines()]
+    defaults = ["digits", "small_cnn", "10"]
+    for plan in (
+        ["nightly_retraining", "0 3 * * * (UTC)", *defaults],
+        ["retraining_on_change", "0 * * * * (UTC)", *defaults],
+        ["training_on_demand", "none", *defaults],
+    ):
+        assert plan in found
+    gpu_node, launching = ["8", "30Gi", "2", "20Gi"], ["2", "8Gi", "-", "20Gi"]
+    for pods in (
+        ["train_model", "1", *gpu_node],
+        ["check_inputs", "1", "500m to 2", "1Gi to 4Gi", "-", "4Gi"],
+        ["train_on_elastic", "2 to 4", *gpu_node],
+        ["train_on_ray", "1", *launching],
+        ["nodes", "2 to 4", *gpu_node],
+        ["workers", "8", "4", "15360Mi", "1", "20Gi"],
+    ):
+        assert pods in found
+    assert found[-1][0].startswith("Schedules are left as they are: add --activate")
+
+
+def cluster_at(endpoint: str, clone: Path, folder: Path) -> tuple[str, ...]:
+    """Arguments for a cluster at this address."""
+    config = yaml.safe_load((clone / "deploy/sandbox.yaml").read_text())
+    config["admin"]["endpoint"] = endpoint
+    (folder / "cluster.yaml").write_text(yaml.safe_dump(config))
+    return "--config", str(folder / "cluster.yaml"), "--image", "flyte-ddp:1", "--profile", "gpu"
+
+
+@pytest.mark.slow
+def test_a_cluster_that_is_not_there_is_one_panel(clone: Path, tmp_path: Path) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # taken, so that nobody else can listen there, and not listened on
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+        ended = register(clone, *cluster_at(address, clone, tmp_path))
+    assert ended.exit_code == 1
+    assert "Traceback" not in ended.output
+    assert " ".join(ended.panel.split()).startswith(f"nothing answers at {address}: Connection refused; start the")
+
+
+@pytest.mark.parametrize("option", [(), ("--dry-run",)])
+def test_the_placeholder_address_is_refused(clone: Path, option: tuple[str, ...]) -> None:
+    ended = register(clone, *COMPLETE, "--config", "deploy/production.yaml", *option)
+    assert ended.exit_code == 1
+    assert ended.output == (
+        "Error: --config deploy/production.yaml: 'endpoint: dns:///flyte.example.com' only holds the place of your "
+        "cluster's address: put that in\n"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", [(), ("--activate",)])
+def test_registration_sends_everything_and_activates_what_it_is_told_to(
+    clone: Path, tmp_path: Path, option: tuple[str, ...]
+) -> None:
     with fake_flyte_admin() as admin:
-        config = yaml.safe_load((clone / "deploy/sandbox.yaml").read_text())
-        config["admin"]["endpoint"] = admin.endpoint
-        (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(config))
-        arguments = ("--config", "../cluster.yaml", "--image", "flyte-ddp:1", "--profile", "gpu")
-        ended = register(clone, *arguments, "--project", "vision", "--domain", "production")
+        arguments = cluster_at(admin.endpoint, clone, tmp_path)
+        ended = register(clone, *arguments, "--project", "vision", "--domain", "production", *option)
     assert ended.exit_code == 0, ended.output
     created = [*admin.tasks, *admin.workflows, *admin.launch_plans]
     assert (len(admin.tasks), len(admin.workflows), len(admin.launch_plans)) == (15, 7, 10)
     assert {(entity.id.project, entity.id.domain) for entity in created} == {("vision", "production")}
     [registered] = {entity.id.version for entity in created}
     assert registered.startswith(f"{git(clone, 'rev-parse', '--short=12', 'HEAD')}-gpu-")
-    assert {plan.id.name for plan in admin.launch_plans} == {plan.id.name for plan in admin.activated}
-    assert {(plan.id.version, plan.state) for plan in admin.activated} == {(registered, ACTIVE)}
+    activated = [(plan.id.name, plan.id.version, plan.state) for plan in admin.activated]
+    assert sorted(activated) == sorted((plan.id.name, registered, ACTIVE) for plan in admin.launch_plans if option)
     [upload] = admin.uploads
     (tmp_path / "sources.tar.gz").write_bytes(upload)
     assert packaged.names(tmp_path / "sources.tar.gz") == sources_of(clone)
@@ -192,7 +247,7 @@ def test_help_explains_every_option(clone: Path) -> None:
     script = (clone / "deploy/register.sh").read_text()
     [cases] = re.findall(r"^    case \$1 in$(.*?)^    esac$", script, re.MULTILINE | re.DOTALL)
     options = set(re.findall(r"--[a-z-]+(?= \||\))", cases)) - {"--help"}
-    assert len(options) == 7
+    assert len(options) == 8
     assert all(option in ended.output for option in options)
 
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from faulty_runs import saved
 from torch import nn
 
 from flyte_ddp import checkpoint
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.diagnosis import LossWatch
+from flyte_ddp.diagnosis import LossWatch, no_better_than_guessing
 from flyte_ddp.errors import UserError
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
+from flyte_ddp.tracking import read_metrics
 from flyte_ddp.training_state import TrainingState
 
 QUIET = Settings(progress="off", wandb_mode="disabled", checkpoint_seconds=0.1)
@@ -124,10 +128,43 @@ def test_the_error_names_epoch_step_and_where_it_began(
     with pytest.raises(UserError, match=rf"loss is (nan|inf) at epoch 1, step {step} \(the first {words}") as caught:
         run_training(hp, digits, tmp_path / "run", QUIET)
     assert len(caught.value.message.splitlines()) == 1
-    found = checkpoint.newest_of(tmp_path / "run" / checkpoint.FOLDER)
+    found = saved(tmp_path / "run")
     assert found is not None
     assert 14 <= found.step < BAD_STEP
     weights = torch.load(checkpoint.state_in(found), weights_only=True)["model"]
     assert all(bool(value.isfinite().all()) for value in weights.values())
     with pytest.raises(UserError, match=re.escape(caught.value.message)):  # the same again, from the checkpoint
         run_training(hp, digits, tmp_path / "run", QUIET)
+
+
+def end_of(run: Path) -> dict[str, Any]:
+    return next(record for record in read_metrics(run / "metrics.jsonl") if record["kind"] == "end")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_run_that_has_learned_nothing_says_so(
+    digits: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], num_ranks: int
+) -> None:
+    hp = Hyperparameters(epochs=3, learning_rate=1e-6, precision="fp32", num_ranks=num_ranks)
+    run_training(hp, digits, tmp_path / "run", replace(QUIET, progress="lines"))
+    [said] = end_of(tmp_path / "run")["notes"]
+    assert re.match(r"The training loss ended at 2\.\d+, and guessing has 2\.30\d: nothing was learned\.", said)
+    assert "Lower learning_rate (now 1e-06) or set grad_clip_norm" in said
+    assert said in capfd.readouterr().err
+    assert "nothing was learned" in (tmp_path / "run/report.html").read_text()
+
+
+def test_one_that_has_learned_or_was_a_trial_does_not(
+    digits: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name, values in {"learned": {"epochs": 3}, "trial": {"max_steps": 8, "learning_rate": 1e-6}}.items():
+        run_training(Hyperparameters(num_ranks=1, **values), digits, tmp_path / name, replace(QUIET, progress="lines"))
+        assert end_of(tmp_path / name)["notes"] == []
+    assert "nothing was learned" not in capfd.readouterr().err
+
+
+def test_a_guess_knows_how_common_classes_are() -> None:
+    labels = torch.tensor([0] * 90 + [1] * 10)
+    assert no_better_than_guessing(0.33, labels, Hyperparameters())  # the entropy is 0.325
+    assert not no_better_than_guessing(0.30, labels, Hyperparameters())
+    assert not no_better_than_guessing(0.0, torch.zeros(5, dtype=torch.int64), Hyperparameters())  # of a single class

@@ -8,27 +8,28 @@ import torch
 from torch import nn
 from torchvision.ops import StochasticDepth
 
-from flyte_ddp.dropout import SampleDropout, SampleRandomness, derive_dropout_from_samples
+from flyte_ddp.dropout import SampleDropout, derive_dropout_from_samples
+from flyte_ddp.training_pass import TrainingPass
 
 CPU = torch.device("cpu")
 SAMPLES = np.arange(1000, dtype=np.int32)
 
 
-def on_pass(model: nn.Module, samples: np.ndarray = SAMPLES, *, seed: int = 0, epoch: int = 0) -> SampleRandomness:
-    randomness = derive_dropout_from_samples(model)
-    assert randomness is not None
-    randomness.begin_pass(seed, epoch, samples, CPU)
-    return randomness
+def on_pass(model: nn.Module, samples: np.ndarray = SAMPLES, *, seed: int = 0, epoch: int = 0) -> TrainingPass:
+    this_pass = TrainingPass()
+    derive_dropout_from_samples(model, this_pass)
+    this_pass.begin(seed, epoch, samples, CPU)
+    return this_pass
 
 
 def test_the_stream_is_splitmix64() -> None:
     """Against the reference implementation's first numbers for the seed 1234567 (Vigna, splitmix64.c)."""
-    randomness = SampleRandomness()
+    this_pass = TrainingPass()
     golden = 0x9E3779B97F4A7C15
     # The reference adds the constant before its first output, ours after.
-    randomness.keys = torch.tensor([1234567 + golden - 2**64])
+    this_pass.keys = torch.tensor([1234567 + golden - 2**64])
     expected = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
-    assert randomness.uniform((4,)).tolist() == [[pytest.approx((value >> 40) / 2**24, abs=0) for value in expected]]
+    assert this_pass.uniform((4,)).tolist() == [[pytest.approx((value >> 40) / 2**24, abs=0) for value in expected]]
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
@@ -54,11 +55,11 @@ def test_what_is_dropped(layer, shape: tuple[int, ...], drawn: tuple[int, ...], 
 
 
 def test_numbers_are_uniform_and_independent() -> None:
-    randomness = SampleRandomness()
-    randomness.begin_pass(3, 4, SAMPLES, CPU)
-    first, second = randomness.uniform((100,)), randomness.uniform((100,))
-    randomness.begin_pass(3, 5, SAMPLES, CPU)
-    next_epoch = randomness.uniform((100,))
+    this_pass = TrainingPass()
+    this_pass.begin(3, 4, SAMPLES, CPU)
+    first, second = this_pass.uniform((100,)), this_pass.uniform((100,))
+    this_pass.begin(3, 5, SAMPLES, CPU)
+    next_epoch = this_pass.uniform((100,))
     counts = torch.histc(first, bins=100, min=0, max=1)
     assert ((counts - 1000).square() / 1000).sum() < 170  # chi-square, 99 degrees of freedom: one in 100,000
     neighbours = [(first, second), (first, next_epoch), (first[1:], first[:-1]), (first[:, 1:], first[:, :-1])]
@@ -69,11 +70,11 @@ def test_numbers_are_uniform_and_independent() -> None:
 
 def test_a_samples_draws_do_not_depend_on_its_batch() -> None:
     model = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5))
-    randomness = on_pass(model, SAMPLES[:8])
+    this_pass = on_pass(model, SAMPLES[:8])
     whole = model(torch.ones(8, 50))
-    randomness.begin_pass(0, 0, SAMPLES[5:8], CPU)
+    this_pass.begin(0, 0, SAMPLES[5:8], CPU)
     assert torch.equal(model(torch.ones(3, 50)), whole[5:])
-    randomness.begin_pass(1, 0, SAMPLES[5:8], CPU)
+    this_pass.begin(1, 0, SAMPLES[5:8], CPU)
     assert not torch.equal(model(torch.ones(3, 50)), whole[5:])
 
 
@@ -94,7 +95,20 @@ def test_every_place_of_a_layer_is_replaced_and_state_dict_stays() -> None:
     model = nn.Sequential(nn.Linear(2, 2), layer, nn.Sequential(layer), layer)
     before = list(model.state_dict())
     on_pass(model)
-    assert [type(module) for module in model] == [nn.Linear, SampleDropout, nn.Sequential, SampleDropout]
-    assert type(model[2][0]) is SampleDropout
+    assert all(isinstance(dropout, SampleDropout) for dropout in (model[1], model[2][0], model[3]))
     assert list(model.state_dict()) == before
-    assert derive_dropout_from_samples(nn.Sequential(nn.Linear(2, 2))) is None
+
+
+def test_a_layer_stays_what_it_is() -> None:
+    """Models ask what a layer is (to keep dropout on in evaluations), and for its p; hooks are called."""
+
+    class Own(nn.Dropout):
+        pass
+
+    for layer in (nn.Dropout(0.3), nn.Dropout2d(0.3), Own(0.3), StochasticDepth(0.3, "row")):
+        kind = type(layer)
+        layer.register_forward_hook(lambda *_: torch.zeros(()))
+        on_pass(nn.Sequential(layer))
+        assert isinstance(layer, SampleDropout)
+        assert isinstance(layer, kind)
+        assert (layer.p, layer(torch.ones(1000, 3)).item()) == (0.3, 0.0)

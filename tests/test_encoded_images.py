@@ -16,7 +16,7 @@ from surroundings import s3_environment
 
 from flyte_ddp.datasets.image_folder import list_images
 from flyte_ddp.errors import UserError
-from flyte_ddp.loading.encoded import Encoded, EncodedImages, Reader
+from flyte_ddp.loading.encoded import BadSamples, Encoded, EncodedImages, Reader
 from flyte_ddp.loading.files import FileImages
 from flyte_ddp.loading.opening import in_the_same_split
 from flyte_ddp.sampling import Indices, ListedOrder
@@ -69,7 +69,7 @@ def loader(images: Reader, beside: Callable[[int], Indices], bad_samples: int, t
         crop="none",
         seed=0,
         classes=10,
-        bad_samples=bad_samples,
+        bad=BadSamples(bad_samples),
         beside=beside,
         threads=threads,
         device=torch.device("cpu"),

@@ -13,6 +13,7 @@ import shutil
 import tarfile
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -31,11 +32,13 @@ from torchvision.transforms import v2
 from flyte_ddp import models
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, fingerprint
+from flyte_ddp.datasets.image_folder import list_images
 from flyte_ddp.datasets.prepared import check_prepared
 from flyte_ddp.errors import RankError, UnreachableError, UserError
 from flyte_ddp.images import InputSpec
 from flyte_ddp.predict import predict
-from flyte_ddp.run import OUTPUTS, Result, run_training
+from flyte_ddp.run import Result, run_training
+from flyte_ddp.run_folder import OUTPUTS
 from flyte_ddp.settings import Settings
 from flyte_ddp.shard_order import ShardOrder, ShardSplits
 from flyte_ddp.shards.dataset import ShardDataset
@@ -56,6 +59,7 @@ BASE = Hyperparameters(
     num_ranks=1,
     log_interval=1,
     learning_rate=0.05,
+    grad_clip_norm=0.0,
 )
 
 
@@ -198,7 +202,7 @@ def test_shards_far_away_go_through_a_cache_smaller_than_the_data(tmp_path: Path
     pack_source("digits", shards, per_shard=75, progress="off")
     size = max(path.stat().st_size for path in shards.glob("*.tar"))
     with file_server() as server:
-        server.files = {path.name: path.read_bytes() for path in shards.iterdir()}
+        server.files = {path.name: path.read_bytes() for path in shards.iterdir() if path.is_file()}
         server.faults = {"train-000004.tar": ["truncate", 503], "train-000002.tar": ["alter"]}
         hp = of(Path("nowhere"), epochs=1, num_ranks=2, shuffle_shards=2)
         hp = replace(hp, dataset=f"shards:{server.url}/train.json")
@@ -286,7 +290,7 @@ def test_a_cache_that_is_too_small_is_said_before(shards: Path, tmp_path: Path) 
 def test_an_image_that_is_damaged_in_the_cache_is_fetched_again(shards: Path, tmp_path: Path) -> None:
     """The shard's structure is whole, so that only the decoder can notice."""
     with file_server() as server:
-        server.files = {path.name: path.read_bytes() for path in shards.iterdir()}
+        server.files = {path.name: path.read_bytes() for path in shards.iterdir() if path.is_file()}
         hp = replace(of(Path("nowhere"), epochs=1), dataset=f"shards:{server.url}/train.json")
         whole = train(hp, tmp_path)
         for cached in (tmp_path / "cache").glob("*.tar"):
@@ -301,6 +305,21 @@ def test_an_image_that_is_damaged_in_the_cache_is_fetched_again(shards: Path, tm
         )
     for name, value in weights(healed).items():
         assert torch.equal(value, weights(whole)[name])
+
+
+def test_a_local_shard_with_another_label_in_it_is_not_trained_on(shards: Path, tmp_path: Path) -> None:
+    """It can be read from end to end, and is as long as the index says."""
+    copied = shutil.copytree(shards, tmp_path / "copied")
+    with tarfile.open(copied / "train-000003.tar") as archive:
+        label = next(member for member in archive if member.name.endswith(".cls"))
+    with (copied / "train-000003.tar").open("r+b") as file:
+        file.seek(label.offset_data)
+        digit = int(file.read(1))
+        file.seek(label.offset_data)
+        file.write(b"%d" % ((digit + 1) % 10))
+    with pytest.raises(UserError, match=r"copied/train-000003\.tar: its sha256 is .* and not the .* copy it again"):
+        train(of(copied / "train.json", epochs=1), tmp_path / "out")
+    assert not [name for name in OUTPUTS if (tmp_path / "out" / "run" / name).exists()]
 
 
 def labelled(folder: Path, number: int = 30) -> Path:
@@ -331,7 +350,39 @@ def test_an_image_folder_is_learnt(where: str, tmp_path: Path, monkeypatch: pyte
             result = train(replace(hp, dataset="image_folder:s3://bucket/images"), tmp_path / "out")
     sidecar = json.loads(result.sidecar.read_text())
     assert sidecar["classes"] == ["blue", "green", "red"]
+    assert (sidecar["input"]["crop_share"], sidecar["input"]["upright"], sidecar["input"]["mode"]) == (
+        7 / 8,
+        True,
+        "RGB",
+    )
     assert result.test_accuracy == 1.0
+
+
+def tinted(folder: Path, number: int) -> Path:
+    """Grey photos, lighter on one side, with a tint for each of four classes: large areas of nearly one colour."""
+    random = np.random.default_rng(0)
+    tints = np.array([(200, 60, 60), (60, 180, 60), (60, 60, 200), (200, 190, 60)])
+    for index in range(number):
+        slope = np.linspace(-30, 30, 96)[:, None, None] * random.uniform(-1, 1)
+        grey = 128 + slope + random.normal(0, 12, (96, 96, 3))
+        pixels = grey / 2 + tints[index % 4] / 2 + random.normal(0, 15, 3)
+        path = folder / f"class{index % 4}" / f"{index}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(path)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
+def test_easy_photos_are_learnt_with_default_hyperparameters(seed: int, tmp_path: Path) -> None:
+    """Without clipping the loss explodes on them, as the first run shows."""
+    dataset = f"image_folder:{tinted(tmp_path / 'images', 600)}"
+    hp = Hyperparameters(dataset=dataset, image_size=96, seed=seed, num_ranks=1, precision="fp32")
+    accuracy = 0.0
+    with suppress(UserError):  # a loss that is not finite
+        accuracy = train(replace(hp, grad_clip_norm=0.0), tmp_path / "unclipped").test_accuracy
+    assert accuracy < 0.6
+    assert train(hp, tmp_path / "clipped").test_accuracy > 0.9
 
 
 def test_images_of_a_web_server_are_those_of_its_list(server: FileServer, tmp_path: Path) -> None:
@@ -368,6 +419,56 @@ def test_a_folder_and_the_shards_packed_from_it_have_the_same_test_images(tmp_pa
         f"{path.parent.name}/{path.stem}": ["blue", "green", "red"].index(path.parent.name)
         for path in folder.rglob("*.jpg")
     }
+
+
+class TestWhatAFolderHolds:
+    """It is said before training begins."""
+
+    @staticmethod
+    def said(folder: Path, capfd: pytest.CaptureFixture[str], **changes: object) -> list[str]:
+        hp = replace(BASE, dataset=f"image_folder:{folder}", batch_size=9, max_steps=1, **changes)
+        train(hp, folder.parent / "out", replace(quiet(folder.parent), progress="lines"))
+        lines = capfd.readouterr().err.splitlines()
+        first = next(number for number, line in enumerate(lines) if "step" in line)
+        return [line for line in lines[:first] if "image folder" in line]
+
+    def test_classes_and_counts(self, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+        folder, tests = labelled(tmp_path / "images", 32), labelled(tmp_path / "tests", 12)
+        assert self.said(folder, capfd, test_dataset=f"image_folder:{tests}") == [
+            f"image folder {folder}: 32 images of 3 classes (blue 10, green 11, red 11)",
+            f"image folder {tests}: 12 images of 3 classes (blue 4, green 4, red 4)",
+        ]
+
+    def test_a_single_class(self, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+        folder = tmp_path / "all"
+        shutil.move(labelled(tmp_path / "images"), folder / "photos")
+        first, warning = self.said(folder, capfd)
+        assert first == f"image folder {folder}: 30 images of 1 class (photos 30)"
+        assert warning.startswith(
+            f"warning: image folder {folder}: all images are of one class, photos, so that there is"
+        )
+
+    @pytest.mark.parametrize("names", [("train", "test"), ("Train", "val"), ("train", "test", "other")])
+    def test_parts_that_are_taken_for_classes(
+        self, names: tuple[str, ...], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        folder = tmp_path / "all"
+        for name in names:
+            labelled(folder / name)
+        _, warning = self.said(folder, capfd)
+        assert f"{names[0]}, {names[1]} look like parts" in warning or f"{names[1]}, {names[0]} look like" in warning
+        one, other = (f"image_folder:{folder}/{name}" for name in names[:2])
+        assert warning.endswith(f"if they are parts, set dataset={one} and test_dataset={other}")
+        pack_image_folder(str(folder), tmp_path / "packed", progress="lines")
+        assert warning in capfd.readouterr().err
+
+    def test_many_classes_are_not_listed_and_trains_may_be_vehicles(self, tmp_path: Path) -> None:
+        for number, name in enumerate(["train", "bus", *(f"{letter}" for letter in "abcdefghi")]):
+            for image in range(number + 1):
+                (tmp_path / "many" / name).mkdir(parents=True, exist_ok=True)
+                (tmp_path / "many" / name / f"{image}.jpg").write_bytes(b"")
+        [line] = list_images(str(tmp_path / "many")).describe()
+        assert line.endswith("many: 66 images of 11 classes (with 1 to 11 images each)")
 
 
 class TestBadSamples:
@@ -460,6 +561,23 @@ class TestMistakes:
         with pytest.raises(UserError, match="has no samples for testing; give more, or hold out less, or test_dataset"):
             train(replace(BASE, dataset=f"image_folder:{folder}", batch_size=2), tmp_path / "out")
 
+    @pytest.mark.parametrize("kind", ["shards", "image_folder", "stream"])
+    @pytest.mark.parametrize("own_tests", [False, True])
+    def test_a_split_that_leaves_nothing_to_train_on(
+        self, shards: Path, tmp_path: Path, kind: str, own_tests: bool
+    ) -> None:
+        address = str(labelled(tmp_path / "images")) if kind == "image_folder" else f"{shards}/train.json"
+        tests = f"{kind.replace('stream', 'shards')}:{address}" if own_tests else ""
+        hp = replace(BASE, dataset=f"{kind}:{address}", validation_fraction=0.9999, test_dataset=tests)
+
+        def launch(*_: object, **__: object) -> None:
+            raise AssertionError("ranks were started")
+
+        data = fetch(hp.dataset, "", tmp_path / "data", test_dataset=tests, progress="off")
+        words = r"validation_fraction=0.9999: holds out all [\d,]+ samples .* lower it, or give more samples"
+        with pytest.raises(UserError, match=words):
+            run_training(hp, data, tmp_path / "run", quiet(tmp_path), launch=launch)
+
     def test_test_sets_of_other_classes(self, shards: Path, tmp_path: Path) -> None:
         pack_image_folder(str(labelled(tmp_path / "images")), tmp_path / "packed", progress="off")
         hp = of(shards / "train.json", test_dataset=f"shards:{tmp_path}/packed/train.json")
@@ -517,6 +635,14 @@ class TestPredictions:
         )
         assert 0.3 < result.test_accuracy < 1
         assert self.accuracy(table) == pytest.approx(result.test_accuracy, abs=1e-9)
+        keys = {sample["__key__"] for sample in ShardDataset(str(shards / "train.json"), tmp_path / "cache")}
+        ids = [row["id"] for row in self.rows(table)]
+        assert set(ids) < keys
+        assert len(set(ids)) == 150
+        with np.load(result.run_folder / "predictions.npz") as kept:
+            assert [ids[place] for place in kept["index"]] == kept["names"].tolist()
+            first, worst = int(kept["table_rows"]), kept["names"].tolist()
+        assert all(f"<span>{name}</span>" in result.report.read_text() for name in worst[first:])
 
     def test_of_a_test_set_and_of_its_files(self, tmp_path: Path) -> None:
         folder, tests = labelled(tmp_path / "images"), labelled(tmp_path / "tests", 12)
@@ -527,9 +653,38 @@ class TestPredictions:
         data = fetch(hp.dataset, "", tmp_path / "data", test_dataset=hp.test_dataset, progress="off")
         table = predict(result.model, result.sidecar, images=None, dataset=data, output=tmp_path / "table.csv")
         assert self.accuracy(table) == pytest.approx(result.test_accuracy, abs=1e-9)
+        names = sorted(path.relative_to(tests).as_posix() for path in tests.rglob("*.jpg"))
+        assert [row["id"] for row in self.rows(table)] == names
         files = predict(result.model, result.sidecar, images=tests, dataset=None, output=tmp_path / "files.csv")
         expected, found = ([row["score_red"] for row in self.rows(path)] for path in (table, files))
         assert found == expected
+
+    @pytest.mark.parametrize("kind", ["image_folder", "shards"])
+    def test_of_images_that_cannot_be_decoded(self, kind: str, tmp_path: Path) -> None:
+        """They have their names, and their own truth, and not those, or the guess, of what stands in elsewhere."""
+        folder, tests = labelled(tmp_path / "images"), labelled(tmp_path / "tests", 12)
+        result = train(replace(BASE, dataset=f"image_folder:{folder}", batch_size=9, epochs=1), tmp_path)
+        for name in ("red/6.jpg", "green/10.jpg"):
+            (tests / name).write_bytes(b"no image")
+        tested = f"image_folder:{tests}"
+        if kind == "shards":
+            for source in (folder, tests):
+                pack_image_folder(str(source), tmp_path / "packed", name=source.name, per_shard=5, progress="off")
+            folder, tested = tmp_path / "packed" / "images.json", f"shards:{tmp_path}/packed/tests.json"
+        data = fetch(f"{kind}:{folder}", "", tmp_path / "data", test_dataset=tested, progress="off")
+
+        def rows(bad_samples: int) -> dict[str, dict[str, str]]:
+            inputs = {"images": None, "dataset": data, "output": tmp_path / "table.csv", "settings": quiet(tmp_path)}
+            table = predict(result.model, result.sidecar, **inputs, batch_size=5, bad_samples=bad_samples)
+            return {row["id"].removesuffix(".jpg"): row for row in self.rows(table)}
+
+        with pytest.raises(UserError, match="2 such samples, and bad_samples=1 are allowed"):
+            rows(1)
+        found = rows(2)
+        assert {name: row["truth"] for name, row in found.items()} == {name: name.partition("/")[0] for name in found}
+        assert len(found) == 12
+        empty = {name for name, row in found.items() if not row["guess"] and not row["score"] and not row["score_red"]}
+        assert empty == {"red/6", "green/10"}
 
     def test_a_model_of_other_images(self, shards: Path, digits: Path, tmp_path: Path) -> None:
         hp = Hyperparameters(epochs=1, max_steps=1, num_ranks=1)

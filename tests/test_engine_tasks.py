@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
@@ -18,6 +19,11 @@ from cli import ROOT, pyflyte
 from google.protobuf.json_format import MessageToDict
 from packaged import Package
 from s3_server import s3_server
+
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.errors import UserError
+from flyte_ddp.run import run_training
+from flyte_ddp.settings import Settings
 
 pytestmark = pytest.mark.slow
 
@@ -109,6 +115,14 @@ def test_tasks_are_as_the_main_one(made: Callable[..., Package], engine: str) ->
     assert f"workflows.{engine}_training.{engine}_training_wf" in package.workflows
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_inputs_are_checked_by_what_the_engine_will_get(made: Callable[..., Package], engine: str) -> None:
+    nodes = made().workflows[f"workflows.{engine}_training.{engine}_training_wf"].template.nodes
+    [node] = [node for node in nodes if node.task_node.reference_id.name == "tasks.preparation.check_inputs"]
+    bound = {binding.var: binding.binding for binding in node.inputs}
+    assert bound["engine"].scalar.primitive.string_value == engine
+
+
 @pytest.mark.parametrize("nodes", ["0", "many", "4:2", "1:"])
 def test_numbers_of_nodes_that_cannot_be(tmp_path: Path, nodes: str) -> None:
     ended, _ = packaged.make(tmp_path, FLYTE_DDP_NODES=nodes)
@@ -130,7 +144,30 @@ def test_without_the_plugins_there_is_the_rest(tmp_path: Path) -> None:
     assert "workflows.training.training_wf" in package.workflows
     assert not [name for name in (*package.workflows, *package.tasks) if any(engine in name for engine in ENGINES)]
     for engine in ENGINES:
-        assert f"for it, install flyte-ddp[{engine}]" in ended.output
+        assert f"{engine}_training_wf is left out" in ended.output
+        assert f"uv pip install -e '.[{engine}]'" in ended.output
+    missing = pyflyte(
+        *("run", str(ROOT / "workflows/ray_training.py"), "ray_training_wf"),
+        home=tmp_path,
+        PYTHONPATH=str(tmp_path / "site"),
+    )
+    assert missing.exit_code == 1
+    assert "Traceback" not in missing.output
+    assert "flytekitplugins.ray is not installed" in missing.panel
+    assert "uv pip install -e '.[ray]'" in missing.panel
+
+
+@pytest.mark.parametrize(("engine", "package"), [("ray", "ray"), ("dask", "distributed")])
+def test_a_launcher_without_its_engine_says_what_to_install(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str, package: str
+) -> None:
+    launcher = importlib.import_module(f"flyte_ddp.launch.{engine}")
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    settings = Settings(progress="off", wandb_mode="disabled")
+    with pytest.raises(UserError, match=rf"{package}.* is not installed: .*uv pip install -e '\.\[{engine}\]'"):
+        run_training(Hyperparameters(num_ranks=2), digits, tmp_path / "run", settings, launch=launcher.launch)
 
 
 @pytest.fixture(scope="module")

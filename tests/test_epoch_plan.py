@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -81,7 +83,7 @@ def test_the_command_plans_what_training_does(tmp_path: Path, test_dataset: str,
     command = ["plan", str(tmp_path / "both.json"), "--batch-size", "100", "--test-fraction", str(test_fraction)]
     said = CliRunner().invoke(shards_command, command)
     assert said.exit_code == 0
-    assert f"{len(order):,} an epoch; {len(order):,} to {len(order):,} a rank" in said.output
+    assert f"{len(order):,} an epoch; {len(order):,} a rank" in said.output
     assert f"{len(list(order.batches(0, 100)))} on every rank" in said.output
     assert "as the weights say" in said.output
     assert "an evaluation" in said.output
@@ -94,7 +96,23 @@ def test_a_hundred_thousand_shards_and_ten_thousand_ranks() -> None:
     (text,) = planned(request)
     assert "1,250 nodes x 8 = 10,000" in text
     assert "4,050 on every rank" in text  # 0.9 x 90,000,000 / 20,000
-    assert "8,100 to 8,100 a rank" in text
+    assert "; 8,100 a rank" in text
+
+
+def test_ranges_are_explained() -> None:
+    explained = "from the rank or node with the least to the one with the most"
+    even = PlanRequest(shards=40, samples=100, size=10, nodes=2, ranks=1, batch_size=64, validation_fraction=0.0)
+    (text,) = planned(replace(even, test_fraction=0.0, samples=64))
+    assert " to " not in text
+    (text,) = planned(replace(even, nodes=4, ranks=2, test_fraction=0.1))
+    assert re.search(r"an evaluation +0 to \d+ bytes a node", text)
+    assert explained in text
+    assert "a node may get none" in text
+    streams = PlanRequest(shards=5, samples=90, size=10, nodes=2, ranks=1, batch_size=10, stream=True, nbatches=12)
+    (text,) = planned(streams)
+    assert "bytes that a node reads with one: 20 to 30" in text
+    assert "a range of bytes: from the node that reads least to the one that reads most" in text
+    assert ("a range of samples" in text) == bool(re.search(r"(never|once): [\d,]+ to ", text))
 
 
 def test_the_streams_of_the_same_numbers_are_refused_where_ddp_would_hang() -> None:

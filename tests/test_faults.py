@@ -12,9 +12,8 @@ from pathlib import Path
 
 import faults
 import pytest
-from faulty_runs import HP, in_spawned_processes, nothing_is_left, when
+from faulty_runs import HP, in_spawned_processes, nothing_is_left, saved, when
 
-from flyte_ddp import checkpoint
 from flyte_ddp.errors import RankError, StoppedError
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
@@ -80,7 +79,7 @@ def test_a_rank_that_hangs_is_named_with_its_stack(
     assert "rank 1 did not come where ranks 0 and 2 waited for 3 s" in said
     assert 'faults.py", line' in said
     assert f"in {'hang_in_c' if kind == 'hang in C' else 'hang'}" in said
-    found = checkpoint.newest_of(tmp_path / "run" / checkpoint.FOLDER)
+    found = saved(tmp_path / "run")
     assert found is not None
     assert found.step == 3, "what was done before is saved"
     nothing_is_left(tmp_path / "run", temporary)
@@ -111,7 +110,9 @@ def test_a_rank_that_hangs_before_there_is_a_process_group(
     nothing_is_left(tmp_path / "run", temporary)
 
 
-@pytest.mark.parametrize(("at", "rank"), [("training", 0), ("training", 1), ("evaluation", 1), ("checkpoint", 0)])
+@pytest.mark.parametrize(
+    ("at", "rank"), [("training", 0), ("training", 1), ("evaluation", 1), ("checkpoint", 0), ("results", 0)]
+)
 def test_sigterm_saves_the_last_step_wherever_the_ranks_are(
     digits: Path, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch, at: str, rank: int
 ) -> None:
@@ -123,10 +124,10 @@ def test_sigterm_saves_the_last_step_wherever_the_ranks_are(
         run_training(HP, digits, tmp_path / "run", QUIET)
     told.join()
     assert time.time() - float(marker.read_text()) < 15
-    found = checkpoint.newest_of(tmp_path / "run" / checkpoint.FOLDER)
+    found = saved(tmp_path / "run")
     if at != "checkpoint":
         assert found is not None
-        assert found.step == (3 if at == "training" else 14)
+        assert found.step == {"training": 3, "evaluation": 14, "results": 20}[at]
         assert f"the same run will go on after step {found.step}, which is saved" in caught.value.message
     nothing_is_left(tmp_path / "run", temporary)
 
@@ -158,7 +159,7 @@ def test_ctrl_c_saves_too(digits: Path, tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(KeyboardInterrupt):
         run_training(HP, digits, tmp_path / "run", QUIET)
     told.join()
-    found = checkpoint.newest_of(tmp_path / "run" / checkpoint.FOLDER)
+    found = saved(tmp_path / "run")
     assert found is not None
     assert found.step == 3
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import faults
 import pytest
 import torch
+from faulty_runs import saved
 
-from flyte_ddp import checkpoint
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import RankError, UserError
 from flyte_ddp.run import run_training
@@ -75,7 +75,7 @@ def test_a_loss_that_is_not_finite(digits: Path, tmp_path: Path, max_steps: int)
         UserError, match=r"at epoch 1, step 17 \(the first activation that was not finite is the output"
     ):
         run_training(hp, digits, tmp_path / "run", QUIET)
-    found = checkpoint.newest_of(tmp_path / "run" / checkpoint.FOLDER)
+    found = saved(tmp_path / "run")
     assert found is not None
     assert found.step == 14
 
@@ -83,3 +83,19 @@ def test_a_loss_that_is_not_finite(digits: Path, tmp_path: Path, max_steps: int)
 def test_the_default_precision_trains(digits: Path, tmp_path: Path) -> None:
     hp = Hyperparameters(epochs=8, batch_size=100, num_ranks=1, backend="nccl", learning_rate=0.05)
     assert run_training(hp, digits, tmp_path / "run", QUIET).test_accuracy > 0.9
+
+
+def test_the_time_goes_where_the_gpu_spends_it(digits: Path, tmp_path: Path) -> None:
+    """And not to the host's waiting for it; a model that keeps the GPU busy."""
+    hp = replace(HP, model="resnet18", image_size=96, precision="fp32", epochs=4, deterministic=False, ema_decay=0.0)
+    (end,) = [
+        each
+        for each in read_metrics(run_training(hp, digits, tmp_path / "run", QUIET).metrics)
+        if each["kind"] == "end"
+    ]
+    seconds = end["seconds"]
+    total = seconds.pop("total")
+    assert sum(seconds.values()) == pytest.approx(total)
+    assert all(part >= -0.01 * total for part in seconds.values())
+    assert seconds["forward_backward"] > 0.5 * (total - seconds["evaluation"])
+    assert seconds["other"] < 0.3 * total

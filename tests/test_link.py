@@ -15,7 +15,7 @@ from flyte_ddp import distributed
 from flyte_ddp.errors import CollectiveTimeoutError, PeerGoneError, UserError
 from flyte_ddp.launch.failures import first_failure
 from flyte_ddp.launch.gang import Member
-from flyte_ddp.launch.link import Link, cause
+from flyte_ddp.launch.link import Link, cause, described
 
 OPEN: list[Connection] = []  # a rank ends with its launcher's end of the pipe, and this process must not
 
@@ -63,6 +63,47 @@ def test_rank_0_that_does_not_come_is_not_waited_for_without_end() -> None:
 )
 def test_causes(error: Exception, expected: str) -> None:
     assert cause(error) == expected
+
+
+class MuteError(RuntimeError):
+    """Cannot say what it is."""
+
+    def __str__(self) -> str:
+        raise ArithmeticError
+
+    def __repr__(self) -> str:
+        raise ArithmeticError
+
+    def __reduce__(self) -> str:
+        raise ArithmeticError
+
+
+def raised(error: BaseException) -> BaseException:
+    try:
+        raise error
+    except type(error) as caught:
+        return caught
+
+
+def test_an_error_that_cannot_say_what_it_is() -> None:
+    """Through the pipe, as a rank reports it."""
+    ours, theirs = Pipe()
+    OPEN.append(ours)
+    Link(theirs).report(raised(MuteError()))
+    told = ours.recv()
+    assert (told["type"], told["cause"]) == ("MuteError", "own")
+    assert told["message"] == "(what it says cannot be had, as its __str__ raises ArithmeticError)"
+    assert "in raised" in told["traceback"]
+
+
+def test_of_a_long_error_head_and_tail_are_told() -> None:
+    told = described(raised(ValueError("head" + "." * 50_000_000 + "tail")))
+    assert len(told["message"]) + len(told["traceback"]) < 50_000
+    assert told["message"].startswith("head..")
+    assert told["message"].endswith("..tail")
+    assert "(49,980,008 characters left out)" in told["message"]
+    assert "in raised" in told["traceback"]
+    assert described(raised(ValueError("all of it")))["message"] == "all of it"
 
 
 def member(rank: int, exit_code: int | None = None, kind: str = "", time: float = 0.0, **values: Any) -> Any:

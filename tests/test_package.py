@@ -6,6 +6,7 @@ import hashlib
 import importlib.metadata
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from packaged import Package
 
 from flyte_ddp.code_digest import library_digest
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.errors import UserError
+from tasks import pods
 
 CHECK, FETCH, TRAIN, PREDICT = (
     "tasks.preparation.check_inputs",
@@ -43,6 +46,8 @@ SHARDS = tuple(
         "plan_shards",
     )
 )
+DATA = (FETCH, *(f"tasks.shards.{name}" for name in ("pack_shards", "index_shards", "verify_shards", "verify_packed")))
+LIGHT = (CHECK, *(name for name in SHARDS if name not in DATA))
 ENGINES = ("elastic", "ray", "dask")
 TRAINING = {TRAIN, *(f"tasks.{engine}_training.train_on_{engine}" for engine in ENGINES)}
 PLANS = {"training_on_demand", "nightly_retraining", "retraining_on_change"}
@@ -109,11 +114,22 @@ def test_the_sandbox_gets_none(sandbox: Package) -> None:
 
 @pytest.mark.slow
 def test_a_profile_can_ask_for_a_type_of_gpu(made: Callable[..., Package]) -> None:
-    template = made(FLYTE_DDP_PROFILE="gpu-a100", FLYTE_DDP_WANDB_SECRET="off").tasks[TRAIN].template
+    tasks = made(FLYTE_DDP_PROFILE="gpu-a100", FLYTE_DDP_WANDB_SECRET="off").tasks
+    assert tasks[PREDICT].template.extended_resources.gpu_accelerator.device == "nvidia-tesla-a100"
+    template = tasks[TRAIN].template
     assert template.extended_resources.gpu_accelerator.device == "nvidia-tesla-a100"
     assert resources(template.container.resources.requests)["GPU"] == "8"
     assert resources(template.container.resources.limits)["GPU"] == "8"
     assert not template.security_context.secrets
+
+
+def test_a_type_of_gpu_that_flyte_does_not_know() -> None:
+    from tasks.pods import PROFILES, accelerator
+
+    for profile in PROFILES.values():
+        assert (accelerator(profile.gpu_type) is None) == (profile.gpu_type is None)
+    with pytest.raises(UserError, match=r"gpu_type='nvidia-t4': did you mean '.*'\? Flyte knows .*nvidia-tesla-t4"):
+        accelerator("nvidia-t4")
 
 
 def test_an_unknown_profile_is_refused_with_the_choices(tmp_path: Path) -> None:
@@ -124,7 +140,7 @@ def test_an_unknown_profile_is_refused_with_the_choices(tmp_path: Path) -> None:
     assert not package.tasks
 
 
-@pytest.mark.parametrize("task", [CHECK, FETCH, PREDICT, *SHARDS])
+@pytest.mark.parametrize("task", LIGHT)
 def test_light_tasks_ask_for_little(default: Package, task: str) -> None:
     template = default.tasks[task].template
     asked = template.container.resources
@@ -134,13 +150,40 @@ def test_light_tasks_ask_for_little(default: Package, task: str) -> None:
     assert not template.security_context.secrets
 
 
+@pytest.mark.parametrize("task", DATA)
+def test_tasks_that_all_data_go_through_have_room_for_them(default: Package, sandbox: Package, task: str) -> None:
+    template = default.tasks[task].template
+    asked = template.container.resources
+    assert resources(asked.requests) == {"CPU": "2", "MEMORY": "8Gi", "EPHEMERAL_STORAGE": "100Gi"}
+    assert resources(asked.limits) == resources(asked.requests)
+    assert template.metadata.pod_template_name == "", "no GPU node"
+    asked = sandbox.tasks[task].template.container.resources
+    assert resources(asked.limits) == {"CPU": "1", "MEMORY": "2Gi", "EPHEMERAL_STORAGE": "4Gi"}, "fits on a laptop"
+
+
+def test_predictions_are_made_on_one_gpu_where_the_profile_has_some(default: Package, sandbox: Package) -> None:
+    template = default.tasks[PREDICT].template
+    one = {"CPU": "4", "MEMORY": "15360Mi", "GPU": "1", "EPHEMERAL_STORAGE": "20Gi"}
+    assert resources(template.container.resources.requests) == one
+    assert resources(template.container.resources.limits) == one
+    assert template.metadata.pod_template_name == "flyte-ddp-gpu", "tolerations, as training has"
+    assert environment(default, PREDICT)["FLYTE_DDP_GPUS"] == "1"
+    assert environment(default, PREDICT)["FLYTE_DDP_CACHE_BYTES"] == str(10 * 2**30)
+    template = sandbox.tasks[PREDICT].template
+    none = {"CPU": "1", "MEMORY": "2Gi", "EPHEMERAL_STORAGE": "2Gi"}
+    assert resources(template.container.resources.limits) == none
+    assert template.metadata.pod_template_name == ""
+    assert environment(sandbox, PREDICT)["FLYTE_DDP_GPUS"] == "0"
+
+
 @pytest.mark.parametrize("profile", ["default", "sandbox"])
 def test_pods_know_what_was_requested(profile: str, request: pytest.FixtureRequest) -> None:
     package: Package = request.getfixturevalue(profile)
     requested = resources(package.tasks[TRAIN].template.container.resources.requests).get("GPU", "0")
     for task in package.tasks:
         variables = environment(package, task)
-        assert variables["FLYTE_DDP_GPUS"] == requested
+        if task != PREDICT:
+            assert variables["FLYTE_DDP_GPUS"] == requested
         assert variables["FLYTE_DDP_PROFILE"] == {"default": "gpu", "sandbox": "sandbox"}[profile]
         assert variables["FLYTE_DDP_CODE"] == library_digest()
 
@@ -163,7 +206,7 @@ def test_only_the_training_pod_copies_results(default: Package, sandbox: Package
 
 def test_retries_and_timeouts(default: Package) -> None:
     hour = 3600
-    for task, timeout in {**dict.fromkeys((CHECK, FETCH, PREDICT, *SHARDS), hour), TRAIN: 24 * hour}.items():
+    for task, timeout in {**dict.fromkeys(LIGHT, hour), **dict.fromkeys((*DATA, PREDICT, TRAIN), 24 * hour)}.items():
         metadata = default.tasks[task].template.metadata
         assert (metadata.retries.retries, metadata.timeout.seconds) == (2, timeout), task
 
@@ -231,12 +274,48 @@ def test_the_console_explains_tasks_and_workflows(default: Package) -> None:
         assert description.endswith("."), name
 
 
-def test_the_pod_template_is_the_one_that_profiles_name() -> None:
-    from tasks.pods import PROFILES
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        *(("8", 8), ("3500m", 3.5), ("0.5", 0.5), (".5", 0.5), ("1k", 1000), ("129e6", 129e6), ("129", 129)),
+        *(("20Gi", 20 * 2**30), ("1.5Gi", 3 * 2**29), ("20G", 2e10), ("123Mi", 123 * 2**20), ("2Ei", 2**61)),
+    ],
+)
+def test_kubernetes_quantities(text: str, number: float) -> None:
+    assert pods.quantity(text) == number
 
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "8 cores", "20GB", "20gi", "1e", "Gi", "1.2.3", "nan", "8\n"])
+def test_what_is_no_quantity(text: str) -> None:
+    with pytest.raises(UserError, match=r"quantity '.*must be one of Kubernetes', such as 8, 3500m"):
+        pods.quantity(text)
+
+
+@pytest.mark.parametrize(
+    ("cpu", "memory", "half", "ranks"),
+    [
+        ("3500m", "1.5Gi", ("1750m", "768Mi"), 3),
+        ("0.5", "2000000000", ("250m", "953Mi"), 1),
+        ("8", "4Gi", ("4", "2048Mi"), 4),
+    ],
+)
+def test_profiles_in_any_quantities(
+    monkeypatch: pytest.MonkeyPatch, cpu: str, memory: str, half: tuple[str, str], ranks: int
+) -> None:
+    profile = replace(pods.PROFILES["local"], cpu=cpu, memory=memory)
+    monkeypatch.setenv(pods.PROFILE_VARIABLE, "local")
+    monkeypatch.setitem(pods.PROFILES, "local", profile)
+    whole, part = pods.resources_of(profile), pods.resources_of(profile, 2)
+    assert (pods.quantity(whole.cpu), whole.mem) == (pods.quantity(cpu), memory)
+    assert (part.cpu, part.mem) == half
+    assert pods.ranks_of_elastic() == ranks
+
+
+def test_the_pod_template_is_the_one_that_profiles_name() -> None:
     template = yaml.safe_load((ROOT / "deploy/pod-template.yaml").read_text())
     assert template["kind"] == "PodTemplate"
-    assert {profile.pod_template for profile in PROFILES.values() if profile.gpus} == {template["metadata"]["name"]}
+    of_gpus = {profile.pod_template for profile in pods.PROFILES.values() if profile.gpus}
+    assert of_gpus == {template["metadata"]["name"]}
     spec = template["template"]["spec"]
     [container] = spec["containers"]
     assert container["name"] in ("default", "primary")  # Flyte merges containers of these names, and refuses others

@@ -25,9 +25,9 @@ from flyteidl.core.errors_pb2 import ContainerError
 from flyteidl.core.execution_pb2 import ExecutionError
 from flyteidl.core.literals_pb2 import Literal
 from pod import DEADLINE, Cluster, PodEnded, unpacked
-from processes import name_of
 from s3_server import s3_server
 
+from benchmarks.running import process_name
 from flyte_ddp.code_digest import library_digest
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.run import run_training
@@ -39,6 +39,7 @@ pytestmark = pytest.mark.slow
 CHECK, FETCH = "tasks.preparation.check_inputs", "tasks.preparation.fetch_dataset"
 TRAIN, PREDICT = "tasks.training.train_model", "tasks.prediction.predict_images"
 ELASTIC = "tasks.elastic_training.train_on_elastic"
+DASK = "tasks.dask_training.train_on_dask"
 SMOKE: dict[str, Any] = {"dataset": "digits", "epochs": 1, "max_steps": 8, "num_ranks": 2}
 VERSION = "0.0.0+package"  # of the packaged library, to tell it from the one that is installed here
 
@@ -86,8 +87,8 @@ def check_inputs(cluster: Cluster, hp: Literal) -> dict[str, Literal]:
     nodes = cluster.package.workflows["workflows.training.training_wf"].template.nodes
     [node] = [node for node in nodes if node.task_node.reference_id.name == CHECK]
     bound = {binding.var: binding.binding for binding in node.inputs}
-    assert set(bound) == {"hp", "kickoff_time"}
-    return {"hp": hp, "kickoff_time": Literal(scalar=bound["kickoff_time"].scalar)}
+    assert set(bound) == {"hp", "kickoff_time", "engine"}
+    return {"hp": hp, **{name: Literal(scalar=bound[name].scalar) for name in ("kickoff_time", "engine")}}
 
 
 @pytest.fixture(scope="module")
@@ -120,13 +121,13 @@ def trained(cluster: Cluster, train_inputs: dict[str, Literal]) -> PodEnded:
     return cluster.run(TRAIN, train_inputs)
 
 
-def refused(ended: PodEnded, origin: ExecutionError.ErrorKind = ExecutionError.USER) -> str:
+def refused(ended: PodEnded) -> str:
     """The message of a pod that failed by a user's mistake: not tried again, and without outputs."""
     assert ended.error is not None, ended.log
     assert ended.outputs is None
     assert ended.error.kind == ContainerError.NON_RECOVERABLE
-    assert ended.error.origin == origin
-    assert ended.error.code.partition(":")[0] == ExecutionError.ErrorKind.Name(origin)
+    assert ended.error.origin == ExecutionError.USER
+    assert ended.error.code.partition(":")[0] == "USER"
     message: str = ended.error.message
     return message
 
@@ -205,17 +206,29 @@ def test_the_model_predicts(cluster: Cluster, trained: PodEnded) -> None:
 
 
 @pytest.mark.parametrize(
-    ("encoded", "values", "message"),
+    ("task", "encoded", "values", "message"),
     [
-        (from_workflow, {"learning_rat": 0.1}, "unknown hyperparameter 'learning_rat': did you mean 'learning_rate'?"),
-        (from_console, {"epochs": "4"}, "epochs='4': must be a whole number"),
+        (CHECK, from_workflow, {"learning_rat": 0.1}, "unknown hyperparameter 'learning_rat': did you mean 'learning_"),
+        (CHECK, from_console, {"epochs": "4"}, "epochs='4': must be a whole number"),
+        (TRAIN, from_console, {"learning_rate": "1e-1"}, "learning_rate='1e-1': must be a finite number"),
+        (ELASTIC, from_workflow, {"keep": "ema"}, "keep='ema': there is no moving average"),
+        (DASK, from_workflow, {"epochs": 0}, "epochs=0: must be at least 1"),
     ],
-    ids=["workflow", "console"],
 )
-def test_bad_hyperparameters_are_refused(cluster: Cluster, encoded: Any, values: dict[str, Any], message: str) -> None:
-    ended = cluster.run(CHECK, check_inputs(cluster, encoded({**SMOKE, **values})))
-    # flytekit counts whatever goes wrong before the task's own code to the system; it isn't tried again all the same.
-    assert message in refused(ended, origin=ExecutionError.SYSTEM)
+def test_bad_hyperparameters_are_the_users_mistake(
+    cluster: Cluster, train_inputs: dict[str, Literal], task: str, encoded: Any, values: dict[str, Any], message: str
+) -> None:
+    hp = encoded({**SMOKE, **values})
+    ended = cluster.run(task, check_inputs(cluster, hp) if task == CHECK else {**train_inputs, "hp": hp})
+    assert message in refused(ended)
+
+
+def test_other_inputs_that_cannot_be_read_are_the_systems_fault(
+    cluster: Cluster, train_inputs: dict[str, Literal]
+) -> None:
+    error = cluster.run(TRAIN, {**train_inputs, "run_version": from_workflow(SMOKE)}).error
+    assert error is not None
+    assert error.origin == ExecutionError.SYSTEM
 
 
 def test_a_loss_that_is_not_finite_is_the_users_mistake(cluster: Cluster, train_inputs: dict[str, Literal]) -> None:
@@ -256,7 +269,7 @@ def wait_for_a_checkpoint(process: subprocess.Popen[bytes], checkpoints: Path) -
 def kill_a_rank(process: subprocess.Popen[bytes], checkpoints: Path) -> None:
     """What the kernel does where a pod runs out of memory: the largest process is a rank, not the task's own."""
     wait_for_a_checkpoint(process, checkpoints)
-    ranks = [pid for pid in descendants(process.pid) if re.fullmatch(r"rank \d+", name_of(pid))]
+    ranks = [pid for pid in descendants(process.pid) if re.fullmatch(r"rank \d+", process_name(pid))]
     os.kill(ranks[-1], signal.SIGKILL)
 
 

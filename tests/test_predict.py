@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cli import ROOT
 from PIL import Image
 
 from flyte_ddp import artifacts
+from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.images import InputSpec
+from flyte_ddp.loading.encoded import BadSamples
 from flyte_ddp.predict import predict
-from flyte_ddp.prediction_batches import folder_batches, read_image
+from flyte_ddp.prediction_batches import Request, folder_batches, whole_image
+from flyte_ddp.run import run_training
+from flyte_ddp.settings import Settings
 
 GREY = InputSpec(channels=1, height=16, width=16, mean=(0.3,), std=(0.4,))
 RGB = InputSpec(channels=3, height=16, width=16, mean=(0.3, 0.4, 0.5), std=(0.2, 0.25, 0.3))
@@ -169,18 +175,87 @@ def test_images_of_any_size_are_resized(grey_model: tuple[Path, Path], folder: P
 def test_sixteen_bits_are_scaled_and_not_clipped(tmp_path: Path) -> None:
     pixels = noise(9, 7)
     Image.fromarray(pixels.astype(np.uint16) * 256 + 17).save(tmp_path / "deep.png")
-    assert np.array_equal(read_image(tmp_path / "deep.png", 1)[:, :, 0].numpy(), pixels)
+    assert np.array_equal(whole_image((tmp_path / "deep.png").read_bytes(), 1)[:, :, 0].numpy(), pixels)
 
 
 def test_images_are_read_a_batch_at_a_time(folder: Path) -> None:
     for k in range(10):
         Image.fromarray(noise(16, 16)).save(folder / f"{k}.png")
-    batches = folder_batches(folder, GREY, "", 4, torch.device("cpu"))
-    assert next(batches)[2].shape == (4, 1, 16, 16)
+    batches = folder_batches(folder, Request(GREY, 4, torch.device("cpu"), BadSamples(0)), "")
+    assert next(batches).inputs.shape == (4, 1, 16, 16)
     for k in range(4, 10):
         (folder / f"{k}.png").unlink()
     with pytest.raises(UserError, match=r"4\.png cannot be read"):
         next(batches)
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """300, of many sizes and shapes, grey and in colour, some of which a camera has taken sideways."""
+    folder, paths = tmp_path_factory.mktemp("photos"), []
+    random = np.random.default_rng(5)
+    for index in range(300):
+        sides = random.integers(17, 400, 2) if index % 3 else random.integers(9, 60, 2)
+        coarse = Image.fromarray(random.integers(0, 256, (5, 6, 3), dtype=np.uint8))
+        photo = coarse.resize(tuple(sides.tolist()), Image.Resampling.BICUBIC)
+        fine = random.integers(-20, 21, (photo.height, photo.width, 3))
+        photo = Image.fromarray((np.asarray(photo) + fine).clip(0, 255).astype(np.uint8))
+        photo = photo.convert("L") if index % 10 == 7 else photo
+        turned = Image.Exif()
+        turned[0x0112] = (1, 6, 3, 8)[index % 4]
+        paths.append(folder / f"{index:03d}.{'png' if index % 2 else 'jpg'}")
+        photo.save(paths[-1], quality=90, exif=turned)
+    return paths
+
+
+@pytest.mark.parametrize("kind", ["photos", "colour", "grey"])
+def test_outside_this_package_ten_lines_of_the_readme_prepare_an_image(
+    kind: str, photos: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the numbers in the sidecar alone: 300 photos have the same predictions as here, and close scores."""
+    crop, spec = artifacts.MIDDLE if kind == "photos" else "", GREY if kind == "grey" else RGB
+    saved = save(tmp_path / "model", spec)
+    sidecar = json.loads(saved[1].read_text())
+    sidecar["input"] = artifacts.described_input(spec, crop)
+    saved[1].write_text(json.dumps(sidecar))
+    rows = read_table(predict(*saved, images=photos[0].parent, dataset=None, output=tmp_path / "table.csv"))
+
+    [code] = re.findall(r"```python\n(import json\n.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    program: dict[str, Any] = {}
+    monkeypatch.chdir(saved[0].parent)
+    exec(compile(code, "README.md", "exec"), program)
+    state = torch.load(saved[0], weights_only=True)
+
+    def scores(prepare: Callable[[Path], torch.Tensor]) -> torch.Tensor:
+        inputs = torch.cat([prepare(path) for path in photos])
+        assert inputs.shape == (300, spec.channels, 16, 16)
+        return torch.softmax(inputs.flatten(1) @ state["1.weight"].T + state["1.bias"], dim=1)
+
+    found = scores(program["prepare"])
+    assert [row["id"] for row in rows] == [path.name for path in photos]
+    assert [row["guess"] for row in rows] == [CLASSES[guess] for guess in found.argmax(1)]
+    assert torch.allclose(scores_of(rows), found, atol=0.002 if kind == "photos" else 1e-5)
+
+    # What people do who are not told: all of the image, without antialiasing, gives other predictions.
+    takes = program["takes"]
+    program["takes"] = takes | {"crop_share": None, "antialias": False, "upright": False}
+    assert (scores(program["prepare"]).argmax(1) != found.argmax(1)).sum() > 5
+    assert set(takes) == {*USED_BY_THE_README, "channels", "crop", "interpolation"}
+    assert takes["interpolation"] == "bilinear"
+    assert all(f'takes["{name}"]' in code for name in USED_BY_THE_README)
+
+
+USED_BY_THE_README = (
+    *("upright", "mode", "crop_share", "resize_dtype", "height", "width", "antialias", "scale", "mean", "std"),
+)
+
+
+def test_a_runs_sidecar_has_these_numbers(digits: Path, tmp_path: Path) -> None:
+    hp = Hyperparameters(num_ranks=1, max_steps=1)
+    result = run_training(hp, digits, tmp_path, Settings(progress="off", wandb_mode="disabled"))
+    sidecar = json.loads(result.sidecar.read_text())
+    assert sidecar["input"] == artifacts.described_input(artifacts.input_spec(sidecar), "")
+    assert sidecar["input"]["mode"] == "L"
 
 
 def text_as_png(folder: Path) -> None:
@@ -201,10 +276,11 @@ def picture(folder: Path) -> None:
     [
         (lambda _: None, r"images: no image in it; put \.png"),
         (lambda folder: folder.rmdir(), "images: must be a folder"),
-        (text_as_png, r"notes\.png is not an image"),
-        (cut_jpeg, r"cut\.jpg cannot be read as an image \(.*truncated"),
+        (text_as_png, r"notes\.png cannot be decoded: of no known format; mend or remove it, or allow .* bad_samples$"),
+        (cut_jpeg, r"cut\.jpg cannot be decoded: .*truncated"),
+        (lambda folder: (folder / "gone.png").symlink_to("nowhere"), r"gone\.png cannot be read \(No such file"),
     ],
-    ids=["empty", "missing", "text", "truncated"],
+    ids=["empty", "missing", "text", "truncated", "unreadable"],
 )
 def test_what_is_no_image_is_named_and_leaves_no_table(
     grey_model: tuple[Path, Path], folder: Path, tmp_path: Path, prepare_folder: Callable[[Path], None], message: str
@@ -213,6 +289,54 @@ def test_what_is_no_image_is_named_and_leaves_no_table(
     with pytest.raises(UserError, match=message):
         predict(*grey_model, images=folder, dataset=None, output=tmp_path / "out/table.csv")
     assert list(tmp_path.glob("out/*")) == []
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 500])
+def test_images_that_cannot_be_decoded_are_named_and_do_not_stop_the_others(
+    grey_model: tuple[Path, Path],
+    folder: Path,
+    tmp_path: Path,
+    batch_size: int,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Up to the number that is allowed; the model is never asked about no image at all."""
+    images = blocks(4, 1)
+    for name, image in zip("adfg", images, strict=True):
+        Image.fromarray(image[:, :, 0]).save(folder / f"{name}.png")
+    text_as_png(folder)
+    (folder / "b.png").write_bytes(b"")
+    (folder / "c.png").write_bytes((folder / "a.png").read_bytes()[:60])
+    names = ["a.png", "b.png", "c.png", "d.png", "f.png", "g.png", "notes.png"]
+    options = {"images": folder, "dataset": None, "output": tmp_path / "table.csv", "batch_size": batch_size}
+    with pytest.raises(UserError, match=r"\.png cannot be decoded: .*; 3 such samples, and bad_samples=2 are allowed"):
+        predict(*grey_model, **options, bad_samples=2)
+    assert not (tmp_path / "table.csv").exists()
+    asked: list[int] = []
+    forward = torch.nn.Linear.forward
+    monkeypatch.setattr(torch.nn.Linear, "forward", lambda self, x: asked.append(len(x)) or forward(self, x))
+    rows = read_table(predict(*grey_model, **options, bad_samples=3))
+    assert (min(asked), sum(asked)) == ({1: 1, 2: 1, 500: 4}[batch_size], 4)
+    assert [row["id"] for row in rows] == names
+    bad = [row for row in rows if row["id"] in ("b.png", "c.png", "notes.png")]
+    assert all(value == "" for row in bad for name, value in row.items() if name != "id")
+    check_guesses([row for row in rows if row not in bad], expected_scores(grey_model, images, GREY))
+    said = capfd.readouterr().err
+    assert "without a guess, as they cannot be decoded: 3 of the images, " in said
+    assert f"{folder}/b.png (of no known format)" in said
+    with pytest.raises(UserError, match="bad_samples=-1: must be at least 0"):
+        predict(*grey_model, **options, bad_samples=-1)
+
+
+def test_by_default_as_many_are_allowed_as_in_training(
+    grey_model: tuple[Path, Path], folder: Path, tmp_path: Path
+) -> None:
+    picture(folder)
+    text_as_png(folder)
+    sidecar = json.loads(grey_model[1].read_text()) | {"hyperparameters": {"bad_samples": 1}}
+    grey_model[1].write_text(json.dumps(sidecar))
+    rows = read_table(predict(*grey_model, images=folder, dataset=None, output=tmp_path / "table.csv"))
+    assert [(row["id"], bool(row["guess"])) for row in rows] == [("fine.png", True), ("notes.png", False)]
 
 
 def test_channels_that_the_model_does_not_take_are_refused(

@@ -12,6 +12,7 @@ from flytekit.exceptions.user import FlyteDataNotFoundException
 
 from flyte_ddp.checkpoint import FOLDER, SLOTS
 from flyte_ddp.errors import UnreachableError, UserError
+from flyte_ddp.run_folder import UNFINISHED
 from tasks import places, recovery
 
 
@@ -45,7 +46,7 @@ def attempt(store: Store, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list
     context = type("Context", (), {"checkpoint": store})
     monkeypatch.setattr(recovery, "current_context", context)
     with recovery.retried(), recovery.checkpoints_kept(folder):
-        return sorted(path.name for path in (folder / FOLDER).glob("*.ckpt"))
+        return sorted(path.name for path in (folder / UNFINISHED / FOLDER).glob("*.ckpt"))
 
 
 def test_checkpoints_are_handed_on_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,6 +99,26 @@ def test_the_worst_mistakes_are_pictures_of_the_samples(tmp_path: Path) -> None:
         assert np.array_equal(pixels, np.kron(image, np.ones((14, 14), np.uint8)))
 
 
+def test_the_worst_mistakes_have_the_names_of_their_files(tmp_path: Path) -> None:
+    """Whatever these are; a run of before has none."""
+    folder = write_run(tmp_path / "run", records(), matrix(10))
+    with np.load(folder / "predictions.npz") as kept:
+        arrays = dict(kept)
+    names = ["a", "b", "cat/1.jpg", "<b>dog</b>/2.jpg", os.fsdecode(b"n\xf6n/3.jpg")]
+    np.savez(folder / "predictions.npz", **arrays, names=np.array(names))
+    html = report.render(folder)
+    shown = ["cat/1.jpg", "<b>dog</b>/2.jpg", "n\N{REPLACEMENT CHARACTER}n/3.jpg"]
+    assert [card[-1] for card in Page(html).pieces("mistake")] == shown
+    assert [found["alt"] for tag, found, _ in Page(html).elements if tag == "img"] == shown
+    assert "sample 71" not in html
+    np.savez(folder / "predictions.npz", **arrays, names=np.array([], dtype=np.str_))
+    assert [card[-1] for card in Page(report.render(folder)).pieces("mistake")] == [
+        "sample 71",
+        "sample 52",
+        "sample 33",
+    ]
+
+
 def test_whatever_a_run_is_called_stays_text(tmp_path: Path) -> None:
     names = [
         "<script>alert(1)</script>",

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +17,14 @@ import numpy as np
 import pytest
 import torch
 
-from flyte_ddp import checkpoint, sampling, train, training_state
+from flyte_ddp import arithmetic, checkpoint, sampling, train, training_state
+from flyte_ddp.arithmetic import Arithmetic
 from flyte_ddp.checkpoint import Identity
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import RankError, UserError
-from flyte_ddp.run import OUTPUTS, Result, run_training
+from flyte_ddp.hardware import Hardware
+from flyte_ddp.run import Result, run_training
+from flyte_ddp.run_folder import OUTPUTS, UNFINISHED
 from flyte_ddp.settings import Settings
 from flyte_ddp.tracking import read_metrics
 from flyte_ddp.training_state import TrainingState
@@ -38,7 +44,8 @@ BASE = Hyperparameters(
     schedule="cosine",
     log_interval=4,
 )
-OWN = Identity({"epochs": 1}, data="d", code="c", user_code="", initial_weights="")
+PLAIN = Arithmetic(1, "some CPU", "fp32", threads=1, channels_last="off", strategy="")
+OWN = Identity({"epochs": 1}, data="d", code="c", user_code="", initial_weights="", releases="torch 2")
 
 
 @pytest.fixture(autouse=True)
@@ -85,6 +92,7 @@ def figures(result: Result) -> list[dict[str, Any]]:
         ({}, {"rank": 0, "at": "training", "pass": 65}),
         ({"keep": "last"}, {"rank": 0, "at": "evaluation", "pass": 5}),
         ({}, {"rank": 0, "at": "checkpoint", "pass": 1}),
+        ({}, {"rank": 0, "at": "results", "pass": 0}),
     ],
 )
 def test_the_retry_ends_bit_for_bit_like_a_run_that_came_through(
@@ -110,9 +118,11 @@ def test_the_retry_ends_bit_for_bit_like_a_run_that_came_through(
         assert resumed[1] == fault["pass"] // hp.accumulation_steps
     for name, value in weights(expected).items():
         assert torch.equal(value, weights(retried)[name]), name
+    assert retried.model.read_bytes() == expected.model.read_bytes()
     assert figures(retried) == figures(expected)
     assert f"went on from a checkpoint after step {resumed[1]};" in retried.report.read_text()
-    assert not (tmp_path / "run" / checkpoint.FOLDER).exists()
+    assert went_on(retried).endswith("bit for bit.")
+    assert not (tmp_path / "run" / UNFINISHED).exists()
 
 
 @pytest.mark.slow
@@ -131,8 +141,67 @@ def test_a_run_goes_on_with_another_number_of_ranks(
     starts = [record for record in read_metrics(result.metrics) if record["kind"] == "start"]
     assert [start["resumed_after_step"] for start in starts] == [0, 21, 36]
     assert [start["num_ranks"] for start in starts] == [2, 3, 1]
+    assert "because these changed: ranks 2 and 3, now 1" in went_on(result)
     for name, value in weights(expected).items():
         torch.testing.assert_close(weights(result)[name], value, rtol=0, atol=1e-9)
+
+
+def went_on(result: Result) -> str:
+    (note,) = (note for note in read_metrics(result.metrics)[-1]["notes"] if "went on from a checkpoint" in note)
+    return str(note)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ([{}], "bit for bit."),
+        ([{"precision": "bf16"}], "precision fp32, now bf16."),
+        ([{"threads": 2, "channels_last": True}], "threads of each rank 1, now 2; channels last off, now on."),
+        ([{"device": 0}], "devices some CPU, now another CPU."),
+        ([{"precision": "bf16"}, {}], "precision fp32 and bf16, now fp32."),
+    ],
+)
+def test_a_run_that_goes_on_in_other_arithmetic_says_so(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: list[dict[str, Any]], words: str
+) -> None:
+    """A retry gets another CPU, say: it goes on, and no longer claims the bits of a run that came through."""
+    hp = replace(BASE, num_ranks=1, model="small_cnn", precision="auto", batch_size=450)
+    plain = Hardware(1, "cpu", "gloo", "shared_memory", "fp32", channels_last=False, threads=1)
+    update, steps = TrainingState.update_average, iter((4, 7))  # in the second and third epoch
+
+    def fail(state: TrainingState) -> None:
+        if state.step == limit:
+            raise MemoryError
+        update(state)
+
+    monkeypatch.setattr(TrainingState, "update_average", fail)
+    for change in ({}, *changes):
+        device = "another CPU" if "device" in change else "some CPU"
+        monkeypatch.setattr(arithmetic, "read_cpu", lambda device=device: device)
+        hardware = replace(plain, **{name: value for name, value in change.items() if name != "device"})
+        limit = next(steps) if change is not changes[-1] else -1
+        with pytest.raises(RankError, match="MemoryError") if limit > 0 else nullcontext():
+            result = run_training(hp, digits, tmp_path / "run", QUIET, hardware=hardware)
+    note = went_on(result)
+    assert note.endswith(words)
+    assert ("up to rounding, because these changed: " in note) == ("bit for bit" not in note)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "words"),
+    [
+        ([PLAIN], PLAIN, ""),
+        ([replace(PLAIN, num_ranks=2, strategy="ddp")], PLAIN, "ranks 2, now 1"),
+        (
+            [replace(PLAIN, num_ranks=2, strategy="ddp")],
+            replace(PLAIN, num_ranks=2, strategy="hooks"),
+            "strategy ddp, now hooks",
+        ),
+        ([replace(PLAIN, devices="A, B")], replace(PLAIN, devices="B, A"), "devices A, B, now B, A"),
+    ],
+)
+def test_what_changed_is_named(before: list[Arithmetic], now: Arithmetic, words: str) -> None:
+    assert now.changes(before) == words
 
 
 def test_a_step_that_failed_half_way_is_not_saved(
@@ -176,11 +245,11 @@ def test_each_rank_knows_how_many_samples_it_has_trained_on(
         for step, batch in enumerate(batches):
             state: Any = SimpleNamespace(hp=hp, training=range(length), step=step)
             assert TrainingState.own_samples(state) == done
-            done += sum(map(len, train.own_shares(batch, accumulation)))
+            done += sum(len(share.samples) for share in train.own_shares(batch, accumulation) if share.counts)
 
 
 def write(path: Path, step: int, identity: Identity = OWN) -> None:
-    about = {"epoch": 0, "step": step, "num_ranks": [1], "time": 0.0}
+    about = {"epoch": 0, "step": step, "trained_in": [asdict(PLAIN)], "time": 0.0}
     checkpoint.write(path, about, identity, b"metrics\n", lambda file: torch.save({"step": step}, file))
 
 
@@ -193,6 +262,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path: Path, damag
     newest = checkpoint.newest_of(tmp_path)
     assert newest is not None
     assert (newest.step, newest.metrics, newest.identity) == (3, b"metrics\n", OWN)
+    assert newest.trained_in == (PLAIN,)
     assert torch.load(checkpoint.state_in(newest), weights_only=True) == {"step": 3}
     content = newest.path.read_bytes()
     if damage == "gone":
@@ -213,6 +283,46 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path: Path, damag
     assert next(checkpoint.slots(tmp_path, before.path)) == newest.path, "the good one stays until there is another"
 
 
+HEADERS: dict[str, Any] = {
+    "no object": lambda header: [header],
+    **{f"no {name}": lambda header, name=name: {key: value for key, value in header.items() if key != name}
+       for name in ("epoch", "step", "trained_in", "time", "identity", "metrics_bytes")},
+    **{f"negative {name}": lambda header, name=name: {**header, name: -1}
+       for name in ("epoch", "step", "metrics_bytes")},
+    **{f"{name} is text": lambda header, name=name: {**header, name: "7"} for name in ("epoch", "step", "time")},
+    "more metrics than bytes": lambda header: {**header, "metrics_bytes": 10**12},
+    "trained in nothing": lambda header: {**header, "trained_in": []},
+    "trained in a number": lambda header: {**header, "trained_in": 2},
+    "trained in less": lambda header: {**header, "trained_in": [{"num_ranks": 2}]},
+    "a time that no clock shows": lambda header: {**header, "time": 1e300},
+    "time is NaN": lambda header: {**header, "time": float("nan")},
+    "less identity": lambda header: {**header, "identity": {"hyperparameters": {}}},
+    "more identity": lambda header: {**header, "identity": {**header["identity"], "moon": "full"}},
+    "identity of text": lambda header: {**header, "identity": "me"},
+    "hyperparameters of text": lambda header: {**header, "identity": {**header["identity"], "hyperparameters": ""}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_a_checkpoint_that_is_signed_but_makes_no_sense_is_passed_over(tmp_path: Path, name: str) -> None:
+    write(tmp_path / "a.ckpt", 1)
+    write(tmp_path / "b.ckpt", 2)
+    header, rest = (tmp_path / "b.ckpt").read_bytes()[checkpoint.DIGEST_LINE :].split(b"\n", 1)
+    content = json.dumps(HEADERS[name](json.loads(header))).encode() + b"\n" + rest
+    signature = f"{checkpoint.FORMAT} {hashlib.sha256(content).hexdigest()}\n".encode()
+    (tmp_path / "b.ckpt").write_bytes(signature + content)
+    found = checkpoint.newest_of(tmp_path)
+    assert found is not None
+    assert found.path.name == "a.ckpt"
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", b"no JSON\n", b"\xff\n"])
+def test_a_checkpoint_that_is_signed_but_has_no_header_is_passed_over(tmp_path: Path, content: bytes) -> None:
+    signature = f"{checkpoint.FORMAT} {hashlib.sha256(content).hexdigest()}\n".encode()
+    (tmp_path / "a.ckpt").write_bytes(signature + content)
+    assert checkpoint.newest_of(tmp_path) is None
+
+
 @pytest.mark.parametrize(
     ("other", "words"),
     [
@@ -222,6 +332,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path: Path, damag
         (replace(OWN, code="e"), "other code of flyte_ddp (c, now e)"),
         (replace(OWN, user_code="e"), "other code of the model (, now e)"),
         (replace(OWN, initial_weights="e"), "other initial weights (, now e)"),
+        (replace(OWN, releases="torch 3"), "other releases (torch 2, now torch 3)"),
     ],
 )
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path, other: Identity, words: str) -> None:

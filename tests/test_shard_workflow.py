@@ -48,6 +48,21 @@ def test_from_a_folder_of_images_to_a_model(tmp_path: Path) -> None:
     again = cli.train(hp, home=tmp_path)
     assert "epoch 1/8" not in again.output  # from the cache
 
+    (source / "dark" / "0.png").write_bytes(b"no image")
+    (run,) = (tmp_path / "runs").glob("shards.train-*")
+    model = ("--model_state", str(run / "model.pt"), "--sidecar", str(run / "model.json"), "--images", str(source))
+    predicted = [
+        cli.pyflyte("run", "workflows/prediction.py", "predict_wf", *model, *more, home=tmp_path)
+        for more in ((), ("--bad_samples", "1"))
+    ]
+    assert "dark/0.png cannot be decoded: of no known format; mend or remove it, or allow some" in predicted[0].panel
+    assert predicted[1].exit_code == 0, predicted[1].output
+    assert "without a guess, as they cannot be decoded: 1 of the images, " in predicted[1].output
+    (table,) = (tmp_path / "runs").glob("predictions-*/predictions.csv")
+    rows = table.read_text().splitlines()
+    assert len(rows) == 61
+    assert [row for row in rows if ",," in row] == ["dark/0.png,,,,"]
+
     damaged = bytearray((index.parent / "train-000002.tar").read_bytes())
     damaged[600] ^= 1
     (index.parent / "train-000002.tar").write_bytes(damaged)

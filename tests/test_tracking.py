@@ -26,7 +26,7 @@ from flyte_ddp.files import replacing
 from flyte_ddp.json_lines import JsonLines
 from flyte_ddp.settings import Settings
 from flyte_ddp.tracking import read_metrics, start_wandb
-from flyte_ddp.wandb_follower import EndOfRun
+from flyte_ddp.wandb_follower import EndOfRun, read_status
 
 KEY = "0123456789abcdef" * 2 + "01234567"
 HYPERPARAMETERS = {"epochs": 2, "learning_rate": 0.1, "num_ranks": 0}
@@ -141,7 +141,7 @@ def test_records_are_followed_as_they_are_written(tmp_path: Path) -> None:
     end = EndsAfter(
         nothing, write('{"step": 1}\n{"st'), write('ep": 2}\n'), write('{"step": 3}\nrubbish\n{"step": 4}\n{"s')
     )
-    assert list(wandb_feed.follow(path, 0, end)) == [{"step": step} for step in (1, 2, 3, 4)]
+    assert list(wandb_feed.follow(tmp_path, 0, end)) == [{"step": step} for step in (1, 2, 3, 4)]
 
 
 def test_records_of_an_earlier_attempt_are_not_followed(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_records_of_an_earlier_attempt_are_not_followed(tmp_path: Path) -> None:
     offset = path.stat().st_size
     with path.open("a") as file:
         file.write('{"step": 2}\n')
-    assert list(wandb_feed.follow(path, offset, EndsAfter(lambda: None))) == [{"step": 2}]
+    assert list(wandb_feed.follow(tmp_path, offset, EndsAfter(lambda: None))) == [{"step": 2}]
 
 
 def test_records_of_a_run_that_is_started_again_are_followed_once(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_records_of_a_run_that_is_started_again_are_followed_once(tmp_path: Path
 
     end = EndsAfter(lambda: None, start_again)
     steps = [{"step": 1}, {"step": 2}, {"step": 2, "again": True}]
-    assert list(wandb_feed.follow(path, 0, end)) == steps
+    assert list(wandb_feed.follow(tmp_path, 0, end)) == steps
 
 
 # The follower, with a real wandb
@@ -222,8 +222,12 @@ def write_run(folder: Path) -> None:
 
 
 def is_open(folder: Path) -> bool:
-    path = folder / "wandb" / "status.json"
-    return path.exists() and json.loads(path.read_text())["state"] != "starting"
+    return any(status["state"] != "starting" for status in statuses(folder))
+
+
+def statuses(folder: Path) -> list[dict[str, str]]:
+    """How far wandb got, for each attempt at the run."""
+    return [json.loads(path.read_text()) for path in (folder / "wandb").glob("status-*.json")]
 
 
 def offline_records(folder: Path) -> dict[str, list[dict[str, Any]]]:
@@ -288,7 +292,7 @@ def test_an_offline_run_holds_everything(tmp_path: Path, mark: str, capsys: pyte
     assert histogram["parameters/conv.weight.values"] == COUNTS
     assert histogram["parameters/conv.weight.bins"] == EDGES
     assert histogram["step"] == 40
-    assert records["exit"] == [{"exit_code": 0}]
+    assert [record["exit_code"] for record in records["exit"]] == [0]
     check_table(tmp_path)
     output = capsys.readouterr()
     assert output.out == ""
@@ -309,6 +313,16 @@ def check_table(folder: Path) -> None:
         picture = Image.open(io.BytesIO(pictures[row[1]["sha256"]]))
         np.testing.assert_array_equal(np.asarray(picture), image[..., 0])
         np.testing.assert_array_equal(np.array(row[4:], np.float32), scores)
+
+
+def test_the_table_calls_samples_by_their_names(tmp_path: Path) -> None:
+    """Where they have some."""
+    names = [f"class/{number}.jpg" for number in range(6)]
+    arrays = {"index": np.arange(6), "images": IMAGES, "scores": SCORES, "truth": TRUTH, "table_rows": np.array(3)}
+    for found, expected in ((names, names[:3]), ([], [0, 1, 2])):
+        np.savez(tmp_path / "predictions.npz", **arrays, names=np.array(found, dtype=np.str_))
+        table = wandb_feed.table(tmp_path / "predictions.npz", ["boot", "bag", "shirt"])
+        assert [row[0] for row in table.data] == expected
 
 
 @needs_proc
@@ -401,7 +415,34 @@ def test_the_parents_death_ends_it(tmp_path: Path, mark: str) -> None:
     wait_for(lambda: not processes(mark), seconds=15)
     records = offline_records(tmp_path)
     assert logged_rows([each["item"] for each in records["history"]]) == [{"step": 1, "epoch": 0, "loss": 2.5}]
-    assert records["exit"] == [{"exit_code": 1}]
+    assert [record["exit_code"] for record in records["exit"]] == [1]
+
+
+@needs_proc
+def test_the_follower_of_a_killed_launcher_leaves_a_retry_alone(
+    tmp_path: Path, mark: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It comes to its end while the retry, in the same run folder, has begun already."""
+    with subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path)]) as parent:
+        wait_for(lambda: is_open(tmp_path) and read_metrics(tmp_path / "metrics.jsonl"))
+        before = {*tmp_path.glob("wandb/offline-run-*")}
+        late = processes(mark, "flyte_ddp.wandb_")
+        for pid in late:
+            os.kill(pid, signal.SIGSTOP)
+        parent.kill()
+    retry = start_wandb(tmp_path, settings("offline"), HYPERPARAMETERS, "a name")
+    assert retry is not None
+    wait_for(lambda: {*tmp_path.glob("wandb/offline-run-*")} - before)
+    wait_for(lambda: [each for each in statuses(tmp_path) if each["folder"] and Path(each["folder"]) not in before])
+    for pid in late:
+        os.kill(pid, signal.SIGCONT)
+    wait_for(lambda: not {*late} & {*processes(mark, "flyte_ddp.wandb_")})
+    (own,) = {*tmp_path.glob("wandb/offline-run-*")} - before
+    assert {"state": "open", "folder": str(own)}.items() <= read_status(retry._order).__dict__.items()
+    with JsonLines(tmp_path / "metrics.jsonl") as log:
+        log.write(END)
+    retry.finish()
+    assert own.name in capsys.readouterr().err
 
 
 @needs_proc

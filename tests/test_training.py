@@ -19,7 +19,8 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import open_arrays
 from flyte_ddp.errors import UserError
 from flyte_ddp.images import InputSpec
-from flyte_ddp.run import OUTPUTS, Result, run_training
+from flyte_ddp.run import Result, run_training
+from flyte_ddp.run_folder import OUTPUTS, UNFINISHED
 from flyte_ddp.settings import Settings
 from flyte_ddp.tracking import read_metrics
 
@@ -74,6 +75,15 @@ def test_any_number_of_ranks_computes_what_one_process_would(
     assert reported == pytest.approx(losses, rel=1e-4)
     for name, value in weights(result).items():
         torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_equal_runs_leave_equal_files(digits: Path, tmp_path: Path) -> None:
+    """To the last byte, but for what they say about time."""
+    hp = replace(BASE, precision="auto", channels_last="auto", keep="best", ema_decay=0.5)
+    one, other = (train(hp, digits, tmp_path / name) for name in ("one", "other"))
+    for name in ("model.pt", "model.json", "predictions.npz"):
+        assert (one.run_folder / name).read_bytes() == (other.run_folder / name).read_bytes(), name
 
 
 @pytest.mark.slow
@@ -151,7 +161,8 @@ def test_every_loss_before_the_one_that_is_not_finite_is_kept(digits: Path, tmp_
     with pytest.raises(UserError, match=r"loss is (nan|inf)") as caught:
         train(hp, digits, tmp_path / "run")
     failed = int(re.search(r"step (\d+)", caught.value.message)[1])
-    logged = [record["step"] for record in read_metrics(tmp_path / "run/metrics.jsonl") if record["kind"] == "train"]
+    records = read_metrics(tmp_path / "run" / UNFINISHED / "metrics.jsonl")
+    logged = [record["step"] for record in records if record["kind"] == "train"]
     assert logged == list(range(1, failed))
 
 
@@ -242,15 +253,6 @@ def test_cpu_quota_of_a_container_counts(tmp_path: Path) -> None:
     assert hardware.cgroup_quota(tmp_path) > 1000
 
 
-def test_bf16_where_there_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "cpuinfo").write_text("flags : fpu avx2\n")
-    assert not hardware.cpu_has_bf16(tmp_path / "cpuinfo")
-    monkeypatch.setattr(hardware, "cpu_has_bf16", lambda: False)
-    with pytest.raises(UserError, match="precision='bf16': this CPU has no bf16"):
-        hardware.detect(replace(BASE, precision="bf16"))
-    assert hardware.detect(replace(BASE, precision="auto")).precision == "fp32"
-
-
 def test_shared_memory_is_for_cpu_ranks_on_linux(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hardware.strategy(BASE, "cpu") == "shared_memory"
     assert hardware.strategy(BASE, "cuda") == "ddp"
@@ -265,6 +267,20 @@ def test_a_batch_too_small_for_batch_norm_is_explained(digits: Path, tmp_path: P
     hp = replace(BASE, model="resnet18", batch_size=1349, num_ranks=1, validation_fraction=0.1, epochs=1)
     with pytest.raises(UserError, match=r"batch_size=1349: leaves a batch in which BatchNorm .* single value"):
         train(hp, digits, tmp_path / "run")
+
+
+def test_a_split_that_leaves_nothing_to_train_on_is_refused_before_a_rank_starts(digits: Path, tmp_path: Path) -> None:
+    words = (
+        "validation_fraction=0.9999: holds out all 1,500 samples that dataset='digits' has for training; "
+        "lower it, or give more samples"
+    )
+    with pytest.raises(UserError, match=words):
+        run_training(replace(BASE, validation_fraction=0.9999), digits, tmp_path / "run", QUIET, launch=no_launch)
+    assert not (tmp_path / "run").exists()
+
+
+def no_launch(*_: object, **__: object) -> None:
+    raise AssertionError("ranks were started")
 
 
 def test_images_too_small_for_the_model_are_refused(digits: Path, tmp_path: Path) -> None:

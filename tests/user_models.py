@@ -35,7 +35,7 @@ def introduced(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module
     (temporary / f"rank {dist.get_rank()}").write_text(json.dumps(about))
     results.submit(f"ranks/{dist.get_rank()}.json", json.dumps(about).encode())
     results.event(introduced=True)
-    for folder in (temporary / "run", temporary.parent / "run"):
+    for folder in (temporary / "run/unfinished", temporary.parent / "run/unfinished"):
         if folder.exists():  # else this host does not see it
             wait_for(folder / "results/ranks" / f"{dist.get_rank()}.json")
     return faults.model(num_classes, input_shape)

@@ -17,4 +17,4 @@ if installed("dask"):
     @workflow
     def dask_training_wf(hp: Hyperparameters = Hyperparameters()) -> TrainingOutputs:
         """Train an image classifier on a Dask cluster; what has been trained before is answered from the cache."""
-        return fetched_and_trained(train_on_dask, hp, check_inputs(hp=hp))
+        return fetched_and_trained(train_on_dask, hp, check_inputs(hp=hp, engine="dask"))

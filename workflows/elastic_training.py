@@ -17,4 +17,4 @@ if installed("elastic"):
     @workflow
     def elastic_training_wf(hp: Hyperparameters = Hyperparameters()) -> TrainingOutputs:
         """Train an image classifier on torch Elastic; what has been trained before is answered from the cache."""
-        return fetched_and_trained(train_on_elastic, hp, check_inputs(hp=hp))
+        return fetched_and_trained(train_on_elastic, hp, check_inputs(hp=hp, engine="elastic"))

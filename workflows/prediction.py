@@ -20,6 +20,7 @@ def predict_wf(
     dataset: str = "",
     data_source: str = "",
     test_dataset: str = "",
+    bad_samples: Optional[int] = None,
 ) -> FlyteFile:
     """Classify a folder of images, or the test split of a data set, with a trained model and its sidecar."""
     return predict_images(
@@ -29,4 +30,5 @@ def predict_wf(
         dataset=dataset,
         data_source=data_source,
         test_dataset=test_dataset,
+        bad_samples=bad_samples,
     )

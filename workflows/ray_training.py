@@ -17,4 +17,4 @@ if installed("ray"):
     @workflow
     def ray_training_wf(hp: Hyperparameters = Hyperparameters()) -> TrainingOutputs:
         """Train an image classifier on a Ray cluster; what has been trained before is answered from the cache."""
-        return fetched_and_trained(train_on_ray, hp, check_inputs(hp=hp))
+        return fetched_and_trained(train_on_ray, hp, check_inputs(hp=hp, engine="ray"))

@@ -217,9 +217,7 @@ def open_arrays(folder: Path) -> ImageArrays:
             **loaded,
         )
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{folder}: the prepared data set is damaged ({error}); delete it and fetch it again"
-        ) from error
+        raise UserError(f"{folder}: the prepared data set is damaged ({error}); fetch it again") from error
 
 
 def read_description(folder: Path) -> dict[str, Any]:

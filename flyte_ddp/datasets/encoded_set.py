@@ -105,14 +105,13 @@ def open_encoded_set(folder: Path) -> EncodedSet:
         train = opened(folder, "train", described, classes)
         if train is None:
             raise FileNotFoundError("there is no list of training samples")
-        data = EncodedSet(
-            described["name"], classes, described["digest"], train, opened(folder, "test", described, classes)
-        )
+        test = opened(folder, "test", described, classes)
+        if test is None and described.get("test_dataset"):
+            raise FileNotFoundError("there is no list of test samples")
+        data = EncodedSet(described["name"], classes, described["digest"], train, test)
         return replace(data, mean=tuple(described["mean"]), std=tuple(described["std"]))
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{folder}: the prepared data set is damaged ({error}); delete it and fetch it again"
-        ) from error
+        raise UserError(f"{folder}: the prepared data set is damaged ({error}); fetch it again") from error
 
 
 def open_shards(folder: Path, split: str, described: dict[str, Any], classes: tuple[str, ...]) -> ShardIndex | None:

@@ -81,7 +81,7 @@ def fetch(dataset: str, source: str, folder: Path, *, test_dataset: str = "", pr
             which only the index or the list of files is fetched.
         source: a directory or a file://, s3:// or https:// mirror, which then is the only place that is asked; empty
             for the usual places: a copy of the operating system's, then the public addresses.
-        folder: where to put it; if it holds this data set of this source already, nothing is done, so
+        folder: where to put it; if it holds this data set of this source already, and whole, nothing is done, so
             name it by the :func:`fingerprint` where the source can change.
         test_dataset: of shards and folders of images, what to test on.
         progress: auto, bar, lines or off; on stderr.
@@ -113,8 +113,12 @@ def fetch(dataset: str, source: str, folder: Path, *, test_dataset: str = "", pr
         try:
             workspace.rename(folder)
         except OSError:
-            if not is_prepared(folder, dataset, asked):  # else another process was faster, with the same data
+            if not folder.exists():
                 raise
+            if not is_prepared(folder, dataset, asked):  # else another process was faster, with the same data
+                with workspace_beside(folder) as damaged:
+                    folder.rename(damaged / folder.name)
+                    workspace.rename(folder)
     return folder
 
 
@@ -125,10 +129,10 @@ def refuse_source(dataset: str, source: str) -> None:
 
 
 def is_prepared(folder: Path, dataset: str, asked: dict[str, str]) -> bool:
-    """Whether the folder holds this data set; False where there is no folder, or an empty one.
+    """Whether the folder holds this data set, and whole; False where there is no folder, or an empty one.
 
     Raises:
-        UserError: it holds something else, or a damaged data set.
+        UserError: it holds something else.
     """
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return False
@@ -139,7 +143,15 @@ def is_prepared(folder: Path, dataset: str, asked: dict[str, str]) -> bool:
         raise UserError(
             f"{folder}: holds {held!r} of {found} and not {dataset!r} of {wanted}; choose another folder or delete it"
         )
-    open_prepared(folder)
+    return is_whole(folder)
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether a prepared data set can be opened: a file of it may be missing, or cut off."""
+    try:
+        open_prepared(folder)
+    except (UserError, OSError):
+        return False
     return True
 
 

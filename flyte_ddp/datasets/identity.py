@@ -24,12 +24,15 @@ from flyte_ddp.storage.content import CHUNK_BYTES
 from flyte_ddp.storage.digest_list import SUMS
 
 
-def content_identity(source: str) -> str:
+def content_identity(source: str, asked_as: str = "data_source") -> str:
     """SHA-256 (hex) that changes with the content of ``source``; empty for an empty one.
 
     A local file or directory is read whole. Of S3 and Google's storage it takes names, sizes and ETags of everything
     under the prefix; of an HTTP server the file's ETag or time of change with its size, or the ``SHA256SUMS`` of a
     directory that has one.
+
+    Args:
+        asked_as: the hyperparameter that names it, for errors.
 
     Raises:
         UserError: there is nothing, it cannot be reached, or the server does not say what identifies it.
@@ -38,15 +41,15 @@ def content_identity(source: str) -> str:
         return ""
     path = local_path(source)
     if path is not None:
-        return local_identity(source, path)
+        return local_identity(f"{asked_as}={source!r}", path)
     identify = http_identity if scheme(source) in ("http", "https") else listed_identity
     try:
         return retried(source, identify, Progress().note)
     except UnavailableError as failure:
-        raise failure.explained(
-            f"data_source={source!r}: cannot be read: {failure}; check the address, and that the server is up; "
-            "a directory on a web server needs a SHA256SUMS file in it"
-        ) from None
+        fix = "check the address, and that the server is up"
+        if asked_as == "data_source":
+            fix += "; a directory on a web server needs a SHA256SUMS file in it"
+        raise failure.explained(f"{asked_as}={source!r}: cannot be read: {failure}; {fix}") from None
 
 
 def digest_of(lines: Iterable[str]) -> str:
@@ -55,14 +58,14 @@ def digest_of(lines: Iterable[str]) -> str:
 
 
 def local_identity(source: str, path: Path) -> str:
-    """Of a file its content, of a directory names and contents of all files in it."""
+    """Of a file its content, of a directory names and contents of all files in it; ``source`` is for errors."""
     if path.is_file():
         return digest_of([file_digest(path)])
     if not path.is_dir():
-        raise UserError(f"data_source={source!r}: there is no such file or directory; give one that exists")
+        raise UserError(f"{source}: there is no such file or directory; give one that exists")
     files = {file.relative_to(path).as_posix(): file for file in path.rglob("*") if file.is_file()}
     if not files:
-        raise UserError(f"data_source={source!r}: the directory is empty; give one that holds the data")
+        raise UserError(f"{source}: the directory is empty; give one that holds the data")
     return digest_of(f"{name} {file_digest(file)}" for name, file in sorted(files.items()))
 
 

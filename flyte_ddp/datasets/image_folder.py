@@ -13,6 +13,10 @@ from flyte_ddp import storage
 from flyte_ddp.errors import UserError
 from flyte_ddp.shards.decoding import IMAGES
 
+LISTED = 10  # classes whose numbers of images are told one by one
+TRAINING_PARTS = ("train", "training")
+OTHER_PARTS = ("test", "testing", "val", "valid", "validation", "dev", "eval", "evaluation")
+
 
 @dataclass(frozen=True, eq=False)
 class ImageList:
@@ -49,6 +53,35 @@ class ImageList:
         if size >= 0 and len(content) != size:
             raise UserError(f"image {address}: has {len(content):,} bytes, and {size:,} when it was listed; {hint}")
         return content
+
+    def describe(self) -> list[str]:
+        """What there is, and what there likely should not be, for people."""
+        counts = np.bincount(self.labels, minlength=len(self.classes)).tolist()
+        if len(counts) > LISTED:
+            numbers = f"with {min(counts):,} to {max(counts):,} images each"
+        else:
+            numbers = ", ".join(f"{name} {count:,}" for name, count in zip(self.classes, counts, strict=True))
+        kinds = "1 class" if len(counts) == 1 else f"{len(counts):,} classes"
+        said = [f"image folder {self.address}: {len(self.labels):,} images of {kinds} ({numbers})"]
+        parts = [name for name in self.classes if name.lower() in (*TRAINING_PARTS, *OTHER_PARTS)]
+        training = next((name for name in parts if name.lower() in TRAINING_PARTS), "")
+        if parts == [*self.classes] or (training and len(parts) > 1):
+            others = [name for name in parts if name != training]
+            fix = " and ".join(
+                f"{key}=image_folder:{storage.join(self.address, name)}"
+                for key, name in (("dataset", training), ("test_dataset", next(iter(others), "")))
+                if name
+            )
+            said.append(
+                f"warning: image folder {self.address}: {', '.join(parts)} look like parts of a data set, and are "
+                f"taken for classes, as the first folders are; if they are parts, set {fix}"
+            )
+        elif len(counts) == 1:
+            said.append(
+                f"warning: image folder {self.address}: all images are of one class, {self.classes[0]}, so that there "
+                "is nothing to tell apart; put those of each class into a folder of its own"
+            )
+        return said
 
     @property
     def digest(self) -> str:

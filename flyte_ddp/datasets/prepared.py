@@ -7,12 +7,14 @@ from pathlib import Path
 
 import numpy as np
 
+from flyte_ddp import sampling
 from flyte_ddp.catalog import encoded_kind
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.arrays import ImageArrays, open_arrays, read_description
 from flyte_ddp.datasets.encoded_set import EncodedSet, open_encoded_set
+from flyte_ddp.datasets.image_folder import ImageList
 from flyte_ddp.errors import UserError
-from flyte_ddp.shard_order import TEST_FRACTION, WholeShardSplits
+from flyte_ddp.shard_order import TEST_FRACTION, ShardSplits, WholeShardSplits
 from flyte_ddp.shards.epoch_plan import cache_wanted
 from flyte_ddp.shards.index import ShardIndex
 from flyte_ddp.shards.stream_readers import Gang
@@ -35,15 +37,20 @@ def check_prepared(
     """Refuses, before a rank starts, what ranks would not know what to do with.
 
     Returns:
-        What the user should know all the same.
+        What the user should know: what a folder of images holds, and what is likely not meant.
 
     Raises:
-        UserError: the number of classes is not known, or a stream has too few shards.
+        UserError: the number of classes is not known, no samples are left for training or testing, or a stream has too
+            few shards.
     """
     data = open_prepared(folder)
     class_names(data, hp)
-    if not isinstance(data, EncodedSet) or not isinstance(data.train, ShardIndex):
+    check_samples(data, hp)
+    if not isinstance(data, EncodedSet):
         return []
+    if not isinstance(data.train, ShardIndex):
+        lists = (source for source in (data.train, data.test) if isinstance(source, ImageList))
+        return [line for source in lists for line in source.describe()]
     if encoded_kind(hp.dataset) == "stream":
         check_stream(data.train, hp, own_test=data.test is not None, ranks=ranks, workers=workers)
         return []
@@ -87,6 +94,49 @@ def check_stream(index: ShardIndex, hp: Hyperparameters, *, own_test: bool, rank
             f"dataset={hp.dataset!r}: has {training} shards for training, read by {ranks} ranks x {max(1, workers)} "
             "workers: each needs one; make more shards, or lower num_ranks or FLYTE_DDP_LOADER_THREADS"
         )
+
+
+def check_samples(data: PreparedSet, hp: Hyperparameters) -> None:
+    """Refuses, before a rank starts, hyperparameters that leave no samples to train on, or to test on.
+
+    Raises:
+        UserError: with the numbers.
+    """
+    training, held_out, test = split_sizes(data, hp)
+    if not training and held_out:
+        raise UserError(
+            f"validation_fraction={hp.validation_fraction:g}: holds out all {held_out:,} samples that dataset="
+            f"{hp.dataset!r} has for training; lower it, or give more samples"
+        )
+    for count, purpose in ((training, "training"), (test, "testing")):
+        if not count:
+            raise no_samples(hp.dataset, purpose)
+
+
+def split_sizes(data: PreparedSet, hp: Hyperparameters) -> tuple[int, int, int]:
+    """Samples for training, validation and testing."""
+    if isinstance(data, ImageArrays):
+        samples = len(data.train_labels)
+        validation = sampling.held_out(samples, hp.validation_fraction)
+        return samples - validation, validation, len(data.test_labels)
+    test_fraction = TEST_FRACTION if data.test is None else 0.0
+    if isinstance(data.train, ShardIndex):
+        kind = WholeShardSplits if encoded_kind(hp.dataset) == "stream" else ShardSplits
+        sizes = kind(data.train.counts, hp.validation_fraction, test_fraction, hp.seed).sizes
+        training, validation, test = (int(sizes[split].sum()) for split in ("training", "validation", "test"))
+    else:
+        test = sampling.held_out(len(data.train.names), test_fraction)
+        rest = len(data.train.names) - test
+        validation = sampling.held_out(rest, hp.validation_fraction)
+        training = rest - validation
+    if data.test is not None:
+        test = int(data.test.counts.sum()) if isinstance(data.test, ShardIndex) else len(data.test.names)
+    return training, validation, test
+
+
+def no_samples(dataset: str, purpose: str) -> UserError:
+    """The error for a split that must have samples and has none."""
+    return UserError(f"dataset={dataset!r}: has no samples for {purpose}; give more, or hold out less, or test_dataset")
 
 
 def class_names(data: PreparedSet, hp: Hyperparameters) -> tuple[str, ...]:

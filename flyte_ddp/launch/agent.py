@@ -15,6 +15,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from flyte_ddp.launch.gang import Member, end
+from flyte_ddp.launch.offspring import end_offspring, take_in_orphans
 from flyte_ddp.launch.processes import start
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ def run(invitation: Invitation) -> None:
 
 def main() -> None:
     """The process's first function."""
+    take_in_orphans()  # of its rank, so that it can end all that the rank has started
     place = pickle.load(sys.stdin.buffer)
     gang: list[Member] = []
     try:
@@ -55,13 +57,15 @@ def main() -> None:
         code = 0 if stand_for(gang[0], invitation) else 1
     finally:
         end(gang)
+        end_offspring()
     sys.exit(code)
 
 
 def end_with_parent() -> None:
-    """Ends this process, and by that its rank, when the one that started it has ended."""
+    """Ends this process, its rank, and what that has started, when the one that started it has ended."""
     while os.read(sys.stdin.fileno(), 1):
         pass
+    end_offspring()
     os._exit(1)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from flyte_ddp import hardware as machine
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.errors import UnreachableError, UserError
+from flyte_ddp.errors import UnreachableError, UserError, needing
 from flyte_ddp.hardware import MOST_CPU_RANKS, Hardware
 from flyte_ddp.job import Job
 from flyte_ddp.launch import agent, room
@@ -45,10 +45,11 @@ def launch(job: Job, *, num_ranks: int, client: Any = None, retries: int = 0) ->
         StoppedError: the process got SIGTERM; for Ctrl-C it is a KeyboardInterrupt.
 
     """
-    from dask import annotate  # type: ignore[attr-defined]
-    from dask.delayed import delayed
-    from distributed import wait
-    from distributed.utils import get_ip
+    with needing("dask"):
+        from dask import annotate  # type: ignore[attr-defined]
+        from dask.delayed import delayed
+        from distributed import wait
+        from distributed.utils import get_ip
 
     with connected(client, num_ranks) as cluster:
         workers = chosen(workers_of(cluster), cluster.processing(), num_ranks)
@@ -87,10 +88,10 @@ def hardware(hp: Hyperparameters, client: Any) -> Hardware:
     most = len(workers) if device == "cuda" else min(len(workers), hp.batch_size)
     num_ranks = room.limited(hp, len(workers), f"the Dask cluster has {len(workers)} workers", most)
     used = chosen(workers, client.processing(), num_ranks)
-    cores, bf16 = client.run(machine.cores, workers=used), client.run(machine.has_bf16, device, workers=used)
+    cores, bf16 = client.run(machine.cores, workers=used), client.run(machine.bf16_support, device, workers=used)
     on_host = Counter(workers[worker]["host"] for worker in used)
     threads = min(max(1, cores[worker] // on_host[workers[worker]["host"]]) for worker in used)
-    return machine.decide(hp, device, num_ranks, threads=threads, bf16=all(bf16.values()))
+    return machine.decide(hp, device, num_ranks, threads=threads, bf16=min(bf16.values()))
 
 
 @contextmanager
@@ -101,10 +102,12 @@ def connected(client: Any = None, num_ranks: int = 0) -> Iterator[Any]:
         num_ranks: workers of a cluster that is made here; 0: one for each GPU, or for each core up to a few.
 
     Raises:
+        UserError: Dask is not installed.
         UnreachableError: there is no scheduler.
     """
-    from dask import config
-    from distributed import Client, LocalCluster, default_client
+    with needing("dask"):
+        from dask import config
+        from distributed import Client, LocalCluster, default_client
 
     if client is None:
         with suppress(ValueError):

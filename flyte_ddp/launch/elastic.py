@@ -27,13 +27,21 @@ from flyte_ddp.errors import RankError, StoppedError, UserError
 from flyte_ddp.hardware import Hardware
 from flyte_ddp.job import Job
 from flyte_ddp.launch import room
-from flyte_ddp.launch.elastic_rank import ERROR_SUFFIX, POLL_SECONDS, follow, is_leader, lead, recorded
+from flyte_ddp.launch.elastic_rank import (
+    ERROR_SUFFIX,
+    KEY_VARIABLE,
+    POLL_SECONDS,
+    RUN_ID,
+    follow,
+    is_leader,
+    lead,
+    recorded,
+)
 from flyte_ddp.launch.failures import was_killed
+from flyte_ddp.launch.offspring import ended_with_the_block
 from flyte_ddp.launch.processes import main_script_hidden
 
 __all__ = ["failure", "follow", "hardware", "is_leader", "launch", "log_kept_quiet", "recorded"]
-
-RUN_ID = "TORCHELASTIC_RUN_ID"  # set in the processes that Elastic starts
 
 
 def launch(job: Job, *, num_ranks: int, max_restarts: int = 0) -> None:
@@ -70,7 +78,7 @@ def hardware(hp: Hyperparameters) -> Hardware:
     lack = f"this host has {gpus} for {on_this_host} workers of Elastic's"
     device = room.device_type(hp, gpus >= on_this_host, lack)
     threads = max(1, machine.cores() // on_this_host)
-    return machine.decide(hp, device, num_ranks, threads=threads, bf16=machine.has_bf16(device))
+    return machine.decide(hp, device, num_ranks, threads=threads, bf16=machine.bf16_support(device))
 
 
 def start(job: Job, num_ranks: int, max_restarts: int) -> None:
@@ -84,6 +92,7 @@ def start(job: Job, num_ranks: int, max_restarts: int) -> None:
         surroundings_kept(),
         tempfile.TemporaryDirectory(prefix="flyte-ddp-elastic-") as logs,
         main_script_hidden(),
+        ended_with_the_block(),
     ):
         config = LaunchConfig(
             min_nodes=1,
@@ -98,7 +107,7 @@ def start(job: Job, num_ranks: int, max_restarts: int) -> None:
             logs_specs=DefaultLogsSpecs(log_dir=logs),
         )
         try:
-            elastic_launch(config, worker)(job)
+            elastic_launch(config, worker)(job, secrets.token_hex(32))
         except ChildFailedError as error:
             raise failure(error) from None
         except SignalException as stopped:
@@ -108,8 +117,9 @@ def start(job: Job, num_ranks: int, max_restarts: int) -> None:
             raise StoppedError(stopped.sigval.name, found.step if found else 0) from None
 
 
-def worker(job: Job) -> None:
+def worker(job: Job, key: str) -> None:
     """What each of them does."""
+    os.environ[KEY_VARIABLE] = key
     with recorded():
         if not is_leader():
             follow()
@@ -133,7 +143,7 @@ def failure(error: Any) -> BaseException:
         return was_killed(rank, signal.Signals(-first.exitcode))
     try:
         raised = pickle.loads(Path(first.error_file).with_suffix(ERROR_SUFFIX).read_bytes())
-    except (OSError, pickle.UnpicklingError):
+    except Exception:  # an exception of a user's own may fail in any way when it is made anew
         raised = None
     if isinstance(raised, (UserError, RankError, StoppedError)):
         return raised

@@ -7,9 +7,12 @@ every host reports the same.
 
 from __future__ import annotations
 
+import hmac
+import json
 import os
 import pickle
 import queue
+import secrets
 import sys
 import tempfile
 import threading
@@ -18,6 +21,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -26,16 +30,21 @@ from flyte_ddp.errors import RankError, StoppedError, UnreachableError, UserErro
 from flyte_ddp.job import Job
 from flyte_ddp.launch.host_data import prepared_here
 from flyte_ddp.launch.link import Link
-from flyte_ddp.launch.network import use_network
+from flyte_ddp.launch.network import own_addresses, use_network
+from flyte_ddp.launch.offspring import end_offspring, ended_with_the_block
 from flyte_ddp.launch.place import Place
 from flyte_ddp.launch.rank_process import set_name
 from flyte_ddp.launch.remote import Invitation, Meeting, come, meeting_place
-from flyte_ddp.launch.standing import received
+from flyte_ddp.launch.standing import RunOverError, received
 from flyte_ddp.launch.stopping import SIGNALS, handed_on
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 ERROR_SUFFIX = ".pickle"  # of what is left beside it
-INVITATION = "flyte-ddp invitation"
+TICKET = "flyte-ddp ticket"
+RUN_ID = "TORCHELASTIC_RUN_ID"  # set in the processes that Elastic starts
+KEY_VARIABLE = "FLYTE_DDP_ELASTIC_KEY"
+LOOPBACK = "127.0.0.1"
+MOST_HOSTS = 16
 VERDICT_SECONDS = 30.0  # to hear what became of the run: more than its launcher takes to find out
 LEADER_SECONDS = 3600.0  # for rank 0 to let others in, which has to fetch the data first
 UNWIND_SECONDS = (2.0, 10.0)  # for a rank to come back from what it is doing when the run has failed, and for rank 0
@@ -51,13 +60,16 @@ def is_leader() -> bool:
 def lead(job: Job) -> None:
     """What rank 0 does: a thread watches over all ranks while this one is what it is."""
     store = group_store(job.settings.timeout)
-    with meeting_place(job, os.environ["MASTER_ADDR"], only_once=True) as meeting:
-        place = Place(0, int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
+    place = own_place()
+    alone = place.world_size == int(os.environ["LOCAL_WORLD_SIZE"])  # then nobody else need hear of it
+    hosts = (LOOPBACK,) if alone else own_addresses()
+    nonce = secrets.token_hex(16)
+    with meeting_place(job, *hosts, listen=LOOPBACK if alone else "", key=key_of(nonce), only_once=True) as meeting:
         invitation = meeting.invitation(place)
-        store.set(INVITATION, pickle.dumps(invitation))
+        store.set(TICKET, ticket(invitation, nonce))
         thread = threading.Thread(target=watch_over, args=(meeting, place.world_size), name="launcher", daemon=True)
         thread.start()
-        take_part(place, job.run_folder, come(invitation))
+        take_part(place, job.run_folder, come(replace(invitation, hosts=(LOOPBACK,))))
         thread.join()
 
 
@@ -78,21 +90,73 @@ def follow(fetch_into: Callable[[Path], object] | None = None, timeout: float = 
         UnreachableError: rank 0 does not let this one in.
     """
     store = group_store(timeout)
-    place = Place(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
+    place = own_place()
+    tried: set[str] = set()
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
-        if store.check([INVITATION]):  # and not store.get, in which no signal would be handled
-            invitation: Invitation = pickle.loads(store.get(INVITATION))
-            with suppress(ConnectionError, EOFError):  # of an invitation to the run before, in a store that is kept
-                arrival = come(replace(invitation, place=place))
-                break
+        if store.check([TICKET]):  # and not store.get, in which no signal would be handled
+            invitation = invited(store.get(TICKET), place)
+            # Refused where the ticket is the run's before this one, in a store that is kept.
+            with suppress(OSError, EOFError, AuthenticationError):
+                tried.update(invitation.hosts if invitation else ())
+                if invitation:
+                    arrival = come(invitation)
+                    break
         time.sleep(POLL_SECONDS)
     else:
+        known = f"under none of {', '.join(sorted(tried))}" if tried else "and said nowhere where it is"
         raise UnreachableError(
-            f"rank 0 did not let rank {place.rank} in within {timeout:g} s: its host, {os.environ['MASTER_ADDR']},"
-            " must be reachable from this one"
+            f"rank 0 did not let rank {place.rank} in within {timeout:g} s, {known}: its host must be reachable from "
+            f"this one at any port, and {KEY_VARIABLE} the same on both, if it is set"
         )
     take_part(place, invitation.run_folder, arrival, fetch_into)
+
+
+def own_place() -> Place:
+    """Which rank this worker is."""
+    return Place(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
+
+
+def key_of(nonce: str) -> bytes:
+    """What proves that somebody belongs to this run: made of what all of its workers have in their environment.
+
+    That is the user's own secret, or Elastic's run id, which is none: it stands in the store as well.
+
+    Args:
+        nonce: of this meeting, so that nobody comes to another one.
+    """
+    secret = os.environ.get(KEY_VARIABLE) or os.environ[RUN_ID]
+    return hmac.digest(secret.encode(), nonce.encode(), "sha256")
+
+
+def ticket(invitation: Invitation, nonce: str) -> str:
+    """What the store is told of an invitation; the key is not in it."""
+    return json.dumps(
+        {
+            "hosts": invitation.hosts,
+            "port": invitation.port,
+            "run_folder": str(invitation.run_folder),
+            "mark": invitation.mark,
+            "nonce": nonce,
+        }
+    )
+
+
+def invited(text: bytes, place: Place) -> Invitation | None:
+    """The invitation that a ticket stands for; None if it is no ticket, as anybody can write into the store."""
+    try:
+        told = json.loads(text)
+        hosts, port, nonce = told["hosts"], told["port"], told["nonce"]
+        run_folder, mark = Path(told["run_folder"]), Path(told["mark"]).name
+    except Exception:  # of the many that a text made for it can bring about
+        return None
+    if not isinstance(hosts, list) or not all(isinstance(host, str) for host in hosts):
+        return None
+    if not isinstance(port, int) or not 0 < port < 1 << 16 or not isinstance(nonce, str):
+        return None
+    # Others reach MASTER_ADDR, as the store is there, and where it is not rank 0's host, nobody there knows the key.
+    reachable = tuple(dict.fromkeys((os.environ["MASTER_ADDR"], *hosts[:MOST_HOSTS])))
+    return Invitation(place, reachable, port, key_of(nonce), run_folder, mark)
 
 
 def group_store(timeout: float) -> Any:
@@ -107,7 +171,7 @@ def group_store(timeout: float) -> Any:
 def take_part(
     place: Place,
     shared: Path,
-    arrival: tuple[Connection, str, bool],
+    arrival: tuple[Connection, bool],
     fetch_into: Callable[[Path], object] | None = None,
 ) -> None:
     """Runs this worker's rank to the end of the run; raises what became of it where that is not its completion.
@@ -121,10 +185,15 @@ def take_part(
     from flyte_ddp.launch.rank import run_rank
 
     set_name(f"rank {place.rank}")
-    pipe, host, shares = arrival
-    use_network(host)
-    with folder_of(shared if shares else None) as folder:
-        job = received(pipe, folder, shares=shares)
+    pipe, shares = arrival
+    with folder_of(shared if shares else None) as folder, ended_with_the_block():
+        try:
+            job, host = received(pipe, folder, shares=shares)
+        except RunOverError as told:
+            raise (told.verdict or rank_0_is_gone()) from None
+        except (EOFError, OSError):
+            raise rank_0_is_gone() from None
+        use_network(host)
         link = WorkerLink(pipe, place.rank, saved=job.checkpoint.step if job.checkpoint else 0)
         with handed_on(SIGNALS, lambda: link.send("stop")):
             try:
@@ -173,7 +242,7 @@ class WorkerLink(Link):
 
     def launcher_is_gone(self) -> None:
         """See :class:`Link`."""
-        self.end(RankError("rank 0 has ended, and its host knows why", recoverable=True))
+        self.end(rank_0_is_gone())
 
     def end(self, verdict: BaseException | None) -> None:
         """Has the rank end, and if it does not come back from what it is doing, this process.
@@ -198,6 +267,11 @@ class WorkerLink(Link):
             return None
 
 
+def rank_0_is_gone() -> RankError:
+    """What is known where rank 0 says nothing any more."""
+    return RankError("rank 0 has ended, and its host knows why", recoverable=True)
+
+
 def end_process(verdict: BaseException) -> None:
     """Ends this process as Elastic's workers end that have failed."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -205,6 +279,7 @@ def end_process(verdict: BaseException) -> None:
     with suppress(OSError):
         get_error_handler().record_exception(verdict)
     record(verdict)
+    end_offspring()
     os._exit(1)
 
 
@@ -221,6 +296,6 @@ def recorded() -> Iterator[None]:
 def record(error: BaseException) -> None:
     """Leaves an error beside the file in which Elastic leaves its text, unless there is one already."""
     path = Path(os.environ[ERROR_FILE]).with_suffix(ERROR_SUFFIX)
-    with suppress(OSError, pickle.PicklingError, TypeError, AttributeError):
+    with suppress(Exception):  # an exception of a user's own may fail in any way when it is pickled
         if not path.exists():
             path.write_bytes(pickle.dumps(error))

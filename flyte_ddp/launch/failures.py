@@ -43,13 +43,14 @@ def first_failure(gang: Sequence[Member], timeout: float) -> UserError | RankErr
         )
     if own:
         mistake = MISTAKES.get(own[0]["cause"])
-        return mistake(own[0]["message"]) if mistake else RankError(said(own[0]))
+        return mistake(own[0]["message"]) if mistake else RankError(said(own[0]), details=own[0]["traceback"])
     if silent(gang):
         left = silent(gang)[0]
         return RankError(f"rank {left.rank} ended with exit code {exit_code(left)} before it had finished training")
     if errors(gang, "timeout"):
         return hang(gang, timeout)
-    return RankError(said(errors(gang, "peer")[0]), recoverable=True)
+    victim = errors(gang, "peer")[0]
+    return RankError(said(victim), details=victim["traceback"], recoverable=True)
 
 
 def was_killed(rank: int, by: signal.Signals) -> RankError:
@@ -61,7 +62,8 @@ def was_killed(rank: int, by: signal.Signals) -> RankError:
 def did_not_begin(member: Member, seconds: float) -> RankError:
     """The error where ranks wait for an import of torch that does not end."""
     return RankError(
-        f"rank {member.rank} did not begin within {seconds:g} s; its process is at:\n{member.stack() or SILENT}",
+        f"rank {member.rank} did not begin within {seconds:g} s",
+        details=f"its process is at:\n{member.stack() or SILENT}",
         recoverable=True,
     )
 
@@ -72,14 +74,14 @@ def hang(gang: Sequence[Member], timeout: float) -> RankError:
     missing = [member for member in gang if member.error is None]
     if not missing:
         return RankError(
-            f"all ranks waited for each other for {timeout:g} s, in different places\n\n"
-            + "\n\n".join(said(error) for error in errors(gang, "timeout")),
+            f"all ranks waited for each other for {timeout:g} s, in different places",
+            details="\n\n".join(f"{said(error)}\n\n{error['traceback']}" for error in errors(gang, "timeout")),
             recoverable=True,
         )
-    stacks = "\n".join(f"rank {member.rank} is at:\n{member.stack() or SILENT}" for member in missing)
     return RankError(
         f"{listed([member.rank for member in missing])} did not come where {listed(waited)} waited for {timeout:g} s "
-        f"(FLYTE_DDP_TIMEOUT); {stacks}",
+        "(FLYTE_DDP_TIMEOUT)",
+        details="\n".join(f"rank {member.rank} is at:\n{member.stack() or SILENT}" for member in missing),
         recoverable=True,
     )
 
@@ -123,7 +125,7 @@ def exit_code(member: Member) -> int:
 
 def said(error: dict[str, Any]) -> str:
     """A rank's own words."""
-    return f"rank {error['rank']}: {error['type']}: {error['message']}\n\n{error['traceback']}"
+    return f"rank {error['rank']}: {error['type']}: {error['message']}"
 
 
 def listed(ranks: Sequence[int]) -> str:

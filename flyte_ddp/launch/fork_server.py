@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 
 from flyte_ddp.launch.gang import Member
 from flyte_ddp.launch.link import described
+from flyte_ddp.launch.offspring import end_offspring, take_in_orphans
 from flyte_ddp.launch.place import Place
 from flyte_ddp.launch.processes import JOIN_SECONDS, ProcessMember, starting
 from flyte_ddp.launch.rank_process import die_with_parent, flush, quiet_torch, set_name, start_rank
@@ -56,7 +57,6 @@ class ForkedMember(ProcessMember):
         self.fate = fate
         self.pid = None
 
-    @property
     def has_begun(self) -> bool:
         """See :class:`Member`."""
         return self.has_ended() or self.pid is not None
@@ -119,8 +119,12 @@ def start(gang: list[Member], places: Iterable[Place]) -> None:
 
 
 def serve(seats: list[Seat]) -> None:
-    """The server's only function, called with ``SIGNALS`` blocked, as they are not for it; ends the process."""
+    """The server's only function, called with ``SIGNALS`` blocked, as they are not for it; ends the process.
+
+    What ranks have started, the server takes in when they end, and ends it in the end.
+    """
     die_with_parent()
+    take_in_orphans()
     set_name(SERVER)
     quiet_torch()
     faulthandler.register(signal.SIGUSR1, file=seats[0].stacks.fileno(), all_threads=False)
@@ -145,6 +149,7 @@ def serve(seats: list[Seat]) -> None:
         seat.fate.send(pid)
         seat.pipe.close()
         seat.stacks.close()
+    end_with_launcher()
     while seats_of:
         ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
         assert ended is not None
@@ -153,6 +158,7 @@ def serve(seats: list[Seat]) -> None:
             with suppress(OSError):  # the launcher waits no more for one that took too long to end
                 left.fate.send(code)
         os.waitpid(ended.si_pid, 0)  # only now can the number become that of another process
+    end_offspring()
     os._exit(0)  # as a rank does: it takes a second to take torch apart
 
 
@@ -161,7 +167,23 @@ def give_up(error: BaseException, seats: list[Seat]) -> NoReturn:
     for seat in seats:
         with suppress(OSError):
             seat.pipe.send(described(error))
+    end_offspring()
     os._exit(1)
+
+
+def end_with_launcher() -> None:
+    """Ends the ranks, and what they have started, when the launcher has ended; from when there are ranks."""
+
+    def end(*_: object) -> None:
+        end_offspring()
+        os._exit(1)
+
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+    signal.signal(signal.SIGUSR2, end)
+    die_with_parent(signal.SIGUSR2)
+    if os.getppid() != launcher.pid:  # which has ended before
+        end()
 
 
 def become(seat: Seat, seats: list[Seat], server: int) -> None:

@@ -48,7 +48,6 @@ class Member:
         self.resumes_after = 0  # step of the checkpoint that its job goes on from
         self.exitcode: int | None = None  # of its process; None as long as that is not known
 
-    @property
     def has_begun(self) -> bool:
         """Whether there is somebody who listens."""
         return True
@@ -108,7 +107,7 @@ def watch(gang: Sequence[Member], stop: StopRequest, job: Job) -> None:
     """Returns when all ranks have completed; raises when one has failed, or the run is to stop."""
     deadline = time.monotonic() + BEGIN_SECONDS
     while not all(member.completed for member in gang):
-        late = next((member for member in gang if not member.has_begun), None)
+        late = next((member for member in gang if not member.has_begun()), None)
         listen(gang, stop, max(0.0, deadline - time.monotonic()) if late else None)
         if any(member.failed() for member in gang):
             save(gang, stop)  # first, as rank 0 reports a failure of its own after it has saved
@@ -116,7 +115,7 @@ def watch(gang: Sequence[Member], stop: StopRequest, job: Job) -> None:
             raise first_failure(gang, job.settings.timeout)
         if stop.signal is not None:
             raise stop.error(save(gang, stop))
-        if late and not late.has_begun and time.monotonic() >= deadline:
+        if late and not late.has_begun() and time.monotonic() >= deadline:
             raise did_not_begin(late, BEGIN_SECONDS)
 
 
@@ -162,7 +161,7 @@ def settle(gang: Sequence[Member], stop: StopRequest) -> None:
 def save(gang: Sequence[Member], stop: StopRequest) -> int | None:
     """Has rank 0 write a checkpoint, if it is still able to; returns the step of the newest one, 0 without any."""
     leader = gang[0]
-    if not leader.has_begun:
+    if not leader.has_begun():
         return leader.resumes_after
     leader.saved = None
     leader.send("save")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import fcntl
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from flyte_ddp.datasets import fetch
+from flyte_ddp.catalog import encoded_kind
+from flyte_ddp.datasets import fetch, open_prepared
 from flyte_ddp.datasets.arrays import read_description
+from flyte_ddp.datasets.identity import digest_of
 from flyte_ddp.errors import UserError
 from flyte_ddp.job import Job
 
@@ -24,21 +27,38 @@ def prepared_here(job: Job, fetch_into: Callable[[Path], object] | None = None) 
     """
     if digest(job.data) == job.identity.data:
         return job.data
-    folder = job.settings.cache_folder / "prepared" / job.identity.data
+    hp = job.hp
+    # By its content, and not by where that came from; what is prepared of encoded images refers to their addresses.
+    name = job.identity.data
+    if encoded_kind(hp.dataset):
+        name = digest_of([name, hp.dataset, hp.test_dataset])
+    folder = job.settings.cache_folder / "prepared" / name
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_suffix(".lock").open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if fetch_into is None:
-            hp = job.hp
-            fetch(hp.dataset, hp.data_source, folder, test_dataset=hp.test_dataset, progress="off")
-        elif digest(folder) != job.identity.data:
-            fetch_into(folder)
+        if not is_whole(folder, job.identity.data):
+            shutil.rmtree(folder, ignore_errors=True)  # damaged, or what the source had when another run fetched it
+            if fetch_into is None:
+                fetch(hp.dataset, hp.data_source, folder, test_dataset=hp.test_dataset, progress="off")
+            else:
+                fetch_into(folder)
     if digest(folder) != job.identity.data:
         raise UserError(
-            f"dataset={job.hp.dataset!r}: what this host has fetched is not what the launcher has; it must be the same "
+            f"dataset={hp.dataset!r}: what this host has fetched is not what the launcher has; it must be the same "
             "everywhere, so give an address that all hosts share, or run again if it has just changed"
         )
     return folder
+
+
+def is_whole(folder: Path, wanted: str) -> bool:
+    """Whether the folder holds the prepared data with this digest, with all its files."""
+    if digest(folder) != wanted:
+        return False
+    try:
+        open_prepared(folder)
+    except (UserError, OSError):
+        return False
+    return True
 
 
 def digest(folder: Path) -> str:

@@ -33,6 +33,8 @@ TIMED_OUT = (
     "Watchdog caught collective operation timeout",
 )
 
+MOST_CHARACTERS = 20_000  # of what an error says, and of its traceback
+
 
 class Link:
     """A rank's end of the pipe. A thread listens to the launcher, so that it is heard whatever the rank is doing.
@@ -114,15 +116,33 @@ class Link:
 
 
 def described(error: BaseException) -> dict[str, Any]:
-    """What the launcher is told of a failure."""
+    """What the launcher is told of a failure, whatever the error is like: a user's may be long, or fail to say it."""
     return {
         "kind": "error",
         "time": time.time(),
         "cause": cause(error),
         "type": type(error).__name__,
-        "message": str(error),
-        "traceback": "".join(traceback.format_exception(error)),
+        "message": words(error)[0],
+        "traceback": shortened("".join(traceback.format_exception(error))),
     }
+
+
+def words(error: BaseException) -> tuple[str, bool]:
+    """What it says, and whether that is all of it."""
+    try:
+        said = str(error)
+    except BaseException as failure:
+        return f"(what it says cannot be had, as its __str__ raises {type(failure).__name__})", False
+    short = shortened(said)
+    return short, short is said
+
+
+def shortened(text: str) -> str:
+    """A text, or the head and the tail of a long one."""
+    if len(text) <= MOST_CHARACTERS:
+        return text
+    half = MOST_CHARACTERS // 2
+    return f"{text[:half]}\n... ({len(text) - 2 * half:,} characters left out) ...\n{text[-half:]}"
 
 
 def cause(error: BaseException) -> str:
@@ -134,8 +154,9 @@ def cause(error: BaseException) -> str:
     if isinstance(error, CollectiveTimeoutError):
         return "timeout"
     if isinstance(error, RuntimeError):
-        if any(words in str(error) for words in PEER_GONE):
+        said, _ = words(error)
+        if any(sign in said for sign in PEER_GONE):
             return "peer"
-        if any(words in str(error) for words in TIMED_OUT):
+        if any(sign in said for sign in TIMED_OUT):
             return "timeout"
     return "own"

@@ -6,6 +6,9 @@ import fcntl
 import os
 import socket
 import struct
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 UNHEARD_MILLISECONDS = 30_000  # until a host that does not confirm what it was sent is gone
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}  # a host that is gone is noticed in 30 s
@@ -23,9 +26,22 @@ def keep_alive(connected: socket.socket) -> None:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNHEARD_MILLISECONDS)
 
 
-def wait_at_most(connected: socket.socket, seconds: float) -> None:
-    """Has reading from it fail after so long; 0: never."""
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), 0))
+def shut(connected: socket.socket) -> None:
+    """Ends a connection, of which another thread may be reading."""
+    with suppress(OSError):
+        connected.shutdown(socket.SHUT_RDWR)
+
+
+@contextmanager
+def cut_off_after(connected: socket.socket, seconds: float) -> Iterator[None]:
+    """Ends a connection if the block is not done in time, however slowly the other side talks."""
+    timer = threading.Timer(seconds, shut, [connected])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def use_network(host: str) -> None:
@@ -34,6 +50,17 @@ def use_network(host: str) -> None:
         if address_of(name) == host:
             for variable in NETWORK_VARIABLES:
                 os.environ.setdefault(variable, name)
+
+
+def own_addresses() -> tuple[str, ...]:
+    """This host's IPv4 addresses that others may reach it by: not the one that every host has for itself."""
+    found = (address_of(name) for _, name in socket.if_nameindex())
+    return tuple(address for address in found if address and not is_loopback(address))
+
+
+def is_loopback(address: str) -> bool:
+    """Whether it is the address that every host has for itself."""
+    return address.startswith("127.") or address == "::1"
 
 
 def address_of(interface: str) -> str:

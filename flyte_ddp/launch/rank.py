@@ -5,10 +5,12 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import os
+import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
@@ -108,9 +110,14 @@ def settings_restored() -> Iterator[None]:
     """Puts back what :func:`run_rank` and training set in the whole process, for one that does other things as well."""
     threads, cublas = torch.get_num_threads(), os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     deterministic = torch.are_deterministic_algorithms_enabled()
+    of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
     try:
-        yield
+        on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        with torch.random.fork_rng([torch.cuda.current_device()] if on_gpu else []):
+            yield
     finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)  # noqa: NPY002
         torch.set_num_threads(threads)
         if torch.are_deterministic_algorithms_enabled() != deterministic:
             torch.use_deterministic_algorithms(deterministic)

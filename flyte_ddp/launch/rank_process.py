@@ -74,10 +74,10 @@ def flush() -> None:
             stream.flush()
 
 
-def die_with_parent() -> None:
-    """Asks Linux to kill this process when the thread that started it ends, so that no rank outlives its launcher."""
+def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
+    """Asks Linux for this signal when the thread that started this process ends: no rank outlives its launcher."""
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)
 
 
 def set_name(name: str) -> None:

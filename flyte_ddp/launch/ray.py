@@ -12,7 +12,8 @@ from typing import Any
 
 from flyte_ddp import hardware as machine
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.errors import UnreachableError
+from flyte_ddp.cpu import Bf16
+from flyte_ddp.errors import UnreachableError, needing
 from flyte_ddp.hardware import MOST_CPU_RANKS, Hardware
 from flyte_ddp.job import Job
 from flyte_ddp.launch import agent, room
@@ -60,11 +61,13 @@ def launch(job: Job, *, num_ranks: int, max_retries: int = 0) -> None:
                     tasks.append(ray.remote(agent.run).options(**options, scheduling_strategy=where).remote(invitation))
                 meeting.run(num_ranks, lambda: refuse_failed(tasks))
             finally:
-                # Agents end when nobody listens any more; what is left waits for a place, or for another try.
+                # Agents end when nobody listens any more, with all that their ranks have started, if Ray does not kill
+                # them meanwhile, as it does by force; what is left waits for a place, or for another try.
                 meeting.close()
-                for task in tasks:
-                    ray.cancel(task, force=True)
-                ray.wait(tasks, num_returns=len(tasks), timeout=JOIN_SECONDS)
+                for force in (False, True):
+                    for task in tasks:
+                        ray.cancel(task, force=force)
+                    _, tasks = ray.wait(tasks, num_returns=len(tasks), timeout=JOIN_SECONDS) if tasks else ([], [])
                 remove_placement_group(group)
 
 
@@ -89,8 +92,10 @@ def hardware(hp: Hyperparameters) -> Hardware:
             most = min(sum(min(cpu, MOST_CPU_RANKS) for cpu in cpus), hp.batch_size)
             num_ranks = room.limited(hp, sum(cpus), f"the Ray cluster has {sum(cpus)} CPUs", most)
             threads = most_for_each(cpus, num_ranks)
-        asked = ray.remote(machine.has_bf16).options(num_cpus=0, num_gpus=1 if device == "cuda" else 0)
-        bf16 = hp.precision in ("auto", "bf16") and ray.get(asked.remote(device))  # else the answer is of no use
+        bf16 = Bf16.NONE
+        if hp.precision in ("auto", "bf16"):  # else the answer is of no use
+            asked = ray.remote(machine.bf16_support).options(num_cpus=0, num_gpus=1 if device == "cuda" else 0)
+            bf16 = ray.get(asked.remote(device))
         return machine.decide(hp, device, num_ranks, threads=threads, bf16=bf16)
 
 
@@ -104,9 +109,11 @@ def connected() -> Iterator[None]:
     """Ray, as it is where it has been initialised; else the cluster of ``RAY_ADDRESS``, or one on this machine.
 
     Raises:
+        UserError: Ray is not installed.
         UnreachableError: there is no cluster.
     """
-    import ray
+    with needing("ray"):
+        import ray
 
     if ray.is_initialized():
         yield

@@ -6,12 +6,13 @@ the launcher over TCP, and from then on their ranks are members of a gang like a
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing import AuthenticationError
@@ -23,17 +24,17 @@ from flyte_ddp.checkpoint import go_on_from
 from flyte_ddp.code_digest import library_digest
 from flyte_ddp.errors import RankError, UnreachableError, UserError
 from flyte_ddp.job import Job
+from flyte_ddp.launch.arrivals import HELLO_SECONDS, Arrival, Door, launchers_host
 from flyte_ddp.launch.files import APPENDED, Receiver, send_file
 from flyte_ddp.launch.gang import Member, end, watch
-from flyte_ddp.launch.network import keep_alive, wait_at_most
+from flyte_ddp.launch.network import cut_off_after, keep_alive
 from flyte_ddp.launch.place import Place
 from flyte_ddp.launch.stopping import StopRequest
 
 COME_SECONDS = 300.0  # for all agents: images may have to be pulled, and nodes added
-HELLO_SECONDS = 10.0  # for one that has connected to say who it is
+CONNECT_SECONDS = 10.0  # to an address that may be none of the launcher's
 JOIN_SECONDS = 10.0  # for a killed rank to end
 STACK_SECONDS = 3.0  # more than the agent's own
-POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -41,33 +42,56 @@ class Invitation:
     """What an agent must know to come."""
 
     place: Place
-    host: str
+    hosts: tuple[str, ...]  # under which the launcher may be reached, the likeliest first
     port: int
     key: bytes = field(repr=False)
     run_folder: Path
     mark: str  # of a file in the run folder, which is there for those who share it
 
 
-def come(invitation: Invitation) -> tuple[Connection, str, bool]:
+def come(invitation: Invitation) -> tuple[Connection, bool]:
     """Comes to the launcher, as one who knows the key; whoever comes stands for a rank on this host.
 
     Returns:
-        The connection, this host's address on it, and whether the run folder is shared.
+        The connection, and whether the run folder is shared.
 
     Raises:
-        ConnectionError: nobody listens.
-        EOFError: the launcher is gone.
+        OSError, EOFError, AuthenticationError: at none of its addresses the launcher lets us in; what the last one did.
     """
-    connected = socket.create_connection((invitation.host, invitation.port))
+    *others, last = invitation.hosts
+    for host in others:
+        with suppress(OSError, EOFError, AuthenticationError):
+            return come_to(host, invitation)
+    return come_to(last, invitation)
+
+
+def come_to(host: str, invitation: Invitation) -> tuple[Connection, bool]:
+    """Comes to the launcher under one of its addresses; nothing of what is there is unpickled before it knows the key.
+
+    See :func:`come`.
+    """
+    connected = socket.create_connection((host, invitation.port), timeout=CONNECT_SECONDS)
+    connected.settimeout(None)
     keep_alive(connected)
-    host = connected.getsockname()[0]
-    pipe = Connection(connected.detach())
-    answer_challenge(pipe, invitation.key)
-    deliver_challenge(pipe, invitation.key)
+    pipe = Connection(os.dup(connected.fileno()))
     shares = (invitation.run_folder / invitation.mark).exists()
-    rank = invitation.place.rank
-    pipe.send({"kind": "here", "rank": rank, "host": host, "shares": shares, "code": library_digest()})
-    return pipe, host, shares
+    about = {
+        "rank": invitation.place.rank,
+        "host": connected.getsockname()[0],
+        "shares": shares,
+        "code": library_digest(),
+    }
+    try:
+        with connected, cut_off_after(connected, HELLO_SECONDS):
+            answer_challenge(pipe, invitation.key)
+            deliver_challenge(pipe, invitation.key)
+            pipe.send_bytes(json.dumps(about).encode())
+    except BaseException as error:
+        pipe.close()
+        if isinstance(error, AssertionError):  # Python's, before 3.12, where the other side does not ask as a launcher
+            raise AuthenticationError("no launcher") from None
+        raise
+    return pipe, shares
 
 
 class RemoteMember(Member):
@@ -107,7 +131,8 @@ class RemoteMember(Member):
                 yield message
 
     def hand_over(self, job: Job) -> None:
-        """Sends the job, and before it the files that the agent must have where it does not share the run folder."""
+        """Sends the job, and before it what else the agent must have: its address, and files of a folder not shared."""
+        self.send("network", host=self.host)
         if self.receiver is not None:
             with suppress(OSError):  # one that is lost is noticed by whoever listens to it
                 send_file(self.pipe, job.run_folder / APPENDED, APPENDED)
@@ -145,13 +170,19 @@ class RemoteMember(Member):
 
 
 @contextmanager
-def meeting_place(job: Job, host: str, *, only_once: bool = False) -> Iterator[Meeting]:
-    """Where agents come to, open until the end of the block; see :class:`Meeting`."""
+def meeting_place(
+    job: Job, *hosts: str, listen: str | None = None, key: bytes | None = None, only_once: bool = False
+) -> Iterator[Meeting]:
+    """Where agents come to, open until the end of the block; see :class:`Meeting`.
+
+    Args:
+        listen: the address to listen at, empty for all; None: the first of ``hosts``.
+    """
     mark = f".shared-{secrets.token_hex(8)}.tmp"  # which the next run removes if this one cannot
     (job.run_folder / mark).touch()
     try:
-        with socket.create_server((host, 0), backlog=128) as server:
-            yield Meeting(job, server, host, mark, only_once=only_once)
+        with socket.create_server((hosts[0] if listen is None else listen, 0), backlog=128) as server:
+            yield Meeting(job, server, hosts, mark, key=key or secrets.token_bytes(32), only_once=only_once)
     finally:
         (job.run_folder / mark).unlink(missing_ok=True)
 
@@ -162,20 +193,23 @@ class Meeting:
     Args:
         job: of the run.
         server: listens.
-        host: under which agents reach it.
+        hosts: under which agents reach it.
         mark: name of a file in the run folder.
+        key: which agents must know.
         only_once: the engine does not send agents once more.
     """
 
-    def __init__(self, job: Job, server: socket.socket, host: str, mark: str, *, only_once: bool) -> None:
-        self.job, self.server, self.host, self.mark, self.only_once = job, server, host, mark, only_once
-        self.key = secrets.token_bytes(32)
+    def __init__(
+        self, job: Job, server: socket.socket, hosts: tuple[str, ...], mark: str, *, key: bytes, only_once: bool
+    ) -> None:
+        self.job, self.server, self.hosts, self.mark = job, server, hosts, mark
+        self.key, self.only_once = key, only_once
         self.code = library_digest()
 
     def invitation(self, place: Place) -> Invitation:
         """For the agent of this rank."""
         port = self.server.getsockname()[1]
-        return Invitation(place, self.host, port, self.key, self.job.run_folder, self.mark)
+        return Invitation(place, self.hosts, port, self.key, self.job.run_folder, self.mark)
 
     def close(self) -> None:
         """Has agents that have not been let in yet find nobody."""
@@ -248,48 +282,55 @@ class Meeting:
         self.job = replace(self.job, checkpoint=found)
 
     def gather(self, gang: list[Member], num_ranks: int, stop: StopRequest, check: Callable[[], None]) -> None:
-        """Adds the ranks whose agents come, in their order."""
-        self.server.settimeout(POLL_SECONDS)
-        deadline = time.monotonic() + COME_SECONDS
-        while len(gang) < num_ranks:
-            if stop.signal is not None:
-                raise stop.error(self.job.checkpoint.step if self.job.checkpoint else 0)
-            check()
-            if time.monotonic() > deadline:
-                missing = sorted(set(range(num_ranks)) - {member.rank for member in gang})
-                raise UnreachableError(
-                    f"ranks {missing} of {num_ranks} did not come to {self.host} within {COME_SECONDS:g} s: "
-                    "their hosts cannot reach this one, or the cluster has no room for them; mend that and run again"
-                )
-            with suppress(TimeoutError):
-                accepted, _ = self.server.accept()
-                member = self.welcomed(accepted)
-                if member is not None:
-                    gang.append(member)
-        gang.sort(key=lambda member: member.rank)
+        """Adds the ranks whose agents come, in their order.
 
-    def welcomed(self, accepted: socket.socket) -> Member | None:
-        """The member whose agent has connected; None for anybody else."""
-        pipe = Connection(os.dup(accepted.fileno()))
-        try:
-            with accepted:
-                keep_alive(accepted)
-                wait_at_most(accepted, HELLO_SECONDS)
-                deliver_challenge(pipe, self.key)
-                answer_challenge(pipe, self.key)
-                found = pipe.recv()
-                wait_at_most(accepted, 0)
-        except (AuthenticationError, EOFError, OSError):
-            pipe.close()
-            return None
-        if found["code"] != self.code:
-            pipe.close()
+        Of two that come for one rank the later one counts: the engine has sent it because the other is gone.
+        """
+        deadline = time.monotonic() + COME_SECONDS
+        found: dict[int, Arrival] = {}
+        with Door(self.server, self.key) as door:
+            while len(found) < num_ranks:
+                if stop.signal is not None:
+                    raise stop.error(self.job.checkpoint.step if self.job.checkpoint else 0)
+                check()
+                if time.monotonic() > deadline:
+                    missing = sorted(set(range(num_ranks)) - found.keys())
+                    raise UnreachableError(
+                        f"ranks {missing} of {num_ranks} did not come to {' or '.join(self.hosts)} within "
+                        f"{COME_SECONDS:g} s: their hosts cannot reach this one, or the cluster has no room for them; "
+                        "mend that and run again"
+                    )
+                for arrival in door.arrivals():
+                    self.refuse_other_code(arrival)
+                    if not 0 <= arrival.rank < num_ranks:
+                        arrival.pipe.close()
+                        continue
+                    if arrival.rank in found:
+                        found[arrival.rank].pipe.close()
+                    found[arrival.rank] = arrival
+                    gang[:] = self.members(found)
+
+    def refuse_other_code(self, arrival: Arrival) -> None:
+        """Raises UserError if another copy of the library runs there."""
+        if arrival.code != self.code:
+            arrival.pipe.close()
             raise UserError(
-                f"host {found['host']} runs library sources {found['code']}, and this one {self.code}; "
+                f"host {arrival.host} runs library sources {arrival.code}, and this one {self.code}; "
                 "have the same flyte-ddp on all hosts of the cluster"
             )
-        receiver = None if found["shares"] else Receiver(self.job.run_folder)
-        return RemoteMember(found["rank"], pipe, found["host"], receiver)
+
+    def members(self, found: Mapping[int, Arrival]) -> list[Member]:
+        """Those who have come, by rank."""
+        here = launchers_host(found.values())
+        return [
+            RemoteMember(
+                rank,
+                arrival.pipe,
+                here if arrival.is_here else arrival.host,
+                None if arrival.shares else Receiver(self.job.run_folder),
+            )
+            for rank, arrival in sorted(found.items())
+        ]
 
 
 def adapted(job: Job, hosts: set[str]) -> Job:

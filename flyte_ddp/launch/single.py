@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from flyte_ddp.errors import RankError, StoppedError, UserError
 from flyte_ddp.job import Job
+from flyte_ddp.launch.failures import said
+from flyte_ddp.launch.link import described, words
+from flyte_ddp.launch.offspring import ended_with_the_block
 from flyte_ddp.launch.place import Place
 from flyte_ddp.launch.stopping import SIGNALS
 
@@ -30,7 +33,11 @@ def launch(job: Job, *, num_ranks: int = 1) -> None:
 
     if num_ranks != 1:
         raise ValueError(f"num_ranks={num_ranks}: one rank at most runs in this process; use spawn.launch for more")
-    with settings_restored(), Stopping(job.checkpoint.step if job.checkpoint else 0) as stopping:
+    with (
+        settings_restored(),
+        ended_with_the_block(),
+        Stopping(job.checkpoint.step if job.checkpoint else 0) as stopping,
+    ):
         try:
             run_rank(job, Place(rank=0, world_size=1, device=0), stopping.offer_saving)
         except (UserError, Stopped):
@@ -38,7 +45,10 @@ def launch(job: Job, *, num_ranks: int = 1) -> None:
         except SystemExit as error:
             raise RankError(f"rank 0 ended with exit code {error.code} before it had finished training") from error
         except Exception as error:
-            raise RankError(f"rank 0: {type(error).__name__}: {error}") from error
+            told, (message, whole) = described(error), words(error)
+            if whole:
+                raise RankError(f"rank 0: {type(error).__name__}: {message}") from error
+            raise RankError(said({**told, "rank": 0})) from None  # as whoever prints this prints its cause as well
 
 
 class Stopped(BaseException):

@@ -6,7 +6,7 @@ import pickle
 import shutil
 import tempfile
 from dataclasses import replace
-from multiprocessing import connection
+from multiprocessing import AuthenticationError, connection
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -34,10 +34,10 @@ def stand_for(member: Member, invitation: Invitation) -> bool:
     """
     folder: Path | None = None
     try:
-        pipe, host, shares = come(invitation)
-        member.send("network", host=host)
+        pipe, shares = come(invitation)
         folder = None if shares else Path(tempfile.mkdtemp(prefix="flyte-ddp-run-"))
-        job = received(pipe, folder or invitation.run_folder, shares=shares)
+        job, host = received(pipe, folder or invitation.run_folder, shares=shares)
+        member.send("network", host=host)
         mirror = Mirror(folder, pipe.send) if folder is not None and member.rank == 0 else None
         with StopRequest() as stop:
             try:
@@ -47,13 +47,25 @@ def stand_for(member: Member, invitation: Invitation) -> bool:
                 pipe.send({"kind": "exit", "code": 1})
                 return last_word(pipe)
             return relay(member, pipe, stop, mirror) or last_word(pipe)
-    except ConnectionRefusedError:  # the run is over
+    except (ConnectionRefusedError, RunOverError):
         return True
-    except (EOFError, ConnectionError):  # the launcher is gone
+    except (EOFError, OSError, AuthenticationError):  # the launcher is gone, or it is another's by now
         return False
     finally:
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+class RunOverError(Exception):
+    """The run has come to its end without this rank.
+
+    Args:
+        verdict: what became of it; None where it is completed.
+    """
+
+    def __init__(self, verdict: BaseException | None) -> None:
+        super().__init__(verdict)
+        self.verdict = verdict
 
 
 def last_word(pipe: Connection) -> bool:
@@ -63,22 +75,34 @@ def last_word(pipe: Connection) -> bool:
     return True
 
 
-def received(pipe: Connection, folder: Path, *, shares: bool) -> Job:
-    """The job, with the files that come with it where the run folder is not shared."""
+def received(pipe: Connection, folder: Path, *, shares: bool) -> tuple[Job, str]:
+    """The job, with the files that come with it where the run folder is not shared, and this host's address.
+
+    Raises:
+        RunOverError: there is no job any more.
+        EOFError, OSError: the launcher is gone.
+    """
     come: dict[str, Receiver] = {}
-    while (message := pipe.recv())["kind"] == "file":
-        name = Path(message["name"]).name
-        come.setdefault(name, Receiver(folder, (name,))).take({**message, "name": name})
+    host = ""
+    while (message := pipe.recv())["kind"] != "job":
+        if message["kind"] == "over":
+            raise RunOverError(message["error"])
+        if message["kind"] == "network":
+            host = message["host"]
+        elif message["kind"] == "file":
+            name = Path(message["name"]).name
+            come.setdefault(name, Receiver(folder, (name,))).take({**message, "name": name})
     job: Job = pickle.loads(message["job"])
     if shares:
-        return job
+        return job, host
     found, weights = job.checkpoint, job.initial_weights
-    return replace(
+    own = replace(
         job,
         run_folder=folder,
         checkpoint=replace(found, path=folder / found.path.name) if found else None,
         initial_weights=folder / weights.name if weights else None,
     )
+    return own, host
 
 
 def relay(member: Member, pipe: Connection, stop: StopRequest, mirror: Mirror | None) -> bool:

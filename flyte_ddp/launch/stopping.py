@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+OVER = b"\0"  # the number of no signal
 
 
 @contextmanager
@@ -30,7 +31,7 @@ def handed_on(numbers: Collection[signal.Signals], tell: Callable[[], None]) -> 
     os.set_blocking(writer, False)
 
     def hand_on() -> None:
-        while byte := os.read(reader, 1):
+        while (byte := os.read(reader, 1)) != OVER:
             if byte[0] in numbers:  # a byte comes for every signal that Python handles
                 tell()
 
@@ -44,8 +45,9 @@ def handed_on(numbers: Collection[signal.Signals], tell: Callable[[], None]) -> 
         for number, handler in handlers.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(wakeup)
-        os.close(writer)
+        os.write(writer, OVER)  # as processes that were forked meanwhile keep it open
         thread.join()
+        os.close(writer)
         os.close(reader)
 
 

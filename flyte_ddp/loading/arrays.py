@@ -41,6 +41,10 @@ class ArrayImages:
             images = augment(images, self.augment, seed=self.seed, epoch=epoch, samples=samples)
         return images, labels
 
+    def names(self, samples: Indices) -> list[str]:  # noqa: ARG002
+        """They have none."""
+        return []
+
     def prefetch(self, samples: Indices, epoch: int | None) -> None:
         """There is nothing to wait for."""
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
 
 Pixels = NDArray[np.uint8]
 """[H, W, 3]."""
+
+
+ANIMATIONS = ("GIF", "WEBP", "AVIF", "HEIF")
 
 
 class DecodingError(ValueError):
@@ -49,25 +53,43 @@ def with_torchcodec(content: bytes) -> Pixels:
     """:func:`decode` by torchcodec."""
     from torchcodec.decoders import decode_image
 
+    # Pillow reads the header first: it refuses sizes that torchcodec would allocate, and files of many images, of which
+    # torchcodec would decode all, are for Pillow itself.
+    with opened(content) as image:
+        several = image.format in ANIMATIONS and getattr(image, "is_animated", False)
     try:
-        image = decode_image(content, mode="RGB")
+        decoded = None if several else decode_image(content, mode="RGB")
     except (RuntimeError, ValueError):
+        decoded = None
+    if decoded is None or decoded.dim() != 3:
         return with_pillow(content)  # which knows more formats, and better words for what is wrong
-    first = image if image.dim() == 3 else image[0]  # of an animation
-    pixels: Pixels = first.numpy().transpose(1, 2, 0)
+    pixels: Pixels = decoded.numpy().transpose(1, 2, 0)
     return pixels
 
 
 def with_pillow(content: bytes) -> Pixels:
     """:func:`decode` by Pillow."""
-    from PIL import Image, ImageOps, UnidentifiedImageError
+    from PIL import ImageOps
+
+    with opened(content) as image:
+        upright = ImageOps.exif_transpose(image)
+        if upright.mode == "F":
+            raise DecodingError("its pixels are floating-point numbers, of no known range")
+        return np.array(eight_bits(upright).convert("RGB"))
+
+
+@contextmanager
+def opened(content: bytes) -> Iterator[Image.Image]:
+    """An image of which Pillow has read no more than the header.
+
+    Raises:
+        DecodingError: it is none, or has more pixels than Pillow's limit; in the block, too, it is damaged.
+    """
+    from PIL import Image, UnidentifiedImageError
 
     try:
         with Image.open(io.BytesIO(content)) as image:
-            upright = ImageOps.exif_transpose(image)
-            if upright.mode == "F":
-                raise DecodingError("its pixels are floating-point numbers, of no known range")
-            return np.array(eight_bits(upright).convert("RGB"))
+            yield image
     except UnidentifiedImageError:
         raise DecodingError("of no known format") from None
     except (OSError, EOFError, ValueError, SyntaxError, Image.DecompressionBombError) as error:

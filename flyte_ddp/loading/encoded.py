@@ -25,11 +25,12 @@ SAMPLES_A_TASK = 8  # at most: it makes little of a task's own cost
 
 @dataclass(frozen=True)
 class Encoded:
-    """An image as it is stored, its label, and what to call it."""
+    """An image as it is stored, its label, what to call it in a sentence, and what it is called where it is."""
 
     content: bytes
     label: int
     name: str
+    key: str = ""
 
 
 class Reader(Protocol):
@@ -59,7 +60,7 @@ class BadSamples:
 
     def __init__(self, allowed: int) -> None:
         self.allowed = allowed
-        self.names: set[str] = set()
+        self.names: dict[str, str] = {}  # with the reasons
         self.lock = threading.Lock()
 
     def add(self, name: str, reason: str) -> None:
@@ -69,7 +70,7 @@ class BadSamples:
             UserError: it is one too many.
         """
         with self.lock:
-            self.names.add(name)
+            self.names[name] = reason
             count = len(self.names)
         if count > self.allowed:
             more = f"; {count} such samples, and bad_samples={self.allowed} are allowed" if self.allowed else ""
@@ -87,7 +88,7 @@ class EncodedImages:
         crop: of training images: ``resized_crop`` (a random part, mirrored half of the time) or ``none`` (the middle).
         seed: of the random parts.
         classes: their number; a label must be below it.
-        bad_samples: how many samples may be undecodable; in the place of each is the next one that is not.
+        bad: takes samples into account that cannot be decoded; in the place of each is the next one that can.
         beside: the samples, ascending, of which one may stand in for a sample, which is among them.
         threads: that decode.
         device: where batches go.
@@ -101,13 +102,15 @@ class EncodedImages:
         crop: str,
         seed: int,
         classes: int,
-        bad_samples: int,
+        bad: BadSamples,
         beside: Callable[[int], Indices],
         threads: int,
         device: torch.device,
     ) -> None:
         self.reader, self.size, self.crop, self.seed, self.classes = reader, size, crop, seed, classes
-        self.device, self.bad, self.beside = device, BadSamples(bad_samples), beside
+        self.device, self.bad, self.beside = device, bad, beside
+        self.replaced: set[int] = set()  # samples for which others stand in
+        self.keys: dict[int, str] = {}  # of the batch that was gathered last
         self.threads = threads
         self.pool = ThreadPoolExecutor(threads, thread_name_prefix="decoder", initializer=work_alone)
         self.pending: dict[tuple[int | None, bytes], Batch] = {}
@@ -116,6 +119,10 @@ class EncodedImages:
     def batches_ahead(self) -> int:
         """Enough to keep the threads at work while a batch is waited for."""
         return AHEAD
+
+    def names(self, samples: Indices) -> list[str]:
+        """Of files, or of samples in their shards; of the batch that was gathered last."""
+        return [self.keys[sample] for sample in samples.tolist()]
 
     def prefetch(self, samples: Indices, epoch: int | None) -> None:
         """Has threads begin with these samples."""
@@ -137,23 +144,24 @@ class EncodedImages:
         wait(batch.tasks, return_when=FIRST_EXCEPTION)  # once, and not for each: waking up takes time from the threads
         for task in batch.tasks:
             task.result()
+        self.keys = batch.keys
         return batch.images.to(self.device, non_blocking=True), batch.labels.to(self.device, non_blocking=True)
 
     def begin(self, samples: Indices, epoch: int | None) -> Batch:
         """Hands the samples to the threads, a few at a time."""
         on_gpu = self.device.type == "cuda"
-        with torch.inference_mode(mode=False):  # threads cannot write into a tensor that an evaluation has made
-            images = torch.empty(len(samples), self.size, self.size, 3, dtype=torch.uint8, pin_memory=on_gpu)
-            labels = torch.empty(len(samples), dtype=torch.int64, pin_memory=on_gpu)
+        images = torch.empty(len(samples), self.size, self.size, 3, dtype=torch.uint8, pin_memory=on_gpu)
+        labels = torch.empty(len(samples), dtype=torch.int64, pin_memory=on_gpu)
         augmented = epoch is not None and self.crop == "resized_crop"
         draws = cropping.draw(self.seed, epoch or 0, samples) if augmented else None
         coming = [self.reader.begin(sample) for sample in samples.tolist()]
 
-        pixels, classes = images.numpy(), labels.numpy()
+        pixels, classes, keys = images.numpy(), labels.numpy(), dict[int, str]()
 
         def load(places: range) -> None:
             for place in places:
-                image, classes[place] = self.image(int(samples[place]), coming[place])
+                sample = int(samples[place])
+                image, classes[place], keys[sample] = self.image(sample, coming[place])
                 height, width, _ = image.shape
                 crop = (
                     cropping.random_crop(draws[place], height, width)
@@ -165,22 +173,27 @@ class EncodedImages:
         size = max(1, min(SAMPLES_A_TASK, len(samples) // (2 * self.threads)))  # so that no thread is without one
         starts = range(0, len(samples), size)
         tasks = [self.pool.submit(load, range(start, min(start + size, len(samples)))) for start in starts]
-        return Batch(images, labels, tasks)
+        return Batch(images, labels, tasks, keys)
 
-    def image(self, sample: int, coming: Future[Encoded] | None) -> tuple[Pixels, int]:
-        """A decoded image and its label; in the place of one that is damaged, those of the next one of its split."""
+    def image(self, sample: int, coming: Future[Encoded] | None) -> tuple[Pixels, int, str]:
+        """A decoded image, its label and its key; in the place of one that is damaged, the next one of its split."""
         found = coming.result() if coming is not None else self.reader.read(sample)
         loaded = self.decoded(sample, found)
         if loaded is not None:
-            return loaded
+            return *loaded, found.key
+        self.replaced.add(sample)
         others = self.beside(sample)
         place = int(np.searchsorted(others, sample))
         for step in range(1, len(others)):
             other = int(others[(place + step) % len(others)])
             loaded = self.decoded(other, self.reader.read(other))
             if loaded is not None:
-                return loaded
+                return *loaded, found.key
         raise UserError(f"{found.name}: neither this nor any of the {len(others)} samples beside it can be decoded")
+
+    def label(self, sample: int) -> int:
+        """The label of a sample, also of one that cannot be decoded."""
+        return checked_label(self.reader.read(sample), self.classes)
 
     def decoded(self, sample: int, found: Encoded) -> tuple[Pixels, int] | None:
         """Pixels and label; None of a sample that is damaged where it comes from, and not only in our copy."""
@@ -238,3 +251,4 @@ class Batch:
     images: Tensor
     labels: Tensor
     tasks: list[Future[None]]
+    keys: dict[int, str]

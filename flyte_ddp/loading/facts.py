@@ -7,9 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.distributed import objects_of_all_ranks
 from flyte_ddp.errors import UserError
 
 if TYPE_CHECKING:
@@ -83,8 +82,4 @@ def few(names: Iterable[str]) -> str:
 
 def of_all_ranks(facts: Facts) -> Facts:
     """On every rank the facts of all; all must call it."""
-    if not dist.is_initialized():
-        return facts
-    found: list[Facts] = [facts] * dist.get_world_size()
-    dist.all_gather_object(found, facts)
-    return together(found)
+    return together(objects_of_all_ranks(facts))

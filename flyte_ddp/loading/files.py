@@ -32,7 +32,8 @@ class FileImages:
             UserError: it cannot be read, or is not the one that was listed.
         """
         content = self.images.read(sample)
-        return Encoded(content, int(self.images.labels[sample]), f"image {self.images.address_of(sample)}")
+        name, label = str(self.images.names[sample]), int(self.images.labels[sample])
+        return Encoded(content, label, f"image {self.images.address_of(sample)}", name)
 
     def heal(self, sample: int) -> None:
         """No copies are kept."""

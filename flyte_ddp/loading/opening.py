@@ -15,12 +15,11 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.arrays import ImageArrays
 from flyte_ddp.datasets.encoded_set import EncodedSet
 from flyte_ddp.datasets.image_folder import ImageList
-from flyte_ddp.datasets.prepared import PreparedSet
+from flyte_ddp.datasets.prepared import PreparedSet, no_samples
 from flyte_ddp.distributed import rank, world_size
-from flyte_ddp.errors import UserError
 from flyte_ddp.hardware import Hardware, cores
 from flyte_ddp.loading.arrays import ArrayImages, on_device
-from flyte_ddp.loading.encoded import EncodedImages, Reader
+from flyte_ddp.loading.encoded import BadSamples, EncodedImages, Reader
 from flyte_ddp.loading.facts import Facts, together
 from flyte_ddp.loading.files import FileImages
 from flyte_ddp.loading.shards import ShardImages
@@ -99,7 +98,7 @@ def encoded_splits(
             crop=hp.augment,
             seed=hp.seed,
             classes=classes,
-            bad_samples=hp.bad_samples,
+            bad=BadSamples(hp.bad_samples),
             beside=in_the_same_split(orders),
             threads=threads,
             device=device,
@@ -121,9 +120,7 @@ def encoded_splits(
 def refuse_empty(split: Split, purpose: str, dataset: str) -> None:
     """A split that must have samples has none."""
     if not len(split):
-        raise UserError(
-            f"dataset={dataset!r}: has no samples for {purpose}; give more, or hold out less, or test_dataset"
-        )
+        raise no_samples(dataset, purpose)
 
 
 def in_the_same_split(orders: Collection[SampleOrder]) -> Callable[[int], Indices]:
@@ -141,7 +138,7 @@ def in_the_same_split(orders: Collection[SampleOrder]) -> Callable[[int], Indice
 
 
 def open_tests(
-    data: EncodedSet, size: int, classes: int, bad_samples: int, *, device: torch.device, settings: Settings
+    data: EncodedSet, size: int, classes: int, bad: BadSamples, *, device: torch.device, settings: Settings
 ) -> Split:
     """The test split alone, as :func:`open_splits` has it with any hyperparameters.
 
@@ -157,7 +154,7 @@ def open_tests(
         crop="none",
         seed=0,
         classes=classes,
-        bad_samples=bad_samples,
+        bad=bad,
         beside=in_the_same_split([order]),
         threads=settings.loader_threads or cores(),
         device=device,

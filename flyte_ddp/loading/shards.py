@@ -70,7 +70,7 @@ def encoded_sample(key: str, contents: Mapping[str, bytes], shard: str) -> Encod
     if ".cls" not in contents:
         raise UserError(f"{name} has no label: it has {', '.join(contents)}; pack its class's number as .cls")
     try:
-        return Encoded(image, int(contents[".cls"]), name)
+        return Encoded(image, int(contents[".cls"]), name, key)
     except ValueError:
         raise UserError(f"{name}: its .cls is {contents['.cls'][:20]!r}; must be the number of a class") from None
 

@@ -22,6 +22,9 @@ class Images(Protocol):
     def gather(self, samples: Indices, epoch: int | None) -> tuple[Tensor, Tensor]:
         """Images uint8 [n, H, W, C] and labels int64 [n] on the device; augmented for an epoch, or as they are."""
 
+    def names(self, samples: Indices) -> list[str]:
+        """What samples of the batch that was gathered last are called where they are; nothing without names."""
+
     def prefetch(self, samples: Indices, epoch: int | None) -> None:
         """Begins to load what :meth:`gather` will be asked for."""
 
@@ -52,6 +55,10 @@ class Split:
     def gather(self, samples: Indices, epoch: int | None = None) -> tuple[Tensor, Tensor]:
         """Images uint8 [n, H, W, C] and labels int64 [n] on the device, augmented if it is for an epoch of training."""
         return self.source.gather(samples, epoch)
+
+    def names(self, samples: Indices) -> list[str]:
+        """Names of the batch that was gathered last, such as those of files; none at all where samples have none."""
+        return self.source.names(samples)
 
     def batches(self, batch_size: int, part: int, parts: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """The whole batches, in order, that fall to one of ``parts``: a stretch of them, so that it needs few shards.

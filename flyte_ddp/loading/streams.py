@@ -124,6 +124,10 @@ class StreamImages:
         """The images of a rank that has no sample in a step."""
         return torch.empty(0, self.options.size, self.options.size, 3, dtype=torch.uint8)
 
+    def names(self, samples: Indices) -> list[str]:  # noqa: ARG002
+        """What comes is only trained on."""
+        return []
+
     def prefetch(self, samples: Indices, epoch: int | None) -> None:
         """Workers are ahead anyway."""
 

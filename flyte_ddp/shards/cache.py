@@ -18,7 +18,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -54,24 +54,26 @@ class ShardCache:
         limit: most bytes that it may hold; None sets no limit but the disk's.
         note: is told what goes wrong and is tried again.
         fetched: how often this process has fetched each shard, by its address.
+        verified: marks of shards on this machine that were found to be what their index says.
     """
 
     folder: Path
     limit: int | None = None
     note: Callable[[str], object] = field(default=silent, compare=False)
     fetched: Counter[str] = field(default_factory=Counter, compare=False)
+    verified: set[str] = field(default_factory=set, compare=False)
 
     def open(self, shard: Shard) -> BinaryIO:
         """The shard as a file that nobody removes until it is closed or unlocked; one on this machine where it is.
 
         Raises:
-            DamagedShardError: a shard on this machine is not as long as the index says.
+            DamagedShardError: a shard on this machine does not have the length or the digest that the index says.
             CacheFullError: there is no room for it as long as others are open.
             UserError: it cannot be had, or is not what the index says.
         """
         path = storage.local_path(shard.url)
         if path is not None:
-            return open_in_place(path, shard)
+            return self.verified_file(path, shard)
         with unusable_explained(self.folder):
             file = opened(self.path_of(shard))
             if file is None or wrong_size(file, shard):
@@ -111,10 +113,54 @@ class ShardCache:
             return True
         if not (shard.sha256 or shard.md5):
             return damaged
-        digest = new_digest(shard)
-        while piece := file.read(CHUNK_BYTES):
-            digest.update(piece)
-        return digest.hexdigest() != (shard.sha256 or shard.md5)
+        return digest_of(file, shard) != (shard.sha256 or shard.md5)
+
+    def verified_file(self, path: Path, shard: Shard) -> BinaryIO:
+        """A shard on this machine."""
+        file = open_in_place(path, shard)
+        try:
+            self.verify(file, path, shard)
+        except BaseException:
+            file.close()
+            raise
+        return file
+
+    def verify(self, file: BinaryIO, path: Path, shard: Shard) -> None:
+        """Compares a shard on this machine with its digest in the index: once, as long as its size and times stay.
+
+        What was compared is remembered by empty files in the folder, for all that use it; where that cannot be written
+        to, by this process.
+
+        Raises:
+            DamagedShardError: it has another digest.
+        """
+        wanted = shard.sha256 or shard.md5
+        status = os.fstat(file.fileno())
+        # With the time of the last change of any kind, which copying tools do not set as they do the other one.
+        known_by = f"{path}\n{status.st_size}\n{status.st_mtime_ns}\n{status.st_ctime_ns}\n{wanted}"
+        mark = hashlib.sha256(known_by.encode("utf-8", "surrogatepass")).hexdigest()[:40]
+        if not wanted or mark in self.verified:
+            return
+        with ExitStack() as stack:
+            marked = self.folder / "verified" / mark
+            with suppress(OSError):
+                stack.enter_context(self.exclusive(stripe(mark)))  # others wait, and then need not do it again
+                marked.parent.mkdir(exist_ok=True)
+            if not marked.exists():
+                try:
+                    found = digest_of(file, shard)
+                except OSError as error:
+                    raise failed(shard, error) from None
+                if found != wanted:
+                    kind = new_digest(shard).name
+                    raise DamagedShardError(
+                        f"shard {shard.url}: its {kind} is {found} and not the {wanted} that the index says, so it is "
+                        "damaged, or another one; copy it again, or renew the index"
+                    )
+                file.seek(0)
+                with suppress(OSError):
+                    marked.touch()
+        self.verified.add(mark)
 
     def remove_damaged(self, shard: Shard) -> None:
         """Removes a shard, even one that somebody reads."""
@@ -142,6 +188,7 @@ class ShardCache:
                     if shard.size >= 0:
                         self.reserve(target, shard.size)
                     self.download(shard, target)
+                    os.fsync(target.fileno())  # so that a power cut cannot leave the name without the content
                 self.fetched[shard.url] += 1
                 return self.put_in_place(part, path)
             finally:
@@ -351,6 +398,14 @@ def stripe(name: str) -> str:
 def new_digest(shard: Shard) -> hashlib._Hash:
     """For the digest that the index has of the shard."""
     return hashlib.sha256() if shard.sha256 or not shard.md5 else hashlib.md5(usedforsecurity=False)
+
+
+def digest_of(file: BinaryIO, shard: Shard) -> str:
+    """The digest (hex) of a file, of the kind that the index has of the shard."""
+    digest = new_digest(shard)
+    while piece := file.read(CHUNK_BYTES):
+        digest.update(piece)
+    return digest.hexdigest()
 
 
 def failed(shard: Shard, failure: Exception) -> UserError:

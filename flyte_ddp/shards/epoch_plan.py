@@ -18,6 +18,7 @@ from flyte_ddp import sampling
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.shard_order import ShardOrder, ShardSplits, WholeShardSplits, lanes_of_rank
+from flyte_ddp.shards.stream_plan import Bounds
 from flyte_ddp.shards.stream_readers import Gang
 
 
@@ -59,14 +60,14 @@ class EpochPlan:
     def describe(self) -> str:
         """The plan for people."""
         gang, ranks = self.gang, self.gang.ranks
-        shares = f"{self.share(ranks - 1):,} to {self.share(0):,}"
+        shares = Bounds(self.share(ranks - 1), self.share(0))
         rows = {
             "ranks": f"{gang.nodes:,} nodes x {gang.ranks_per_node:,} = {ranks:,}",
             "steps an epoch": f"{self.steps:,} on every rank"
-            + (f", the last of {self.ragged:,}" if self.ragged else ""),
+            + (f", the last of {self.ragged:,} samples" if self.ragged else ""),
             "samples": f"{self.samples:,} an epoch; {shares} a rank",
             "dropped, repeated": "as the weights say" if self.weighted else "none, each sample comes once",
-            "shards a node": f"{self.shards.min():,} to {self.shards.max():,} of an epoch",
+            "shards a node": f"{Bounds(self.shards.min(), self.shards.max())} of an epoch",
         }
         rows_of_bytes = {
             "bytes read": self.bytes_read,
@@ -75,7 +76,11 @@ class EpochPlan:
         }
         for what, numbers in rows_of_bytes.items():
             if numbers is not None and numbers.any():
-                rows[what] = f"{numbers.min():,} to {numbers.max():,} bytes a node"
+                rows[what] = f"{Bounds(numbers.min(), numbers.max())} bytes a node"
+        if any(" to " in value for value in rows.values()):
+            rows["a range"] = "from the rank or node with the least to the one with the most"
+        if self.bytes_evaluated is not None and not self.bytes_evaluated.all() and self.bytes_evaluated.any():
+            rows[""] = "an evaluation has few batches, and deals them out whole, so that a node may get none"
         return "\n".join(f"{name:<18} {value}" for name, value in rows.items())
 
 

@@ -26,7 +26,8 @@ from flyte_ddp.errors import UserError
 
 KIND = "wids-shard-index-v1"
 EXTENSION = "flyte_ddp"
-MOST = 1 << 44  # samples or bytes of a shard: the sums of 100,000 are within 64 bits
+MOST = 1 << 44  # bytes of a shard: the sums of 100,000 are within 64 bits
+MOST_SAMPLES = 10_000_000  # of a shard, which has 5 GB then at the least
 HEX = re.compile(r"[0-9a-fA-F]*")
 # An address that is a file's name below the base, without need for a closer look.
 PLAIN_NAME = re.compile(r"(?!.*(?:://|\0))(?!(?:.*/)?\.{1,2}(?:/|$))[^/].*", re.DOTALL)
@@ -238,9 +239,14 @@ def resolved(address: str, base: str, found: Any) -> str:
         raise malformed(address, f"{short(found)} is no address")
     whole = storage.resolve(base, found)
     try:
-        storage.scheme(whole)
+        here = storage.local_path(whole) is not None
     except UserError as error:
         raise malformed(address, error.message) from None
+    if here and storage.local_path(address) is None:
+        raise UserError(
+            f"index {address}: names {short(found)}, a file of this machine, which an index from elsewhere may not; "
+            "copy the index here, if that is meant"
+        )
     return whole
 
 
@@ -270,8 +276,8 @@ def shards_of(address: str, content: Mapping[str, Any], part: int) -> Iterator[S
         url, place = entry["url"], entry.get("table")
         return Shard(
             # Of 100,000 shards most have a plain name.
-            url=f"{folder}/{url}" if PLAIN_NAME.fullmatch(url) else resolved(address, base, url),
-            samples=count_of(entry["nsamples"]),
+            url=f"{folder}/{storage.as_in(base, url)}" if PLAIN_NAME.fullmatch(url) else resolved(address, base, url),
+            samples=count_of(entry["nsamples"], most=MOST_SAMPLES),
             size=count_of(entry.get("filesize", -1), least=-1),
             md5=digest_of(entry.get("md5sum"), 32),
             sha256=digest_of(entry.get("sha256"), 64),
@@ -291,10 +297,10 @@ def shards_of(address: str, content: Mapping[str, Any], part: int) -> Iterator[S
             ) from None
 
 
-def count_of(value: Any, least: int = 0) -> int:
+def count_of(value: Any, least: int = 0, most: int = MOST) -> int:
     """A whole number that counts something."""
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MOST:
-        raise ValueError(f"{value!r} for a number")
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise ValueError(f"{short(value)} for a number of {least:,} to {most:,}")
     return value
 
 
@@ -313,12 +319,13 @@ def short(value: Any) -> str:
     return text if len(text) <= 100 else f"{text[:100]}..."
 
 
-def index_json(index: ShardIndex, folder: str, tables: str) -> bytes:
+def index_json(index: ShardIndex, folder: str, tables: str, *, packed: bool = False) -> bytes:
     """An index of one part as a file, a shard a line.
 
     Args:
         folder: where it will be; addresses of shards below it are written relative to it.
         tables: the file with the tables of samples, in the same folder.
+        packed: whether the shards were made together with the index.
     """
     [part] = index.parts
     prefix = f"{folder.rstrip('/')}/"
@@ -333,6 +340,6 @@ def index_json(index: ShardIndex, folder: str, tables: str) -> bytes:
         lines.append(json.dumps(entry))
     head = {"__kind__": KIND, "wids_version": 1, "name": index.name}
     head |= {"weight": part.weight} if part.weight != 1 else {}
-    head |= {EXTENSION: {"classes": index.classes, "tables": tables}}
+    head |= {EXTENSION: {"classes": index.classes, "tables": tables} | ({"packed": True} if packed else {})}
     text = json.dumps(head)[:-1] + ', "shardlist": [\n' + ",\n".join(lines) + "\n]}\n"
     return text.encode()

@@ -1,4 +1,4 @@
-"""A look at single samples, without fetching their shards where that can be helped."""
+"""A look at single samples, without reading all of their shards where that can be helped."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def read_sample(address: str, number: int) -> Sample:
         raise UserError(f"sample {number}: the index has {len(index):,}, so it must be 0..{len(index) - 1}")
     found, inside = index.locate(number)
     shard = index.shards[found]
-    part = read_part(shard, inside) if storage.local_path(shard.url) is None else None
+    part = read_part(shard, inside)
     if part is None:
         with tempfile.TemporaryDirectory() as folder:
             return ShardDataset(index, folder, decode=False).stored(number)
@@ -34,7 +34,7 @@ def read_sample(address: str, number: int) -> Sample:
 
 
 def read_part(shard: Shard, inside: int) -> tuple[str, dict[str, bytes]] | None:
-    """A sample's key and members from a remote shard of which nothing else is read; None where that cannot be done."""
+    """A sample's key and members from a shard of which nothing else is read; None where that cannot be done."""
     table = stored_table(shard)
     if table is None or len(table) != shard.samples:
         return None

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import itertools
+import json
+import os
+import re
 import tarfile
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
@@ -19,12 +23,13 @@ from flyte_ddp import sampling
 from flyte_ddp.datasets.progress import Progress
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replacing
-from flyte_ddp.shards.index import ShardIndex
+from flyte_ddp.shards.index import EXTENSION, ShardIndex, read_index
 from flyte_ddp.shards.parallel import in_parallel
 from flyte_ddp.shards.scanning import create_index, local_output, tables_of
 
 SAMPLES_PER_SHARD = 1000
 AHEAD = 32  # images that are read at the same time
+TO_GO = "shards"  # a file with the names of those that the next index takes the place of
 
 Members = Mapping[str, bytes]  # by extension
 
@@ -42,7 +47,9 @@ def pack(
 ) -> ShardIndex:
     """Writes samples into shards and their index, ``<name>.json``, which comes last.
 
-    The same samples make the same files to the last byte, whenever and wherever they are packed.
+    The same samples make the same files to the last byte, whenever and wherever they are packed. What was packed under
+    this name before stays as it is until all of the new is there; then it is replaced, and shards of it that the new
+    one does not have are removed. Other files stay.
 
     Args:
         samples: gives a sample's key and members by its number, and may be called from several threads.
@@ -55,7 +62,7 @@ def pack(
             so that samples in an order of their own (class by class) should be mixed here.
 
     Raises:
-        UserError: no samples, one that cannot be had, or a folder that cannot be written to; no shard is left then.
+        UserError: no samples, one that cannot be had, or a folder that cannot be written to; all is as it was then.
     """
     if count == 0:
         raise UserError(f"{name}: there is no sample to pack")
@@ -69,16 +76,88 @@ def pack(
         order = sampling.random_stream(sampling.PACKING, seed).permutation(order)
     digits = max(6, len(str(-(-count // per_shard) - 1)))
     starts = range(0, count, per_shard)
-    paths = [index.with_name(f"{name}-{number:0{digits}d}.tar") for number in range(len(starts))]
     track = Progress(progress).track("packing", count, "samples")
-    with (
-        removed_if_it_fails(index, tables_of(index), *paths),
-        in_parallel(samples, order.tolist(), AHEAD) as made,
-        track as advance,
-    ):
-        for start, path in zip(starts, paths, strict=True):
-            write_shard(path, itertools.islice(made, min(per_shard, count - start)), advance)
-        return create_index([str(path) for path in paths], index, name=name, classes=classes, progress="off")
+    with workspace_of(index) as workspace:
+        paths = [workspace / f"{name}-{number:0{digits}d}.tar" for number in range(len(starts))]
+        with in_parallel(samples, order.tolist(), AHEAD) as made, track as advance:
+            for start, path in zip(starts, paths, strict=True):
+                write_shard(path, itertools.islice(made, min(per_shard, count - start)), advance)
+        urls = [str(path) for path in paths]
+        create_index(urls, workspace / index.name, name=name, classes=classes, progress="off", packed=True)
+        put_in_place(workspace, index, [path.name for path in paths])
+    return read_index(str(index))
+
+
+@contextmanager
+def workspace_of(index: Path) -> Iterator[Path]:
+    """A hidden folder beside the index for what is to take its place; removed in the end, or by whoever packs next.
+
+    Raises:
+        UserError: it cannot be made, or another process is packing there.
+    """
+    workspace = index.with_name(f".{index.stem}.packing")
+    try:
+        workspace.mkdir(parents=True, exist_ok=True)
+        held = os.open(workspace, os.O_RDONLY)
+    except OSError as error:
+        raise UserError(f"cannot write {index}: {error.strerror}; choose another folder") from None
+    try:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{index}: another process is packing it; wait for its end, or take another name") from None
+        clear(workspace)
+        try:
+            yield workspace
+        finally:
+            clear(workspace)
+            with suppress(OSError):  # what put_in_place has not finished is still needed
+                workspace.rmdir()
+    finally:
+        os.close(held)
+
+
+def clear(workspace: Path) -> None:
+    """Removes all but the list of shards that are to go."""
+    for path in workspace.iterdir():
+        if path.name != TO_GO:
+            path.unlink()
+
+
+def put_in_place(workspace: Path, index: Path, shards: Sequence[str]) -> None:
+    """Moves a new index and its shards to where they belong, in place of those that are there.
+
+    The old index goes first, so that none ever names shards of another. Should this process be killed now, the next one
+    that packs here finds in the workspace which shards there are.
+
+    Raises:
+        UserError: they cannot be moved there.
+    """
+    to_go = workspace / TO_GO
+    try:
+        known = {*packed_before(index), *(to_go.read_text("utf-8").splitlines() if to_go.exists() else ())}
+        with replacing(to_go) as file:
+            file.write("\n".join(sorted({*known, *shards})).encode())
+        index.unlink(missing_ok=True)
+        for name in known.difference(shards):
+            index.with_name(name).unlink(missing_ok=True)
+        for name in (*shards, tables_of(index).name, index.name):
+            (workspace / name).replace(index.with_name(name))
+        to_go.unlink()
+    except OSError as error:
+        raise UserError(f"cannot write {index}: {error.strerror}; choose another folder") from None
+
+
+def packed_before(index: Path) -> list[str]:
+    """The names of the shards that were packed with an index; none of those that somebody else has made."""
+    try:
+        content = json.loads(index.read_bytes())
+        if not content[EXTENSION]["packed"]:
+            return []
+        names = [str(entry["url"]) for entry in content["shardlist"]]
+    except (OSError, ValueError, LookupError, TypeError):  # no index, or none of ours
+        return []
+    return [name for name in names if re.fullmatch(rf"{re.escape(index.stem)}-\d{{6,}}\.tar", name)]
 
 
 def write_shard(path: Path, samples: Iterable[tuple[str, Members]], advance: Callable[[int], object]) -> None:
@@ -96,22 +175,6 @@ def write_shard(path: Path, samples: Iterable[tuple[str, Members]], advance: Cal
             advance(1)
 
 
-@contextmanager
-def removed_if_it_fails(*paths: Path) -> Iterator[None]:
-    """Removes files before and, if the block fails, after it: an index is to be there with all of its shards or not."""
-    try:
-        for path in paths:
-            path.unlink(missing_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}; choose another folder") from None
-    try:
-        yield
-    except BaseException:
-        for path in paths:
-            path.unlink(missing_ok=True)
-        raise
-
-
 def pack_image_folder(address: str, folder: Path, **options: Any) -> ShardIndex:
     """Packs the images ``class/name.jpg`` below a folder or prefix, as they are, with the classes' numbers.
 
@@ -125,6 +188,8 @@ def pack_image_folder(address: str, folder: Path, **options: Any) -> ShardIndex:
     from flyte_ddp.datasets.image_folder import list_images
 
     found = list_images(address)
+    for line in found.describe():
+        Progress(options.get("progress", "auto")).note(line)
     keys = keys_of(found.names)
 
     def sample(number: int) -> tuple[str, Members]:

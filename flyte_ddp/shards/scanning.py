@@ -129,7 +129,13 @@ def expanded(urls: Sequence[str]) -> list[str]:
 
 
 def create_index(
-    urls: Sequence[str], output: Path, *, name: str = "", classes: Sequence[str] = (), progress: str = "auto"
+    urls: Sequence[str],
+    output: Path,
+    *,
+    name: str = "",
+    classes: Sequence[str] = (),
+    progress: str = "auto",
+    packed: bool = False,
 ) -> ShardIndex:
     """Reads shards, several at a time, and writes their index and, beside it, their tables of samples.
 
@@ -138,6 +144,7 @@ def create_index(
         output: the index; the tables go into a file beside it, with ``.tables`` after its name.
         name: of the data set; the index's own name if there is none.
         classes: the names of the classes; 0, 1, 2 and so on if there are none, up to the highest label.
+        packed: the shards were made together with the index, and go when another is made in its place.
 
     Raises:
         UserError: a shard that cannot be had or is none, two that are the same, a label that has no class.
@@ -152,7 +159,7 @@ def create_index(
         in_parallel(scan, shards, THREADS) as scanned,
         Progress(progress).track("reading", len(shards), "shards") as done,
     ):
-        return write_index(scanned, output, name=name, classes=classes, advance=done)
+        return write_index(scanned, output, name=name, classes=classes, advance=done, packed=packed)
 
 
 def write_index(
@@ -162,6 +169,7 @@ def write_index(
     name: str,
     classes: Sequence[str],
     advance: Callable[[int], object] = lambda _: None,
+    packed: bool = False,
 ) -> ShardIndex:
     """Writes the index of shards that were read, and their tables of samples before it."""
     output = local_output(output)
@@ -191,7 +199,7 @@ def write_index(
     named = tuple(classes) or tuple(str(label) for label in range(labels))
     index = ShardIndex(name or output.stem, shards, (Part(name or output.stem),), named)
     with replacing(output) as file:
-        file.write(index_json(index, str(output.parent), tables.name))
+        file.write(index_json(index, str(output.parent), tables.name, packed=packed))
     return index
 
 
@@ -252,14 +260,21 @@ def verify_shard(shard: Shard, classes: int, *, decode: bool) -> list[str]:
 
 
 def incomplete(shard: Shard, table: SampleTable) -> Iterator[str]:
-    """Samples that have other members than most of the shard."""
+    """Samples that have other members than most of the shard; one image is as good as another, whatever its format."""
     kinds = [tuple(sorted(member.extension for member in table.members(number))) for number in range(len(table))]
     if not kinds:
         return
-    [(usual, _)] = Counter(kinds).most_common(1)
+    counted = Counter(kinds)
+    [(usual, _)] = Counter(map(purposes, kinds)).most_common(1)
+    named = max((found for found in counted if purposes(found) == usual), key=lambda found: counted[found])
     for key, found in zip(table.keys, kinds, strict=True):
-        if found != usual:
-            yield f"sample {key!r} in {shard.url}: has {', '.join(found)}, and most have {', '.join(usual)}"
+        if purposes(found) != usual:
+            yield f"sample {key!r} in {shard.url}: has {', '.join(found)}, and most have {', '.join(named)}"
+
+
+def purposes(extensions: tuple[str, ...]) -> tuple[str, ...]:
+    """What members are for: ``.seg.png`` and ``.seg.jpg`` are for the same."""
+    return tuple(sorted(f"{found.rpartition('.')[0]}.image" if is_image(found) else found for found in extensions))
 
 
 def contradictions(shard: Shard, found: Scanned, classes: int) -> Iterator[str]:

@@ -260,6 +260,10 @@ class StreamPlan:
         for what, numbers in {"without a cache": self.bytes_read, "with one": self.bytes_cached}.items():
             if numbers is not None:
                 yield f"bytes that a node reads {what}: {Bounds(numbers.min(), numbers.max())}"
+        if self.dropped.least != self.dropped.most:
+            yield "a range of samples: the fewest and the most that it can be, as a shuffle decides where nbatches cuts"
+        if any(column is not None and column.min() != column.max() for column in (self.bytes_read, self.bytes_cached)):
+            yield "a range of bytes: from the node that reads least to the one that reads most"
 
     def _verdict(self) -> Iterator[str]:
         if self.hangs:

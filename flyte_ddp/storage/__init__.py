@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 from flyte_ddp.storage import gcs, http, local, s3
-from flyte_ddp.storage.addresses import join, local_path, parent, resolve, scheme
+from flyte_ddp.storage.addresses import as_in, join, local_path, parent, resolve, scheme
 from flyte_ddp.storage.content import Content, Entry, Span, check_length
 from flyte_ddp.storage.failures import AlteredError, MissingError, UnavailableError
 from flyte_ddp.storage.retries import AllFailedError, retried, with_retries
@@ -23,6 +23,7 @@ __all__ = [
     "MissingError",
     "Span",
     "UnavailableError",
+    "as_in",
     "join",
     "list_files",
     "local_path",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import posixpath
 from pathlib import Path
-from urllib.parse import unquote, urljoin, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 from flyte_ddp.errors import UserError
 
@@ -41,7 +41,13 @@ def local_path(address: str) -> Path | None:
 def join(source: str, name: str) -> str:
     """The address of the file ``name`` in the directory or mirror ``source``."""
     path = local_path(source)
-    return f"{source.rstrip('/')}/{name}" if path is None else str(path / name)
+    return f"{source.rstrip('/')}/{as_in(source, name)}" if path is None else str(path / name)
+
+
+def as_in(address: str, name: str) -> str:
+    """A file's name as it stands in an address of that kind: in those of HTTP some characters mean something else."""
+    web = "://" in address and scheme(address) in ("http", "https")
+    return quote(name.encode("utf-8", "surrogateescape")) if web else name
 
 
 def parent(address: str) -> str:
@@ -57,22 +63,30 @@ def parent(address: str) -> str:
 
 
 def resolve(base: str, address: str) -> str:
-    """What ``address`` means in a file that is in, or refers to, the directory ``base``: itself if it is absolute."""
+    """What ``address`` means in a file that is in, or refers to, the directory ``base``: itself if it is absolute.
+
+    Else it is made of plain names of files, in which also "#", "?" and "%" stand for themselves, on any storage.
+    """
     if "://" in address:
         return address
     path = local_path(base)
     if path is not None:
         return os.path.normpath(path / address)
     if scheme(base) in ("http", "https"):
-        return urljoin(f"{base.rstrip('/')}/", address)
+        base = urlsplit(base)._replace(query="", fragment="").geturl()
     start, key = split_key(base)
     names = [] if address.startswith("/") or not key else key.removesuffix("/").split("/")
     for name in address.removeprefix("/").split("/"):
         if name == "..":
             names = names[:-1]
         elif name != ".":
-            names.append(name)
+            names.append(as_in(base, name))
     return f"{start}{'/'.join(names)}"
+
+
+def leads_out(name: str) -> bool:
+    """Whether the name of a file in a folder is not that of one in it."""
+    return name.startswith("/") or ".." in name.split("/")
 
 
 def split_key(address: str) -> tuple[str, str]:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from flyte_ddp.storage import failures
+from flyte_ddp.storage.addresses import leads_out
 from flyte_ddp.storage.content import CHUNK_BYTES, Content, Entry, Span, entity_tag
 from flyte_ddp.storage.digest_list import SUMS, read_sums
 from flyte_ddp.storage.failures import CONNECTIONS, UnavailableError, refusal, root_cause
@@ -44,6 +45,8 @@ def list_files(address: str) -> Iterator[Entry]:
         words = f"an HTTP server has no list of its files, and {SUMS} in that folder cannot be read: {failure}"
         raise UnavailableError(words, transient=failure.transient) from None
     for name, digest in sorted(read_sums(content).items()):
+        if leads_out(name):
+            raise UnavailableError(f"{SUMS} there names {name!r}, which is not in that folder")
         yield Entry(name, -1, digest)
 
 

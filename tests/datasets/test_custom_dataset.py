@@ -175,7 +175,11 @@ def test_the_fingerprint_changes_with_code_name_and_content_and_imports_nothing(
     write("raise AssertionError('changed')")
     seen.add(fingerprint("own_data:make", str(source)))
     seen.add(fingerprint("own_data:make", str(source / "file")))
-    assert len(seen) == 7
+    write("from own_helper import make")
+    for number in (1, 2):  # a module that the user's own imports
+        Path("own_helper.py").write_text(f"raise AssertionError({number})")
+        seen.add(fingerprint("own_data:make", str(source)))
+    assert len(seen) == 9
     assert "own_data" not in sys.modules
 
 

@@ -15,9 +15,11 @@ import pytest
 from file_server import FileServer
 from mnist_files import NAMES, Tiny, leftovers
 from mounts import ALONE, need_mounts
+from PIL import Image
 
-from flyte_ddp.datasets import arrays, fetch, fetching, fingerprint, open_arrays
+from flyte_ddp.datasets import arrays, fetch, fetching, fingerprint, is_whole, open_arrays, open_prepared
 from flyte_ddp.errors import UserError
+from flyte_ddp.shards.packing import pack_source
 
 
 def test_a_second_fetch_does_nothing(tiny: Tiny, server: FileServer, tmp_path: Path) -> None:
@@ -58,11 +60,44 @@ def test_a_folder_with_something_else_is_left_alone(tiny: Tiny, tmp_path: Path) 
     assert leftovers(Path(mirror)) == sorted(NAMES)
 
 
-def test_a_damaged_folder_is_not_taken_for_a_data_set(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", arrays.ARRAYS)
+@pytest.mark.parametrize("damage", ["lost", "cut", "empty", "something else"])
+def test_a_folder_with_a_damaged_array_is_filled_anew(tmp_path: Path, damage: str, name: str) -> None:
     folder = fetch("digits", "", tmp_path / "data", progress="off")
-    os.truncate(folder / "test_images.npy", 200)
-    with pytest.raises(UserError, match=r"damaged.*delete it and fetch it again"):
-        fetch("digits", "", folder, progress="off")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    mapped, path = getattr(open_arrays(folder), name), folder / f"{name}.npy"
+    content = path.read_bytes()
+    path.unlink()  # whoever has mapped it keeps it
+    if damage != "lost":
+        path.write_bytes({"cut": content[:-1], "empty": b"", "something else": b"something else"}[damage])
+    assert not is_whole(folder)
+    assert fetch("digits", "", folder, progress="off") == folder
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert leftovers(tmp_path) == ["data"]
+    np.testing.assert_array_equal(mapped, getattr(open_arrays(folder), name))
+
+
+@pytest.mark.parametrize(
+    ("kind", "lost"), [("shards", "train.json"), ("shards", "test.json"), ("image_folder", "test_labels.npy")]
+)
+def test_a_list_of_samples_that_is_lost_is_made_anew(tmp_path: Path, kind: str, lost: str) -> None:
+    """Without its test set, too, it would be another data set."""
+    for number in range(4):
+        path = tmp_path / "images" / f"{number % 2}" / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (4, 4)).save(path)
+    address = str(tmp_path / "images")
+    if kind == "shards":
+        pack_source(address, tmp_path / "packed", progress="off")
+        address = f"{tmp_path}/packed/train.json"
+    asked = {"dataset": f"{kind}:{address}", "source": "", "test_dataset": f"{kind}:{address}", "progress": "off"}
+    folder = fetch(folder=tmp_path / "data", **asked)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    (folder / lost).unlink()
+    with pytest.raises(UserError, match=r"the prepared data set is damaged .*; fetch it again"):
+        open_prepared(folder)
+    fetch(folder=folder, **asked)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
 def test_the_folder_has_the_usual_permissions(tmp_path: Path) -> None:

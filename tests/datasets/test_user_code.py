@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.user_code import SPEC, load_callable, split, user_source_digest
+from flyte_ddp.user_code import SPEC, load_callable, split
+from flyte_ddp.user_source import mentions, user_source_digest, user_sources
 
 
 @pytest.fixture
@@ -86,6 +87,12 @@ def test_what_the_users_module_needs_is_named(project: Path) -> None:
         load_callable("users_stale:make")
 
 
+def test_what_is_no_python_is_named_with_its_line(project: Path) -> None:
+    (project / "users_slip.py").write_text("import os\ndef model(:\n    pass\n")
+    with pytest.raises(UserError, match=r"importing users_slip failed: .*users_slip\.py, line 2: "):
+        load_callable("users_slip:model")
+
+
 def test_the_users_own_error_comes_through(project: Path) -> None:
     (project / "users_broken.py").write_text("1 / 0\n")
     with pytest.raises(ZeroDivisionError):
@@ -149,6 +156,144 @@ def test_a_missing_package_has_no_digest() -> None:
     for spec in ("no_such_module:make", "__main__:make" if sys.modules["__main__"].__spec__ is None else "nope:x"):
         with pytest.raises(UserError, match="no module named"):
             user_source_digest(spec)
+
+
+USERS_TOP = "users_top:make"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import users_layers",
+        "import json, users_layers as layers",
+        "from users_layers import Block",
+        "from users_layers import *",
+        "def make():\n    from users_layers import Block\n    return Block",
+        "class Make:\n    if True:\n        import users_layers",
+        "try:\n    import users_layers\nexcept ImportError:\n    users_layers = None",
+        "import importlib\nlayers = importlib.import_module('users_layers')",
+        "from importlib import import_module as load, import_module\nimport_module('users_layers')",
+        "layers = __import__('users_layers')",
+        "import users_between",  # which imports it
+        "import users_kit.deep.blocks",  # likewise, in a function
+        "from users_kit import deep",
+        "import users_kit",
+        "import users_namespace.part",
+        "import no_such_module_anywhere\nimport users_layers",
+        "x = '\\d'\nimport users_layers",  # at which Python's compiler warns
+    ],
+)
+def test_the_digest_follows_imports_through_the_users_own_code(project: Path, text: str) -> None:
+    (project / "users_layers.py").write_text("import users_top\nclass Block: ...\n")  # a cycle
+    (project / "users_between.py").write_text("from users_layers import Block\n")
+    (project / "users_kit" / "deep").mkdir(parents=True)
+    (project / "users_kit" / "__init__.py").write_text("")
+    (project / "users_kit" / "deep" / "__init__.py").write_text("from . import blocks\n")
+    (project / "users_kit" / "deep" / "blocks.py").write_text("def f():\n    import users_layers\n")
+    (project / "users_namespace").mkdir()
+    (project / "users_namespace" / "part.py").write_text("import users_between\n")
+    (project / "users_other.py").write_text("import users_top\n")
+    (project / "users_top.py").write_text(text)
+    before = user_source_digest(USERS_TOP)
+    (project / "users_other.py").write_text("import users_top  # which does not import this\n")
+    assert user_source_digest(USERS_TOP) == before
+    (project / "users_layers.py").write_text("import users_top\nclass Block: changed = True\n")
+    assert user_source_digest(USERS_TOP) != before
+    assert not [name for name in sys.modules if name.startswith("users_")]
+
+
+def test_every_init_on_the_way_counts(project: Path) -> None:
+    (project / "users_top.py").write_text("import users_package.inner.models\n")
+    digests = {user_source_digest(USERS_TOP)}
+    for path in ("__init__.py", "inner/__init__.py", "inner/models.py", "helper.py"):
+        with (project / "users_package" / path).open("a") as file:
+            file.write("changed = True\n")
+        digests.add(user_source_digest(USERS_TOP))
+    assert len(digests) == 5
+
+
+@pytest.mark.parametrize(
+    "content", [b"def broken(:\n", b"x = 1\0", b"# coding: no-such-coding\n", b"\xff\n", b"(" * 9999]
+)
+def test_a_file_that_is_no_python_counts_by_its_content(project: Path, content: bytes) -> None:
+    (project / "users_top.py").write_text("import users_odd\n")
+    (project / "users_odd.py").write_bytes(content)
+    before = user_source_digest(USERS_TOP)
+    (project / "users_odd.py").write_bytes(content + b"\n")
+    assert user_source_digest(USERS_TOP) != before
+
+
+def test_what_is_named_like_a_source_but_is_none_does_not_matter(project: Path) -> None:
+    package = project / "users_package"
+    before = user_source_digest("users_package.inner.models:one")
+    (package / "folder.py").mkdir()
+    (package / "dangling.py").symlink_to("nowhere.py")
+    (package / "again").symlink_to(package, target_is_directory=True)
+    assert user_source_digest("users_package.inner.models:one") == before
+    shared = project / "shared"
+    shared.mkdir()
+    (shared / "linked.py").write_text("x = 1\n")
+    (package / "inner" / "shared").symlink_to(shared, target_is_directory=True)
+    linked = user_source_digest("users_package.inner.models:one")
+    (shared / "linked.py").write_text("x = 2\n")
+    assert len({before, linked, user_source_digest("users_package.inner.models:one")}) == 3
+
+
+@pytest.mark.parametrize("where", ["editable", "lib/python3.11/site-packages", "lib/python3/dist-packages"])
+def test_installed_packages_do_not_count_but_the_users_own_elsewhere_do(
+    project: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    elsewhere = project / where
+    elsewhere.mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(elsewhere))
+    (elsewhere / "users_elsewhere").mkdir()
+    for name in ("users_elsewhere/__init__.py", "users_single.py"):
+        (elsewhere / name).write_text("x = 1\n")
+        (project / "users_top.py").write_text("import users_elsewhere, users_single\n")
+        before = user_source_digest(USERS_TOP)
+        (elsewhere / name).write_text("x = 2\n")
+        assert (user_source_digest(USERS_TOP) != before) == (where == "editable")
+    named = user_source_digest("users_elsewhere:make")  # what the hyperparameters themselves name does
+    (elsewhere / "users_elsewhere/__init__.py").write_text("x = 3\n")
+    assert user_source_digest("users_elsewhere:make") != named
+
+
+def test_a_users_module_may_have_a_standard_ones_name(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "sndhdr", raising=False)
+    (project / "users_top.py").write_text("import sndhdr\n")
+    (project / "sndhdr.py").write_text("x = 1\n")
+    before = user_source_digest(USERS_TOP)
+    (project / "sndhdr.py").write_text("x = 2\n")
+    assert user_source_digest(USERS_TOP) != before
+
+
+def test_neither_torch_nor_this_library_is_read(project: Path) -> None:
+    """They are identified by release and by a digest of their own, even where they are installed from sources."""
+    (project / "users_top.py").write_text("import torch, torchvision, flyte_ddp.datasets, numpy, os, sys, json\n")
+    assert [name for name, _ in user_sources(USERS_TOP)] == ["users_top"]
+
+
+def test_the_digest_does_not_depend_on_the_order_of_the_path(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    digests = set()
+    for first, second in (("a", "b"), ("b", "a")):
+        for name in ("a", "b"):
+            part = project / name / "users_parts"  # a package in two places, without __init__.py
+            part.mkdir(parents=True, exist_ok=True)
+            (part / f"{name}.py").write_text(f"import users_{name}\n")
+            (project / name / f"users_{name}.py").write_text("")
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "path", [str(project / first), str(project / second), *sys.path])
+            digests.add(user_source_digest("users_parts.a:make"))
+            assert len([*user_sources("users_parts.a:make")]) == 4
+    assert len(digests) == 1
+
+
+def test_words_are_looked_for_in_the_same_files(project: Path) -> None:
+    (project / "users_top.py").write_text("from users_layers import Block\n")
+    (project / "users_layers.py").write_text("class Block: ...\n")
+    assert not mentions(USERS_TOP, "torchvision")
+    (project / "users_layers.py").write_text("from torchvision.models import resnet18 as Block\n")
+    assert mentions(USERS_TOP, "torchvision")
 
 
 @given(st.text(st.sampled_from("ab_.:1é/ \n"), max_size=12))

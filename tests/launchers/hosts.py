@@ -19,7 +19,12 @@ class Host(link.Host):
     """A namespace."""
 
     def start(
-        self, command: list[str], log: Path, environment: Mapping[str, str], hidden: Path | None = None
+        self,
+        command: list[str],
+        log: Path,
+        environment: Mapping[str, str],
+        hidden: Path | None = None,
+        names: Path | None = None,
     ) -> subprocess.Popen[bytes]:
         """Starts a command there.
 
@@ -28,9 +33,12 @@ class Host(link.Host):
             log: takes what it prints.
             environment: its own.
             hidden: a folder of which it sees another, empty one in its place.
+            names: what it sees in place of /etc/hosts; the host is then called as its namespace is.
         """
-        hide = ["unshare", "--mount", "sh", "-c", f'mount -t tmpfs none "{hidden}" && exec "$@"', "sh"]
-        inside = ["ip", "netns", "exec", self.name, *(hide if hidden else []), *command]
+        mounts = [f'mount -t tmpfs none "{hidden}"'] if hidden else []
+        mounts += [f'mount --bind "{names}" /etc/hosts', f'hostname "{self.name}"'] if names else []
+        script = " && ".join([*mounts, 'exec "$@"'])
+        inside = ["ip", "netns", "exec", self.name, "unshare", "--mount", "--uts", "sh", "-c", script, "sh", *command]
         with log.open("wb") as file:
             return subprocess.Popen(
                 inside, stdout=file, stderr=subprocess.STDOUT, env=dict(environment), start_new_session=True

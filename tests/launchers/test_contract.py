@@ -18,10 +18,9 @@ import torch
 from engines import Launch, engines, everywhere
 from faulty_runs import HP as FAULTY
 from faulty_runs import INTRODUCED as HP
-from faulty_runs import equal, nothing_like_a_result, weights, when
+from faulty_runs import equal, nothing_like_a_result, saved, weights, when
 from processes import living_with
 
-from flyte_ddp import checkpoint
 from flyte_ddp.errors import RankError, StoppedError
 from flyte_ddp.launch import elastic, spawn
 from flyte_ddp.run import Result, run_training
@@ -171,7 +170,7 @@ def test_a_rank_that_hangs_is_named_with_its_stack(
         run_training(FAULTY, digits, tmp_path / "run", replace(quiet, timeout=seconds), launch=launch)
     assert f"rank 1 did not come where rank 0 waited for {seconds:g} s" in str(caught.value)
     assert f"in {kind.replace(' ', '_').lower()}" in str(caught.value)
-    found = checkpoint.newest_of(tmp_path / "run" / checkpoint.FOLDER)
+    found = saved(tmp_path / "run")
     assert found is not None
     assert found.step == 3, "what was done before is saved"
     nothing_is_left(tmp_path / "run", temporary)

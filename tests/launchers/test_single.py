@@ -3,25 +3,39 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
+import traceback
 from dataclasses import replace
 from pathlib import Path
 
 import faults
+import numpy as np
 import pytest
 import torch
 from faulty_runs import HP as TWO_RANKS
-from faulty_runs import equal
+from faulty_runs import equal, saved
+from test_link import MuteError
 
-from flyte_ddp import checkpoint
 from flyte_ddp.errors import RankError, StoppedError, UserError
 from flyte_ddp.launch import single, spawn
-from flyte_ddp.run import OUTPUTS, run_training
+from flyte_ddp.run import run_training
+from flyte_ddp.run_folder import OUTPUTS
 from flyte_ddp.settings import Settings
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("temporary")]
 
 HP = replace(TWO_RANKS, num_ranks=1)
+
+
+def draws() -> tuple[object, ...]:
+    """What the process would draw next, which is put back."""
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002
+    drawn = torch.rand(()).item(), random.random(), np.random.random()  # noqa: NPY002
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    np.random.set_state(states[2])  # noqa: NPY002
+    return drawn
 
 
 def in_this_process(monkeypatch: pytest.MonkeyPatch, marker: Path, kind: str) -> None:
@@ -34,8 +48,10 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch, marker: Path, kind: str) ->
 def test_the_same_weights_as_from_a_spawned_rank(digits: Path, tmp_path: Path, quiet: Settings) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    before = draws()
     expected = run_training(HP, digits, tmp_path / "spawned", quiet, launch=spawn.launch)
     found = run_training(replace(HP, deterministic=True), digits, tmp_path / "run", quiet)
+    assert draws() == before
     assert torch.get_num_threads() == 1
     assert not torch.are_deterministic_algorithms_enabled()
     assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
@@ -55,7 +71,7 @@ def test_a_signal_saves_and_stops(
         run_training(HP, digits, tmp_path / "run", quiet)
     assert caught.type is (StoppedError if number == signal.SIGTERM else KeyboardInterrupt)
     assert signal.getsignal(number) is before
-    found = checkpoint.newest_of(tmp_path / "run" / checkpoint.FOLDER)
+    found = saved(tmp_path / "run")
     assert found is not None
     assert found.step >= 3
     assert not [name for name in OUTPUTS if (tmp_path / "run" / name).exists()]
@@ -83,6 +99,24 @@ def test_a_failure_is_told_with_its_cause(
     with pytest.raises(RankError, match=words) as caught:
         run_training(HP, digits, tmp_path / "run", quiet)
     assert isinstance(caught.value.__cause__, cause)
+
+
+@pytest.mark.parametrize(("kind", "words"), [("mute", "its __str__ raises"), ("long", "characters left out")])
+def test_an_error_that_nobody_can_print(
+    digits: Path, tmp_path: Path, quiet: Settings, monkeypatch: pytest.MonkeyPatch, kind: str, words: str
+) -> None:
+    in_this_process(monkeypatch, tmp_path / "marker", kind)
+
+    def fail() -> None:
+        raise MuteError if kind == "mute" else ValueError("." * 10_000_000)
+
+    monkeypatch.setitem(faults.KINDS, kind, fail)
+    with pytest.raises(RankError, match=words) as caught:
+        run_training(HP, digits, tmp_path / "run", quiet)
+    assert caught.value.__cause__ is None
+    printed = "".join(traceback.format_exception(caught.value))
+    assert "in fail" in printed
+    assert len(printed) < 100_000
 
 
 def test_a_mistake_stays_one(digits: Path, tmp_path: Path, quiet: Settings) -> None:

@@ -23,14 +23,15 @@ SCRIPT = Path(__file__).with_name("on_a_host.py")
 PORT = 29400  # within the hosts' own network
 
 
-def command(host: Host, first: Host, nodes: str, *arguments: str) -> list[str]:
-    """A worker on this host, and Elastic's store on the first."""
+def command(host: Host, first: Host, nodes: str, *arguments: str, by_name: bool = False) -> list[str]:
+    """A worker on this host, and Elastic's store on the first, by its address or its name."""
+    name, own = (first.name, host.name) if by_name else (first.address, host.address)
     return [
         *("taskset", "--cpu-list", "0"),  # one core, as ranks of the run that this one is compared with
         *(sys.executable, "-m", "torch.distributed.run", "--nnodes", nodes, "--nproc-per-node", "1"),
-        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first.address}:{PORT}", "--rdzv-id", "test"),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{name}:{PORT}", "--rdzv-id", "test"),
         *("--rdzv-conf", f"is_host={int(host is first)},last_call_timeout=1,keep_alive_interval=1"),
-        *("--local-addr", host.address, "--max-restarts", "2", "--monitor-interval", "0.1", str(SCRIPT), *arguments),
+        *("--local-addr", own, "--max-restarts", "2", "--monitor-interval", "0.1", str(SCRIPT), *arguments),
     ]
 
 
@@ -61,6 +62,34 @@ def test_two_hosts_train_as_one(expected: Result, digits: Path, tmp_path: Path, 
     assert equal(expected.run_folder, runs / "run")
     (start,) = [record for record in read_metrics(runs / "run/metrics.jsonl") if record["kind"] == "start"]
     assert (start["num_ranks"], start["strategy"]) == (2, "ddp")
+
+
+@pytest.mark.parametrize("store_is_with", ["rank 0", "the other"])
+def test_each_host_knows_its_own_name_as_a_loopback_address(
+    expected: Result, digits: Path, tmp_path: Path, temporary: Path, store_is_with: str
+) -> None:
+    """As Debian writes it into /etc/hosts; and Elastic's store need not be where rank 0 is."""
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    arguments = (HP.to_json(), str(digits), str(runs / "run"))
+    with two_hosts() as both:
+        for host, other in (both, both[::-1]):
+            known = f"127.0.0.1 localhost\n127.0.1.1 {host.name}\n{other.address} {other.name}\n"
+            (tmp_path / f"{host.name}.hosts").write_text(known)
+        with_store = both[store_is_with != "rank 0"]
+        started = [
+            host.start(
+                command(host, with_store, "2", *arguments, by_name=True),
+                tmp_path / f"{host.address}.log",
+                environment(temporary),
+                names=tmp_path / f"{host.name}.hosts",
+            )
+            for host in both
+        ]
+        codes = [process.wait(timeout=120) for process in started]
+    logs = "\n".join((tmp_path / f"{host.address}.log").read_text() for host in both)
+    assert codes == [0, 0], logs
+    assert equal(expected.run_folder, runs / "run")
 
 
 def test_one_host_is_lost(

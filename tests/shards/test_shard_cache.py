@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 from file_server import FileServer, file_server
@@ -59,6 +60,23 @@ def test_a_shard_is_fetched_once_for_all_threads_of_all_processes(server: FileSe
     assert len(sizes_in(cache.folder)) == 12
 
 
+def test_a_shard_is_on_the_disk_before_it_has_its_name(
+    server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard, cache = serve(server, "a.tar", blob(1)), ShardCache(tmp_path)
+    path = cache.path_of(shard)
+    synced = []
+    sync = os.fsync
+
+    def note(file: int) -> None:
+        synced.append((os.fstat(file).st_ino, os.fstat(file).st_size, path.exists()))
+        sync(file)
+
+    monkeypatch.setattr(os, "fsync", note)
+    assert content_of(cache, shard) == blob(1)
+    assert synced == [(path.stat().st_ino, len(blob(1)), False)]
+
+
 def test_a_shard_on_this_machine_is_read_where_it_is(tmp_path: Path) -> None:
     (tmp_path / "x.tar").write_bytes(b"content")
     cache = ShardCache(tmp_path / "cache")
@@ -70,6 +88,84 @@ def test_a_shard_on_this_machine_is_read_where_it_is(tmp_path: Path) -> None:
         cache.open(Shard(f"{tmp_path}/x.tar", 1, 8))
     with pytest.raises(UserError, match=r"y\.tar: cannot be fetched \(No such file or directory\)"):
         cache.open(Shard(f"{tmp_path}/y.tar", 1))
+
+
+class TestShardsOnThisMachine:
+    """They are compared with their digests as fetched ones are, once."""
+
+    @pytest.fixture
+    def read(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        """The shards that were read for that, in order."""
+        found: list[str] = []
+        digest_of = cache_module.digest_of
+
+        def noted(file: BinaryIO, shard: Shard) -> str:
+            found.append(Path(shard.url).name)
+            return digest_of(file, shard)
+
+        monkeypatch.setattr(cache_module, "digest_of", noted)
+        return found
+
+    @staticmethod
+    def shard(path: Path, kind: str = "sha256") -> Shard:
+        path.write_bytes(blob(0))
+        return Shard(str(path), 1, 20_000, **({kind: hashlib.new(kind, blob(0)).hexdigest()} if kind else {}))
+
+    @pytest.mark.parametrize("kind", ["sha256", "md5"])
+    def test_one_that_is_damaged_without_a_change_of_its_size(self, kind: str, tmp_path: Path) -> None:
+        shard = self.shard(tmp_path / "x.tar", kind)
+        with (tmp_path / "x.tar").open("r+b") as file:
+            file.seek(9000)
+            file.write(b"damage")
+        for _ in range(2):
+            with pytest.raises(UserError, match=rf"x\.tar: its {kind} is \w+ and not the \w+ that the index says"):
+                ShardCache(tmp_path / "cache").open(shard)
+        self.shard(tmp_path / "x.tar")
+        assert content_of(ShardCache(tmp_path / "cache"), shard) == blob(0)
+
+    def test_once_is_enough_until_the_file_changes(self, read: list[str], tmp_path: Path) -> None:
+        """For all processes that share the cache; also of a change after which size and time are as before."""
+        path = tmp_path / "x.tar"
+        shard = self.shard(path)
+        for _ in range(3):
+            assert content_of(ShardCache(tmp_path / "cache"), shard) == blob(0)
+        fetch_only(pickle.loads(pickle.dumps(ShardCache(tmp_path / "cache"))), shard)
+        assert read == ["x.tar"]
+        before = path.stat()
+        path.write_bytes(blob(1))
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        with pytest.raises(UserError, match="its sha256 is"):
+            ShardCache(tmp_path / "cache").open(shard)
+        assert read == ["x.tar"] * 2
+
+    def test_one_without_a_digest_is_not_read_for_one(self, read: list[str], tmp_path: Path) -> None:
+        assert content_of(ShardCache(tmp_path / "cache"), self.shard(tmp_path / "x.tar", "")) == blob(0)
+        assert read == []
+        assert not (tmp_path / "cache").exists()
+
+    def test_threads_do_it_once(self, read: list[str], tmp_path: Path) -> None:
+        shard, cache = self.shard(tmp_path / "x.tar"), ShardCache(tmp_path / "cache")
+        begin = threading.Barrier(4)
+
+        def opened() -> None:
+            begin.wait(DEADLINE)
+            cache.open(shard).close()
+
+        running = [in_thread(opened) for _ in range(4)]
+        for thread in running:
+            thread.join(DEADLINE)
+        assert read == ["x.tar"]
+
+    def test_where_nothing_can_be_written_it_is_remembered_while_the_process_lives(
+        self, read: list[str], tmp_path: Path
+    ) -> None:
+        (tmp_path / "file").write_text("")
+        shard, cache = self.shard(tmp_path / "x.tar"), ShardCache(tmp_path / "file" / "cache")
+        for _ in range(2):
+            assert content_of(cache, shard) == blob(0)
+        assert read == ["x.tar"]
+        assert content_of(ShardCache(cache.folder), shard) == blob(0)
+        assert read == ["x.tar"] * 2
 
 
 def test_shards_of_one_name_do_not_collide(server: FileServer, tmp_path: Path) -> None:

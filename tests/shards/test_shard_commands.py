@@ -66,7 +66,7 @@ def test_from_a_folder_of_images_to_a_single_sample(tmp_path: Path) -> None:
         "pack", "images", "out", "--samples-per-shard", "5", "--seed", "3", "--name", "val", folder=tmp_path
     )
     assert (packed.status, packed.output) == (0, "out/val.json: 3 shards, 12 samples\n")
-    assert packed.errors == "packing (12 samples)\n"
+    assert packed.errors == "image folder images: 12 images of 2 classes (ant 6, bee 6)\npacking (12 samples)\n"
 
     (tmp_path / "names").write_text("ant\nbee\n")
     created = shards(

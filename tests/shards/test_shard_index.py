@@ -15,7 +15,7 @@ import pytest
 import wids
 import wids.wids_index
 from file_server import FileServer
-from tars import samples, write_shards
+from tars import samples, shard_bytes, write_shards
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.shards.dataset import ShardDataset
@@ -128,7 +128,63 @@ def test_what_addresses_in_an_index_refer_to(
             written(tmp_path / "d" / "index.json", content)
             places = {"d": tmp_path / "d", "up": tmp_path, "root": ""}
         [shard] = read_index(f"{folder}/index.json").shards
-        assert shard.url == expected.format(**places)
+        whole = expected.format(**places)
+        assert shard.url == (whole.replace(" ", "%20") if whole.startswith("http") else whole)
+
+
+ODD = ("a#1.tar", "a?b=c.tar", "100%.tar", "a%20b.tar", "a b.tar", "écureuil 名.tar", "a+b&c=d;e:f@g.tar", "x/#/y.tar")
+
+
+def test_names_that_mean_something_else_in_web_addresses(server: FileServer, tmp_path: Path) -> None:
+    """They are those of the files, wherever the index is; addresses that are whole are as they are."""
+    paths = [tmp_path / "here" / name for name in ODD]
+    for seed, path in enumerate(paths):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(shard_bytes(samples(3, seed)))
+    create_index([str(path) for path in paths], tmp_path / "here" / "index.json", progress="off")
+    here = ours(str(tmp_path / "here" / "index.json"), tmp_path / "cache")
+    files = [path for path in (tmp_path / "here").rglob("*") if path.is_file()]
+    server.files = {f"d/{path.relative_to(tmp_path / 'here').as_posix()}": path.read_bytes() for path in files}
+    assert ours(f"{server.url}/d/index.json", tmp_path / "cache") == here
+    with_base = json.loads((tmp_path / "here" / "index.json").read_text())
+    server.files["index.json"] = json.dumps(with_base | {"base": "./d"}).encode()
+    assert ours(f"{server.url}/index.json", tmp_path / "cache") == here
+    create_index([f"{server.url}/d/a%231.tar"], tmp_path / "whole.json", progress="off")
+    assert ours(str(tmp_path / "whole.json"), tmp_path / "cache") == here[:3]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda secret: index_of(entry(secret)),
+        lambda secret: index_of(entry(secret.replace("file", "FILE"))),
+        lambda secret: index_of(entry("secret.tar"), base=secret.rpartition("/")[0]),
+        lambda secret: index_of(entry("x.tar", table=[0, 1, "a"]), flyte_ddp={"tables": secret}),
+        lambda secret: {"datasets": [{"source_url": secret}]},
+        lambda secret: {"datasets": [{"shardlist": [entry(secret)]}]},
+    ],
+)
+def test_an_index_from_elsewhere_has_no_file_of_this_machine_read(
+    change: Callable[[str], Content], server: FileServer, tmp_path: Path
+) -> None:
+    """Nor one that is referred to by an index that is here; one that is here may name any."""
+    (tmp_path / "secret.tar").write_bytes(shard_bytes(samples(5)))
+    content = change(f"file://{tmp_path}/secret.tar")
+    server.files["index.json"] = json.dumps(content).encode()
+    far = f"{server.url}/index.json"
+    for address in (far, written(tmp_path / "near.json", {"datasets": [{"source_url": far}]})):
+        with pytest.raises(UserError, match=r"names '(file|FILE)://.*', a file of this machine.*|refers to others"):
+            read_index(address)
+    if "datasets" not in content:
+        assert len(read_index(written(tmp_path / "index.json", content))) == 5
+
+
+def test_paths_in_an_index_from_elsewhere_are_its_servers(server: FileServer, tmp_path: Path) -> None:
+    for url in (f"{tmp_path}/x.tar", "file:/etc/passwd", "//etc/passwd", "~/x.tar", "../../../x.tar"):
+        for base in ("", url):
+            server.files["d/index.json"] = json.dumps(index_of(entry("x.tar" if base else url), base=base)).encode()
+            [shard] = read_index(f"{server.url}/d/index.json").shards
+            assert shard.url.startswith(f"{server.url}/")
 
 
 def test_an_index_behind_a_web_address_with_a_query(server: FileServer) -> None:
@@ -262,7 +318,8 @@ MALFORMED = {
     broken(lambda c: c["shardlist"][1].update(url="a\0b")): "is no address",
     broken(lambda c: c["shardlist"][1].update(url="pipe:cat http://h/x")): "must be a path, or start with",
     broken(lambda c: c["shardlist"][1].update(url="s3://")): "must name a bucket",
-    broken(lambda c: c["shardlist"][0].update(nsamples=-1)): "shard 0 in its shardlist .*-1 for a number",
+    broken(lambda c: c["shardlist"][0].update(nsamples=-1)): "shard 0 in its shardlist .*-1 for a number of 0 to",
+    broken(lambda c: c["shardlist"][0].update(nsamples=10**13)): "10000000000000 for a number of 0 to 10,000,000;",
     broken(lambda c: c["shardlist"][0].update(nsamples=1.5)): "1.5 for a number",
     broken(lambda c: c["shardlist"][0].update(nsamples=True)): "True for a number",
     broken(lambda c: c["shardlist"][0].update(nsamples=10**30)): "for a number",

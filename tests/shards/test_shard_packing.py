@@ -28,8 +28,9 @@ from flyte_ddp.datasets.image_folder import list_images
 from flyte_ddp.errors import UserError
 from flyte_ddp.shards import packing
 from flyte_ddp.shards.dataset import ShardDataset
+from flyte_ddp.shards.index import ShardIndex
 from flyte_ddp.shards.packing import pack, pack_image_folder, pack_images, pack_source
-from flyte_ddp.shards.scanning import tables_of
+from flyte_ddp.shards.scanning import create_index, tables_of, verify_index
 
 NAMES = [
     *(f"{kind}/{number}.jpg" for kind in ("zebra", "ant") for number in range(9)),
@@ -55,7 +56,7 @@ def contents(index: Path) -> list[dict[str, Any]]:
 
 
 def all_files(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
 def packed_images(index: Path) -> list[tuple[str, bytes, int]]:
@@ -280,18 +281,124 @@ def same_key(number: int) -> tuple[str, dict[str, bytes]]:
         (same_key, UserError, "in two places"),
     ],
 )
-def test_what_fails_leaves_no_shard_and_no_index(
+def test_what_fails_leaves_all_as_it_was(
     tmp_path: Path, samples: Callable[[int], Any], error: type[BaseException], said: str
 ) -> None:
-    """Also none of those that were there before and that it would have replaced."""
+    """Nothing in a new folder, and what was packed before in one that has it."""
     options: dict[str, Any] = {"classes": [], "seed": None, "progress": "off"}
-    pack(lambda number: (str(number), {".a": b"old"}), 20, tmp_path, per_shard=4, **options)
-    (tmp_path / "other.json").write_text("")
+    per_shard = 20 if samples is same_key else 4
     with pytest.raises(error, match=said):
-        pack(samples, 20, tmp_path, per_shard=20 if samples is same_key else 4, **options)
-    assert [name for name in leftovers(tmp_path) if name.endswith((".json", ".tables", ".tmp"))] == ["other.json"]
-    if samples is not same_key:
-        assert leftovers(tmp_path) == ["other.json"]
+        pack(samples, 20, tmp_path / "new", per_shard=per_shard, **options)
+    assert leftovers(tmp_path / "new") == []
+    pack(lambda number: (str(number), {".a": b"old"}), 20, tmp_path / "old", per_shard=4, **options)
+    (tmp_path / "old" / "other.json").write_text("")
+    before = all_files(tmp_path / "old")
+    with pytest.raises(error, match=said):
+        pack(samples, 20, tmp_path / "old", per_shard=per_shard, **options)
+    assert all_files(tmp_path / "old") == before
+
+
+def letters(count: int, folder: Path, *, letter: str = "a", name: str = "train") -> ShardIndex:
+    """A shard for each two samples."""
+
+    def sample(number: int) -> tuple[str, dict[str, bytes]]:
+        return f"{letter}{number}", {".txt": letter.encode()}
+
+    return pack(sample, count, folder, classes=[], name=name, per_shard=2, seed=None, progress="off")
+
+
+def test_packing_anew_removes_the_shards_that_are_no_longer_named(tmp_path: Path) -> None:
+    """And nobody else's: those of other names, of another's index, and of no index."""
+    letters(9, tmp_path)
+    letters(4, tmp_path, name="train-2")
+    others = ("train-000009.tar", "train-x.tar", "atrain-000004.tar", "notes.txt", ".train-000004.tar")
+    for name in others:
+        (tmp_path / name).write_text("somebody else's")
+    before = leftovers(tmp_path)
+    letters(3, tmp_path, letter="b")
+    gone = [f"train-00000{number}.tar" for number in (2, 3, 4)]
+    assert leftovers(tmp_path) == [name for name in before if name not in gone]
+    assert [sample[".txt"] for sample in ShardDataset(tmp_path / "train.json", tmp_path / "cache")] == ["b"] * 3
+    assert verify_index(str(tmp_path / "train.json"), progress="off") == []
+
+
+def test_shards_of_ones_own_are_not_removed(tmp_path: Path) -> None:
+    """Shards that were only indexed here were made by somebody else, whatever they are called."""
+    own = [tmp_path / f"train-00000{number}.tar" for number in range(5)]
+    for number, path in enumerate(own):
+        path.write_bytes(shard_bytes({f"{number}": {".cls": b"0"}}))
+    create_index([str(path) for path in own], tmp_path / "train.json", progress="off")
+    letters(2, tmp_path)
+    assert [path.exists() for path in own] == [True] * 5
+    assert leftovers(tmp_path) == sorted([*(path.name for path in own), "train.json", "train.json.tables"])
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from flyte_ddp.shards import packing
+
+folder, moves = Path(sys.argv[1]), int(sys.argv[2])
+replace = Path.replace
+
+def moved(self, target):
+    global moves
+    if Path(target).parent == folder:
+        if not moves:
+            os.kill(os.getpid(), signal.SIGKILL)
+        moves -= 1
+    return replace(self, target)
+
+def sample(number):
+    if moves < 0 and number == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return f"k{number}", {".txt": b"killed"}
+
+Path.replace = moved
+packing.pack(sample, 8, folder, classes=[], per_shard=1, seed=None, progress="off")
+"""
+
+
+def test_a_pack_that_is_killed(tmp_path: Path) -> None:
+    """While it packs, what was there before stays; while it puts things in their place there is no index that lies."""
+    for moves in (-1, 0, 1, 5, 9):
+        folder = tmp_path / f"{moves}"
+        letters(9, folder)
+        before = all_files(folder)
+        ended = subprocess.run([sys.executable, "-c", KILLED, str(folder), str(moves)], check=False)
+        assert ended.returncode == -9
+        if moves < 0:
+            assert {name: content for name, content in all_files(folder).items() if name in before} == before
+            assert verify_index(str(folder / "train.json"), progress="off") == []
+        else:
+            assert not (folder / "train.json").exists()
+        letters(3, folder, letter="b")
+        assert leftovers(folder) == ["train-000000.tar", "train-000001.tar", "train.json", "train.json.tables"]
+        assert verify_index(str(folder / "train.json"), progress="off") == []
+
+
+def test_two_that_pack_the_same(tmp_path: Path) -> None:
+    with packing.workspace_of(tmp_path / "train.json"):
+        with pytest.raises(UserError, match=r"train\.json: another process is packing it; wait for its end"):
+            letters(3, tmp_path)
+        letters(3, tmp_path, name="test")
+    letters(3, tmp_path)
+    assert len(leftovers(tmp_path)) == 8
+
+
+def test_images_of_several_formats_are_alike(tmp_path: Path) -> None:
+    """To who checks; a sample without an image, or with one more, is not."""
+    mixed = image_files(*(f"a/{number}.{'png' if number % 3 else 'jpg'}" for number in range(9)))
+    pack_image_folder(str(write_files(tmp_path / "source", mixed)), tmp_path / "out", progress="off")
+    assert verify_index(str(tmp_path / "out" / "train.json"), decode=True, progress="off") == []
+    kinds = [".png", ".seg.png", ".cls"], [".jpeg", ".seg.bmp", ".cls"], [".png", ".cls"], [".png", ".jpg", ".cls"]
+    found = {f"{number}": dict.fromkeys(kind, b"0") for number, kind in enumerate([*kinds, kinds[0]])}
+    (tmp_path / "x.tar").write_bytes(shard_bytes(found))
+    create_index([str(tmp_path / "x.tar")], tmp_path / "x.json", progress="off")
+    problems = verify_index(str(tmp_path / "x.json"), progress="off")
+    assert [problem.partition(": ")[2] for problem in problems] == [
+        f"has {had}, and most have .cls, .png, .seg.png" for had in (".cls, .png", ".cls, .jpg, .png")
+    ]
 
 
 def test_errors_of_image_folders(tmp_path: Path, server: FileServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -393,8 +500,9 @@ def test_a_really_full_and_a_read_only_disk(tmp_path: Path) -> None:
     command = [*ALONE, sys.executable, "-c", READ_ONLY, str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     full, read_only = result.stdout.splitlines()
-    assert full.startswith(f"cannot write {tmp_path}/out/train-000003.tar: No space left on device; free some space")
-    assert read_only.startswith(f"cannot write {tmp_path}/out/train-000000.tar: Read-only file system; make")
+    workspace = f"{tmp_path}/out/.train.packing"
+    assert full.startswith(f"cannot write {workspace}/train-000003.tar: No space left on device; free some space")
+    assert read_only.startswith(f"cannot write {tmp_path}/out/train.json: Read-only file system; choose")
     assert full.endswith(" []")
     assert read_only.endswith(" []")
 

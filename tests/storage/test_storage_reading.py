@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -396,3 +397,34 @@ def test_pauses_grow_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         storage.with_retries("x", ["a", "b"], fails)
     assert [4 <= waited[0] <= 8, 8 <= waited[1] <= 16, 16 <= waited[2] <= 32] == [True] * 3
     assert len(waited) == 3
+
+
+def test_a_list_on_a_web_server_has_the_names_of_files(server: FileServer, tmp_path: Path) -> None:
+    """All that a file can be called, as sha256sum itself writes it."""
+    names = [
+        "a/x#1.jpg",
+        "a/x?y=1.jpg",
+        "a/100%.jpg",
+        "a/%20.jpg",
+        "a/é 名.jpg",
+        "a/back\\slash.jpg",
+        "a/two\nlines.jpg",
+    ]
+    names += ["a/ends with a space.jpg ", "a/\u2028.jpg", "a/\x85.jpg", "a/..jpg", "a/+&=;:@.jpg"]
+    for number, name in enumerate(names):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"%d" % number)
+        server.files[f"d/{name}"] = b"%d" % number
+    command = "find * -type f -exec sha256sum {} +"
+    sums = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, check=True).stdout
+    server.files["d/SHA256SUMS"] = sums
+    address = f"{server.url}/d"
+    assert [entry.name for entry in storage.list_files(address)] == sorted(names)
+    assert [storage.read(storage.join(address, name)) for name in names] == [b"%d" % n for n in range(len(names))]
+
+
+@pytest.mark.parametrize("name", ["../secret/x.jpg", "a/../../x.jpg", "/etc/x.jpg", "./../x.jpg", "a/.."])
+def test_a_list_that_leads_elsewhere_is_refused(server: FileServer, name: str) -> None:
+    server.files["d/SHA256SUMS"] = f"{'0' * 64}  {name}\n{'0' * 64}  a/fine.jpg\n".encode()
+    with pytest.raises(UnavailableError, match=r"SHA256SUMS there names '.*', which is not in that folder"):
+        list(storage.list_files(f"{server.url}/d"))

@@ -1,0 +1,107 @@
+"""Says what a package would have a cluster do: python deploy/show_package.py PACKAGE.tgz.
+
+It is read from the package itself, which is what a cluster is given; nothing is contacted.
+"""
+
+from __future__ import annotations
+
+import sys
+import tarfile
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import msgpack
+from flyteidl.admin.launch_plan_pb2 import LaunchPlan
+from flyteidl.admin.task_pb2 import TaskSpec
+from flyteidl.core.tasks_pb2 import Resources
+from google.protobuf.json_format import MessageToDict
+
+COLUMNS = ("CPU", "MEMORY", "GPU", "EPHEMERAL_STORAGE")
+KUBERNETES = {"cpu": "CPU", "memory": "MEMORY", "nvidia.com/gpu": "GPU", "ephemeral-storage": "EPHEMERAL_STORAGE"}
+
+
+def main(archive: str) -> None:
+    """Prints the tables."""
+    plans, tasks = read(archive)
+    scheduled = [row for plan in plans if (row := described(plan)) is not None]
+    print("Launch plans (each workflow has one more, of its own name, without a schedule):")
+    print(*table([("name", "schedule", "data set", "model", "epochs"), *scheduled]), sep="\n")
+    print("\nPods of each task (requests to limits, where these differ):")
+    rows = [row for task in sorted(tasks, key=short_name) for row in pods(task)]
+    print(*table([("task", "pods", "cpu", "memory", "gpu", "disk"), *rows]), sep="\n")
+
+
+def read(archive: str) -> tuple[list[LaunchPlan], list[TaskSpec]]:
+    """Launch plans and tasks of a package, in which the digit that a file's name ends with is its kind."""
+    plans, tasks = [], []
+    with tarfile.open(archive) as tar:
+        for member in tar:
+            file = tar.extractfile(member)
+            if file is not None and member.name.endswith("_1.pb"):
+                tasks.append(TaskSpec.FromString(file.read()))
+            elif file is not None and member.name.endswith("_3.pb"):
+                plans.append(LaunchPlan.FromString(file.read()))
+    return sorted(plans, key=lambda plan: str(plan.id.name)), tasks
+
+
+def described(plan: LaunchPlan) -> tuple[str, ...] | None:
+    """A launch plan's row; None of the one that Flyte makes for each workflow, which has the workflow's name."""
+    if plan.id.name == plan.spec.workflow_id.name:
+        return None
+    schedule = plan.spec.entity_metadata.schedule
+    when = f"{schedule.cron_schedule.schedule} (UTC)" if schedule.HasField("cron_schedule") else "none"
+    hp = msgpack.unpackb(plan.spec.default_inputs.parameters["hp"].default.scalar.binary.value)
+    return plan.id.name, when, hp["dataset"], hp["model"], str(hp["epochs"])
+
+
+def pods(task: TaskSpec) -> Iterator[tuple[str, ...]]:
+    """A task's rows: of its own pod, and of those that an engine sets up for it."""
+    template = task.template
+    custom = MessageToDict(template.custom)
+    asked = template.container.resources
+    several = custom.get("elasticConfig", {"minReplicas": 1, "maxReplicas": 1})
+    number = spanned(several["minReplicas"], several["maxReplicas"])
+    yield short_name(task), number, *ranges(by_name(asked.requests), by_name(asked.limits))
+    if "workers" in custom:  # Dask
+        workers = custom["workers"]
+        given = workers["resources"]
+        of_worker = ({each["name"]: each["value"] for each in given[kind]} for kind in ("requests", "limits"))
+        yield "  workers", spanned(workers["numberOfWorkers"], workers["numberOfWorkers"]), *ranges(*of_worker)
+    for group in custom.get("rayCluster", {}).get("workerGroupSpec", ()):
+        [container] = group["k8sPod"]["podSpec"]["containers"]
+        given = container["resources"]
+        of_node = ({KUBERNETES[key]: value for key, value in given[kind].items()} for kind in ("requests", "limits"))
+        yield "  nodes", spanned(group["minReplicas"], group["maxReplicas"]), *ranges(*of_node)
+
+
+def short_name(task: TaskSpec) -> str:
+    """Without its module."""
+    return str(task.template.id.name).rpartition(".")[2]
+
+
+def spanned(least: float, most: float) -> str:
+    """A range of whole numbers, which are doubles in an engine's specification."""
+    return f"{int(least)}" if least == most else f"{int(least)} to {int(most)}"
+
+
+def by_name(entries: Iterable[Any]) -> dict[str, str]:
+    """Resources of a container, by their names."""
+    return {Resources.ResourceName.Name(entry.name): entry.value for entry in entries}
+
+
+def ranges(requests: Mapping[str, str], limits: Mapping[str, str]) -> Iterator[str]:
+    """One text for each column."""
+    for name in COLUMNS:
+        least, most = requests.get(name, "-"), limits.get(name, "-")
+        yield least if least == most else f"{least} to {most}"
+
+
+def table(rows: list[tuple[str, ...]]) -> Iterator[str]:
+    """Aligned lines."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

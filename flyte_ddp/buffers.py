@@ -1,0 +1,293 @@
+"""What forward passes change of a model: buffers, and perhaps parameters that the optimiser leaves alone.
+
+Each rank would change its own. As with DDP, those of rank 0 count: the others take them over after each step, so that
+all go on alike, what is evaluated is what is saved, and a checkpoint, which rank 0 writes, holds all there is.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import pickle
+import zlib
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from flyte_ddp.batch_norm import GlobalBatchNorm
+from flyte_ddp.distributed import from_rank_0, objects_of_all_ranks, rank, world_size
+from flyte_ddp.node_memory import NodeGather
+from flyte_ddp.training_pass import TrainingPass
+
+Mark = tuple[object, ...]
+OF_TORCH = vars(nn.Module()).keys()
+
+
+class Buffers:
+    """The buffers of a model in training. Those of BatchNorm, which has rules of its own, are only kept.
+
+    ``changing`` are the names of the others that forward passes change; it is the same on all ranks. ``late`` says that
+    one was found after the first step of the run, so that the ranks had their own for a while. ``attributes`` are those
+    of modules that passes change although no file holds them: numbers, tensors, generators, and objects that have
+    such; each rank has its own.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.marks = marks({**watched_in(model), **dict(model.named_parameters())})
+        self.shapes = shapes_of(model.state_dict())
+        self.unsaved = {
+            name: value if value is None else value.detach().clone()
+            for name, value in registered_in(model).items()
+            if name not in self.shapes
+        }
+        self.changing: list[str] = []
+        self.attributes: list[str] = []
+        self.late = False
+        self.looked = False
+        self.marks_of_attributes: dict[str, Mark] = {}
+        self.after_step: dict[str, Tensor] = {}
+
+    def passes_done(self, step: int) -> None:
+        """Takes over rank 0's after the passes of a step, the ``step``-th of the run from 0; all ranks call it."""
+        if self.looked:
+            self.share()
+        else:
+            self.look(first=step == 0)
+
+    def look(self, *, first: bool = False) -> None:
+        """Finds out what else changes, and takes over rank 0's; all ranks call it, after a step or before evaluating.
+
+        Args:
+            first: no more than the first step of the run has been done.
+
+        """
+        watched = watched_in(self.model)
+        if first:  # before the optimiser: a layer may set its weights by the first batch it sees
+            watched |= dict(self.model.named_parameters())
+        changed = {name for name, now in marks(watched).items() if now != self.marks.get(name)}
+        # What the first passes set may be no more than remembered, such as a mask; what later ones change is not.
+        now = attribute_marks(self.model)
+        others = {name for name in now if self.looked and now[name] != self.marks_of_attributes.get(name)}
+        self.marks_of_attributes = now
+        of_ranks = objects_of_all_ranks((changed, others))
+        found = {name for names, _ in of_ranks for name in names} - {*self.changing}
+        self.late = self.late or (bool(found) and not first)
+        self.changing = sorted({*self.changing, *found})
+        self.attributes = sorted({*self.attributes}.union(*(names for _, names in of_ranks)))
+        self.looked = True
+        self.share()
+
+    def share(self, model: nn.Module | None = None) -> None:
+        """Overwrites what changes, of the model or of its average, by what rank 0 has."""
+        model = model or self.model
+        if self.changing and world_size() > 1:
+            own = {**watched_in(model), **dict(model.named_parameters())} if rank() == 0 else {}
+            values = from_rank_0({name: own[name].detach().cpu() for name in self.changing if name in own})
+            if rank() != 0:
+                overwrite(model, values)
+
+    def unlike_new(self) -> list[str]:
+        """Of the ``state_dict`` what a new model lacks, or has in another shape, and so does not load by itself."""
+        now = shapes_of(self.model.state_dict())
+        return [name for name in self.changing if name in now and now[name] != self.shapes.get(name)]
+
+    def keep(self) -> None:
+        """Remembers on rank 0, which saves, what they are after a step, because the next forward pass changes them."""
+        if rank() != 0:
+            return
+        watched = watched_in(self.model) if self.changing else {}
+        changing = {name: watched[name] for name in self.changing if name in watched}
+        # With all names of what modules share, as in the model's state_dict.
+        for name, value in {**dict(self.model.named_buffers(remove_duplicate=False)), **changing}.items():
+            kept = self.after_step.get(name)
+            if kept is not None and (kept.shape, kept.dtype) == (value.shape, value.dtype):
+                kept.copy_(value.detach())
+            else:
+                self.after_step[name] = value.detach().clone()
+
+    def after_step_in(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The model's ``state_dict`` as it was after a step."""
+        return {name: self.after_step.get(name, value) for name, value in state_dict.items()}
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint, beside the ``state_dict`` of the model."""
+        values = {name: self.after_step[name] for name in self.changing if name in self.after_step}
+        found = {"changing": self.changing, "late": self.late, "attributes": self.attributes}
+        return {**found, "values": values}
+
+    def go_on(self, state: Mapping[str, Any], model: nn.Module, saved: Collection[str]) -> None:
+        """Continues where :meth:`state` was called; gives the model, or its average, what changes.
+
+        Args:
+            saved: names in the model's ``state_dict``.
+
+        """
+        self.changing, self.late, self.attributes = state["changing"], state["late"], state["attributes"]
+        overwrite(model, state["values"], saved)
+
+    def go_back(self, model: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
+        """Gives the model, or its average, what it had earlier, when buffers may not have been there yet."""
+        for name in shapes_of(model.state_dict()).keys() - state_dict.keys():
+            delattr(*place_of(model, name))
+        overwrite(model, {name: state_dict[name] for name in self.changing if name in state_dict})
+        model.load_state_dict(state_dict)
+
+    @contextmanager
+    def untouched(self) -> Iterator[None]:
+        """Undoes what forward and backward passes change, but for BatchNorm over all ranks."""
+        with put_back(self.model, self.changing, but_for=GlobalBatchNorm):
+            yield
+
+    @contextmanager
+    def as_saved(self, model: nn.Module) -> Iterator[None]:
+        """Has the model, or its average, be what it would be if it were saved and loaded; puts back what it was."""
+        with put_back(model, self.changing):
+            saved = model.state_dict().keys()
+            overwrite(model, {name: value for name, value in self.unsaved.items() if name not in saved})
+            yield
+
+
+def watched_in(model: nn.Module) -> dict[str, Tensor]:
+    """Names and values of all that may turn out to be changed: buffers, and parameters that are frozen."""
+    frozen = {name: value for name, value in model.named_parameters() if not value.requires_grad}
+    return buffers_of(model) | frozen
+
+
+def buffers_of(model: nn.Module, but_for: type[nn.Module] = _BatchNorm) -> dict[str, Tensor]:
+    """Names and values of the buffers of all modules but those of a kind."""
+    return {name: value for name, value in registered_in(model, but_for).items() if value is not None}
+
+
+def registered_in(model: nn.Module, but_for: type[nn.Module] = _BatchNorm) -> dict[str, Tensor | None]:
+    """The same with those that are None so far."""
+    return {
+        f"{prefix}.{name}" if prefix else name: value
+        for prefix, module in model.named_modules()
+        if not isinstance(module, but_for)
+        for name, value in module._buffers.items()
+    }
+
+
+def attribute_marks(model: nn.Module) -> dict[str, Mark]:
+    """Marks of modules' attributes; without those that cannot be pickled, which is how their content is found."""
+    found: dict[str, Mark] = {}
+    for prefix, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name not in OF_TORCH:
+                try:
+                    content = Content()
+                    content.dump(value)
+                except Exception:  # noqa: S112 (a class's own code runs here)
+                    continue
+                found[f"{prefix}.{name}" if prefix else name] = (content.crc,)
+    return found
+
+
+class Content(pickle.Pickler):
+    """Takes the checksum of an object. Modules, code, and results to differentiate are not looked into."""
+
+    def __init__(self) -> None:
+        self.crc = 0
+        super().__init__(self)
+
+    def write(self, data: bytes) -> int:
+        """What a pickler writes into."""
+        self.crc = zlib.crc32(data, self.crc)
+        return len(data)
+
+    def persistent_id(self, value: object) -> object:
+        """What stands for an object that is not looked into."""
+        if isinstance(value, Tensor):
+            return ("tensor", *(() if value.requires_grad else map(str, mark(value))))
+        if isinstance(value, torch.Generator):
+            return ("generator", bytes(value.get_state().tolist()))
+        opaque = isinstance(value, (nn.Module, type, TrainingPass, NodeGather)) or inspect.isroutine(value)
+        return "opaque" if opaque else None
+
+
+def shapes_of(state_dict: Mapping[str, object]) -> dict[str, torch.Size]:
+    """Those of the tensors, without a module's extra state."""
+    return {name: value.shape for name, value in state_dict.items() if isinstance(value, Tensor)}
+
+
+def marks(values: Mapping[str, Tensor]) -> dict[str, Mark]:
+    """What tells tensors from what they were before, without keeping a copy."""
+    return {name: mark(value) for name, value in values.items()}
+
+
+def mark(value: Tensor) -> Mark:
+    """See :func:`marks`."""
+    if value.layout != torch.strided:
+        return (value.shape,)
+    # A copy, because what NumPy has looked into cannot be resized any more.
+    content = value.detach().to("cpu", copy=True).resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    return value.shape, value.dtype, zlib.crc32(content.numpy().data)
+
+
+@torch.no_grad()
+def overwrite(model: nn.Module, values: Mapping[str, Tensor | None], saved: Collection[str] = ()) -> None:
+    """Gives a model these buffers, in place where that can be.
+
+    Args:
+        saved: which of the ones that it lacks are to be in its ``state_dict``.
+
+    """
+    device = next(model.parameters()).device
+    for name, value in values.items():
+        module, own_name = place_of(model, name)
+        old = getattr(module, own_name, None)
+        if value is None:
+            setattr(module, own_name, None)
+        elif isinstance(old, Tensor) and (old.shape, old.dtype) == (value.shape, value.dtype) and writable(old):
+            old.detach().copy_(value)
+        elif isinstance(old, nn.Parameter):
+            old.data = value.to(device, copy=True)
+        elif hasattr(module, own_name):
+            setattr(module, own_name, value.to(device, copy=True))
+        else:
+            module.register_buffer(own_name, value.to(device, copy=True), persistent=name in saved)
+
+
+@contextmanager
+def put_back(model: nn.Module, changing: Collection[str], but_for: type[nn.Module] = _BatchNorm) -> Iterator[None]:
+    """At the end the model has the buffers again that it has now, and no others, with what they hold now.
+
+    Args:
+        changing: names of parameters, of which the same is true.
+        but_for: a kind of module whose buffers are left alone.
+
+    """
+    # What torch.jit has made keeps the buffers it has.
+    kinds = (but_for, torch.jit.ScriptModule)
+    modules = [module for module in model.modules() if not isinstance(module, kinds)]
+    registered = [(module, dict(module._buffers), {*module._non_persistent_buffers_set}) for module in modules]
+    frozen = {name: value for name, value in model.named_parameters() if name in changing}
+    before = {
+        name: value.detach().clone() for name, value in (buffers_of(model, but_for) | frozen).items() if writable(value)
+    }
+    try:
+        yield
+    finally:
+        for module, buffers, unsaved in registered:
+            module._buffers.clear()
+            module._buffers.update(buffers)
+            module._non_persistent_buffers_set = unsaved
+        overwrite(model, before)
+
+
+def place_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that has a buffer, and its name there."""
+    prefix, _, own_name = name.rpartition(".")
+    return operator.attrgetter(prefix)(model) if prefix else model, own_name  # get_submodule refuses scripted ones
+
+
+def writable(value: Tensor) -> bool:
+    """Whether each element has a place of its own, unlike those of a sparse or an expanded tensor."""
+    return value.layout == torch.strided and all(
+        stride > 0 or size < 2 for size, stride in zip(value.shape, value.stride(), strict=True)
+    )

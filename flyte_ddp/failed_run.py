@@ -1,0 +1,45 @@
+"""What is said of a run that did not come to its end: where it will go on, and where the rest of it is written."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from pathlib import Path
+
+from flyte_ddp import checkpoint
+from flyte_ddp.errors import RankError, where_it_goes_on
+from flyte_ddp.run_folder import TRACEBACK, UNFINISHED
+
+
+def explain(error: BaseException, run_folder: Path) -> None:
+    """Adds to an error what a person needs next; one that has it stays as it is.
+
+    That is the step after which the run will go on, also where Ctrl-C has ended it, and a file with all that the rank
+    said which failed.
+    """
+    if isinstance(error, RankError):
+        error.step = newest_step(run_folder)
+        if error.file is None:
+            error.file = written(error, run_folder / UNFINISHED / TRACEBACK)
+    elif isinstance(error, KeyboardInterrupt) and not error.args:
+        error.args = (f"stopped by Ctrl-C; {where_it_goes_on(newest_step(run_folder))}",)
+
+
+def newest_step(run_folder: Path) -> int:
+    """Of the newest checkpoint; 0 without any."""
+    found = checkpoint.newest_of(run_folder / UNFINISHED / checkpoint.FOLDER)
+    return found.step if found else 0
+
+
+def written(error: RankError, path: Path) -> Path | None:
+    """The file with all that there is to an error; None if there is no more than its message."""
+    cause = "".join(traceback.format_exception(error.__cause__)) if error.__cause__ is not None else ""
+    if not error.details and not cause:
+        return None
+    text = "\n\n".join(filter(None, (str(error), cause.rstrip())))
+    try:
+        path.write_text(f"{text}\n", encoding="utf-8", errors="backslashreplace")
+    except OSError as reason:
+        print(f"{path}: {reason.strerror}, so here is what it was to hold\n{text}", file=sys.stderr, flush=True)
+        return None
+    return path

@@ -1,0 +1,147 @@
+"""Who comes to a launcher's port: agents, who know the run's key, and strangers, who must not hold anything up."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import socket
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from multiprocessing import Pipe, connection
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from flyte_ddp.launch.network import cut_off_after, is_loopback, keep_alive, shut
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+HELLO_SECONDS = 10.0  # in all, for one that has connected to prove that it knows the key and to say who it is
+HELLO_BYTES = 4096
+MOST_AT_ONCE = 64  # others wait until one of those has been let in or turned away
+POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """An agent that knows the key."""
+
+    rank: int
+    host: str  # its address by its own account
+    shares: bool  # the launcher's run folder
+    code: str  # digest of its library
+    pipe: Connection
+    seen_at: str  # its address as the launcher sees it
+    reached_at: str  # the launcher's address that it came to
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is on the launcher's host."""
+        return is_loopback(self.seen_at) or self.seen_at == self.reached_at
+
+
+class Door:
+    """Lets agents in as they come, each by a thread of its own; a context manager.
+
+    Args:
+        server: listens.
+        key: what agents must know.
+    """
+
+    def __init__(self, server: socket.socket, key: bytes) -> None:
+        self.server, self.key = server, key
+        self.arrived: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
+        self.guests: set[socket.socket] = set()
+        self.room = threading.Semaphore(MOST_AT_ONCE)
+        self.lock = threading.Lock()  # for guests, and for being closed
+        self.closed = threading.Event()
+        self.waker, self.wake = Pipe(duplex=False)
+        self.thread = threading.Thread(target=self.let_in, name="door", daemon=True)
+
+    def __enter__(self) -> Self:
+        self.server.settimeout(POLL_SECONDS)
+        self.thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        with self.lock:
+            self.closed.set()
+            self.wake.close()
+            for guest in self.guests:
+                shut(guest)
+        self.thread.join()
+        self.waker.close()
+        for arrival in self.arrivals(0.0):
+            arrival.pipe.close()
+
+    def arrivals(self, seconds: float = POLL_SECONDS) -> list[Arrival]:
+        """Those let in since the last call; waits so long for one."""
+        found: list[Arrival] = []
+        try:
+            while True:
+                found.append(self.arrived.get(timeout=0.0 if found else seconds))
+        except queue.Empty:
+            return found
+
+    def let_in(self) -> None:
+        """The thread's function."""
+        while self.waker not in connection.wait([self.server, self.waker]):
+            if not self.room.acquire(timeout=POLL_SECONDS):
+                continue
+            try:
+                guest, _ = self.server.accept()
+            except OSError as error:  # who had come is gone, or too many files are open
+                self.room.release()
+                if not isinstance(error, TimeoutError):
+                    self.closed.wait(POLL_SECONDS)
+                continue
+            with self.lock:
+                self.guests.add(guest)
+            threading.Thread(target=self.receive, args=(guest,), name="guest", daemon=True).start()
+
+    def receive(self, guest: socket.socket) -> None:
+        """Lets one in, or turns it away."""
+        pipe = Connection(os.dup(guest.fileno()))
+        try:
+            arrival = self.greeted(guest, pipe)
+        except Exception:  # whatever a stranger may bring about
+            pipe.close()
+        else:
+            with self.lock:
+                if self.closed.is_set():
+                    pipe.close()
+                else:
+                    self.arrived.put(arrival)
+        finally:
+            with self.lock:
+                self.guests.discard(guest)
+            guest.close()
+            self.room.release()
+
+    def greeted(self, guest: socket.socket, pipe: Connection) -> Arrival:
+        """Who it is; unpickles nothing, and raises anything for a stranger."""
+        if self.closed.is_set():
+            raise EOFError
+        keep_alive(guest)
+        with cut_off_after(guest, HELLO_SECONDS):
+            deliver_challenge(pipe, self.key)
+            answer_challenge(pipe, self.key)
+            said = json.loads(pipe.recv_bytes(HELLO_BYTES))
+        fields = {"rank": int, "host": str, "shares": bool, "code": str}
+        if not isinstance(said, dict) or any(type(said.get(name)) is not kind for name, kind in fields.items()):
+            raise ValueError("no agent's hello")
+        about = {name: said[name] for name in fields}
+        return Arrival(**about, pipe=pipe, seen_at=guest.getpeername()[0], reached_at=guest.getsockname()[0])
+
+
+def launchers_host(arrivals: Iterable[Arrival]) -> str:
+    """Under which address ranks on the launcher's host can be reached by all who have come.
+
+    That is not always what they say themselves: they may have come over the loopback.
+    """
+    by_rank = sorted(arrivals, key=lambda arrival: arrival.rank)
+    from_elsewhere = [arrival.reached_at for arrival in by_rank if not arrival.is_here]
+    return (from_elsewhere or [arrival.host for arrival in by_rank])[0]

@@ -1,0 +1,79 @@
+"""What a run's report says of its own result: what it depends on, and that the run was cut off."""
+
+from __future__ import annotations
+
+from flyte_ddp.arithmetic import Arithmetic
+from flyte_ddp.batch_norm import has_separate_statistics
+from flyte_ddp.catalog import encoded_kind
+from flyte_ddp.distributed import world_size
+from flyte_ddp.initial_weights import left_out
+from flyte_ddp.job import Job
+from flyte_ddp.loading.facts import few
+from flyte_ddp.training_state import TrainingState
+
+
+def notes(job: Job, state: TrainingState, arithmetic: Arithmetic) -> list[str]:
+    """Sentences for the report, at the end of a run; ``arithmetic`` is what this part of it was trained in."""
+    separate = has_separate_statistics(state.model, synchronised=job.hp.sync_batchnorm)
+    said = [note] if (note := seeded(job, state)) else []
+    reasons = []
+    if state.this_pass.draws:
+        reasons.append("The model draws random numbers otherwise than by torch's dropout layers")
+    if separate:
+        why = "" if job.hp.sync_batchnorm else " (sync_batchnorm is false)"
+        reasons.append(f"BatchNorm used the statistics of each rank's own share{why}")
+    said += [f"{reason}: on another number of ranks the result would be another." for reason in reasons]
+    if changing := state.buffers.changing:
+        said.append(
+            f"The model changes {few(changing)} in its forward passes, and those of rank 0 counted: on another number "
+            "of ranks the result may be another."
+        )
+    if unsaved := {*changing} - state.model.state_dict().keys():
+        said.append(f"Its state_dict lacks {few(unsaved)}: evaluations had what a new model has, if it has that.")
+    if unlike_new := state.buffers.unlike_new():
+        said.append(
+            f"A new model has no {few(unlike_new)} of that shape: flyte_ddp.artifacts.load_model makes it, "
+            "load_state_dict alone refuses it."
+        )
+    if attributes := state.buffers.attributes:
+        said.append(
+            f"The model changes {few(attributes)}, neither a parameter nor a buffer, in its forward passes: each rank "
+            "had its own, and no file holds it. Use register_buffer if an output depends on it."
+        )
+    if encoded_kind(job.hp.dataset) == "stream":
+        said.append("The training data were a stream: ranks and workers each read shards of their own.")
+    if job.checkpoint is not None:
+        as_if = f"the result is as if it had not been cut off, {how_exactly(job, state, arithmetic, separate=separate)}"
+        said.append(f"The run went on from a checkpoint after step {job.checkpoint.step:,}; {as_if}.")
+    return said
+
+
+def how_exactly(job: Job, state: TrainingState, arithmetic: Arithmetic, *, separate: bool) -> str:
+    """In how far a run that went on from a checkpoint is like one that was not cut off.
+
+    Args:
+        separate: BatchNorm has statistics of each rank's own.
+
+    """
+    assert job.checkpoint is not None
+    differences = []
+    if encoded_kind(job.hp.dataset) == "stream":
+        differences.append("but for the stream, which began anew")
+    if separate and world_size() > 1:
+        differences.append("but for the statistics of BatchNorm, of which rank 0's were saved")
+    if state.buffers.late or state.buffers.attributes:
+        differences.append("but for what its forward passes had changed and the checkpoint does not hold")
+    other_ranks = any(before.num_ranks != arithmetic.num_ranks for before in job.checkpoint.trained_in)
+    if other_ranks and (separate or state.this_pass.draws or state.buffers.changing):
+        differences.append("but for what depends on the number of ranks")
+    if changes := arithmetic.changes(job.checkpoint.trained_in):
+        differences.append(f"up to rounding, because these changed: {changes}")
+    elif state.device.type == "cuda" and not job.hp.deterministic:
+        differences.append("up to rounding: GPUs do not always add up in the same order (deterministic is false)")
+    return ", and ".join(differences) or "bit for bit"
+
+
+def seeded(job: Job, state: TrainingState) -> str:
+    """Which tensors did not start from ``init_from``; empty if all did, or there is none."""
+    names = left_out(state.model.state_dict(), job.hp.init_skip)
+    return f"From the seed, and not from init_from, began (init_skip): {', '.join(names)}." if names else ""

@@ -1,0 +1,135 @@
+"""Which files the user's own code consists of, found without importing any of it, and their digest."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.util
+import os
+import sysconfig
+import warnings
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+from flyte_ddp.code_digest import ARITHMETIC
+from flyte_ddp.user_code import not_found, search_working_directory, split
+
+IDENTIFIED = {"flyte_ddp", *ARITHMETIC}  # by a digest and releases of their own
+INSTALLED = {"site-packages", "dist-packages"}
+STANDARD = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")]
+
+
+def user_source_digest(spec: str) -> str:
+    """SHA-256 (hex) of the user's own code behind ``spec``, see :func:`user_sources`. Its place does not change it.
+
+    Raises:
+        UserError: a malformed spec, or no such top-level module.
+
+    """
+    lines = (f"{name} {hashlib.sha256(content).hexdigest()}" for name, content in user_sources(spec))
+    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
+
+
+def mentions(spec: str, word: str) -> bool:
+    """Whether the user's own code behind ``spec``, see :func:`user_sources`, has the word in it.
+
+    Raises:
+        UserError: a malformed spec, or no such top-level module.
+
+    """
+    return any(word.encode() in content for _, content in user_sources(spec))
+
+
+def user_sources(spec: str) -> Iterator[tuple[str, bytes]]:
+    """Names and contents of the files that ``spec`` (``package.module:callable``) is made of.
+
+    These are its top-level module, wherever that is, and all top-level modules of the user's own that these files
+    import, and so on. The user's own are those that are neither Python's nor installed, nor this library, torch and
+    torchvision; a project that is installed to be edited stays its user's. Of a package it is every ``.py`` file,
+    because packages also find modules of theirs in ways that are not to be seen in their source. Not seen are other
+    files, such as data beside the code, and imports of other top-level modules by names that are computed.
+
+    Raises:
+        UserError: a malformed spec, or no such top-level module.
+
+    """
+    top = split(spec)[0].partition(".")[0]
+    search_working_directory()
+    found = located(top)
+    if found is None:
+        raise not_found(spec, top)
+    seen = {top, *IDENTIFIED}
+    files = [*files_of(found)]
+    while files:
+        name, path = files.pop()
+        try:
+            content = path.read_bytes()
+        except OSError:  # a link to nowhere, say: nothing that could be imported
+            continue
+        yield name, content
+        for other in sorted(imported(content) - seen):
+            seen.add(other)
+            found = located(other)
+            files += files_of(found, only_own=True) if found else []
+
+
+def located(top: str) -> ModuleSpec | None:
+    """Where a top-level module is; None if there is none, or one without a place, such as ``__main__``."""
+    try:
+        return importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        return None
+
+
+def files_of(found: ModuleSpec, *, only_own: bool = False) -> Iterator[tuple[str, Path]]:
+    """Names, relative to its place, and paths of the files of a top-level module: one, or all of a package's."""
+    if found.submodule_search_locations is None:
+        if found.has_location and found.origin and (not only_own or is_own(found.origin)):
+            yield found.name, Path(found.origin)
+        return
+    for location in found.submodule_search_locations:
+        if only_own and not is_own(location):
+            continue
+        entered: set[str] = set()  # links may lead round in circles
+        for folder, folders, names in os.walk(location, followlinks=True):
+            real = os.path.realpath(folder)
+            if real in entered:
+                folders.clear()
+                continue
+            entered.add(real)
+            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            for name in names:
+                if name.endswith(".py") and not name.startswith("."):
+                    path = Path(folder, name)
+                    yield f"{found.name}/{path.relative_to(location).as_posix()}", path
+
+
+def is_own(place: str) -> bool:
+    """Whether a file or folder is the user's own: not of Python's library, and not where packages are installed."""
+    path = Path(place).resolve()
+    return not INSTALLED.intersection(path.parts) and not any(path.is_relative_to(standard) for standard in STANDARD)
+
+
+def imported(source: bytes) -> set[str]:
+    """The top-level modules that a source imports anywhere, by statements or by a literal name.
+
+    Relative imports are left out, as they stay in the package, and so is what is no Python: it cannot be imported.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return set()
+    names: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            names.append(node.module)
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            function = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            if function in ("import_module", "__import__") and isinstance(node.args[0].value, str):
+                names.append(node.args[0].value)
+    return {name.partition(".")[0] for name in names} - {""}

@@ -1,0 +1,175 @@
+"""What a person sees of ``pyflyte``: errors as one panel, and nothing left in the temporary folder.
+
+flytekit reads the command line before any code of ours runs, and answers most of what can be wrong in it with a
+traceback. Our modules are imported under click's context of the command, though, and click shows an exception to the
+resources of a context that it leaves (since 8.3). So what is raised is translated there, and nothing of flytekit's is
+changed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.util import Finalize
+from pathlib import Path
+from types import FrameType
+
+import click
+import yaml
+from flytekit import FlyteContextManager
+from flytekit.configuration import Config, PlatformConfig
+from flytekit.core.data_persistence import flyte_tmp_dir
+from flytekit.exceptions.system import FlyteSystemUnavailableException
+from flytekit.exceptions.user import FlyteEntityNotFoundException
+
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.errors import RankError, StoppedError, UserError, unknown_name
+from tasks import engines
+
+EXAMPLE = '{"hp": {"epochs": 3}}'
+
+
+def watch() -> None:
+    """Does this for the ``pyflyte`` command that imports our modules; in a pod, or without a command, nothing."""
+    context = click.get_current_context(silent=True)
+    if context is not None and context.find_root().invoked_subcommand in ("run", "register", "package"):
+        context.with_resource(in_panels(context))
+        remove_folders_at_end()
+
+
+@contextmanager
+def in_panels(context: click.Context) -> Iterator[None]:
+    """Turns what a person can mend into an error that is shown as a panel; anything else stays as it is."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        said = str(error) or "stopped by Ctrl-C; the same run begins again, after its last checkpoint if there is one"
+        raise click.ClickException(for_shell(said)) from None
+    except (RankError, StoppedError) as error:
+        raise click.ClickException(for_shell(error.format_message())) from None
+    except FlyteEntityNotFoundException:
+        raise unknown_entity(context) from None
+    except Exception as error:
+        refusal = unreadable(error) or unknown_option(error) or unreachable(error, context)
+        if refusal is not None:
+            raise refusal from None
+        raise
+
+
+def for_shell(said: str) -> str:
+    """A message for somebody who gave a command, and can give it again."""
+    return said.replace("the same run ", "the same command ")
+
+
+def unknown_entity(context: click.Context) -> UserError:
+    """The error for a name that is not in the file."""
+    arguments = sys.argv[sys.argv.index(str(context.info_name)) + 1 :] if context.info_name in sys.argv else []
+    name = next(iter(arguments), "")
+    if name in engines.left_out:
+        return UserError(engines.left_out[name])
+    assert isinstance(context.command, click.Group)
+    return unknown_name("workflow, task or launch plan", name, context.command.list_commands(context))
+
+
+def unreadable(error: Exception) -> UserError | None:
+    """The error for an input that flytekit could not read; None if that is not what happened."""
+    from flytekit.clis.sdk_in_container.run import YamlFileReadingCommand
+    from flytekit.interaction.click_types import JsonParamType
+
+    for frame in frames(error):
+        if frame.f_code is JsonParamType._parse.__code__:
+            return unreadable_json(error, frame.f_locals["param"].opts[0], str(frame.f_locals["value"]))
+    if any(frame.f_code is YamlFileReadingCommand.parse_args.__code__ for frame in frames(error)):
+        return unreadable_inputs_file(error)
+    return None
+
+
+def unreadable_json(error: Exception, option: str, value: str) -> UserError | None:
+    """Of an option that takes JSON, or a file of JSON or YAML."""
+    if reason := why_no_text(error):
+        return UserError(f"{option} {value}: {reason}; it must be a JSON object, or a file that holds one")
+    if not isinstance(error, click.BadParameter) or value.lstrip().startswith(("{", "[")):
+        return None
+    if Path(value).exists():
+        return UserError(f"{option} {value}: is not valid JSON: {error.message.rpartition('error: ')[2]}")
+    return UserError(f"{option} {value}: there is no such file, and it is no JSON object such as '{{\"epochs\": 3}}'")
+
+
+def unreadable_inputs_file(error: Exception) -> UserError | None:
+    """Of ``--inputs-file``, which flytekit reads before click looks at the arguments."""
+    path = after("--inputs-file")
+    if path is None:
+        return UserError("--inputs-file: a file must follow") if isinstance(error, IndexError) else None
+    if isinstance(error, AttributeError):
+        return UserError(f"--inputs-file {path}: must hold an object of inputs by their names, such as {EXAMPLE}")
+    if reason := why_no_text(error):
+        return UserError(f"--inputs-file {path}: {reason}; it must be a file of JSON or YAML, such as {EXAMPLE}")
+    return None
+
+
+def why_no_text(error: Exception) -> str:
+    """What is wrong with a file, in a few words; empty if that is not what the error is about."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    if isinstance(error, UnicodeDecodeError):
+        return f"is not text in UTF-8 (byte {error.start:,})"
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        where = f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"
+        return f"is not valid YAML: {error.problem}, {where}"
+    return f"is not valid YAML: {error}" if isinstance(error, yaml.YAMLError) else ""
+
+
+def unknown_option(error: Exception) -> UserError | None:
+    """The error for an option, or a key of an inputs file, that there is not; None where click says enough."""
+    if not isinstance(error, click.NoSuchOption):
+        return None
+    name, path = error.option_name.lstrip("-"), after("--inputs-file")
+    source = f"--inputs-file {path}" if path else error.option_name
+    if name in {field.name for field in dataclasses.fields(Hyperparameters)}:
+        example = EXAMPLE if path else "--hp '{\"epochs\": 3}'"
+        return UserError(f"{source}: {name} is a hyperparameter, and these are given as in {example}")
+    if path is None or error.ctx is None:
+        return None
+    inputs = [str(parameter.name) for parameter in error.ctx.command.params if parameter.name != "inputs_file"]
+    return UserError(f"{source}: {unknown_name('input', name, inputs).message}")
+
+
+def unreachable(error: BaseException | None, context: click.Context) -> UserError | None:
+    """The error where there is no Flyte cluster."""
+    while error is not None:
+        if isinstance(error, FlyteSystemUnavailableException):
+            endpoint = PlatformConfig.auto(context.find_root().params.get("config")).endpoint
+            details = getattr(error.__cause__, "details", str)()
+            return UserError(
+                f"nothing answers at {endpoint}: {details.rpartition(': ')[2] or 'unavailable'}; start the cluster, or "
+                "name another one with pyflyte --config FILE"
+            )
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def frames(error: BaseException) -> list[FrameType]:
+    """Where an error came through, the innermost last."""
+    return [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+
+
+def after(option: str) -> str | None:
+    """The argument after an option of this command; None without."""
+    rest = sys.argv[sys.argv.index(option) + 1 :] if option in sys.argv else []
+    return rest[0] if rest else None
+
+
+def remove_folders_at_end() -> None:
+    """Has this process, at its end, remove the temporary folders that flytekit makes for it, and leaves behind.
+
+    No output of ours is there. A process that multiprocessing has started ends without Python's own ``atexit``.
+    """
+    sandbox = Path(FlyteContextManager.current_context().file_access.local_sandbox_dir).parent
+    for folder in {Path(flyte_tmp_dir), Path(Config.local_sandbox_path), sandbox}:
+        if folder.parent == Path(tempfile.gettempdir()) and folder.name.startswith("flyte"):
+            Finalize(None, shutil.rmtree, (folder,), {"ignore_errors": True}, exitpriority=0)

@@ -1,0 +1,263 @@
+"""The port that agents come to: who else comes there holds nothing up and is not listened to."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from flyte_ddp.errors import StoppedError
+from flyte_ddp.launch import arrivals, elastic_rank, remote
+from flyte_ddp.launch.gang import Member
+from flyte_ddp.launch.place import Place
+from flyte_ddp.launch.remote import Meeting, come, meeting_place
+from flyte_ddp.launch.stopping import StopRequest
+
+
+@pytest.fixture
+def meeting(tmp_path: Path) -> Iterator[Meeting]:
+    job: Any = SimpleNamespace(run_folder=tmp_path, checkpoint=None)
+    with meeting_place(job, "127.0.0.1") as found:
+        yield found
+
+
+@pytest.fixture
+def connections() -> Iterator[ExitStack]:
+    """Closed in the end."""
+    with ExitStack() as stack:
+        yield stack
+
+
+def gathered(meeting: Meeting, num_ranks: int, stop: StopRequest | None = None) -> list[Member]:
+    """The ranks that came, closed."""
+    gang: list[Member] = []
+    try:
+        meeting.gather(gang, num_ranks, stop or StopRequest(), lambda: None)
+    finally:
+        for member in gang:
+            member.pipe.close()
+    return gang
+
+
+def in_a_thread(action: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=action, daemon=True)
+    thread.start()
+    return thread
+
+
+def agent(meeting: Meeting, connections: ExitStack, rank: int, num_ranks: int) -> Connection:
+    """Comes as an agent does; returns when it has been let in."""
+    return connections.enter_context(come(meeting.invitation(Place(rank, num_ranks, device=0)))[0])
+
+
+def strangers(meeting: Meeting, connections: ExitStack, number: int) -> list[socket.socket]:
+    """They are in the queue before anybody else is, and say nothing."""
+    address = ("127.0.0.1", meeting.invitation(Place(0, 1, 0)).port)
+    return [connections.enter_context(socket.create_connection(address)) for _ in range(number)]
+
+
+def knows_the_key(meeting: Meeting, connections: ExitStack) -> Connection:
+    """Somebody who proves that, and has not said yet who he is."""
+    (stranger,) = strangers(meeting, connections, 1)
+    pipe = connections.enter_context(Connection(os.dup(stranger.fileno())))
+    answer_challenge(pipe, meeting.key)
+    deliver_challenge(pipe, meeting.key)
+    return pipe
+
+
+def is_turned_away(stranger: socket.socket | Connection) -> bool:
+    """Waits until the other side has ended the connection."""
+    try:
+        while stranger.recv(1 << 16) if isinstance(stranger, socket.socket) else stranger.recv_bytes():
+            pass
+    except (EOFError, ConnectionError):
+        pass
+    return True
+
+
+def test_slow_strangers_hold_nobody_up(
+    meeting: Meeting, connections: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They send a byte now and then, so that no single wait is long; each is turned away after some time in all."""
+    monkeypatch.setattr(arrivals, "HELLO_SECONDS", 0.8)
+    slow = strangers(meeting, connections, 3)
+    for each in slow:
+        each.send((200).to_bytes(4, "big"))  # bytes are to follow
+    begin = time.monotonic()
+    done = threading.Event()
+
+    def talk() -> None:
+        while not done.wait(0.1):
+            for each in slow:
+                try:
+                    each.send(b"\0")
+                except OSError:
+                    return
+
+    talking = in_a_thread(talk)
+    came = in_a_thread(lambda: agent(meeting, connections, 0, 2))
+    late = in_a_thread(lambda: is_turned_away(slow[0]) and agent(meeting, connections, 1, 2))
+    assert [member.rank for member in gathered(meeting, 2)] == [0, 1]
+    assert 0.5 < time.monotonic() - begin < 10
+    done.set()
+    for thread in (talking, came, late):
+        thread.join()
+
+
+def test_more_strangers_than_are_listened_to_at_once(
+    meeting: Meeting, connections: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arrivals, "HELLO_SECONDS", 0.2)
+    monkeypatch.setattr(arrivals, "MOST_AT_ONCE", 2)
+    strangers(meeting, connections, 5)
+    came = in_a_thread(lambda: agent(meeting, connections, 0, 1))
+    assert len(gathered(meeting, 1)) == 1
+    came.join()
+
+
+def test_a_request_to_stop_is_heard_while_a_stranger_says_nothing(meeting: Meeting, connections: ExitStack) -> None:
+    (silent,) = strangers(meeting, connections, 1)
+    stop = StopRequest()
+    in_a_thread(lambda: silent.recv(1) and stop.make(signal.SIGTERM))  # as soon as it has been asked for the key
+    begin = time.monotonic()
+    with pytest.raises(StoppedError):
+        gathered(meeting, 1, stop)
+    assert time.monotonic() - begin < arrivals.HELLO_SECONDS / 2
+    assert is_turned_away(silent)
+
+
+def test_of_two_agents_of_one_rank_the_later_counts(meeting: Meeting, connections: ExitStack) -> None:
+    """The engine has sent it because the other one is gone."""
+    gone: list[bool] = []
+
+    def three_come() -> None:
+        first = agent(meeting, connections, 1, 2)
+        agent(meeting, connections, 1, 2)
+        gone.append(is_turned_away(first))
+        agent(meeting, connections, 0, 2)
+
+    came = in_a_thread(three_come)
+    assert [member.rank for member in gathered(meeting, 2)] == [0, 1]
+    came.join()
+    assert gone == [True]
+
+
+class Bomb:
+    """Leaves a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+HELLO = {"rank": 0, "host": "127.0.0.1", "shares": True, "code": "code"}
+
+
+@pytest.mark.parametrize(
+    "hello",
+    [
+        b"",
+        b"\xff\xfe",
+        b"[" * 4000,
+        json.dumps([HELLO]).encode(),
+        json.dumps({**HELLO, "rank": "0"}).encode(),
+        json.dumps({**HELLO, "rank": True}).encode(),
+        json.dumps({**HELLO, "rank": -1}).encode(),
+        json.dumps({**HELLO, "rank": 7}).encode(),
+        json.dumps({**HELLO, "host": None}).encode(),
+        json.dumps({**HELLO, "host": "a" * (1 << 22)}).encode(),
+    ],
+    ids=lambda hello: hello[:40].decode(errors="replace"),
+)
+def test_a_hello_that_is_none(meeting: Meeting, connections: ExitStack, hello: bytes) -> None:
+    meeting.code = "code"
+
+    def two_come() -> None:
+        pipe = knows_the_key(meeting, connections)
+        try:
+            pipe.send_bytes(hello)
+        except OSError:  # nobody reads so much
+            assert len(hello) > arrivals.HELLO_BYTES
+        assert is_turned_away(pipe)
+        knows_the_key(meeting, connections).send_bytes(json.dumps(HELLO).encode())
+
+    came = in_a_thread(two_come)
+    assert [member.rank for member in gathered(meeting, 1)] == [0]
+    came.join()
+
+
+def test_what_a_stranger_says_is_not_unpickled(meeting: Meeting, connections: ExitStack, tmp_path: Path) -> None:
+    """Neither at the port nor in Elastic's store, whoever knows the key."""
+    bomb = pickle.dumps(Bomb(tmp_path / "unpickled"))
+
+    def two_come() -> None:
+        pipe = knows_the_key(meeting, connections)
+        pipe.send_bytes(bomb)
+        is_turned_away(pipe)
+        agent(meeting, connections, 0, 1)
+
+    came = in_a_thread(two_come)
+    gathered(meeting, 1)
+    came.join()
+    assert elastic_rank.invited(bomb, Place(0, 1, 0)) is None
+    assert not (tmp_path / "unpickled").exists()
+
+
+def test_what_listens_in_the_launchers_place_is_not_unpickled_either(tmp_path: Path) -> None:
+    bomb = pickle.dumps(Bomb(tmp_path / "unpickled"))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            guest, _ = server.accept()
+            with guest, Connection(os.dup(guest.fileno())) as pipe:
+                pipe.send_bytes(bomb)
+                is_turned_away(guest)
+
+        served = in_a_thread(serve)
+        invitation = remote.Invitation(
+            Place(0, 1, 0), ("127.0.0.1",), server.getsockname()[1], b"key", tmp_path, "mark"
+        )
+        with pytest.raises((OSError, EOFError, remote.AuthenticationError)):
+            come(invitation)
+        served.join()
+    assert not (tmp_path / "unpickled").exists()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"", b"null", b"[]", b"{}", b'"x"', b"\xff", b"[" * 100_000],
+    ids=lambda text: text[:9].decode(errors="replace"),
+)
+def test_tickets_that_are_none(text: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "host")
+    assert elastic_rank.invited(text, Place(0, 1, 0)) is None
+
+
+def test_a_ticket_holds_no_key(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is another meeting's key the same, or that of a run whose user has given it a secret."""
+    monkeypatch.setenv("MASTER_ADDR", "host")
+    monkeypatch.setenv(elastic_rank.RUN_ID, "run")
+    place = Place(1, 2, 0)
+    key = elastic_rank.key_of("nonce")
+    given = replace(meeting.invitation(place), key=key, hosts=("10.0.0.1",))
+    text = elastic_rank.ticket(given, "nonce")
+    assert key.hex() not in text
+    assert elastic_rank.invited(text.encode(), place) == replace(given, hosts=("host", "10.0.0.1"))
+    assert elastic_rank.key_of("other") != key
+    monkeypatch.setenv(elastic_rank.KEY_VARIABLE, "secret")
+    assert elastic_rank.key_of("nonce") != key

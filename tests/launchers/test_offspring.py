@@ -1,0 +1,126 @@
+"""What a user's model starts in a rank does not outlive the run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import faults
+import offspring_models
+import pytest
+from engines import AGENTS, DASK, ELASTIC, RAY, SPAWN, Launch, on
+from faulty_runs import HP, when
+from processes import living_with
+
+from flyte_ddp.errors import RankError
+from flyte_ddp.launch import offspring, single, spawn
+from flyte_ddp.run import run_training
+from flyte_ddp.settings import Settings
+from flyte_ddp.wandb_follower import descendants
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("temporary")]
+
+PARENTAL = replace(HP, model="offspring_models:parental")
+
+
+def survivors(temporary: Path) -> list[str]:
+    """Of those that models have started, of whom there are three for each rank."""
+    started = [int(path.name) for path in (temporary / "started").iterdir()]
+    assert len(started) % 3 == 0
+    assert started
+    return [state for pid in started if (state := offspring_models.state(pid)) not in ("", "Z")]
+
+
+def alone_in_this_process() -> None:
+    """Or there is somebody else whose daemons they could be."""
+    if offspring.children_of(os.getpid()) - offspring.helpers():
+        pytest.skip("other tests have left children to this process")
+
+
+@on(SPAWN, AGENTS, ELASTIC, DASK, RAY)
+def test_after_a_good_end(launch: Launch, digits: Path, tmp_path: Path, temporary: Path, quiet: Settings) -> None:
+    run_training(PARENTAL, digits, tmp_path / "run", quiet, launch=launch)
+    offspring_models.wait(lambda: not survivors(temporary))  # agents see to it, after the launcher has heard of the end
+
+
+@on(SPAWN, AGENTS, ELASTIC)
+@pytest.mark.parametrize("kind", ["ArithmeticError", "SIGKILL"])
+def test_after_a_failure(
+    launch: Launch,
+    digits: Path,
+    tmp_path: Path,
+    temporary: Path,
+    quiet: Settings,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    request: pytest.FixtureRequest,
+) -> None:
+    if request.node.callspec.params["launch"] == ELASTIC and kind == "SIGKILL":
+        alone_in_this_process()  # which then takes in the children of the rank that was killed
+    faults.inject(monkeypatch, tmp_path / "marker", rank=1, at="training", kind=kind, **{"pass": 3})
+    with pytest.raises(RankError):
+        run_training(PARENTAL, digits, tmp_path / "run", quiet, launch=launch)
+    offspring_models.wait(lambda: not survivors(temporary))
+
+
+def test_after_the_launcher_was_killed(
+    digits: Path, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults.inject(monkeypatch, tmp_path / "marker", rank=1, at="training", kind="hang", **{"pass": 3})
+    script = (
+        "import sys; from pathlib import Path; from flyte_ddp.config import Hyperparameters\n"
+        "from flyte_ddp.run import run_training; from flyte_ddp.settings import Settings\n"
+        "hp, data, run = Hyperparameters.from_json(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])\n"
+        "run_training(hp, data, run, Settings(progress='off', wandb_mode='disabled'))"
+    )
+    command = [sys.executable, "-c", script, PARENTAL.to_json(), str(digits), str(tmp_path / "run")]
+    with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": "."}) as launcher:
+        below: list[int] = []
+
+        def kill() -> None:
+            below.extend(descendants(launcher.pid))
+            launcher.kill()
+
+        when(tmp_path / "marker", kill).join()
+    offspring_models.wait(lambda: not any(offspring_models.state(pid) not in ("", "Z") for pid in below))
+    assert survivors(temporary) == []
+    assert living_with(str(temporary)) == []
+
+
+@pytest.fixture
+def bystander() -> Iterator[subprocess.Popen[bytes]]:
+    """A child of this process that is none of a run's."""
+    with subprocess.Popen(["sleep", "1000"]) as started:
+        yield started
+        started.kill()
+
+
+def test_one_rank_in_this_process(digits: Path, tmp_path: Path, temporary: Path, quiet: Settings) -> None:
+    """Also what has left its parent; nothing else stays as it was made for that."""
+    alone_in_this_process()
+    run_training(replace(PARENTAL, num_ranks=1), digits, tmp_path / "run", quiet, launch=single.launch)
+    assert survivors(temporary) == []
+    assert not offspring.take_in_orphans(False)
+    assert signal.getsignal(signal.SIGCHLD) in (signal.SIG_DFL, None) or callable(signal.getsignal(signal.SIGCHLD))
+
+
+def test_one_rank_leaves_others_alone(
+    bystander: subprocess.Popen[bytes], digits: Path, tmp_path: Path, temporary: Path, quiet: Settings
+) -> None:
+    hp = replace(PARENTAL, num_ranks=1, model="offspring_models:parental_without_daemon")
+    run_training(hp, digits, tmp_path / "run", quiet, launch=single.launch)
+    assert bystander.poll() is None
+    assert [offspring_models.state(int(path.name)) for path in (temporary / "started").iterdir()] == ["Z"] * 2
+
+
+def test_several_ranks_leave_others_alone(
+    bystander: subprocess.Popen[bytes], digits: Path, tmp_path: Path, temporary: Path, quiet: Settings
+) -> None:
+    run_training(PARENTAL, digits, tmp_path / "run", quiet, launch=spawn.launch)
+    assert bystander.poll() is None
+    assert survivors(temporary) == []

@@ -1,0 +1,81 @@
+"""Models that start processes, named in tests as ``offspring_models:...``; they are deaf to SIGTERM."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import faults
+from torch import nn
+
+DEAF = "import sys, offspring_models; offspring_models.deaf(int(sys.argv[1]))"
+CHILDREN: list[subprocess.Popen[bytes]] = []
+
+
+def parental(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+    """A fork, as torch's workers are, a command in a session of its own, and a daemon that has left its parent."""
+    started(daemon)
+    return parental_without_daemon(num_classes, input_shape)
+
+
+def parental_without_daemon(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+    started(fork)
+    started(command)
+    return faults.model(num_classes, input_shape)
+
+
+def started(start: Callable[[int], None]) -> None:
+    """Starts a process and leaves a file with its number, when it is as it is to be."""
+    reader, writer = os.pipe()
+    start(writer)
+    os.close(writer)
+    folder = Path(os.environ["TMPDIR"], "started")
+    folder.mkdir(exist_ok=True)
+    (folder / os.read(reader, 20).decode()).touch()
+    os.close(reader)
+
+
+def daemon(writer: int) -> None:
+    middle = os.fork()
+    if middle == 0:
+        os.setsid()
+        fork(writer)
+        os._exit(0)
+    os.waitpid(middle, 0)
+
+
+def fork(writer: int) -> None:
+    if os.fork() == 0:
+        deaf(writer)
+
+
+def command(writer: int) -> None:
+    words = [sys.executable, "-c", DEAF, str(writer)]
+    CHILDREN.append(subprocess.Popen(words, pass_fds=[writer], start_new_session=True, cwd=Path(__file__).parent))
+
+
+def deaf(writer: int) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.write(writer, str(os.getpid()).encode())
+    while True:
+        time.sleep(1000)
+
+
+def state(pid: int) -> str:
+    """A letter, as ``ps`` has it; empty if there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def wait(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

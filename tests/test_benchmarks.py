@@ -1,0 +1,127 @@
+"""Peers that crash in benchmarks: nothing that was measured is lost, and the results say what was run again."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks import __main__ as command
+from benchmarks import measuring, rendering
+from benchmarks.measuring import Options, Result, Target, interleaved
+from benchmarks.running import run_command
+from flyte_ddp.errors import StoppedError
+
+# Writes a number, and then crashes, as many times as the file says that is given.
+PEER = """
+import os, sys
+from pathlib import Path
+left, output = map(Path, sys.argv[1:])
+output.write_text("2.0")
+crashes = int(left.read_text())
+if crashes:
+    left.write_text(str(crashes - 1))
+    os.abort()
+"""
+
+
+def measure(crashes: int) -> Callable[[Options], Result]:
+    """A benchmark of two sides, one of which is a peer that crashes so many times."""
+
+    def run(options: Options) -> Result:
+        result, left, output = Result(settings={}), options.folder / "left", options.folder / "output"
+        left.write_text(str(crashes))
+
+        def peer(_: int) -> None:
+            result.add("peer: first", 1.0, "s")
+            run_command([sys.executable, "-c", PEER, str(left), str(output)], {})
+            result.add("peer", float(output.read_text()), "s")
+
+        interleaved(options, result, {"peer": peer, "ours": lambda _: result.add("ours", 1.0, "s")}, 3)
+        result.targets.append(Target("times faster", result.ratio("peer / ours", "peer", "ours"), "x"))
+        return result
+
+    return run
+
+
+def benchmark(monkeypatch: pytest.MonkeyPatch, output: Path, measure: Callable[[Options], Result]) -> bool:
+    """Runs a benchmark as ``python -m benchmarks`` does."""
+    monkeypatch.setattr(command, "description", lambda _: "A peer that crashes.")
+    monkeypatch.setattr(command.importlib, "import_module", lambda _: SimpleNamespace(measure=measure))
+    return command.run("crashing", argparse.Namespace(repeats=0, quick=True, tutorial=False), output)
+
+
+@pytest.mark.parametrize("crashes", [0, 1, measuring.TRIES - 1])
+def test_a_peer_that_crashes_is_run_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, crashes: int) -> None:
+    assert benchmark(monkeypatch, tmp_path, measure(crashes))
+    found = json.loads((tmp_path / "crashing.json").read_text())
+    assert {label: series["values"] for label, series in found["series"].items()} == {
+        "peer: first": [1.0] * 3,
+        "peer": [2.0] * 3,
+        "ours": [1.0] * 3,
+        "peer / ours": [2.0] * 3,
+    }
+    assert [row["value"] for row in found["targets"]] == [2.0]
+    assert len(found["notes"]) == crashes
+    for note in found["notes"]:
+        assert note.startswith("peer, 1 of 3: SIGABRT of ")
+        assert note.endswith("; it was measured again")
+        assert f"- {note}" in (tmp_path / "README.md").read_text()
+    assert not [*tmp_path.glob("*.partial")]
+
+
+def test_of_a_peer_that_always_crashes_the_others_are_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "crashing.json").write_text("the old result")
+    assert not benchmark(monkeypatch, tmp_path, measure(1000))
+    assert (tmp_path / "crashing.json").read_text() == "the old result"
+    assert "what was measured is in" in capsys.readouterr().out
+    found = json.loads((tmp_path / "crashing.json.partial").read_text())
+    assert {label: series["values"] for label, series in found["series"].items()} == {"ours": [1.0] * 3}
+    assert len(found["notes"]) == measuring.TRIES
+    assert found["notes"][-1].endswith("; it was given up, and what it had before is kept")
+
+
+def test_a_side_that_is_given_up_later_keeps_its_pairs() -> None:
+    result, numbers = Result(settings={}), iter(range(100))
+
+    def peer(repeat: int) -> None:
+        if repeat == 2:
+            raise RuntimeError("SIGABRT")
+        result.add("peer", next(numbers), "s")
+
+    sides = {"peer": peer, "ours": lambda repeat: result.add("ours", 10.0 + repeat, "s")}
+    interleaved(Options(0, quick=True, folder=Path(), output=Path()), result, sides, 4)
+    assert result.values("ours") == [10.0, 11.0, 12.0, 13.0]
+    result.ratio("ratio", "peer", "ours")
+    assert result.values("ratio") == [0 / 10, 1 / 11]
+
+
+def test_what_there_is_is_written_after_each_measurement(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """So that a machine that goes away takes none of it along."""
+
+    def run(options: Options) -> Result:
+        result = Result(settings={})
+
+        def side(repeat: int) -> None:
+            if repeat:
+                written = json.loads((tmp_path / "crashing.json.partial").read_text())
+                assert written["series"]["side"]["values"] == result.values("side")
+            if repeat == 2:
+                raise StoppedError("SIGTERM")
+            result.add("side", 1.0, "s")
+
+        interleaved(options, result, {"side": side}, 3)
+        return result
+
+    with pytest.raises(SystemExit, match="crashing: stopped by SIGTERM"):
+        benchmark(monkeypatch, tmp_path, run)
+    assert json.loads((tmp_path / "crashing.json.partial").read_text())["series"]["side"]["n"] == 2
+    rendering.render(tmp_path)
+    assert "crashing" not in (tmp_path / "README.md").read_text(), "it is no result yet"

@@ -1,0 +1,252 @@
+"""What a person sees of ``pyflyte run`` when it ends: where it goes on, one panel for what went wrong, no litter."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli import DEADLINE, PYFLYTE, ROOT, TINY, WORKFLOWS, Ended, pyflyte, train
+from test_cli_errors import also, assert_refused
+
+from benchmarks.running import process_name
+from flyte_ddp.wandb_follower import descendants
+
+LONG = {"num_ranks": 2, "epochs": 120, "batch_size": 64, "eval_interval": 5}
+
+
+def disturbed(disturb: Callable[[int], None], folder: Path, hp: dict[str, Any] = LONG, **options: Any) -> Ended:
+    """A run to whose launcher, once there is a checkpoint, this is done; it is the leader of a session of its own."""
+
+    def wait_and_disturb() -> None:
+        deadline = time.monotonic() + DEADLINE
+        while time.monotonic() < deadline:
+            if [*folder.rglob("*.ckpt")]:
+                launchers = [pid for pid in descendants(os.getpid()) if is_pyflyte(pid)]
+                disturb(launchers[-1])
+                return
+            time.sleep(0.01)
+
+    with ThreadPoolExecutor() as pool:
+        disturbance = pool.submit(wait_and_disturb)
+        ended = train(hp, home=folder, wrapper=("setsid", "--wait"), **options)
+        disturbance.result()
+    assert ended.exit_code == 1, ended.output
+    assert "Traceback" not in ended.output
+    return ended
+
+
+def is_pyflyte(pid: int) -> bool:
+    return f"{PYFLYTE}" in Path(f"/proc/{pid}/cmdline").read_text().split("\0")[:2]
+
+
+def press_ctrl_c(launcher: int) -> None:
+    """As a terminal does: all processes get it."""
+    os.killpg(os.getpgid(launcher), signal.SIGINT)
+
+
+def kill_a_rank(launcher: int) -> None:
+    [rank] = [pid for pid in descendants(launcher) if process_name(pid) == "rank 1"]
+    os.kill(rank, signal.SIGKILL)
+
+
+def last_line(ended: Ended) -> str:
+    """Of the text, without the frame around it."""
+    return [line.strip("│ ") for line in ended.output.splitlines() if re.search(r"\w", line)][-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("disturb", "words"),
+    [(press_ctrl_c, "stopped by Ctrl-C"), (kill_a_rank, "rank 1 was killed by SIGKILL")],
+)
+def test_the_last_line_says_that_the_same_command_goes_on(
+    disturb: Callable[[int], None], words: str, tmp_path: Path
+) -> None:
+    stopped = disturbed(disturb, tmp_path)
+    assert stopped.panel.startswith(words)
+    said = re.search(r"the same command will go on after step ([\d,]+), which is saved$", last_line(stopped))
+    assert said, stopped.output
+    again = train(LONG, home=tmp_path)
+    assert f"going on after step {said[1]}," in again.output
+    assert again.exit_code == 0
+
+
+@pytest.mark.slow
+def test_under_elastic_as_well(tmp_path: Path) -> None:
+    workflow = str(ROOT / "workflows/elastic_training.py")
+    for disturb, words in ((press_ctrl_c, "stopped by Ctrl-C"), (terminate, "stopped by SIGTERM")):
+        folder = tmp_path / words[-6:]
+        stopped = disturbed(disturb, folder, name="elastic_training_wf", workflow=workflow)
+        assert stopped.panel.startswith(words)
+        assert re.search(r"the same command will go on after step ([\d,]+), which is saved$", last_line(stopped))
+
+
+def terminate(launcher: int) -> None:
+    os.kill(launcher, signal.SIGTERM)
+
+
+@pytest.mark.slow
+def test_without_a_checkpoint_it_begins_at_the_start(tmp_path: Path) -> None:
+    marker = tmp_path / "began"
+    (tmp_path / "mine.py").write_text(WAITS)
+    hp = {"model": "mine:model", "num_ranks": 2}
+
+    def wait_and_kill() -> None:
+        deadline = time.monotonic() + DEADLINE
+        while not marker.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        kill_a_rank([pid for pid in descendants(os.getpid()) if is_pyflyte(pid)][-1])
+
+    with ThreadPoolExecutor() as pool:
+        disturbance = pool.submit(wait_and_kill)
+        ended = train(hp, home=tmp_path / "home", directory=tmp_path, MARKER=str(marker))
+        disturbance.result()
+    assert ended.exit_code == 1
+    assert last_line(ended).endswith("the same command will begin anew, as there is no checkpoint yet")
+
+
+WAITS = """
+import os, time
+from pathlib import Path
+
+
+def model(num_classes, input_shape):
+    Path(os.environ["MARKER"]).touch()
+    while True:
+        time.sleep(0.1)
+"""
+
+RAISES = """
+from torch import nn
+
+
+class Broken(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(64, 10)
+
+    def forward(self, images):
+        raise ArithmeticError("own words")
+
+
+def model(num_classes, input_shape):
+    return Broken()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("engine", ["", "elastic_"])
+def test_a_rank_that_raises_is_one_panel(num_ranks: int, engine: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(RAISES)
+    hp = {"model": "mine:model", "num_ranks": num_ranks}
+    workflow = str(ROOT / f"workflows/{engine}training.py")
+    ended = train(hp, f"{engine}training_wf", workflow=workflow, home=tmp_path / "home", directory=tmp_path)
+    assert_refused(ended, tmp_path, "ArithmeticError: own words")
+    assert re.match(r"rank [01]: ", ended.panel)
+    [file] = (tmp_path / "home/runs").rglob("traceback.txt")
+    assert ended.panel.endswith(f"all that it said is in {os.path.relpath(file, tmp_path)}")
+    text = file.read_text()
+    assert text.count('raise ArithmeticError("own words")') == 1
+    assert 'mine.py", line 11, in forward' in text
+    (tmp_path / "mine.py").write_text(
+        RAISES.replace('raise ArithmeticError("own words")', "return self.layer(images.flatten(1))")
+    )
+    mended = train({**hp, **TINY, "num_ranks": num_ranks}, home=tmp_path / "home", directory=tmp_path)
+    assert mended.exit_code == 0, mended.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "content", "words"),
+    [
+        (["--hp", "."], None, ("--hp .", "Is a directory", "JSON object")),
+        (["--hp", "file.yaml"], "learning_rate: [", ("--hp file.yaml", "not valid YAML", "line 1, column 17")),
+        (["--inputs-file", "file.json"], '{"epochs": 3}', ("file.json", "epochs is a hyperparameter", '{"hp": {')),
+        also(["--hp", "nowhere.json"], None, ("--hp nowhere.json", "no such file", "JSON object such as")),
+        also(["--hp", "file.json"], '{"epochs": ', ("--hp file.json", "not valid JSON", "line 1 column 12")),
+        also(["--hp", "file.yaml"], b"\xff\xfe\x00", ("--hp file.yaml", "UTF-8")),
+        also(["--hp", "file.yaml"], "", ("must be a JSON object",)),
+        also(["--hp", "file.yaml"], "epoch: 3", ("unknown hyperparameter 'epoch'", "'epochs'")),
+        also(["--inputs-file"], None, ("--inputs-file", "must follow")),
+        also(["--inputs-file", "nowhere.json"], None, ("--inputs-file nowhere.json", "No such file", '{"hp": {')),
+        also(["--inputs-file", "."], None, ("--inputs-file .", "Is a directory")),
+        also(["--inputs-file", "file.json"], "", ("file.json", "object of inputs", '{"hp": {')),
+        also(["--inputs-file", "file.json"], "[1]", ("file.json", "object of inputs", '{"hp": {')),
+        also(["--inputs-file", "file.json"], '{"hq": {"epochs": 3}}', ("unknown input 'hq'", "'hp'")),
+        also(["--inputs-file", "file.yaml"], "a: 1\n  b: 2", ("--inputs-file", "valid JSON or YAML")),
+        also(["--epochs", "3"], None, ("epochs is a hyperparameter", "--hp '{\"epochs\": 3}'")),
+    ],
+)
+def test_inputs_that_cannot_be_read(
+    arguments: list[str], content: str | bytes | None, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    if content is not None:
+        (tmp_path / arguments[1]).write_bytes(content.encode() if isinstance(content, str) else content)
+    ended = pyflyte("run", WORKFLOWS, "training_wf", *arguments, home=tmp_path / "home", directory=tmp_path)
+    assert_refused(ended, tmp_path, *words)
+
+
+def test_an_unknown_launch_plan(tmp_path: Path) -> None:
+    ended = pyflyte("run", WORKFLOWS, "nightly_training", home=tmp_path)
+    assert_refused(ended, tmp_path, "'nightly_training': did you mean 'nightly_retraining'?", "training_on_demand")
+
+
+def test_an_error_of_our_own_keeps_its_traceback(tmp_path: Path) -> None:
+    """It is no user's mistake, so whoever mends it needs to see where it is."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import flyte_ddp.identity as identity\n"
+        "def broken(hp):\n    raise OSError(21, 'Is a directory', '.')\n"
+        "identity.check_known_image_size = broken\n"
+    )
+    ended = train(TINY, home=tmp_path, PYTHONPATH=str(tmp_path))
+    assert ended.exit_code == 1
+    assert "in broken" in " ".join(ended.output.replace("│", "").split())  # lines of it are wrapped
+
+
+@pytest.mark.slow
+def test_a_yaml_file_with_an_exponent(tmp_path: Path) -> None:
+    (tmp_path / "hp.yaml").write_text("learning_rate: 1e-1\nnum_ranks: 1\nmax_steps: 1\n")
+    ended = pyflyte("run", WORKFLOWS, "training_wf", "--hp", str(tmp_path / "hp.yaml"), home=tmp_path)
+    assert ended.exit_code == 0, ended.output
+    same = train({"learning_rate": 0.1, **TINY}, home=tmp_path)
+    assert "epoch 1" in ended.output
+    assert "epoch 1" not in same.output, "it is the same run"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["", "elastic_"])
+def test_no_temporary_folder_is_left(engine: str, tmp_path: Path) -> None:
+    temporary = tmp_path / "temporary"
+    for hp in (TINY, {"num_ranks": 2, "max_steps": 2, "batch_size": 64}, {"model": "nowhere:model"}):
+        temporary.mkdir()
+        (temporary / "flyte-of-another-process").mkdir()
+        workflow = str(ROOT / f"workflows/{engine}training.py")
+        train(hp, f"{engine}training_wf", workflow=workflow, home=tmp_path / "home", TMPDIR=str(temporary))
+        left = {path.name for path in temporary.iterdir() if not path.name.startswith("torchelastic_")}
+        assert left == {"flyte-of-another-process"}, hp
+        temporary.rename(tmp_path / f"before-{len([*tmp_path.iterdir()])}")
+
+
+@pytest.mark.slow
+def test_the_folder_is_removed_after_ctrl_c(tmp_path: Path) -> None:
+    (tmp_path / "temporary").mkdir()
+    disturbed(press_ctrl_c, tmp_path, TMPDIR=str(tmp_path / "temporary"))
+    assert [*(tmp_path / "temporary").iterdir()] == []
+
+
+@pytest.mark.slow
+def test_the_table_of_files_is_aligned_and_names_the_folder_once(tmp_path: Path) -> None:
+    ended = train(TINY, home=tmp_path)
+    table = ended.output.rpartition("test accuracy")[2].partition("TrainingOutputs(")[0]
+    headline, *rows = table.strip().splitlines()
+    [folder] = (tmp_path / "runs").glob("digits-*")
+    assert headline.endswith(f"made in {folder}")  # whole, as it is not below ROOT
+    assert [row.split()[0] for row in rows] == ["model.pt", "model.json", "report.html", "metrics.jsonl"]
+    assert {re.match(r"  \S+ +", row).end() for row in rows} == {len("  metrics.jsonl  ")}  # type: ignore[union-attr]

@@ -1,0 +1,127 @@
+"""What the CPU is, by its own description, and whether training in bf16 pays on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from flyte_ddp import hardware
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.cpu import Bf16, Cpu, read_cpu
+from flyte_ddp.errors import UserError
+from flyte_ddp.launch import dask
+
+HP = Hyperparameters(num_ranks=1, backend="gloo")
+# /proc/cpuinfo as it was on real machines, of which lines and flags that nobody asks for are left out.
+AMD = """\
+processor	: 0
+vendor_id	: AuthenticAMD
+cpu family	: 25
+model		: 17
+model name	: AMD EPYC
+flags		: fpu vme de pse sse4_2 avx f16c avx2 avx512f avx512dq avx512vl avx512_bf16 avx512_vnni rdpid fsrm
+bugs		: sysret_ss_attrs null_seg spectre_v1 spectre_v2 spec_store_bypass srso spectre_v2_user
+power management:
+
+processor	: 1
+vendor_id	: AuthenticAMD
+cpu family	: 25
+"""
+SAPPHIRE_RAPIDS = """\
+processor	: 0
+vendor_id	: GenuineIntel
+cpu family	: 6
+model		: 143
+model name	: Intel(R) Xeon(R) Platinum 8488C
+flags		: fpu vme avx f16c avx2 avx512f avx_vnni avx512_bf16 avx512_vnni amx_bf16 avx512_fp16 amx_tile amx_int8
+"""
+ICE_LAKE = """\
+processor	: 0
+vendor_id	: GenuineIntel
+cpu family	: 6
+model		: 106
+model name	: Intel(R) Xeon(R) Platinum 8370C CPU @ 2.80GHz
+flags		: fpu vme avx f16c avx2 avx512f avx512dq avx512_vnni avx512_bitalg fsrm arch_capabilities
+vmx flags	: vnmi invvpid ept_x_only ept_ad
+"""
+ARM = """\
+processor	: 0
+BogoMIPS	: 38.40
+Features	: fp asimd evtstrm aes asimddp sve sve2 svebf16 i8mm bf16 dgh bti
+CPU implementer	: 0x41
+CPU architecture: 8
+CPU variant	: 0x0
+CPU part	: 0xd81
+CPU revision	: 1
+"""
+# As issue 18 describes it: Emerald Rapids, whose AMX a hypervisor hides.
+EMERALD_RAPIDS = SAPPHIRE_RAPIDS.replace("143", "207").replace("amx_bf16 ", "").replace("amx_tile amx_int8", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "description", "worth"),
+    [
+        (AMD, "AuthenticAMD family 25 model 17 with avx512_bf16", Bf16.FASTER),
+        (AMD.replace(": 25", ": 26"), "AuthenticAMD family 26 model 17 with avx512_bf16", Bf16.FASTER),
+        (AMD.replace("avx512_bf16 ", ""), "AuthenticAMD family 25 model 17 with avx512_vnni", Bf16.NONE),
+        (AMD.replace(": 25", ": 175"), "AuthenticAMD family 175 model 17 with avx512_bf16", Bf16.SLOWER),
+        (SAPPHIRE_RAPIDS, "GenuineIntel family 6 model 143 with amx_bf16", Bf16.FASTER),
+        (EMERALD_RAPIDS, "GenuineIntel family 6 model 207 with avx512_bf16", Bf16.SLOWER),
+        (ICE_LAKE, "GenuineIntel family 6 model 106 with avx512_vnni", Bf16.NONE),
+        (SAPPHIRE_RAPIDS.replace("Genuine", "Unheard"), "UnheardIntel family 6 model 143 with amx_bf16", Bf16.SLOWER),
+        (ARM, "0x41 family 8 model 0xd81 with sve", Bf16.NONE),
+    ],
+)
+def test_bf16_is_taken_where_it_was_found_faster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, description: str, worth: Bf16
+) -> None:
+    """By auto; where there are instructions for it, who asks for it gets it."""
+    (tmp_path / "cpuinfo").write_text(text)
+    cpu = read_cpu(tmp_path / "cpuinfo")
+    assert (str(cpu), cpu.bf16()) == (description, worth)
+    monkeypatch.setattr(hardware, "read_cpu", lambda: cpu)
+    for model in ("small_cnn", "tutorial", "resnet18"):
+        found = hardware.detect(replace(HP, model=model))
+        assert found.precision == ("bf16" if worth is Bf16.FASTER and model != "resnet18" else "fp32")
+    if worth is Bf16.NONE:
+        with pytest.raises(UserError, match="precision='bf16': this CPU has no bf16"):
+            hardware.detect(replace(HP, precision="bf16"))
+    else:
+        assert hardware.detect(replace(HP, precision="bf16")).precision == "bf16"
+
+
+def test_a_cpu_that_nothing_says_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "arm64")
+    cpu = read_cpu(tmp_path / "none")
+    assert cpu == Cpu("", "", "", frozenset())
+    assert (str(cpu), cpu.bf16()) == ("arm64", Bf16.NONE)
+
+
+class Workers:
+    """A Dask cluster of three hosts, of whose workers the second has another CPU."""
+
+    def __init__(self, worth: Bf16) -> None:
+        self.worth = {"tcp://a:1": Bf16.FASTER, "tcp://b:1": worth, "tcp://c:1": Bf16.FASTER}
+        self.scheduler = SimpleNamespace(identity=None)
+
+    def sync(self, *_: object, **__: object) -> dict[str, Any]:
+        return {"workers": {address: {"host": address[6]} for address in self.worth}}
+
+    def processing(self) -> dict[str, Any]:
+        return {}
+
+    def run(self, function: Callable[..., Any], *_: str, workers: list[str] | None = None) -> dict[str, Any]:
+        answers = {hardware.visible_gpus: 0, hardware.cores: 2}
+        return {address: answers.get(function, self.worth[address]) for address in workers or self.worth}
+
+
+@pytest.mark.parametrize("worth", [*Bf16])
+def test_hosts_take_bf16_only_where_all_of_them_gain(worth: Bf16) -> None:
+    decided = dask.hardware(replace(HP, num_ranks=3), Workers(worth))
+    assert decided.num_ranks == 3
+    assert decided.precision == ("bf16" if worth is Bf16.FASTER else "fp32")

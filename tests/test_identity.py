@@ -1,0 +1,78 @@
+"""What makes a run another one: its name, which is part of the cache key, and what a checkpoint must belong to."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torchvision
+from cli import TINY, train
+
+from flyte_ddp import code_digest
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.identity import run_name
+from flyte_ddp.run import identity_of
+
+HP = Hyperparameters()
+
+
+def test_another_release_of_torch_or_torchvision_is_another_run(digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An upgrade trains anew, and no checkpoint of the release before is taken for its own."""
+    for module in (torch, torchvision):
+        assert module.__version__.partition("+")[0] in code_digest.releases()
+    before, names = identity_of(HP, digits), {run_name(HP, "data")}
+    assert run_name(HP, "data") in names
+    for name in ("torch", "torchvision"):
+        with monkeypatch.context() as patch:
+            patch.setattr(code_digest, "version", lambda asked, name=name: "99.0" if asked == name else "2.0")
+            assert f"{name} 99.0" in identity_of(HP, digits).releases
+            assert identity_of(HP, digits) != before
+            names.add(run_name(HP, "data"))
+    assert len(names) == 3
+
+
+def test_what_the_users_model_imports_decides_the_run(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    hp = Hyperparameters(model="identity_mine:model")
+    Path("identity_mine.py").write_text("def model(num_classes, input_shape):\n    from identity_layers import Block\n")
+    found = []
+    for number in (1, 2):
+        Path("identity_layers.py").write_text(f"Block = {number}\n")
+        found.append((run_name(hp, "data"), identity_of(hp, digits).user_code))
+    assert found[0][0] != found[1][0]
+    assert found[0][1] != found[1][1]
+
+
+@pytest.mark.slow
+def test_a_change_in_what_the_users_model_imports_trains_again(tmp_path: Path) -> None:
+    """The cache answers only what is the same through and through."""
+    (tmp_path / "mine.py").write_text("from layers import make as model\n")
+    layers = tmp_path / "layers.py"
+    layers.write_text(LAYERS)
+    hp = {**TINY, "model": "mine:model"}
+    runs = tmp_path / "runs"
+
+    def trained() -> int:
+        ended = train(hp, home=tmp_path / "home", runs=runs, directory=tmp_path)
+        assert ended.exit_code == 0, ended.output
+        return len([*runs.glob("*/model.pt")])
+
+    assert [trained(), trained()] == [1, 1]
+    layers.write_text(LAYERS.replace("bias=True", "bias=False"))
+    assert trained() == 2
+
+
+LAYERS = """
+import torch
+
+
+def make(num_classes, input_shape):
+    channels, height, width = input_shape
+    linear = torch.nn.Linear(channels * height * width, num_classes, bias=True)
+    return torch.nn.Sequential(torch.nn.Flatten(), linear)
+"""

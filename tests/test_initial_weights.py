@@ -1,0 +1,241 @@
+"""Weights to start from: what a file may hold, what is left out of it, and what is said of one that does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from file_server import FileServer
+from torch import nn
+from torchvision.models import resnet18
+
+from flyte_ddp import identity
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.errors import UserError
+from flyte_ddp.initial_weights import WHAT_IT_IS, fetched, load_initial_weights
+from flyte_ddp.run import Result, run_training
+from flyte_ddp.settings import Settings
+from flyte_ddp.tracking import read_metrics
+
+
+class Named(nn.Module):
+    """With names as models have them."""
+
+    def __init__(self, classes: int = 3, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.body = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4))
+        self.fc = nn.Linear(4, classes)
+
+
+class Lit(nn.Module):
+    """As Lightning has a model."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.net = inner
+
+
+def loaded(into: nn.Module, content: Any, folder: Path, **changes: Any) -> dict[str, torch.Tensor]:
+    path = folder / "weights.pt"
+    torch.save(content, path)
+    load_initial_weights(into, path, Hyperparameters(init_from=str(path), **changes))
+    return into.state_dict()
+
+
+def state(**options: int) -> dict[str, torch.Tensor]:
+    return Named(**options).state_dict()
+
+
+def prefixed(prefix: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {f"{prefix}{name}": value for name, value in tensors.items()}
+
+
+HELD: dict[str, Callable[[], Any]] = {
+    "a state_dict": lambda: state(seed=1),
+    "DDP's": lambda: prefixed("module.", state(seed=1)),
+    "compiled DDP's": lambda: prefixed("module._orig_mod.", state(seed=1)),
+    "a checkpoint of Lightning's": lambda: {
+        "epoch": 3,
+        "pytorch-lightning_version": "2.5",
+        "state_dict": Lit(Named(seed=1)).state_dict(),
+        "optimizer_states": [{"state": {}}],
+    },
+    "a checkpoint of torch's tutorial": lambda: {"epoch": 1, "model_state_dict": state(seed=1), "loss": 0.1},
+    "under model": lambda: {"model": prefixed("module.", state(seed=1)), "optimizer": {}},
+    "one in the other": lambda: {"model": {"state_dict": state(seed=1)}},
+    "without BatchNorm's counter": lambda: {k: v for k, v in state(seed=1).items() if "num_batches" not in k},
+}
+
+
+@pytest.mark.parametrize("held", HELD.values(), ids=HELD)
+def test_weights_are_found(held: Callable[[], Any], tmp_path: Path) -> None:
+    found = loaded(Named(), held(), tmp_path)
+    assert all(torch.equal(value, found[name]) for name, value in state(seed=1).items())
+
+
+def test_a_model_whose_own_names_have_the_prefix(tmp_path: Path) -> None:
+    found = loaded(Lit(Named()), Lit(Named(seed=1)).state_dict(), tmp_path)
+    assert all(torch.equal(value, found[f"net.{name}"]) for name, value in state(seed=1).items())
+
+
+@pytest.mark.parametrize("skip", ["fc", "fc.", " fc.weight , fc.bias", "fc,body.1"])
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_the_head_is_left_out(skip: str, prefix: str, tmp_path: Path) -> None:
+    found = loaded(Named(), prefixed(prefix, state(classes=7, seed=1)), tmp_path, init_skip=skip)
+    for name, value in state(seed=1).items():
+        seeded = name.startswith(("fc", "body.1") if "body" in skip else "fc")
+        assert torch.equal(found[name], state()[name] if seeded else value)
+
+
+def test_what_only_the_file_has_is_left_out(tmp_path: Path) -> None:
+    content = {"state_dict": prefixed("net.", state(seed=1)) | {"criterion.weight": torch.ones(3)}}
+    found = loaded(Named(), content, tmp_path, init_skip="criterion")
+    assert all(torch.equal(value, found[name]) for name, value in state(seed=1).items())
+
+
+class Own:
+    """Something that only code can make."""
+
+
+DOES_NOT_FIT: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
+    "another head": (
+        lambda: state(classes=7),
+        {},
+        (
+            "init_from=...: does not fit the model 'small_cnn': fc.weight is [7, 4] there and [3, 4] in the model, "
+            "fc.bias is [7] there and [3] in the model; to begin with these from the seed, set init_skip='fc'"
+        ),
+    ),
+    "another name": (
+        lambda: {name.replace("fc", "head"): value for name, value in state().items()},
+        {},
+        (
+            "init_from=...: does not fit the model 'small_cnn': it has no fc.weight, fc.bias, the model has no "
+            "head.weight, head.bias; to begin with these from the seed, set init_skip='fc,head'"
+        ),
+    ),
+    "another head, of an old BatchNorm": (
+        lambda: {name: value for name, value in state(classes=7).items() if "num_batches" not in name},
+        {},
+        (
+            "init_from=...: does not fit the model 'small_cnn': fc.weight is [7, 4] there and [3, 4] in the model, "
+            "fc.bias is [7] there and [3] in the model; to begin with these from the seed, set init_skip='fc'"
+        ),
+    ),
+    "another part is skipped": (
+        lambda: state(classes=7),
+        {"init_skip": "body.0"},
+        (
+            "init_from=...: does not fit the model 'small_cnn': fc.weight is [7, 4] there and [3, 4] in the model, "
+            "fc.bias is [7] there and [3] in the model; to begin with these from the seed, set init_skip='body.0,fc'"
+        ),
+    ),
+    "another model": (
+        lambda: resnet18().state_dict(),
+        {},
+        (
+            "init_from=...: does not fit the model 'small_cnn': fc.weight is [1000, 512] there and [3, 4] in the "
+            "model, fc.bias is [1000] there and [3] in the model, it has no body.0.weight, body.0.bias, body.1.weight "
+            "and 3 more, the model has no conv1.weight, bn1.weight, bn1.bias and 117 more; give weights of this model"
+        ),
+    ),
+    "no such part": (
+        state,
+        {"init_skip": "head"},
+        "init_skip='head': the model has no part 'head'; its parts are body, fc",
+    ),
+    "code": (
+        lambda: {"state_dict": state(), "hyper_parameters": Own()},
+        {},
+        (
+            "init_from=...: holds objects of test_initial_weights.Own beside tensors, and to read these could run any "
+            "code; save its state_dict alone, by torch.save"
+        ),
+    ),
+    "no tensors": (lambda: {"state_dict": {"a": 1}}, {}, f"init_from=...: has no tensors with names; {WHAT_IT_IS}"),
+    "a tensor": (lambda: torch.ones(3), {}, f"init_from=...: has no tensors with names; {WHAT_IT_IS}"),
+}
+
+
+@pytest.mark.parametrize("case", DOES_NOT_FIT)
+def test_what_does_not_fit_is_said_in_one_whole_sentence(case: str, tmp_path: Path) -> None:
+    content, changes, said = DOES_NOT_FIT[case]
+    with pytest.raises(UserError) as caught:
+        loaded(Named(), content(), tmp_path, **changes)
+    assert caught.value.message.replace(f"{str(tmp_path / 'weights.pt')!r}", "...") == said
+
+
+@pytest.mark.parametrize("content", [b"", b"hello", b"PK\x03\x04", b"\x80\x02]q\x00"])
+def test_a_file_that_holds_no_weights(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "weights.pt").write_bytes(content)
+    hp = Hyperparameters(init_from=str(tmp_path / "weights.pt"))
+    with pytest.raises(UserError) as caught:
+        load_initial_weights(Named(), tmp_path / "weights.pt", hp)
+    said = f"init_from={hp.init_from!r}: is not a file of weights, or a damaged one; {WHAT_IT_IS}"
+    assert caught.value.message == said
+
+
+def test_a_file_that_is_not_there_is_called_by_its_name(tmp_path: Path, server: FileServer) -> None:
+    for missing in (str(tmp_path / "no.pt"), f"file://{tmp_path}/no.pt", str(tmp_path)):
+        hp = Hyperparameters(init_from=missing)
+        with pytest.raises(UserError, match=rf"^init_from='{missing}': there is no such file; give a file that"):
+            identity.run_name(hp, "data")
+        with (
+            pytest.raises(UserError, match=rf"^init_from='{missing}': there is no such file"),
+            fetched(missing, tmp_path),
+        ):
+            pass
+    hp = Hyperparameters(init_from=f"{server.url}/no.pt")
+    with pytest.raises(
+        UserError, match=rf"^init_from='{server.url}/no\.pt': cannot be read: HTTP 404 .* server is up$"
+    ):
+        identity.run_name(hp, "data")
+
+
+def test_weights_behind_addresses(tmp_path: Path, server: FileServer) -> None:
+    torch.save(state(seed=1), tmp_path / "weights.pt")
+    server.files["weights.pt"] = (tmp_path / "weights.pt").read_bytes()
+    for address in (f"file://{tmp_path}/weights.pt", f"{server.url}/weights.pt"):
+        into, hp = Named(), Hyperparameters(init_from=address)
+        assert identity.run_name(hp, "data") != identity.run_name(Hyperparameters(), "data")
+        with fetched(address, tmp_path) as path:
+            assert path is not None
+            load_initial_weights(into, path, hp)
+        assert torch.equal(into.fc.weight, state(seed=1)["fc.weight"])
+
+
+def test_a_part_is_only_skipped_where_there_are_weights() -> None:
+    with pytest.raises(UserError, match="init_skip='fc': goes with init_from, which is empty"):
+        Hyperparameters(init_skip="fc")
+
+
+def run(hp: Hyperparameters, digits: Path, folder: Path) -> Result:
+    return run_training(hp, digits, folder, Settings(progress="lines", wandb_mode="disabled"))
+
+
+def test_a_run_says_what_did_not_start_from_the_file(
+    digits: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """On the terminal, in its records and in the report."""
+    base = Hyperparameters(num_ranks=1, max_steps=1, learning_rate=1e-9, weight_decay=0.0)
+    first = run(replace(base, seed=3), digits, tmp_path / "first")
+    before = torch.load(first.model, weights_only=True)
+    head = list(before)[-2:]
+    part = head[0].removesuffix(".weight")
+    capfd.readouterr()
+    result = run(replace(base, init_from=str(first.model), init_skip=part), digits, tmp_path / "second")
+    said = f"From the seed, and not from init_from, began (init_skip): {', '.join(head)}."
+    assert said in capfd.readouterr().err
+    start, *_, end = read_metrics(result.metrics)
+    assert start["init_skipped"] == head
+    assert said in end["notes"]
+    assert said in result.report.read_text()
+    after = torch.load(result.model, weights_only=True)
+    for name, value in before.items():
+        if "running" not in name and "num_batches" not in name:
+            assert torch.allclose(after[name], value, atol=1e-6) == (name not in head)

@@ -1,0 +1,221 @@
+"""What is in a run folder is always of one run that came to its end, whatever ends the next one, and when."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faulty_runs import saved
+
+from flyte_ddp import artifacts, checkpoint, report, results, run, tracking, train
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.errors import RankError, StoppedError
+from flyte_ddp.run import Result, run_training
+from flyte_ddp.run_folder import METRICS, OUTPUTS, UNFINISHED, is_finished, settle
+from flyte_ddp.settings import Settings
+
+QUIET = Settings(progress="off", wandb_mode="disabled")
+HP = Hyperparameters(model="user_models:handing_in", epochs=2, max_steps=4, batch_size=400, num_ranks=1)
+FILES = (METRICS, *OUTPUTS)
+ENTRIES = {*FILES, results.FOLDER}
+
+
+@pytest.fixture(autouse=True)
+def _user_models_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parent)
+
+
+@pytest.fixture(scope="module")
+def finished(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
+    """A run that came through."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(Path(__file__).parent)
+        return run_training(HP, digits, tmp_path_factory.mktemp("finished") / "run", QUIET)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """All files but those of a run that is not finished."""
+    files = [path for path in folder.rglob("*") if path.is_file() and UNFINISHED not in path.relative_to(folder).parts]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+def once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, action: Callable[[], object], *, after: bool) -> None:
+    """Does something before, or after, the first call of a function."""
+    function = getattr(owner, name)
+    left = [action]
+
+    def with_action(*args: Any, **kwargs: Any) -> Any:
+        if left and not after:
+            left.pop()()
+        found = function(*args, **kwargs)
+        if left:
+            left.pop()()
+        return found
+
+    monkeypatch.setattr(owner, name, with_action)
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def sigterm() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def fail() -> None:
+    raise ArithmeticError
+
+
+@pytest.mark.parametrize(("action", "error"), [(sigterm, StoppedError), (fail, RankError)])
+def test_a_finished_run_stays_while_it_is_made_anew(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: Result,
+    action: Callable[[], None], error: type[BaseException],
+) -> None:  # fmt: skip
+    folder = tmp_path / "run"
+    shutil.copytree(finished.run_folder, folder)
+    before = contents(folder)
+
+    def look_and_end() -> None:
+        assert contents(folder) == before, "while it trains"
+        action()
+
+    with monkeypatch.context() as patch:
+        once(patch, train, "evaluate_splits", look_and_end, after=True)
+        with pytest.raises(error):
+            run_training(HP, digits, folder, QUIET)
+    assert contents(folder) == before, "when it has failed"
+    assert {path.name for path in folder.iterdir()} == {*ENTRIES, UNFINISHED}
+    went_on = run_training(HP, digits, folder, QUIET)
+    assert {path.name for path in folder.iterdir()} == ENTRIES
+    assert "resumed_after_step" in went_on.metrics.read_text()
+    assert contents(folder)["model.pt"] == before["model.pt"]
+    assert contents(folder)[METRICS] != before[METRICS]
+
+
+ENDS: dict[str, tuple[Any, str, bool]] = {
+    "before the predictions": (artifacts, "save_model", False),
+    "with a model": (artifacts, "save_model", True),
+    "before the report": (report, "write_report", False),
+    "before it takes over": (run, "take_over", False),
+    "while it takes over": (Path, "replace", True),
+    "when wandb has ended": (tracking, "say", False),
+}
+
+
+@pytest.fixture
+def _pythons_own_handler() -> Iterator[None]:
+    """flytekit, once another test has imported it, ends the process on Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_pythons_own_handler")
+@pytest.mark.parametrize("moment", ENDS)
+@pytest.mark.parametrize("anew", [False, True])
+def test_ctrl_c_at_the_end_leaves_results_or_a_checkpoint(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: Result, moment: str, anew: bool
+) -> None:
+    folder = tmp_path / "run"
+    if anew:
+        shutil.copytree(finished.run_folder, folder)
+    before = contents(folder)
+    settings = replace(QUIET, wandb_mode="offline", wandb_timeout=1.0) if "wandb" in moment else QUIET
+    owner, name, after = ENDS[moment]
+    with monkeypatch.context() as patch:
+        if owner is Path:
+            once(patch, run, "settle", lambda: once(patch, Path, "replace", interrupt, after=True), after=False)
+        else:
+            once(patch, owner, name, interrupt, after=after)
+        with pytest.raises(KeyboardInterrupt):
+            run_training(HP, digits, folder, settings)
+
+    if moment == "while it takes over":
+        assert {path.name for path in folder.iterdir()} == ENTRIES, "by the run itself"
+    if settle(folder) and contents(folder) != before:
+        assert moment in ("before it takes over", "while it takes over", "when wandb has ended")
+    else:
+        assert contents(folder) == before
+        found = saved(folder)
+        assert found is not None
+        assert (found.step, found.epoch) == (4, 1)
+        with monkeypatch.context() as patch:
+            once(patch, train, "train_step", fail, after=False)  # none is left
+            run_training(HP, digits, folder, QUIET)
+    assert {path.name for path in folder.iterdir()} - {"wandb"} == ENTRIES
+    assert contents(folder)["model.pt"] == finished.model.read_bytes()
+    assert contents(folder)[METRICS] != before.get(METRICS)
+
+
+def killed_before_each_change(folder: Path, function: Callable[[Path], object]) -> Iterator[Path]:
+    """Copies of a folder, in which a process that called the function was killed before its first change, second ..."""
+    changes = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate")
+    for number in range(100):
+        copy = folder.with_name(f"killed-{number}")
+        shutil.copytree(folder, copy)
+        child = os.fork()
+        if child == 0:
+            left = [number]
+
+            def count(event: str, _: Any, left: list[int] = left) -> None:
+                if event in changes:
+                    if left[0] == 0:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    left[0] -= 1
+
+            sys.addaudithook(count)
+            function(copy)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        yield copy
+        if status == 0:
+            return
+        assert os.WTERMSIG(status) == signal.SIGKILL
+    raise AssertionError("it never ends")
+
+
+@pytest.mark.parametrize("before", ["nothing", "a run", "a run without results"])
+@pytest.mark.parametrize("with_results", [False, True])
+def test_a_kill_while_it_takes_over_leaves_the_rest_to_the_next(
+    tmp_path: Path, before: str, with_results: bool
+) -> None:
+    folder = tmp_path / "run"
+    work = folder / UNFINISHED
+    (work / checkpoint.FOLDER).mkdir(parents=True)
+    (work / checkpoint.FOLDER / "a.ckpt").touch()
+    for name in FILES:
+        (work / name).write_text("new")
+        if before != "nothing":
+            (folder / name).write_text("old")
+    if with_results:
+        (work / results.FOLDER).mkdir()
+        (work / results.FOLDER / "new").write_text("new")
+    if before == "a run":
+        (folder / results.FOLDER).mkdir()
+        (folder / results.FOLDER / "old").write_text("old")
+    expected = {**dict.fromkeys(FILES, b"new"), **({"results/new": b"new"} if with_results else {})}
+    copies = 0
+    for copy in killed_before_each_change(folder, settle):
+        copies += 1
+        assert before == "nothing" or is_finished(copy)
+        assert settle(copy)
+        assert contents(copy) == expected
+        assert not [*(copy / UNFINISHED).glob("*")]
+    assert copies > len(FILES)
+
+
+def test_what_is_half_done_is_not_taken_over(tmp_path: Path) -> None:
+    work = tmp_path / UNFINISHED
+    work.mkdir()
+    for name in (METRICS, *OUTPUTS[:-1]):
+        (work / name).write_text("new")
+    assert not settle(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [UNFINISHED]

@@ -1,0 +1,176 @@
+"""Who may write into a run folder: one run at a time, for as long as it lasts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from cli import ROOT, TINY, WORKFLOWS, pyflyte, surroundings, train
+from locks import held_by_another_process, is_free
+
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.errors import StoppedError, UserError
+from flyte_ddp.job import Job
+from flyte_ddp.launch import single
+from flyte_ddp.run import run_training
+from flyte_ddp.run_folder import OUTPUTS
+from flyte_ddp.run_lock import hold, release, release_reserved, reserve
+from flyte_ddp.settings import Settings
+from tasks import places, recovery
+
+HP = Hyperparameters(num_ranks=1, max_steps=2)
+QUIET = Settings(progress="off", wandb_mode="disabled")
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[ThreadPoolExecutor]:
+    """Another thread of this process."""
+    with ThreadPoolExecutor(1) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("ends_in", [None, UserError("mine"), KeyboardInterrupt(), StoppedError("SIGTERM", step=None)])
+@pytest.mark.parametrize("reserved", [False, True])
+def test_a_folder_is_held_until_its_run_ends_whatever_ends_it(
+    digits: Path, tmp_path: Path, elsewhere: ThreadPoolExecutor, ends_in: BaseException | None, reserved: bool
+) -> None:
+    folder = tmp_path / "run"
+    met: list[object] = []
+
+    def launch(job: Job, *, num_ranks: int) -> None:
+        met.append(is_free(folder))
+        met.append(elsewhere.submit(run_training, HP, digits, folder, QUIET).exception())
+        if ends_in is not None:
+            raise ends_in
+        single.launch(job, num_ranks=num_ranks)
+
+    assert not reserved or reserve(folder)
+    with suppress(*([] if ends_in is None else [type(ends_in)])):
+        run_training(HP, digits, folder, QUIET, launch=launch)
+    free, second = met
+    assert not free
+    assert isinstance(second, UserError)
+    assert "another run is writing into it" in second.message
+    assert all((folder / name).exists() == (ends_in is None) for name in OUTPUTS)
+    assert is_free(folder)
+
+
+def test_threads_of_a_process_do_not_share_a_folder(tmp_path: Path, elsewhere: ThreadPoolExecutor) -> None:
+    folder = tmp_path / "run"
+    assert reserve(folder)
+    assert reserve(folder), "the same thread, whose run did not begin"
+    assert not elsewhere.submit(reserve, folder).result()
+    elsewhere.submit(release_reserved).result()
+    with hold(folder) as mine, hold(folder) as another:
+        assert (mine, another) == (True, False)
+        assert not reserve(folder)
+        release_reserved()
+        assert not is_free(folder)
+    assert elsewhere.submit(reserve, folder).result()
+    release(folder)
+    assert is_free(folder)
+
+
+def test_what_another_process_has_is_not_taken(tmp_path: Path) -> None:
+    with held_by_another_process(tmp_path / "run"):
+        assert not reserve(tmp_path / "run")
+        with hold(tmp_path / "run") as mine:
+            assert not mine
+    assert reserve(tmp_path / "run")
+    release(tmp_path / "run")
+
+
+def test_a_fork_that_lives_on_keeps_nothing(tmp_path: Path) -> None:
+    """Such as a worker that decodes images, which has all files of its parent."""
+    code = (
+        "import os, pathlib, sys, time; from flyte_ddp.run_lock import hold\n"
+        "with hold(pathlib.Path(sys.argv[1])):\n"
+        "    if os.fork() == 0: sys.stdin.read(); os._exit(0)\n"
+        "print('over', flush=True); os.wait()"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "run")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout.readline() == "over\n"
+        assert is_free(tmp_path / "run")
+
+
+def finished(folder: Path) -> Path:
+    folder.mkdir()
+    for name in (*OUTPUTS, "metrics.jsonl"):
+        (folder / name).touch()
+    return folder
+
+
+def test_a_run_is_reserved_only_if_training_will_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A task that the cache answers lets go of nothing; one that fails does."""
+    monkeypatch.setenv("FLYTE_DDP_RUNS", str(tmp_path))
+    monkeypatch.setattr(places, "is_local", lambda: True)
+    assert places.free_run("new") == "new"
+    assert not is_free(tmp_path / "new")
+    with pytest.raises(UserError, match="no data"), recovery.retried():
+        raise UserError("no data")
+    assert is_free(tmp_path / "new")
+    folder = finished(tmp_path / "old")
+    assert places.free_run("old") == "old"
+    assert is_free(folder)
+    for name, value in (("FLYTE_LOCAL_CACHE_OVERWRITE", "true"), ("FLYTE_LOCAL_CACHE_ENABLED", "false")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            assert places.free_run("old") == "old"
+        assert not is_free(folder)
+        release(folder)
+
+
+NOTEBOOK = """
+import json, sys
+from flyte_ddp.config import Hyperparameters
+from workflows.WORKFLOW import WORKFLOW_wf
+for line in sys.stdin:
+    try:
+        print("made", WORKFLOW_wf(hp=Hyperparameters(**json.loads(line))).sidecar, flush=True)
+    except Exception as error:
+        print("made", "nothing", flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workflow", ["training", "elastic_training"])
+def test_a_notebook_that_has_trained_is_in_nobodys_way(tmp_path: Path, workflow: str) -> None:
+    """It stays open; others with the same run get its result, also after it was answered from the cache or failed."""
+    environment = {**surroundings(tmp_path / "home", tmp_path / "runs"), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", NOTEBOOK.replace("WORKFLOW", workflow)]
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as notebook:
+        assert notebook.stdin is not None
+        assert notebook.stdout is not None
+
+        def cell(hp: dict[str, object]) -> str:
+            print(json.dumps(hp), file=notebook.stdin, flush=True)
+            return next(line.split()[1] for line in notebook.stdout if line.startswith("made "))
+
+        for _ in range(2):
+            made = Path(cell(TINY))
+            path = WORKFLOWS.replace("training.py", f"{workflow}.py")
+            again = pyflyte(
+                "run", path, f"{workflow}_wf", "--hp", json.dumps(TINY), home=tmp_path / "home", runs=tmp_path / "runs"
+            )
+            assert again.exit_code == 0, again.output
+            assert "test accuracy" not in again.output, "which it says when it trains"
+            assert str(made) in again.output
+        (tmp_path / "incomplete").mkdir()
+        (tmp_path / "incomplete" / "notes.txt").write_text("which is found when it is fetched")
+        bad = {**TINY, "dataset": "mnist", "data_source": str(tmp_path / "incomplete")}
+        assert cell(bad) == "nothing"
+        said = train(bad, home=tmp_path / "home", runs=tmp_path / "runs").output
+        assert "no such file" in said
+        assert "another process is at this run" not in said
+        notebook.stdin.close()

@@ -1,0 +1,379 @@
+"""Models that run blocks again, change buffers, or cannot take an empty batch: on ranks as in one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import faults
+import numpy as np
+import pytest
+import stateful_models
+import torch
+from ranks import run_ranks
+from torch import Tensor
+from torch.nn import functional
+
+from flyte_ddp import sampling
+from flyte_ddp.artifacts import load_model
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.datasets import fetch, open_arrays
+from flyte_ddp.distributed import rank, world_size
+from flyte_ddp.errors import RankError, UserError
+from flyte_ddp.hardware import detect
+from flyte_ddp.images import InputSpec, prepare
+from flyte_ddp.optimisation import make_optimizer
+from flyte_ddp.run import run_training
+from flyte_ddp.settings import Settings
+from flyte_ddp.tracking import read_metrics
+from flyte_ddp.train import apply_gradients, compute_gradients, evaluate_splits
+from flyte_ddp.training_state import TrainingState
+
+QUIET = Settings(progress="off", wandb_mode="disabled")
+STEPS = 6
+# 13 samples a batch in 3 parts: of a part of 4 or 5 on 3 ranks all have some; the last batch of 105 is one sample.
+BASE = Hyperparameters(
+    validation_fraction=0.93, epochs=100, batch_size=13, accumulation_steps=3, precision="fp64", backend="gloo"
+)
+
+
+@pytest.fixture(autouse=True)
+def _models_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parent)
+
+
+def first_batches(order: sampling.Order) -> list[sampling.Indices]:
+    """Those of an epoch, the last two first."""
+    batches = [*order.batches(0, BASE.batch_size)]
+    return [*batches[-2:], *batches[: STEPS - 2]]
+
+
+def after_steps(hp: Hyperparameters, data: Path) -> TrainingState:
+    state = TrainingState.create(hp, detect(hp), open_arrays(data), None)
+    for batch in first_batches(state.training.order):
+        compute_gradients(state, batch)
+        apply_gradients(state)
+    return state
+
+
+def weights_after_steps(hp: Hyperparameters, data: Path) -> dict[str, Tensor]:
+    return after_steps(hp, data).model.state_dict()
+
+
+def weights_in_ranks(folder: Path, models: list[str]) -> None:
+    """Leaves those of each model and strategy, from rank 0."""
+    for model in models:
+        for strategy in ("shared_memory", "ddp", "hooks") if world_size() == 2 else ("shared_memory",):
+            hp = replace(BASE, model=model, strategy=strategy, num_ranks=world_size())
+            if "reentrant" in model.split("_") and "not" not in model.split("_") and strategy == "ddp":
+                with pytest.raises(UserError, match="use_reentrant=False, or set strategy='hooks'"):
+                    weights_after_steps(hp, folder / "digits")
+                continue
+            weights = weights_after_steps(hp, folder / "digits")
+            if rank() == 0:
+                torch.save(weights, folder / f"{model}-{strategy}.pt")
+
+
+def dropout_in_ranks(folder: Path) -> None:
+    weights_in_ranks(folder, [f"stateful_models:dropout_{name}" for name in stateful_models.RUNS])
+
+
+def others_in_ranks(folder: Path) -> None:
+    batch_norm = [f"stateful_models:batch_norm_{name}" for name in stateful_models.RUNS]
+    weights_in_ranks(folder, [*batch_norm, "stateful_models:tutorials", "stateful_models:subclassed"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_blocks_that_are_run_again_drop_the_same(tmp_path: Path, ranks: int) -> None:
+    """The reference keeps all activations, as autograd does by itself."""
+    data = fetch("digits", "", tmp_path / "digits", progress="off")
+    expected = weights_after_steps(replace(BASE, model="stateful_models:dropout_plain", num_ranks=1), data)
+    assert run_ranks(dropout_in_ranks, tmp_path, ranks) == [0] * ranks
+    for path in saved(tmp_path, ranks):
+        for name, value in torch.load(path).items():
+            torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-9, msg=f"{path.name} {name}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_batch_norm_at_the_end_of_a_block_and_the_shapes_of_tutorials(tmp_path: Path, ranks: int) -> None:
+    """The reference is torch's own BatchNorm in one process, whose running statistics each run of a block changes."""
+    data = fetch("digits", "", tmp_path / "digits", progress="off")
+    assert run_ranks(others_in_ranks, tmp_path, ranks) == [0] * ranks
+    for path in saved(tmp_path, ranks):
+        model = path.stem.rpartition("-")[0]
+        expected = plain_loop(model, data)
+        for name, value in torch.load(path).items():
+            torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-9, msg=f"{path.name} {name}")
+
+
+def evaluations_in_ranks(folder: Path) -> None:
+    hp = replace(BASE, num_ranks=world_size(), test_batch_size=60)
+    late = after_steps(
+        replace(hp, model="stateful_models:from_third_step", ema_decay=0.5, keep="ema"), folder / "digits"
+    )
+    uncertain = after_steps(replace(hp, model="stateful_models:uncertain"), folder / "digits")
+    losses = [evaluate_splits(state)[1].losses for state in (late, uncertain, uncertain)]
+    if rank() == 0:
+        torch.save((losses, late.kept_model().state_dict()), folder / f"evaluations-{world_size()}.pt")
+
+
+@pytest.mark.slow
+def test_all_ranks_evaluate_with_the_same(tmp_path: Path) -> None:
+    """Also what was found to change late, and random numbers."""
+    data = fetch("digits", "", tmp_path / "digits", progress="off")
+    for ranks in (1, 2):
+        (tmp_path / "store").unlink(missing_ok=True)
+        assert run_ranks(evaluations_in_ranks, tmp_path, ranks) == [0] * ranks
+    (_, uncertain, again), _ = torch.load(tmp_path / "evaluations-1.pt")
+    (late, of_two, _), weights = torch.load(tmp_path / "evaluations-2.pt")
+    assert torch.equal(uncertain, again)
+    torch.testing.assert_close(uncertain, of_two, rtol=0, atol=1e-9)
+    model = stateful_models.from_third_step(10, (1, 8, 8)).double().eval()
+    model.load_state_dict(weights)
+    torch.testing.assert_close(late, losses_of(model, data), rtol=0, atol=1e-9)
+
+
+def losses_of(model: torch.nn.Module, data: Path) -> Tensor:
+    """Of the test images."""
+    arrays = open_arrays(data)
+    images = (
+        torch.tensor(np.array(arrays.test_images)).permute(0, 3, 1, 2).double() / 255 - arrays.mean[0]
+    ) / arrays.std[0]
+    with torch.no_grad():
+        logits = model(images.to(next(model.parameters()).dtype)).double()
+    return functional.cross_entropy(logits, torch.tensor(np.array(arrays.test_labels)), reduction="none")
+
+
+def different_layers_in_ranks(folder: Path) -> None:
+    hp = replace(BASE, model="stateful_models:leaves_out", num_ranks=2, strategy="shared_memory")
+    with pytest.raises(UserError, match="different BatchNorm layers"):
+        after_steps(hp, folder / "digits")
+
+
+@pytest.mark.slow
+def test_ranks_at_different_layers_do_not_mix_their_statistics(tmp_path: Path) -> None:
+    fetch("digits", "", tmp_path / "digits", progress="off")
+    assert run_ranks(different_layers_in_ranks, tmp_path, 2) == [0, 0]
+
+
+@pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants")
+@pytest.mark.parametrize("keep", ["last", "ema"])
+def test_models_may_keep_what_they_like(digits: Path, tmp_path: Path, keep: str) -> None:
+    hp = Hyperparameters(model="stateful_models:unusual", epochs=2, batch_size=500, num_ranks=1)
+    if keep == "ema":  # torch's average does not take sparse buffers
+        hp = replace(hp, model="stateful_models:unusual_without_sparse", ema_decay=0.9, keep="ema")
+    result = run_training(hp, digits, tmp_path / "run", QUIET)
+    changes, lacks = read_metrics(result.metrics)[-1]["notes"]
+    assert "changes scale in" in changes, "it is None at first"
+    assert "lacks scale:" in lacks
+    model, sidecar = load_model(result.model, result.sidecar)
+    assert sidecar["metrics"]["test_loss"] == pytest.approx(losses_of(model, digits).mean().item(), abs=1e-6)
+
+
+def test_what_grows_is_loaded_again(digits: Path, tmp_path: Path) -> None:
+    """Of the best epoch, the first one, when a buffer was not there that the model has at the end."""
+    hp = Hyperparameters(model="stateful_models:growing", epochs=3, batch_size=100, num_ranks=1, keep="best")
+    result = run_training(hp, digits, tmp_path / "run", QUIET)
+    model, sidecar = load_model(result.model, result.sidecar)
+    assert sidecar["metrics"]["test_loss"] == pytest.approx(losses_of(model, digits).mean().item(), abs=1e-6)
+    assert sidecar["metrics"]["kept_epoch"] == 1
+    notes = " ".join(read_metrics(result.metrics)[-1]["notes"])
+    assert "changes bank, late in" in notes
+    assert "new model has no bank" in notes
+    assert "changes passes, neither" in notes
+
+
+def test_sizes_must_be_known(digits: Path) -> None:
+    with pytest.raises(UserError, match="stateful_models:lazy' has lazy layers"):
+        after_steps(replace(BASE, model="stateful_models:lazy", num_ranks=1), digits)
+
+
+def saved(folder: Path, ranks: int) -> list[Path]:
+    """What the ranks have left: of each model one, or one for each strategy that takes it."""
+    found = sorted(folder.glob("*.pt"))
+    assert len(found) >= (15 if ranks == 2 else 6)
+    return found
+
+
+def plain_loop(model_name: str, data: Path) -> dict[str, Tensor]:
+    """One process, and of the library only the order of samples."""
+    arrays = open_arrays(data)
+    torch.manual_seed(BASE.seed)
+    model = getattr(stateful_models, model_name.partition(":")[2])(10, (1, 8, 8)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9, weight_decay=5e-4, nesterov=True)
+    training, _ = sampling.split_indices(len(arrays.train_labels), BASE.validation_fraction, BASE.seed)
+    images = (
+        torch.tensor(np.array(arrays.train_images)).permute(0, 3, 1, 2).double() / 255 - arrays.mean[0]
+    ) / arrays.std[0]
+    labels = torch.tensor(np.array(arrays.train_labels))
+    total = BASE.epochs * sampling.steps_per_epoch(len(training), BASE.batch_size)
+    for step, batch in enumerate(first_batches(sampling.ListedOrder(training, BASE.seed))):
+        for group in optimizer.param_groups:
+            group["lr"] = BASE.learning_rate * (step + 1) / (total // 4 + 1)
+        optimizer.zero_grad()
+        for part in np.array_split(batch, BASE.accumulation_steps):
+            if len(part):
+                loss = functional.cross_entropy(model(images[part]), labels[part], reduction="sum")
+                (loss / len(batch)).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+def centred_in_ranks(folder: Path) -> None:
+    """What one rank evaluates is what it would evaluate with the weights that are saved."""
+    hp = replace(BASE, model="stateful_models:centred", num_ranks=2, test_batch_size=20)
+    state = after_steps(hp, folder / "digits")
+    _, test = evaluate_splits(state)
+    if rank() == 0:
+        torch.save((state.model.state_dict(), test.losses, state.buffers.changing), folder / "centred.pt")
+
+
+@pytest.mark.slow
+def test_what_is_evaluated_is_what_is_saved(tmp_path: Path) -> None:
+    data = fetch("digits", "", tmp_path / "digits", progress="off")
+    assert run_ranks(centred_in_ranks, tmp_path, 2) == [0, 0]
+    weights, losses, changing = torch.load(tmp_path / "centred.pt")
+    assert changing == ["centre", "frozen", "hidden", "late", "passes", "replaced"]
+    assert weights["passes"].item() == STEPS * BASE.accumulation_steps - 2, "the batch of one sample has one part"
+    model = stateful_models.centred(10, (1, 8, 8)).double().eval()
+    del weights["late"]  # which nobody else's model has before its first pass
+    model.load_state_dict(weights)
+    arrays = open_arrays(data)
+    images = (
+        torch.tensor(np.array(arrays.test_images)).permute(0, 3, 1, 2).double() / 255 - arrays.mean[0]
+    ) / arrays.std[0]
+    expected = functional.cross_entropy(model(images), torch.tensor(np.array(arrays.test_labels)), reduction="none")
+    torch.testing.assert_close(losses, expected, rtol=0, atol=1e-9)
+
+
+RUN = Hyperparameters(
+    model="stateful_models:centred", epochs=3, batch_size=100, num_ranks=2, precision="fp32", ema_decay=0.9, keep="ema"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("hp", "words"),
+    [
+        (
+            RUN,
+            [
+                "The model changes centre, frozen, hidden, late, passes, ...",
+                "Its state_dict lacks hidden",
+                "A new model has no late",
+                "bit for bit",
+            ],
+        ),
+        (
+            replace(RUN, num_ranks=1, keep="last"),
+            ["The model changes centre", "Its state_dict lacks hidden", "A new model has no late", "bit for bit"],
+        ),
+        (replace(RUN, model="stateful_models:noisy"), ["draws random numbers", "bit for bit"]),
+        (replace(RUN, model="stateful_models:twice"), ["bit for bit"]),
+    ],
+)
+def test_a_run_that_was_cut_off_ends_the_same(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hp: Hyperparameters, words: list[str]
+) -> None:
+    """In the middle of an epoch, by the death of a rank or an exception in the only one."""
+    expected = run_training(hp, digits, tmp_path / "undisturbed", QUIET)
+    fault = {"rank": hp.num_ranks - 1, "at": "training", "kind": "ArithmeticError", "pass": 23}
+    faults.inject(monkeypatch, tmp_path / "marker", **fault)
+    monkeypatch.setattr(faults, "FAULT", {**fault, "marker": tmp_path / "marker"})  # where the rank is this process
+    monkeypatch.setattr(faults, "passed", {})
+    with pytest.raises(RankError):
+        run_training(hp, digits, tmp_path / "run", QUIET)
+    retried = run_training(hp, digits, tmp_path / "run", QUIET)
+    records = read_metrics(retried.metrics)
+    assert [record["resumed_after_step"] for record in records if record["kind"] == "start"][1] > 14
+    notes = records[-1]["notes"]
+    assert [word in note for word, note in zip(words, notes, strict=True)] == [True] * len(words), notes
+    one, other = (torch.load(result.model, weights_only=True) for result in (expected, retried))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+@pytest.mark.slow
+def test_the_number_of_ranks_may_matter_more_than_rounding(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hp = replace(RUN, model="stateful_models:noisy", num_ranks=1)
+    fault = {"rank": 0, "at": "training", "kind": "ArithmeticError", "pass": 23}
+    monkeypatch.setattr(faults, "FAULT", {**fault, "marker": tmp_path / "marker"})
+    monkeypatch.setattr(faults, "passed", {})
+    with pytest.raises(RankError):
+        run_training(hp, digits, tmp_path / "run", QUIET)
+    result = run_training(replace(hp, num_ranks=2), digits, tmp_path / "run", QUIET)
+    *_, went_on = read_metrics(result.metrics)[-1]["notes"]
+    assert (
+        "but for what depends on the number of ranks, and up to rounding, because these changed: ranks 1, now 2"
+        in went_on
+    )
+
+
+def test_the_average_of_an_integer_is_the_newest(digits: Path) -> None:
+    hp = replace(BASE, model="user_models:batch_norm", num_ranks=1, ema_decay=0.9, keep="ema")
+    state = after_steps(hp, digits)
+    average = state.kept_model().state_dict()
+    assert average["1.num_batches_tracked"] == state.model.state_dict()["1.num_batches_tracked"] > STEPS
+    assert not torch.equal(average["1.running_mean"], state.model.state_dict()["1.running_mean"])
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_gradient_may_come_later_than_others(momentum: float) -> None:
+    """As it does where layers are left out at random; torch's own optimiser, not fused, is the reference."""
+    torch.manual_seed(0)
+    ours = [torch.nn.Parameter(torch.randn(5)) for _ in range(3)]
+    theirs = [torch.nn.Parameter(parameter.detach().clone()) for parameter in ours]
+    hp = Hyperparameters(momentum=momentum, nesterov=momentum > 0)
+    reference = torch.optim.SGD(theirs, hp.learning_rate, momentum, weight_decay=hp.weight_decay, nesterov=hp.nesterov)
+    optimizer = make_optimizer(ours, hp)
+    for step in range(4):
+        for place in range(step % 2, 3):
+            ours[place].grad = torch.randn(5)
+            theirs[place].grad = ours[place].grad.clone()
+        for one in (optimizer, reference):
+            one.step()
+            one.zero_grad(set_to_none=True)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("side", [8, 6])
+def test_images_have_the_strides_of_a_new_tensor(channels: int, side: int) -> None:
+    """Or `x.view(len(x), -1)` after a convolution fails."""
+    images = torch.randint(0, 256, (5, 8, 8, channels), dtype=torch.uint8)
+    batch = prepare(images, InputSpec(channels, side, side, (0.5,) * channels, (0.2,) * channels))
+    assert batch.stride() == torch.empty(5, channels, side, side).stride()
+    torch.nn.Conv2d(channels, 4, 3)(batch).view(5, -1)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+@pytest.mark.parametrize("model", ["resized", "scripted", "in_place"])
+def test_what_plain_torch_takes(digits: Path, model: str) -> None:
+    state = after_steps(replace(BASE, model=f"stateful_models:{model}", num_ranks=1, accumulation_steps=1), digits)
+    evaluate_splits(state)
+
+
+def test_what_no_file_holds_is_named(digits: Path, tmp_path: Path) -> None:
+    """Generators of the model's own, and what other objects hold; not what only comes along."""
+    hp = Hyperparameters(model="stateful_models:hidden", epochs=1, batch_size=500, num_ranks=1)
+    result = run_training(hp, digits, tmp_path / "run", QUIET)
+    assert "changes generator, numbers, object, queue, neither" in " ".join(read_metrics(result.metrics)[-1]["notes"])
+
+
+def set_by_data_in_ranks(folder: Path) -> None:
+    state = after_steps(replace(BASE, model="stateful_models:set_by_data", num_ranks=2), folder / "digits")
+    torch.save((state.buffers.changing, state.model.state_dict()), folder / f"rank-{rank()}.pt")
+
+
+@pytest.mark.slow
+def test_ranks_have_the_same_weights_where_data_set_them(tmp_path: Path) -> None:
+    fetch("digits", "", tmp_path / "digits", progress="off")
+    assert run_ranks(set_by_data_in_ranks, tmp_path, 2) == [0, 0]
+    (changing, one), (_, other) = (torch.load(tmp_path / f"rank-{number}.pt") for number in (0, 1))
+    assert changing == ["is_set", "shift"]
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
