@@ -7,7 +7,7 @@ import json
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,32 +15,12 @@ from torch import Tensor, nn
 from flyte_ddp import models
 from flyte_ddp.buffers import overwrite
 from flyte_ddp.errors import UserError
-from flyte_ddp.files import replacing, sync
+from flyte_ddp.files import HashingFile, replacing, sync
 from flyte_ddp.images import InputSpec
 from flyte_ddp.loading.cropping import EVALUATION_SHARE
 
 FORMAT = "flyte-ddp-model/1"
 MIDDLE = "middle"  # the model has been evaluated with the middle of images, as large as its input
-
-
-class HashingFile:
-    """A file that takes the SHA-256 of what is written to it.
-
-    It has no ``fileno``, so torch writes through Python, where a full disk is an ``OSError``.
-    """
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.file = file
-        self.sha256 = hashlib.sha256()
-
-    def write(self, data: bytes) -> int:
-        """Writes and takes into the digest."""
-        self.sha256.update(data)
-        return self.file.write(data)
-
-    def flush(self) -> None:
-        """Flushes the file beneath."""
-        self.file.flush()
 
 
 def save_model(folder: Path, state_dict: Mapping[str, Tensor], sidecar: Mapping[str, Any]) -> tuple[Path, Path]:

@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from flyte_ddp import results
 from flyte_ddp.arithmetic import Arithmetic
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
-from flyte_ddp.files import replacing
+from flyte_ddp.files import HashingFile, replacing
 
 FOLDER = "checkpoints"  # in the run folder
 SLOTS = ("a.ckpt", "b.ckpt")
@@ -71,23 +71,6 @@ class Checkpoint:
     offset: int  # of what torch saved, in the file
 
 
-class Hashing(io.RawIOBase):
-    """A file that takes the SHA-256 of what is written to it."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.file = file
-        self.sha256 = hashlib.sha256()
-
-    def writable(self) -> bool:
-        """It is."""
-        return True
-
-    def write(self, data: Any) -> int:
-        """Writes and takes into the digest."""
-        self.sha256.update(data)
-        return self.file.write(data)
-
-
 def slots(folder: Path, newest: Path | None) -> Iterator[Path]:
     """Where the next checkpoints go: in turn, beginning with the one that is not the newest."""
     first = 1 if newest is not None and newest.name == SLOTS[0] else 0
@@ -95,7 +78,7 @@ def slots(folder: Path, newest: Path | None) -> Iterator[Path]:
 
 
 def write(
-    path: Path, description: Mapping[str, Any], identity: Identity, metrics: bytes, save: Callable[[BinaryIO], object]
+    path: Path, description: Mapping[str, Any], identity: Identity, metrics: bytes, save: Callable[[Any], object]
 ) -> None:
     """Writes a checkpoint in place of an older one.
 
@@ -112,10 +95,10 @@ def write(
     header = {**description, "identity": asdict(identity), "metrics_bytes": len(metrics)}
     with replacing(path) as file:
         file.write(b" " * DIGEST_LINE)
-        hashing = Hashing(file)
+        hashing = HashingFile(file)
         hashing.write(json.dumps(header).encode() + b"\n")
         hashing.write(metrics)
-        save(hashing)  # type: ignore[arg-type]
+        save(hashing)
         file.seek(0)
         file.write(f"{FORMAT} {hashing.sha256.hexdigest()}\n".encode())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,9 +39,33 @@ def replacing(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-    except OSError as error:
-        fix = "free some space" if error.errno in DISK_FULL else "make its folder writable"
-        raise UserError(f"cannot write {path}: {error.strerror}; {fix}, or choose another folder") from error
+    except (OSError, RuntimeError) as error:
+        # Where a write fails, torch.save may end with an error about the position, after the one that says why.
+        reason = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(reason, OSError):
+            raise
+        fix = "free some space" if reason.errno in DISK_FULL else "make its folder writable"
+        raise UserError(f"cannot write {path}: {reason.strerror}; {fix}, or choose another folder") from reason
+
+
+class HashingFile:
+    """A file that takes the SHA-256 of what is written to it.
+
+    It has no ``fileno``, so torch writes through Python, where a full disk is an ``OSError``.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file = file
+        self.sha256 = hashlib.sha256()
+
+    def write(self, data: bytes) -> int:
+        """Writes and takes into the digest."""
+        self.sha256.update(data)
+        return self.file.write(data)
+
+    def flush(self) -> None:
+        """Flushes the file beneath."""
+        self.file.flush()
 
 
 def sync(file: BinaryIO) -> None:

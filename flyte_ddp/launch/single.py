@@ -48,7 +48,8 @@ def launch(job: Job, *, num_ranks: int = 1) -> None:
             told, (message, whole) = described(error), words(error)
             if whole:
                 raise RankError(f"rank 0: {type(error).__name__}: {message}") from error
-            raise RankError(said({**told, "rank": 0})) from None  # as whoever prints this prints its cause as well
+            # Without its cause, which whoever prints this would print as well.
+            raise RankError(said({**told, "rank": 0}), details=told["traceback"]) from None
 
 
 class Stopped(BaseException):
