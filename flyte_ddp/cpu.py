@@ -26,7 +26,7 @@ MEASURED = (
     ("GenuineIntel", "6", "amx_bf16", Bf16.FASTER),  # 6,275 to 10,875; on 2 threads 11,413 to 18,478
     ("GenuineIntel", "6", "avx512_bf16", Bf16.SLOWER),  # model 207 without AMX: 4,881 to 3,351
     ("AuthenticAMD", "25", "avx512_bf16", Bf16.FASTER),  # model 17: 1.48 times as fast, on a busy machine
-    ("AuthenticAMD", "26", "avx512_bf16", Bf16.FASTER),  # 2 ranks, batches of 256: 9,789 to 12,187 (`data_path`)
+    ("AuthenticAMD", "26", "avx512_bf16", Bf16.FASTER),  # model 2: 6,990 to 10,630
 )
 
 

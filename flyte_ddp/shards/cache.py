@@ -18,7 +18,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -27,12 +27,12 @@ from flyte_ddp import storage
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import DISK_FULL
 from flyte_ddp.shards.index import Shard
-from flyte_ddp.shards.tar import DamagedShardError
-from flyte_ddp.storage.content import CHUNK_BYTES, check_length
+from flyte_ddp.shards.locks import exclusive, stripe, unlock
+from flyte_ddp.shards.verification import digest_of, failed, new_digest, open_local, wrong_size
+from flyte_ddp.storage.content import check_length
 
 WHOLE, PARTIAL = ".tar", ".part"
 OURS = re.compile(rf"[0-9a-f]{{40}}({WHOLE}|{PARTIAL})")  # other files in the folder are nobody's business
-LOCKS = 1024  # files to lock; shards that share one are fetched one after the other
 STEP = 16 << 20  # bytes that are reserved at a time for a shard of unknown size
 
 
@@ -54,14 +54,14 @@ class ShardCache:
         limit: most bytes that it may hold; None sets no limit but the disk's.
         note: is told what goes wrong and is tried again.
         fetched: how often this process has fetched each shard, by its address.
-        verified: marks of shards on this machine that were found to be what their index says.
+        compared: marks of the shards on this machine that this process knows to be what their index says.
     """
 
     folder: Path
     limit: int | None = None
     note: Callable[[str], object] = field(default=silent, compare=False)
     fetched: Counter[str] = field(default_factory=Counter, compare=False)
-    verified: set[str] = field(default_factory=set, compare=False)
+    compared: set[str] = field(default_factory=set, compare=False)
 
     def open(self, shard: Shard) -> BinaryIO:
         """The shard as a file that nobody removes until it is closed or unlocked; one on this machine where it is.
@@ -73,7 +73,7 @@ class ShardCache:
         """
         path = storage.local_path(shard.url)
         if path is not None:
-            return self.verified_file(path, shard)
+            return open_local(path, shard, self.folder, self.compared)
         with unusable_explained(self.folder):
             file = opened(self.path_of(shard))
             if file is None or wrong_size(file, shard):
@@ -114,53 +114,6 @@ class ShardCache:
         if not (shard.sha256 or shard.md5):
             return damaged
         return digest_of(file, shard) != (shard.sha256 or shard.md5)
-
-    def verified_file(self, path: Path, shard: Shard) -> BinaryIO:
-        """A shard on this machine."""
-        file = open_in_place(path, shard)
-        try:
-            self.verify(file, path, shard)
-        except BaseException:
-            file.close()
-            raise
-        return file
-
-    def verify(self, file: BinaryIO, path: Path, shard: Shard) -> None:
-        """Compares a shard on this machine with its digest in the index: once, as long as its size and times stay.
-
-        What was compared is remembered by empty files in the folder, for all that use it; where that cannot be written
-        to, by this process.
-
-        Raises:
-            DamagedShardError: it has another digest.
-        """
-        wanted = shard.sha256 or shard.md5
-        status = os.fstat(file.fileno())
-        # With the time of the last change of any kind, which copying tools do not set as they do the other one.
-        known_by = f"{path}\n{status.st_size}\n{status.st_mtime_ns}\n{status.st_ctime_ns}\n{wanted}"
-        mark = hashlib.sha256(known_by.encode("utf-8", "surrogatepass")).hexdigest()[:40]
-        if not wanted or mark in self.verified:
-            return
-        with ExitStack() as stack:
-            marked = self.folder / "verified" / mark
-            with suppress(OSError):
-                stack.enter_context(self.exclusive(stripe(mark)))  # others wait, and then need not do it again
-                marked.parent.mkdir(exist_ok=True)
-            if not marked.exists():
-                try:
-                    found = digest_of(file, shard)
-                except OSError as error:
-                    raise failed(shard, error) from None
-                if found != wanted:
-                    kind = new_digest(shard).name
-                    raise DamagedShardError(
-                        f"shard {shard.url}: its {kind} is {found} and not the {wanted} that the index says, so it is "
-                        "damaged, or another one; copy it again, or renew the index"
-                    )
-                file.seek(0)
-                with suppress(OSError):
-                    marked.touch()
-        self.verified.add(mark)
 
     def remove_damaged(self, shard: Shard) -> None:
         """Removes a shard, even one that somebody reads."""
@@ -308,21 +261,13 @@ class ShardCache:
             with suppress(BlockingIOError), self.exclusive(stripe(part.stem), wait=False):
                 part.unlink(missing_ok=True)
 
+    def exclusive(self, name: str, *, wait: bool = True) -> AbstractContextManager[None]:
+        """One of the folder's locks."""
+        return exclusive(self.folder / "locks", name, wait=wait)
+
     def locked(self, shard: Shard) -> AbstractContextManager[None]:
         """The lock for fetching a shard."""
         return self.exclusive(stripe(self.path_of(shard).stem))
-
-    @contextmanager
-    def exclusive(self, name: str, *, wait: bool = True) -> Iterator[None]:
-        """Holds a lock that one thread of one process can hold at a time."""
-        locks = self.folder / "locks"
-        locks.mkdir(parents=True, exist_ok=True)
-        with (locks / name).open("ab") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            try:
-                yield
-            finally:
-                unlock(file.fileno())
 
 
 def opened(path: Path) -> BinaryIO | None:
@@ -356,65 +301,12 @@ def lock_again(file: int) -> bool:
     return False
 
 
-def unlock(file: int) -> None:
-    """Gives an open file's lock back; closing alone would leave it with a child that was forked meanwhile."""
-    fcntl.flock(file, fcntl.LOCK_UN)
-
-
-def open_in_place(path: Path, shard: Shard) -> BinaryIO:
-    """A shard that is on this machine."""
-    try:
-        file = path.open("rb")
-    except OSError as error:
-        raise failed(shard, error) from None
-    if wrong_size(file, shard):
-        found = os.fstat(file.fileno()).st_size
-        file.close()
-        raise DamagedShardError(
-            f"shard {shard.url}: has {found:,} bytes and not the {shard.size:,} that the index says; "
-            "copy it again, or renew the index"
-        )
-    return file
-
-
-def wrong_size(file: BinaryIO, shard: Shard) -> bool:
-    """Whether the file is not as long as the index says."""
-    return shard.size >= 0 and os.fstat(file.fileno()).st_size != shard.size
-
-
 def same_file(file: BinaryIO, path: Path) -> bool:
     """Whether the open file is still the one at the path."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:
         return False
-
-
-def stripe(name: str) -> str:
-    """The lock that goes with a shard's name."""
-    return f"{int(name, 16) % LOCKS:04d}"
-
-
-def new_digest(shard: Shard) -> hashlib._Hash:
-    """For the digest that the index has of the shard."""
-    return hashlib.sha256() if shard.sha256 or not shard.md5 else hashlib.md5(usedforsecurity=False)
-
-
-def digest_of(file: BinaryIO, shard: Shard) -> str:
-    """The digest (hex) of a file, of the kind that the index has of the shard."""
-    digest = new_digest(shard)
-    while piece := file.read(CHUNK_BYTES):
-        digest.update(piece)
-    return digest.hexdigest()
-
-
-def failed(shard: Shard, failure: Exception) -> UserError:
-    """The error for a shard that cannot be had."""
-    reason = getattr(failure, "strerror", None) or str(failure)
-    if isinstance(failure, storage.AlteredError):
-        return UserError(f"shard {shard.url}: is not the one in the index: {reason}; copy it again, or renew the index")
-    message = f"shard {shard.url}: cannot be fetched ({reason}); check the address, and that it can be read"
-    return failure.explained(message) if isinstance(failure, storage.UnavailableError) else UserError(message)
 
 
 @contextmanager

@@ -15,11 +15,13 @@ from typing import Any, BinaryIO
 
 from flyte_ddp import storage
 from flyte_ddp.errors import UserError
-from flyte_ddp.shards.cache import CacheFullError, ShardCache, failed, lock_again, mark_used, unlock
+from flyte_ddp.shards.cache import CacheFullError, ShardCache, lock_again, mark_used
 from flyte_ddp.shards.decoding import decode_sample
 from flyte_ddp.shards.index import Shard, ShardIndex, read_index
+from flyte_ddp.shards.locks import unlock
 from flyte_ddp.shards.samples import SampleTable, tabulate
 from flyte_ddp.shards.tar import BLOCK, DamagedShardError, Member, members
+from flyte_ddp.shards.verification import failed
 
 MOST_OPEN = 32  # shards that one process keeps open, each with its table of samples
 FETCHED_AHEAD = 4  # shards at the same time

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import agents
 import pytest
-from engines import AGENTS, DASK, ELASTIC, SPAWN, Launch
+from engines import AGENTS, DASK, ELASTIC, SPAWN, Launch, set_environment
 from faulty_runs import INTRODUCED
 
 from flyte_ddp.job import Job
@@ -108,11 +108,6 @@ def on_dask(client: object) -> Launch:
         dask.launch(job, num_ranks=num_ranks, client=client, **options)
 
     return run
-
-
-def set_environment(values: dict[str, str], folder: str) -> None:
-    os.environ.update(values)
-    os.chdir(folder)
 
 
 def on_ray(address: str, file: Path) -> Launch:

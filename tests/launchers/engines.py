@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import pytest
@@ -17,3 +18,9 @@ def on(*names: str) -> pytest.MarkDecorator:
 
 everywhere = on(SPAWN, AGENTS, ELASTIC, DASK, RAY)
 engines = on(SPAWN, ELASTIC, DASK, RAY)  # where it is the agents' part, Dask's and Ray's are those
+
+
+def set_environment(values: dict[str, str], folder: str) -> None:
+    """For Dask's workers, which know this module by its name; there are several of the name conftest."""
+    os.environ.update(values)
+    os.chdir(folder)

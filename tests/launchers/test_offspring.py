@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,8 +16,9 @@ from engines import AGENTS, DASK, ELASTIC, RAY, SPAWN, Launch, on
 from faulty_runs import HP, when
 from processes import living_with
 
+from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import RankError
-from flyte_ddp.launch import offspring, single, spawn
+from flyte_ddp.launch import single, spawn
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
 from flyte_ddp.wandb_follower import descendants
@@ -26,6 +26,27 @@ from flyte_ddp.wandb_follower import descendants
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("temporary")]
 
 PARENTAL = replace(HP, model="offspring_models:parental")
+ALONE = """
+import importlib, os, signal, sys
+from pathlib import Path
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.launch import offspring
+from flyte_ddp.run import run_training
+from flyte_ddp.settings import Settings
+
+def mine():
+    return {"takes in orphans": offspring.take_in_orphans(False), "SIGCHLD": signal.getsignal(signal.SIGCHLD)}
+
+hp, data, run = Hyperparameters.from_json(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4])
+launch, before, error = importlib.import_module(sys.argv[1]).launch, mine(), "no error"
+try:
+    run_training(hp, data, run, Settings(progress="off", wandb_mode="disabled"), launch=launch)
+except Exception as raised:
+    error = type(raised).__name__
+print(error)
+print("survivors:", [*(offspring.children_of(os.getpid()) - offspring.helpers())])
+print("changed:", [name for name, value in mine().items() if value != before[name]])
+"""
 
 
 def survivors(temporary: Path) -> list[str]:
@@ -36,10 +57,10 @@ def survivors(temporary: Path) -> list[str]:
     return [state for pid in started if (state := offspring_models.state(pid)) not in ("", "Z")]
 
 
-def alone_in_this_process() -> None:
-    """Or there is somebody else whose daemons they could be."""
-    if offspring.children_of(os.getpid()) - offspring.helpers():
-        pytest.skip("other tests have left children to this process")
+def alone(launcher: str, hp: Hyperparameters, data: Path, run: Path) -> subprocess.Popen[str]:
+    """The same in a process where nobody else has children; it says what it has changed of itself."""
+    command = [sys.executable, "-c", ALONE, f"flyte_ddp.launch.{launcher}", hp.to_json(), str(data), str(run)]
+    return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": "."}, stdout=subprocess.PIPE, text=True)
 
 
 @on(SPAWN, AGENTS, ELASTIC, DASK, RAY)
@@ -60,11 +81,13 @@ def test_after_a_failure(
     kind: str,
     request: pytest.FixtureRequest,
 ) -> None:
-    if request.node.callspec.params["launch"] == ELASTIC and kind == "SIGKILL":
-        alone_in_this_process()  # which then takes in the children of the rank that was killed
     faults.inject(monkeypatch, tmp_path / "marker", rank=1, at="training", kind=kind, **{"pass": 3})
-    with pytest.raises(RankError):
-        run_training(PARENTAL, digits, tmp_path / "run", quiet, launch=launch)
+    if request.node.callspec.params["launch"] == ELASTIC and kind == "SIGKILL":
+        with alone("elastic", PARENTAL, digits, tmp_path / "run") as process:  # it takes in the killed rank's children
+            assert "RankError" in process.communicate()[0]
+    else:
+        with pytest.raises(RankError):
+            run_training(PARENTAL, digits, tmp_path / "run", quiet, launch=launch)
     offspring_models.wait(lambda: not survivors(temporary))
 
 
@@ -72,14 +95,7 @@ def test_after_the_launcher_was_killed(
     digits: Path, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     faults.inject(monkeypatch, tmp_path / "marker", rank=1, at="training", kind="hang", **{"pass": 3})
-    script = (
-        "import sys; from pathlib import Path; from flyte_ddp.config import Hyperparameters\n"
-        "from flyte_ddp.run import run_training; from flyte_ddp.settings import Settings\n"
-        "hp, data, run = Hyperparameters.from_json(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])\n"
-        "run_training(hp, data, run, Settings(progress='off', wandb_mode='disabled'))"
-    )
-    command = [sys.executable, "-c", script, PARENTAL.to_json(), str(digits), str(tmp_path / "run")]
-    with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": "."}) as launcher:
+    with alone("spawn", PARENTAL, digits, tmp_path / "run") as launcher:
         below: list[int] = []
 
         def kill() -> None:
@@ -100,13 +116,11 @@ def bystander() -> Iterator[subprocess.Popen[bytes]]:
         started.kill()
 
 
-def test_one_rank_in_this_process(digits: Path, tmp_path: Path, temporary: Path, quiet: Settings) -> None:
+def test_one_rank_in_the_launching_process(digits: Path, tmp_path: Path, temporary: Path) -> None:
     """Also what has left its parent; nothing else stays as it was made for that."""
-    alone_in_this_process()
-    run_training(replace(PARENTAL, num_ranks=1), digits, tmp_path / "run", quiet, launch=single.launch)
+    with alone("single", replace(PARENTAL, num_ranks=1), digits, tmp_path / "run") as process:
+        assert process.communicate()[0].splitlines() == ["no error", "survivors: []", "changed: []"]
     assert survivors(temporary) == []
-    assert not offspring.take_in_orphans(False)
-    assert signal.getsignal(signal.SIGCHLD) in (signal.SIG_DFL, None) or callable(signal.getsignal(signal.SIGCHLD))
 
 
 def test_one_rank_leaves_others_alone(

@@ -24,6 +24,7 @@ from served_shards import blob, fetch_only, hold, open_all, serve, sizes_in
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.shards import cache as cache_module
+from flyte_ddp.shards import locks, verification
 from flyte_ddp.shards.cache import CacheFullError, ShardCache
 from flyte_ddp.shards.index import Shard
 from flyte_ddp.storage import failures
@@ -97,13 +98,13 @@ class TestShardsOnThisMachine:
     def read(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         """The shards that were read for that, in order."""
         found: list[str] = []
-        digest_of = cache_module.digest_of
+        digest_of = verification.digest_of
 
         def noted(file: BinaryIO, shard: Shard) -> str:
             found.append(Path(shard.url).name)
             return digest_of(file, shard)
 
-        monkeypatch.setattr(cache_module, "digest_of", noted)
+        monkeypatch.setattr(verification, "digest_of", noted)
         return found
 
     @staticmethod
@@ -391,7 +392,7 @@ def test_locks_do_not_stay_with_forked_children(
     server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A child that was forked during a download has its locks, too, and never closes them."""
-    monkeypatch.setattr(cache_module, "LOCKS", 1)
+    monkeypatch.setattr(locks, "LOCKS", 1)
     monkeypatch.setattr(failures, "READ_TIMEOUT", 0.5)
     cache = ShardCache(tmp_path)
     first, second = (serve(server, f"{seed}.tar", blob(seed)) for seed in range(2))

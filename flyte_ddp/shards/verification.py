@@ -1,0 +1,117 @@
+"""Compares shards with what their index says of them; those on this machine, which nobody fetched, once."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from flyte_ddp import storage
+from flyte_ddp.errors import UserError
+from flyte_ddp.shards.index import Shard
+from flyte_ddp.shards.locks import exclusive, stripe
+from flyte_ddp.shards.tar import DamagedShardError
+from flyte_ddp.storage.content import CHUNK_BYTES
+
+
+def open_local(path: Path, shard: Shard, cache: Path, compared: set[str]) -> BinaryIO:
+    """Opens a shard on this machine that is what its index says, as far as that says it.
+
+    Args:
+        path: where it is.
+        cache: a folder that has marks of what was compared, for all that use it.
+        compared: the marks that this process knows; added to.
+
+    Raises:
+        DamagedShardError: it has another length or digest.
+        UserError: it cannot be read.
+    """
+    file = open_in_place(path, shard)
+    try:
+        compare_once(file, path, shard, cache, compared)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def open_in_place(path: Path, shard: Shard) -> BinaryIO:
+    """A shard that is on this machine."""
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise failed(shard, error) from None
+    if wrong_size(file, shard):
+        found = os.fstat(file.fileno()).st_size
+        file.close()
+        raise DamagedShardError(
+            f"shard {shard.url}: has {found:,} bytes and not the {shard.size:,} that the index says; "
+            "copy it again, or renew the index"
+        )
+    return file
+
+
+def compare_once(file: BinaryIO, path: Path, shard: Shard, cache: Path, compared: set[str]) -> None:
+    """Compares a shard with its digest in the index, as long as its size and times stay only once.
+
+    What was compared is remembered by empty files in the cache; where that cannot be written to, by this process.
+
+    Raises:
+        DamagedShardError: it has another digest.
+    """
+    wanted = shard.sha256 or shard.md5
+    status = os.fstat(file.fileno())
+    # With the time of the last change of any kind, which copying tools do not set as they do the other one.
+    known_by = f"{path}\n{status.st_size}\n{status.st_mtime_ns}\n{status.st_ctime_ns}\n{wanted}"
+    mark = hashlib.sha256(known_by.encode("utf-8", "surrogatepass")).hexdigest()[:40]
+    if not wanted or mark in compared:
+        return
+    with ExitStack() as stack:
+        marked = cache / "verified" / mark
+        with suppress(OSError):
+            stack.enter_context(exclusive(cache / "locks", stripe(mark)))  # others wait, and then need not do it again
+            marked.parent.mkdir(exist_ok=True)
+        if not marked.exists():
+            try:
+                found = digest_of(file, shard)
+            except OSError as error:
+                raise failed(shard, error) from None
+            if found != wanted:
+                kind = new_digest(shard).name
+                raise DamagedShardError(
+                    f"shard {shard.url}: its {kind} is {found} and not the {wanted} that the index says, so it is "
+                    "damaged, or another one; copy it again, or renew the index"
+                )
+            file.seek(0)
+            with suppress(OSError):
+                marked.touch()
+    compared.add(mark)
+
+
+def wrong_size(file: BinaryIO, shard: Shard) -> bool:
+    """Whether the file is not as long as the index says."""
+    return shard.size >= 0 and os.fstat(file.fileno()).st_size != shard.size
+
+
+def new_digest(shard: Shard) -> hashlib._Hash:
+    """For the digest that the index has of the shard."""
+    return hashlib.sha256() if shard.sha256 or not shard.md5 else hashlib.md5(usedforsecurity=False)
+
+
+def digest_of(file: BinaryIO, shard: Shard) -> str:
+    """The digest (hex) of a file, of the kind that the index has of the shard."""
+    digest = new_digest(shard)
+    while piece := file.read(CHUNK_BYTES):
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def failed(shard: Shard, failure: Exception) -> UserError:
+    """The error for a shard that cannot be had."""
+    reason = getattr(failure, "strerror", None) or str(failure)
+    if isinstance(failure, storage.AlteredError):
+        return UserError(f"shard {shard.url}: is not the one in the index: {reason}; copy it again, or renew the index")
+    message = f"shard {shard.url}: cannot be fetched ({reason}); check the address, and that it can be read"
+    return failure.explained(message) if isinstance(failure, storage.UnavailableError) else UserError(message)
