@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -140,6 +141,7 @@ class Normalise(torch.autograd.Function):
         return functional.batch_norm(values, *moments, weight, bias, training=False, eps=layer.eps)
 
     @staticmethod
+    @once_differentiable  # what is given back was found without a graph
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         """The gradient of the values, and this rank's part of those of weight and bias."""
         values, weight, mean, variance, count = ctx.saved_tensors

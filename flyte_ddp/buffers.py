@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from flyte_ddp.batch_norm import GlobalBatchNorm
 from flyte_ddp.distributed import from_rank_0, objects_of_all_ranks, rank, world_size
+from flyte_ddp.errors import UserError
 from flyte_ddp.node_memory import NodeGather
 from flyte_ddp.training_pass import TrainingPass
 
@@ -39,6 +40,7 @@ class Buffers:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.marks = marks({**watched_in(model), **dict(model.named_parameters())})
+        self.frozen = {name for name, value in model.named_parameters() if not value.requires_grad}
         self.shapes = shapes_of(model.state_dict())
         self.unsaved = {
             name: value if value is None else value.detach().clone()
@@ -65,7 +67,16 @@ class Buffers:
         Args:
             first: no more than the first step of the run has been done.
 
+        Raises:
+            UserError: a parameter that was frozen is so no longer, and the optimiser does not know it.
+
         """
+        thawed = [name for name, value in self.model.named_parameters() if value.requires_grad and name in self.frozen]
+        if thawed:
+            raise UserError(
+                f"parameter {thawed[0]}: was frozen when the optimiser was made, which never trains it; leave its "
+                "requires_grad True, and multiply its gradient by 0 (register_hook) until it is to be trained"
+            )
         watched = watched_in(self.model)
         if first:  # before the optimiser: a layer may set its weights by the first batch it sees
             watched |= dict(self.model.named_parameters())

@@ -68,7 +68,8 @@ def local_file(init_from: str) -> Path | None:
     """
     path = storage.local_path(init_from)
     if path is not None and not path.is_file():
-        raise UserError(f"init_from={init_from!r}: there is no such file; {WHAT_IT_IS}")
+        what = "is a folder" if path.is_dir() else "there is no such file"
+        raise UserError(f"init_from={init_from!r}: {what}; {WHAT_IT_IS}")
     return path
 
 

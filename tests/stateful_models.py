@@ -354,6 +354,24 @@ def lazy(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.LazyLinear(num_classes))
 
 
+class Thawing(nn.Module):
+    """Trains its first layer later than its second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 8).requires_grad_(False), nn.Linear(8, 10)
+        self.passes = 0
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.passes += 1
+        self.first.requires_grad_(self.passes > 2)
+        return self.second(self.first(images.flatten(1)))
+
+
+def thawing(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+    return Thawing()
+
+
 class Resized(nn.Module):
     """Resizes a buffer in place, as torch's observers for quantisation do."""
 

@@ -110,6 +110,16 @@ def refuse_a_single_value(_: Path) -> None:
         model(torch.randn(int(dist.get_rank() == 1), 2))
 
 
+def refuse_to_differentiate_twice(_: Path) -> None:
+    """As what the second time gives would be wrong."""
+    model = nn.Sequential(nn.BatchNorm1d(3))
+    synchronise_batch_norm(model, TrainingPass(), on_one_machine=False)
+    values = torch.randn(4, 3, requires_grad=True)
+    [gradient] = torch.autograd.grad(model(values).square().sum(), values, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
 def average_by_samples(_: Path) -> None:
     own = float(dist.get_rank())
     model = nn.Sequential(nn.BatchNorm2d(2), nn.BatchNorm2d(2, track_running_stats=False), nn.Linear(2, 2))
@@ -123,7 +133,15 @@ def average_by_samples(_: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "function", [compare_layers, compare_layers_through_memory, compare_bf16, refuse_a_single_value, average_by_samples]
+    "function",
+    [
+        compare_layers,
+        compare_layers_through_memory,
+        compare_bf16,
+        refuse_a_single_value,
+        refuse_to_differentiate_twice,
+        average_by_samples,
+    ],
 )
 def test_batch_norm_on_three_ranks(function, tmp_path: Path) -> None:
     assert run_ranks(function, tmp_path, 3) == [0, 0, 0]

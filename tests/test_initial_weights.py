@@ -183,10 +183,11 @@ def test_a_file_that_holds_no_weights(content: bytes, tmp_path: Path) -> None:
 def test_a_file_that_is_not_there_is_called_by_its_name(tmp_path: Path, server: FileServer) -> None:
     for missing in (str(tmp_path / "no.pt"), f"file://{tmp_path}/no.pt", str(tmp_path)):
         hp = Hyperparameters(init_from=missing)
-        with pytest.raises(UserError, match=rf"^init_from='{missing}': there is no such file; give a file that"):
+        what = "is a folder" if missing == str(tmp_path) else "there is no such file"
+        with pytest.raises(UserError, match=rf"^init_from='{missing}': {what}; give a file that"):
             identity.run_name(hp, "data")
         with (
-            pytest.raises(UserError, match=rf"^init_from='{missing}': there is no such file"),
+            pytest.raises(UserError, match=rf"^init_from='{missing}': {what}"),
             fetched(missing, tmp_path),
         ):
             pass

@@ -190,6 +190,12 @@ def test_sizes_must_be_known(digits: Path) -> None:
         after_steps(replace(BASE, model="stateful_models:lazy", num_ranks=1), digits)
 
 
+def test_what_the_optimiser_does_not_know_cannot_be_unfrozen(digits: Path, tmp_path: Path) -> None:
+    hp = Hyperparameters(model="stateful_models:thawing", epochs=1, batch_size=500, num_ranks=1)
+    with pytest.raises(UserError, match=r"^parameter first\.weight: was frozen when the optimiser was made"):
+        run_training(hp, digits, tmp_path / "run", QUIET)
+
+
 def saved(folder: Path, ranks: int) -> list[Path]:
     """What the ranks have left: of each model one, or one for each strategy that takes it."""
     found = sorted(folder.glob("*.pt"))

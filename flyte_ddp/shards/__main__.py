@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from flyte_ddp.datasets.progress import MODES
 from flyte_ddp.errors import UserError
+from flyte_ddp.markup import counted
+
+if TYPE_CHECKING:
+    from flyte_ddp.shards.index import ShardIndex
 
 PROGRESS = click.option("--progress", type=click.Choice(MODES), default="auto")
+
+
+def sizes(index: ShardIndex) -> str:
+    """How much an index lists."""
+    return f"{counted(len(index.shards), 'shard')}, {counted(len(index), 'sample')}"
 
 
 @click.group(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
@@ -30,7 +39,7 @@ def create(urls: tuple[str, ...], output: Path, name: str, classes: Path | None,
     from flyte_ddp.shards.scanning import create_index
 
     index = create_index(urls, output, name=name, classes=lines_of(classes), progress=progress)
-    click.echo(f"{output}: {len(index.shards):,} shards, {len(index):,} samples, {len(index.classes):,} classes")
+    click.echo(f"{output}: {sizes(index)}, {len(index.classes):,} class{'' if len(index.classes) == 1 else 'es'}")
 
 
 @shards.command()
@@ -43,7 +52,7 @@ def join(indexes: tuple[str, ...], output: Path, weights: tuple[float, ...], nam
     from flyte_ddp.shards.joining import join_indexes
 
     index = join_indexes(indexes, output, weights=weights, name=name)
-    click.echo(f"{output}: {len(index.parts)} data sets, {len(index.shards):,} shards, {len(index):,} samples")
+    click.echo(f"{output}: {counted(len(index.parts), 'data set')}, {sizes(index)}")
 
 
 @shards.command()
@@ -124,7 +133,7 @@ def pack(
         seed=seed if order == "mixed" else None,
         progress=progress,
     )
-    click.echo(f"{folder / name}.json: {len(index.shards):,} shards, {len(index):,} samples")
+    click.echo(f"{folder / name}.json: {sizes(index)}")
 
 
 @shards.command()

@@ -187,7 +187,8 @@ def load(address: str) -> dict[str, Any]:
     try:
         content = json.loads(storage.retried(address, storage.read))
     except storage.UnavailableError as failure:
-        message = f"index {address}: cannot be read ({failure}); check the address, and that it is up"
+        where = "the address, and that it is up" if storage.local_path(address) is None else "the path"
+        message = f"index {address}: cannot be read ({failure}); check {where}"
         raise failure.explained(message) from None
     except (ValueError, RecursionError) as error:
         if isinstance(error, UserError):
