@@ -309,6 +309,11 @@ def tracking_environment() -> dict[str, str]:
     return {**chosen, SECRET_VARIABLE: f"{secret.group}/{secret.key}" if secret else "off"}
 
 
+def by_run() -> Cache:
+    """Caching of training: the run's version holds the data's, whose address is another one each time."""
+    return by_content(ignored_inputs=("data",))
+
+
 def by_content(ignored_inputs: tuple[str, ...] = ()) -> Cache:
     """Caching by inputs and sources; identical executions at the same time run once."""
     return Cache(policies=[LibrarySources()], ignored_inputs=ignored_inputs, serialize=True)

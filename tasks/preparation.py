@@ -1,47 +1,46 @@
 """Tasks that come before training: check what was asked for, and fetch the data set."""
 
-import json
 from datetime import datetime, timezone
-from pathlib import Path
-from typing import Annotated, NamedTuple, Optional
+from typing import NamedTuple, Optional
 
-from flytekit import HashMethod, task
+from flytekit import dynamic, task
 from flytekit.types.directory import FlyteDirectory
 
-from flyte_ddp import hardware, identity
+from flyte_ddp import datasets, hardware, identity
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.datasets import fetch, fingerprint, is_whole
 from flyte_ddp.run_folder import is_finished
 from flyte_ddp.settings import from_environment
 from tasks import places, pods, recovery
 
 
 class CheckedInputs(NamedTuple):
-    """What identifies the data and the run; locally with a token of the folder that holds them."""
+    """What training needs: every hyperparameter, the prepared data set, and what identifies the run."""
 
-    data_version: str
+    hp: Hyperparameters
+    data: FlyteDirectory
     run_version: str
 
 
 NO_SCHEDULE = datetime(1970, 1, 1, tzinfo=timezone.utc)  # kickoff time of a retraining that no schedule started
 
 
-def content_digest(data: FlyteDirectory) -> str:
-    """The digest of a prepared data set's content: what training is cached by."""
-    digest: str = json.loads((Path(data.path) / "dataset.json").read_text())["digest"]
-    return digest
-
-
-PreparedData = Annotated[FlyteDirectory, HashMethod(content_digest)]
+@task(**pods.data_pod(), retries=2, cache=pods.by_content(ignored_inputs=("data_source",)))
+@recovery.retried()
+def fetch_dataset(dataset: str, data_source: str, test_dataset: str, data_version: str) -> FlyteDirectory:
+    """Download, verify and prepare a data set, once for each version of its content."""
+    pods.check_code()
+    return prepared(dataset, data_source, test_dataset, data_version)
 
 
 @recovery.mistakes_in_inputs
-@task(**pods.light_pod(), retries=2)
+@dynamic(**pods.light_pod(), retries=2)
 @recovery.retried()
 def check_inputs(hp: Hyperparameters, kickoff_time: Optional[datetime] = None, engine: str = "") -> CheckedInputs:
-    """Check hyperparameters and identify the data, before any GPU pod starts.
+    """Check hyperparameters, identify the run, and see to the data, before any GPU pod starts.
 
-    The engine (elastic, ray or dask; none for training in one pod) decides how many GPUs there will be.
+    The engine (elastic, ray or dask; none for training in one pod) decides how many GPUs there will be. Of data that
+    are not downloaded as a whole (the digits, shards, streams, image folders) there is little to prepare, so that it is
+    done at once; others are fetched by a task of its own, with a larger disk.
 
     Never cached. Its outputs change exactly when training has to run again: with the data, the code, the weights to
     start from, or the kickoff time of a schedule that retrains at every tick.
@@ -49,21 +48,23 @@ def check_inputs(hp: Hyperparameters, kickoff_time: Optional[datetime] = None, e
     pods.check_code()
     identity.check_known_image_size(hp)
     hardware.check_requested(hp, *pods.nodes_and_ranks(engine))
-    data = fingerprint(hp.dataset, hp.data_source, hp.test_dataset)
+    fingerprint = datasets.fingerprint(hp.dataset, hp.data_source, hp.test_dataset)
     if kickoff_time == NO_SCHEDULE:
         kickoff_time = datetime.now(timezone.utc)
-    run = places.free_run(identity.run_name(hp, data, trigger=kickoff_time.isoformat() if kickoff_time else ""))
+    name = identity.run_name(hp, fingerprint, trigger=kickoff_time.isoformat() if kickoff_time else "")
+    run = places.free_run(name)
+    data = f"datasets/{fingerprint}"
+    data_version = places.with_token(data, complete=datasets.is_whole(places.folder_for(data)))
+    see_to = prepared if datasets.is_quickly_prepared(hp.dataset) else fetch_dataset
     return CheckedInputs(
-        data_version=places.with_token(f"datasets/{data}", complete=is_whole(places.folder_for(f"datasets/{data}"))),
+        hp=hp,
+        data=see_to(hp.dataset, hp.data_source, hp.test_dataset, data_version),
         run_version=places.with_token(run, complete=is_finished(places.folder_for(run))),
     )
 
 
-@task(**pods.data_pod(), retries=2, cache=pods.by_content(ignored_inputs=("data_source",)))
-@recovery.retried()
-def fetch_dataset(dataset: str, data_source: str, test_dataset: str, data_version: str) -> PreparedData:
-    """Download, verify and prepare a data set, once for each version of its content."""
-    pods.check_code()
+def prepared(dataset: str, data_source: str, test_dataset: str, data_version: str) -> FlyteDirectory:
+    """The folder of a data set, made where it is not there."""
     folder = places.folder_for(places.without_token(data_version))
-    fetch(dataset, data_source, folder, test_dataset=test_dataset, progress=from_environment().progress)
-    return places.directory(folder)
+    progress = from_environment().progress
+    return places.directory(datasets.fetch(dataset, data_source, folder, test_dataset=test_dataset, progress=progress))

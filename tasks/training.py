@@ -32,7 +32,7 @@ Train = Callable[[Hyperparameters, Path, Path, Settings], Result]  # of data, in
 
 
 @recovery.mistakes_in_inputs
-@task(**pods.training_pod(), retries=2, cache=pods.by_content(), enable_deck=True, deck_fields=())
+@task(**pods.training_pod(), retries=2, cache=pods.by_run(), enable_deck=True, deck_fields=())
 def train_model(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -> TrainingOutputs:
     """Train a model with distributed data parallelism on all GPUs of one pod.
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from cli import MATPLOTLIB, ROOT
 from flyteidl.admin.task_pb2 import TaskSpec
+from flyteidl.core.dynamic_job_pb2 import DynamicJobSpec
 from flyteidl.core.errors_pb2 import ContainerError, ErrorDocument
 from flyteidl.core.literals_pb2 import Literal, LiteralMap
 from packaged import Package
@@ -34,6 +35,7 @@ class PodEnded:
     exit_code: int
     log: str
     outputs: Mapping[str, Literal] | None
+    subworkflow: DynamicJobSpec | None  # in place of outputs, where it is for the engine to go on
     error: ContainerError | None
     deck: str | None
 
@@ -89,12 +91,14 @@ class Cluster:
             pod / "log",
             lambda process: during(process, store / "checkpoint"),
         )
-        outputs, error, deck = (store / "meta" / file for file in ("outputs.pb", "error.pb", "deck.html"))
+        names = ("outputs.pb", "futures.pb", "error.pb", "deck.html")
+        outputs, futures, error, deck = (store / "meta" / name for name in names)
         return PodEnded(
             name=name,
             exit_code=exit_code,
             log=(pod / "log").read_text(),
             outputs=LiteralMap.FromString(outputs.read_bytes()).literals if outputs.exists() else None,
+            subworkflow=DynamicJobSpec.FromString(futures.read_bytes()) if futures.exists() else None,
             error=ErrorDocument.FromString(error.read_bytes()).error if error.exists() else None,
             deck=deck.read_text() if deck.exists() else None,
         )

@@ -15,6 +15,7 @@ import packaged
 import pytest
 import yaml
 from cli import ROOT
+from engine_rules import packed, resolved
 from flyteidl.admin.launch_plan_pb2 import CONCURRENCY_LIMIT_BEHAVIOR_SKIP
 from flyteidl.core.execution_pb2 import WorkflowExecution
 from flyteidl.core.literals_pb2 import Literal
@@ -213,7 +214,7 @@ def test_retries_and_timeouts(default: Package) -> None:
 
 def test_caching_is_by_the_library_and_the_inputs(default: Package) -> None:
     version = hashlib.sha256(library_digest().encode()).hexdigest()  # flytekit hashes what a cache policy answers
-    for task, ignored in {FETCH: ["data_source"], TRAIN: []}.items():
+    for task, ignored in {FETCH: ["data_source"], TRAIN: ["data"]}.items():
         metadata = default.tasks[task].template.metadata
         assert metadata.discoverable
         assert metadata.discovery_version == version
@@ -221,6 +222,20 @@ def test_caching_is_by_the_library_and_the_inputs(default: Package) -> None:
         assert list(metadata.cache_ignore_input_vars) == ignored
     assert not default.tasks[CHECK].template.metadata.discoverable
     assert not default.tasks[PREDICT].template.metadata.discoverable
+
+
+@pytest.mark.parametrize("hp", [{}, {"epochs": 3.0}], ids=["nothing", "a part"])
+def test_what_the_console_leaves_out_is_not_asked_for(default: Package, hp: dict[str, float]) -> None:
+    """The first task completes the hyperparameters; others take them from there."""
+    given = Literal()
+    given.scalar.generic.update(hp)
+    for name, workflow in default.workflows.items():
+        if name.endswith("training_wf"):
+            [check, train] = workflow.template.nodes
+            made = {"hp": packed(Hyperparameters(**hp).to_dict()), "data": Literal(), "run_version": Literal()}
+            inputs = resolved(check.inputs, {"start-node": {"hp": given, "kickoff_time": Literal()}})
+            assert inputs["hp"] == given
+            assert resolved(train.inputs, {check.id: made}) == made
 
 
 def test_training_tasks_have_a_deck(default: Package) -> None:

@@ -21,6 +21,7 @@ import packaged
 import pytest
 import torch
 from cli import pyflyte
+from engine_rules import resolved, value_of
 from flyteidl.core.errors_pb2 import ContainerError
 from flyteidl.core.execution_pb2 import ExecutionError
 from flyteidl.core.literals_pb2 import Literal
@@ -41,6 +42,7 @@ TRAIN, PREDICT = "tasks.training.train_model", "tasks.prediction.predict_images"
 ELASTIC = "tasks.elastic_training.train_on_elastic"
 DASK = "tasks.dask_training.train_on_dask"
 SMOKE: dict[str, Any] = {"dataset": "digits", "epochs": 1, "max_steps": 8, "num_ranks": 2}
+FASHION = Path("/usr/share/datasets/fashion-mnist")
 VERSION = "0.0.0+package"  # of the packaged library, to tell it from the one that is installed here
 
 
@@ -97,23 +99,10 @@ def checked(cluster: Cluster) -> PodEnded:
 
 
 @pytest.fixture(scope="module")
-def fetched(cluster: Cluster, checked: PodEnded) -> PodEnded:
+def train_inputs(cluster: Cluster, checked: PodEnded) -> dict[str, Literal]:
     assert checked.outputs, checked.log
-    versions = {"data_version": checked.outputs["data_version"]}
-    return cluster.run(
-        FETCH, {"dataset": text("digits"), "data_source": text(""), "test_dataset": text(""), **versions}
-    )
-
-
-@pytest.fixture(scope="module")
-def train_inputs(checked: PodEnded, fetched: PodEnded) -> dict[str, Literal]:
-    assert checked.outputs, checked.log
-    assert fetched.outputs, fetched.log
-    return {
-        "hp": from_workflow(SMOKE),
-        "data": fetched.outputs["o0"],
-        "run_version": checked.outputs["run_version"],
-    }
+    [check, train] = cluster.package.workflows["workflows.training.training_wf"].template.nodes
+    return resolved(train.inputs, {check.id: checked.outputs})
 
 
 @pytest.fixture(scope="module")
@@ -142,24 +131,56 @@ def test_the_cache_version_is_that_of_the_sources_sent(cluster: Cluster, tmp_pat
         assert {pair.key: pair.value for pair in task.container.env}["FLYTE_DDP_CODE"] == digest
 
 
-def test_the_first_task_identifies_data_and_run(checked: PodEnded) -> None:
+def test_the_first_task_identifies_the_run_and_prepares_what_is_here(cluster: Cluster, checked: PodEnded) -> None:
     assert checked.exit_code == 0
     assert checked.error is None
     assert checked.outputs, checked.log
-    versions = {name: literal.scalar.primitive.string_value for name, literal in checked.outputs.items()}
-    assert versions["data_version"].startswith("datasets/digits-")
-    assert versions["run_version"].startswith("digits-small_cnn-")
-    assert "@" not in "".join(versions.values()), "tokens are for local runs"
-
-
-def test_the_data_set_goes_to_the_blob_store(cluster: Cluster, fetched: PodEnded) -> None:
-    assert fetched.outputs, fetched.log
-    data = fetched.outputs["o0"]
-    folder = cluster.stored(data.scalar.blob.uri)
-    description = json.loads((folder / "dataset.json").read_text())
-    assert data.hash == description["digest"]  # what training is cached by
+    run = checked.outputs["run_version"].scalar.primitive.string_value
+    assert run.startswith("digits-small_cnn-")
+    assert "@" not in run, "tokens are for local runs"
+    folder = cluster.stored(checked.outputs["data"].scalar.blob.uri)
     assert np.load(folder / "train_images.npy").shape[1:] == (8, 8, 1)
     assert len(np.load(folder / "train_labels.npy")) + len(np.load(folder / "test_labels.npy")) == 1797
+
+
+@pytest.mark.skipif(not FASHION.is_dir(), reason="needs Debian's package dataset-fashion-mnist")
+def test_what_is_downloaded_is_for_a_task_of_its_own(cluster: Cluster) -> None:
+    hp = {"dataset": "fashion_mnist", "data_source": str(FASHION)}
+    checked = cluster.run(CHECK, check_inputs(cluster, from_console(hp)))
+    assert checked.outputs is None
+    assert checked.subworkflow, checked.log
+    [node] = checked.subworkflow.nodes
+    assert node.task_node.reference_id.name == FETCH
+    given = {
+        binding.var: value_of(binding.binding, {}) for binding in checked.subworkflow.outputs if binding.var != "data"
+    }
+    assert msgpack.unpackb(given["hp"].scalar.binary.value) == Hyperparameters(**hp).to_dict()
+    [template] = checked.subworkflow.tasks
+    registered = cluster.package.tasks[FETCH].template
+    assert template.metadata == registered.metadata
+    assert template.container.resources == registered.container.resources
+    fetched = cluster.run(FETCH, resolved(node.inputs, {}))
+    assert fetched.outputs, fetched.log
+    folder = cluster.stored(fetched.outputs["o0"].scalar.blob.uri)
+    assert len(np.load(folder / "train_labels.npy")) == 60_000
+
+
+def cache_key(cluster: Cluster, checked: PodEnded) -> dict[str, bytes]:
+    """The inputs of training that Flyte's cache looks at."""
+    assert checked.outputs, checked.log
+    [check, train] = cluster.package.workflows["workflows.training.training_wf"].template.nodes
+    ignored = cluster.package.tasks[TRAIN].template.metadata.cache_ignore_input_vars
+    found = resolved(train.inputs, {check.id: checked.outputs})
+    return {name: literal.SerializeToString() for name, literal in found.items() if name not in ignored}
+
+
+def test_the_same_hyperparameters_are_the_same_to_the_cache(cluster: Cluster, checked: PodEnded) -> None:
+    whole = Hyperparameters(**SMOKE).to_dict()
+    forms = [from_workflow(SMOKE), from_workflow(whole), from_console(whole), from_workflow({**SMOKE, "epochs": 1.0})]
+    expected = cache_key(cluster, checked)
+    assert expected.keys() == {"hp", "run_version"}
+    for form in forms:
+        assert cache_key(cluster, cluster.run(CHECK, check_inputs(cluster, form))) == expected
 
 
 def test_training_leaves_a_usable_model(cluster: Cluster, trained: PodEnded) -> None:
@@ -288,7 +309,7 @@ def resumed(cluster: Cluster, ended: PodEnded) -> list[int]:
 
 @pytest.mark.parametrize(("task", "ranks"), [(TRAIN, 2), (ELASTIC, 1)])  # the profile has one CPU
 def test_attempts_that_are_cut_off_lose_nothing(
-    cluster: Cluster, fetched: PodEnded, train_inputs: dict[str, Literal], tmp_path: Path, task: str, ranks: int
+    cluster: Cluster, train_inputs: dict[str, Literal], tmp_path: Path, task: str, ranks: int
 ) -> None:
     hp = {**LONG, "num_ranks": ranks}
     inputs = {**train_inputs, "hp": from_workflow(hp)}
@@ -304,8 +325,7 @@ def test_attempts_that_are_cut_off_lose_nothing(
     assert resumed(cluster, third)[0] == 0
     assert resumed(cluster, third)[-1] > 0
     assert third.outputs
-    assert fetched.outputs
-    data = cluster.stored(fetched.outputs["o0"].scalar.blob.uri)
+    data = cluster.stored(train_inputs["data"].scalar.blob.uri)
     settings = Settings(progress="off", wandb_mode="disabled")
     undisturbed = run_training(Hyperparameters(**hp), data, tmp_path / "run", settings)
     models = undisturbed.model, cluster.stored(third.outputs["model_state"].scalar.blob.uri)

@@ -9,7 +9,6 @@ from flyte_ddp.config import Hyperparameters
 from tasks.engines import installed
 from tasks.preparation import check_inputs
 from tasks.training import TrainingOutputs
-from workflows.steps import fetched_and_trained
 
 if installed("dask"):
     from tasks.dask_training import train_on_dask
@@ -17,4 +16,5 @@ if installed("dask"):
     @workflow
     def dask_training_wf(hp: Hyperparameters = Hyperparameters()) -> TrainingOutputs:
         """Train an image classifier on a Dask cluster; what has been trained before is answered from the cache."""
-        return fetched_and_trained(train_on_dask, hp, check_inputs(hp=hp, engine="dask"))
+        checked = check_inputs(hp=hp, engine="dask")
+        return train_on_dask(hp=checked.hp, data=checked.data, run_version=checked.run_version)

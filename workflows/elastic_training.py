@@ -9,7 +9,6 @@ from flyte_ddp.config import Hyperparameters
 from tasks.engines import installed
 from tasks.preparation import check_inputs
 from tasks.training import TrainingOutputs
-from workflows.steps import fetched_and_trained
 
 if installed("elastic"):
     from tasks.elastic_training import train_on_elastic
@@ -17,4 +16,5 @@ if installed("elastic"):
     @workflow
     def elastic_training_wf(hp: Hyperparameters = Hyperparameters()) -> TrainingOutputs:
         """Train an image classifier on torch Elastic; what has been trained before is answered from the cache."""
-        return fetched_and_trained(train_on_elastic, hp, check_inputs(hp=hp, engine="elastic"))
+        checked = check_inputs(hp=hp, engine="elastic")
+        return train_on_elastic(hp=checked.hp, data=checked.data, run_version=checked.run_version)

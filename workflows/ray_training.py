@@ -9,7 +9,6 @@ from flyte_ddp.config import Hyperparameters
 from tasks.engines import installed
 from tasks.preparation import check_inputs
 from tasks.training import TrainingOutputs
-from workflows.steps import fetched_and_trained
 
 if installed("ray"):
     from tasks.ray_training import train_on_ray
@@ -17,4 +16,5 @@ if installed("ray"):
     @workflow
     def ray_training_wf(hp: Hyperparameters = Hyperparameters()) -> TrainingOutputs:
         """Train an image classifier on a Ray cluster; what has been trained before is answered from the cache."""
-        return fetched_and_trained(train_on_ray, hp, check_inputs(hp=hp, engine="ray"))
+        checked = check_inputs(hp=hp, engine="ray")
+        return train_on_ray(hp=checked.hp, data=checked.data, run_version=checked.run_version)

@@ -14,19 +14,20 @@ from flytekit.models.core.execution import WorkflowExecutionPhase
 from flyte_ddp.config import Hyperparameters
 from tasks.preparation import NO_SCHEDULE, check_inputs
 from tasks.training import TrainingOutputs, train_model
-from workflows.steps import fetched_and_trained
 
 
 @workflow
 def training_wf(hp: Hyperparameters = Hyperparameters()) -> TrainingOutputs:
     """Train an image classifier; a run with the same hyperparameters, data and code is answered from the cache."""
-    return fetched_and_trained(train_model, hp, check_inputs(hp=hp))
+    checked = check_inputs(hp=hp)
+    return train_model(hp=checked.hp, data=checked.data, run_version=checked.run_version)
 
 
 @workflow
 def retraining_wf(hp: Hyperparameters = Hyperparameters(), kickoff_time: datetime = NO_SCHEDULE) -> TrainingOutputs:
     """Train an image classifier anew for each kickoff time, even if nothing else has changed."""
-    return fetched_and_trained(train_model, hp, check_inputs(hp=hp, kickoff_time=kickoff_time))
+    checked = check_inputs(hp=hp, kickoff_time=kickoff_time)
+    return train_model(hp=checked.hp, data=checked.data, run_version=checked.run_version)
 
 
 def failure_notifications() -> List[Email]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flyte_ddp.datasets.arrays import ImageArrays, image_arrays, open_arrays
-from flyte_ddp.datasets.fetching import DATASETS, fetch, fingerprint, is_whole
+from flyte_ddp.datasets.fetching import DATASETS, fetch, fingerprint, is_quickly_prepared, is_whole
 from flyte_ddp.datasets.prepared import open_prepared
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "fetch",
     "fingerprint",
     "image_arrays",
+    "is_quickly_prepared",
     "is_whole",
     "open_arrays",
     "open_prepared",

@@ -73,6 +73,11 @@ def fingerprint(dataset: str, source: str, test_dataset: str = "") -> str:
     return named(dataset).fingerprint(source)
 
 
+def is_quickly_prepared(dataset: str) -> bool:
+    """Whether :func:`fetch` has next to nothing to download: what is here already, an index, or a list of files."""
+    return bool(encoded_kind(dataset)) or dataset == "digits"
+
+
 def fetch(dataset: str, source: str, folder: Path, *, test_dataset: str = "", progress: str = "auto") -> Path:
     """Gets a data set, checks it and puts it into ``folder``, which appears whole or not at all.
 

@@ -1,0 +1,49 @@
+"""How Flyte's engine makes a node's inputs from what others have given it (flytepropeller 1.16: nodes/resolve.go)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import msgpack
+from flyteidl.core.literals_pb2 import Binding, BindingData, Literal
+from google.protobuf.json_format import MessageToDict
+
+Outputs = Mapping[str, Mapping[str, Literal]]  # of nodes by their ids; the workflow's inputs are those of start-node
+
+
+def resolved(bindings: Iterable[Binding], outputs: Outputs) -> dict[str, Literal]:
+    """A node's inputs by their names."""
+    return {binding.var: value_of(binding.binding, outputs) for binding in bindings}
+
+
+def value_of(data: BindingData, outputs: Outputs) -> Literal:
+    """A value that is given as such, or by a node.
+
+    Raises:
+        KeyError: a part of a value that is not in it; the engine says BindingResolutionError then.
+    """
+    if data.WhichOneof("value") == "scalar":
+        return Literal(scalar=data.scalar)
+    promise = data.promise
+    literal = outputs[promise.node_id or "start-node"][promise.var]
+    for step in promise.attr_path:
+        name = step.string_value
+        if literal.scalar.WhichOneof("value") == "generic":
+            fields = literal.scalar.generic.fields
+            if name not in fields:
+                raise KeyError(name)
+            literal = packed(MessageToDict(fields[name]))
+        else:
+            literal = packed(msgpack.unpackb(literal.scalar.binary.value)[name])
+    return literal
+
+
+def packed(value: object) -> Literal:
+    """A part of a dataclass, as one hands it on."""
+    literal = Literal()
+    if isinstance(value, str):
+        literal.scalar.primitive.string_value = value
+    else:
+        literal.scalar.binary.value = msgpack.packb(value)
+        literal.scalar.binary.tag = "msgpack"
+    return literal
