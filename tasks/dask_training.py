@@ -26,7 +26,7 @@ def cluster() -> Dask:
 
 
 @recovery.mistakes_in_inputs
-@task(task_config=cluster(), **pods.launching_pod(), retries=2, cache=pods.by_run(), enable_deck=True, deck_fields=())
+@task(task_config=cluster(), **pods.launching_pod(), cache=pods.by_run(), enable_deck=True, deck_fields=())
 def train_on_dask(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -> TrainingOutputs:
     """Train a model with distributed data parallelism on a Dask cluster, one rank to a worker.
 

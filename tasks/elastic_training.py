@@ -121,7 +121,7 @@ def elastic() -> ElasticTraining:
 
 
 @recovery.mistakes_in_inputs
-@task(task_config=elastic(), **pods.training_pod(), retries=2, cache=pods.by_run(), enable_deck=True, deck_fields=())
+@task(task_config=elastic(), **pods.training_pod(), cache=pods.by_run(), enable_deck=True, deck_fields=())
 def train_on_elastic(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -> TrainingOutputs:
     """Train a model with distributed data parallelism on torch Elastic, on one node or several.
 

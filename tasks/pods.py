@@ -28,8 +28,12 @@ CACHE_VARIABLE = "FLYTE_DDP_CACHE_BYTES"
 SECRET_VARIABLE = "FLYTE_DDP_WANDB_SECRET"  # noqa: S105 (a name)
 DEFAULT_SECRET = "wandb/api_key"  # noqa: S105 (a name)
 NODES_VARIABLE = "FLYTE_DDP_NODES"
+CHECKPOINTS_VARIABLE = "FLYTE_DDP_CHECKPOINTS"  # where in the blob store; empty for beside Flyte's outputs
+CHECKPOINT_DAYS_VARIABLE = "FLYTE_DDP_CHECKPOINT_DAYS"
+ANEW_VARIABLE = "FLYTE_DDP_ANEW"  # set for an execution that is to train from the first step
 LAUNCHING = Resources(cpu="2", mem="8Gi", ephemeral_storage="20Gi")
 ENGINES = ("elastic", "ray", "dask")
+LOSSES = 100  # of a training pod, each after some progress; see CheckpointStore.stop_if_futile for the others
 ENGINE_RETRIES = 2  # an engine's own, on the hosts that it has; Flyte's would set up another cluster
 UNITS = {  # of Kubernetes' quantities
     "": Decimal(1),
@@ -174,10 +178,16 @@ def on_the_profiles_nodes(parts: int = 1) -> dict[str, Any]:
 def for_training() -> dict[str, Any]:
     """Options of every training task, wherever its ranks are."""
     return {
-        "environment": {**pod_environment(), **tracking_environment(), **cache_limit()},
+        "environment": {**pod_environment(), **tracking_environment(), **cache_limit(), **checkpoint_places()},
         "secret_requests": [wandb_secret()] if wandb_secret() else [],
         "timeout": timedelta(hours=24),
+        "retries": LOSSES,
     }
+
+
+def checkpoint_places() -> dict[str, str]:
+    """Where training pods keep checkpoints, and for how long, as set at registration."""
+    return {name: os.environ[name] for name in (CHECKPOINTS_VARIABLE, CHECKPOINT_DAYS_VARIABLE) if os.environ.get(name)}
 
 
 def cache_limit() -> dict[str, str]:

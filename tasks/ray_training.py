@@ -31,7 +31,7 @@ def cluster() -> RayJobConfig:
 
 
 @recovery.mistakes_in_inputs
-@task(task_config=cluster(), **pods.launching_pod(), retries=2, cache=pods.by_run(), enable_deck=True, deck_fields=())
+@task(task_config=cluster(), **pods.launching_pod(), cache=pods.by_run(), enable_deck=True, deck_fields=())
 def train_on_ray(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -> TrainingOutputs:
     """Train a model with distributed data parallelism on a Ray cluster, a GPU for each rank, or CPUs.
 

@@ -4,31 +4,24 @@ import contextvars
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from flytekit import current_context
 from flytekit.core.base_task import PythonTask
-from flytekit.core.checkpointer import Checkpoint
 from flytekit.exceptions.system import FlyteNonRecoverableSystemException
-from flytekit.exceptions.user import (
-    FlyteDataNotFoundException,
-    FlyteRecoverableException,
-    FlyteUserRuntimeException,
-)
+from flytekit.exceptions.user import FlyteRecoverableException, FlyteUserRuntimeException
 
 from flyte_ddp.checkpoint import FOLDER, SLOTS
 from flyte_ddp.errors import RankError, StoppedError, UnreachableError, UserError
 from flyte_ddp.run_folder import UNFINISHED
 from flyte_ddp.run_lock import release_reserved
 from tasks import places
+from tasks.checkpoint_store import CheckpointStore
 
 POLL_SECONDS = 0.5
 AnyTask = TypeVar("AnyTask", bound=PythonTask)
-PAUSES = (1.0, 4.0, 10.0)  # seconds between tries to fetch checkpoints; within the time that a pod has after SIGTERM
 
 
 @contextmanager
@@ -88,31 +81,36 @@ def stop(*_: object) -> None:
 
 
 @contextmanager
-def checkpoints_kept(run_folder: Path) -> Iterator[None]:
-    """In a pod: brings the checkpoints of the attempt before, and sends this one's to where the next will find them."""
+def checkpoints_kept(run_folder: Path, run: str) -> Iterator[None]:
+    """In a pod: brings the run's newest checkpoint, and sends this attempt's to where others will find them."""
     if places.is_local():
-        yield
-        return
-    try:
-        store = current_context().checkpoint
-    except NotImplementedError:  # a platform without a place for checkpoints
         yield
         return
     folder = run_folder / UNFINISHED / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
+    store = CheckpointStore.of_this_pod(run)
+    try:
+        with sigterm_postponed():
+            store.begin(folder / SLOTS[0])
+    except PermissionError as error:
+        print(f"{store.folder}: {error}; without checkpoints there, a lost pod loses all that it has done", flush=True)
+        yield
+        return
     sender = Sender(store, folder)
-    with sigterm_postponed():
-        if not any((folder / name).exists() for name in SLOTS):  # as there are where Elastic has started workers anew
-            bring(store, folder)
-        sender.send_new()  # at once: Flyte shows an attempt the checkpoints of the one before it, and no older ones
     thread = threading.Thread(target=contextvars.copy_context().run, args=(sender.run,), name="sender")
     thread.start()
+    ended: BaseException | None = None
     try:
         yield
+    except BaseException as error:
+        ended = error
+        raise
     finally:
         sender.stop.set()
         thread.join()
         sender.send_new()
+        with suppress(Exception):  # a result is one without it
+            store.end(ended)
 
 
 @contextmanager
@@ -131,33 +129,12 @@ def sigterm_postponed() -> Iterator[None]:
             signal.raise_signal(signal.SIGTERM)
 
 
-def bring(store: Checkpoint, folder: Path) -> None:
-    """Downloads the checkpoints; there may be none, of an attempt that did not get so far.
-
-    Where they cannot be had in several tries training begins anew: no later attempt would be shown them.
-    """
-    if not store.prev_exists():
-        return
-    for pause in (*PAUSES, None):
-        try:
-            store.restore(folder)
-        except FlyteDataNotFoundException:
-            print("the attempt before left no checkpoint", flush=True)
-        except Exception as error:
-            what = "training begins anew" if pause is None else f"next try in {pause:g} s"
-            print(f"the checkpoints of the attempt before could not be fetched: {error}; {what}", flush=True)
-            if pause is not None:
-                time.sleep(pause)
-                continue
-        return
-
-
 class Sender:
-    """Sends checkpoints, each under its own name, when they have been replaced by newer ones."""
+    """Sends checkpoints when they have been replaced by newer ones."""
 
-    def __init__(self, store: Checkpoint, folder: Path) -> None:
+    def __init__(self, store: CheckpointStore, folder: Path) -> None:
         self.store, self.folder = store, folder
-        self.sent: dict[str, tuple[int, int]] = {}
+        self.sent = {name: self.mark(name) for name in SLOTS}  # what is there came from the store
         self.stop = threading.Event()
         self.told = False
 
@@ -175,12 +152,11 @@ class Sender:
                 link.parent.mkdir(exist_ok=True)
                 link.unlink(missing_ok=True)
                 os.link(self.folder / name, link)
-                found = link.stat()
-                mark = (found.st_ino, found.st_mtime_ns)
+                mark = self.mark(f".sending/{name}")
                 if self.sent.get(name) != mark:
-                    self.store.save(link)
+                    self.store.send(link)
                     self.sent[name] = mark
-            except FileNotFoundError:
+            except FileNotFoundError:  # none yet, or the run is over and has removed them
                 continue
             except Exception as error:
                 if not self.told:
@@ -188,3 +164,10 @@ class Sender:
                 self.told = True
             finally:
                 link.unlink(missing_ok=True)
+
+    def mark(self, name: str) -> tuple[int, int] | None:
+        """What tells a file from another of its name; None without one."""
+        with suppress(FileNotFoundError):
+            found = (self.folder / name).stat()
+            return found.st_ino, found.st_mtime_ns
+        return None

@@ -32,7 +32,7 @@ Train = Callable[[Hyperparameters, Path, Path, Settings], Result]  # of data, in
 
 
 @recovery.mistakes_in_inputs
-@task(**pods.training_pod(), retries=2, cache=pods.by_run(), enable_deck=True, deck_fields=())
+@task(**pods.training_pod(), cache=pods.by_run(), enable_deck=True, deck_fields=())
 def train_model(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -> TrainingOutputs:
     """Train a model with distributed data parallelism on all GPUs of one pod.
 
@@ -50,7 +50,7 @@ def trained(hp: Hyperparameters, data: FlyteDirectory, run_version: str, train: 
         folder = places.folder_for(run)
         result = finished_before(run)
         if result is None:
-            with recovery.checkpoints_kept(folder):
+            with recovery.checkpoints_kept(folder, run):
                 result = train(hp, Path(data.download()), folder, settings(run))
         Deck("Training report", result.report.read_text())
     return result

@@ -56,7 +56,8 @@ class Cluster:
         *,
         image: Path | None = None,
         environment: Mapping[str, str] | None = None,
-        previous: str = "",
+        execution: str = "f1a2b3c4",
+        attempt: int = 0,
         during: Callable[[subprocess.Popen[bytes], Path], None] = lambda *_: None,
     ) -> PodEnded:
         """Runs a task to its end.
@@ -64,8 +65,8 @@ class Cluster:
         Args:
             image: a folder of sources that are in the image; those of the package are not sent then.
             environment: more variables, over those of the container.
-            previous: name of the pod that was the attempt before this one.
-            during: called with the pod's process, and the folder that is its checkpoints' place in the blob store.
+            execution: which it belongs to, and which attempt it is there.
+            during: called with the pod's process, and the folder of all runs' checkpoints in the blob store.
 
         """
         name = f"pod{len(self.pods)}"
@@ -81,15 +82,20 @@ class Cluster:
         store.mkdir(parents=True)
         (store / "inputs.pb").write_bytes(LiteralMap(literals=inputs).SerializeToString())
         spec = self.package.tasks[task]
-        command = self.command(spec, name, workdir, previous)
+        command = self.command(spec, name, workdir)
         if image is not None:
             command = command[command.index("--") + 1 :]
         exit_code = run_to_its_end(
             command,
             workdir,
-            {**self.environment(spec, pod), **(environment or {})},
+            {
+                **self.environment(spec, pod),
+                "FLYTE_INTERNAL_EXECUTION_ID": execution,
+                "FLYTE_ATTEMPT_NUMBER": str(attempt),
+                **(environment or {}),
+            },
             pod / "log",
-            lambda process: during(process, store / "checkpoint"),
+            lambda process: during(process, self.checkpoints),
         )
         names = ("outputs.pb", "futures.pb", "error.pb", "deck.html")
         outputs, futures, error, deck = (store / "meta" / name for name in names)
@@ -103,15 +109,20 @@ class Cluster:
             deck=deck.read_text() if deck.exists() else None,
         )
 
-    def command(self, spec: TaskSpec, name: str, workdir: Path, previous: str) -> list[str]:
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of all runs' checkpoints in the blob store."""
+        return self.server.folder / BUCKET / "data/flyte-ddp-checkpoints/flytesnacks/development"
+
+    def command(self, spec: TaskSpec, name: str, workdir: Path) -> list[str]:
         """The container's command with what Flyte puts into it."""
         store = f"s3://{BUCKET}/{name}"
         values = {
             "{{.input}}": f"{store}/inputs.pb",
             "{{.outputPrefix}}": f"{store}/meta",
-            "{{.rawOutputDataPrefix}}": f"{store}/raw",
-            "{{.checkpointOutputPrefix}}": f"{store}/checkpoint",
-            "{{.prevCheckpointPrefix}}": f"s3://{BUCKET}/{previous}/checkpoint" if previous else "",
+            "{{.rawOutputDataPrefix}}": f"s3://{BUCKET}/data/xy/{name}-n1-0",
+            "{{.checkpointOutputPrefix}}": f"s3://{BUCKET}/data/xy/{name}-n1-0/_flytecheckpoints",
+            "{{.prevCheckpointPrefix}}": "",
             "{{ .remote_package_path }}": self.send_sources(),
             WORKDIR: str(workdir),
         }
@@ -139,9 +150,7 @@ class Cluster:
             "MPLCONFIGDIR": str(MATPLOTLIB),
             "FLYTE_INTERNAL_EXECUTION_PROJECT": "flytesnacks",
             "FLYTE_INTERNAL_EXECUTION_DOMAIN": "development",
-            "FLYTE_INTERNAL_EXECUTION_ID": "f1a2b3c4",
             "FLYTE_INTERNAL_TASK_NAME": spec.template.id.name,
-            "FLYTE_ATTEMPT_NUMBER": "0",
             **self.server.flyte_environment(),
             **{pair.key: pair.value for pair in spec.template.container.env},
         }

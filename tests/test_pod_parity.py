@@ -280,24 +280,30 @@ def test_an_image_with_another_library_is_refused(
 LONG = {**SMOKE, "epochs": 25, "max_steps": 0, "batch_size": 64}
 
 
-def wait_for_a_checkpoint(process: subprocess.Popen[bytes], checkpoints: Path) -> None:
-    """Until one is in the blob store."""
-    deadline = time.monotonic() + DEADLINE
-    while not [*checkpoints.glob("*.ckpt")] and process.poll() is None and time.monotonic() < deadline:
+def wait_for_another_checkpoint(process: subprocess.Popen[bytes], checkpoints: Path) -> None:
+    """Until there is one in the blob store that was not there before."""
+    before, deadline = {*checkpoints.rglob("saved-*")}, time.monotonic() + DEADLINE
+    while not {*checkpoints.rglob("saved-*")} - before and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
 def kill_a_rank(process: subprocess.Popen[bytes], checkpoints: Path) -> None:
     """What the kernel does where a pod runs out of memory: the largest process is a rank, not the task's own."""
-    wait_for_a_checkpoint(process, checkpoints)
+    wait_for_another_checkpoint(process, checkpoints)
     ranks = [pid for pid in descendants(process.pid) if re.fullmatch(r"rank \d+", process_name(pid))]
     os.kill(ranks[-1], signal.SIGKILL)
 
 
 def take_the_pod_away(process: subprocess.Popen[bytes], checkpoints: Path) -> None:
     """What Kubernetes does when it takes the node away."""
-    wait_for_a_checkpoint(process, checkpoints)
+    wait_for_another_checkpoint(process, checkpoints)
     process.terminate()
+
+
+def kill_the_pod(process: subprocess.Popen[bytes], checkpoints: Path) -> None:
+    """What is left then is what was sent before."""
+    wait_for_another_checkpoint(process, checkpoints)
+    os.killpg(process.pid, signal.SIGKILL)
 
 
 def resumed(cluster: Cluster, ended: PodEnded) -> list[int]:
@@ -311,17 +317,18 @@ def resumed(cluster: Cluster, ended: PodEnded) -> list[int]:
 def test_attempts_that_are_cut_off_lose_nothing(
     cluster: Cluster, train_inputs: dict[str, Literal], tmp_path: Path, task: str, ranks: int
 ) -> None:
+    """Nor does another execution of the same inputs, after one that was aborted."""
     hp = {**LONG, "num_ranks": ranks}
-    inputs = {**train_inputs, "hp": from_workflow(hp)}
-    first = cluster.run(task, inputs, during=kill_a_rank)
-    # This one finds a checkpoint in its own place at once: it hands on what the one before had.
-    second = cluster.run(task, inputs, previous=first.name, during=take_the_pod_away)
+    inputs = {**train_inputs, "hp": from_workflow(hp), "run_version": text(f"run-of-{ranks}")}
+    first = cluster.run(task, inputs, execution="aborted", during=kill_a_rank)
+    second = cluster.run(task, inputs, execution="aborted", attempt=1, during=take_the_pod_away)
     for ended, words in ((first, "was killed by SIGKILL"), (second, "stopped by SIGTERM")):
         assert ended.outputs is None
         assert ended.error is not None, ended.log
         assert ended.error.kind == ContainerError.RECOVERABLE
         assert words in ended.error.message
-    third = cluster.run(task, inputs, previous=second.name)
+    third = cluster.run(task, inputs, execution="launchedagain")
+    assert "found the checkpoint of attempt 1 of aborted" in third.log
     assert resumed(cluster, third)[0] == 0
     assert resumed(cluster, third)[-1] > 0
     assert third.outputs
@@ -331,10 +338,35 @@ def test_attempts_that_are_cut_off_lose_nothing(
     models = undisturbed.model, cluster.stored(third.outputs["model_state"].scalar.blob.uri)
     expected, found = (torch.load(path, weights_only=True) for path in models)
     assert all(torch.equal(value, found[name]) for name, value in expected.items())
+    assert "could not be sent" not in first.log + second.log + third.log
 
 
-def test_an_attempt_after_one_without_checkpoints_begins_anew(
+def test_two_pods_killed_at_the_same_step_are_the_last(cluster: Cluster, train_inputs: dict[str, Literal]) -> None:
+    inputs = {**train_inputs, "hp": from_workflow({**LONG, "batch_size": 63}), "run_version": text("futile")}
+    run = cluster.checkpoints / "futile/f1a2b3c4"
+
+    def kill_at_once(process: subprocess.Popen[bytes], _: Path) -> None:
+        before, deadline = {*run.glob("started-*")}, time.monotonic() + DEADLINE
+        while not {*run.glob("started-*")} - before and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        os.killpg(process.pid, signal.SIGKILL)
+
+    ended = [cluster.run(TRAIN, inputs, attempt=attempt, during=kill_at_once) for attempt in (0, 1)]
+    assert [each.error for each in ended] == [None, None]
+    assert (
+        "2 attempts got no further than step 0, where they began, so no other one is made; the last one: it was killed"
+        in (refused(cluster.run(TRAIN, inputs, attempt=2)))
+    )
+
+
+def test_executions_that_have_a_result_or_are_not_wanted_are_passed_over(
     cluster: Cluster, train_inputs: dict[str, Literal]
 ) -> None:
-    ended = cluster.run(TRAIN, train_inputs, previous="no-such-pod")
-    assert resumed(cluster, ended) == [0]
+    inputs = {**train_inputs, "hp": from_workflow({**LONG, "seed": 1}), "run_version": text("done")}
+    first = cluster.run(TRAIN, inputs, execution="first")
+    assert resumed(cluster, first) == [0]
+    assert resumed(cluster, cluster.run(TRAIN, inputs, execution="first", attempt=1))[-1] > 0, "lost before Flyte knew"
+    assert resumed(cluster, cluster.run(TRAIN, inputs, execution="second")) == [0]
+    cluster.run(TRAIN, inputs, execution="aborted", during=take_the_pod_away)
+    asked = {"FLYTE_DDP_ANEW": "yes"}
+    assert resumed(cluster, cluster.run(TRAIN, inputs, execution="third", environment=asked)) == [0]

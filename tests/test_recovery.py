@@ -1,65 +1,268 @@
-"""What outlives a pod: checkpoints are brought and handed on, whatever comes in between."""
+"""What outlives a pod: checkpoints in a real S3 server, whoever wrote them, and what Flyte is told of failures."""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from flytekit.exceptions.user import FlyteDataNotFoundException
+from flytekit import FlyteContextManager
+from flytekit.configuration import DataConfig
+from flytekit.core.data_persistence import FileAccessProvider
+from s3_server import S3Server, s3_server
 
-from flyte_ddp.checkpoint import FOLDER, SLOTS
-from flyte_ddp.errors import UnreachableError, UserError
+from flyte_ddp import checkpoint
+from flyte_ddp.arithmetic import Arithmetic
+from flyte_ddp.checkpoint import FOLDER, SLOTS, Identity
+from flyte_ddp.errors import RankError, UnreachableError, UserError
 from flyte_ddp.run_folder import UNFINISHED
-from tasks import places, recovery
+from tasks import checkpoint_store, places, recovery
+from tasks.checkpoint_store import DONE, SAVED, STARTED, CheckpointStore, Entry
+
+IDENTITY = Identity({"epochs": 1}, data="d", code="c", user_code="", initial_weights="", releases="torch 2")
+ARITHMETIC = Arithmetic(1, "cpu", "fp32", 1, "off", "")
 
 
-class Store:
-    """Flyte's place for checkpoints: what the attempt before left, and what this one has sent."""
-
-    def __init__(self, before: dict[str, bytes], trouble: Callable[[], object] = lambda: None) -> None:
-        self.before, self.trouble = before, trouble
-        self.sent: dict[str, bytes] = {}
-
-    def prev_exists(self) -> bool:
-        return True
-
-    def restore(self, folder: Path) -> None:
-        self.trouble()
-        for name, content in self.before.items():
-            (folder / name).write_bytes(content)
-
-    def save(self, path: Path) -> None:
-        self.sent[path.name] = path.read_bytes()
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    folder = tmp_path_factory.mktemp("s3")
+    (folder / "bucket").mkdir()
+    with s3_server(folder) as started:
+        yield started
 
 
-@pytest.fixture(autouse=True)
-def _in_a_pod(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places, "is_local", lambda: False)
-    monkeypatch.setattr(recovery, "PAUSES", (0.0, 0.0))
+@pytest.fixture
+def base(server: S3Server, request: pytest.FixtureRequest) -> Path:
+    """The folder of a run in the bucket, of this test's own."""
+    return server.folder / "bucket" / request.node.name.translate(str.maketrans("[]", "--")) / "run"
 
 
-def attempt(store: Store, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The checkpoints that training finds."""
-    context = type("Context", (), {"checkpoint": store})
-    monkeypatch.setattr(recovery, "current_context", context)
-    with recovery.retried(), recovery.checkpoints_kept(folder):
-        return sorted(path.name for path in (folder / UNFINISHED / FOLDER).glob("*.ckpt"))
+@pytest.fixture
+def store(server: S3Server, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CheckpointStore:
+    """Of the first attempt of execution ``one``."""
+    for name, value in server.flyte_environment().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(checkpoint_store, "PAUSES", (0.0, 0.0))
+    access = FileAccessProvider(str(tmp_path), "s3://bucket/data/xy/one-n1-0", DataConfig.auto())
+    folder = f"s3://{base.relative_to(server.folder)}"
+    return CheckpointStore(access.get_filesystem_for_path(folder), folder, execution="one", attempt=0)
 
 
-def test_checkpoints_are_handed_on_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = Store(dict.fromkeys(SLOTS, b"saved"))
-    assert attempt(store, tmp_path, monkeypatch) == [*SLOTS]
-    assert store.sent == store.before
+def write(path: Path, step: int) -> Path:
+    """A checkpoint, such as training leaves."""
+    about = {"epoch": 0, "step": step, "trained_in": [vars(ARITHMETIC)], "time": time.time()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    checkpoint.write(path, about, IDENTITY, b"", lambda file: file.write(str(step).encode()))
+    return path
 
 
-def test_sigterm_while_they_are_fetched_loses_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = Store(dict.fromkeys(SLOTS, b"saved"), trouble=lambda: os.kill(os.getpid(), signal.SIGTERM))
-    with pytest.raises(recovery.FlyteRecoverableException, match="will go on from its last checkpoint"):
-        attempt(store, tmp_path, monkeypatch)
-    assert store.sent == store.before
+def begun(store: CheckpointStore, folder: Path) -> int:
+    """After which step an attempt goes on."""
+    folder.mkdir(parents=True, exist_ok=True)
+    store.begin(folder / SLOTS[0])
+    found = checkpoint.newest_of(folder)
+    return found.step if found else 0
+
+
+def names(base: Path, kind: str = SAVED) -> list[str]:
+    """Execution, attempt and step of the files of a kind."""
+    found = [entry for path in base.rglob("*") if (entry := Entry.at(str(path))) is not None and entry.kind == kind]
+    return sorted(f"{entry.execution} {entry.attempt} {entry.step}" for entry in found)
+
+
+def test_any_attempt_finds_the_newest(store: CheckpointStore, base: Path, tmp_path: Path) -> None:
+    """However many attempts in between have left nothing."""
+    assert begun(store, tmp_path / "0") == 0
+    for step in (3, 5, 7):
+        store.send(write(tmp_path / "a.ckpt", step))
+    assert names(base) == ["one 0 5", "one 0 7"]
+    assert begun(replace(store, attempt=1), tmp_path / "1") == 7
+    third = replace(store, attempt=2)
+    assert begun(third, tmp_path / "2") == 7
+    third.send(write(tmp_path / "a.ckpt", 9))
+    assert names(base) == ["one 0 7", "one 2 9"]
+    assert begun(replace(store, attempt=5), tmp_path / "5") == 9
+    assert names(base, STARTED) == ["one 0 0", "one 1 7", "one 2 7", "one 5 9"]
+
+
+def test_a_new_execution_goes_on_where_the_last_one_stopped(store: CheckpointStore, base: Path, tmp_path: Path) -> None:
+    store.send(write(tmp_path / "a.ckpt", 5))
+    other = replace(store, execution="two")
+    assert begun(other, tmp_path / "2") == 5
+    other.send(write(tmp_path / "a.ckpt", 6))
+    assert names(base) == ["one 0 5", "two 0 6"], "each removes only its own"
+    other.end(None)
+    assert begun(replace(store, attempt=1), tmp_path / "1") == 5, "of one that is done nothing is taken"
+    assert begun(replace(other, attempt=1), tmp_path / "2b") == 6, "unless it is lost before it has handed over"
+    assert begun(replace(store, execution="three", anew=True), tmp_path / "3") == 0
+
+
+def test_a_damaged_one_is_passed_over(store: CheckpointStore, base: Path, tmp_path: Path) -> None:
+    for step in (3, 5):
+        store.send(write(tmp_path / "a.ckpt", step))
+    [newest] = base.rglob("saved-0-5-*")
+    newest.write_bytes(newest.read_bytes()[:-1])
+    assert begun(replace(store, attempt=1), tmp_path / "1") == 3
+
+
+def test_two_at_once_do_not_mix(store: CheckpointStore, base: Path, tmp_path: Path) -> None:
+    def train(execution: str) -> None:
+        own = replace(store, execution=execution)
+        for step in range(1, 20):
+            own.send(write(tmp_path / execution / "a.ckpt", step))
+
+    threads = [threading.Thread(target=train, args=(name,)) for name in ("one", "two")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert names(base) == ["one 0 18", "one 0 19", "two 0 18", "two 0 19"]
+
+
+def test_attempts_that_get_nowhere_are_the_last(
+    store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLYTE_DDP_PROFILE", "sandbox")
+    store.send(write(tmp_path / "a.ckpt", 5))
+    assert begun(store, tmp_path / "0") == 5
+    second = replace(store, attempt=1)
+    assert begun(second, tmp_path / "1") == 5
+    third = replace(store, attempt=4)  # pods that were lost before they began do not count
+    with pytest.raises(UserError, match=r"^2 attempts got no further than step 5, .*: it was killed.*gives 2Gi"):
+        begun(third, tmp_path / "4")
+    second.end(RankError("rank 1: a cosmic ray"))
+    with pytest.raises(UserError, match=r"the last one: rank 1: a cosmic ray$"):
+        begun(third, tmp_path / "4")
+    second.send(write(tmp_path / "a.ckpt", 6))
+    assert begun(third, tmp_path / "4 again") == 6
+    assert begun(replace(store, execution="two"), tmp_path / "two") == 6, "another execution counts for itself"
+
+
+def test_what_is_nobodys_is_removed(store: CheckpointStore, base: Path, tmp_path: Path) -> None:
+    old, over, fresh = (base.parent / run / "execution" for run in ("old", "over", "fresh"))
+    long_ago, lately = int(time.time()) - 15 * 86_400, int(time.time()) - 2 * 3600
+    for folder, kind, moment in (
+        (old, SAVED, long_ago),
+        (over, DONE, lately),
+        (over, SAVED, lately),
+        (fresh, SAVED, lately),
+    ):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{kind}-0-1-0-{moment}").write_text("content")
+    (old / "of somebody else").write_text("content")
+    begun(store, tmp_path / "0")
+    left = {path.relative_to(base.parent).parts[0] for path in base.parent.rglob("*") if Entry.at(str(path))}
+    assert left == {"fresh", "run"}
+    assert (old / "of somebody else").exists()
+
+
+@pytest.mark.parametrize(("failures", "fails"), [(1, False), (2, False), (3, True)])
+def test_a_store_that_fails_is_asked_again(
+    store: CheckpointStore, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    failures: int, fails: bool,
+) -> None:  # fmt: skip
+    store.send(write(tmp_path / "a.ckpt", 5))
+    errors, find = iter([OSError("503: slow down")] * failures), store.files.find
+
+    def troubled(folder: str) -> list[str]:
+        if error := next(errors, None):
+            raise error
+        return find(folder)
+
+    monkeypatch.setattr(store.files, "find", troubled)
+    if fails:
+        with pytest.raises(UnreachableError, match="503: slow down"):
+            begun(store, tmp_path / "0")
+    else:
+        assert begun(store, tmp_path / "0") == 5
+    assert capsys.readouterr().out.count("503: slow down; next try") == min(failures, 2)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "folder"),
+    [
+        ("s3://bucket/data/xy/f1-n1-0/", "s3://bucket/data/flyte-ddp-checkpoints"),
+        ("s3://bucket/xy/f1-n1-0", "s3://bucket/flyte-ddp-checkpoints"),
+        ("gs://bucket/deep/er/xy/f1-n1-0", "gs://bucket/deep/er/flyte-ddp-checkpoints"),
+    ],
+)
+def test_they_are_beside_all_outputs(prefix: str, folder: str) -> None:
+    assert checkpoint_store.beside_outputs(prefix) == folder
+
+
+class TestInAPod:
+    """The whole way, as training tasks go it."""
+
+    @pytest.fixture(autouse=True)
+    def _in_a_pod(
+        self, store: CheckpointStore, server: S3Server, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> Iterator[None]:
+        monkeypatch.setattr(places, "is_local", lambda: False)
+        address = f"s3://{base.parent.relative_to(server.folder)}"
+        variables = {"PROJECT": "p", "DOMAIN": "d", "ID": "one"}
+        for name, value in variables.items():
+            monkeypatch.setenv(f"FLYTE_INTERNAL_EXECUTION_{name}", value)
+        monkeypatch.setenv("FLYTE_DDP_CHECKPOINTS", address)
+        monkeypatch.setenv("FLYTE_ATTEMPT_NUMBER", "0")
+        access = FileAccessProvider(str(tmp_path), "s3://bucket/data/xy/one-n1-0", DataConfig.auto())
+        with FlyteContextManager.with_context(FlyteContextManager.current_context().with_file_access(access)):
+            yield
+
+    @staticmethod
+    def attempt(folder: Path, work: Callable[[Path], object]) -> None:
+        with recovery.retried(), recovery.checkpoints_kept(folder, "run"):
+            work(folder / UNFINISHED / FOLDER)
+
+    def test_what_was_saved_last_is_sent(self, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(folder: Path) -> None:
+            write(folder / SLOTS[0], 4)
+            write(folder / SLOTS[1], 8)
+            raise RankError("rank 1 was killed", recoverable=True)
+
+        with pytest.raises(recovery.FlyteRecoverableException, match="rank 1 was killed"):
+            self.attempt(tmp_path / "0", fail)
+        monkeypatch.setenv("FLYTE_ATTEMPT_NUMBER", "1")
+        found: list[int] = []
+
+        def succeed(folder: Path) -> None:
+            newest = checkpoint.newest_of(folder)
+            found.append(newest.step if newest else 0)
+            (folder / SLOTS[0]).unlink()
+
+        self.attempt(tmp_path / "1", succeed)
+        assert found == [8]
+        assert names(base.parent / "p/d/run") == ["one 0 8"]
+        assert names(base.parent / "p/d/run", DONE) == ["one 1 0"]
+
+    def test_sigterm_while_they_are_fetched_loses_none(
+        self, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        begin = CheckpointStore.begin
+
+        def begin_and_be_stopped(store: CheckpointStore, path: Path) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            begin(store, path)
+
+        monkeypatch.setattr(CheckpointStore, "begin", begin_and_be_stopped)
+        with pytest.raises(recovery.FlyteRecoverableException, match="will go on from its last checkpoint"):
+            self.attempt(tmp_path / "0", lambda _: None)
+        assert names(base.parent / "p/d/run", STARTED) == ["one 0 0"]
+
+    def test_without_permission_there_is_no_checkpoint(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setenv("FLYTE_AWS_SECRET_ACCESS_KEY", "wrong")
+        access = FileAccessProvider(str(tmp_path), "s3://bucket/data/xy/one-n1-0", DataConfig.auto())
+        done: list[Path] = []
+        with FlyteContextManager.with_context(FlyteContextManager.current_context().with_file_access(access)):
+            self.attempt(tmp_path / "0", done.append)
+        assert done
+        assert "without checkpoints there, a lost pod loses all that it has done" in capsys.readouterr().out
 
 
 def test_what_flyte_tries_again() -> None:
@@ -67,27 +270,3 @@ def test_what_flyte_tries_again() -> None:
         raise UnreachableError("no answer")
     with pytest.raises(UserError, match="wrong"), recovery.retried():
         raise UserError("wrong")
-
-
-@pytest.mark.parametrize(("failures", "found"), [(1, [*SLOTS]), (2, [*SLOTS]), (3, [])])
-def test_a_store_that_fails_is_asked_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], failures: int, found: list[str]
-) -> None:
-    errors = iter([OSError("503: slow down")] * failures)
-
-    def fail() -> None:
-        if error := next(errors, None):
-            raise error
-
-    assert attempt(Store(dict.fromkeys(SLOTS, b"saved"), trouble=fail), tmp_path, monkeypatch) == found
-    said = capsys.readouterr().out
-    assert said.count("503: slow down") == failures
-    assert ("training begins anew" in said) == (not found)
-
-
-def test_there_may_be_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def none_there() -> None:
-        raise FlyteDataNotFoundException("checkpoint")
-
-    assert attempt(Store({}, trouble=none_there), tmp_path, monkeypatch) == []
-    assert "the attempt before left no checkpoint" in capsys.readouterr().out

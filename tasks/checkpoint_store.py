@@ -1,0 +1,241 @@
+"""A run's checkpoints in the blob store, for whoever trains it next: another attempt, or another execution.
+
+Flyte's own place for checkpoints shows an attempt what the one before it has left, and a new execution nothing. Here
+each attempt writes files under names of its own, so that two at the same time never mix, and begins with the newest
+checkpoint that is whole, whoever wrote it. The files of a run are BASE/RUN/EXECUTION/KIND-ATTEMPT-STEP-EPOCH-TIME.
+"""
+
+import os
+import posixpath
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Optional, TypeVar
+
+from flytekit import FlyteContextManager
+
+from flyte_ddp import checkpoint
+from flyte_ddp.errors import UnreachableError, UserError
+from tasks import pods
+
+SAVED, STARTED, ENDED, DONE = "saved", "started", "ended", "done"  # kinds of files
+KEPT = 2  # checkpoints of an execution
+DONE_SECONDS = 3600.0  # an execution with a result may still be handing it over
+FUTILE_ATTEMPTS = 2  # that got no further; there is no third
+PAUSES = (1.0, 4.0, 10.0)  # seconds between tries; within the time that a pod has after SIGTERM
+Returned = TypeVar("Returned")
+
+
+class Entry(NamedTuple):
+    """A file of a run."""
+
+    folder: str  # of the run's execution
+    kind: str
+    attempt: int  # that wrote it, from 0
+    step: int
+    epoch: int
+    time: int  # since 1970, in seconds
+
+    @property
+    def path(self) -> str:
+        """Its address."""
+        return f"{self.folder}/{self.kind}-{self.attempt}-{self.step}-{self.epoch}-{self.time}"
+
+    @property
+    def execution(self) -> str:
+        """Whose it is."""
+        return posixpath.basename(self.folder)
+
+    @classmethod
+    def at(cls, path: str) -> Optional["Entry"]:
+        """What a name says; None for a file that is none of ours."""
+        folder, name = posixpath.split(path)
+        kind, *numbers = name.split("-")
+        if kind not in (SAVED, STARTED, ENDED, DONE) or len(numbers) != 4 or not all(map(str.isdecimal, numbers)):
+            return None
+        attempt, step, epoch, seconds = map(int, numbers)
+        return cls(folder, kind, attempt, step, epoch, seconds)
+
+
+@dataclass(frozen=True)
+class CheckpointStore:
+    """The files of one run.
+
+    Args:
+        files: of the blob store, as fsspec has it.
+        folder: of the run.
+        execution: the id of this one.
+        attempt: the number of this one in it, from 0.
+        days: after which a file is nobody's.
+        anew: whether nothing is taken up that other executions have left.
+    """
+
+    files: Any
+    folder: str
+    execution: str
+    attempt: int
+    days: float = 14.0
+    anew: bool = False
+
+    @classmethod
+    def of_this_pod(cls, run: str) -> "CheckpointStore":
+        """The one that Flyte's variables, and those of the registration, lead to."""
+        access = FlyteContextManager.current_context().file_access
+        address = os.environ.get(pods.CHECKPOINTS_VARIABLE) or beside_outputs(access.raw_output_prefix)
+        variables = [os.environ[f"FLYTE_INTERNAL_EXECUTION_{name}"] for name in ("PROJECT", "DOMAIN", "ID")]
+        project, domain, execution = variables
+        return cls(
+            files=access.get_filesystem_for_path(address),
+            folder=posixpath.join(address, project, domain, run),
+            execution=execution,
+            attempt=int(os.environ.get("FLYTE_ATTEMPT_NUMBER") or 0),
+            days=float(os.environ.get(pods.CHECKPOINT_DAYS_VARIABLE) or cls.days),
+            anew=bool(os.environ.get(pods.ANEW_VARIABLE)),
+        )
+
+    def begin(self, path: Path) -> None:
+        """Brings the newest whole checkpoint to ``path``, if there is one, and notes where this attempt begins.
+
+        Raises:
+            UserError: one attempt after the other got no further than where it began.
+            UnreachableError: the store did not answer in several tries.
+            PermissionError: it may not be read, or not be written to.
+
+        """
+        entries = tried(self.listed)
+        here = checkpoint.newest_of(path.parent)  # where Elastic has started the ranks once more
+        step = here.step if here else self.bring(entries, path)
+        self.stop_if_futile(entries, step)
+        tried(partial(self.note, STARTED, step))
+        with suppress(OSError):  # somebody else will do it
+            self.sweep()
+
+    def listed(self) -> list[Entry]:
+        """The run's files that matter to this execution, newest checkpoints first."""
+        entries = self.entries_in(self.folder)
+        done = {entry.execution for entry in entries if entry.kind == DONE} - {self.execution}
+        found = [entry for entry in entries if entry.execution not in done]
+        if self.anew:
+            found = [entry for entry in found if entry.execution == self.execution]
+        return sorted(found, key=lambda entry: (entry.step, entry.epoch, entry.time), reverse=True)
+
+    def sweep(self) -> None:
+        """Removes what is nobody's any more, of this run and all others beside it."""
+        now = time.time()
+        entries = self.entries_in(posixpath.dirname(self.folder))
+        done = {entry.folder for entry in entries if entry.kind == DONE and now - entry.time > DONE_SECONDS}
+        for entry in entries:
+            if entry.folder in done or now - entry.time > self.days * 86_400:
+                self.remove(entry)
+
+    def entries_in(self, folder: str) -> list[Entry]:
+        """The files below it."""
+        self.files.invalidate_cache()
+        return [entry for path in self.files.find(folder) if (entry := Entry.at(path)) is not None]
+
+    def bring(self, entries: list[Entry], path: Path) -> int:
+        """Downloads the newest checkpoint that is whole; returns its step, 0 if there is none."""
+        for entry in entries:
+            if entry.kind == SAVED:
+                with suppress(FileNotFoundError):  # its attempt has just replaced it
+                    tried(partial(self.files.get_file, entry.path, str(path)))
+                    if checkpoint.read(path) is not None:
+                        print(f"found the checkpoint of attempt {entry.attempt} of {entry.execution}", flush=True)
+                        return entry.step
+                    print(f"{entry.path} is damaged; the one before it is taken", flush=True)
+        path.unlink(missing_ok=True)
+        return 0
+
+    def stop_if_futile(self, entries: list[Entry], step: int) -> None:
+        """Refuses another attempt after some that were lost where they began; see :meth:`begin`."""
+        mine = [entry for entry in entries if entry.execution == self.execution and entry.attempt < self.attempt]
+        began = {entry.attempt: entry.step for entry in reversed(mine) if entry.kind == STARTED}
+        last = sorted(began)[-FUTILE_ATTEMPTS:]
+        if len(last) < FUTILE_ATTEMPTS or any(began[attempt] < step for attempt in last):
+            return
+        ends = [entry for entry in mine if (entry.kind, entry.attempt) == (ENDED, last[-1])]
+        why = tried(lambda: self.files.cat_file(ends[0].path).decode()) if ends else killed()
+        raise UserError(
+            f"{FUTILE_ATTEMPTS} attempts got no further than step {step:,}, where they began, so no other one is made; "
+            f"the last one: {why}"
+        )
+
+    def send(self, path: Path) -> None:
+        """Uploads a checkpoint, and removes what newer ones of this execution have replaced.
+
+        Raises:
+            FileNotFoundError: it is not there any more.
+
+        """
+        found = checkpoint.read(path)
+        if found is None:
+            raise FileNotFoundError(path)
+        self.files.put_file(str(path), self.entry(SAVED, found.step, found.epoch).path)
+        self.keep(KEPT)
+
+    def end(self, error: BaseException | None) -> None:
+        """Notes how the attempt has ended: with a result, or with an error."""
+        if error is None:
+            self.note(DONE, 0)
+            self.keep(1)  # until the result is in Flyte's hands: this pod may be lost before
+        else:
+            self.note(ENDED, 0, str(error))
+
+    def keep(self, number: int) -> None:
+        """Removes all but the newest checkpoints of this execution."""
+        mine = [entry for entry in self.listed() if (entry.execution, entry.kind) == (self.execution, SAVED)]
+        for entry in mine[number:]:
+            self.remove(entry)
+
+    def note(self, kind: str, step: int, text: str = "") -> None:
+        """Writes a small file, which some stores do not take if it is empty."""
+        self.files.pipe_file(self.entry(kind, step).path, (text or kind).encode(errors="replace"))
+
+    def remove(self, entry: Entry) -> None:
+        """Removes a file, if that is allowed, and somebody else has not done so."""
+        with suppress(OSError):
+            self.files.rm_file(entry.path)
+
+    def entry(self, kind: str, step: int, epoch: int = 0) -> Entry:
+        """A new file of this attempt's."""
+        return Entry(posixpath.join(self.folder, self.execution), kind, self.attempt, step, epoch, int(time.time()))
+
+
+def beside_outputs(raw_output_prefix: str) -> str:
+    """Where all executions find the same: Flyte gives each attempt PREFIX/XX/EXECUTION-NODE-ATTEMPT for its outputs."""
+    return posixpath.join(posixpath.dirname(posixpath.dirname(raw_output_prefix.rstrip("/"))), "flyte-ddp-checkpoints")
+
+
+def killed() -> str:
+    """Of an attempt that could not say why it ended."""
+    name = pods.chosen_profile()
+    return (
+        f"it was killed, as a pod is whose memory is full (profile {name!r} gives {pods.PROFILES[name].memory}); "
+        "take a profile with more memory, or a smaller batch_size"
+    )
+
+
+def tried(action: Callable[[], Returned]) -> Returned:
+    """What it returns, in one of several tries.
+
+    Raises:
+        UnreachableError: none of them went well.
+        PermissionError, FileNotFoundError: another try would end likewise.
+
+    """
+    for pause in (*PAUSES, None):
+        try:
+            return action()
+        except (PermissionError, FileNotFoundError):  # noqa: PERF203
+            raise
+        except Exception as error:
+            if pause is None:
+                raise UnreachableError(
+                    f"checkpoints in the blob store: {error}; the same run will try again"
+                ) from error
+            print(f"checkpoints in the blob store: {error}; next try in {pause:g} s", flush=True)
+            time.sleep(pause)
+    raise AssertionError
