@@ -161,7 +161,7 @@ def resident(state: TrainingState, synchronised: bool) -> Iterator[int]:
             loss = functional.cross_entropy(logits.float(), labels, reduction="sum")
             (loss / size).backward()
         if synchronised:
-            state.sync.add_up(loss.detach().double())
+            state.sync.combine(loss.detach().double())
         state.optimizer.step()
         state.optimizer.zero_grad(set_to_none=True)
         yield size

@@ -45,8 +45,10 @@ done
 [ -f "$config" ] || fail "--config $config: there is no such file; choose deploy/sandbox.yaml or deploy/production.yaml"
 if placeholder=$(grep -oE '^[^#]*endpoint:.*example\.(com|org|net)' "$config"); then
     placeholder=${placeholder%%$'\n'*}
-    fail "--config $config: '${placeholder#"${placeholder%%[! ]*}"}' only holds the place of your cluster's address: put that in"
+    fail "--config $config: '${placeholder#"${placeholder%%[! ]*}"}' is an example: put your cluster's address there"
 fi
+[[ $image =~ ^[^[:space:]]+(:[^:/[:space:]]+|@sha256:[0-9a-f]{64})$ ]] ||
+    fail "--image '$image': must end with a tag or a digest, such as registry.example.com/flyte-ddp:1"
 config=$(realpath "$config")
 
 cd "$(dirname "$0")/.."
@@ -80,7 +82,8 @@ printf 'commit   %s\nversion  %s\nprofile  %s\nimage    %s\ncluster  %s (%s, %s)
 if [ -n "$dry_run" ]; then
     mkdir -p build
     printf '\nDry run: packages only. To register: '
-    printf '%q ' env "FLYTE_DDP_PROFILE=$profile" "${register[@]}"
+    mapfile -t pairs < <(printf '%s' "${settings:+$settings$'\n'}")
+    printf '%q ' env "FLYTE_DDP_PROFILE=$profile" "${pairs[@]}" "${register[@]}"
     printf '\n\n'
     "${package[@]}"
     printf '\n'

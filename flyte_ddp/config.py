@@ -223,7 +223,7 @@ class Hyperparameters(DataClassJsonMixin):
     )
     strategy: str = setting(
         "auto",
-        "How gradients are added up over the ranks: ddp (torch's DistributedDataParallel), hooks (an all-reduce for "
+        "How gradients are averaged over the ranks: ddp (torch's DistributedDataParallel), hooks (an all-reduce for "
         "each parameter), shared_memory (CPU ranks of one machine, on Linux), or auto: shared memory where it can be, "
         "else ddp.",
         choices=("auto", "ddp", "hooks", "shared_memory"),

@@ -168,7 +168,7 @@ def precision(hp: Hyperparameters, device_type: str, *, small: bool, bf16: Bf16)
 
 
 def strategy(hp: Hyperparameters, device_type: str) -> str:
-    """How gradients are added up: in shared memory where the ranks are CPU processes (of this machine)."""
+    """How gradients are averaged: in shared memory where the ranks are CPU processes (of this machine)."""
     possible = device_type == "cpu" and sys.platform == "linux"
     if hp.strategy == "shared_memory" and not possible:
         raise UserError(

@@ -1,7 +1,8 @@
 """How gradients are synchronised: in memory that a machine's ranks share, or by torch's DistributedDataParallel.
 
-Losses are divided by the global batch's sample count before ``backward``, so the ranks' gradients are added, not
-averaged: a ragged batch is exact.
+Each rank's loss is a sum, times the number of ranks and divided by the global batch's sample count, and gradients are
+averaged. So a ragged batch is exact, and what a model adds to its gradients beside the loss (a hook, or a loss of a
+layer's own) counts once and not once for each rank.
 """
 
 # No "from __future__ import annotations" here: DDP checks a communication hook's annotations, and wants real types.
@@ -27,7 +28,7 @@ WAITED = "waited"
 
 
 class GradientSync:
-    """A model whose gradients, after :meth:`add_up`, are those of the global batch on every rank.
+    """A model whose gradients, after :meth:`combine`, are those of the global batch on every rank.
 
     This one is for a single rank, which has nothing to do for that.
     """
@@ -55,8 +56,8 @@ class GradientSync:
         """Goes around forward and backward of one micro-batch; all but the last of a step only accumulate."""
         yield
 
-    def add_up(self, loss_sum: Tensor) -> Tensor:
-        """Ends a step's communication: adds up over the ranks what backward passes left, and the loss.
+    def combine(self, loss_sum: Tensor) -> Tensor:
+        """Ends a step's communication: averages over the ranks what backward passes left, and adds up the loss.
 
         Args:
             loss_sum: fp64 scalar, the sum of this rank's losses.
@@ -69,7 +70,7 @@ class GradientSync:
 
 
 class SharedMemorySync(GradientSync):
-    """For CPU ranks of one machine: each puts its gradients where all can read them, and adds up those of all.
+    """For CPU ranks of one machine: each puts its gradients where all can read them, and averages those of all.
 
     gloo goes through TCP even on one machine, and its threads need the cores that compute. All ranks add in the same
     order, and so get the same bits. What is shared grows with the largest parameter, not with the model.
@@ -89,14 +90,14 @@ class SharedMemorySync(GradientSync):
         self.turn = 0
 
     @torch.no_grad()
-    def add_up(self, loss_sum: Tensor) -> Tensor:
+    def combine(self, loss_sum: Tensor) -> Tensor:
         """See :class:`GradientSync`; a gradient that no rank has stays None, as on a single rank."""
         for in_either_set in self.buckets:
             bucket = in_either_set[self.turn]
             self.turn = 1 - self.turn
             bucket.put(loss_sum)
             self.memory.barrier()
-            bucket.add_up()
+            bucket.average()
         return bucket.losses.sum()
 
 
@@ -122,14 +123,15 @@ class SharedBucket:
             self.has_gradient[own, index] = parameter.grad is not None
             of_ranks[own] = 0.0 if parameter.grad is None else parameter.grad
 
-    def add_up(self) -> None:
-        """Overwrites the gradients by their sums over all ranks."""
+    def average(self) -> None:
+        """Overwrites the gradients by their means over all ranks."""
         any_has = self.has_gradient.any(dim=0).tolist()
         for parameter, of_ranks, has_gradient in zip(self.parameters, self.gradients, any_has, strict=True):
             if has_gradient:
                 parameter.grad = torch.add(of_ranks[0], of_ranks[1], out=parameter.grad)
                 for gradient in of_ranks[2:]:
                     parameter.grad += gradient
+                parameter.grad /= len(of_ranks)
 
 
 def in_buckets(parameters: Sequence[nn.Parameter], most_bytes: int) -> list[list[nn.Parameter]]:
@@ -169,10 +171,10 @@ class DDPSync(GradientSync):
                 gradient_as_bucket_view=True,
                 broadcast_buffers=False,
                 # Otherwise a model with a parameter that no output depends on fails in its second step, or, if there is
-                # none, ends with gradients that were never added up.
+                # none, ends with gradients that were never averaged.
                 find_unused_parameters=True,
             )
-        self.parallel.register_comm_hook(self, add_over_ranks)
+        self.parallel.register_comm_hook(self, average_over_ranks)
 
     def __call__(self, images: Tensor) -> Tensor:
         """See :class:`GradientSync`."""
@@ -193,7 +195,7 @@ class DDPSync(GradientSync):
         if self.last_bucket_started is not None:  # ``backward`` has ended when the last bucket's sum was there
             self.clock.add(WAITED, self.last_bucket_started)
 
-    def add_up(self, loss_sum: Tensor) -> Tensor:
+    def combine(self, loss_sum: Tensor) -> Tensor:
         """See :class:`GradientSync`; the gradients are there already."""
         return sum_over_ranks(loss_sum)
 
@@ -202,7 +204,7 @@ class HooksSync(GradientSync):
     """One all-reduce for each parameter, started while the backward pass goes on; DDP's idea without its buckets.
 
     Every rank starts them in the same order, from the last parameter to the first, whatever the order in which its
-    gradients come; otherwise ranks that use different parameters would add up tensors that do not belong together.
+    gradients come; otherwise ranks that use different parameters would average tensors that do not belong together.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -238,7 +240,7 @@ class HooksSync(GradientSync):
         self.last = last
         yield
 
-    def add_up(self, loss_sum: Tensor) -> Tensor:
+    def combine(self, loss_sum: Tensor) -> Tensor:
         """See :class:`GradientSync`; a gradient that no rank has becomes None again, as on a single rank."""
         has_gradient = torch.tensor([parameter.grad is not None for parameter in self.order]).to(
             self.order[0].device, torch.int32
@@ -251,7 +253,9 @@ class HooksSync(GradientSync):
             work.wait()
         wait_for(loss_sum.device)
         for parameter, ranks_with_gradient in zip(self.order, has_gradient.tolist(), strict=True):
-            if not ranks_with_gradient:
+            if ranks_with_gradient:
+                parameter.grad.div_(world_size())  # type: ignore[union-attr]
+            else:
                 parameter.grad = None
         self.started.clear()
         self.ready.clear()
@@ -259,19 +263,19 @@ class HooksSync(GradientSync):
 
 
 def gradient_came_twice(strategy: str, fix: str) -> UserError:
-    """The error for more of a gradient that is being added up over the ranks already."""
+    """The error for more of a gradient that is being averaged over the ranks already."""
     return UserError(
         f"strategy={strategy!r}: the backward pass came back to a parameter whose gradient was complete, as with "
         f"torch.utils.checkpoint(use_reentrant=True); use {fix}"
     )
 
 
-def add_over_ranks(sync: DDPSync, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """DDP communication hook: the sum of one bucket of gradients over the ranks."""
+def average_over_ranks(sync: DDPSync, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """DDP communication hook: the mean of one bucket of gradients over the ranks."""
     sync.last_bucket_started = sync.clock.mark(WAITED)
     work: Any = dist.all_reduce(bucket.buffer(), async_op=True)
     future: torch.futures.Future[Any] = work.get_future()
-    return future.then(lambda done: done.value()[0])
+    return future.then(lambda done: done.value()[0].div_(world_size()))
 
 
 def synchronised(model: nn.Module, strategy: str, device: torch.device) -> GradientSync:

@@ -121,10 +121,10 @@ def compute_gradients(state: TrainingState, batch: sampling.Indices) -> Tensor:
             )
             if not share.counts:
                 loss = 0.0 * loss
-            (loss / len(batch)).backward()  # type: ignore[no-untyped-call]
+            (loss * world_size() / len(batch)).backward()  # type: ignore[no-untyped-call]
         loss_sum += loss.detach()
     with state.clock("communication"):
-        loss_sum = state.sync.add_up(loss_sum)
+        loss_sum = state.sync.combine(loss_sum)
         state.buffers.passes_done(state.step)
     state.loss_watch.look(loss_sum, lambda: forward_again(state, batch))
     return loss_sum

@@ -9,6 +9,7 @@ changed.
 from __future__ import annotations
 
 import dataclasses
+import re
 import shutil
 import sys
 import tempfile
@@ -24,8 +25,10 @@ import yaml
 from flytekit import FlyteContextManager
 from flytekit.configuration import Config, PlatformConfig
 from flytekit.core.data_persistence import flyte_tmp_dir
+from flytekit.core.type_engine import TypeTransformerFailedError
 from flytekit.exceptions.system import FlyteSystemUnavailableException
 from flytekit.exceptions.user import FlyteEntityNotFoundException
+from flytekit.types.file.file import FlyteFilePathTransformer
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import RankError, StoppedError, UserError, unknown_name
@@ -55,7 +58,7 @@ def in_panels(context: click.Context) -> Iterator[None]:
     except FlyteEntityNotFoundException:
         raise unknown_entity(context) from None
     except Exception as error:
-        refusal = unreadable(error) or unknown_option(error) or unreachable(error, context)
+        refusal = unreadable(error) or unfit(error) or unknown_option(error) or unreachable(error, context)
         if refusal is not None:
             raise refusal from None
         raise
@@ -109,6 +112,25 @@ def unreadable_inputs_file(error: Exception) -> UserError | None:
         return UserError(f"--inputs-file {path}: must hold an object of inputs by their names, such as {EXAMPLE}")
     if reason := why_no_text(error):
         return UserError(f"--inputs-file {path}: {reason}; it must be a file of JSON or YAML, such as {EXAMPLE}")
+    return None
+
+
+def unfit(error: BaseException | None) -> UserError | None:
+    """The error for a file or folder of another kind than the input takes; None if that is not what happened."""
+    while error is not None:
+        if isinstance(error, TypeTransformerFailedError) and (found := re.search(r"t '(\w+)'", str(error))):
+            given = after(f"--{found[1]}")  # it says "argument" or "input"
+            if given is None:
+                return None
+            path = Path(given)
+            kind = "file" if path.is_file() else "folder"
+            what = f"is a {kind}" if given and path.exists() else "there is no such path"
+            return UserError(f"--{found[1]} {given!r}: {what}; see --help for what it takes")
+        for frame in frames(error):
+            if frame.f_code is FlyteFilePathTransformer.validate_file_type.__code__:
+                path, kind = frame.f_locals["source_path"], str(error).partition("got ")[2]
+                return UserError(f"{path}: is of the type {kind}, which the input does not take; give another file")
+        error = error.__cause__ or error.__context__
     return None
 
 

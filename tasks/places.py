@@ -8,7 +8,8 @@ folder is ever answered with paths that are not there.
 import itertools
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TypeVar
@@ -104,14 +105,19 @@ def directory(path: Path) -> FlyteDirectory:
     return FlyteDirectory(str(path), remote_directory=False) if is_local() else FlyteDirectory(str(path))
 
 
-def new_folder(name: str) -> Path:
-    """An empty folder whose name starts with ``name`` and the time."""
+@contextmanager
+def new_folder(name: str) -> Iterator[Path]:
+    """An empty folder whose name starts with ``name`` and the time; it goes if nothing was put into it."""
     folder = folder_for(f"{name}-{datetime.now(timezone.utc):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}")
     try:
         folder.mkdir(parents=True)
     except OSError as error:
         raise not_writable(error) from None
-    return folder
+    try:
+        yield folder
+    finally:
+        with suppress(OSError):  # it holds something
+            folder.rmdir()
 
 
 def tell(headline: str, files: Mapping[Path, str]) -> None:

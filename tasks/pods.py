@@ -299,12 +299,19 @@ def in_bytes(text: str) -> int:
 def wandb_secret() -> Optional[Secret]:
     """The secret with wandb's key: ``group/key`` in ``FLYTE_DDP_WANDB_SECRET``, or none where that is ``off``.
 
-    Pods without GPUs ask for none unless told to, because a pod that asks for a secret that is not there never starts.
+    Pods without GPUs ask for none unless told to: they are mostly for trying things out.
+
+    Raises:
+        UserError: it is neither.
+
     """
     default = DEFAULT_SECRET if PROFILES[chosen_profile()].gpus else "off"
-    group, _, key = (os.environ.get(SECRET_VARIABLE) or default).partition("/")
-    if not key:
+    name = os.environ.get(SECRET_VARIABLE) or default
+    if name == "off":
         return None
+    group, _, key = name.partition("/")
+    if not (group and key):
+        raise UserError(f"{SECRET_VARIABLE}={name!r}: must be a secret's group/key, such as {DEFAULT_SECRET}, or off")
     return Secret(group=group, key=key, mount_requirement=Secret.MountType.ENV_VAR)
 
 

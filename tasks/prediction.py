@@ -38,16 +38,17 @@ def predict_images(
         raise UserError(f"images={images}, dataset={dataset!r}: give either a folder of images or a data set")
     settings, prepared = from_environment(), None
     if dataset:
-        folder = places.folder_for(f"datasets/{fingerprint(dataset, data_source, test_dataset)}")
-        prepared = fetch(dataset, data_source, folder, test_dataset=test_dataset, progress=settings.progress)
-    table = predict(
-        Path(model_state.download()),
-        Path(sidecar.download()),
-        images=Path(images.download()) if images is not None else None,
-        dataset=prepared,
-        output=places.new_folder("predictions") / "predictions.csv",
-        bad_samples=bad_samples,
-        settings=settings,
-    )
+        place = places.folder_for(f"datasets/{fingerprint(dataset, data_source, test_dataset)}")
+        prepared = fetch(dataset, data_source, place, test_dataset=test_dataset, progress=settings.progress)
+    with places.new_folder("predictions") as folder:
+        table = predict(
+            Path(model_state.download()),
+            Path(sidecar.download()),
+            images=Path(images.download()) if images is not None else None,
+            dataset=prepared,
+            output=folder / "predictions.csv",
+            bad_samples=bad_samples,
+            settings=settings,
+        )
     places.tell("predictions made in", {table: "one row for each image"})
     return places.file(FlyteFile, table)

@@ -34,16 +34,16 @@ def pack_shards(
     pods.check_code()
     if order not in ("mixed", "own"):
         raise unknown_name("order", order, ("mixed", "own"))
-    folder = places.new_folder("shards")
-    pack_source(
-        source,
-        folder,
-        split=split,
-        name=name,
-        per_shard=samples_per_shard,
-        seed=seed if order == "mixed" else None,
-        progress=from_environment().progress,
-    )
+    with places.new_folder("shards") as folder:
+        pack_source(
+            source,
+            folder,
+            split=split,
+            name=name,
+            per_shard=samples_per_shard,
+            seed=seed if order == "mixed" else None,
+            progress=from_environment().progress,
+        )
     places.tell("packed into", {folder / f"{name}.json": f"the index, a data set: shards:{folder / name}.json"})
     return places.directory(folder)
 
@@ -55,9 +55,9 @@ def index_shards(urls: List[str], name: str = "train", classes: Optional[List[st
     from flyte_ddp.shards.scanning import create_index
 
     pods.check_code()
-    folder = places.new_folder("index")
     progress = from_environment().progress
-    create_index(urls, folder / f"{name}.json", name=name, classes=classes or [], progress=progress)
+    with places.new_folder("index") as folder:
+        create_index(urls, folder / f"{name}.json", name=name, classes=classes or [], progress=progress)
     places.tell("indexed in", {folder / f"{name}.json": "the index"})
     return places.directory(folder)
 
@@ -69,8 +69,8 @@ def join_shards(indexes: List[str], weights: Optional[List[float]] = None, name:
     from flyte_ddp.shards.joining import join_indexes
 
     pods.check_code()
-    folder = places.new_folder("index")
-    join_indexes(indexes, folder / f"{name}.json", weights=weights or [], name=name)
+    with places.new_folder("index") as folder:
+        join_indexes(indexes, folder / f"{name}.json", weights=weights or [], name=name)
     places.tell("joined in", {folder / f"{name}.json": "the index"})
     return places.directory(folder)
 
@@ -127,8 +127,8 @@ def sample_shards(index: str, number: int) -> FlyteDirectory:
     pods.check_code()
     sample = read_sample(index, number)
     members = {name: value for name, value in sample.items() if isinstance(value, bytes)}
-    folder = places.new_folder("sample")
-    write_members(sample["__key__"], members, folder)
+    with places.new_folder("sample") as folder:
+        write_members(sample["__key__"], members, folder)
     places.tell(f"sample {sample['__key__']} in", {folder: ", ".join(members)})
     return places.directory(folder)
 

@@ -250,3 +250,29 @@ def test_the_table_of_files_is_aligned_and_names_the_folder_once(tmp_path: Path)
     assert headline.endswith(f"made in {folder}")  # whole, as it is not below ROOT
     assert [row.split()[0] for row in rows] == ["model.pt", "model.json", "report.html", "metrics.jsonl"]
     assert {re.match(r"  \S+ +", row).end() for row in rows} == {len("  metrics.jsonl  ")}  # type: ignore[union-attr]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("--images", "nothing-here", "--images 'nothing-here': there is no such path"),
+        ("--images", "", "--images '': there is no such path"),
+        ("--images", "model.json", "--images 'model.json': is a file"),
+        ("--model_state", "model.json", "model.json: is of the type application/json, which the input does not take"),
+        ("--images", "broken", "sidecar model.json has format None"),
+    ],
+)
+def test_what_predictions_cannot_be_made_from(option: str, value: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "model.json").write_text("{}")
+    (tmp_path / "model.pt").write_bytes(zipped := (b"PK\x05\x06" + bytes(18)))
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken/a.png").write_bytes(zipped)
+    options = {"--model_state": "model.pt", "--sidecar": "model.json", "--images": "broken", option: value}
+    arguments = [word for pair in options.items() for word in pair]
+    ended = pyflyte(
+        "run", str(ROOT / "workflows/prediction.py"), "predict_wf", *arguments, home=tmp_path, directory=tmp_path
+    )
+    assert ended.exit_code == 1
+    assert words in " ".join(ended.panel.split())
+    assert not [*tmp_path.rglob("predictions-*")]

@@ -120,6 +120,8 @@ def test_a_dry_run_packs_all_sources_of_the_commit(clone: Path, tmp_path: Path) 
 def test_a_dry_run_lists_what_would_be_trained_and_on_what(clone: Path) -> None:
     ended = register(clone, *COMPLETE, "--profile", "gpu", "--dry-run", FLYTE_DDP_NODES="2:4")
     assert ended.exit_code == 0, ended.output
+    [command] = [line for line in ended.output.splitlines() if "To register: " in line]
+    assert "To register: env FLYTE_DDP_PROFILE=gpu FLYTE_DDP_NODES=2:4 " in command, "as its version says"
     found = [re.split(" {2,}", line.strip()) for line in ended.output.splitlines()]
     defaults = ["digits", "small_cnn", "10"]
     for plan in (
@@ -165,9 +167,16 @@ def test_the_placeholder_address_is_refused(clone: Path, option: tuple[str, ...]
     ended = register(clone, *COMPLETE, "--config", "deploy/production.yaml", *option)
     assert ended.exit_code == 1
     assert ended.output == (
-        "Error: --config deploy/production.yaml: 'endpoint: dns:///flyte.example.com' only holds the place of your "
-        "cluster's address: put that in\n"
+        "Error: --config deploy/production.yaml: 'endpoint: dns:///flyte.example.com' is an example: put your "
+        "cluster's address there\n"
     )
+
+
+@pytest.mark.parametrize("image", ["ubuntu", "a b:1", "localhost:5000/flyte-ddp", "flyte-ddp:"])
+def test_an_image_without_a_tag_is_refused(clone: Path, image: str) -> None:
+    ended = register(clone, *COMPLETE, "--image", image, "--dry-run")
+    assert ended.exit_code == 1
+    assert ended.output.startswith(f"Error: --image '{image}': must end with a tag or a digest, such as ")
 
 
 @pytest.mark.slow

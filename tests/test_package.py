@@ -289,6 +289,15 @@ def test_the_console_explains_tasks_and_workflows(default: Package) -> None:
         assert description.endswith("."), name
 
 
+@pytest.mark.parametrize("name", ["abc", "/key", "group/"])
+def test_a_secret_has_a_group_and_a_key(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(pods.SECRET_VARIABLE, name)
+    with pytest.raises(
+        UserError, match=rf"FLYTE_DDP_WANDB_SECRET='{name}': must be a secret's group/key, such as wandb/"
+    ):
+        pods.wandb_secret()
+
+
 @pytest.mark.parametrize(
     ("text", "number"),
     [

@@ -80,7 +80,8 @@ def dropout_in_ranks(folder: Path) -> None:
 
 def others_in_ranks(folder: Path) -> None:
     batch_norm = [f"stateful_models:batch_norm_{name}" for name in stateful_models.RUNS]
-    weights_in_ranks(folder, [*batch_norm, "stateful_models:tutorials", "stateful_models:subclassed"])
+    others = [f"stateful_models:{name}" for name in ("tutorials", "subclassed", "penalised")]
+    weights_in_ranks(folder, [*batch_norm, *others])
 
 
 @pytest.mark.slow

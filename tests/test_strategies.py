@@ -34,7 +34,7 @@ def parameters() -> list[nn.Parameter]:
     return [nn.Parameter(value) for value in values]
 
 
-def add_up_random_gradients(_: Path, bucket_bytes: int = BUCKET_BYTES) -> None:
+def average_random_gradients(_: Path, bucket_bytes: int = BUCKET_BYTES) -> None:
     model = nn.ParameterList(parameters())
     generator = torch.Generator().manual_seed(dist.get_rank())
     sync = SharedMemorySync(model, bucket_bytes)
@@ -45,11 +45,12 @@ def add_up_random_gradients(_: Path, bucket_bytes: int = BUCKET_BYTES) -> None:
         expected = [parameter.grad.double() for parameter in model]
         for gradient in expected:
             dist.all_reduce(gradient)
+            gradient.div_(RANKS)
         with sync.micro_batch(last=False):
             pass
         with sync.micro_batch(last=True):
             pass
-        assert sync.add_up(torch.tensor(dist.get_rank() + 0.5)).item() == 4.5
+        assert sync.combine(torch.tensor(dist.get_rank() + 0.5)).item() == 4.5
         for parameter, gradient in zip(model, expected, strict=True):
             tolerance = {torch.float32: 1e-6, torch.float64: 1e-15, torch.bfloat16: 0.03}[parameter.dtype]
             torch.testing.assert_close(parameter.grad.double(), gradient, rtol=tolerance, atol=tolerance)
@@ -58,9 +59,9 @@ def add_up_random_gradients(_: Path, bucket_bytes: int = BUCKET_BYTES) -> None:
             assert all(torch.equal(same[0], other) for other in same[1:])
 
 
-def add_up_in_buckets(_: Path) -> None:
+def average_in_buckets(_: Path) -> None:
     for bucket_bytes in (1, 60, 1000):  # a parameter each, some together (28, 960, 48 and 2 bytes), all
-        add_up_random_gradients(_, bucket_bytes)
+        average_random_gradients(_, bucket_bytes)
 
 
 def share_little(_: Path) -> None:
@@ -90,9 +91,9 @@ def read_late(folder: Path) -> None:
     for step in range(steps):
         for index, parameter in enumerate(parameters):
             parameter.grad = torch.full((4,), 10.0**step + index)
-        sync.add_up(torch.zeros(()))
+        sync.combine(torch.zeros(()))
         for index, parameter in enumerate(parameters):
-            assert torch.equal(parameter.grad, torch.full((4,), RANKS * (10.0**step + index)))
+            assert torch.equal(parameter.grad, torch.full((4,), 10.0**step + index))
 
 
 def copy_odd_tensors(_: Path) -> None:
@@ -107,7 +108,7 @@ def copy_odd_tensors(_: Path) -> None:
     assert (expanded == own).all()
 
 
-def add_up_with_missing_gradients(_: Path) -> None:
+def average_with_missing_gradients(_: Path) -> None:
     model = nn.ParameterList([nn.Parameter(torch.full((4,), float(dist.get_rank()))) for _ in range(3)])
     everywhere, in_rank_1, nowhere = model
     sync = SharedMemorySync(model)
@@ -117,9 +118,9 @@ def add_up_with_missing_gradients(_: Path) -> None:
         everywhere.grad = torch.ones(4)
         if dist.get_rank() == 1:
             in_rank_1.grad = torch.full((4,), float(step))
-        sync.add_up(torch.zeros(()))
-        assert torch.equal(everywhere.grad, torch.full((4,), float(RANKS)))
-        assert torch.equal(in_rank_1.grad, torch.full((4,), float(step)))
+        sync.combine(torch.zeros(()))
+        assert torch.equal(everywhere.grad, torch.ones(4))
+        torch.testing.assert_close(in_rank_1.grad, torch.full((4,), step / RANKS))
         assert nowhere.grad is None
 
 
@@ -144,8 +145,9 @@ def use_different_parameters(_: Path) -> None:
             for last in (False, True):  # the gradients of both are added up
                 with sync.micro_batch(last=last):
                     sync(torch.tensor([1.0, 10.0, 100.0, 1000.0]) * (step + 1)).backward()
-            assert sync.add_up(torch.tensor(dist.get_rank() + 0.5)).item() == 4.5
-            gradients = [None if weight.grad is None else weight.grad.unique().tolist() for weight in model.weights]
+            assert sync.combine(torch.tensor(dist.get_rank() + 0.5)).item() == 4.5
+            sums = [None if weight.grad is None else RANKS * weight.grad for weight in model.weights]
+            gradients = [None if each is None else each.unique().tolist() for each in sums]
             factor = 2 * (step + 1)
             assert gradients[:3] == [[2 * factor], [30 * factor], [100 * factor]], strategy
             assert gradients[3] in (None, [0.0] if strategy == "ddp" else None), strategy
@@ -176,9 +178,9 @@ def wait_in_vain(_: Path) -> None:
 @pytest.mark.parametrize(
     "function",
     [
-        add_up_random_gradients,
-        add_up_in_buckets,
-        add_up_with_missing_gradients,
+        average_random_gradients,
+        average_in_buckets,
+        average_with_missing_gradients,
         share_little,
         read_late,
         copy_odd_tensors,
