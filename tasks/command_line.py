@@ -16,14 +16,17 @@ import tempfile
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.util import Finalize
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import click
 import yaml
 from flytekit import FlyteContextManager
 from flytekit.configuration import Config, PlatformConfig
+from flytekit.constants import CopyFileDetection
 from flytekit.core.data_persistence import flyte_tmp_dir
 from flytekit.core.type_engine import TypeTransformerFailedError
 from flytekit.exceptions.system import FlyteSystemUnavailableException
@@ -32,7 +35,10 @@ from flytekit.types.file.file import FlyteFilePathTransformer
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import RankError, StoppedError, UserError, unknown_name
-from tasks import engines
+from tasks import engines, pods
+
+if TYPE_CHECKING:
+    from flytekit.clis.sdk_in_container.run import RunLevelParams
 
 EXAMPLE = '{"hp": {"epochs": 3}}'
 
@@ -43,6 +49,22 @@ def watch() -> None:
     if context is not None and context.find_root().invoked_subcommand in ("run", "register", "package"):
         context.with_resource(in_panels(context))
         remove_folders_at_end()
+        if getattr(context.obj, "is_remote", False):
+            send_what_pods_need(context.obj)
+
+
+def send_what_pods_need(chosen: RunLevelParams) -> None:
+    """Has ``pyflyte run --remote`` send all sources, and register each profile and setting under a version of its own.
+
+    By default flytekit sends the modules that it has seen imported, of which ours are few, so that commands start
+    quickly; and its version is a digest of sources and of what it knows of the environment.
+    """
+    if chosen.copy == CopyFileDetection.LOADED_MODULES:
+        chosen.copy = CopyFileDetection.ALL
+    remote = chosen.remote_instance()
+    remote.register_script = partial(remote.register_script, envs=pods.settings_digest())
+    if chosen.overwrite_cache:  # the engine does not tell a pod
+        chosen.envvars = {**(chosen.envvars or {}), pods.ANEW_VARIABLE: "yes"}
 
 
 @contextmanager

@@ -5,6 +5,7 @@ that what was requested and what training expects come from the same line of the
 """
 
 import difflib
+import hashlib
 import os
 import re
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ DEFAULT_SECRET = "wandb/api_key"  # noqa: S105 (a name)
 NODES_VARIABLE = "FLYTE_DDP_NODES"
 CHECKPOINTS_VARIABLE = "FLYTE_DDP_CHECKPOINTS"  # where in the blob store; empty for beside Flyte's outputs
 CHECKPOINT_DAYS_VARIABLE = "FLYTE_DDP_CHECKPOINT_DAYS"
+NOTIFY_VARIABLE = "FLYTE_DDP_NOTIFY"
+SETTINGS_VARIABLE = "FLYTE_DDP_SETTINGS"
 ANEW_VARIABLE = "FLYTE_DDP_ANEW"  # set for an execution that is to train from the first step
 LAUNCHING = Resources(cpu="2", mem="8Gi", ephemeral_storage="20Gi")
 ENGINES = ("elastic", "ray", "dask")
@@ -124,6 +127,13 @@ def pod_environment() -> dict[str, str]:
         REQUESTED_GPUS: str(PROFILES[name].gpus),
         NODES_VARIABLE: os.environ.get(NODES_VARIABLE) or "1",
     }
+
+
+def settings_digest() -> dict[str, str]:
+    """A variable that tells registrations with other settings apart, as flytekit makes versions of such variables."""
+    ours = {**pod_environment(), **for_training()["environment"], NOTIFY_VARIABLE: os.environ.get(NOTIFY_VARIABLE, "")}
+    text = "\n".join(f"{name}={value}" for name, value in sorted(ours.items()))
+    return {SETTINGS_VARIABLE: hashlib.sha256(text.encode()).hexdigest()[:12]}
 
 
 def light_pod() -> dict[str, Any]:

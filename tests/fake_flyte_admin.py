@@ -10,7 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import grpc
-from flyteidl.admin import launch_plan_pb2, task_pb2, workflow_pb2
+from flyteidl.admin import execution_pb2, launch_plan_pb2, task_pb2, workflow_pb2
+from flyteidl.core import identifier_pb2
 from flyteidl.service import admin_pb2_grpc, dataproxy_pb2, dataproxy_pb2_grpc
 
 
@@ -24,6 +25,7 @@ class FakeFlyteAdmin(admin_pb2_grpc.AdminServiceServicer, dataproxy_pb2_grpc.Dat
         self.workflows: list[workflow_pb2.WorkflowCreateRequest] = []
         self.launch_plans: list[launch_plan_pb2.LaunchPlanCreateRequest] = []
         self.activated: list[launch_plan_pb2.LaunchPlanUpdateRequest] = []
+        self.executions: list[execution_pb2.ExecutionCreateRequest] = []
         self.uploads: list[bytes] = []
 
     def CreateTask(self, request: Any, context: Any) -> Any:
@@ -41,6 +43,40 @@ class FakeFlyteAdmin(admin_pb2_grpc.AdminServiceServicer, dataproxy_pb2_grpc.Dat
     def UpdateLaunchPlan(self, request: Any, context: Any) -> Any:
         self.activated.append(request)
         return launch_plan_pb2.LaunchPlanUpdateResponse()
+
+    def GetTask(self, request: Any, context: Any) -> Any:
+        task = self.found(self.tasks, request, context)
+        return task_pb2.Task(id=task.id, closure={"compiled_task": {"template": task.spec.template}})
+
+    def GetWorkflow(self, request: Any, context: Any) -> Any:
+        workflow = self.found(self.workflows, request, context)
+        compiled = {
+            "primary": {"template": workflow.spec.template},
+            "tasks": [{"template": task.spec.template} for task in self.tasks],
+        }
+        return workflow_pb2.Workflow(id=workflow.id, closure={"compiled_workflow": compiled})
+
+    def GetLaunchPlan(self, request: Any, context: Any) -> Any:
+        plan = self.found(self.launch_plans, request, context)
+        inputs = plan.spec.default_inputs
+        return launch_plan_pb2.LaunchPlan(id=plan.id, spec=plan.spec, closure={"expected_inputs": inputs})
+
+    def found(self, created: list[Any], request: Any, context: Any) -> Any:
+        """What was created under an id."""
+        same = [each for each in created if each.id == request.id]
+        if not same:
+            context.abort(grpc.StatusCode.NOT_FOUND, f"{request.id} is not there")
+        return same[0]
+
+    def CreateExecution(self, request: Any, context: Any) -> Any:
+        self.executions.append(request)
+        project, domain = request.project, request.domain
+        created = identifier_pb2.WorkflowExecutionIdentifier(project=project, domain=domain, name="f1a2b3c4")
+        return execution_pb2.ExecutionCreateResponse(id=created)
+
+    def GetExecution(self, request: Any, context: Any) -> Any:
+        plan = self.executions[-1].spec.launch_plan
+        return execution_pb2.Execution(id=request.id, spec={"launch_plan": plan})
 
     def CreateUploadLocation(self, request: Any, context: Any) -> Any:
         native = f"s3://bucket/{request.project}/{request.domain}/{request.filename}"

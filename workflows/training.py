@@ -12,6 +12,7 @@ from flytekit.models.concurrency import ConcurrencyLimitBehavior, ConcurrencyPol
 from flytekit.models.core.execution import WorkflowExecutionPhase
 
 from flyte_ddp.config import Hyperparameters
+from tasks.pods import NOTIFY_VARIABLE
 from tasks.preparation import NO_SCHEDULE, check_inputs
 from tasks.training import TrainingOutputs, train_model
 
@@ -32,7 +33,7 @@ def retraining_wf(hp: Hyperparameters = Hyperparameters(), kickoff_time: datetim
 
 def failure_notifications() -> List[Email]:
     """Mail to the addresses in ``FLYTE_DDP_NOTIFY`` (comma-separated, read at registration) when an execution fails."""
-    recipients = [address.strip() for address in os.environ.get("FLYTE_DDP_NOTIFY", "").split(",") if address.strip()]
+    recipients = [address.strip() for address in os.environ.get(NOTIFY_VARIABLE, "").split(",") if address.strip()]
     phases = [WorkflowExecutionPhase.FAILED, WorkflowExecutionPhase.TIMED_OUT, WorkflowExecutionPhase.ABORTED]
     return [Email(phases=phases, recipients_email=recipients)] if recipients else []
 
