@@ -1,7 +1,7 @@
 """The prediction task: a trained model applied to a folder of images, or to a data set's test split."""
 
 from pathlib import Path
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from flytekit import task
 from flytekit.types.directory import FlyteDirectory
@@ -15,6 +15,12 @@ from tasks import places, pods, recovery
 from tasks.pickled_file import PythonPickledFile
 
 
+class Predictions(NamedTuple):
+    """A table (CSV) with one row for each image."""
+
+    table: FlyteFile
+
+
 @task(**pods.prediction_pod(), retries=2)
 @recovery.retried()
 def predict_images(
@@ -25,7 +31,7 @@ def predict_images(
     data_source: str = "",
     test_dataset: str = "",
     bad_samples: Optional[int] = None,
-) -> FlyteFile:
+) -> Predictions:
     """Classify a folder of images, or the test split of a data set, into a table (CSV) of predictions.
 
     So many images may be impossible to decode, which then have no guess; by default as many as in the model's training.
@@ -51,4 +57,4 @@ def predict_images(
             settings=settings,
         )
     places.tell("predictions made in", {table: "one row for each image"})
-    return places.file(FlyteFile, table)
+    return Predictions(table=places.file(FlyteFile, table))

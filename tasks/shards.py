@@ -4,7 +4,7 @@ On a cluster the files they make go to the blob store, as one directory; ``shard
 data set to train on.
 """
 
-from typing import List, Optional
+from typing import List, NamedTuple, Optional
 
 from flytekit import task
 from flytekit.types.directory import FlyteDirectory
@@ -86,16 +86,23 @@ def verify_shards(index: str, decode: bool = False) -> str:
     return f"{index}: all is as it says"
 
 
+class PackedShards(NamedTuple):
+    """Shards, and the name of the data set that they are: what to give as ``dataset`` to train on it."""
+
+    shards: FlyteDirectory
+    dataset: str
+
+
 @task(**pods.data_pod(), retries=2)
 @recovery.retried()
-def verify_packed(packed: FlyteDirectory, name: str = "train") -> FlyteDirectory:
-    """Check shards where they were put, and hand them on."""
+def verify_packed(packed: FlyteDirectory, name: str = "train") -> PackedShards:
+    """Check shards where they were put, and hand them on with the name of the data set that they are."""
     from flyte_ddp.shards.scanning import verify_index
 
     pods.check_code()
     index = f"{str(packed.remote_source or packed.path).rstrip('/')}/{name}.json"
     refuse_problems(index, verify_index(index, decode=True, progress=from_environment().progress))
-    return packed
+    return PackedShards(shards=packed, dataset=f"shards:{index}")
 
 
 def refuse_problems(index: str, problems: list[str]) -> None:

@@ -207,9 +207,12 @@ def test_only_the_training_pod_copies_results(default: Package, sandbox: Package
 
 def test_retries_and_timeouts(default: Package) -> None:
     hour = 3600
-    for task, timeout in {**dict.fromkeys(LIGHT, hour), **dict.fromkeys((*DATA, PREDICT, TRAIN), 24 * hour)}.items():
+    for task, timeout in {**dict.fromkeys(LIGHT, hour), **dict.fromkeys((*DATA, PREDICT), 24 * hour)}.items():
         metadata = default.tasks[task].template.metadata
         assert (metadata.retries.retries, metadata.timeout.seconds) == (2, timeout), task
+    for task in TRAINING:  # whose lost pods are many, and cost little
+        metadata = default.tasks[task].template.metadata
+        assert (metadata.retries.retries, metadata.timeout.seconds) == (pods.LOSSES, 24 * hour), task
 
 
 def test_caching_is_by_the_library_and_the_inputs(default: Package) -> None:
@@ -287,6 +290,22 @@ def test_the_console_explains_tasks_and_workflows(default: Package) -> None:
     assert descriptions[TRAIN] == "Train a model with distributed data parallelism on all GPUs of one pod."
     for name, description in descriptions.items():
         assert description.endswith("."), name
+    for name, workflow in default.workflows.items():  # whose pages show nothing else
+        assert workflow.description.long_description.value.startswith("In"), name
+        assert not re.search(r"\bo\d\b", " ".join(workflow.template.interface.outputs.variables)), name
+
+
+def test_the_console_draws_a_form(default: Package) -> None:
+    for name, workflow in default.workflows.items():
+        if name.endswith("training_wf"):
+            metadata = workflow.template.interface.inputs.variables["hp"].type.metadata
+            assert metadata["$ref"] == "#/definitions/Hyperparameters"
+            fields = metadata["definitions"]["Hyperparameters"]["properties"]
+            assert set(fields) == set(Hyperparameters().to_dict())
+            assert {name: fields[name]["default"] for name in fields} == Hyperparameters().to_dict()
+            assert list(fields["schedule"]["enum"]) == ["constant", "cosine", "one_cycle"]
+            assert fields["epochs"]["type"] == "integer"
+            assert fields["epochs"]["description"].startswith("Passes over")
 
 
 @pytest.mark.parametrize("name", ["abc", "/key", "group/"])

@@ -219,7 +219,7 @@ def test_the_model_predicts(cluster: Cluster, trained: PodEnded) -> None:
     model = {name: trained.outputs[name] for name in ("model_state", "sidecar")}
     ended = cluster.run(PREDICT, {**defaults, **model, "dataset": text("digits")})
     assert ended.outputs, ended.log
-    with cluster.stored(ended.outputs["o0"].scalar.blob.uri).open() as file:
+    with cluster.stored(ended.outputs["table"].scalar.blob.uri).open() as file:
         rows = list(csv.DictReader(file))
     right = sum(row["guess"] == row["truth"] for row in rows) / len(rows)
     sidecar = json.loads(cluster.stored(trained.outputs["sidecar"].scalar.blob.uri).read_text())

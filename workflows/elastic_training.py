@@ -15,6 +15,10 @@ if installed("elastic"):
 
     @workflow
     def elastic_training_wf(hp: Hyperparameters = Hyperparameters()) -> TrainingOutputs:
-        """Train an image classifier on torch Elastic; what has been trained before is answered from the cache."""
+        """Train an image classifier on torch Elastic; what has been trained before is answered from the cache.
+
+        In and out as of training_wf. The nodes and their size are those of the registration (FLYTE_DDP_NODES and
+        FLYTE_DDP_PROFILE), or of the cluster that it runs on.
+        """
         checked = check_inputs(hp=hp, engine="elastic")
         return train_on_elastic(hp=checked.hp, data=checked.data, run_version=checked.run_version)

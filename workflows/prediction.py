@@ -9,7 +9,7 @@ from flytekit import workflow
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
-from tasks.prediction import predict_images
+from tasks.prediction import Predictions, predict_images
 
 
 @workflow
@@ -21,8 +21,13 @@ def predict_wf(
     data_source: str = "",
     test_dataset: str = "",
     bad_samples: Optional[int] = None,
-) -> FlyteFile:
-    """Classify a folder of images, or the test split of a data set, with a trained model and its sidecar."""
+) -> Predictions:
+    """Classify a folder of images, or the test split of a data set, with a trained model and its sidecar.
+
+    In: model_state and sidecar as training_wf returns them, and either images, a folder such as s3://bucket/images, or
+    a data set, such as fashion_mnist or shards:s3://bucket/val.json. So many images may be impossible to decode as
+    bad_samples says, and if it is not given, as many as in training. Out: a table (CSV) with a row for each image.
+    """
     return predict_images(
         model_state=model_state,
         sidecar=sidecar,
