@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -42,16 +43,21 @@ def write_report(run_folder: Path, name: str = "") -> Path:
     return path
 
 
-def render(run_folder: Path, name: str = "") -> str:
+def render(run_folder: Path, name: str = "", failure: str = "") -> str:
     """The report as an HTML page; its styles touch nothing outside it, so it can stand inside another page.
+
+    Args:
+        run_folder: of a run that may still go on.
+        name: of the run; empty: that of the folder.
+        failure: why it has failed.
 
     Raises:
         UserError: not a run folder, or a damaged file in it.
 
     """
-    run = read_run(run_folder, name)
+    run = replace(read_run(run_folder, name), failure=failure)
     style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
-    sections = (headline, notes, curves, confusion, mistakes, time_spent, hyperparameters, provenance)
+    sections = (headline, notes, curves, confusion, mistakes, time_spent, attempts, hyperparameters, provenance)
     body = "\n".join(filter(None, (make(run) for make in sections)))
     page = (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -100,6 +106,8 @@ def headline(run: Run) -> str:
 
 def banner(run: Run) -> str:
     """What a reader must know before the figures: the run has not finished, or stopped early."""
+    if run.failure:
+        return f'<p class="banner">This attempt has failed: {text(run.failure)}</p>\n'
     if not run.end:
         return '<p class="banner">This run has not finished: the figures are those so far.</p>\n'
     if run.end.get("stopped"):
@@ -257,6 +265,17 @@ def hyperparameters(run: Run) -> str:
     others = table(header, rows[False], kind="settings")
     summary = f"{counted(len(rows[False]), 'other')} with default values"
     return section("Hyperparameters", f"{changed}\n<details><summary>{summary}</summary>{others}</details>")
+
+
+def attempts(run: Run) -> str:
+    """Where each attempt began, if there was more than one."""
+    if len(run.starts) < 2:
+        return ""
+    rows = [
+        (moment(start.get("time")), f"{start.get('resumed_after_step', 0):,}", start.get("num_ranks", 1))
+        for start in run.starts
+    ]
+    return section("Attempts", table(("Started", "After step", "Ranks"), rows, numeric=(1, 2)))
 
 
 def provenance(run: Run) -> str:

@@ -40,13 +40,19 @@ class Run:
     """
 
     name: str
-    start: Record
+    starts: list[Record]  # of all attempts
     train: list[Record]
     evaluations: list[Record]
     end: Record
     sidecar: Record
     confusion: NDArray[np.int64] | None
     mistakes: list[Mistake]
+    failure: str = ""  # why it has failed
+
+    @property
+    def start(self) -> Record:
+        """Of the attempt that went on last."""
+        return self.starts[-1]
 
     @property
     def classes(self) -> list[str]:
@@ -66,24 +72,24 @@ def read_run(folder: Path, name: str = "") -> Run:
         UserError: not a run folder, or a damaged file in it.
 
     """
-    start: Record = {}
+    starts: list[Record] = []
     end: Record = {}
     steps: dict[str, dict[int, Record]] = {"train": {}, "evaluation": {}}
     for record in read_records(folder / "metrics.jsonl"):
         kind = record.get("kind")
         if kind == "start":
-            start, end = record, {}
+            starts, end = [*starts, record], {}
         elif kind == "end":
             end = record
         elif kind in steps:
             # A retry goes on in the same file: what it says about a step replaces what the attempt before it said.
             steps[kind][record["step"]] = record
-    if not start:
+    if not starts:
         raise UserError(f"{folder / 'metrics.jsonl'} has no start record: give the folder of a run that began training")
     confusion, mistakes = read_predictions(folder / "predictions.npz")
     return Run(
         name=name or folder.name,
-        start=start,
+        starts=starts,
         train=in_order(steps["train"]),
         evaluations=in_order(steps["evaluation"]),
         end=end,

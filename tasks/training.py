@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import List, NamedTuple
 
-from flytekit import Deck, task
+from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
@@ -14,6 +14,7 @@ from flyte_ddp.run import Result, read_result, run_training
 from flyte_ddp.run_folder import is_finished
 from flyte_ddp.settings import Settings
 from tasks import places, pods, recovery
+from tasks.live_deck import live_deck
 from tasks.pickled_file import PythonPickledFile
 from tasks.tracking import settings
 
@@ -50,9 +51,8 @@ def trained(hp: Hyperparameters, data: FlyteDirectory, run_version: str, train: 
         folder = places.folder_for(run)
         result = finished_before(run)
         if result is None:
-            with recovery.checkpoints_kept(folder, run):
+            with live_deck(folder), recovery.checkpoints_kept(folder, run):
                 result = train(hp, Path(data.download()), folder, settings(run))
-        Deck("Training report", result.report.read_text())
     return result
 
 

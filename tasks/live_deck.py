@@ -1,0 +1,75 @@
+"""The console's page of a training task, from its first second on: the report, with the figures so far."""
+
+import contextvars
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from flytekit import Deck
+
+from flyte_ddp import report
+from flyte_ddp.run_folder import UNFINISHED
+from tasks import places
+
+SECONDS = 30.0  # between two looks at the metrics
+LAST_SECONDS = 10.0  # for the last page of a task that has failed
+NAME = "Training report"
+
+
+class LiveDeck(Deck):  # type: ignore[misc]  # which flytekit leaves untyped
+    """A page that can be replaced."""
+
+    page = "<p>Training has not begun yet; the report comes with its first steps.</p>"
+
+    @property
+    def html(self) -> str:
+        """What is shown."""
+        return self.page
+
+
+@contextmanager
+def live_deck(run_folder: Path) -> Iterator[None]:
+    """Shows a run while it goes on, and why it has failed; nothing of this ever holds it up or makes it fail."""
+    if places.is_local():
+        yield
+        return
+    deck, stop = LiveDeck(NAME), threading.Event()
+
+    def show(failure: str = "") -> None:
+        with suppress(Exception):  # there are no metrics yet
+            deck.page = report.render(run_folder / UNFINISHED, run_folder.name, failure)
+        Deck.publish()
+
+    def show_changes() -> None:
+        shown: object = object()
+        while not stop.is_set():
+            with suppress(Exception):
+                now = last_change(run_folder / UNFINISHED / "metrics.jsonl")
+                if now != shown:
+                    show()
+                    shown = now
+            stop.wait(SECONDS)
+
+    background(show_changes)
+    try:
+        yield
+        deck.page = (run_folder / "report.html").read_text(encoding="ascii")
+    except BaseException as error:
+        said = str(error)
+        background(lambda: show(said)).join(LAST_SECONDS)
+        raise
+    finally:
+        stop.set()
+
+
+def last_change(path: Path) -> int:
+    """Of a file, in nanoseconds; 0 without one."""
+    return path.stat().st_mtime_ns if path.exists() else 0
+
+
+def background(work: Callable[[], None]) -> threading.Thread:
+    """Starts a thread that knows Flyte's context, and does not hold up the end of the process."""
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(work,), name="deck", daemon=True)
+    thread.start()
+    return thread
