@@ -362,6 +362,7 @@ def test_the_pod_template_is_the_one_that_profiles_name() -> None:
     spec = template["template"]["spec"]
     [container] = spec["containers"]
     assert container["name"] in ("default", "primary")  # Flyte merges containers of these names, and refuses others
+    assert container["imagePullPolicy"] == "IfNotPresent"  # which the API server would otherwise set to Always
     assert spec["terminationGracePeriodSeconds"] > 30  # what Kubernetes gives without it, and wandb may take alone
     [toleration] = spec["tolerations"]
     assert (toleration["key"], toleration["effect"]) == ("nvidia.com/gpu", "NoSchedule")
