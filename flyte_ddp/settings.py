@@ -38,6 +38,7 @@ class Settings:
     loader_threads: int = 0
     results_copy: str = ""
     wandb_run_id: str = field(default="", kw_only=True)
+    wandb_kept_at: str = field(default="", kw_only=True)  # where the caller puts what could not be sent; empty: nowhere
 
 
 def runs_folder() -> Path:

@@ -70,6 +70,7 @@ def start_wandb(
             config=dict(hyperparameters),
             offset=recorded(run_folder),
             timeout=settings.wandb_timeout,
+            kept_at=settings.wandb_kept_at,
         )
         order.folder.mkdir(parents=True, exist_ok=True)
         order.path.write_text(json.dumps(asdict(order)))
@@ -129,7 +130,12 @@ class WandbProcess:
                 process.wait()
             with contextlib.suppress(OSError):  # and its child, where the follower itself was killed
                 os.killpg(process.pid, signal.SIGKILL)
-        say(outcome(self._order, read_status(self._order)))
+        status = read_status(self._order)
+        say(outcome(self._order, status))
+        with contextlib.suppress(OSError):
+            self._order.unsent.unlink(missing_ok=True)
+            if self._order.kept_at and status.folder and not is_sent(status):
+                self._order.unsent.write_text(Path(status.folder).name)
         for path in (self._order.path, self._order.status):
             path.unlink(missing_ok=True)
 
@@ -139,13 +145,21 @@ def outcome(order: Order, status: Status) -> str:
     if not status.folder:
         reason = status.reason or "wandb did not start"
         return f"wandb: nothing was logged ({reason}); see {from_here(order.log)}, the metrics are in {METRICS}"
-    sync = f"wandb sync {shlex.quote(from_here(Path(status.folder)))}"
+    folder = Path(status.folder)
+    sync = f"wandb sync {shlex.quote(from_here(folder))}"
+    if order.kept_at:
+        sync = f"wandb sync {folder.name}, which you find in {order.kept_at}"
     reason = f" ({status.reason})" if status.reason else ""
-    if status.url and status.state == "finished":
+    if is_sent(status):
         return f"wandb: {status.url}{reason}"
     if status.url:
         return f"wandb: {status.url} is not complete{reason}; send the rest with: {sync}"
     return f"wandb: kept offline{reason}; send it with: {sync}"
+
+
+def is_sent(status: Status) -> bool:
+    """Whether wandb's server has all of it."""
+    return bool(status.url) and status.state == "finished"
 
 
 def say(text: str) -> None:

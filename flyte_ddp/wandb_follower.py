@@ -34,7 +34,7 @@ class Order:
     ``attempt`` is a text that no other attempt at the same run has: of one that was killed the follower may still be at
     work when the next begins. ``offset`` is where in metrics.jsonl this attempt at the run begins, in bytes;
     ``timeout`` the seconds from the end of the run to our own; ``training_pid`` the process whose tree wandb's system
-    metrics are about.
+    metrics are about. ``kept_at`` is where a folder that could not be sent goes; empty if it stays.
     """
 
     run_folder: str
@@ -48,6 +48,12 @@ class Order:
     config: dict[str, Any]
     offset: int
     timeout: float
+    kept_at: str = ""
+
+    @property
+    def unsent(self) -> Path:
+        """A file with the name of the folder beside it that could not be sent, where there is one."""
+        return self.folder / "unsent"
 
     @property
     def folder(self) -> Path:

@@ -1,9 +1,15 @@
 """How a training task logs: from the environment, with wandb's key from a Flyte secret on a cluster."""
 
 import os
+import posixpath
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 
-from flytekit import current_context
+from flytekit import FlyteContextManager, current_context
 
+from flyte_ddp.run_folder import UNFINISHED
 from flyte_ddp.settings import Settings, from_environment
 from tasks import places, pods
 
@@ -22,4 +28,33 @@ def settings(run: str) -> Settings:
             os.environ["WANDB_API_KEY"] = current_context().secrets.get(secret.group, secret.key)
         except ValueError:
             print(f"no secret {secret.group}/{secret.key} in this pod: wandb logs offline", flush=True)
-    return from_environment(wandb_run_id=f"{current_context().execution_id.name}-{run}"[-128:])
+    logging = from_environment(wandb_run_id=f"{current_context().execution_id.name}-{run}"[-128:])
+    return replace(logging, wandb_kept_at=kept_at())
+
+
+def kept_at() -> str:
+    """Where a pod leaves what it could not send to wandb's server: with its outputs."""
+    return posixpath.join(FlyteContextManager.current_context().file_access.raw_output_prefix, "wandb")
+
+
+@contextmanager
+def unsent_kept(run_folder: Path) -> Iterator[None]:
+    """In a pod, whose folders go with it: puts wandb's folder there in the end, if it could not be sent."""
+    try:
+        yield
+    finally:
+        if not places.is_local():
+            keep_unsent(run_folder / UNFINISHED / "wandb")
+            keep_unsent(run_folder / "wandb")
+
+
+def keep_unsent(folder: Path) -> None:
+    """Uploads what :class:`flyte_ddp.wandb_follower.Order` says is unsent."""
+    try:
+        name = (folder / "unsent").read_text()
+        access = FlyteContextManager.current_context().file_access
+        access.put_data(str(folder / name), posixpath.join(kept_at(), name), is_multipart=True)
+    except FileNotFoundError:
+        return
+    except Exception as error:
+        print(f"wandb's folder {folder} could not be kept: {error}", flush=True)

@@ -16,7 +16,7 @@ from flyte_ddp.settings import Settings
 from tasks import places, pods, recovery
 from tasks.live_deck import live_deck
 from tasks.pickled_file import PythonPickledFile
-from tasks.tracking import settings
+from tasks.tracking import settings, unsent_kept
 
 
 class TrainingOutputs(NamedTuple):
@@ -51,7 +51,7 @@ def trained(hp: Hyperparameters, data: FlyteDirectory, run_version: str, train: 
         folder = places.folder_for(run)
         result = finished_before(run)
         if result is None:
-            with live_deck(folder), recovery.checkpoints_kept(folder, run):
+            with live_deck(folder), unsent_kept(folder), recovery.checkpoints_kept(folder, run):
                 result = train(hp, Path(data.download()), folder, settings(run))
     return result
 

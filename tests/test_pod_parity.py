@@ -205,6 +205,13 @@ def test_training_leaves_a_usable_model(cluster: Cluster, trained: PodEnded) -> 
     assert stored["report"].read_text().startswith("<!doctype html>")
 
 
+def test_what_wandb_could_not_be_sent_is_kept(cluster: Cluster, trained: PodEnded) -> None:
+    [said] = re.findall(r"wandb: kept offline.*; send it with: wandb sync (\S+), which you find in (\S+)", trained.log)
+    name, address = said
+    [file] = cluster.stored(f"{address}/{name}").glob("*.wandb")
+    assert file.stat().st_size > 1000
+
+
 def test_the_deck_holds_the_report(cluster: Cluster, trained: PodEnded) -> None:
     assert trained.outputs, trained.log
     assert trained.deck is not None
