@@ -39,7 +39,7 @@ class Buffers:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.marks = marks({**watched_in(model), **dict(model.named_parameters())})
+        self.begin()
         self.frozen = {name for name, value in model.named_parameters() if not value.requires_grad}
         self.shapes = shapes_of(model.state_dict())
         self.unsaved = {
@@ -53,6 +53,10 @@ class Buffers:
         self.looked = False
         self.marks_of_attributes: dict[str, Mark] = {}
         self.after_step: dict[str, Tensor] = {}
+
+    def begin(self) -> None:
+        """Remembers what there is before the next forward pass."""
+        self.marks = marks({**watched_in(self.model), **dict(self.model.named_parameters())})
 
     def passes_done(self, step: int) -> None:
         """Takes over rank 0's after the passes of a step, the ``step``-th of the run from 0; all ranks call it."""

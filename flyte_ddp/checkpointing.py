@@ -102,6 +102,7 @@ def restore(run: Run, found: checkpoint.Checkpoint) -> None:
         state.average.load_state_dict(values["average"])
     state.optimizer.load_state_dict(values["optimizer"])
     state.epoch, state.step = found.epoch, found.step
+    state.buffers.begin()
     state.buffers.keep()
     state.this_pass.draws = values["draws"]
     state.clock.seconds.update(values["seconds"])

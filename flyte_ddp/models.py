@@ -37,7 +37,7 @@ def input_spec(
 
 
 def build(name: str, num_classes: int, spec: InputSpec) -> nn.Module:
-    """Makes the model with freshly initialised weights, from torch's global random state.
+    """Makes the model with freshly initialised weights, from the global random state of torch, Python and NumPy.
 
     Args:
         name: as in ``Hyperparameters.model``.

@@ -209,7 +209,7 @@ class Recorder:
         images, _ = tests.gather(np.array(samples, dtype=np.int64))
         scores = torch.zeros(0, self.state.num_classes)
         if samples:  # no model gets an empty batch
-            with torch.no_grad():
+            with torch.no_grad(), self.state.evaluating():
                 scores = functional.softmax(self.state.predict(images), dim=1)
         return {
             "index": index,

@@ -203,7 +203,7 @@ def evaluate_splits(state: TrainingState) -> tuple[Evaluation, Evaluation]:
             for statistic, average in averaged:
                 statistic.copy_(average)
             state.buffers.keep()
-    with state.clock("evaluation"):
+    with state.clock("evaluation"), state.evaluating():
         validation, test = (
             evaluate(state.predict, split, state.hp.test_batch_size, state.device)
             for split in (state.validation, state.test)

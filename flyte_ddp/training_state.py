@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -82,6 +83,8 @@ class TrainingState:
         on_gpu = hardware.device_type == "cuda"
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         torch.manual_seed(hp.seed)
+        random.seed(hp.seed)  # a model may draw from any of them when it is made
+        np.random.seed(hp.seed)  # noqa: NPY002
         if hp.deterministic:
             torch.use_deterministic_algorithms(True)
         classes = len(class_names(data, hp))
@@ -183,21 +186,30 @@ class TrainingState:
         order = torch.channels_last if self.hardware.channels_last else torch.contiguous_format
         return prepare(images, self.spec, self.dtype, order)
 
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Has the model, and its average, in evaluation mode: once for all batches, as ``train`` may count its calls."""
+        modules = [self.model, *([self.average.module] if self.average else [])]
+        for module in modules:
+            module.eval()
+        try:
+            yield
+        finally:
+            for module in modules:
+                module.train()
+
     def predict(self, images: Tensor) -> Tensor:
         """Logits [N, classes] of the weights that would be kept now, for uint8 images [N, H, W, C].
+
+        It goes into :meth:`evaluating`.
 
         bf16 is for training only: evaluation's metrics are those of the saved model. One that draws random numbers here
         too draws the same ones for each batch, whatever was computed before, and by whichever rank.
         """
         model = self.kept_model()
         self.this_pass.begin(self.hp.seed, 0, np.arange(len(images)), self.device)
-        was_training = model.training
-        model.eval()
-        try:
-            with self.buffers.as_saved(model):
-                logits: Tensor = model(self.prepare(images))
-        finally:
-            model.train(was_training)
+        with self.buffers.as_saved(model):
+            logits: Tensor = model(self.prepare(images))
         return logits
 
     def kept_model(self) -> nn.Module:

@@ -468,3 +468,54 @@ class InPlace(nn.Module):
 
 def in_place(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
     return InPlace()
+
+
+class Drawn(nn.Module):
+    """Drawn from each generator there is when it is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.order = nn.Linear(64, 10), random.sample(range(64), 64)
+        self.register_buffer("scale", torch.from_numpy(np.random.random(64).astype("float32")))  # noqa: NPY002
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(images.flatten(1)[:, self.order] * self.scale)
+
+
+def drawn(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+    return Drawn()
+
+
+class Stages(nn.Module):
+    """Counts how often it is put into training mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.stage = nn.Linear(64, 10), 0
+
+    def train(self, mode: bool = True) -> nn.Module:
+        self.stage += mode
+        return super().train(mode)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(images.flatten(1))
+
+
+def stages(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+    return Stages()
+
+
+class FrozenBody(nn.Module):
+    """A frozen layer before the one that is trained, and a cut in the middle of a pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(64, 64).requires_grad_(False), nn.Linear(64, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        faults.passing("training" if self.training else "evaluation")
+        return self.head(self.body(images.flatten(1)))
+
+
+def frozen_body(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+    return FrozenBody()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from flyte_ddp.errors import RankError, UserError
 from flyte_ddp.hardware import detect
 from flyte_ddp.images import InputSpec, prepare
 from flyte_ddp.optimisation import make_optimizer
-from flyte_ddp.run import run_training
+from flyte_ddp.run import Result, run_training
 from flyte_ddp.settings import Settings
 from flyte_ddp.tracking import read_metrics
 from flyte_ddp.train import apply_gradients, compute_gradients, evaluate_splits
@@ -383,3 +384,67 @@ def test_ranks_have_the_same_weights_where_data_set_them(tmp_path: Path) -> None
     (changing, one), (_, other) = (torch.load(tmp_path / f"rank-{number}.pt") for number in (0, 1))
     assert changing == ["is_set", "shift"]
     assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def test_equal_runs_are_equal_whatever_a_model_draws_from(digits: Path, tmp_path: Path) -> None:
+    """When it is made; the process that runs a single rank draws on as if nothing had been."""
+    hp = Hyperparameters(model="stateful_models:drawn", epochs=1, batch_size=500, num_ranks=1)
+    results = []
+    for number in (1, 2):
+        random.seed(number)
+        np.random.seed(number)  # noqa: NPY002
+        results.append(run_training(hp, digits, tmp_path / str(number), QUIET))
+        assert random.random() == random.Random(number).random()
+        assert np.random.random() == np.random.RandomState(number).random()  # noqa: NPY002
+    assert results[0].model.read_bytes() == results[1].model.read_bytes()
+
+
+def stages_in_ranks(folder: Path) -> None:
+    """The test split is one batch, which one of the ranks evaluates."""
+    for keep in ("last", "ema"):
+        hp = replace(BASE, model="stateful_models:stages", num_ranks=world_size(), validation_fraction=0.0)
+        hp = replace(hp, test_batch_size=1000, ema_decay=0.9, keep=keep)
+        state = TrainingState.create(hp, detect(hp), open_arrays(folder / "digits"), None)
+        assert state.model.stage == 1
+        for evaluations in (1, 2):
+            evaluate_splits(state)
+            assert state.model.stage == 1 + evaluations
+            assert state.model.training
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_each_evaluation_is_followed_by_one_call_of_train(tmp_path: Path, ranks: int) -> None:
+    fetch("digits", "", tmp_path / "digits", progress="off")
+    assert run_ranks(stages_in_ranks, tmp_path, ranks) == [0] * ranks
+
+
+CUT: dict[str, object] = {"rank": 0, "at": "training", "kind": "ArithmeticError", "pass": 8}
+
+
+def cut_off_and_resumed(hp: Hyperparameters, digits: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Result:
+    """The end of a run on a single rank that an exception has cut off in the third epoch's first step."""
+    monkeypatch.setattr(faults, "FAULT", {**CUT, "marker": folder / "marker"})
+    monkeypatch.setattr(faults, "passed", {})
+    with pytest.raises(RankError, match="the rank's own words"):
+        run_training(hp, digits, folder / "run", QUIET)
+    return run_training(hp, digits, folder / "run", QUIET)
+
+
+def notes_of(result: Result) -> list[str]:
+    return list(read_metrics(result.metrics)[-1]["notes"])
+
+
+ON_ONE = Hyperparameters(model="stateful_models:frozen_body", epochs=3, batch_size=400, num_ranks=1)
+
+
+def test_what_stays_frozen_does_not_change_on_resuming(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A retry makes the model anew, and does not load init_from again."""
+    torch.manual_seed(5)
+    torch.save(stateful_models.FrozenBody().state_dict(), tmp_path / "init.pt")
+    hp = replace(ON_ONE, init_from=str(tmp_path / "init.pt"))
+    notes = notes_of(cut_off_and_resumed(hp, digits, tmp_path, monkeypatch))
+    assert len(notes) == 1
+    assert "bit for bit" in notes[0]
