@@ -33,7 +33,9 @@ class SampleDropout(nn.Module):
 
     def drawn_dimensions(self, values: Tensor) -> int:
         """The leading dimensions that have a draw for each of their places."""
-        if isinstance(self, (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)):
+        if isinstance(self, (nn.Dropout1d, nn.Dropout3d)):  # which take one dimension less for channels alone
+            return 1 if values.dim() == (2 if isinstance(self, nn.Dropout1d) else 4) else 2
+        if isinstance(self, nn.Dropout2d):
             return 2
         return values.dim() if isinstance(self, nn.Dropout) else 1
 

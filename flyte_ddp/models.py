@@ -65,6 +65,32 @@ def build(name: str, num_classes: int, spec: InputSpec) -> nn.Module:
     raise unknown_name("model", name, catalog.MODELS)
 
 
+def check_model(name: str, model: nn.Module) -> None:
+    """Raises UserError for a model that cannot be trained here."""
+    if any(nn.parameter.is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
+        raise UserError(
+            f"model {name!r} has lazy layers: their sizes must be known; run it once on zeros where you make it"
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserError(f"model {name!r} has nothing to train: leave requires_grad True for some of its parameters")
+    for place, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise UserError(
+                f"model {name!r} has layer {place or type(module).__name__} with sparse=True: gradients are added up "
+                "dense; leave sparse=False"
+            )
+
+
+def check_output(model: str, logits: object, expected: tuple[int, int]) -> None:
+    """Raises UserError unless the model returned one row of logits for each sample."""
+    got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+    if got != expected:
+        raise UserError(
+            f"model {model!r} returned {got}: it must return a tensor of shape (samples, classes) = {expected}; "
+            "size its last layer by num_classes"
+        )
+
+
 def torchvision_model(name: str, num_classes: int, spec: InputSpec) -> nn.Module:
     """One of torchvision's classifiers, without its auxiliary heads, so that it returns logits in training too."""
     compiler.import_torchvision()

@@ -24,7 +24,6 @@ from flyte_ddp.datasets.prepared import PreparedSet, class_names
 from flyte_ddp.diagnosis import LossWatch
 from flyte_ddp.distributed import rank, world_size
 from flyte_ddp.dropout import derive_dropout_from_samples
-from flyte_ddp.errors import UserError
 from flyte_ddp.hardware import Hardware
 from flyte_ddp.images import InputSpec, prepare
 from flyte_ddp.initial_weights import load_initial_weights
@@ -77,7 +76,8 @@ class TrainingState:
         """Builds everything from the seed.
 
         Raises:
-            UserError: images that the model cannot take, or initial weights that do not fit it.
+            UserError: images that the model cannot take, a model that cannot be trained, or initial weights that do not
+                fit it.
 
         """
         on_gpu = hardware.device_type == "cuda"
@@ -100,10 +100,7 @@ class TrainingState:
             size=hp.image_size,
         )
         model = models.build(hp.model, classes, spec)
-        if any(nn.parameter.is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
-            raise UserError(
-                f"model {hp.model!r} has lazy layers: their sizes must be known; run it once on zeros where you make it"
-            )
+        models.check_model(hp.model, model)
         if initial_weights is not None:
             load_initial_weights(model, initial_weights, hp)
         dtype = torch.float64 if hardware.precision == "fp64" else torch.float32
@@ -188,7 +185,7 @@ class TrainingState:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Has the model, and its average, in evaluation mode: once for all batches, as ``train`` may count its calls."""
+        """Has the model, and its average, in evaluation mode, once for all batches: ``train`` may count its calls."""
         modules = [self.model, *([self.average.module] if self.average else [])]
         for module in modules:
             module.eval()
@@ -201,7 +198,7 @@ class TrainingState:
     def predict(self, images: Tensor) -> Tensor:
         """Logits [N, classes] of the weights that would be kept now, for uint8 images [N, H, W, C].
 
-        It goes into :meth:`evaluating`.
+        It goes into :meth:`evaluating`. An output that does not fit is a UserError.
 
         bf16 is for training only: evaluation's metrics are those of the saved model. One that draws random numbers here
         too draws the same ones for each batch, whatever was computed before, and by whichever rank.
@@ -210,6 +207,7 @@ class TrainingState:
         self.this_pass.begin(self.hp.seed, 0, np.arange(len(images)), self.device)
         with self.buffers.as_saved(model):
             logits: Tensor = model(self.prepare(images))
+        models.check_output(self.hp.model, logits, (len(images), self.num_classes))
         return logits
 
     def kept_model(self) -> nn.Module:

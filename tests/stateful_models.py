@@ -519,3 +519,64 @@ class FrozenBody(nn.Module):
 
 def frozen_body(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
     return FrozenBody()
+
+
+class Complex(nn.Module):
+    """Has a complex parameter, as models in the frequency domain do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter, self.head = nn.Parameter(torch.randn(8, 5, dtype=torch.cdouble)), nn.Linear(64, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        filtered = torch.fft.rfft2(images[:, 0]) * self.filter
+        return self.head(torch.fft.irfft2(filtered, s=(8, 8)).flatten(1))
+
+
+def complex_filter(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+    return Complex()
+
+
+class NoBias(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4, bias=False), nn.Linear(144, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.norm(self.conv(images)).flatten(1))
+
+
+def no_bias(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+    return NoBias()
+
+
+def sparse_embedding(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Embedding(17, 8, sparse=True))
+
+
+def nothing_to_train(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10).requires_grad_(False))
+
+
+def no_parameters(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+    return nn.Flatten()
+
+
+class OnlyInEvaluation(nn.Module):
+    """Returns something else in evaluation."""
+
+    def __init__(self, change: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.head, self.change = nn.Linear(64, 10), change
+
+    def forward(self, images: Tensor) -> object:
+        logits = self.head(images.flatten(1))
+        return logits if self.training else self.change(logits)
+
+
+def pair_in_evaluation(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+    return OnlyInEvaluation(lambda logits: (logits, logits))
+
+
+def three_classes_in_evaluation(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+    return OnlyInEvaluation(lambda logits: logits[:, :3])

@@ -79,9 +79,12 @@ def dropout_in_ranks(folder: Path) -> None:
     weights_in_ranks(folder, [f"stateful_models:dropout_{name}" for name in stateful_models.RUNS])
 
 
+OTHERS = ("tutorials", "subclassed", "no_bias", "complex_filter")
+
+
 def others_in_ranks(folder: Path) -> None:
     batch_norm = [f"stateful_models:batch_norm_{name}" for name in stateful_models.RUNS]
-    weights_in_ranks(folder, [*batch_norm, "stateful_models:tutorials", "stateful_models:subclassed"])
+    weights_in_ranks(folder, [*batch_norm, *(f"stateful_models:{name}" for name in OTHERS)])
 
 
 @pytest.mark.slow
@@ -186,9 +189,27 @@ def test_what_grows_is_loaded_again(digits: Path, tmp_path: Path) -> None:
     assert "changes passes, neither" in notes
 
 
-def test_sizes_must_be_known(digits: Path) -> None:
-    with pytest.raises(UserError, match="stateful_models:lazy' has lazy layers"):
-        after_steps(replace(BASE, model="stateful_models:lazy", num_ranks=1), digits)
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("lazy", "lazy' has lazy layers: their sizes must be known"),
+        ("sparse_embedding", "sparse_embedding' has layer 1 with sparse=True: .* leave sparse=False"),
+        ("nothing_to_train", "nothing_to_train' has nothing to train"),
+        ("no_parameters", "no_parameters' has nothing to train"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(digits: Path, model: str, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        after_steps(replace(BASE, model=f"stateful_models:{model}", num_ranks=1), digits)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"), [("pair_in_evaluation", "tuple"), ("three_classes_in_evaluation", r"\(\d+, 3\)")]
+)
+def test_the_output_must_fit_in_evaluation_too(digits: Path, model: str, words: str) -> None:
+    state = after_steps(replace(BASE, model=f"stateful_models:{model}", num_ranks=1), digits)
+    with pytest.raises(UserError, match=f"model 'stateful_models:{model}' returned .*{words}.*: it must return"):
+        evaluate_splits(state)
 
 
 def test_what_the_optimiser_does_not_know_cannot_be_unfrozen(digits: Path, tmp_path: Path) -> None:
