@@ -85,6 +85,7 @@ class Buffers:
         if first:  # before the optimiser: a layer may set its weights by the first batch it sees
             watched |= dict(self.model.named_parameters())
         changed = {name for name, now in marks(watched).items() if now != self.marks.get(name)}
+        changed |= {name for name, value in registered_in(self.model).items() if value is None and name in self.marks}
         # What the first passes set may be no more than remembered, such as a mask; what later ones change is not.
         now = attribute_marks(self.model)
         others = {name for name in now if self.looked and now[name] != self.marks_of_attributes.get(name)}
@@ -107,9 +108,9 @@ class Buffers:
                 overwrite(model, values)
 
     def unlike_new(self) -> list[str]:
-        """Of the ``state_dict`` what a new model lacks, or has in another shape, and so does not load by itself."""
+        """Of the ``state_dict`` what one of a new model has not, or in another shape, or lacks."""
         now = shapes_of(self.model.state_dict())
-        return [name for name in self.changing if name in now and now[name] != self.shapes.get(name)]
+        return [name for name in self.changing if now.get(name) != self.shapes.get(name)]
 
     def keep(self) -> None:
         """Remembers on rank 0, which saves, what they are after a step, because the next forward pass changes them."""
@@ -118,7 +119,10 @@ class Buffers:
         watched = watched_in(self.model) if self.changing else {}
         changing = {name: watched[name] for name in self.changing if name in watched}
         # With all names of what modules share, as in the model's state_dict.
-        for name, value in {**dict(self.model.named_buffers(remove_duplicate=False)), **changing}.items():
+        values = {**dict(self.model.named_buffers(remove_duplicate=False)), **changing}
+        for name in self.after_step.keys() - values.keys():
+            del self.after_step[name]
+        for name, value in values.items():
             kept = self.after_step.get(name)
             if kept is not None and (kept.shape, kept.dtype) == (value.shape, value.dtype):
                 kept.copy_(value.detach())
@@ -143,7 +147,8 @@ class Buffers:
 
         """
         self.changing, self.late, self.attributes = state["changing"], state["late"], state["attributes"]
-        overwrite(model, state["values"], saved)
+        given_up = dict.fromkeys(shapes_of(model.state_dict()).keys() - saved)
+        overwrite(model, {**given_up, **state["values"]}, saved)
 
     def go_back(self, model: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
         """Gives the model, or its average, what it had earlier, when buffers may not have been there yet."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from io import BytesIO
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -79,6 +81,29 @@ def check_model(name: str, model: nn.Module) -> None:
                 f"model {name!r} has layer {place or type(module).__name__} with sparse=True: gradients are added up "
                 "dense; leave sparse=False"
             )
+    for key, value in model.state_dict().items():
+        if refused := refused_in(value):
+            raise UserError(
+                f"model {name!r} has a {refused} in {key}: torch.load(weights_only=True) refuses it; keep only "
+                "tensors, numbers, text, None, and dicts, lists, tuples and sets of them there"
+            )
+
+
+def refused_in(value: object) -> str:
+    """The type of the first part of what is in a ``state_dict`` that cannot be loaded again; empty if all can be."""
+    if type(value) in (dict, OrderedDict, list, tuple, set):
+        parts = [*value.keys(), *value.values()] if isinstance(value, dict) else cast("Iterable[object]", value)
+        return next((refused for part in parts if (refused := refused_in(part))), "")
+    if isinstance(value, Tensor):
+        return ""
+    file = BytesIO()
+    try:
+        torch.save(value, file)
+        file.seek(0)
+        torch.load(file, weights_only=True)
+    except Exception:  # of pickle's or of a class's own
+        return f"{type(value).__module__}.{type(value).__qualname__}"
+    return ""
 
 
 def check_output(model: str, logits: object, expected: tuple[int, int]) -> None:

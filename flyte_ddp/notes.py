@@ -32,7 +32,7 @@ def notes(job: Job, state: TrainingState, arithmetic: Arithmetic) -> list[str]:
         said.append(f"Its state_dict lacks {few(unsaved)}: evaluations had what a new model has, if it has that.")
     if unlike_new := state.buffers.unlike_new():
         said.append(
-            f"A new model has no {few(unlike_new)} of that shape: flyte_ddp.artifacts.load_model makes it, "
+            f"A new model has not the same {few(unlike_new)}: flyte_ddp.artifacts.load_model sees to that, "
             "load_state_dict alone refuses it."
         )
     if attributes := state.buffers.attributes:

@@ -222,7 +222,9 @@ class TrainingState:
         """Takes the weights of this step into the moving average, if there is one."""
         if self.average is not None:
             averaged = {name: buffer.shape for name, buffer in self.average.module.named_buffers()}
-            others = {name: buffer for name, buffer in self.model.named_buffers() if averaged.get(name) != buffer.shape}
+            own = dict(self.model.named_buffers())
+            others: dict[str, Tensor | None] = dict.fromkeys(averaged.keys() - own.keys())
+            others |= {name: buffer for name, buffer in own.items() if averaged.get(name) != buffer.shape}
             overwrite(self.average.module, others, saved=self.model.state_dict().keys() if others else ())
             self.average.update_parameters(self.model)
 

@@ -6,7 +6,7 @@ All are for grey images of 8x8 pixels.
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 
 import faults
@@ -580,3 +580,67 @@ def pair_in_evaluation(num_classes: int, input_shape: tuple[int, int, int]) -> n
 
 def three_classes_in_evaluation(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
     return OnlyInEvaluation(lambda logits: logits[:, :3])
+
+
+class ExtraState(nn.Module):
+    """Has an extra state of its own in its state_dict, and is cut off in the middle of a pass."""
+
+    def __init__(self, extra: object) -> None:
+        super().__init__()
+        self.head, self.extra = nn.Linear(64, 10), extra
+
+    def get_extra_state(self) -> object:
+        return self.extra
+
+    def set_extra_state(self, state: object) -> None:
+        assert (type(state), state) == (type(self.extra), self.extra)
+
+    def forward(self, images: Tensor) -> Tensor:
+        faults.passing("training" if self.training else "evaluation")
+        return self.head(images.flatten(1))
+
+
+def extra_numpy(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+    return ExtraState({"version": 3, "temperatures": [np.float64(1.5)]})
+
+
+def extra_tuple(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+    return ExtraState(({"shape": (3, 4)}, [1.5, OrderedDict(name="x")], {"a"}))
+
+
+class Adapter(FrozenBody):
+    """Keeps its frozen part out of its state_dict, as adapters (LoRA) do."""
+
+    def state_dict(self, *arguments: object, **options: object) -> dict[str, Tensor]:
+        saved = super().state_dict(*arguments, **options)
+        return {name: value for name, value in saved.items() if not name.startswith("body.")}
+
+    def load_state_dict(self, state_dict: dict[str, Tensor], strict: bool = True, assign: bool = False) -> object:
+        return super().load_state_dict(state_dict, strict=False, assign=assign)
+
+
+def adapter(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+    return Adapter()
+
+
+class GivesUp(nn.Module):
+    """Sets a buffer to None from its third pass on, and is cut off in the middle of a pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, 10)
+        self.register_buffer("warm", torch.ones(64))
+        self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("scale", torch.full((64,), 0.5))
+
+    def forward(self, images: Tensor) -> Tensor:
+        faults.passing("training" if self.training else "evaluation")
+        if self.training:
+            self.passes += 1
+            if self.passes > 2:
+                self.warm = None
+        return self.head(images.flatten(1) * (self.scale if self.warm is None else self.warm))
+
+
+def gives_up(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+    return GivesUp()
