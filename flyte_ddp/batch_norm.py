@@ -48,10 +48,10 @@ def synchronise_batch_norm(model: nn.Module, this_pass: TrainingPass, *, on_one_
 
 
 def over_all_ranks(kind: type[nn.Module]) -> type[nn.Module]:
-    """A subclass, as models ask what a layer is, such as those that keep some in evaluation mode."""
+    """A subclass of the same name, as models ask what a layer is, such as those that keep some in evaluation mode."""
     # DDP refuses what is a SyncBatchNorm on a CPU.
     kinds = (GlobalBatchNorm,) if issubclass(kind, nn.SyncBatchNorm) else (GlobalBatchNorm, kind)
-    return type(f"Global{kind.__name__}", kinds, {})
+    return type(kind.__name__, kinds, {"__qualname__": kind.__qualname__})
 
 
 def has_separate_statistics(model: nn.Module, synchronised: bool) -> bool:

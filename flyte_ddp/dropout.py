@@ -45,7 +45,8 @@ def derive_dropout_from_samples(model: nn.Module, this_pass: TrainingPass) -> No
     for module in model.modules():
         if is_dropout(module):
             kind = type(module)  # which stays one of its classes, as models ask what a layer is
-            module.__class__ = type(f"Sample{kind.__name__}", (SampleDropout, kind), {})
+            # Some also compare names.
+            module.__class__ = type(kind.__name__, (SampleDropout, kind), {"__qualname__": kind.__qualname__})
             module.this_pass = this_pass  # type: ignore[assignment]
 
 

@@ -122,6 +122,7 @@ def compute_gradients(state: TrainingState, batch: sampling.Indices) -> Tensor:
             if not share.counts:
                 loss = 0.0 * loss
             (loss / len(batch)).backward()  # type: ignore[no-untyped-call]
+            state.this_pass.done()
         loss_sum += loss.detach()
     with state.clock("communication"):
         loss_sum = state.sync.add_up(loss_sum)
@@ -162,7 +163,6 @@ def forward(state: TrainingState, model: Callable[[Tensor], Tensor], images: Ten
     state.this_pass.begin(state.hp.seed, state.epoch, share.samples, state.device, counts=share.counts)
     with state.autocast(), batch_norm_errors(state.hp):
         logits = model(images)
-    state.this_pass.forward_done()
     models.check_output(state.hp.model, logits, (len(share.samples), state.num_classes))
     return logits
 

@@ -5,6 +5,7 @@ All are for grey images of 8x8 pixels.
 
 from __future__ import annotations
 
+import copy
 import random
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -644,3 +645,82 @@ class GivesUp(nn.Module):
 
 def gives_up(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
     return GivesUp()
+
+
+class InList(nn.Module):
+    """Follows its weights with a module that is kept where torch does not see it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, 10)
+        self.teacher, self.constant = [copy.deepcopy(self.head)], [copy.deepcopy(self.head)]
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = images.flatten(1)
+        with torch.no_grad():
+            if self.training:
+                for its, own in zip(self.teacher[0].parameters(), self.head.parameters(), strict=True):
+                    its.lerp_(own, 0.3)
+            taught = self.teacher[0](x) + self.constant[0](x)
+        return self.head(x) + taught
+
+
+def in_list(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+    return InList()
+
+
+class ByFirstBatch(nn.Module):
+    """Keeps, in no buffer, the mean of the first batch it sees, and what is the same for each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, 10)
+        self.mean: Tensor | None = None
+        self.ones: Tensor | None = None
+
+    def forward(self, images: Tensor) -> Tensor:
+        faults.passing("training" if self.training else "evaluation")
+        x = images.flatten(1)
+        if self.mean is None:
+            self.mean, self.ones = x.detach().mean(0), torch.ones(64)
+        return self.head((x - self.mean) * self.ones)
+
+
+def by_first_batch(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+    return ByFirstBatch()
+
+
+class TwoNames(nn.Module):
+    """Changes a frozen parameter that two modules share, and is cut off in the middle of a pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.first, self.second = nn.Linear(64, 10), nn.Module(), nn.Module()
+        self.first.centre = self.second.centre = nn.Parameter(torch.zeros(64), requires_grad=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = images.flatten(1)
+        if self.training:
+            self.first.centre.data.lerp_(x.detach().mean(0), 0.2)
+        faults.passing("training" if self.training else "evaluation")
+        return self.head(x - self.second.centre)
+
+
+def two_names(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+    return TwoNames()
+
+
+class NoisyGradient(nn.Module):
+    """Draws in the backward pass only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, 10)
+        self.head.weight.register_hook(lambda gradient: gradient + 0.01 * torch.randn_like(gradient))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(images.flatten(1))
+
+
+def noisy_gradient(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+    return NoisyGradient()

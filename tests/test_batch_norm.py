@@ -164,5 +164,6 @@ def test_a_model_keeps_its_state_and_its_other_layers() -> None:
     synchronise_batch_norm(model, TrainingPass(), on_one_machine=False)
     assert [isinstance(module, GlobalBatchNorm) for module in model] == [False, True, False]
     assert isinstance(model[1], nn.BatchNorm2d), "models ask for that, such as those that keep such layers frozen"
+    assert type(model[1]).__name__ == type(model[1]).__qualname__ == "BatchNorm2d", "or compare names"
     assert before.keys() == model.state_dict().keys()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

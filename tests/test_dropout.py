@@ -117,4 +117,5 @@ def test_a_layer_stays_what_it_is() -> None:
         on_pass(nn.Sequential(layer))
         assert isinstance(layer, SampleDropout)
         assert isinstance(layer, kind)
+        assert (type(layer).__name__, type(layer).__qualname__) == (kind.__name__, kind.__qualname__)
         assert (layer.p, layer(torch.ones(1000, 3)).item()) == (0.3, 0.0)
