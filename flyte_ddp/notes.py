@@ -78,3 +78,13 @@ def seeded(job: Job, state: TrainingState) -> str:
     """Which tensors did not start from ``init_from``; empty if all did, or there is none."""
     names = left_out(state.model.state_dict(), job.hp.init_skip)
     return f"From the seed, and not from init_from, began (init_skip): {', '.join(names)}." if names else ""
+
+
+def not_in_the_key(state: TrainingState) -> str:
+    """Which of the user's own files the model uses although nothing sees that beforehand; empty if there are none."""
+    if not state.files_not_seen:
+        return ""
+    return (
+        f"The model uses {few(state.files_not_seen)}, which the cache key does not cover: a change there is not "
+        "noticed. Import it by its name at the top of a module, from where Python finds it by itself."
+    )

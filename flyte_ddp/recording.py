@@ -24,7 +24,7 @@ from flyte_ddp.initial_weights import left_out
 from flyte_ddp.job import Job
 from flyte_ddp.json_lines import JsonLines
 from flyte_ddp.loading.facts import of_all_ranks
-from flyte_ddp.notes import notes, seeded
+from flyte_ddp.notes import not_in_the_key, notes, seeded
 from flyte_ddp.progress import Progress
 from flyte_ddp.selection import Selection
 
@@ -61,6 +61,7 @@ class Recorder:
             self.log.write(start_record(job, data, state))
             if said := seeded(job, state):
                 self.progress.note(said)
+            self.warn(not_in_the_key(state))
 
     def __enter__(self) -> Self:
         return self

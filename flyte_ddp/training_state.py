@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from flyte_ddp import catalog, models, sampling
+from flyte_ddp import catalog, models, sampling, user_source
 from flyte_ddp.batch_norm import synchronise_batch_norm
 from flyte_ddp.buffers import Buffers, overwrite, writable
 from flyte_ddp.clock import Clock, clock_for
@@ -55,6 +55,7 @@ class TrainingState:
     this_pass: TrainingPass
     buffers: Buffers
     clock: Clock
+    files_not_seen: list[str]  # that the model's code comes from, and its digest does not cover
     step: int = 0  # optimiser steps that are done
     epoch: int = 0  # epochs that are done, with their evaluation
     loss_watch: LossWatch = field(init=False)
@@ -99,7 +100,9 @@ class TrainingState:
             std=data.std,
             size=hp.image_size,
         )
+        own_files = user_source.own_files(hp.model)
         model = models.build(hp.model, classes, spec)
+        layers_from = {type(module).__module__ for module in model.modules()}
         models.check_model(hp.model, model)
         if initial_weights is not None:
             load_initial_weights(model, initial_weights, hp)
@@ -130,6 +133,7 @@ class TrainingState:
             this_pass=this_pass,
             buffers=Buffers(model),
             clock=clock_for(device),
+            files_not_seen=user_source.not_among(own_files, hp.model, layers_from),
         )
 
     @property
