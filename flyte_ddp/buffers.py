@@ -164,9 +164,10 @@ class Buffers:
             saved: names in the model's ``state_dict``.
 
         """
-        self.changing, self.late, self.attributes = state["changing"], state["late"], state["attributes"]
-        self.marks_of_attributes = state["marks_of_attributes"]
         given_up = dict.fromkeys(shapes_of(model.state_dict()).keys() - saved)
+        self.changing = sorted({*state["changing"], *given_up})
+        self.late, self.attributes = state["late"], state["attributes"]
+        self.marks_of_attributes = state["marks_of_attributes"]
         overwrite(model, {**given_up, **state["values"]}, saved)
 
     def go_back(self, model: nn.Module, state_dict: Mapping[str, Tensor]) -> None:

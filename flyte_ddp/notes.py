@@ -28,7 +28,7 @@ def notes(job: Job, state: TrainingState, arithmetic: Arithmetic) -> list[str]:
             f"The model changes {few(changing)} in its forward passes, and those of rank 0 counted: on another number "
             "of ranks the result may be another."
         )
-    if unsaved := {*changing} - state.model.state_dict().keys():
+    if unsaved := {*changing} - state.model.state_dict().keys() - state.buffers.shapes.keys():
         said.append(f"Its state_dict lacks {few(unsaved)}: evaluations had what a new model has, if it has that.")
     if unlike_new := state.buffers.unlike_new():
         said.append(

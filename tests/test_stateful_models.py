@@ -501,6 +501,8 @@ def test_what_a_state_dict_may_hold_goes_through_a_resume(
     starts = [record["resumed_after_step"] for record in read_metrics(result.metrics) if record["kind"] == "start"]
     assert starts == [0, 6]
     assert result.model.read_bytes() == expected.model.read_bytes()
+    assert notes_of(result)[:-1] == notes_of(expected)
+    assert not any("Its state_dict lacks" in note for note in notes_of(result))
     if change["model"] != "stateful_models:adapter":  # whose frozen part its user loads from elsewhere
         model, sidecar = load_model(result.model, result.sidecar)
         assert sidecar["metrics"]["test_loss"] == pytest.approx(losses_of(model, digits).mean().item(), abs=1e-6)
