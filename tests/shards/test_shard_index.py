@@ -365,7 +365,7 @@ def test_an_index_that_is_not_there(tmp_path: Path, server: FileServer) -> None:
         str(tmp_path): "Is a directory",
         f"{server.url}/no.json": "HTTP 404",
     }.items():
-        with pytest.raises(UserError, match=f"^index {address}: cannot be read .*{said}.*check the address"):
+        with pytest.raises(UserError, match=f"^index {address}: cannot be read .*{said}.*check the (address|path)"):
             read_index(address)
     server.files["i.json"] = json.dumps(index_of(entry("a.tar"))).encode()
     server.faults["i.json"] = [503, "truncate", "reset"]
