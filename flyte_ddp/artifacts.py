@@ -87,7 +87,7 @@ def load_model(
     model = models.build(sidecar["model"], len(sidecar["classes"]), input_spec(sidecar))
     try:
         weights = torch.load(model_path, map_location="cpu", weights_only=True)
-        overwrite(model, {name: weights[name] for name in sidecar.get("late_buffers", [])}, saved=weights)
+        overwrite(model, {name: weights.get(name) for name in sidecar.get("late_buffers", [])}, saved=weights)
         model.load_state_dict(weights)
     except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
         reason = " ".join(str(error).split())[:200]

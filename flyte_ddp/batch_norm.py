@@ -48,10 +48,10 @@ def synchronise_batch_norm(model: nn.Module, this_pass: TrainingPass, *, on_one_
 
 
 def over_all_ranks(kind: type[nn.Module]) -> type[nn.Module]:
-    """A subclass, as models ask what a layer is, such as those that keep some in evaluation mode."""
+    """A subclass of the same name, as models ask what a layer is, such as those that keep some in evaluation mode."""
     # DDP refuses what is a SyncBatchNorm on a CPU.
     kinds = (GlobalBatchNorm,) if issubclass(kind, nn.SyncBatchNorm) else (GlobalBatchNorm, kind)
-    return type(f"Global{kind.__name__}", kinds, {})
+    return type(kind.__name__, kinds, {"__qualname__": kind.__qualname__})
 
 
 def has_separate_statistics(model: nn.Module, synchronised: bool) -> bool:
@@ -164,9 +164,13 @@ class Normalise(torch.autograd.Function):
             shape = (1, -1, *[1] * (values.dim() - 2))
             mean, slope, offset = (moment.view(shape) for moment in (mean, slope, offset))
             of_values = (of_values + offset).addcmul_(values - mean, slope).to(values.dtype)
-        if weight is None:
-            return of_values, None, None, None
-        return of_values, of_scale.to(weight.dtype), of_shift.to(weight.dtype), None
+        _, has_scale, has_shift, _ = ctx.needs_input_grad
+        return (
+            of_values,
+            of_scale.to(scale.dtype) if has_scale else None,
+            of_shift.to(scale.dtype) if has_shift else None,
+            None,
+        )
 
 
 def global_statistics(values: Tensor, exchange: Gather, *, taking_part: bool) -> tuple[Tensor, Tensor, Tensor]:

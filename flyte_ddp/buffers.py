@@ -39,7 +39,8 @@ class Buffers:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.marks = marks({**watched_in(model), **dict(model.named_parameters())})
+        self.marks_of_attributes: dict[str, Mark] = {}
+        self.begin()
         self.frozen = {name for name, value in model.named_parameters() if not value.requires_grad}
         self.shapes = shapes_of(model.state_dict())
         self.unsaved = {
@@ -51,8 +52,12 @@ class Buffers:
         self.attributes: list[str] = []
         self.late = False
         self.looked = False
-        self.marks_of_attributes: dict[str, Mark] = {}
         self.after_step: dict[str, Tensor] = {}
+
+    def begin(self) -> None:
+        """Remembers what there is before the next forward pass."""
+        self.marks = marks({**watched_in(self.model), **dict(self.model.named_parameters())})
+        self.attributes_at_first = attribute_marks(self.model)
 
     def passes_done(self, step: int) -> None:
         """Takes over rank 0's after the passes of a step, the ``step``-th of the run from 0; all ranks call it."""
@@ -81,17 +86,31 @@ class Buffers:
         if first:  # before the optimiser: a layer may set its weights by the first batch it sees
             watched |= dict(self.model.named_parameters())
         changed = {name for name, now in marks(watched).items() if now != self.marks.get(name)}
-        # What the first passes set may be no more than remembered, such as a mask; what later ones change is not.
-        now = attribute_marks(self.model)
-        others = {name for name in now if self.looked and now[name] != self.marks_of_attributes.get(name)}
-        self.marks_of_attributes = now
-        of_ranks = objects_of_all_ranks((changed, others))
-        found = {name for names, _ in of_ranks for name in names} - {*self.changing}
+        changed |= {name for name, value in registered_in(self.model).items() if value is None and name in self.marks}
+        of_ranks = objects_of_all_ranks((changed, *self.look_at_attributes()))
+        found = {name for names, _, _ in of_ranks for name in names} - {*self.changing}
         self.late = self.late or (bool(found) and not first)
         self.changing = sorted({*self.changing, *found})
-        self.attributes = sorted({*self.attributes}.union(*(names for _, names in of_ranks)))
+        remembered = [entries for _, _, entries in of_ranks]
+        unequal = {
+            name for name in set[str]().union(*remembered) if len({entries.get(name) for entries in remembered}) > 1
+        }
+        self.attributes = sorted({*self.attributes, *unequal}.union(*(names for _, names, _ in of_ranks)))
         self.looked = True
         self.share()
+
+    def look_at_attributes(self) -> tuple[set[str], dict[str, Mark]]:
+        """Names of those that passes change, and the marks of those that the first passes, since :meth:`begin`, set.
+
+        The latter may be no more than remembered, such as a mask: but not if another rank, or the run before it was cut
+        off, has set something else.
+        """
+        before, now = self.marks_of_attributes, attribute_marks(self.model)
+        self.marks_of_attributes = now
+        if self.looked:
+            return {name for name in now if now[name] != before.get(name)}, {}
+        first = {name: now[name] for name in now if now[name] != self.attributes_at_first.get(name)}
+        return {name for name in first if before and first[name] != before.get(name)}, first
 
     def share(self, model: nn.Module | None = None) -> None:
         """Overwrites what changes, of the model or of its average, by what rank 0 has."""
@@ -103,9 +122,9 @@ class Buffers:
                 overwrite(model, values)
 
     def unlike_new(self) -> list[str]:
-        """Of the ``state_dict`` what a new model lacks, or has in another shape, and so does not load by itself."""
+        """Of the ``state_dict`` what one of a new model has not, or in another shape, or lacks."""
         now = shapes_of(self.model.state_dict())
-        return [name for name in self.changing if name in now and now[name] != self.shapes.get(name)]
+        return [name for name in self.changing if now.get(name) != self.shapes.get(name)]
 
     def keep(self) -> None:
         """Remembers on rank 0, which saves, what they are after a step, because the next forward pass changes them."""
@@ -114,7 +133,14 @@ class Buffers:
         watched = watched_in(self.model) if self.changing else {}
         changing = {name: watched[name] for name in self.changing if name in watched}
         # With all names of what modules share, as in the model's state_dict.
-        for name, value in {**dict(self.model.named_buffers(remove_duplicate=False)), **changing}.items():
+        values = dict(self.model.named_buffers(remove_duplicate=False)) | changing
+        frozen = {id(value) for value in changing.values()}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            if id(parameter) in frozen:
+                values[name] = parameter
+        for name in self.after_step.keys() - values.keys():
+            del self.after_step[name]
+        for name, value in values.items():
             kept = self.after_step.get(name)
             if kept is not None and (kept.shape, kept.dtype) == (value.shape, value.dtype):
                 kept.copy_(value.detach())
@@ -129,7 +155,7 @@ class Buffers:
         """For a checkpoint, beside the ``state_dict`` of the model."""
         values = {name: self.after_step[name] for name in self.changing if name in self.after_step}
         found = {"changing": self.changing, "late": self.late, "attributes": self.attributes}
-        return {**found, "values": values}
+        return {**found, "values": values, "marks_of_attributes": self.marks_of_attributes}
 
     def go_on(self, state: Mapping[str, Any], model: nn.Module, saved: Collection[str]) -> None:
         """Continues where :meth:`state` was called; gives the model, or its average, what changes.
@@ -138,8 +164,11 @@ class Buffers:
             saved: names in the model's ``state_dict``.
 
         """
-        self.changing, self.late, self.attributes = state["changing"], state["late"], state["attributes"]
-        overwrite(model, state["values"], saved)
+        given_up = dict.fromkeys(shapes_of(model.state_dict()).keys() - saved)
+        self.changing = sorted({*state["changing"], *given_up})
+        self.late, self.attributes = state["late"], state["attributes"]
+        self.marks_of_attributes = state["marks_of_attributes"]
+        overwrite(model, {**given_up, **state["values"]}, saved)
 
     def go_back(self, model: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
         """Gives the model, or its average, what it had earlier, when buffers may not have been there yet."""
@@ -187,11 +216,12 @@ def registered_in(model: nn.Module, but_for: type[nn.Module] = _BatchNorm) -> di
 def attribute_marks(model: nn.Module) -> dict[str, Mark]:
     """Marks of modules' attributes; without those that cannot be pickled, which is how their content is found."""
     found: dict[str, Mark] = {}
+    parts = {id(part) for part in (*model.modules(), *model.parameters())}
     for prefix, module in model.named_modules():
         for name, value in vars(module).items():
             if name not in OF_TORCH:
                 try:
-                    content = Content()
+                    content = Content(parts)
                     content.dump(value)
                 except Exception:  # noqa: S112 (a class's own code runs here)
                     continue
@@ -200,10 +230,11 @@ def attribute_marks(model: nn.Module) -> dict[str, Mark]:
 
 
 class Content(pickle.Pickler):
-    """Takes the checksum of an object. Modules, code, and results to differentiate are not looked into."""
+    """Takes the checksum of an object. It does not look into the model's parts, code, and results to differentiate."""
 
-    def __init__(self) -> None:
-        self.crc = 0
+    def __init__(self, parts: Collection[int]) -> None:
+        """``parts``: the ``id`` of each module and parameter that torch knows to be the model's."""
+        self.crc, self.parts = 0, parts
         super().__init__(self)
 
     def write(self, data: bytes) -> int:
@@ -214,11 +245,12 @@ class Content(pickle.Pickler):
     def persistent_id(self, value: object) -> object:
         """What stands for an object that is not looked into."""
         if isinstance(value, Tensor):
-            return ("tensor", *(() if value.requires_grad else map(str, mark(value))))
+            of_others = isinstance(value, nn.Parameter) and id(value) not in self.parts
+            return ("tensor", *(map(str, mark(value)) if of_others or not value.requires_grad else ()))
         if isinstance(value, torch.Generator):
             return ("generator", bytes(value.get_state().tolist()))
-        opaque = isinstance(value, (nn.Module, type, TrainingPass, NodeGather)) or inspect.isroutine(value)
-        return "opaque" if opaque else None
+        opaque = isinstance(value, (type, TrainingPass, NodeGather)) or inspect.isroutine(value)
+        return "opaque" if opaque or id(value) in self.parts else None
 
 
 def shapes_of(state_dict: Mapping[str, object]) -> dict[str, torch.Size]:

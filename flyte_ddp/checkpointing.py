@@ -5,10 +5,11 @@ Random numbers are functions of the position (seed, epoch, step, sample), so the
 
 from __future__ import annotations
 
+import copy
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections import OrderedDict
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -84,11 +85,11 @@ def copied(value: Any) -> Any:
     """The same with tensors of its own, on the CPU."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
-    if isinstance(value, Mapping):
-        return {key: copied(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [copied(item) for item in value]
-    return value
+    if type(value) in (dict, OrderedDict):
+        return type(value)((key, copied(item)) for key, item in value.items())
+    if type(value) in (list, tuple):
+        return type(value)(copied(item) for item in value)
+    return copy.deepcopy(value)
 
 
 def restore(run: Run, found: checkpoint.Checkpoint) -> None:
@@ -102,6 +103,7 @@ def restore(run: Run, found: checkpoint.Checkpoint) -> None:
         state.average.load_state_dict(values["average"])
     state.optimizer.load_state_dict(values["optimizer"])
     state.epoch, state.step = found.epoch, found.step
+    state.buffers.begin()
     state.buffers.keep()
     state.this_pass.draws = values["draws"]
     state.clock.seconds.update(values["seconds"])
@@ -207,5 +209,6 @@ class Checkpointer:
 
     def _is_good(self, snapshot: Snapshot) -> bool:
         """Whether it is worth going on from: of a step that went wrong it may be the weights that show it first."""
-        weights = (snapshot.values["model"][name] for name, _ in self.run.state.model.named_parameters())
+        saved = snapshot.values["model"]  # a model may leave out what is frozen
+        weights = (saved[name] for name, _ in self.run.state.model.named_parameters() if name in saved)
         return not snapshot.values["spoiled"] and all(bool(value.isfinite().all()) for value in weights)

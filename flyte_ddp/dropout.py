@@ -33,7 +33,9 @@ class SampleDropout(nn.Module):
 
     def drawn_dimensions(self, values: Tensor) -> int:
         """The leading dimensions that have a draw for each of their places."""
-        if isinstance(self, (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)):
+        if isinstance(self, (nn.Dropout1d, nn.Dropout3d)):  # which take one dimension less for channels alone
+            return 1 if values.dim() == (2 if isinstance(self, nn.Dropout1d) else 4) else 2
+        if isinstance(self, nn.Dropout2d):
             return 2
         return values.dim() if isinstance(self, nn.Dropout) else 1
 
@@ -43,7 +45,8 @@ def derive_dropout_from_samples(model: nn.Module, this_pass: TrainingPass) -> No
     for module in model.modules():
         if is_dropout(module):
             kind = type(module)  # which stays one of its classes, as models ask what a layer is
-            module.__class__ = type(f"Sample{kind.__name__}", (SampleDropout, kind), {})
+            # Some also compare names.
+            module.__class__ = type(kind.__name__, (SampleDropout, kind), {"__qualname__": kind.__qualname__})
             module.this_pass = this_pass  # type: ignore[assignment]
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from io import BytesIO
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +39,7 @@ def input_spec(
 
 
 def build(name: str, num_classes: int, spec: InputSpec) -> nn.Module:
-    """Makes the model with freshly initialised weights, from torch's global random state.
+    """Makes the model with freshly initialised weights, from the global random state of torch, Python and NumPy.
 
     Args:
         name: as in ``Hyperparameters.model``.
@@ -63,6 +65,55 @@ def build(name: str, num_classes: int, spec: InputSpec) -> nn.Module:
     if name in catalog.TORCHVISION_MODELS:
         return torchvision_model(name, num_classes, spec)
     raise unknown_name("model", name, catalog.MODELS)
+
+
+def check_model(name: str, model: nn.Module) -> None:
+    """Raises UserError for a model that cannot be trained here."""
+    if any(nn.parameter.is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
+        raise UserError(
+            f"model {name!r} has lazy layers: their sizes must be known; run it once on zeros where you make it"
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserError(f"model {name!r} has nothing to train: leave requires_grad True for some of its parameters")
+    for place, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise UserError(
+                f"model {name!r} has layer {place or type(module).__name__} with sparse=True: gradients are added up "
+                "dense; leave sparse=False"
+            )
+    for key, value in model.state_dict().items():
+        if refused := refused_in(value):
+            raise UserError(
+                f"model {name!r} has a {refused} in {key}: torch.load(weights_only=True) refuses it; keep only "
+                "tensors, numbers, text, None, and dicts, lists, tuples and sets of them there"
+            )
+
+
+def refused_in(value: object) -> str:
+    """The type of the first part of what is in a ``state_dict`` that cannot be loaded again; empty if all can be."""
+    if type(value) in (dict, OrderedDict, list, tuple, set):
+        parts = [*value.keys(), *value.values()] if isinstance(value, dict) else cast("Iterable[object]", value)
+        return next((refused for part in parts if (refused := refused_in(part))), "")
+    if isinstance(value, Tensor):
+        return ""
+    file = BytesIO()
+    try:
+        torch.save(value, file)
+        file.seek(0)
+        torch.load(file, weights_only=True)
+    except Exception:  # of pickle's or of a class's own
+        return f"{type(value).__module__}.{type(value).__qualname__}"
+    return ""
+
+
+def check_output(model: str, logits: object, expected: tuple[int, int]) -> None:
+    """Raises UserError unless the model returned one row of logits for each sample."""
+    got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+    if got != expected:
+        raise UserError(
+            f"model {model!r} returned {got}: it must return a tensor of shape (samples, classes) = {expected}; "
+            "size its last layer by num_classes"
+        )
 
 
 def torchvision_model(name: str, num_classes: int, spec: InputSpec) -> nn.Module:

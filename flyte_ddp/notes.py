@@ -28,11 +28,11 @@ def notes(job: Job, state: TrainingState, arithmetic: Arithmetic) -> list[str]:
             f"The model changes {few(changing)} in its forward passes, and those of rank 0 counted: on another number "
             "of ranks the result may be another."
         )
-    if unsaved := {*changing} - state.model.state_dict().keys():
+    if unsaved := {*changing} - state.model.state_dict().keys() - state.buffers.shapes.keys():
         said.append(f"Its state_dict lacks {few(unsaved)}: evaluations had what a new model has, if it has that.")
     if unlike_new := state.buffers.unlike_new():
         said.append(
-            f"A new model has no {few(unlike_new)} of that shape: flyte_ddp.artifacts.load_model makes it, "
+            f"A new model has not the same {few(unlike_new)}: flyte_ddp.artifacts.load_model sees to that, "
             "load_state_dict alone refuses it."
         )
     if attributes := state.buffers.attributes:
@@ -70,10 +70,21 @@ def how_exactly(job: Job, state: TrainingState, arithmetic: Arithmetic, *, separ
         differences.append(f"up to rounding, because these changed: {changes}")
     elif state.device.type == "cuda" and not job.hp.deterministic:
         differences.append("up to rounding: GPUs do not always add up in the same order (deterministic is false)")
-    return ", and ".join(differences) or "bit for bit"
+    exactly = "bit for bit, as far as can be seen" if ":" in job.hp.model else "bit for bit"  # not into all of Python
+    return ", and ".join(differences) or exactly
 
 
 def seeded(job: Job, state: TrainingState) -> str:
     """Which tensors did not start from ``init_from``; empty if all did, or there is none."""
     names = left_out(state.model.state_dict(), job.hp.init_skip)
     return f"From the seed, and not from init_from, began (init_skip): {', '.join(names)}." if names else ""
+
+
+def not_in_the_key(state: TrainingState) -> str:
+    """Which of the user's own files the model uses although nothing sees that beforehand; empty if there are none."""
+    if not state.files_not_seen:
+        return ""
+    return (
+        f"The model uses {few(state.files_not_seen)}, which the cache key does not cover: a change there is not "
+        "noticed. Import it by its name at the top of a module, from where Python finds it by itself."
+    )

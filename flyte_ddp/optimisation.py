@@ -16,8 +16,9 @@ PHOTO_CLIP_NORM = 1.0
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], hp: Hyperparameters) -> torch.optim.Optimizer:
-    """The optimiser, in torch's fused form: one pass over memory for a step."""
+    """The optimiser, in torch's fused form, one pass over memory for a step; that does not know complex numbers."""
     parameters = [parameter for parameter in parameters if parameter.requires_grad]
+    fused = True if all(parameter.is_floating_point() for parameter in parameters) else None
     # A tensor learning rate would be needed under torch.compile only; the schedule sets a plain number at each step.
     if hp.optimizer == "sgd":
         sgd = torch.optim.SGD(
@@ -26,14 +27,14 @@ def make_optimizer(parameters: Iterable[nn.Parameter], hp: Hyperparameters) -> t
             momentum=hp.momentum,
             weight_decay=hp.weight_decay,
             nesterov=hp.nesterov,
-            fused=True,
+            fused=fused,
         )
         if hp.momentum:  # fused SGD fails on parameters that get their first gradient later than others
             for parameter in parameters:
                 sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         return sgd
     adam = torch.optim.AdamW if hp.optimizer == "adamw" else torch.optim.Adam
-    return adam(parameters, lr=hp.learning_rate, betas=(hp.momentum, 0.999), weight_decay=hp.weight_decay, fused=True)
+    return adam(parameters, lr=hp.learning_rate, betas=(hp.momentum, 0.999), weight_decay=hp.weight_decay, fused=fused)
 
 
 def clip_norm(hp: Hyperparameters) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -14,14 +13,13 @@ from torch import Tensor
 from flyte_ddp.artifacts import MIDDLE
 from flyte_ddp.datasets import ImageArrays
 from flyte_ddp.datasets.encoded_set import EncodedSet
+from flyte_ddp.datasets.image_folder import SUFFIXES, files_below, is_image
 from flyte_ddp.errors import UserError
 from flyte_ddp.images import InputSpec, prepare
 from flyte_ddp.loading import cropping, open_tests
 from flyte_ddp.loading.decoding import DecodingError, decode, eight_bits, opened
 from flyte_ddp.loading.encoded import BadSamples, EncodedImages
 from flyte_ddp.settings import Settings
-
-SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
 
 
 class Batch(NamedTuple):
@@ -67,15 +65,10 @@ def folder_batches(folder: Path, request: Request, crop: str) -> Iterator[Batch]
 
 
 def image_paths(folder: Path) -> list[Path]:
-    """Every image file below a folder, sorted."""
+    """Every image file below a folder, sorted; which these are is as for training."""
     if not folder.is_dir():
         raise UserError(f"images={folder}: must be a folder of images")
-    paths = [
-        Path(parent, name)
-        for parent, _, names in os.walk(folder)
-        for name in names
-        if name.lower().endswith(SUFFIXES) and not name.startswith(".")
-    ]
+    paths = [folder / entry.name for entry in files_below(str(folder.absolute())) if is_image(entry.name)]
     if not paths:
         raise UserError(f"images={folder}: no image in it; put {', '.join(SUFFIXES)} files there")
     return sorted(paths)

@@ -24,7 +24,7 @@ from flyte_ddp.initial_weights import left_out
 from flyte_ddp.job import Job
 from flyte_ddp.json_lines import JsonLines
 from flyte_ddp.loading.facts import of_all_ranks
-from flyte_ddp.notes import notes, seeded
+from flyte_ddp.notes import not_in_the_key, notes, seeded
 from flyte_ddp.progress import Progress
 from flyte_ddp.selection import Selection
 
@@ -61,6 +61,7 @@ class Recorder:
             self.log.write(start_record(job, data, state))
             if said := seeded(job, state):
                 self.progress.note(said)
+            self.warn(not_in_the_key(state))
 
     def __enter__(self) -> Self:
         return self
@@ -209,7 +210,7 @@ class Recorder:
         images, _ = tests.gather(np.array(samples, dtype=np.int64))
         scores = torch.zeros(0, self.state.num_classes)
         if samples:  # no model gets an empty batch
-            with torch.no_grad():
+            with torch.no_grad(), self.state.evaluating():
                 scores = functional.softmax(self.state.predict(images), dim=1)
         return {
             "index": index,

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_
 
-from flyte_ddp import compiler, sampling
+from flyte_ddp import compiler, models, sampling
 from flyte_ddp.batch_norm import averaged_running_statistics
 from flyte_ddp.checkpointing import Checkpointer, Run, restore
 from flyte_ddp.config import Hyperparameters
@@ -122,6 +122,7 @@ def compute_gradients(state: TrainingState, batch: sampling.Indices) -> Tensor:
             if not share.counts:
                 loss = 0.0 * loss
             (loss * world_size() / len(batch)).backward()  # type: ignore[no-untyped-call]
+            state.this_pass.done()
         loss_sum += loss.detach()
     with state.clock("communication"):
         loss_sum = state.sync.combine(loss_sum)
@@ -162,8 +163,7 @@ def forward(state: TrainingState, model: Callable[[Tensor], Tensor], images: Ten
     state.this_pass.begin(state.hp.seed, state.epoch, share.samples, state.device, counts=share.counts)
     with state.autocast(), batch_norm_errors(state.hp):
         logits = model(images)
-    state.this_pass.forward_done()
-    check_output(state.hp.model, logits, (len(share.samples), state.num_classes))
+    models.check_output(state.hp.model, logits, (len(share.samples), state.num_classes))
     return logits
 
 
@@ -203,7 +203,7 @@ def evaluate_splits(state: TrainingState) -> tuple[Evaluation, Evaluation]:
             for statistic, average in averaged:
                 statistic.copy_(average)
             state.buffers.keep()
-    with state.clock("evaluation"):
+    with state.clock("evaluation"), state.evaluating():
         validation, test = (
             evaluate(state.predict, split, state.hp.test_batch_size, state.device)
             for split in (state.validation, state.test)
@@ -229,13 +229,3 @@ def batch_norm_errors(hp: Hyperparameters) -> Iterator[None]:
             "a channel, and it needs two; choose a batch_size with another remainder, or a larger image_size"
             + ("" if hp.sync_batchnorm else ", or sync_batchnorm=true")
         ) from None
-
-
-def check_output(model: str, logits: object, expected: tuple[int, int]) -> None:
-    """Raises UserError unless the model returned one row of logits for each sample."""
-    got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-    if got != expected:
-        raise UserError(
-            f"model {model!r} returned {got}: it must return a tensor of shape (samples, classes) = {expected}; "
-            "size its last layer by num_classes"
-        )

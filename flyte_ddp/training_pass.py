@@ -57,8 +57,11 @@ class TrainingPass:
         if device.type == "cuda":
             torch.cuda.manual_seed(int(bits[0]))
 
-    def forward_done(self) -> None:
-        """Notices whether the model has drawn random numbers itself, which depend on how samples fall to ranks."""
+    def done(self) -> None:
+        """Notices, after the backward pass, whether the model has drawn random numbers itself.
+
+        They depend on how samples fall to ranks. What puts the random state back, as ``fork_rng`` does, is not seen.
+        """
         if not self.may_draw:
             return
         device = self.keys.device

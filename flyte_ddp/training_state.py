@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from flyte_ddp import catalog, models, sampling
+from flyte_ddp import catalog, models, sampling, user_source
 from flyte_ddp.batch_norm import synchronise_batch_norm
 from flyte_ddp.buffers import Buffers, overwrite, writable
 from flyte_ddp.clock import Clock, clock_for
@@ -23,7 +24,6 @@ from flyte_ddp.datasets.prepared import PreparedSet, class_names
 from flyte_ddp.diagnosis import LossWatch
 from flyte_ddp.distributed import rank, world_size
 from flyte_ddp.dropout import derive_dropout_from_samples
-from flyte_ddp.errors import UserError
 from flyte_ddp.hardware import Hardware
 from flyte_ddp.images import InputSpec, prepare
 from flyte_ddp.initial_weights import load_initial_weights
@@ -55,6 +55,7 @@ class TrainingState:
     this_pass: TrainingPass
     buffers: Buffers
     clock: Clock
+    files_not_seen: list[str]  # that the model's code comes from, and its digest does not cover
     step: int = 0  # optimiser steps that are done
     epoch: int = 0  # epochs that are done, with their evaluation
     loss_watch: LossWatch = field(init=False)
@@ -76,12 +77,15 @@ class TrainingState:
         """Builds everything from the seed.
 
         Raises:
-            UserError: images that the model cannot take, or initial weights that do not fit it.
+            UserError: images that the model cannot take, a model that cannot be trained, or initial weights that do not
+                fit it.
 
         """
         on_gpu = hardware.device_type == "cuda"
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         torch.manual_seed(hp.seed)
+        random.seed(hp.seed)  # a model may draw from any of them when it is made
+        np.random.seed(hp.seed)  # noqa: NPY002
         if hp.deterministic:
             torch.use_deterministic_algorithms(True)
         classes = len(class_names(data, hp))
@@ -96,11 +100,10 @@ class TrainingState:
             std=data.std,
             size=hp.image_size,
         )
+        own_files = user_source.own_files(hp.model)
         model = models.build(hp.model, classes, spec)
-        if any(nn.parameter.is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
-            raise UserError(
-                f"model {hp.model!r} has lazy layers: their sizes must be known; run it once on zeros where you make it"
-            )
+        layers_from = {type(module).__module__ for module in model.modules()}
+        models.check_model(hp.model, model)
         if initial_weights is not None:
             load_initial_weights(model, initial_weights, hp)
         dtype = torch.float64 if hardware.precision == "fp64" else torch.float32
@@ -130,6 +133,7 @@ class TrainingState:
             this_pass=this_pass,
             buffers=Buffers(model),
             clock=clock_for(device),
+            files_not_seen=user_source.not_among(own_files, hp.model, layers_from),
         )
 
     @property
@@ -183,21 +187,31 @@ class TrainingState:
         order = torch.channels_last if self.hardware.channels_last else torch.contiguous_format
         return prepare(images, self.spec, self.dtype, order)
 
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Has the model, and its average, in evaluation mode, once for all batches: ``train`` may count its calls."""
+        modules = [self.model, *([self.average.module] if self.average else [])]
+        for module in modules:
+            module.eval()
+        try:
+            yield
+        finally:
+            for module in modules:
+                module.train()
+
     def predict(self, images: Tensor) -> Tensor:
         """Logits [N, classes] of the weights that would be kept now, for uint8 images [N, H, W, C].
+
+        It goes into :meth:`evaluating`. An output that does not fit is a UserError.
 
         bf16 is for training only: evaluation's metrics are those of the saved model. One that draws random numbers here
         too draws the same ones for each batch, whatever was computed before, and by whichever rank.
         """
         model = self.kept_model()
         self.this_pass.begin(self.hp.seed, 0, np.arange(len(images)), self.device)
-        was_training = model.training
-        model.eval()
-        try:
-            with self.buffers.as_saved(model):
-                logits: Tensor = model(self.prepare(images))
-        finally:
-            model.train(was_training)
+        with self.buffers.as_saved(model):
+            logits: Tensor = model(self.prepare(images))
+        models.check_output(self.hp.model, logits, (len(images), self.num_classes))
         return logits
 
     def kept_model(self) -> nn.Module:
@@ -212,7 +226,9 @@ class TrainingState:
         """Takes the weights of this step into the moving average, if there is one."""
         if self.average is not None:
             averaged = {name: buffer.shape for name, buffer in self.average.module.named_buffers()}
-            others = {name: buffer for name, buffer in self.model.named_buffers() if averaged.get(name) != buffer.shape}
+            own = dict(self.model.named_buffers())
+            others: dict[str, Tensor | None] = dict.fromkeys(averaged.keys() - own.keys())
+            others |= {name: buffer for name, buffer in own.items() if averaged.get(name) != buffer.shape}
             overwrite(self.average.module, others, saved=self.model.state_dict().keys() if others else ())
             self.average.update_parameters(self.model)
 

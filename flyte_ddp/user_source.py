@@ -6,11 +6,13 @@ import ast
 import hashlib
 import importlib.util
 import os
+import sys
 import sysconfig
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import FunctionType, ModuleType
 
 from flyte_ddp.code_digest import ARITHMETIC
 from flyte_ddp.user_code import not_found, search_working_directory, split
@@ -27,7 +29,7 @@ def user_source_digest(spec: str) -> str:
         UserError: a malformed spec, or no such top-level module.
 
     """
-    lines = (f"{name} {hashlib.sha256(content).hexdigest()}" for name, content in user_sources(spec))
+    lines = (f"{name} {hashlib.sha256(content).hexdigest()}" for name, _, content in user_sources(spec))
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
 
 
@@ -38,11 +40,56 @@ def mentions(spec: str, word: str) -> bool:
         UserError: a malformed spec, or no such top-level module.
 
     """
-    return any(word.encode() in content for _, content in user_sources(spec))
+    return any(word.encode() in content for *_, content in user_sources(spec))
 
 
-def user_sources(spec: str) -> Iterator[tuple[str, bytes]]:
-    """Names and contents of the files that ``spec`` (``package.module:callable``) is made of.
+def own_files(spec: str) -> set[Path]:
+    """The files that :func:`user_sources` finds; none for what is no ``package.module:callable``."""
+    return {path.resolve() for _, path, _ in user_sources(spec)} if ":" in spec else set()
+
+
+def not_among(known: set[Path], spec: str, modules: Iterable[str]) -> list[str]:
+    """Files of the user's own that the loaded code of ``spec`` comes from, but for those that are known.
+
+    Looked through are the module of ``spec``, the ones named, and what these have by name, as far as it is in the
+    folder where the first one's top-level module is, relative to which the files are given.
+
+    Args:
+        known: from :func:`own_files`, before the code was loaded, which may change where modules are looked for.
+        modules: names in ``sys.modules``, such as of those that the model's layers are from.
+
+    """
+    if ":" not in spec:
+        return []
+    name = split(spec)[0]
+    top = located(name.partition(".")[0])
+    places = (top.submodule_search_locations or [top.origin or ""]) if top else []
+    folders = {Path(place).resolve().parent for place in places}
+    found: dict[Path, str] = {}
+    waiting = [sys.modules.get(one) for one in (name, *modules)]
+    while waiting:
+        module = waiting.pop()
+        place = getattr(module, "__file__", None)
+        if module is None or not place or module.__name__.partition(".")[0] in IDENTIFIED or not is_own(place):
+            continue
+        path = Path(place).resolve()
+        relative = [path.relative_to(folder).as_posix() for folder in folders if path.is_relative_to(folder)]
+        if relative and path not in found:
+            found[path] = relative[0]
+            waiting += [module_of(value) for value in vars(module).values()]
+    return sorted(relative for path, relative in found.items() if path not in known)
+
+
+def module_of(value: object) -> ModuleType | None:
+    """The module that something is, or is from: of a class or function its own, else that of its class."""
+    if isinstance(value, ModuleType):
+        return value
+    owner = value if isinstance(value, (type, FunctionType)) else type(value)
+    return sys.modules.get(str(owner.__module__))
+
+
+def user_sources(spec: str) -> Iterator[tuple[str, Path, bytes]]:
+    """Names, paths and contents of the files that ``spec`` (``package.module:callable``) is made of.
 
     These are its top-level module, wherever that is, and all top-level modules of the user's own that these files
     import, and so on. The user's own are those that are neither Python's nor installed, nor this library, torch and
@@ -67,7 +114,7 @@ def user_sources(spec: str) -> Iterator[tuple[str, bytes]]:
             content = path.read_bytes()
         except OSError:  # a link to nowhere, say: nothing that could be imported
             continue
-        yield name, content
+        yield name, path, content
         for other in sorted(imported(content) - seen):
             seen.add(other)
             found = located(other)
@@ -122,14 +169,27 @@ def imported(source: bytes) -> set[str]:
             tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return set()
+    nodes = [*ast.walk(tree)]
+    importers = {"import_module", "__import__"}
+    for node in nodes:  # other names of these
+        if isinstance(node, ast.ImportFrom):
+            importers |= {alias.asname for alias in node.names if alias.name in importers and alias.asname}
+        elif isinstance(node, ast.Assign) and last_name(node.value) in importers:
+            importers |= {last_name(target) for target in node.targets}
     names: list[str] = []
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
             names.append(node.module)
-        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
-            function = getattr(node.func, "attr", getattr(node.func, "id", ""))
-            if function in ("import_module", "__import__") and isinstance(node.args[0].value, str):
-                names.append(node.args[0].value)
+        elif isinstance(node, ast.Call) and last_name(node.func) in importers:
+            given = [*node.args[:1], *(keyword.value for keyword in node.keywords if keyword.arg == "name")]
+            names += [
+                value.value for value in given if isinstance(value, ast.Constant) and isinstance(value.value, str)
+            ]
     return {name.partition(".")[0] for name in names} - {""}
+
+
+def last_name(node: ast.AST) -> str:
+    """Of ``a.b`` or ``b`` the ``b``; empty for anything else."""
+    return str(getattr(node, "attr", getattr(node, "id", "")))

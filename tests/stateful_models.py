@@ -5,8 +5,9 @@ All are for grey images of 8x8 pixels.
 
 from __future__ import annotations
 
+import copy
 import random
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -499,3 +500,258 @@ class InPlace(nn.Module):
 
 def in_place(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
     return InPlace()
+
+
+class Drawn(nn.Module):
+    """Drawn from each generator there is when it is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.order = nn.Linear(64, 10), random.sample(range(64), 64)
+        self.register_buffer("scale", torch.from_numpy(np.random.random(64).astype("float32")))  # noqa: NPY002
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(images.flatten(1)[:, self.order] * self.scale)
+
+
+def drawn(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+    return Drawn()
+
+
+class Stages(nn.Module):
+    """Counts how often it is put into training mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.stage = nn.Linear(64, 10), 0
+
+    def train(self, mode: bool = True) -> nn.Module:
+        self.stage += mode
+        return super().train(mode)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(images.flatten(1))
+
+
+def stages(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+    return Stages()
+
+
+class FrozenBody(nn.Module):
+    """A frozen layer before the one that is trained, and a cut in the middle of a pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(64, 64).requires_grad_(False), nn.Linear(64, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        faults.passing("training" if self.training else "evaluation")
+        return self.head(self.body(images.flatten(1)))
+
+
+def frozen_body(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+    return FrozenBody()
+
+
+class Complex(nn.Module):
+    """Has a complex parameter, as models in the frequency domain do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter, self.head = nn.Parameter(torch.randn(8, 5, dtype=torch.cdouble)), nn.Linear(64, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        filtered = torch.fft.rfft2(images[:, 0]) * self.filter
+        return self.head(torch.fft.irfft2(filtered, s=(8, 8)).flatten(1))
+
+
+def complex_filter(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+    return Complex()
+
+
+class NoBias(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4, bias=False), nn.Linear(144, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.norm(self.conv(images)).flatten(1))
+
+
+def no_bias(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+    return NoBias()
+
+
+def sparse_embedding(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Embedding(17, 8, sparse=True))
+
+
+def nothing_to_train(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10).requires_grad_(False))
+
+
+def no_parameters(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+    return nn.Flatten()
+
+
+class OnlyInEvaluation(nn.Module):
+    """Returns something else in evaluation."""
+
+    def __init__(self, change: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.head, self.change = nn.Linear(64, 10), change
+
+    def forward(self, images: Tensor) -> object:
+        logits = self.head(images.flatten(1))
+        return logits if self.training else self.change(logits)
+
+
+def pair_in_evaluation(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+    return OnlyInEvaluation(lambda logits: (logits, logits))
+
+
+def three_classes_in_evaluation(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+    return OnlyInEvaluation(lambda logits: logits[:, :3])
+
+
+class ExtraState(nn.Module):
+    """Has an extra state of its own in its state_dict, and is cut off in the middle of a pass."""
+
+    def __init__(self, extra: object) -> None:
+        super().__init__()
+        self.head, self.extra = nn.Linear(64, 10), extra
+
+    def get_extra_state(self) -> object:
+        return self.extra
+
+    def set_extra_state(self, state: object) -> None:
+        assert (type(state), state) == (type(self.extra), self.extra)
+
+    def forward(self, images: Tensor) -> Tensor:
+        faults.passing("training" if self.training else "evaluation")
+        return self.head(images.flatten(1))
+
+
+def extra_numpy(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+    return ExtraState({"version": 3, "temperatures": [np.float64(1.5)]})
+
+
+def extra_tuple(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+    return ExtraState(({"shape": (3, 4)}, [1.5, OrderedDict(name="x")], {"a"}))
+
+
+class Adapter(FrozenBody):
+    """Keeps its frozen part out of its state_dict, as adapters (LoRA) do."""
+
+    def state_dict(self, *arguments: object, **options: object) -> dict[str, Tensor]:
+        saved = super().state_dict(*arguments, **options)
+        return {name: value for name, value in saved.items() if not name.startswith("body.")}
+
+    def load_state_dict(self, state_dict: dict[str, Tensor], strict: bool = True, assign: bool = False) -> object:
+        return super().load_state_dict(state_dict, strict=False, assign=assign)
+
+
+def adapter(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+    return Adapter()
+
+
+class GivesUp(nn.Module):
+    """Sets a buffer to None in the second epoch, and is cut off in the middle of a pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, 10)
+        self.register_buffer("warm", torch.ones(64))
+        self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("scale", torch.full((64,), 0.5))
+
+    def forward(self, images: Tensor) -> Tensor:
+        faults.passing("training" if self.training else "evaluation")
+        if self.training:
+            self.passes += 1
+            if self.passes > 4:
+                self.warm = None
+        return self.head(images.flatten(1) * (self.scale if self.warm is None else self.warm))
+
+
+def gives_up(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+    return GivesUp()
+
+
+class InList(nn.Module):
+    """Follows its weights with a module that is kept where torch does not see it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, 10)
+        self.teacher, self.constant = [copy.deepcopy(self.head)], [copy.deepcopy(self.head)]
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = images.flatten(1)
+        with torch.no_grad():
+            if self.training:
+                for its, own in zip(self.teacher[0].parameters(), self.head.parameters(), strict=True):
+                    its.lerp_(own, 0.3)
+            taught = self.teacher[0](x) + self.constant[0](x)
+        return self.head(x) + taught
+
+
+def in_list(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+    return InList()
+
+
+class ByFirstBatch(nn.Module):
+    """Keeps, in no buffer, the mean of the first batch it sees, and what is the same for each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, 10)
+        self.mean: Tensor | None = None
+        self.ones: Tensor | None = None
+
+    def forward(self, images: Tensor) -> Tensor:
+        faults.passing("training" if self.training else "evaluation")
+        x = images.flatten(1)
+        if self.mean is None:
+            self.mean, self.ones = x.detach().mean(0), torch.ones(64)
+        return self.head((x - self.mean) * self.ones)
+
+
+def by_first_batch(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+    return ByFirstBatch()
+
+
+class TwoNames(nn.Module):
+    """Changes a frozen parameter that two modules share, and is cut off in the middle of a pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.first, self.second = nn.Linear(64, 10), nn.Module(), nn.Module()
+        self.first.centre = self.second.centre = nn.Parameter(torch.zeros(64), requires_grad=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = images.flatten(1)
+        if self.training:
+            self.first.centre.data.lerp_(x.detach().mean(0), 0.2)
+        faults.passing("training" if self.training else "evaluation")
+        return self.head(x - self.second.centre)
+
+
+def two_names(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+    return TwoNames()
+
+
+class NoisyGradient(nn.Module):
+    """Draws in the backward pass only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, 10)
+        self.head.weight.register_hook(lambda gradient: gradient + 0.01 * torch.randn_like(gradient))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(images.flatten(1))
+
+
+def noisy_gradient(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+    return NoisyGradient()

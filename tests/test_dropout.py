@@ -38,7 +38,11 @@ def test_the_stream_is_splitmix64() -> None:
     [
         (nn.Dropout, (30,), (30,)),
         (nn.Dropout, (5, 3, 2), (5, 3, 2)),
+        (nn.Dropout1d, (5, 3), (5,)),
+        (nn.Dropout1d, (5,), ()),  # for torch one sample of 1000 channels
         (nn.Dropout2d, (5, 3, 2), (5,)),
+        (nn.Dropout3d, (5, 3, 2, 2), (5,)),
+        (nn.Dropout3d, (5, 3, 2), ()),
         (lambda p: StochasticDepth(p, "row"), (5, 3, 2), ()),
     ],
 )
@@ -47,6 +51,8 @@ def test_what_is_dropped(layer, shape: tuple[int, ...], drawn: tuple[int, ...], 
     on_pass(model)
     output = model(torch.ones(1000, *shape))
     assert output.unique().tolist() == [0.0, pytest.approx(1 / (1 - p))]
+    of_torch = layer(p)(torch.ones(1000, *shape)).view(1000, *drawn, -1)
+    assert (of_torch == of_torch[..., :1]).all(), "torch's layer draws for the same"
     draws = output.view(1000, *drawn, -1)
     assert (draws == draws[..., :1]).all(), "one draw for all that is dropped together"
     number = draws[..., 0].numel()
@@ -111,4 +117,5 @@ def test_a_layer_stays_what_it_is() -> None:
         on_pass(nn.Sequential(layer))
         assert isinstance(layer, SampleDropout)
         assert isinstance(layer, kind)
+        assert (type(layer).__name__, type(layer).__qualname__) == (kind.__name__, kind.__qualname__)
         assert (layer.p, layer(torch.ones(1000, 3)).item()) == (0.3, 0.0)

@@ -129,6 +129,7 @@ def test_the_streams_of_the_same_numbers_are_refused_where_ddp_would_hang() -> N
         (PlanRequest(), "give an index, or --shards"),
         (PlanRequest(shards=0, samples=3), "must be at least 1"),
         (PlanRequest(shards=3), "must be at least 1"),
+        (PlanRequest(shards=3, samples=10, size=-1), "size=-1: must be at least 1 byte"),
         (PlanRequest(shards=3, samples=10, ranks=200), "batch_size=128: must be at least the number of ranks, 200"),
         (PlanRequest(shards=3, samples=10, nodes=0), "nodes"),
         (PlanRequest(shards=3, samples=10, shuffle_shards=0), "shuffle_shards=0: must be at least 1"),

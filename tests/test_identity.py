@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 
@@ -13,7 +14,9 @@ from cli import TINY, train
 from flyte_ddp import code_digest
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.identity import run_name
-from flyte_ddp.run import identity_of
+from flyte_ddp.run import identity_of, run_training
+from flyte_ddp.settings import Settings
+from flyte_ddp.tracking import read_metrics
 
 HP = Hyperparameters()
 
@@ -48,6 +51,48 @@ def test_what_the_users_model_imports_decides_the_run(
     assert found[0][1] != found[1][1]
 
 
+HIDDEN = {
+    "path": "import sys\nsys.path.insert(0, 'source')\nfrom identity_net import make as model\n",
+    "in a function": """
+def model(num_classes, input_shape):
+    import sys
+    sys.path.insert(0, 'source')
+    return __import__('identity_' + 'net').make(num_classes, input_shape)
+""",
+    "file": """
+import importlib.util
+spec = importlib.util.spec_from_file_location('of_no_name', 'source/identity_net.py')
+net = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(net)
+model = net.make
+""",
+}
+
+
+@pytest.mark.parametrize("way", [*HIDDEN, "seen"])
+def test_what_a_model_uses_and_the_cache_key_does_not_cover_is_named(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture, way: str
+) -> None:
+    """Other modules of the project, such as the script that starts a run, are not."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name in ("identity_hiding", "identity_net", "source", "source.identity_net"):
+        sys.modules.pop(name, None)  # of the other ways
+    Path("source").mkdir()
+    Path("source/identity_net.py").write_text(OWN)
+    Path("identity_script.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("identity_script")
+    source = HIDDEN.get(way, "from source.identity_net import make as model\n")
+    Path("identity_hiding.py").write_text(source)
+    hp = Hyperparameters(model="identity_hiding:model", epochs=1, batch_size=500, num_ranks=1)
+    result = run_training(hp, digits, tmp_path / "run", Settings(progress="lines", wandb_mode="disabled"))
+    said = "The model uses source/identity_net.py, which the cache key does not cover: a change there is not noticed."
+    expected = 0 if way == "seen" else 1
+    assert [said in note for note in read_metrics(result.metrics)[-1]["notes"]] == [True] * expected
+    assert "".join(capfd.readouterr()).count(said) == expected
+
+
 @pytest.mark.slow
 def test_a_change_in_what_the_users_model_imports_trains_again(tmp_path: Path) -> None:
     """The cache answers only what is the same through and through."""
@@ -75,4 +120,21 @@ def make(num_classes, input_shape):
     channels, height, width = input_shape
     linear = torch.nn.Linear(channels * height * width, num_classes, bias=True)
     return torch.nn.Sequential(torch.nn.Flatten(), linear)
+"""
+
+OWN = """
+import torch
+
+
+class Own(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = torch.nn.Linear(64, 10)
+
+    def forward(self, images):
+        return self.head(images.flatten(1))
+
+
+def make(num_classes, input_shape):
+    return Own()
 """

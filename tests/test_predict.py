@@ -18,11 +18,12 @@ from PIL import Image
 
 from flyte_ddp import artifacts
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.datasets.image_folder import list_images
 from flyte_ddp.errors import UserError
 from flyte_ddp.images import InputSpec
 from flyte_ddp.loading.encoded import BadSamples
 from flyte_ddp.predict import predict
-from flyte_ddp.prediction_batches import Request, folder_batches, whole_image
+from flyte_ddp.prediction_batches import Request, folder_batches, image_paths, whole_image
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
 
@@ -117,13 +118,23 @@ def write_dataset(folder: Path, channels: int, count: int = 23) -> Path:
 def test_a_folder_is_predicted_file_by_file_in_the_order_of_paths(
     grey_model: tuple[Path, Path], folder: Path, tmp_path: Path
 ) -> None:
-    names = ["b.png", "a/second.bmp", "a/first.PNG", "a/deep/er.gif", "comma, and.png", os.fsdecode(b"n\xf6n.png")]
+    names = [
+        "b.png",
+        "c.TIFF",
+        "d.pgm",
+        "a/second.bmp",
+        "a/first.PNG",
+        "a/deep/er.gif",
+        "comma, and.png",
+        os.fsdecode(b"n\xf6n.png"),
+    ]
     images = blocks(len(names), 1)
     for name, image in zip(names, images, strict=True):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(image[:, :, 0]).save(folder / name)
     (folder / "labels.txt").write_text("not an image, and not named like one")
     (folder / "._b.png").write_text("what macOS leaves behind")
+    os.mkfifo(folder / "a" / "pipe.png")
 
     output = predict(*grey_model, images=folder, dataset=None, output=tmp_path / "new/table.csv", batch_size=4)
     rows = read_table(output)
@@ -132,6 +143,17 @@ def test_a_folder_is_predicted_file_by_file_in_the_order_of_paths(
     assert list(rows[0]) == ["id", "guess", "score", *(f"score_{name}" for name in CLASSES)]
     check_guesses(rows, expected_scores(grey_model, images[order], GREY))
     assert [path.name for path in output.parent.iterdir()] == ["table.csv"]
+
+
+def test_the_images_of_a_folder_are_those_that_training_sees(tmp_path: Path) -> None:
+    for name in ("a/x.png", "a/x.tif", "a/x.ppm", "a/x.pbm", "a/pnm", ".thumbs/x.png", "a/.x.png", "else/x.png"):
+        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "in" / name).touch()
+    (tmp_path / "in" / "else").rename(tmp_path / "else")
+    (tmp_path / "in" / "linked").symlink_to(tmp_path / "else")
+    trained = [tmp_path / "in" / name for name in list_images(str(tmp_path / "in")).names]
+    assert image_paths(tmp_path / "in") == trained
+    assert [path.suffix for path in trained] == [".pbm", ".png", ".ppm", ".tif", ".png"]
 
 
 @pytest.mark.parametrize(("channels", "spec"), [(1, GREY), (3, RGB), (1, RGB)], ids=["grey", "rgb", "grey as rgb"])
@@ -274,11 +296,11 @@ def picture(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("prepare_folder", "message"),
     [
-        (lambda _: None, r"images: no image in it; put \.png"),
+        (lambda _: None, r"images: no image in it; put \.jpg"),
         (lambda folder: folder.rmdir(), "images: must be a folder"),
         (text_as_png, r"notes\.png cannot be decoded: of no known format; mend or remove it, or allow .* bad_samples$"),
         (cut_jpeg, r"cut\.jpg cannot be decoded: .*truncated"),
-        (lambda folder: (folder / "gone.png").symlink_to("nowhere"), r"gone\.png cannot be read \(No such file"),
+        (lambda folder: (folder / "gone.png").symlink_to("nowhere"), r"cannot be listed .*gone\.png: No such file"),
     ],
     ids=["empty", "missing", "text", "truncated", "unreadable"],
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 from faulty_runs import saved
+from interruptions import ended_before_each_change
 
 from flyte_ddp import artifacts, checkpoint, report, results, run, tracking, train
 from flyte_ddp.config import Hyperparameters
@@ -155,33 +155,6 @@ def test_ctrl_c_at_the_end_leaves_results_or_a_checkpoint(
     assert contents(folder)[METRICS] != before.get(METRICS)
 
 
-def killed_before_each_change(folder: Path, function: Callable[[Path], object]) -> Iterator[Path]:
-    """Copies of a folder, in which a process that called the function was killed before its first change, second ..."""
-    changes = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate")
-    for number in range(100):
-        copy = folder.with_name(f"killed-{number}")
-        shutil.copytree(folder, copy)
-        child = os.fork()
-        if child == 0:
-            left = [number]
-
-            def count(event: str, _: Any, left: list[int] = left) -> None:
-                if event in changes:
-                    if left[0] == 0:
-                        os.kill(os.getpid(), signal.SIGKILL)
-                    left[0] -= 1
-
-            sys.addaudithook(count)
-            function(copy)
-            os._exit(0)
-        _, status = os.waitpid(child, 0)
-        yield copy
-        if status == 0:
-            return
-        assert os.WTERMSIG(status) == signal.SIGKILL
-    raise AssertionError("it never ends")
-
-
 @pytest.mark.parametrize("before", ["nothing", "a run", "a run without results"])
 @pytest.mark.parametrize("with_results", [False, True])
 def test_a_kill_while_it_takes_over_leaves_the_rest_to_the_next(
@@ -203,7 +176,7 @@ def test_a_kill_while_it_takes_over_leaves_the_rest_to_the_next(
         (folder / results.FOLDER / "old").write_text("old")
     expected = {**dict.fromkeys(FILES, b"new"), **({"results/new": b"new"} if with_results else {})}
     copies = 0
-    for copy in killed_before_each_change(folder, settle):
+    for copy in ended_before_each_change(folder, settle):
         copies += 1
         assert before == "nothing" or is_finished(copy)
         assert settle(copy)

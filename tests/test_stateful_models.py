@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import faults
 import numpy as np
@@ -23,7 +25,7 @@ from flyte_ddp.errors import RankError, UserError
 from flyte_ddp.hardware import detect
 from flyte_ddp.images import InputSpec, prepare
 from flyte_ddp.optimisation import make_optimizer
-from flyte_ddp.run import run_training
+from flyte_ddp.run import Result, run_training
 from flyte_ddp.settings import Settings
 from flyte_ddp.tracking import read_metrics
 from flyte_ddp.train import apply_gradients, compute_gradients, evaluate_splits
@@ -78,10 +80,12 @@ def dropout_in_ranks(folder: Path) -> None:
     weights_in_ranks(folder, [f"stateful_models:dropout_{name}" for name in stateful_models.RUNS])
 
 
+OTHERS = ("tutorials", "subclassed", "no_bias", "complex_filter", "penalised")
+
+
 def others_in_ranks(folder: Path) -> None:
     batch_norm = [f"stateful_models:batch_norm_{name}" for name in stateful_models.RUNS]
-    others = [f"stateful_models:{name}" for name in ("tutorials", "subclassed", "penalised")]
-    weights_in_ranks(folder, [*batch_norm, *others])
+    weights_in_ranks(folder, [*batch_norm, *(f"stateful_models:{name}" for name in OTHERS)])
 
 
 @pytest.mark.slow
@@ -182,13 +186,35 @@ def test_what_grows_is_loaded_again(digits: Path, tmp_path: Path) -> None:
     assert sidecar["metrics"]["kept_epoch"] == 1
     notes = " ".join(read_metrics(result.metrics)[-1]["notes"])
     assert "changes bank, late in" in notes
-    assert "new model has no bank" in notes
+    assert "new model has not the same bank" in notes
     assert "changes passes, neither" in notes
 
 
-def test_sizes_must_be_known(digits: Path) -> None:
-    with pytest.raises(UserError, match="stateful_models:lazy' has lazy layers"):
-        after_steps(replace(BASE, model="stateful_models:lazy", num_ranks=1), digits)
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("lazy", "lazy' has lazy layers: their sizes must be known"),
+        ("sparse_embedding", "sparse_embedding' has layer 1 with sparse=True: .* leave sparse=False"),
+        ("nothing_to_train", "nothing_to_train' has nothing to train"),
+        ("no_parameters", "no_parameters' has nothing to train"),
+        (
+            "extra_numpy",
+            r"extra_numpy' has a numpy\.float64 in _extra_state: torch.load\(weights_only",
+        ),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(digits: Path, model: str, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        after_steps(replace(BASE, model=f"stateful_models:{model}", num_ranks=1), digits)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"), [("pair_in_evaluation", "tuple"), ("three_classes_in_evaluation", r"\(\d+, 3\)")]
+)
+def test_the_output_must_fit_in_evaluation_too(digits: Path, model: str, words: str) -> None:
+    state = after_steps(replace(BASE, model=f"stateful_models:{model}", num_ranks=1), digits)
+    with pytest.raises(UserError, match=f"model 'stateful_models:{model}' returned .*{words}.*: it must return"):
+        evaluate_splits(state)
 
 
 def test_what_the_optimiser_does_not_know_cannot_be_unfrozen(digits: Path, tmp_path: Path) -> None:
@@ -269,13 +295,18 @@ RUN = Hyperparameters(
             [
                 "The model changes centre, frozen, hidden, late, passes, ...",
                 "Its state_dict lacks hidden",
-                "A new model has no late",
+                "A new model has not the same late",
                 "bit for bit",
             ],
         ),
         (
             replace(RUN, num_ranks=1, keep="last"),
-            ["The model changes centre", "Its state_dict lacks hidden", "A new model has no late", "bit for bit"],
+            [
+                "The model changes centre",
+                "Its state_dict lacks hidden",
+                "A new model has not the same late",
+                "bit for bit",
+            ],
         ),
         (replace(RUN, model="stateful_models:noisy"), ["draws random numbers", "bit for bit"]),
         (replace(RUN, model="stateful_models:twice"), ["bit for bit"]),
@@ -384,3 +415,130 @@ def test_ranks_have_the_same_weights_where_data_set_them(tmp_path: Path) -> None
     (changing, one), (_, other) = (torch.load(tmp_path / f"rank-{number}.pt") for number in (0, 1))
     assert changing == ["is_set", "shift"]
     assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def test_equal_runs_are_equal_whatever_a_model_draws_from(digits: Path, tmp_path: Path) -> None:
+    """When it is made; the process that runs a single rank draws on as if nothing had been."""
+    hp = Hyperparameters(model="stateful_models:drawn", epochs=1, batch_size=500, num_ranks=1)
+    results = []
+    for number in (1, 2):
+        random.seed(number)
+        np.random.seed(number)  # noqa: NPY002
+        results.append(run_training(hp, digits, tmp_path / str(number), QUIET))
+        assert random.random() == random.Random(number).random()
+        assert np.random.random() == np.random.RandomState(number).random()  # noqa: NPY002
+    assert results[0].model.read_bytes() == results[1].model.read_bytes()
+
+
+def stages_in_ranks(folder: Path) -> None:
+    """The test split is one batch, which one of the ranks evaluates."""
+    for keep in ("last", "ema"):
+        hp = replace(BASE, model="stateful_models:stages", num_ranks=world_size(), validation_fraction=0.0)
+        hp = replace(hp, test_batch_size=1000, ema_decay=0.9, keep=keep)
+        state = TrainingState.create(hp, detect(hp), open_arrays(folder / "digits"), None)
+        assert state.model.stage == 1
+        for evaluations in (1, 2):
+            evaluate_splits(state)
+            assert state.model.stage == 1 + evaluations
+            assert state.model.training
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_each_evaluation_is_followed_by_one_call_of_train(tmp_path: Path, ranks: int) -> None:
+    fetch("digits", "", tmp_path / "digits", progress="off")
+    assert run_ranks(stages_in_ranks, tmp_path, ranks) == [0] * ranks
+
+
+CUT: dict[str, object] = {"rank": 0, "at": "training", "kind": "ArithmeticError", "pass": 6}
+
+
+def cut_off_and_resumed(hp: Hyperparameters, digits: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Result:
+    """The end of a run on a single rank that an exception has cut off in the middle of the second epoch."""
+    monkeypatch.setattr(faults, "FAULT", {**CUT, "marker": folder / "marker"})
+    monkeypatch.setattr(faults, "passed", {})
+    with pytest.raises(RankError, match="the rank's own words"):
+        run_training(hp, digits, folder / "run", QUIET)
+    return run_training(hp, digits, folder / "run", QUIET)
+
+
+def notes_of(result: Result) -> list[str]:
+    return list(read_metrics(result.metrics)[-1]["notes"])
+
+
+ON_ONE = Hyperparameters(model="stateful_models:frozen_body", epochs=3, batch_size=400, num_ranks=1)
+
+
+def test_what_stays_frozen_does_not_change_on_resuming(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A retry makes the model anew, and does not load init_from again."""
+    torch.manual_seed(5)
+    torch.save(stateful_models.FrozenBody().state_dict(), tmp_path / "init.pt")
+    hp = replace(ON_ONE, init_from=str(tmp_path / "init.pt"))
+    notes = notes_of(cut_off_and_resumed(hp, digits, tmp_path, monkeypatch))
+    assert len(notes) == 1
+    assert notes[0].endswith("bit for bit, as far as can be seen.")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": "stateful_models:adapter"},
+        {"model": "stateful_models:extra_tuple"},
+        {"model": "stateful_models:two_names"},
+        *({"model": "stateful_models:gives_up", "keep": keep, "ema_decay": 0.9} for keep in ("last", "best", "ema")),
+    ],
+    ids=str,
+)
+def test_what_a_state_dict_may_hold_goes_through_a_resume(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
+) -> None:
+    """Or lack; also through loading the model."""
+    hp = replace(ON_ONE, **change)
+    expected = run_training(hp, digits, tmp_path / "undisturbed", QUIET)
+    result = cut_off_and_resumed(hp, digits, tmp_path, monkeypatch)
+    starts = [record["resumed_after_step"] for record in read_metrics(result.metrics) if record["kind"] == "start"]
+    assert starts == [0, 6]
+    assert result.model.read_bytes() == expected.model.read_bytes()
+    assert notes_of(result)[:-1] == notes_of(expected)
+    assert not any("Its state_dict lacks" in note for note in notes_of(result))
+    if change["model"] != "stateful_models:adapter":  # whose frozen part its user loads from elsewhere
+        model, sidecar = load_model(result.model, result.sidecar)
+        assert sidecar["metrics"]["test_loss"] == pytest.approx(losses_of(model, digits).mean().item(), abs=1e-6)
+
+
+def test_what_only_looks_the_same_is_not_called_so(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A retry sets anew, by another batch, what no checkpoint holds."""
+    hp = replace(ON_ONE, model="stateful_models:by_first_batch")
+    assert notes_of(run_training(hp, digits, tmp_path / "undisturbed", QUIET)) == []
+    changes, went_on = notes_of(cut_off_and_resumed(hp, digits, tmp_path, monkeypatch))
+    assert "changes mean, neither" in changes
+    assert "but for what its forward passes had changed and the checkpoint does not hold" in went_on
+
+
+def attributes_in_ranks(folder: Path) -> None:
+    for model in ("by_first_batch", "in_list"):
+        hp = replace(BASE, model=f"stateful_models:{model}", num_ranks=2, precision="fp32")
+        state = after_steps(hp, folder / "digits")
+        if model == "in_list":
+            state.buffers.look()
+        if rank() == 0:
+            torch.save(state.buffers.attributes, folder / f"{model}.pt")
+
+
+@pytest.mark.slow
+def test_what_each_rank_has_of_its_own_is_named(tmp_path: Path) -> None:
+    fetch("digits", "", tmp_path / "digits", progress="off")
+    assert run_ranks(attributes_in_ranks, tmp_path, 2) == [0, 0]
+    assert torch.load(tmp_path / "by_first_batch.pt") == ["mean"]
+    assert torch.load(tmp_path / "in_list.pt") == ["teacher"]
+
+
+@pytest.mark.parametrize("model", ["noisy_gradient", *(f"dropout_{name}" for name in stateful_models.RUNS)])
+def test_draws_of_the_backward_pass_are_noticed(digits: Path, model: str) -> None:
+    """And not those of blocks that are run again."""
+    state = after_steps(replace(BASE, model=f"stateful_models:{model}", num_ranks=1), digits)
+    assert state.this_pass.draws == (model == "noisy_gradient")

@@ -13,6 +13,7 @@ from flyte_ddp import storage
 from flyte_ddp.errors import UserError
 from flyte_ddp.shards.decoding import IMAGES
 
+SUFFIXES = tuple(f".{kind}" for kind in IMAGES)
 LISTED = 10  # classes whose numbers of images are told one by one
 TRAINING_PARTS = ("train", "training")
 OTHER_PARTS = ("test", "testing", "val", "valid", "validation", "dev", "eval", "evaluation")
@@ -94,19 +95,17 @@ class ImageList:
 def list_images(address: str) -> ImageList:
     """Lists the images below ``address``: as torchvision's ImageFolder does, by the first folder of their names.
 
+    Hidden files and folders, whose names begin with a dot, are left out.
+
     Raises:
         UserError: it cannot be listed, or there is no image in a folder of its own.
     """
-    try:
-        entries = storage.retried(address, lambda where: list(storage.list_files(where)))
-    except storage.UnavailableError as failure:
-        raise failure.explained(
-            f"image folder {address}: cannot be listed ({failure}); check address and server"
-        ) from None
-    found = sorted((entry for entry in entries if is_image(entry.name)), key=lambda entry: entry.name)
+    files = files_below(address)
+    images = (entry for entry in files if "/" in entry.name and is_image(entry.name))
+    found = sorted(images, key=lambda entry: entry.name)
     if not found:
         raise UserError(
-            f"image folder {address}: has no images in folders of their classes among its {len(entries):,} files; "
+            f"image folder {address}: has no images in folders of their classes among its {len(files):,} files; "
             "it must hold class/name.jpg"
         )
     classes = tuple(sorted({entry.name.partition("/")[0] for entry in found}))
@@ -121,6 +120,21 @@ def list_images(address: str) -> ImageList:
     )
 
 
+def files_below(address: str) -> list[storage.Entry]:
+    """The files below a folder or prefix; links are followed, and hidden files and folders left out, wherever it is.
+
+    Raises:
+        UserError: it cannot be listed.
+    """
+    try:
+        entries = storage.retried(address, lambda where: list(storage.list_files(where)))
+    except storage.UnavailableError as failure:
+        raise failure.explained(
+            f"image folder {address}: cannot be listed ({failure}); check address and server"
+        ) from None
+    return [entry for entry in entries if not entry.name.startswith(".") and "/." not in entry.name]
+
+
 def is_image(name: str) -> bool:
-    """Whether a file is an image in a folder of its class."""
-    return "/" in name and name.rpartition(".")[2].lower() in IMAGES
+    """Whether a file is an image, by its name."""
+    return name.lower().endswith(SUFFIXES)

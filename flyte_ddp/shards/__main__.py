@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +28,8 @@ def sizes(index: ShardIndex) -> str:
 @click.group(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
 def shards() -> None:
     """Make, check and look at data sets of shards (tar files and an index in wids' format)."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of files need not be text
 
 
 @shards.command()
@@ -102,7 +106,7 @@ def sample(index: str, number: int, to: Path | None) -> None:
         described[name] = value.decode() if small else f"{len(value):,} bytes"
     if to is not None:
         write_members(found["__key__"], members, to)
-    click.echo(json.dumps(described, indent=1, ensure_ascii=False).encode("utf-8", "backslashreplace"))
+    click.echo(json.dumps(described, indent=1, ensure_ascii=False))
 
 
 @shards.command()
@@ -170,15 +174,18 @@ def plan(*, shards_: int | None, **options: Any) -> None:
 
 
 def lines_of(path: Path | None) -> list[str]:
-    """The lines of a file, none without one."""
+    """The lines of a file but for empty ones at its end, none without one."""
     if path is None:
         return []
     try:
-        return path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").rstrip("\r\n").splitlines()  # Windows may begin it with a mark
     except OSError as error:
         raise UserError(f"classes {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise UserError(f"classes {path}: is not text in UTF-8 ({error})") from None
+    if not lines:
+        raise UserError(f"classes {path}: is empty; it must have the classes' names, one a line")
+    return lines
 
 
 if __name__ == "__main__":

@@ -254,7 +254,7 @@ def open_shard(shard: Shard, cache: ShardCache) -> OpenShard:
     """
     file = opened_when_there_is_room(shard, cache)
     try:
-        table = stored_table(shard)
+        table = stored_table(shard._replace(size=os.fstat(file.fileno()).st_size))
         if table is None:
             table = tabulate((member for member, _ in members(file, shard.url)), shard.url)
     except OSError as error:
@@ -287,14 +287,22 @@ def opened_when_there_is_room(shard: Shard, cache: ShardCache) -> BinaryIO:
 
 def stored_table(shard: Shard) -> SampleTable | None:
     """The table beside the index; None if there is none that can be read: the shard itself has all that is in it."""
-    if shard.table is None:
-        return None
-    address, start, length, digest = shard.table
     try:
-        content = storage.read(address, (start, start + length))
-        return SampleTable.from_bytes(content, digest)
-    except (storage.UnavailableError, ValueError, KeyError):
+        return None if shard.table is None else read_table(shard, shard.table[0])
+    except (storage.UnavailableError, ValueError):
         return None
+
+
+def read_table(shard: Shard, address: str) -> SampleTable:
+    """The table of a shard that has one, from the file with the tables.
+
+    Raises:
+        UnavailableError: the file cannot be read.
+        ValueError: there is another table, or none.
+    """
+    assert shard.table is not None
+    _, start, length, digest = shard.table
+    return SampleTable.from_bytes(storage.read(address, (start, start + length)), digest, shard.size)
 
 
 class ShardDataset:

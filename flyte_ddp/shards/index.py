@@ -117,8 +117,9 @@ class ShardIndex:
             "first shard": self.shards[0].url,
             "last shard": self.shards[-1].url,
         }
-        parts = {f"part {part.name!r}": f"weight {part.weight:g}" for part in self.parts if len(self.parts) > 1}
-        return facts | parts
+        if len(self.parts) > 1:  # several may have one name
+            facts |= {f"part {i}": f"weight {part.weight:g}, {part.name}" for i, part in enumerate(self.parts)}
+        return facts
 
     @cached_property
     def digest(self) -> str:
@@ -238,7 +239,7 @@ def resolved(address: str, base: str, found: Any) -> str:
     """What an address in the index means."""
     if not isinstance(found, str) or not found or "\0" in found:
         raise malformed(address, f"{short(found)} is no address")
-    whole = storage.resolve(base, found)
+    whole = encodable(address, storage.resolve(base, found))
     try:
         here = storage.local_path(whole) is not None
     except UserError as error:
@@ -249,6 +250,19 @@ def resolved(address: str, base: str, found: Any) -> str:
             "copy the index here, if that is meant"
         )
     return whole
+
+
+def encodable(address: str, found: str) -> str:
+    """An address in the index, if it has only characters that can be sent, or be in a file's name.
+
+    Bytes of files' names that are no text are surrogates in Python, which no address of elsewhere can have.
+    """
+    remote = "://" in found and not found.startswith("file:")
+    try:
+        found.encode("utf-8", "strict" if remote else "surrogateescape")
+    except UnicodeEncodeError:
+        raise malformed(address, f"{short(found)} is no address") from None
+    return found
 
 
 def classes_of(content: Mapping[str, Any]) -> tuple[str, ...]:
@@ -277,7 +291,9 @@ def shards_of(address: str, content: Mapping[str, Any], part: int) -> Iterator[S
         url, place = entry["url"], entry.get("table")
         return Shard(
             # Of 100,000 shards most have a plain name.
-            url=f"{folder}/{storage.as_in(base, url)}" if PLAIN_NAME.fullmatch(url) else resolved(address, base, url),
+            url=encodable(address, f"{folder}/{storage.as_in(base, url)}")
+            if PLAIN_NAME.fullmatch(url)
+            else resolved(address, base, url),
             samples=count_of(entry["nsamples"], most=MOST_SAMPLES),
             size=count_of(entry.get("filesize", -1), least=-1),
             md5=digest_of(entry.get("md5sum"), 32),

@@ -11,7 +11,7 @@ from flyte_ddp import storage
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replacing
 from flyte_ddp.shards.index import EXTENSION, KIND, ShardIndex, index_of
-from flyte_ddp.shards.scanning import local_output
+from flyte_ddp.shards.scanning import index_output
 
 
 def join_indexes(
@@ -27,10 +27,11 @@ def join_indexes(
 
     Raises:
         UserError: an index that cannot be read, is joined itself, has other classes or is given twice; a number of
-            weights that is not that of indexes; a weight that is not above 0.
+            weights that is not that of indexes; a weight that is not above 0; an output that is one of them, or
+            another file that is no index.
     """
-    output = local_output(output)
     addresses = [str(storage.local_path(address) or address) for address in addresses]
+    output = index_output(output, addresses)
     if len(set(addresses)) < max(2, len(addresses)):
         raise UserError(f"indexes {', '.join(addresses) or 'none'}: must be two or more, each given once")
     if weights and len(weights) != len(addresses):

@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import tarfile
 import tempfile
 import threading
@@ -22,14 +23,13 @@ import numpy as np
 from flyte_ddp import sampling
 from flyte_ddp.datasets.progress import Progress
 from flyte_ddp.errors import UserError
-from flyte_ddp.files import replacing
+from flyte_ddp.files import replacing, without_interrupts
 from flyte_ddp.shards.index import EXTENSION, ShardIndex, read_index
 from flyte_ddp.shards.parallel import in_parallel
-from flyte_ddp.shards.scanning import create_index, local_output, tables_of
+from flyte_ddp.shards.scanning import index_output, index_shards, local_output, tables_of
 
 SAMPLES_PER_SHARD = 1000
 AHEAD = 32  # images that are read at the same time
-TO_GO = "shards"  # a file with the names of those that the next index takes the place of
 
 Members = Mapping[str, bytes]  # by extension
 
@@ -49,7 +49,7 @@ def pack(
 
     The same samples make the same files to the last byte, whenever and wherever they are packed. What was packed under
     this name before stays as it is until all of the new is there; then it is replaced, and shards of it that the new
-    one does not have are removed. Other files stay.
+    one does not have are removed. Other files stay. Whatever ends this, the index is of whole shards, old or new.
 
     Args:
         samples: gives a sample's key and members by its number, and may be called from several threads.
@@ -62,15 +62,18 @@ def pack(
             so that samples in an order of their own (class by class) should be mixed here.
 
     Raises:
-        UserError: no samples, one that cannot be had, or a folder that cannot be written to; all is as it was then.
+        UserError: no samples, one that cannot be had, a folder that cannot be written to, or a file in the index's
+            place that is none; all is as it was then.
     """
     if count == 0:
         raise UserError(f"{name}: there is no sample to pack")
     if per_shard < 1:
         raise UserError(f"samples_per_shard={per_shard}: must be at least 1")
+    if seed is not None and seed < 0:
+        raise UserError(f"seed={seed}: must be at least 0")
     if not name or PurePath(name).name != name:
         raise UserError(f"name={name!r}: must be fit for a file's name")
-    index = local_output(folder) / f"{name}.json"
+    index = index_output(local_output(folder) / f"{name}.json", ())
     order = np.arange(count)
     if seed is not None:
         order = sampling.random_stream(sampling.PACKING, seed).permutation(order)
@@ -83,8 +86,8 @@ def pack(
             for start, path in zip(starts, paths, strict=True):
                 write_shard(path, itertools.islice(made, min(per_shard, count - start)), advance)
         urls = [str(path) for path in paths]
-        create_index(urls, workspace / index.name, name=name, classes=classes, progress="off", packed=True)
-        put_in_place(workspace, index, [path.name for path in paths])
+        index_shards(urls, workspace / index.name, name=name, classes=classes, progress="off", packed=True)
+        put_in_place(workspace, index)
     return read_index(str(index))
 
 
@@ -106,58 +109,105 @@ def workspace_of(index: Path) -> Iterator[Path]:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"{index}: another process is packing it; wait for its end, or take another name") from None
+        settle(workspace, index)
         clear(workspace)
         try:
             yield workspace
         finally:
-            clear(workspace)
-            with suppress(OSError):  # what put_in_place has not finished is still needed
-                workspace.rmdir()
+            if not is_used(workspace, index):
+                clear(workspace)
+                with suppress(OSError):
+                    workspace.rmdir()
     finally:
         os.close(held)
 
 
 def clear(workspace: Path) -> None:
-    """Removes all but the list of shards that are to go."""
+    """Removes all that is in it."""
     for path in workspace.iterdir():
-        if path.name != TO_GO:
-            path.unlink()
+        path.unlink()
 
 
-def put_in_place(workspace: Path, index: Path, shards: Sequence[str]) -> None:
-    """Moves a new index and its shards to where they belong, in place of those that are there.
+def put_in_place(workspace: Path, index: Path) -> None:
+    """Has the index in the workspace, and its shards, take the place of those beside it.
 
-    The old index goes first, so that none ever names shards of another. Should this process be killed now, the next one
-    that packs here finds in the workspace which shards there are.
+    Shards of the old index and of the new one have the same names. So the new one first comes into the old one's place
+    with the shards as they are in the workspace, which is the moment at which one replaces the other.
 
     Raises:
-        UserError: they cannot be moved there.
+        UserError: that cannot be done.
     """
-    to_go = workspace / TO_GO
+    content = stored(workspace / index.name)
+    content |= {"packed_in": workspace.name, "replaced": packed_before(index)}
+    for entry, key in (*((entry, "url") for entry in content["shardlist"]), (content[EXTENSION], "tables")):
+        entry[key] = f"{workspace.name}/{entry[key]}"
+    following = workspace / "index"
+    with replacing(following) as file:
+        file.write(json.dumps(content).encode())
+    with without_interrupts():
+        following.replace(index)
+        settle(workspace, index)
+
+
+def is_used(workspace: Path, index: Path) -> bool:
+    """Whether the shards of the index are still in the workspace."""
+    return (workspace / index.name).exists() and stored(index).get("packed_in") == workspace.name
+
+
+def settle(workspace: Path, index: Path) -> None:
+    """Moves shards from the workspace to where they belong, if the index refers to them there.
+
+    A process that is killed in between leaves the rest to the next one that packs here.
+
+    Raises:
+        UserError: they cannot be moved.
+    """
+    if not is_used(workspace, index):
+        return
     try:
-        known = {*packed_before(index), *(to_go.read_text("utf-8").splitlines() if to_go.exists() else ())}
-        with replacing(to_go) as file:
-            file.write("\n".join(sorted({*known, *shards})).encode())
-        index.unlink(missing_ok=True)
-        for name in known.difference(shards):
+        for name in shard_names(index, stored(index).get("replaced")):
             index.with_name(name).unlink(missing_ok=True)
-        for name in (*shards, tables_of(index).name, index.name):
-            (workspace / name).replace(index.with_name(name))
-        to_go.unlink()
+        for name in (*packed_before(workspace / index.name), tables_of(index).name):
+            put_beside(workspace / name, index.with_name(name))
+        (workspace / index.name).replace(index)
     except OSError as error:
-        raise UserError(f"cannot write {index}: {error.strerror}; choose another folder") from None
+        raise UserError(f"cannot write {index}: {error.strerror}; mend that, and pack again") from None
+
+
+def put_beside(path: Path, target: Path) -> None:
+    """A second name for a file, in place of another one; a copy where there are no links."""
+    target.unlink(missing_ok=True)
+    try:
+        target.hardlink_to(path)
+    except OSError:
+        copy = path.with_suffix(".copy")
+        with path.open("rb") as source, replacing(copy) as file:
+            shutil.copyfileobj(source, file)
+        copy.replace(target)
+
+
+def stored(index: Path) -> dict[str, Any]:
+    """What is in the file of an index; nothing, if that is none."""
+    try:
+        content = json.loads(index.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def packed_before(index: Path) -> list[str]:
     """The names of the shards that were packed with an index; none of those that somebody else has made."""
+    content = stored(index)
     try:
-        content = json.loads(index.read_bytes())
-        if not content[EXTENSION]["packed"]:
-            return []
-        names = [str(entry["url"]) for entry in content["shardlist"]]
-    except (OSError, ValueError, LookupError, TypeError):  # no index, or none of ours
+        return shard_names(index, [entry["url"] for entry in content["shardlist"] if content[EXTENSION]["packed"]])
+    except (LookupError, TypeError):  # none of ours
         return []
-    return [name for name in names if re.fullmatch(rf"{re.escape(index.stem)}-\d{{6,}}\.tar", name)]
+
+
+def shard_names(index: Path, names: Any) -> list[str]:
+    """Those that pack gives to the shards of an index."""
+    found = names if isinstance(names, list) else []
+    return [name for name in map(str, found) if re.fullmatch(rf"{re.escape(index.stem)}-\d{{6,}}\.tar", name)]
 
 
 def write_shard(path: Path, samples: Iterable[tuple[str, Members]], advance: Callable[[int], object]) -> None:

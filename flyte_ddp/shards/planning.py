@@ -64,5 +64,7 @@ def described(request: PlanRequest) -> tuple[NDArray[np.int64], NDArray[np.int64
         return index.counts, index.sizes if (index.sizes >= 0).all() else None, index.weights
     if request.shards is None or request.shards < 1 or request.samples is None or request.samples < 1:
         raise UserError(f"shards={request.shards}, samples={request.samples}: both must be at least 1")
+    if request.size is not None and request.size < 1:
+        raise UserError(f"size={request.size}: must be at least 1 byte")
     sizes = None if request.size is None else np.full(request.shards, request.size, dtype=np.int64)
     return np.full(request.shards, request.samples, dtype=np.int64), sizes, np.ones(request.shards)

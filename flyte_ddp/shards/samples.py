@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import io
+import zipfile
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.shards.tar import Member
+from flyte_ddp.shards.tar import BLOCK, MOST_BYTES, Member
 
 SEPARATOR = "\0"  # cannot be in a tar file's names
 
@@ -45,22 +47,52 @@ class SampleTable:
     def to_bytes(self) -> bytes:
         """In numpy's ``.npz`` format."""
         buffer = io.BytesIO()
-        columns = {name: getattr(self, name) for name in COLUMNS}
+        columns = {name: getattr(self, name) for name in DTYPES}
         np.savez_compressed(buffer, keys=encoded(self.keys), extensions=encoded(self.extensions), **columns)
         return buffer.getvalue()
 
     @classmethod
-    def from_bytes(cls, content: bytes, digest: str) -> SampleTable:
+    def from_bytes(cls, content: bytes, digest: str, size: int = -1) -> SampleTable:
         """Reads what :meth:`to_bytes` made.
 
+        Args:
+            content: the table as it is stored.
+            digest: of that, as in the index.
+            size: bytes of the shard; -1 where that is not known.
+
         Raises:
-            ValueError: it is not what has this digest.
+            ValueError: it is not what has this digest, or whoever made it meant no shard of this size.
         """
         if digest_of(content) != digest:
             raise ValueError("another table, or a damaged one")
-        with np.load(io.BytesIO(content), allow_pickle=False) as stored:
-            columns = {name: stored[name] for name in COLUMNS}
-            return cls(decoded(stored["keys"]), decoded(stored["extensions"]), **columns)
+        try:
+            columns: dict[str, Any] = unpacked(content, size)
+            columns |= {name: decoded(columns[name]) for name in NAMES}
+        except Exception as error:  # numpy and zipfile have many words for what is none of theirs
+            raise ValueError(f"no table of samples: {error}") from None
+        table = cls(**columns)
+        table.check(size)
+        return table
+
+    def check(self, size: int) -> None:
+        """Refuses numbers that cannot be those of a shard of so many bytes, -1 where that is not known.
+
+        Raises:
+            ValueError: there are such.
+        """
+        most = size if size >= 0 else MOST_BYTES
+        count = len(self.kinds)
+        fits = (
+            len(self.offsets) == len(self.sizes) == len(self.headers) == count
+            and len(self.starts) == len(self.keys) + 1
+            and (self.starts[0], self.starts[-1]) == (0, count)
+            and (self.starts[1:] > self.starts[:-1]).all()
+            and (self.kinds < len(self.extensions)).all()
+            and ((self.offsets >= BLOCK) & (self.offsets <= most)).all()
+            and ((self.sizes >= 0) & (self.sizes <= most - self.offsets)).all()
+        )
+        if not fits:
+            raise ValueError(f"no table of a shard's samples ({len(self.keys):,}, with {count:,} members)")
 
 
 def digest_of(content: bytes) -> str:
@@ -68,7 +100,27 @@ def digest_of(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:32]
 
 
-COLUMNS = ("starts", "kinds", "offsets", "sizes", "headers")
+DTYPES = {"starts": np.int32, "kinds": np.uint32, "offsets": np.int64, "sizes": np.int64, "headers": np.uint32}
+NAMES = {"keys": np.uint8, "extensions": np.uint8}
+OVERHEAD = 10_000  # bytes of a table without samples, and more
+
+
+def unpacked(content: bytes, size: int) -> dict[str, NDArray[Any]]:
+    """The columns of a table of a shard of so many bytes, and its names as bytes.
+
+    Raises:
+        ValueError: a column is not of its kind, or the table is larger than its shard.
+    """
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        length = sum(found.file_size for found in archive.infolist())
+    if 0 <= size < length - OVERHEAD:  # a member takes more room in the shard than in the table
+        raise ValueError(f"{length:,} bytes")
+    with np.load(io.BytesIO(content), allow_pickle=False) as stored:
+        columns = {name: stored[name] for name in {**DTYPES, **NAMES}}
+    for name, dtype in {**DTYPES, **NAMES}.items():
+        if columns[name].dtype != dtype or columns[name].ndim != 1:
+            raise ValueError(f"{name} is of kind {columns[name].dtype} and shape {columns[name].shape}")
+    return columns
 
 
 def encoded(names: tuple[str, ...]) -> NDArray[np.uint8]:
@@ -97,7 +149,8 @@ def tabulate(members: Iterable[Member], shard: str) -> SampleTable:
             if member.key in keys:
                 raise UserError(
                     f"shard {shard}: the members of sample {member.key!r} are in two places, or two samples have that "
-                    "name; pack the members of a sample next to each other, under a name of its own"
+                    f"name, as {member.key + member.extension!r} says; pack the members of a sample next to each "
+                    "other, under a name of its own"
                 )
             keys[member.key] = None
             starts.append(len(rows))

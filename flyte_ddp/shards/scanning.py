@@ -16,8 +16,9 @@ from flyte_ddp import storage
 from flyte_ddp.datasets.progress import Progress
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replacing
+from flyte_ddp.markup import counted
 from flyte_ddp.shards.decoding import decode_member, is_image
-from flyte_ddp.shards.index import Part, Shard, ShardIndex, index_json, read_index
+from flyte_ddp.shards.index import Part, Shard, ShardIndex, index_json, load, read_index
 from flyte_ddp.shards.parallel import in_parallel
 from flyte_ddp.shards.samples import SampleTable, digest_of, tabulate
 from flyte_ddp.shards.tar import Member, members
@@ -135,7 +136,6 @@ def create_index(
     name: str = "",
     classes: Sequence[str] = (),
     progress: str = "auto",
-    packed: bool = False,
 ) -> ShardIndex:
     """Reads shards, several at a time, and writes their index and, beside it, their tables of samples.
 
@@ -144,12 +144,27 @@ def create_index(
         output: the index; the tables go into a file beside it, with ``.tables`` after its name.
         name: of the data set; the index's own name if there is none.
         classes: the names of the classes; 0, 1, 2 and so on if there are none, up to the highest label.
-        packed: the shards were made together with the index, and go when another is made in its place.
 
     Raises:
-        UserError: a shard that cannot be had or is none, two that are the same, a label that has no class.
+        UserError: a shard that cannot be had or is none, two that are the same, a label that has no class, a class
+            without a name or with another's; an output that is a shard, or another file that is no index.
     """
-    shards = [str(storage.local_path(url) or url) for url in expanded(urls)]
+    for label, count in Counter(classes).items():
+        if count > 1 or not label.strip():
+            raise UserError(f"class {label!r} is named {counted(count, 'time')}: each must have a name of its own")
+    return index_shards(expanded(urls), output, name=name, classes=classes, progress=progress)
+
+
+def index_shards(
+    urls: Sequence[str], output: Path, *, name: str, classes: Sequence[str], progress: str, packed: bool = False
+) -> ShardIndex:
+    """:func:`create_index` of shards whose addresses are whole, and classes whose names may be anything.
+
+    Args:
+        packed: the shards were made together with the index, and go when another is made in its place.
+    """
+    shards = [str(storage.local_path(url) or url) for url in urls]
+    output = index_output(output, shards)
     if not shards:
         raise UserError("no shards: give at least one tar file")
     if len(set(shards)) < len(shards):
@@ -172,7 +187,6 @@ def write_index(
     packed: bool = False,
 ) -> ShardIndex:
     """Writes the index of shards that were read, and their tables of samples before it."""
-    output = local_output(output)
     tables = tables_of(output)
     start, shards, labels = 0, [], 0
     with replacing(tables) as file:
@@ -208,6 +222,29 @@ def tables_of(index: Path) -> Path:
     return index.with_name(f"{index.name}.tables")
 
 
+def index_output(path: Path, inputs: Iterable[str]) -> Path:
+    """The absolute path of an index to write, in whose place there may be another index.
+
+    Args:
+        inputs: addresses of what is read for it.
+
+    Raises:
+        UserError: it is an address, or a file that is to be kept: one of the inputs, or one that is no index.
+    """
+    output = local_output(path)
+    outputs = {output.resolve(), tables_of(output).resolve()}
+    for address in inputs:
+        found = storage.local_path(address)
+        if found is not None and found.resolve() in outputs:
+            raise UserError(f"{output}: would be written in place of {found}, which it is made of; choose another name")
+    if output.is_file():
+        try:
+            load(str(output))
+        except UserError as error:
+            raise UserError(f"{output}: is there, and is no index; remove it, or choose another name") from error
+    return output
+
+
 def local_output(path: Path) -> Path:
     """An absolute path of something to write.
 
@@ -231,12 +268,12 @@ def verify_index(address: str, *, decode: bool = False, progress: str = "auto") 
     index = read_index(address)
     check = partial(verify_shard, classes=len(index.classes), decode=decode)
     track = Progress(progress).track("checking", len(index.shards), "shards")
-    problems: list[str] = []
+    problems: dict[str, None] = {}  # once each: all tables may be in one file, which cannot be read
     with in_parallel(check, index.shards, THREADS) as checked, track as advance:
         for found in checked:
-            problems += found
+            problems |= dict.fromkeys(found)
             advance(1)
-    return problems
+    return list(problems)
 
 
 def verify_shard(shard: Shard, classes: int, *, decode: bool) -> list[str]:
@@ -264,9 +301,9 @@ def incomplete(shard: Shard, table: SampleTable) -> Iterator[str]:
     kinds = [tuple(sorted(member.extension for member in table.members(number))) for number in range(len(table))]
     if not kinds:
         return
-    counted = Counter(kinds)
+    numbers = Counter(kinds)
     [(usual, _)] = Counter(map(purposes, kinds)).most_common(1)
-    named = max((found for found in counted if purposes(found) == usual), key=lambda found: counted[found])
+    named = max((found for found in numbers if purposes(found) == usual), key=lambda found: numbers[found])
     for key, found in zip(table.keys, kinds, strict=True):
         if purposes(found) != usual:
             yield f"sample {key!r} in {shard.url}: has {', '.join(found)}, and most have {', '.join(named)}"
@@ -279,7 +316,7 @@ def purposes(extensions: tuple[str, ...]) -> tuple[str, ...]:
 
 def contradictions(shard: Shard, found: Scanned, classes: int) -> Iterator[str]:
     """In what a shard is not as its index says."""
-    from flyte_ddp.shards.dataset import stored_table
+    from flyte_ddp.shards.dataset import read_table
 
     for what, here, said in (
         ("bytes", found.shard.size, shard.size if shard.size >= 0 else found.shard.size),
@@ -292,6 +329,14 @@ def contradictions(shard: Shard, found: Scanned, classes: int) -> Iterator[str]:
     if classes and found.labels > classes:
         yield f"shard {shard.url}: has label {found.labels - 1}, and the index has {classes} classes"
     if shard.table is not None:
-        stored = stored_table(shard)
-        if stored is None or stored.to_bytes() != found.table.to_bytes():
+        address = shard.table[0]
+        try:
+            stored = storage.retried(address, partial(read_table, shard._replace(size=found.shard.size)))
+            same = stored.to_bytes() == found.table.to_bytes()
+        except (ValueError, storage.MissingError):
+            same = False
+        except storage.UnavailableError as failure:
+            yield f"tables of samples {address}: cannot be read, and were not compared ({failure})"
+            return
+        if not same:
             yield f"shard {shard.url}: the table of samples beside the index is missing or of another shard"

@@ -59,6 +59,9 @@ def members(
 ) -> Iterator[tuple[Member, bytes | None]]:
     """The files of a shard in their order; folders and files without an extension are left out, as in wids.
 
+    Left out are also files without a name before their first dot, as in webdataset, and in folders those that a Mac's
+    tar adds (``._x.jpg`` beside ``x.jpg``), of which webdataset would make a sample.
+
     Args:
         file: the tar file at its start; it need not be seekable.
         shard: its name, for errors.
@@ -71,9 +74,16 @@ def members(
     archive = Archive(file, shard)
     for found in archive.files():
         match = SAMPLE_NAME.fullmatch(found.name)
+        if match and is_hidden(*match.groups()):
+            continue
         content = archive.read(found.size) if match and wanted(match[2]) else None
         if match:
             yield Member(match[1], match[2], found.offset, found.size, found.header), content
+
+
+def is_hidden(key: str, extension: str) -> bool:
+    """Whether a file is no member of a sample because its name begins with a dot."""
+    return not key.strip("./") or (key.endswith("/") and extension.startswith("._"))
 
 
 class Header(NamedTuple):

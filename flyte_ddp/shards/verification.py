@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import stat
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -40,6 +41,8 @@ def open_local(path: Path, shard: Shard, cache: Path, compared: set[str]) -> Bin
 def open_in_place(path: Path, shard: Shard) -> BinaryIO:
     """A shard that is on this machine."""
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # a device, or a pipe, may have no end
+            raise UserError(f"shard {shard.url}: is no plain file; check the address")
         file = path.open("rb")
     except OSError as error:
         raise failed(shard, error) from None

@@ -173,6 +173,9 @@ USERS_TOP = "users_top:make"
         "try:\n    import users_layers\nexcept ImportError:\n    users_layers = None",
         "import importlib\nlayers = importlib.import_module('users_layers')",
         "from importlib import import_module as load, import_module\nimport_module('users_layers')",
+        "from importlib import import_module as load\nlayers = load('users_layers')",
+        "import importlib as i\nload = i.import_module\nlayers = load('users_layers')",
+        "import importlib\nlayers = importlib.import_module(name='users_layers')",
         "layers = __import__('users_layers')",
         "import users_between",  # which imports it
         "import users_kit.deep.blocks",  # likewise, in a function
@@ -270,7 +273,7 @@ def test_a_users_module_may_have_a_standard_ones_name(project: Path, monkeypatch
 def test_neither_torch_nor_this_library_is_read(project: Path) -> None:
     """They are identified by release and by a digest of their own, even where they are installed from sources."""
     (project / "users_top.py").write_text("import torch, torchvision, flyte_ddp.datasets, numpy, os, sys, json\n")
-    assert [name for name, _ in user_sources(USERS_TOP)] == ["users_top"]
+    assert [name for name, *_ in user_sources(USERS_TOP)] == ["users_top"]
 
 
 def test_the_digest_does_not_depend_on_the_order_of_the_path(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

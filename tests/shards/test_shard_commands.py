@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from file_server import FileServer
 from image_folders import image_bytes, image_files, write_files
 from surroundings import s3_environment
@@ -19,6 +21,8 @@ from tars import samples, shard_bytes, write_shards
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.shards import scanning
+from flyte_ddp.shards.__main__ import lines_of
+from flyte_ddp.shards.__main__ import shards as commands
 from flyte_ddp.shards.dataset import ShardDataset
 from flyte_ddp.shards.index import read_index
 from flyte_ddp.shards.inspection import read_sample
@@ -380,6 +384,11 @@ def test_a_label_out_of_range(tmp_path: Path, label: bytes, said: str) -> None:
         (["nothing.tar"], "x.json", "nothing.tar: has no samples"),
         (["0.tar"], "s3://bucket/x.json", "cannot be written to; choose a path on this machine"),
         (["0.tar"], "0.tar/x.json", "cannot write .*0.tar/x.json"),
+        (["0.tar"], "0.tar", "0.tar: would be written in place of .*0.tar, which it is made of"),
+        (["{0..1}.tar"], "1.tar", "would be written in place of"),
+        (["0.tar"], "link.tar", "link.tar: would be written in place of .*0.tar, which"),
+        (["x.json.tables"], "x.json", "would be written in place of .*x.json.tables"),
+        (["0.tar"], "nothing.tar", "nothing.tar: is there, and is no index; remove it, or choose another name"),
     ],
 )
 def test_other_mistakes(
@@ -388,9 +397,56 @@ def test_other_mistakes(
     monkeypatch.chdir(tmp_path)
     write_shards(tmp_path, samples(3))
     (tmp_path / "nothing.tar").write_bytes(shard_bytes({}))
+    (tmp_path / "link.tar").symlink_to("0.tar")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     with pytest.raises(UserError, match=said):
         create_index(urls, Path(output), progress="off")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["0.tar", "nothing.tar"]
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_names_of_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One a line, also as Windows writes them; each of its own."""
+    monkeypatch.chdir(tmp_path)
+    write_shards(tmp_path, samples(3))
+    for text, said in {
+        "a\nb\n\nc": "class '' is named 1 time: each must have a name of its own",
+        "a\n \nc": "class ' ' is named",
+        "a\nb\na": "class 'a' is named 2 times",
+        "\n\n": "classes names.txt: is empty; it must have the classes' names",
+    }.items():
+        (tmp_path / "names.txt").write_text(text)
+        with pytest.raises(UserError, match=said):
+            create_index(["0.tar"], Path("x.json"), classes=lines_of(Path("names.txt")), progress="off")
+    (tmp_path / "names.txt").write_bytes("\ufeffant\r\nbéé\r\nc\r\n\r\n".encode())
+    index = create_index(["0.tar"], Path("x.json"), classes=lines_of(Path("names.txt")), progress="off")
+    assert index.classes == ("ant", "béé", "c")
+
+
+def test_tables_that_a_server_does_not_give_are_not_called_missing(server: FileServer, tmp_path: Path) -> None:
+    """All are in one file, of which one line says so."""
+    paths = write_shards(tmp_path, samples(3), samples(4, prefix="b"))
+    create_index([str(path) for path in paths], tmp_path / "x.json", progress="off")
+    server.files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    address = f"{server.url}/x.json"
+    server.faults = {"x.json.tables": [503, "reset", 503]}
+    assert verify_index(address, progress="off") == []
+    server.gives_parts = False
+    [said] = verify_index(address, progress="off")
+    tables = f"tables of samples {address}.tables: cannot be read, and were not compared"
+    assert said == f"{tables} (the server cannot give a part of a file: it ignores Range)"
+    server.faults = {"x.json.tables": [503] * 8}
+    [said] = verify_index(address, progress="off")
+    assert said.startswith(f"{tables} (HTTP 503")
+    del server.files["x.json.tables"]
+    assert len(verify_index(address, progress="off")) == 2
+
+
+def test_a_name_that_is_no_text_is_shown(tmp_path: Path) -> None:
+    name = os.fsdecode(b"n\xf6.tar")
+    write_shards(tmp_path, samples(3))[0].rename(tmp_path / name)
+    create_index([str(tmp_path / name)], tmp_path / "x.json", progress="off")
+    ended = CliRunner().invoke(commands, ["show", str(tmp_path / "x.json"), "--shards"])
+    assert (ended.exit_code, ended.output.split()[-1]) == (0, f"{tmp_path}/n\\udcf6.tar")
 
 
 def test_a_mistake_ends_the_work_of_all_threads(server: FileServer, tmp_path: Path) -> None:

@@ -316,6 +316,12 @@ MALFORMED = {
     broken(lambda c: c["shardlist"][1].update(url=5)): "shard 1 in its shardlist",
     broken(lambda c: c["shardlist"][1].update(url="")): "'' is no address",
     broken(lambda c: c["shardlist"][1].update(url="a\0b")): "is no address",
+    broken(lambda c: c["shardlist"][1].update(url="\ud800.tar")): "is no address",
+    broken(lambda c: c["shardlist"][1].update(url="../\ud800.tar")): "is no address",
+    broken(lambda c: c["shardlist"][1].update(url="s3://b/\udcff.tar")): "is no address",
+    broken(lambda c: c["shardlist"][1].update(url="http://h/\udcff.tar")): "is no address",
+    broken(lambda c: c.update(base="s3://b/\udcff")): "is no address",
+    broken(lambda c: c["flyte_ddp"].update(tables="\ud800")): "is no address",
     broken(lambda c: c["shardlist"][1].update(url="pipe:cat http://h/x")): "must be a path, or start with",
     broken(lambda c: c["shardlist"][1].update(url="s3://")): "must name a bucket",
     broken(lambda c: c["shardlist"][0].update(nsamples=-1)): "shard 0 in its shardlist .*-1 for a number of 0 to",
@@ -359,7 +365,7 @@ def test_an_index_that_is_not_there(tmp_path: Path, server: FileServer) -> None:
         str(tmp_path): "Is a directory",
         f"{server.url}/no.json": "HTTP 404",
     }.items():
-        with pytest.raises(UserError, match=f"^index {address}: cannot be read .*{said}.*check the address"):
+        with pytest.raises(UserError, match=f"^index {address}: cannot be read .*{said}.*check the (address|path)"):
             read_index(address)
     server.files["i.json"] = json.dumps(index_of(entry("a.tar"))).encode()
     server.faults["i.json"] = [503, "truncate", "reset"]

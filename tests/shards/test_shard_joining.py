@@ -52,6 +52,26 @@ def test_wids_finds_the_same_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ]
 
 
+def test_what_it_is_made_of_is_kept(tmp_path: Path) -> None:
+    paths = [indexed(tmp_path / name, 7) for name in ("a", "b")]
+    (tmp_path / "link").symlink_to(tmp_path / "b")
+    before = [path.read_bytes() for path in paths]
+    for output in (paths[0], tmp_path / "link" / "all.json"):
+        with pytest.raises(UserError, match=r"would be written in place of .*all\.json, which it is made of"):
+            join_indexes([str(path) for path in paths], output)
+    with pytest.raises(UserError, match=r"0\.tar: is there, and is no index"):
+        join_indexes([str(path) for path in paths], tmp_path / "a" / "0.tar")
+    assert [path.read_bytes() for path in paths] == before
+    for _ in range(2):
+        join_indexes([str(path) for path in paths], tmp_path / "both.json")
+
+
+def test_parts_with_one_name_are_all_shown(tmp_path: Path) -> None:
+    paths = [indexed(tmp_path / name / "same", 7) for name in ("a", "b")]
+    summary = join_indexes([str(path) for path in paths], tmp_path / "both.json", weights=[1, 0.5]).summary()
+    assert (summary["part 0"], summary["part 1"]) == ("weight 1, same", "weight 0.5, same")
+
+
 MISTAKES: dict[str, tuple[Callable[[Path], list[str]], list[float], str]] = {
     "none": (lambda _: [], [], "indexes none: must be two or more"),
     "one": (lambda f: [f"{f}/a/all.json"], [], "must be two or more"),

@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import itertools
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -19,6 +20,7 @@ import torch
 import wids
 from file_server import FileServer
 from image_folders import image_bytes, image_files, pixels_of, write_files
+from interruptions import ended_before_each_change
 from mounts import ALONE, need_mounts
 from PIL import Image
 from surroundings import s3_environment
@@ -333,48 +335,87 @@ def test_shards_of_ones_own_are_not_removed(tmp_path: Path) -> None:
     assert leftovers(tmp_path) == sorted([*(path.name for path in own), "train.json", "train.json.tables"])
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from flyte_ddp.shards import packing
-
-folder, moves = Path(sys.argv[1]), int(sys.argv[2])
-replace = Path.replace
-
-def moved(self, target):
-    global moves
-    if Path(target).parent == folder:
-        if not moves:
-            os.kill(os.getpid(), signal.SIGKILL)
-        moves -= 1
-    return replace(self, target)
-
-def sample(number):
-    if moves < 0 and number == 5:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return f"k{number}", {".txt": b"killed"}
-
-Path.replace = moved
-packing.pack(sample, 8, folder, classes=[], per_shard=1, seed=None, progress="off")
-"""
+def packed_texts(index: Path) -> str:
+    """All samples of an index that is right, one after the other."""
+    assert verify_index(str(index), progress="off") == []
+    return b"".join(sample[".txt"] for sample in contents(index)).decode()
 
 
-def test_a_pack_that_is_killed(tmp_path: Path) -> None:
-    """While it packs, what was there before stays; while it puts things in their place there is no index that lies."""
-    for moves in (-1, 0, 1, 5, 9):
-        folder = tmp_path / f"{moves}"
-        letters(9, folder)
-        before = all_files(folder)
-        ended = subprocess.run([sys.executable, "-c", KILLED, str(folder), str(moves)], check=False)
-        assert ended.returncode == -9
-        if moves < 0:
-            assert {name: content for name, content in all_files(folder).items() if name in before} == before
-            assert verify_index(str(folder / "train.json"), progress="off") == []
-        else:
-            assert not (folder / "train.json").exists()
-        letters(3, folder, letter="b")
-        assert leftovers(folder) == ["train-000000.tar", "train-000001.tar", "train.json", "train.json.tables"]
-        assert verify_index(str(folder / "train.json"), progress="off") == []
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("links", [True, False])
+def test_a_pack_that_is_ended_at_any_change_leaves_the_old_or_the_new(
+    tmp_path: Path, number: signal.Signals, links: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the next one leaves nothing else behind."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    letters(9, old)
+    letters(5, new, letter="b")
+    whole = [all_files(old), all_files(new)]
+    if not links:
+        monkeypatch.setattr(Path, "hardlink_to", no_links)
+    texts, seen = {"a" * 9, "b" * 5}, set()
+    for folder in ended_before_each_change(old, lambda copy: letters(5, copy, letter="b"), number):
+        seen.add(packed_texts(folder / "train.json"))
+        assert number == signal.SIGKILL or all_files(folder) in whole
+        letters(5, folder, letter="b")
+        assert all_files(folder) == whole[1]
+        assert not (folder / ".train.packing").exists()
+    assert seen == texts
+
+
+def no_links(path: Path, target: Path) -> None:
+    raise PermissionError(f"{path}: no links to {target} on this file system")
+
+
+def test_wids_reads_what_is_not_yet_in_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    letters(9, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(packing, "settle", lambda *_: None)
+        letters(5, tmp_path, letter="b")
+    index = tmp_path / "train.json"
+    theirs = wids.ShardListDataset(str(index), cache_dir=str(tmp_path / "wids"), transformations=[])
+    assert [theirs[i][".txt"].read() for i in range(len(theirs))] == [b"b"] * 5
+    theirs.close()
+    assert packed_texts(index) == "bbbbb"
+
+
+def test_a_first_pack_that_is_killed_leaves_no_index_or_a_whole_one(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    whole = set()
+    for folder in ended_before_each_change(tmp_path / "empty", lambda copy: letters(3, copy)):
+        index = folder / "train.json"
+        whole.add(index.exists() and packed_texts(index))
+    assert whole == {False, "aaa"}
+
+
+def test_other_files_in_an_indexs_place_are_kept(tmp_path: Path) -> None:
+    (tmp_path / "train.json").write_text('{"annotations": []}')
+    with pytest.raises(UserError, match=r"train\.json: is there, and is no index; remove it, or choose another name"):
+        letters(3, tmp_path)
+    assert all_files(tmp_path) == {"train.json": b'{"annotations": []}'}
+
+
+def test_braces_in_names_are_only_braces(tmp_path: Path) -> None:
+    letters(3, tmp_path / "a{1..3}", name="b{1..2}")
+    assert packed_texts(tmp_path / "a{1..3}" / "b{1..2}.json") == "aaa"
+
+
+@pytest.mark.parametrize("place", ["file", "http", "s3", "gs"])
+def test_hidden_files_and_folders_are_left_out_everywhere(
+    place: str, server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s3_environment(server.url, monkeypatch)
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
+    seen = ["ant/..x/y.jpg", "ant/._x.jpg", ".checkpoints/x.jpg", "bee/.thumbs/x.jpg", "bee/deep/.x.jpg"]
+    names = ["ant/x.jpg", "ant/x.y.TIFF", "bee/deep/a.b/x.pgm"]
+    files = dict.fromkeys([*seen, *names], b"x")
+    write_files(tmp_path, {f"bucket/.d/{name}": content for name, content in files.items()})
+    server.files = {f"bucket/.d/{name}": content for name, content in files.items()}
+    digest = hashlib.sha256(b"x").hexdigest()
+    server.files["bucket/.d/SHA256SUMS"] = "".join(f"{digest}  ./{name}\n" for name in files).encode()
+    start = {"file": str(tmp_path), "http": server.url, "s3": "s3:/", "gs": "gs:/"}[place]
+    found = list_images(f"{start}/bucket/.d")
+    assert (list(found.names), found.classes) == (names, ("ant", "bee"))
 
 
 def test_two_that_pack_the_same(tmp_path: Path) -> None:
@@ -465,6 +506,7 @@ def test_other_errors(tmp_path: Path) -> None:
         (tmp_path / "file" / "below", {}, r"cannot write .*file.*: Not a directory"),
         (Path("s3://bucket/x"), {}, "s3:/bucket/x: cannot be written to; choose a path on this machine"),
         (tmp_path / "out", {"per_shard": 0}, "samples_per_shard=0: must be at least 1"),
+        (tmp_path / "out", {"seed": -1}, "seed=-1: must be at least 0"),
         (tmp_path / "out", {"name": "a/b"}, "name='a/b'"),
         (tmp_path / "out", {"name": ""}, "name=''"),
     ):

@@ -1,0 +1,54 @@
+"""Processes that are ended at each change that a function makes to files."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate", "os.link")
+
+
+def ended_before_each_change(
+    folder: Path, function: Callable[[Path], object], number: signal.Signals = signal.SIGKILL
+) -> Iterator[Path]:
+    """Copies of a folder, in which a process that called the function got a signal before its first change, second ...
+
+    The last one is a copy in which it came to its end.
+    """
+    for place in range(200):
+        copy = folder.with_name(f"{number.name}-{place}")
+        shutil.copytree(folder, copy)
+        child = os.fork()
+        if child == 0:
+            os._exit(signalled_before_change(place, lambda copy=copy: function(copy), number))  # type: ignore[misc]
+        _, status = os.waitpid(child, 0)
+        yield copy
+        if status == 0:
+            return
+        assert (os.WTERMSIG(status) or os.WEXITSTATUS(status)) == number
+    raise AssertionError("it never ends")
+
+
+def signalled_before_change(place: int, function: Callable[[], object], number: signal.Signals) -> int:
+    """Calls the function; the exit status is 0 where it made no more changes than that, and the signal's otherwise."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    left = place
+
+    def count(event: str, details: tuple[object, ...]) -> None:
+        nonlocal left
+        opened = event == "open" and isinstance(details[2], int) and details[2] & (os.O_WRONLY | os.O_RDWR)
+        if event in CHANGES or opened:
+            left -= 1
+            if left == -1:
+                os.kill(os.getpid(), number)
+
+    sys.addaudithook(count)
+    try:
+        function()
+    except KeyboardInterrupt:
+        return number
+    return 0 if left >= 0 else 255
