@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html
 import json
 import math
 import time
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flyte_ddp import figures
+from flyte_ddp.config import Hyperparameters
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 def text(value: object) -> str:
@@ -18,6 +27,52 @@ def text(value: object) -> str:
 def shown(value: Any) -> str:
     """A hyperparameter as one writes it in JSON."""
     return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def page(title: str, *sections: str) -> str:
+    """A page that needs nothing else; its styles touch nothing outside it, so it can stand inside another one.
+
+    Args:
+        sections: HTML; empty ones are left out.
+    """
+    style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
+    body = "\n".join(filter(None, sections))
+    whole = (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{text(title)}</title>\n<style>\n{style}</style>\n</head>\n"
+        f'<body style="margin:0">\n<div class="ddp-report">\n{body}\n</div>\n</body>\n</html>\n'
+    )
+    # Plain ASCII comes through unharmed, whatever encoding a reader of the file takes for granted.
+    return whole.encode("ascii", "xmlcharrefreplace").decode("ascii")
+
+
+def card(image: NDArray[np.uint8], name: str, *, guess: str = "", truth: str = "", score: float | None = None) -> str:
+    """A picture, uint8 [H, W, C], with what is known of it."""
+    lines = [f'<span class="guess">guess <b>{text(guess)}</b></span>'] if guess else []
+    lines += [f"<span>truth <b>{text(truth)}</b></span>"] if truth else []
+    lines += [f"<span>score {percent(score)}</span>"] if score is not None else []
+    picture = f'<img src="{figures.thumbnail(image)}" alt="{text(name)}">'
+    return f'<div class="mistake">{picture}{"".join(lines)}<span>{text(name)}</span></div>'
+
+
+def cards(found: Iterable[str]) -> str:
+    """Cards side by side."""
+    return '<div class="mistakes">\n' + "\n".join(found) + "\n</div>"
+
+
+def settings(given: Mapping[str, Any]) -> str:
+    """Hyperparameters: those that are not the default, and the others folded away."""
+    rows: dict[bool, list[tuple[str, ...]]] = {True: [], False: []}
+    for field in dataclasses.fields(Hyperparameters):
+        if field.name in given:
+            value, default = given[field.name], field.default
+            rows[value != default].append((field.name, shown(value), shown(default), field.metadata["doc"]))
+    header = ("Name", "Value", "Default", "Meaning")
+    changed = table(header, rows[True], kind="settings changed") if rows[True] else "<p>All have their defaults.</p>"
+    others = table(header, rows[False], kind="settings")
+    summary = f"{counted(len(rows[False]), 'other')} with default values"
+    return section("Hyperparameters", f"{changed}\n<details><summary>{summary}</summary>{others}</details>")
 
 
 def section(title: str, body: str) -> str:

@@ -7,7 +7,9 @@ import csv
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from flyte_ddp import artifacts
@@ -15,9 +17,11 @@ from flyte_ddp.datasets import ImageArrays, open_prepared
 from flyte_ddp.datasets.progress import Progress
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replacing
+from flyte_ddp.images import InputSpec
 from flyte_ddp.loading.encoded import BadSamples
 from flyte_ddp.loading.facts import few
 from flyte_ddp.prediction_batches import Batch, Request, array_batches, encoded_batches, folder_batches
+from flyte_ddp.previews import FirstPredictions
 from flyte_ddp.settings import Settings
 
 
@@ -32,7 +36,7 @@ def predict(
     bad_samples: int | None = None,
     settings: Settings | None = None,
 ) -> Path:
-    """Writes a CSV table with one row for each image.
+    """Writes a CSV table with one row for each image, and beside it a page (HTML) with the first ones as pictures.
 
     Its columns are ``id`` (path below ``images``; of a data set the file's name, the key in a shard, or the index in
     the test split), ``guess`` (the likeliest class), ``truth`` (for a data set), ``score`` (the guess's probability)
@@ -80,13 +84,26 @@ def predict(
         # surrogateescape: file names that are not UTF-8 go through as they are.
         table = csv.writer(codecs.getwriter("utf-8")(file, "surrogateescape"), lineterminator="\n")
         table.writerow(["id", "guess", *truth_column, "score", *(f"score_{name}" for name in classes)])
+        first = FirstPredictions()
         for batch in batches:
-            table.writerows(rows_of(batch, model, classes))
+            rows = [*rows_of(batch, model, classes)]
+            table.writerows(rows)
+            first.add(pictures(batch.inputs, request.spec), rows, truths=batch.truths is not None)
+    with replacing(output.with_suffix(".html")) as file:
+        file.write(first.page(output.stem).encode("ascii"))
     if bad := request.bad.names:
         listed = few(f"{name} ({reason})" for name, reason in bad.items())
         note = f"without a guess, as they cannot be decoded: {len(bad):,} of the images, {listed}"
         Progress(settings.progress).note(note)
     return output
+
+
+def pictures(inputs: Tensor, spec: InputSpec) -> Iterator[NDArray[np.uint8]]:
+    """The model's inputs [n, C, H, W] as the images that they were, uint8 [H, W, C] each, one after the other."""
+    mean, std = (torch.tensor(values, device=inputs.device).view(-1, 1, 1) for values in (spec.mean, spec.std))
+    for image in inputs:
+        values = (image.float() * std + mean).clamp(0, 1).mul(255).round().byte()
+        yield values.permute(1, 2, 0).cpu().numpy()
 
 
 def rows_of(batch: Batch, model: nn.Module, classes: Sequence[str]) -> Iterator[list[str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,10 +9,22 @@ from pathlib import Path
 import numpy as np
 
 from flyte_ddp import figures
-from flyte_ddp.config import Hyperparameters
 from flyte_ddp.figures import Series
 from flyte_ddp.files import replacing
-from flyte_ddp.markup import counted, duration, moment, number, percent, section, shown, table, text
+from flyte_ddp.markup import (
+    card,
+    cards,
+    counted,
+    duration,
+    moment,
+    number,
+    page,
+    percent,
+    section,
+    settings,
+    table,
+    text,
+)
 from flyte_ddp.run_records import Mistake, Record, Run, read_run
 
 PARTS = {
@@ -56,17 +67,8 @@ def render(run_folder: Path, name: str = "", failure: str = "") -> str:
 
     """
     run = replace(read_run(run_folder, name), failure=failure)
-    style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
     sections = (headline, notes, curves, confusion, mistakes, time_spent, attempts, hyperparameters, provenance)
-    body = "\n".join(filter(None, (make(run) for make in sections)))
-    page = (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{text(run.name)}: training report</title>\n<style>\n{style}</style>\n</head>\n"
-        f'<body style="margin:0">\n<div class="ddp-report">\n{body}\n</div>\n</body>\n</html>\n'
-    )
-    # Plain ASCII comes through unharmed, whatever encoding a reader of the file takes for granted.
-    return page.encode("ascii", "xmlcharrefreplace").decode("ascii")
+    return page(f"{run.name}: training report", *(make(run) for make in sections))
 
 
 def headline(run: Run) -> str:
@@ -210,22 +212,16 @@ def mistakes(run: Run) -> str:
         return ""
     if not run.mistakes:
         return section("Worst mistakes", "<p>None: every test sample was guessed right.</p>")
-    cards = "\n".join(mistake(found, run.classes) for found in run.mistakes)
     return section(
         "Worst mistakes",
         "<p>The test samples of the largest loss; the score is the probability that the model gave to its guess.</p>"
-        f'<div class="mistakes">\n{cards}\n</div>',
+        + cards(mistake(found, run.classes) for found in run.mistakes),
     )
 
 
 def mistake(found: Mistake, classes: Sequence[str]) -> str:
     """One picture with its guess and truth."""
-    guess, truth, name = text(classes[found.guess]), text(classes[found.truth]), text(found.name)
-    return (
-        f'<div class="mistake"><img src="{figures.thumbnail(found.image)}" alt="{name}">'
-        f'<span class="guess">guess <b>{guess}</b></span><span>truth <b>{truth}</b></span>'
-        f"<span>score {percent(found.score)}</span><span>{name}</span></div>"
-    )
+    return card(found.image, found.name, guess=classes[found.guess], truth=classes[found.truth], score=found.score)
 
 
 def time_spent(run: Run) -> str:
@@ -254,17 +250,7 @@ def time_spent(run: Run) -> str:
 
 def hyperparameters(run: Run) -> str:
     """Every hyperparameter: those that are not the default, and the others folded away."""
-    given = run.start.get("hyperparameters", {})
-    rows: dict[bool, list[tuple[str, ...]]] = {True: [], False: []}
-    for field in dataclasses.fields(Hyperparameters):
-        if field.name in given:
-            value, default = given[field.name], field.default
-            rows[value != default].append((field.name, shown(value), shown(default), field.metadata["doc"]))
-    header = ("Name", "Value", "Default", "Meaning")
-    changed = table(header, rows[True], kind="settings changed") if rows[True] else "<p>All have their defaults.</p>"
-    others = table(header, rows[False], kind="settings")
-    summary = f"{counted(len(rows[False]), 'other')} with default values"
-    return section("Hyperparameters", f"{changed}\n<details><summary>{summary}</summary>{others}</details>")
+    return settings(run.start.get("hyperparameters", {}))
 
 
 def attempts(run: Run) -> str:

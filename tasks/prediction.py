@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import NamedTuple, Optional
 
-from flytekit import task
+from flytekit import Deck, task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
@@ -21,7 +21,7 @@ class Predictions(NamedTuple):
     table: FlyteFile
 
 
-@task(**pods.prediction_pod(), retries=2)
+@task(**pods.prediction_pod(), retries=2, enable_deck=True, deck_fields=())
 @recovery.retried()
 def predict_images(
     model_state: PythonPickledFile,
@@ -56,5 +56,7 @@ def predict_images(
             bad_samples=bad_samples,
             settings=settings,
         )
-    places.tell("predictions made in", {table: "one row for each image"})
+    shown = table.with_suffix(".html")
+    Deck("First predictions", shown.read_text(encoding="ascii"))
+    places.tell("predictions made in", {table: "one row for each image", shown: "the first ones, to open in a browser"})
     return Predictions(table=places.file(FlyteFile, table))

@@ -1,9 +1,13 @@
 """Tasks that come before training: check what was asked for, and fetch the data set."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import NamedTuple, Optional
 
-from flytekit import dynamic, task
+from flytekit import Deck, FlyteContextManager, dynamic, task
+from flytekit.core.context_manager import ExecutionState
 from flytekit.types.directory import FlyteDirectory
 
 from flyte_ddp import datasets, hardware, identity
@@ -33,7 +37,7 @@ def fetch_dataset(dataset: str, data_source: str, test_dataset: str, data_versio
 
 
 @recovery.mistakes_in_inputs
-@dynamic(**pods.light_pod(), retries=2)
+@dynamic(**pods.light_pod(), retries=2, enable_deck=True, deck_fields=())
 @recovery.retried()
 def check_inputs(hp: Hyperparameters, kickoff_time: Optional[datetime] = None, engine: str = "") -> CheckedInputs:
     """Check hyperparameters, identify the run, and see to the data, before any GPU pod starts.
@@ -55,12 +59,35 @@ def check_inputs(hp: Hyperparameters, kickoff_time: Optional[datetime] = None, e
     run = places.free_run(name)
     data = f"datasets/{fingerprint}"
     data_version = places.with_token(data, complete=datasets.is_whole(places.folder_for(data)))
-    see_to = prepared if datasets.is_quickly_prepared(hp.dataset) else fetch_dataset
+    of_data = (hp.dataset, hp.data_source, hp.test_dataset, data_version)
+    at_once = datasets.is_quickly_prepared(hp.dataset)
+    found = prepared(*of_data) if at_once else fetch_dataset(*of_data)
+    show_plan(hp, places.folder_for(data) if at_once else None, run)
     return CheckedInputs(
         hp=hp,
-        data=see_to(hp.dataset, hp.data_source, hp.test_dataset, data_version),
+        data=found,
         run_version=places.with_token(run, complete=is_finished(places.folder_for(run))),
     )
+
+
+def show_plan(hp: Hyperparameters, data: Optional[Path], run: str) -> None:
+    """In a pod: the page of the task in the console."""
+    if places.is_local():
+        return
+    from flyte_ddp import previews
+
+    with suppress(Exception), as_of_a_task():  # a run goes on without its page
+        Deck("What is trained", previews.of_run(hp, data, run))
+        Deck.publish()
+
+
+@contextmanager
+def as_of_a_task() -> Iterator[None]:
+    """A context in which flytekit writes pages: it does not of tasks that may make nodes, in or after their body."""
+    context = FlyteContextManager.current_context()
+    state = context.execution_state.with_params(mode=ExecutionState.Mode.TASK_EXECUTION)
+    with FlyteContextManager.with_context(context.with_execution_state(state)):
+        yield
 
 
 def prepared(dataset: str, data_source: str, test_dataset: str, data_version: str) -> FlyteDirectory:

@@ -6,7 +6,7 @@ data set to train on.
 
 from typing import List, NamedTuple, Optional
 
-from flytekit import task
+from flytekit import Deck, task
 from flytekit.types.directory import FlyteDirectory
 
 from flyte_ddp.errors import UserError, unknown_name
@@ -93,15 +93,18 @@ class PackedShards(NamedTuple):
     dataset: str
 
 
-@task(**pods.data_pod(), retries=2)
+@task(**pods.data_pod(), retries=2, enable_deck=True, deck_fields=())
 @recovery.retried()
 def verify_packed(packed: FlyteDirectory, name: str = "train") -> PackedShards:
     """Check shards where they were put, and hand them on with the name of the data set that they are."""
+    from flyte_ddp import previews
     from flyte_ddp.shards.scanning import verify_index
 
     pods.check_code()
     index = f"{str(packed.remote_source or packed.path).rstrip('/')}/{name}.json"
     refuse_problems(index, verify_index(index, decode=True, progress=from_environment().progress))
+    if not places.is_local():
+        Deck("Shards", previews.of_shards(index))
     return PackedShards(shards=packed, dataset=f"shards:{index}")
 
 
