@@ -6,7 +6,7 @@ HP ?= {"num_ranks": 2, "backend": "gloo"}
 PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-fast lint bench chaos lock package clean
+.PHONY: help install train test test-fast lint bench chaos cluster-test lock package clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,6 +41,9 @@ bench: install ## Run the benchmarks; results go to benchmarks/results/
 
 chaos: install ## Kill, stop and damage runs at 50 random moments; each retry must end in the same model (a quarter of an hour)
 	$(BIN)/python -m benchmarks chaos
+
+cluster-test: install ## Check a Flyte cluster from outside: make cluster-test CONFIG=deploy/sandbox.yaml IMAGE=... [K=preempted]
+	$(BIN)/python -m pytest deploy/cluster_tests --flyte-config $(CONFIG) --image $(IMAGE) $(if $(K),-k "$(K)") $(OPTIONS)
 
 lock: install ## Pin the image's dependencies, with hashes, in requirements.lock
 	$(BIN)/uv pip compile pyproject.toml --extra images --extra streams --extra elastic --extra ray --extra dask --quiet --universal --python-version 3.10 --generate-hashes --no-emit-index-url --no-header --output-file requirements.lock

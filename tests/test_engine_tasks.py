@@ -24,6 +24,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
+from tasks import pods
 
 pytestmark = pytest.mark.slow
 
@@ -52,7 +53,7 @@ def test_elastic_on_one_node_is_a_plain_pod(made: Callable[..., Package]) -> Non
     assert template.type == "python-task"
     assert not MessageToDict(template.custom)
     assert template.extended_resources.shared_memory.size_limit == "4Gi"
-    assert template.metadata.retries.retries == 2
+    assert template.metadata.retries.retries == pods.LOSSES
 
 
 @pytest.mark.parametrize(("nodes", "least", "most"), [("3", 3, 3), ("2:4", 2, 4)])

@@ -1,0 +1,76 @@
+"""Checks of a user's own Flyte cluster from outside; see deploy/README.md, "Trying a cluster"."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from cluster import Cluster  # noqa: E402 (from this folder, after the project's)
+
+FINISHED: dict[str, tuple[str, float, str]] = {}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """What ``make cluster-test`` passes on."""
+    parser.addoption("--flyte-config", required=True, help="which cluster: deploy/sandbox.yaml or your own")
+    parser.addoption("--image", required=True, help="what pods run in, built from Dockerfile, with its tag")
+    parser.addoption("--profile", default="sandbox", help="a name in tasks/pods.py")
+    parser.addoption("--project", default="flytesnacks")
+    parser.addoption("--domain", default="staging")
+
+
+@pytest.fixture(scope="session")
+def cluster(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """The cluster, with all tasks, workflows and launch plans registered under a version of this run's own."""
+    option = pytestconfig.getoption
+    found = Cluster(
+        config=Path(option("--flyte-config")).resolve(),
+        image=option("--image"),
+        profile=option("--profile"),
+        project=option("--project"),
+        domain=option("--domain"),
+        version=f"cluster-test-{int(time.time())}",
+        folder=tmp_path_factory.mktemp("cluster"),
+    )
+    try:
+        yield found
+    finally:
+        found.clean_up()
+
+
+@pytest.fixture
+def kubectl(cluster: Cluster) -> Cluster:
+    """The cluster, where its pods can be reached as well."""
+    if not cluster.has_kubectl:
+        pytest.skip("kubectl reaches no cluster with this project's namespace")
+    return cluster
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """Remembers how each check has ended."""
+    outcome: Any = yield
+    report = outcome.get_result()
+    if report.when == "call" or (report.when == "setup" and report.outcome != "passed"):
+        said = ""
+        if report.outcome == "skipped" and isinstance(report.longrepr, tuple):
+            said = report.longrepr[2].removeprefix("Skipped: ")
+        elif call.excinfo is not None:
+            said = str(call.excinfo.value).strip().splitlines()[0] if str(call.excinfo.value).strip() else ""
+        FINISHED[item.name] = (report.outcome, report.duration, said[:90])
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """The table at the end."""
+    terminalreporter.section("cluster")
+    for name, (outcome, seconds, said) in FINISHED.items():
+        check = name.removeprefix("test_").replace("_", " ")
+        terminalreporter.write_line(f"{outcome:8} {seconds:6.0f} s  {check}{': ' + said if said else ''}")

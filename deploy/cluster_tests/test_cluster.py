@@ -1,0 +1,214 @@
+"""What a cluster must do for this package, each check by itself: ``make cluster-test CONFIG=... IMAGE=... K=lost``."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cluster import Cluster, as_msgpack, as_struct
+from flytekit import CronSchedule, LaunchPlan
+from flytekit.models.concurrency import ConcurrencyLimitBehavior, ConcurrencyPolicy
+
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.datasets import fetch
+from flyte_ddp.run import run_training
+from flyte_ddp.settings import Settings
+
+SHORT: dict[str, Any] = {"epochs": 3, "num_ranks": 2}
+LONG: dict[str, Any] = {"epochs": 3000, "num_ranks": 2, "eval_interval": 500}
+OWN_MODEL = """
+import torch
+
+
+def model(num_classes, input_shape):
+    channels, height, width = input_shape
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(channels * height * width, num_classes, bias=BIAS))
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered(cluster: Cluster) -> str:
+    """What registration said."""
+    return cluster.register()
+
+
+def seeded(cluster: Cluster) -> int:
+    """Of hyperparameters that nobody has trained with here."""
+    return (int(time.time() * 1000) + len(cluster.launched)) % 2**31
+
+
+def last_line(message: str) -> str:
+    """Flyte's messages end with ours."""
+    return message.strip().splitlines()[-1]
+
+
+def test_registration(registered: str) -> None:
+    assert "Successfully registered" in registered
+
+
+def test_training_gives_what_a_local_run_gives(cluster: Cluster, tmp_path: Path) -> None:
+    hp = {**SHORT, "seed": seeded(cluster)}
+    execution = cluster.succeeded(cluster.train(**hp))
+    outputs = execution.outputs
+    (tmp_path / "model.pt").write_bytes(cluster.content(outputs.get("model_state", as_type=str)))
+    data = fetch("digits", "", tmp_path / "digits", progress="off")
+    quiet = Settings(progress="off", wandb_mode="disabled")
+    local = run_training(Hyperparameters(**hp), data, tmp_path / "run", quiet)
+    assert outputs.get("epoch_accuracies", as_type=list[float]) == pytest.approx(local.epoch_accuracies, abs=0.02)
+    weights, expected = (torch.load(path, weights_only=True) for path in (tmp_path / "model.pt", local.model))
+    assert weights.keys() == expected.keys()
+    for name, value in expected.items():  # to the last bit where the machines compute alike
+        torch.testing.assert_close(weights[name], value, rtol=1e-2, atol=1e-3)
+
+
+def test_the_same_hyperparameters_are_one_cache_entry(cluster: Cluster) -> None:
+    hp = {**SHORT, "epochs": 1, "seed": seeded(cluster)}
+    whole = asdict(Hyperparameters(**hp))
+    assert not cluster.is_hit(cluster.succeeded(cluster.launch("training_on_demand", {"hp": as_struct(hp)})))
+    forms = (as_struct(whole), as_msgpack(hp), as_msgpack(whole), Hyperparameters(**hp))
+    names = [cluster.launch("training_on_demand", {"hp": form}) for form in forms]
+    assert [cluster.is_hit(cluster.succeeded(name)) for name in names] == [True] * 4
+
+
+def test_pyflyte_run_remote_as_one_types_it(cluster: Cluster) -> None:
+    hp = {**SHORT, "epochs": 1, "seed": seeded(cluster)}
+    where = ("--project", cluster.project, "--domain", cluster.domain, "--image", cluster.image)
+    command = ("run", "--remote", *where, "workflows/training.py", "training_wf", "--hp", json.dumps(hp))
+    versions = set()
+    for profile in (cluster.profile, "local"):
+        said = cluster.pyflyte(*command, FLYTE_DDP_PROFILE=profile)
+        name = said.partition("/executions/")[2].split()[0]
+        execution = cluster.succeeded(cluster.remembered(name))
+        versions.add(execution.spec.launch_plan.version)
+    assert len(versions) == 2, "another profile is another version"
+
+
+def test_a_users_own_model_and_a_change_in_it(cluster: Cluster) -> None:
+    hp = {**SHORT, "epochs": 1, "model": "mine:model", "seed": seeded(cluster)}
+    where = ("--project", cluster.project, "--domain", cluster.domain, "--image", cluster.image)
+    command = ("run", "--remote", *where, "workflows/training.py", "training_wf", "--hp", json.dumps(hp))
+    hits = []
+    for bias in ("True", "True", "False"):
+        (cluster.sources / "mine.py").write_text(OWN_MODEL.replace("BIAS", bias))
+        name = cluster.pyflyte(*command).partition("/executions/")[2].split()[0]
+        hits.append(cluster.is_hit(cluster.succeeded(cluster.remembered(name))))
+    assert hits == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("hp", "words"),
+    [
+        ({"epochs": 0}, "epochs=0: must be at least 1"),
+        ({"epoch": 3}, "unknown hyperparameter 'epoch': did you mean 'epochs'?"),
+        ({"dataset": "digitz"}, "unknown dataset 'digitz': did you mean 'digits'?"),
+    ],
+)
+def test_wrong_values_end_in_the_first_task(cluster: Cluster, hp: dict[str, Any], words: str) -> None:
+    message = cluster.failure(cluster.launch("training_on_demand", {"hp": as_struct(hp)}))
+    assert words in last_line(message)
+
+
+def test_the_page_of_a_training_while_it_goes_on_and_after_a_failure(cluster: Cluster) -> None:
+    name = cluster.train(**LONG, seed=seeded(cluster))
+    shown = cluster.until(lambda: cluster.deck(name, "n1"), "the page of n1")
+    assert "Training" in shown
+    assert "What is trained" in cluster.deck(name, "n0")
+    cluster.remote.terminate(cluster.remote.fetch_execution(name=name), "seen")
+    failed = cluster.train(epochs=1, learning_rate=1000.0, schedule="constant", seed=seeded(cluster))
+    assert "lower learning_rate" in cluster.failure(failed)
+    assert "This attempt has failed" in cluster.deck(failed, "n1")
+
+
+@pytest.mark.parametrize("how", ["deleted", "force-deleted", "a rank killed"])
+def test_a_lost_pod(kubectl: Cluster, how: str) -> None:
+    name = kubectl.train(**LONG, seed=seeded(kubectl))
+    pod = kubectl.training_pod(name, "loss")
+    time.sleep(3)  # of training; there is a checkpoint after each evaluation and when a pod is told to stop
+    if how == "a rank killed":
+        kubectl.kubectl("exec", pod, "--", "pkill", "-9", "-f", "rank 1")
+    else:
+        force = ("--grace-period=0", "--force") if how == "force-deleted" else ()
+        kubectl.kubectl("delete", "pod", pod, "--wait=false", *force)
+    kubectl.training_pod(name, "going on after step", attempt=1)
+    kubectl.remote.terminate(kubectl.remote.fetch_execution(name=name), "seen")
+
+
+def test_an_aborted_run_launched_again_goes_on(kubectl: Cluster) -> None:
+    hp = {**LONG, "seed": seeded(kubectl)}
+    first = kubectl.train(**hp)
+    kubectl.training_pod(first, "loss")
+    kubectl.remote.terminate(kubectl.remote.fetch_execution(name=first), "to be launched again")
+    kubectl.until(lambda: not kubectl.pods(first), "the end of the aborted execution's pods", 150)
+    second = kubectl.train(**hp)
+    pod = kubectl.training_pod(second, "going on after step")
+    assert f"of {first}" in kubectl.kubectl("logs", pod).stdout
+    kubectl.remote.terminate(kubectl.remote.fetch_execution(name=second), "seen")
+
+
+def test_two_at_once_train_once(cluster: Cluster) -> None:
+    hp = {**SHORT, "epochs": 50, "seed": seeded(cluster)}
+    names = [cluster.train(**hp) for _ in range(2)]
+    assert sorted(cluster.is_hit(cluster.succeeded(name)) for name in names) == [False, True]
+
+
+def test_a_schedule_of_every_minute(cluster: Cluster) -> None:
+    from workflows.training import retraining_wf
+
+    begin = datetime.now(timezone.utc)
+    plan = LaunchPlan.create(
+        f"{cluster.version}-every-minute",
+        retraining_wf,
+        default_inputs={"hp": Hyperparameters(**LONG)},
+        schedule=CronSchedule(schedule="* * * * *", kickoff_time_input_arg="kickoff_time"),
+        concurrency=ConcurrencyPolicy(max_concurrency=1, behavior=ConcurrencyLimitBehavior.SKIP),
+    )
+    cluster.schedule(plan)
+
+    def started() -> list[Any]:
+        found = cluster.remote.recent_executions(limit=50)
+        return [each for each in found if each.spec.launch_plan.name == plan.name]
+
+    [first] = cluster.until(started, "the first tick", 150)
+    cluster.remembered(first.id.name)
+    time.sleep(max(0.0, 70 - (datetime.now(timezone.utc) - begin).total_seconds() % 60))  # over the next tick
+    assert len(started()) == 1, "a tick is skipped while the run before goes on"
+    inputs = cluster.look(first.id.name).inputs
+    assert inputs.get("kickoff_time", as_type=datetime) >= begin.replace(second=0, microsecond=0)
+
+
+def test_shards_training_on_them_and_predictions(cluster: Cluster) -> None:
+    execution = cluster.succeeded(cluster.launch("workflows.shards.shards_wf", {"source": "digits"}))
+    dataset = execution.outputs.get("dataset", as_type=str)
+    assert dataset.startswith("shards:")
+    hp = {"dataset": dataset, "epochs": 1, "max_steps": 5, "image_size": 16}
+    trained = cluster.succeeded(cluster.train(**hp)).outputs
+    model = {name: trained.get(name) for name in ("model_state", "sidecar")}
+    predicted = cluster.succeeded(cluster.launch("workflows.prediction.predict_wf", {**model, "dataset": "digits"}))
+    rows = cluster.content(str(predicted.outputs.get("table", as_type=str))).decode().splitlines()
+    assert len(rows) == 1 + 297
+
+
+@pytest.mark.parametrize(
+    ("engine", "resource"),
+    [("elastic", "pytorchjobs.kubeflow.org"), ("ray", "rayjobs.ray.io"), ("dask", "daskjobs.kubernetes.dask.org")],
+)
+def test_an_engine(kubectl: Cluster, engine: str, resource: str) -> None:
+    if engine != "elastic" and kubectl.kubectl("get", "crd", resource, check=False).returncode != 0:
+        pytest.skip(f"this cluster has no {resource}")
+    hp = Hyperparameters(**SHORT, seed=seeded(kubectl))
+    name = kubectl.launch(f"workflows.{engine}_training.{engine}_training_wf", {"hp": hp})
+    accuracies = kubectl.succeeded(name).outputs.get("epoch_accuracies", as_type=list[float])
+    assert len(accuracies) == 3
+
+
+def test_an_abort_leaves_no_pod(kubectl: Cluster) -> None:
+    name = kubectl.train(**LONG, seed=seeded(kubectl))
+    kubectl.training_pod(name, "loss")
+    kubectl.remote.terminate(kubectl.remote.fetch_execution(name=name), "seen")
+    kubectl.until(lambda: not kubectl.pods(name), "the end of its pods", 150)
