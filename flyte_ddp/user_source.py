@@ -8,6 +8,7 @@ import importlib.util
 import os
 import sys
 import sysconfig
+import threading
 import warnings
 from collections.abc import Iterable, Iterator
 from importlib.machinery import ModuleSpec
@@ -20,6 +21,7 @@ from flyte_ddp.user_code import not_found, search_working_directory, split
 IDENTIFIED = {"flyte_ddp", *ARITHMETIC}  # by a digest and releases of their own
 INSTALLED = {"site-packages", "dist-packages"}
 STANDARD = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")]
+PARSING = threading.Lock()  # Python 3.11 counts the depth of recursion for all threads together, and fails
 
 
 def user_source_digest(spec: str) -> str:
@@ -164,7 +166,7 @@ def imported(source: bytes) -> set[str]:
     Relative imports are left out, as they stay in the package, and so is what is no Python: it cannot be imported.
     """
     try:
-        with warnings.catch_warnings():
+        with PARSING, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):

@@ -220,7 +220,8 @@ def stop_when(condition: Callable[[], object], number: signal.Signals) -> None:
     deadline = time.monotonic() + DEADLINE
     while time.monotonic() < deadline:
         if condition():
-            [launcher] = [pid for pid in descendants(os.getpid()) if is_pyflyte(pid)]
+            # A child of its that has been forked a moment ago still has its name.
+            launcher, *_ = [pid for pid in descendants(os.getpid()) if is_pyflyte(pid)]
             os.kill(launcher, number)
             return
         time.sleep(0.01)

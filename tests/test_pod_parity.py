@@ -261,7 +261,7 @@ def test_other_inputs_that_cannot_be_read_are_the_systems_fault(
 
 def test_a_loss_that_is_not_finite_is_the_users_mistake(cluster: Cluster, train_inputs: dict[str, Literal]) -> None:
     hp = {**SMOKE, "learning_rate": 1000.0, "schedule": "constant", "max_steps": 0}
-    ended = cluster.run(TRAIN, {**train_inputs, "hp": from_workflow(hp)})
+    ended = cluster.run(TRAIN, {**train_inputs, "hp": from_workflow(hp), "run_version": text("not-finite")})
     message = refused(ended)
     assert "the loss is" in message
     assert "lower learning_rate (now 1000)" in message
