@@ -13,7 +13,7 @@ from flyte_ddp import figures
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.figures import Series
 from flyte_ddp.files import replacing
-from flyte_ddp.markup import counted, duration, moment, number, percent, section, shown, table, text
+from flyte_ddp.markup import counted, data, duration, moment, number, percent, section, shown, table, text
 from flyte_ddp.run_records import Mistake, Record, Run, read_run
 
 PARTS = {
@@ -23,6 +23,7 @@ PARTS = {
     "evaluation": ("Evaluation", "#1b8a5a"),
     "other": ("Other", "#a3adba"),
 }
+LAST_RECORD = "ddp-last-record"  # a class of HTML; deploy/launch.py looks for it
 LISTED = 8  # rows in the lists of confusions and of hard classes
 
 
@@ -58,12 +59,13 @@ def render(run_folder: Path, name: str = "", failure: str = "") -> str:
     run = replace(read_run(run_folder, name), failure=failure)
     style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
     sections = (headline, notes, curves, confusion, mistakes, time_spent, attempts, hyperparameters, provenance)
+    last = data(LAST_RECORD, last_record(run))
     body = "\n".join(filter(None, (make(run) for make in sections)))
     page = (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{text(run.name)}: training report</title>\n<style>\n{style}</style>\n</head>\n"
-        f'<body style="margin:0">\n<div class="ddp-report">\n{body}\n</div>\n</body>\n</html>\n'
+        f'<body style="margin:0">\n<div class="ddp-report">\n{body}\n{last}\n</div>\n</body>\n</html>\n'
     )
     # Plain ASCII comes through unharmed, whatever encoding a reader of the file takes for granted.
     return page.encode("ascii", "xmlcharrefreplace").decode("ascii")
@@ -128,6 +130,11 @@ def total_seconds(run: Run) -> float | None:
         return float(run.end["seconds"]["total"])
     last = max((record.get("time", 0.0) for record in (*run.train, *run.evaluations)), default=None)
     return None if last is None else max(0.0, last - run.start.get("time", last))
+
+
+def last_record(run: Run) -> Record:
+    """Of the end, or of the last step so far; of an evaluation after it, where there was one. Empty before any."""
+    return run.end or max((*run.evaluations, *run.train), key=lambda record: int(record["step"]), default={})
 
 
 def notes(run: Run) -> str:
