@@ -160,7 +160,7 @@ class Watch:
 
     def __init__(self, remote: FlyteRemote, execution: FlyteWorkflowExecution, plan: FlyteLaunchPlan) -> None:
         self.client, self.execution = remote.client, execution
-        self.names = {node.id: node.flyte_entity.name for node in plan.flyte_workflow.flyte_nodes}
+        self.names = {node.id: getattr(node.flyte_entity, "name", node.id) for node in plan.flyte_workflow.flyte_nodes}
         self.told: dict[object, str] = {}
         self.began = self.answered = self.looked = time.monotonic()
 
