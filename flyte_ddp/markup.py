@@ -6,6 +6,7 @@ import dataclasses
 import html
 import json
 import math
+import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -92,6 +93,17 @@ def table(
 
     body = "\n".join(line("td", row) for row in rows)
     return f'<table class="{kind}"><thead>{line("th", header)}</thead>\n<tbody>\n{body}\n</tbody></table>'
+
+
+def data(name: str, value: Any) -> str:
+    """A value for programs that read the page, as JSON, of which nothing is shown; :func:`data_in` finds it."""
+    return f'<data class="{name}" value="{text(json.dumps(value))}" hidden></data>'
+
+
+def data_in(page: str, name: str) -> Any:
+    """What :func:`data` has put into a page under this name; None without it."""
+    found = re.search(f'<data class="{name}" value="([^"]*)"', page)
+    return None if found is None else json.loads(html.unescape(found[1]))
 
 
 def percent(share: float | None) -> str:

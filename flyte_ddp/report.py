@@ -15,6 +15,7 @@ from flyte_ddp.markup import (
     card,
     cards,
     counted,
+    data,
     duration,
     moment,
     number,
@@ -34,6 +35,7 @@ PARTS = {
     "evaluation": ("Evaluation", "#1b8a5a"),
     "other": ("Other", "#a3adba"),
 }
+LAST_RECORD = "ddp-last-record"  # a class of HTML; deploy/launch.py looks for it
 LISTED = 8  # rows in the lists of confusions and of hard classes
 
 
@@ -68,7 +70,8 @@ def render(run_folder: Path, name: str = "", failure: str = "") -> str:
     """
     run = replace(read_run(run_folder, name), failure=failure)
     sections = (headline, notes, curves, confusion, mistakes, time_spent, attempts, hyperparameters, provenance)
-    return page(f"{run.name}: training report", *(make(run) for make in sections))
+    last = data(LAST_RECORD, last_record(run))
+    return page(f"{run.name}: training report", *(make(run) for make in sections), last)
 
 
 def headline(run: Run) -> str:
@@ -130,6 +133,11 @@ def total_seconds(run: Run) -> float | None:
         return float(run.end["seconds"]["total"])
     last = max((record.get("time", 0.0) for record in (*run.train, *run.evaluations)), default=None)
     return None if last is None else max(0.0, last - run.start.get("time", last))
+
+
+def last_record(run: Run) -> Record:
+    """Of the end, or of the last step so far; of an evaluation after it, where there was one. Empty before any."""
+    return run.end or max((*run.evaluations, *run.train), key=lambda record: int(record["step"]), default={})
 
 
 def notes(run: Run) -> str:

@@ -13,29 +13,26 @@ import re
 import shutil
 import sys
 import tempfile
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing.util import Finalize
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 import click
 import yaml
 from flytekit import FlyteContextManager
-from flytekit.configuration import Config, PlatformConfig
+from flytekit.configuration import Config
 from flytekit.constants import CopyFileDetection
 from flytekit.core.data_persistence import flyte_tmp_dir
 from flytekit.core.type_engine import TypeTransformerFailedError
-from flytekit.exceptions.system import FlyteSystemUnavailableException
 from flytekit.exceptions.user import FlyteEntityNotFoundException
 from flytekit.types.file.file import FlyteFilePathTransformer
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import RankError, StoppedError, UserError, unknown_name
-from tasks import engines, pods
+from tasks import cluster, engines, pods
 
 if TYPE_CHECKING:
     from flytekit.clis.sdk_in_container.run import RunLevelParams
@@ -80,7 +77,8 @@ def in_panels(context: click.Context) -> Iterator[None]:
     except FlyteEntityNotFoundException:
         raise unknown_entity(context) from None
     except Exception as error:
-        refusal = unreadable(error) or unfit(error) or unknown_option(error) or unreachable(error, context)
+        refusal = unreadable(error) or unfit(error) or unknown_option(error)
+        refusal = refusal or cluster.refusal(error, context.find_root().params.get("config"))
         if refusal is not None:
             raise refusal from None
         raise
@@ -106,10 +104,10 @@ def unreadable(error: Exception) -> UserError | None:
     from flytekit.clis.sdk_in_container.run import YamlFileReadingCommand
     from flytekit.interaction.click_types import JsonParamType
 
-    for frame in frames(error):
+    for frame in cluster.frames(error):
         if frame.f_code is JsonParamType._parse.__code__:
             return unreadable_json(error, frame.f_locals["param"].opts[0], str(frame.f_locals["value"]))
-    if any(frame.f_code is YamlFileReadingCommand.parse_args.__code__ for frame in frames(error)):
+    if any(frame.f_code is YamlFileReadingCommand.parse_args.__code__ for frame in cluster.frames(error)):
         return unreadable_inputs_file(error)
     return None
 
@@ -148,7 +146,7 @@ def unfit(error: BaseException | None) -> UserError | None:
             kind = "file" if path.is_file() else "folder"
             what = f"is a {kind}" if given and path.exists() else "there is no such path"
             return UserError(f"--{found[1]} {given!r}: {what}; see --help for what it takes")
-        for frame in frames(error):
+        for frame in cluster.frames(error):
             if frame.f_code is FlyteFilePathTransformer.validate_file_type.__code__:
                 path, kind = frame.f_locals["source_path"], str(error).partition("got ")[2]
                 return UserError(f"{path}: is of the type {kind}, which the input does not take; give another file")
@@ -181,25 +179,6 @@ def unknown_option(error: Exception) -> UserError | None:
         return None
     inputs = [str(parameter.name) for parameter in error.ctx.command.params if parameter.name != "inputs_file"]
     return UserError(f"{source}: {unknown_name('input', name, inputs).message}")
-
-
-def unreachable(error: BaseException | None, context: click.Context) -> UserError | None:
-    """The error where there is no Flyte cluster."""
-    while error is not None:
-        if isinstance(error, FlyteSystemUnavailableException):
-            endpoint = PlatformConfig.auto(context.find_root().params.get("config")).endpoint
-            details = getattr(error.__cause__, "details", str)()
-            return UserError(
-                f"nothing answers at {endpoint}: {details.rpartition(': ')[2] or 'unavailable'}; start the cluster, or "
-                "name another one with pyflyte --config FILE"
-            )
-        error = error.__cause__ or error.__context__
-    return None
-
-
-def frames(error: BaseException) -> list[FrameType]:
-    """Where an error came through, the innermost last."""
-    return [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
 
 
 def after(option: str) -> str | None:

@@ -1,18 +1,56 @@
-"""A Flyte cluster's side of registration, on loopback: it takes everything and remembers what it was given."""
+"""A Flyte cluster's side, on loopback: it takes all that is registered, and executions go as a test says."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import quote, unquote, urlsplit
 
 import grpc
-from flyteidl.admin import execution_pb2, launch_plan_pb2, task_pb2, workflow_pb2
-from flyteidl.core import identifier_pb2
+from flyteidl.admin import (
+    common_pb2,
+    execution_pb2,
+    launch_plan_pb2,
+    node_execution_pb2,
+    project_pb2,
+    task_execution_pb2,
+    task_pb2,
+    workflow_pb2,
+)
+from flyteidl.core import execution_pb2 as phases
+from flyteidl.core import identifier_pb2, literals_pb2
 from flyteidl.service import admin_pb2_grpc, dataproxy_pb2, dataproxy_pb2_grpc
+
+Fault = Callable[[grpc.ServicerContext], Any]  # what a call does in place of its answer
+DECKS = "deck of "  # followed by the node, names it among the blobs
+
+
+@dataclass
+class Node:
+    """A node of an execution, with the phase and the error of each attempt of its task."""
+
+    id: str
+    phase: str
+    task: str = ""
+    attempts: list[tuple[str, str]] = field(default_factory=list)
+    from_cache: bool = False
+    parent: str = ""
+    is_parent: bool = False
+
+
+@dataclass
+class Moment:
+    """What one look at an execution shows."""
+
+    phase: str = "RUNNING"
+    nodes: list[Node] = field(default_factory=list)
+    error: str = ""
+    cause: str = ""  # of an execution that somebody has ended
 
 
 class FakeFlyteAdmin(admin_pb2_grpc.AdminServiceServicer, dataproxy_pb2_grpc.DataProxyServiceServicer):  # type: ignore[misc]
@@ -27,6 +65,11 @@ class FakeFlyteAdmin(admin_pb2_grpc.AdminServiceServicer, dataproxy_pb2_grpc.Dat
         self.activated: list[launch_plan_pb2.LaunchPlanUpdateRequest] = []
         self.executions: list[execution_pb2.ExecutionCreateRequest] = []
         self.uploads: list[bytes] = []
+        self.projects = ["flytesnacks"]
+        self.course = [Moment("SUCCEEDED")]  # of executions; each look shows the next one, and the last one stays
+        self.outputs = literals_pb2.LiteralMap()
+        self.blobs: dict[str, bytes] = {}  # by address
+        self.faults: dict[str, Fault] = {}  # by the names of calls
 
     def CreateTask(self, request: Any, context: Any) -> Any:
         self.tasks.append(request)
@@ -61,6 +104,25 @@ class FakeFlyteAdmin(admin_pb2_grpc.AdminServiceServicer, dataproxy_pb2_grpc.Dat
         inputs = plan.spec.default_inputs
         return launch_plan_pb2.LaunchPlan(id=plan.id, spec=plan.spec, closure={"expected_inputs": inputs})
 
+    def GetActiveLaunchPlan(self, request: Any, context: Any) -> Any:
+        active = [each.id for each in self.activated if each.state == launch_plan_pb2.ACTIVE]
+        named = [each for each in active if each.name == request.id.name]
+        if not named:
+            context.abort(grpc.StatusCode.NOT_FOUND, f"no active launch plan {request.id.name}")
+        return self.GetLaunchPlan(common_pb2.ObjectGetRequest(id=named[-1]), context)
+
+    def ListLaunchPlans(self, request: Any, context: Any) -> Any:
+        newest = [plan for plan in reversed(self.launch_plans) if plan.id.name == request.id.name]
+        plans = [plan for plan in newest if plan.id.project == request.id.project]
+        return launch_plan_pb2.LaunchPlanList(launch_plans=[{"id": plan.id, "spec": plan.spec} for plan in plans])
+
+    def ListLaunchPlanIds(self, request: Any, context: Any) -> Any:
+        names = dict.fromkeys(plan.id.name for plan in self.launch_plans if plan.id.domain == request.domain)
+        return common_pb2.NamedEntityIdentifierList(entities=[{"name": name} for name in names])
+
+    def ListProjects(self, request: Any, context: Any) -> Any:
+        return project_pb2.Projects(projects=[{"id": name} for name in self.projects])
+
     def found(self, created: list[Any], request: Any, context: Any) -> Any:
         """What was created under an id."""
         same = [each for each in created if each.id == request.id]
@@ -75,12 +137,82 @@ class FakeFlyteAdmin(admin_pb2_grpc.AdminServiceServicer, dataproxy_pb2_grpc.Dat
         return execution_pb2.ExecutionCreateResponse(id=created)
 
     def GetExecution(self, request: Any, context: Any) -> Any:
+        now = self.course[0]
+        if len(self.course) > 1:
+            self.course = self.course[1:]
+        self.now = now
+        closure = execution_pb2.ExecutionClosure(phase=phases.WorkflowExecution.Phase.Value(now.phase))
+        if now.error:
+            closure.error.message = now.error
+        if now.cause:
+            closure.abort_metadata.cause = now.cause
         plan = self.executions[-1].spec.launch_plan
-        return execution_pb2.Execution(id=request.id, spec={"launch_plan": plan})
+        return execution_pb2.Execution(id=request.id, spec={"launch_plan": plan}, closure=closure)
+
+    def ListNodeExecutions(self, request: Any, context: Any) -> Any:
+        made = node_execution_pb2.NodeExecutionList()
+        for node in self.now.nodes:
+            if node.parent == request.unique_parent_id:
+                each = made.node_executions.add(id={"node_id": node.id, "execution_id": request.workflow_execution_id})
+                each.closure.phase = phases.NodeExecution.Phase.Value(node.phase)
+                each.closure.deck_uri = DECKS + node.id if DECKS + node.id in self.blobs else ""
+                each.closure.task_node_metadata.cache_status = 2 if node.from_cache else 0
+                each.metadata.is_parent_node = node.is_parent
+        return made
+
+    def ListTaskExecutions(self, request: Any, context: Any) -> Any:
+        [node] = [node for node in self.now.nodes if node.id == request.node_execution_id.node_id]
+        made = task_execution_pb2.TaskExecutionList()
+        for number, (phase, error) in enumerate(node.attempts):
+            each = made.task_executions.add(id={"node_execution_id": request.node_execution_id})
+            each.id.retry_attempt, each.id.task_id.name = number, node.task
+            each.closure.phase = phases.TaskExecution.Phase.Value(phase)
+            if error:
+                each.closure.error.message = error
+        return made
+
+    def GetExecutionData(self, request: Any, context: Any) -> Any:
+        return execution_pb2.WorkflowExecutionGetDataResponse(full_outputs=self.outputs)
+
+    def CreateDownloadLocation(self, request: Any, context: Any) -> Any:
+        return dataproxy_pb2.CreateDownloadLocationResponse(signed_url=self.signed(request.native_url))
+
+    def CreateDownloadLink(self, request: Any, context: Any) -> Any:
+        signed = self.signed(DECKS + request.node_execution_id.node_id)
+        return dataproxy_pb2.CreateDownloadLinkResponse(signed_url=[signed])
+
+    def signed(self, address: str) -> str:
+        """Where anybody may fetch it."""
+        return f"{self.upload_address}/{quote(address, safe='')}?signature=good"
 
     def CreateUploadLocation(self, request: Any, context: Any) -> Any:
         native = f"s3://bucket/{request.project}/{request.domain}/{request.filename}"
         return dataproxy_pb2.CreateUploadLocationResponse(signed_url=self.upload_address, native_url=native)
+
+
+class Faults(grpc.ServerInterceptor):  # type: ignore[misc]
+    """Lets a call end as the test says, instead of being answered."""
+
+    def __init__(self, admin: FakeFlyteAdmin) -> None:
+        self.admin = admin
+
+    def intercept_service(self, continuation: Any, details: Any) -> Any:
+        fault = self.admin.faults.get(details.method.rpartition("/")[2])
+        if fault is None:
+            return continuation(details)
+        return grpc.unary_unary_rpc_method_handler(lambda _, context: fault(context))
+
+
+def slow(context: grpc.ServicerContext) -> None:
+    """A fault: no answer for as long as the caller waits."""
+    ended = threading.Event()
+    if context.add_callback(ended.set):
+        ended.wait()
+
+
+def refused(code: grpc.StatusCode, details: str) -> Fault:
+    """A fault: an answer of another kind."""
+    return lambda context: context.abort(code, details)
 
 
 @contextmanager
@@ -93,13 +225,21 @@ def fake_flyte_admin() -> Iterator[FakeFlyteAdmin]:
             self.send_response(200)
             self.end_headers()
 
+        def do_GET(self) -> None:
+            parts = urlsplit(self.path)
+            blob = admin.blobs.get(unquote(parts.path.rpartition("/")[2]))
+            self.send_response(403 if parts.query != "signature=good" else 404 if blob is None else 200)
+            self.send_header("Content-Length", str(len(blob or b"")))
+            self.end_headers()
+            self.wfile.write(blob or b"")
+
         def log_message(self, *_: object) -> None:
             """Keeps quiet."""
 
     storage = ThreadingHTTPServer(("127.0.0.1", 0), Upload)
     admin = FakeFlyteAdmin(f"http://127.0.0.1:{storage.server_port}/upload")
     threading.Thread(target=storage.serve_forever, daemon=True).start()
-    server = grpc.server(ThreadPoolExecutor())
+    server = grpc.server(ThreadPoolExecutor(), interceptors=[Faults(admin)])
     admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)
     dataproxy_pb2_grpc.add_DataProxyServiceServicer_to_server(admin, server)
     admin.endpoint = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"

@@ -11,12 +11,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import grpc
 import packaged
 import pytest
 import yaml
 from cli import ROOT, Ended
 from docker.utils.build import PatternMatcher
-from fake_flyte_admin import fake_flyte_admin
+from fake_flyte_admin import fake_flyte_admin, refused
 from flyteidl.admin.launch_plan_pb2 import ACTIVE
 from flytekit.configuration import PlatformConfig
 
@@ -143,10 +144,10 @@ def test_a_dry_run_lists_what_would_be_trained_and_on_what(clone: Path) -> None:
     assert found[-1][0].startswith("Schedules are left as they are: add --activate")
 
 
-def cluster_at(endpoint: str, clone: Path, folder: Path) -> tuple[str, ...]:
-    """Arguments for a cluster at this address."""
+def cluster_at(endpoint: str, clone: Path, folder: Path, **admin: str) -> tuple[str, ...]:
+    """Arguments for a cluster at this address, with these settings."""
     config = yaml.safe_load((clone / "deploy/sandbox.yaml").read_text())
-    config["admin"]["endpoint"] = endpoint
+    config["admin"] |= {"endpoint": endpoint, **admin}
     (folder / "cluster.yaml").write_text(yaml.safe_dump(config))
     return "--config", str(folder / "cluster.yaml"), "--image", "flyte-ddp:1", "--profile", "gpu"
 
@@ -160,6 +161,28 @@ def test_a_cluster_that_is_not_there_is_one_panel(clone: Path, tmp_path: Path) -
     assert ended.exit_code == 1
     assert "Traceback" not in ended.output
     assert " ".join(ended.panel.split()).startswith(f"nothing answers at {address}: Connection refused; start the")
+
+
+@pytest.mark.slow
+def test_a_project_that_is_not_there_is_one_panel(clone: Path, tmp_path: Path) -> None:
+    words = "failed to validate that project [nowhere] and domain [development] are registered"
+    with fake_flyte_admin() as admin:
+        admin.faults["CreateTask"] = refused(grpc.StatusCode.INVALID_ARGUMENT, words)
+        ended = register(clone, *cluster_at(admin.endpoint, clone, tmp_path), "--project", "nowhere")
+    assert ended.exit_code == 1
+    assert "Traceback" not in ended.output
+    assert ended.panel == f"{admin.endpoint} refuses what it was asked for: {words}"
+
+
+@pytest.mark.slow
+def test_a_login_that_fails_is_one_panel(clone: Path, tmp_path: Path) -> None:
+    with fake_flyte_admin() as admin:
+        arguments = cluster_at(admin.endpoint, clone, tmp_path, authType="ClientSecret", clientId="flyte-ddp")
+        ended = register(clone, *arguments)
+    assert ended.exit_code == 1
+    assert "Traceback" not in ended.output
+    assert ended.panel.startswith(f"{admin.endpoint} asks for a login, which failed: Client ID and Client SECRET both")
+    assert not admin.uploads
 
 
 @pytest.mark.parametrize("option", [(), ("--dry-run",)])

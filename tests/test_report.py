@@ -20,6 +20,7 @@ from report_page import Page, matrix, records, write_run
 from flyte_ddp import figures, report
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
+from flyte_ddp.markup import data_in
 from flyte_ddp.run_records import read_run
 
 
@@ -254,3 +255,17 @@ def test_importing_the_report_loads_neither_matplotlib_nor_torch() -> None:
     code = "import sys, flyte_ddp.report; print(sorted({'matplotlib', 'torch', 'PIL'} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def test_a_program_finds_the_last_record_and_a_reader_sees_nothing_of_it(tmp_path: Path) -> None:
+    hostile = """ends "early" </data></div><script>alert('1')</script> &quot; \u00fc"""
+    lines = records(epochs=2)
+    for last, written in ((lines[-1] | {"stopped": hostile}, lines), (lines[-2], lines[:-1]), (lines[-3], lines[:-2])):
+        folder = write_run(tmp_path / str(len(written)), [*written[:-1], last])
+        html = report.render(folder)
+        assert data_in(html, report.LAST_RECORD) == last
+        [found] = [(each, inside) for tag, each, inside in Page(html).elements if tag == "data"]
+        assert found[0].keys() == {"class", "value", "hidden"}
+        assert found[1] == []
+    assert data_in(report.render(write_run(tmp_path / "begun", lines[:1])), report.LAST_RECORD) == {}
+    assert data_in("<p>another page</p>", report.LAST_RECORD) is None

@@ -24,6 +24,7 @@ __all__ = [
     "Span",
     "UnavailableError",
     "as_in",
+    "check_length",
     "join",
     "list_files",
     "local_path",

@@ -1,0 +1,378 @@
+"""``deploy/launch.py`` as one types it, against a Flyte whose executions go as the test says."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import grpc
+import msgpack
+import pytest
+import yaml
+from cli import ROOT, surroundings
+from click.testing import CliRunner, Result
+from fake_flyte_admin import DECKS, FakeFlyteAdmin, Moment, Node, fake_flyte_admin, refused, slow
+from flyteidl.admin import launch_plan_pb2
+from flyteidl.core import literals_pb2
+from flytekit.configuration import Config, ImageConfig, SerializationSettings
+from flytekit.remote import FlyteRemote
+from report_page import records, write_run
+
+from flyte_ddp import report
+from flyte_ddp.config import Hyperparameters
+from workflows.training import training_on_demand
+
+pytestmark = pytest.mark.filterwarnings("ignore:The '__version__' attribute:DeprecationWarning")  # in rich_click
+CHECK, TRAIN = "tasks.preparation.check_inputs", "tasks.training.train_model"
+NAMES = {"model_state": "model.pt", "sidecar": "model.json", "report": "report.html", "metrics": "metrics.jsonl"}
+ADDRESSES = {output: f"s3://bucket/f1a2b3c4/{name}" for output, name in NAMES.items()}
+CONSOLE = "/console/projects/flytesnacks/domains/development/executions/f1a2b3c4"
+OUR_ERROR = """Trace:
+
+    Traceback (most recent call last):
+      File "/root/tasks/preparation.py", line 51, in check_inputs
+        fingerprint = datasets.fingerprint(hp.dataset, hp.data_source, hp.test_dataset)
+    flyte_ddp.errors.UserError: image folder s3://b/f: has no images; it must hold class/name.jpg
+
+Message:
+
+    UserError: image folder s3://b/f: has no images; it must hold class/name.jpg
+"""
+RETRIED = """[3/3] currentAttempt done. Last Error: USER::
+Trace:
+
+    FlyteRecoverableException: USER:Recoverable: error=rank 1 was killed, cause=rank 1 was killed
+
+Message:
+
+    FlyteRecoverableException: USER:Recoverable: error=rank 1 was killed, cause=rank 1 was killed
+"""
+PLATFORM = "[3/3] currentAttempt done. Last Error: SYSTEM::object [n/p] terminated in the background, manually"
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    """The script, imported."""
+    spec = importlib.util.spec_from_file_location("launch", ROOT / "deploy/launch.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def admin() -> Iterator[FakeFlyteAdmin]:
+    """Two versions of training_on_demand are registered, of which none is active."""
+    with fake_flyte_admin() as running:
+        remote = FlyteRemote(Config.for_endpoint(running.endpoint, insecure=True), "flytesnacks", "development")
+        for version in ("older", "newer"):
+            settings = SerializationSettings(ImageConfig.auto_default_image(), "flytesnacks", "development", version)
+            remote.register_launch_plan(training_on_demand, version, serialization_settings=settings)
+        accuracies = [{"scalar": {"primitive": {"float_value": value}}} for value in (0.5, 0.875)]
+        running.outputs.literals["epoch_accuracies"].collection.literals.extend(
+            literals_pb2.Literal(**each) for each in accuracies
+        )
+        for output, address in ADDRESSES.items():
+            running.outputs.literals[output].scalar.blob.uri = address
+            running.blobs[address] = f"the {output}".encode() * 1000
+        yield running
+
+
+@pytest.fixture
+def launch(script: ModuleType, admin: FakeFlyteAdmin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Calls the command; it looks at executions without a pause."""
+    monkeypatch.setattr(script, "PAUSE_SECONDS", 0.0)
+
+    def call(*options: str, name: str = "training_on_demand", endpoint: str = admin.endpoint, **config: Any) -> Result:
+        path = cluster_file(tmp_path, endpoint, **config)
+        return CliRunner().invoke(script.launch, [name, "--config", str(path), *options])
+
+    return call
+
+
+def cluster_file(folder: Path, endpoint: str, **config: Any) -> Path:
+    path = folder / "cluster.yaml"
+    path.write_text(yaml.safe_dump({"admin": {"endpoint": endpoint, "insecure": True, "authType": "Pkce"} | config}))
+    return path
+
+
+def lines(result: Result) -> list[str]:
+    """What was printed, without the times."""
+    return [re.sub(r"^\d\d:\d\d:\d\d ", "", line) for line in result.output.splitlines()]
+
+
+def error(result: Result) -> str:
+    """The one sentence that it ended with."""
+    assert result.exit_code == 1, result.output
+    [line] = result.output.splitlines()
+    return line.removeprefix("Error: ")
+
+
+def variables(admin: FakeFlyteAdmin) -> dict[str, str]:
+    return {pair.key: pair.value for pair in admin.executions[-1].spec.envs.values}
+
+
+def test_hyperparameters_are_completed_and_sent_to_the_newest_version(launch: Any, admin: FakeFlyteAdmin) -> None:
+    result = launch("--hp", '{"epochs": 3}', "--no-wait")
+    assert result.exit_code == 0, result.output
+    assert lines(result) == [f"launched training_on_demand newer: http://{admin.endpoint}{CONSOLE}"]
+    [sent] = admin.executions
+    assert msgpack.unpackb(sent.inputs.literals["hp"].scalar.binary.value) == Hyperparameters(epochs=3).to_dict()
+    assert (sent.spec.overwrite_cache, variables(admin)) == (False, {})
+
+
+def test_an_active_version_comes_before_the_newest_and_a_named_one_before_both(
+    launch: Any, admin: FakeFlyteAdmin, tmp_path: Path
+) -> None:
+    [active] = [plan.id for plan in admin.launch_plans if plan.id.version == "older" and "." not in plan.id.name]
+    admin.activated.append(launch_plan_pb2.LaunchPlanUpdateRequest(id=active, state=launch_plan_pb2.ACTIVE))
+    (tmp_path / "hp.yaml").write_text("epochs: 4\nlearning_rate: 1e-1\n")
+    assert launch("--hp", str(tmp_path / "hp.yaml"), "--no-wait").exit_code == 0
+    assert launch("--version", "newer", "--no-wait").exit_code == 0
+    assert [each.spec.launch_plan.version for each in admin.executions] == ["older", "newer"]
+    hp = msgpack.unpackb(admin.executions[0].inputs.literals["hp"].scalar.binary.value)
+    assert (hp["epochs"], hp["learning_rate"]) == (4, 0.1)
+    assert not admin.executions[1].inputs.literals, "the launch plan has its own"
+
+
+def test_training_anew_reaches_cache_and_pod(launch: Any, admin: FakeFlyteAdmin) -> None:
+    assert launch("--overwrite-cache", "--no-wait").exit_code == 0
+    assert (admin.executions[-1].spec.overwrite_cache, variables(admin)) == (True, {"FLYTE_DDP_ANEW": "yes"})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--hp", '{"epochs": 0}'], "epochs=0: must be at least 1"),
+        (["--hp", '{"epoch": 3}'], "unknown hyperparameter 'epoch': did you mean 'epochs'?"),
+        (["--hp", "[3]"], "hyperparameters must be a JSON object, got [3]"),
+        (["--hp", "nowhere.json"], "--hp nowhere.json: there is no such file, and it is no JSON object such as"),
+        (["--epochs", "3"], "--epochs: epochs is a hyperparameter, and these are given as in --hp '{\"epochs\": 3}'"),
+        (["--no-wait", "--download", "x"], "--download: with --no-wait there is nothing to download yet"),
+        (["--version", "other"], "unknown version 'other': did you mean 'older'? choose one of newer, older"),
+        (["--project", "flytesnack"], "unknown project 'flytesnack': did you mean 'flytesnacks'?"),
+        (["--domain", "staging"], "nothing is registered in domain 'staging' of project 'flytesnacks': register with"),
+        (["--config", "Makefile"], "--config Makefile: must name a cluster's address, as deploy/sandbox.yaml does"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_nothing_is_sent(
+    launch: Any, admin: FakeFlyteAdmin, options: list[str], message: str
+) -> None:
+    assert error(launch(*options)).startswith(message)
+    assert not admin.executions
+
+
+def test_an_unknown_launch_plan_is_one_sentence(launch: Any, admin: FakeFlyteAdmin) -> None:
+    assert error(launch(name="training_on_demnd")) == (
+        "unknown launch plan 'training_on_demnd': did you mean 'training_on_demand'? choose one of training_on_demand, "
+        "workflows.training.training_wf"
+    )
+
+
+def test_a_version_that_cannot_take_or_give_what_is_asked_for_is_refused(
+    launch: Any, admin: FakeFlyteAdmin, tmp_path: Path
+) -> None:
+    for workflow in admin.workflows:
+        interface = workflow.spec.template.interface
+        del interface.inputs.variables["hp"].type.metadata.fields["properties"].struct_value.fields["bad_samples"]
+        del interface.outputs.variables["metrics"]
+    said = error(launch("--hp", "{}"))
+    assert said.startswith("--hp: training_on_demand of version newer is older than these sources, and does not know ")
+    assert " bad_samples; give a newer --version, " in said
+    assert error(launch("--download", str(tmp_path / "new"))).startswith(
+        "--download: training_on_demand of version newer does not make metrics; leave"
+    )
+    for workflow in admin.workflows:
+        del workflow.spec.template.interface.inputs.variables["hp"]
+    assert error(launch("--hp", "{}")).startswith("--hp: training_on_demand of version newer takes none, but nothing;")
+    assert not admin.executions
+    assert not (tmp_path / "new").exists()
+
+
+def test_what_changes_is_shown_once_while_it_trains(launch: Any, admin: FakeFlyteAdmin, tmp_path: Path) -> None:
+    page = report.render(write_run(tmp_path / "run", records(epochs=1)[:-1]))
+    admin.blobs[f"{DECKS}n1"] = f"<html><div>{page}</div></html>".encode()
+    admin.blobs[f"{DECKS}n2"] = b"a page of another kind"
+    checking = Node("n0", "RUNNING", CHECK, [("RUNNING", "")])
+    checked = Node("n0", "SUCCEEDED", CHECK, [("SUCCEEDED", "")], is_parent=True)
+    fetched = Node("n0-0-dn0", "SUCCEEDED", "tasks.preparation.fetch_dataset", [("SUCCEEDED", "")], parent="n0")
+    lost, again = ("FAILED", RETRIED), ("RUNNING", "")
+    other = Node("n2", "RUNNING", "another.task", [("RUNNING", "")])
+    start = Node("start-node", "SUCCEEDED")
+    admin.course = [
+        Moment("QUEUED"),
+        *2 * [Moment(nodes=[start, checking])],
+        Moment(nodes=[start, checked, fetched, Node("n1", "RUNNING", TRAIN, [("RUNNING", "")])]),
+        *2 * [Moment(nodes=[start, checked, fetched, Node("n1", "RUNNING", TRAIN, [lost, again]), other])],
+        Moment("SUCCEEDED", [start, checked, fetched, Node("n1", "SUCCEEDED", TRAIN, [lost, ("SUCCEEDED", "")])]),
+    ]
+    result = launch()
+    assert result.exit_code == 0, result.output
+    assert lines(result)[1:-5] == [
+        "check_inputs, attempt 1: RUNNING",
+        "check_inputs, attempt 1: SUCCEEDED",
+        "fetch_dataset, attempt 1: SUCCEEDED",
+        "train_model, attempt 1: RUNNING",
+        "train_model: step 100, test accuracy 70.10%",
+        "train_model, attempt 1: FAILED: rank 1 was killed",
+        "train_model, attempt 2: RUNNING",
+        "task, attempt 1: RUNNING",
+        "train_model, attempt 2: SUCCEEDED",
+    ]
+
+
+def test_a_result_from_the_cache_is_said_to_be_one(launch: Any, admin: FakeFlyteAdmin) -> None:
+    admin.course.append(Moment("SUCCEEDED", [Node("n1", "SUCCEEDED", from_cache=True)]))
+    assert lines(launch())[1] == "train_model: SUCCEEDED, from the cache"
+
+
+def test_outputs_are_named_and_downloaded_without_a_key_of_the_store(
+    launch: Any, admin: FakeFlyteAdmin, tmp_path: Path
+) -> None:
+    result = launch("--download", str(tmp_path / "new/folder"))
+    assert result.exit_code == 0, result.output
+    addresses = [f"  {output:12} {address}" for output, address in ADDRESSES.items()]
+    assert lines(result)[1:-1] == ["test accuracy 87.50%", *addresses]
+    found = {path.name: path.read_bytes() for path in (tmp_path / "new/folder").iterdir()}
+    assert found == {name: admin.blobs[ADDRESSES[output]] for output, name in NAMES.items()}
+
+
+def test_a_download_is_whole_or_not_at_all(launch: Any, admin: FakeFlyteAdmin, tmp_path: Path) -> None:
+    (tmp_path / "model.pt").write_text("of the run before")
+    before = {path.name for path in tmp_path.iterdir()} | {"cluster.yaml"}
+    del admin.blobs[ADDRESSES["report"]]
+    result = launch("--download", str(tmp_path))
+    assert result.exit_code == 1
+    server = admin.upload_address.split("/")[2]
+    said = f"report.html cannot be had from {server}: HTTP 404 Not Found; fetch {ADDRESSES['report']} yourself"
+    assert lines(result)[-1] == f"Error: {said}"
+    assert {path.name for path in tmp_path.iterdir()} == before
+    assert (tmp_path / "model.pt").read_text() == "of the run before"
+
+
+@pytest.mark.parametrize(
+    ("moment", "message"),
+    [
+        (
+            Moment("FAILED", error=OUR_ERROR),
+            "FAILED: image folder s3://b/f: has no images; it must hold class/name.jpg",
+        ),
+        (Moment("FAILED", error=RETRIED), "FAILED: rank 1 was killed"),
+        (Moment("FAILED", error=PLATFORM), f"FAILED: {PLATFORM}"),
+        (Moment("ABORTED", cause="enough"), "ABORTED: enough"),
+        (Moment("TIMED_OUT"), "TIMED_OUT: no reason is given"),
+    ],
+)
+def test_a_failure_is_our_sentence_and_where_the_rest_is(
+    launch: Any, admin: FakeFlyteAdmin, moment: Moment, message: str
+) -> None:
+    admin.course = [Moment(), moment]
+    result = launch()
+    assert result.exit_code == 1
+    said = [f"Error: the execution has {message}", f"all of it is at http://{admin.endpoint}{CONSOLE}"]
+    assert lines(result)[1:] == said
+
+
+def test_a_cluster_that_is_not_there_is_one_sentence(launch: Any) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # taken, so that nobody else can listen there, and not listened on
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+        assert error(launch(endpoint=address)).startswith(f"nothing answers at {address}: Connection refused; start")
+
+
+@pytest.mark.parametrize("call", ["GetActiveLaunchPlan", "ListLaunchPlans", "GetWorkflow", "CreateExecution"])
+def test_a_call_that_takes_too_long_is_one_sentence(
+    launch: Any, admin: FakeFlyteAdmin, script: ModuleType, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    assert script.CALL_SECONDS == 30
+    monkeypatch.setattr(script, "CALL_SECONDS", 1.0)
+    admin.faults[call] = slow
+    assert error(launch()) == f"{admin.endpoint} is too slow: a call had no answer in time; try again later"
+
+
+@pytest.mark.parametrize(
+    ("code", "details", "message"),
+    [
+        (
+            "UNAUTHENTICATED",
+            "token is missing",
+            " does not know a call of flytekit's (Method not found!): its Flyte is ",
+        ),
+        ("PERMISSION_DENIED", "not yours", " refuses what it was asked for: not yours"),
+        (
+            "UNIMPLEMENTED",
+            "unknown method",
+            " does not know a call of flytekit's (unknown method): its Flyte is too old",
+        ),
+    ],
+)
+def test_a_refusal_is_one_sentence(launch: Any, admin: FakeFlyteAdmin, code: str, details: str, message: str) -> None:
+    admin.faults["CreateExecution"] = refused(grpc.StatusCode[code], details)
+    assert error(launch()).startswith(f"{admin.endpoint}{message}")
+
+
+def test_a_login_without_a_password_is_one_sentence(launch: Any, admin: FakeFlyteAdmin) -> None:
+    said = error(launch(authType="ClientSecret", clientId="flyte-ddp"))
+    assert said.startswith(f"{admin.endpoint} asks for a login, which failed: Client ID and Client SECRET both are")
+
+
+def test_an_outage_while_it_trains_is_waited_for(launch: Any, admin: FakeFlyteAdmin) -> None:
+    away = refused(grpc.StatusCode.UNAVAILABLE, "connection refused")
+    calls: list[grpc.ServicerContext] = []
+
+    def away_for_a_while(context: grpc.ServicerContext) -> None:
+        calls.append(context)
+        if len(calls) == 10:  # flytekit asks four times
+            admin.faults.clear()
+        away(context)
+
+    admin.faults["ListNodeExecutions"] = away_for_a_while
+    admin.course = [*8 * [Moment()], Moment("SUCCEEDED")]
+    result = launch()
+    assert result.exit_code == 0, result.output
+    assert len(calls) == 10
+    assert lines(result)[1:3] == ["the cluster does not answer; the execution may well go on", "test accuracy 87.50%"]
+
+
+def test_an_outage_that_does_not_end_is_one_sentence(
+    launch: Any, admin: FakeFlyteAdmin, script: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(script, "AWAY_SECONDS", 0.0)
+    admin.course = [Moment()]
+    admin.faults["ListNodeExecutions"] = refused(grpc.StatusCode.UNAVAILABLE, "all addresses: Connection refused")
+    result = launch()
+    assert result.exit_code == 1
+    assert lines(result)[1] == "the execution may well go on"
+    assert lines(result)[2].startswith(f"Error: nothing answers at {admin.endpoint}: Connection refused; start")
+
+
+@pytest.mark.slow
+def test_ctrl_c_leaves_the_execution_running(admin: FakeFlyteAdmin, tmp_path: Path) -> None:
+    admin.course = [Moment(nodes=[Node("n1", "RUNNING", TRAIN, [("RUNNING", "")])])]
+    config = cluster_file(tmp_path, admin.endpoint)
+    command = [sys.executable, str(ROOT / "deploy/launch.py"), "training_on_demand", "--config", str(config)]
+    environment = surroundings(tmp_path / "home", tmp_path / "runs")
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(2)][1].endswith("train_model, attempt 1: RUNNING\n")
+        os.kill(process.pid, signal.SIGINT)
+        said, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    where = f"http://{admin.endpoint}{CONSOLE}"
+    assert said.strip() == (
+        f"Error: no longer waited for, but the execution goes on: watch it, or terminate it, at {where}; or end it "
+        f"with: flytectl --config {config} delete execution f1a2b3c4 -p flytesnacks -d development"
+    )
+    assert len(admin.executions) == 1
