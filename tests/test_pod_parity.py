@@ -143,6 +143,12 @@ def test_the_first_task_identifies_the_run_and_prepares_what_is_here(cluster: Cl
     assert len(np.load(folder / "train_labels.npy")) + len(np.load(folder / "test_labels.npy")) == 1797
 
 
+def test_the_page_of_the_first_task_says_what_is_trained(checked: PodEnded) -> None:
+    assert checked.deck is not None, checked.log
+    assert "1,500, of which 150 are for validation" in checked.deck
+    assert len(checked.deck) < 300_000
+
+
 @pytest.mark.skipif(not FASHION.is_dir(), reason="needs Debian's package dataset-fashion-mnist")
 def test_what_is_downloaded_is_for_a_task_of_its_own(cluster: Cluster) -> None:
     hp = {"dataset": "fashion_mnist", "data_source": str(FASHION)}
@@ -229,6 +235,10 @@ def test_the_model_predicts(cluster: Cluster, trained: PodEnded) -> None:
     with cluster.stored(ended.outputs["table"].scalar.blob.uri).open() as file:
         rows = list(csv.DictReader(file))
     right = sum(row["guess"] == row["truth"] for row in rows) / len(rows)
+    assert ended.deck is not None
+    assert f"{100 * right:.2f}" in ended.deck
+    assert ended.deck.count("data:image/png") == 24
+    assert len(ended.deck) < 300_000
     sidecar = json.loads(cluster.stored(trained.outputs["sidecar"].scalar.blob.uri).read_text())
     assert right == pytest.approx(sidecar["metrics"]["test_accuracy"])
 
@@ -263,6 +273,8 @@ def test_a_loss_that_is_not_finite_is_the_users_mistake(cluster: Cluster, train_
     hp = {**SMOKE, "learning_rate": 1000.0, "schedule": "constant", "max_steps": 0}
     ended = cluster.run(TRAIN, {**train_inputs, "hp": from_workflow(hp), "run_version": text("not-finite")})
     message = refused(ended)
+    assert ended.deck is not None
+    assert "This attempt has failed" in ended.deck
     assert "the loss is" in message
     assert "lower learning_rate (now 1000)" in message
 

@@ -142,7 +142,7 @@ def test_a_folder_is_predicted_file_by_file_in_the_order_of_paths(
     assert [row["id"] for row in rows] == [names[k] for k in order]
     assert list(rows[0]) == ["id", "guess", "score", *(f"score_{name}" for name in CLASSES)]
     check_guesses(rows, expected_scores(grey_model, images[order], GREY))
-    assert [path.name for path in output.parent.iterdir()] == ["table.csv"]
+    assert [path.name for path in output.parent.iterdir()] == ["table.csv", "table.html"]
 
 
 def test_the_images_of_a_folder_are_those_that_training_sees(tmp_path: Path) -> None:
