@@ -8,15 +8,17 @@ import shutil
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flyteidl.core.catalog_pb2 import CatalogCacheStatus
 from flytekit import LaunchPlan
 from flytekit.configuration import Config, Image, ImageConfig, SerializationSettings
-from flytekit.models.core.catalog import CatalogCacheStatus
 from flytekit.models.core.execution import NodeExecutionPhase, WorkflowExecutionPhase
 from flytekit.models.literals import Binary, Literal, Scalar
 from flytekit.remote import FlyteRemote
@@ -134,13 +136,14 @@ class Cluster:
     def is_hit(self, execution: FlyteWorkflowExecution) -> bool:
         """Whether training was answered from the cache."""
         metadata = self.node(execution, "train_model").closure.task_node_metadata
-        return metadata is not None and metadata.cache_status == CatalogCacheStatus.CACHE_HIT
+        return metadata is not None and metadata.cache_status == CatalogCacheStatus.Value("CACHE_HIT")
 
     def deck(self, name: str, node: str) -> str:
-        """The page of a node, as the console gets it; empty without one."""
+        """The page of a node, as the console gets it; empty without one, or as long as its pod has not begun."""
         for found in self.look(name).node_executions.values():
             if found.id.node_id == node and found.closure.deck_uri:
-                return self.content(found.closure.deck_uri).decode()
+                with suppress(urllib.error.HTTPError):
+                    return self.content(found.closure.deck_uri).decode()
         return ""
 
     def content(self, address: str) -> bytes:

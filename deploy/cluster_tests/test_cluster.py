@@ -22,6 +22,11 @@ from flyte_ddp.settings import Settings
 
 SHORT: dict[str, Any] = {"epochs": 3, "num_ranks": 2}
 LONG: dict[str, Any] = {"epochs": 3000, "num_ranks": 2, "eval_interval": 500}
+KILL_RANK_1 = """
+import os, pathlib
+[rank] = [comm.parent for comm in pathlib.Path("/proc").glob("[0-9]*/comm") if comm.read_text().strip() == "rank 1"]
+os.kill(int(rank.name), 9)
+"""
 OWN_MODEL = """
 import torch
 
@@ -43,6 +48,11 @@ def seeded(cluster: Cluster) -> int:
     return (int(time.time() * 1000) + len(cluster.launched)) % 2**31
 
 
+def address_of(execution: Any, name: str) -> str:
+    """Where in the blob store an output is."""
+    return str(execution.outputs.literals[name].scalar.blob.uri)
+
+
 def last_line(message: str) -> str:
     """Flyte's messages end with ours."""
     return message.strip().splitlines()[-1]
@@ -56,7 +66,7 @@ def test_training_gives_what_a_local_run_gives(cluster: Cluster, tmp_path: Path)
     hp = {**SHORT, "seed": seeded(cluster)}
     execution = cluster.succeeded(cluster.train(**hp))
     outputs = execution.outputs
-    (tmp_path / "model.pt").write_bytes(cluster.content(outputs.get("model_state", as_type=str)))
+    (tmp_path / "model.pt").write_bytes(cluster.content(address_of(execution, "model_state")))
     data = fetch("digits", "", tmp_path / "digits", progress="off")
     quiet = Settings(progress="off", wandb_mode="disabled")
     local = run_training(Hyperparameters(**hp), data, tmp_path / "run", quiet)
@@ -131,7 +141,7 @@ def test_a_lost_pod(kubectl: Cluster, how: str) -> None:
     pod = kubectl.training_pod(name, "loss")
     time.sleep(3)  # of training; there is a checkpoint after each evaluation and when a pod is told to stop
     if how == "a rank killed":
-        kubectl.kubectl("exec", pod, "--", "pkill", "-9", "-f", "rank 1")
+        kubectl.kubectl("exec", pod, "--", "python", "-c", KILL_RANK_1)
     else:
         force = ("--grace-period=0", "--force") if how == "force-deleted" else ()
         kubectl.kubectl("delete", "pod", pod, "--wait=false", *force)
@@ -188,9 +198,9 @@ def test_shards_training_on_them_and_predictions(cluster: Cluster) -> None:
     assert dataset.startswith("shards:")
     hp = {"dataset": dataset, "epochs": 1, "max_steps": 5, "image_size": 16}
     trained = cluster.succeeded(cluster.train(**hp)).outputs
-    model = {name: trained.get(name) for name in ("model_state", "sidecar")}
+    model = {name: trained.literals[name] for name in ("model_state", "sidecar")}
     predicted = cluster.succeeded(cluster.launch("workflows.prediction.predict_wf", {**model, "dataset": "digits"}))
-    rows = cluster.content(str(predicted.outputs.get("table", as_type=str))).decode().splitlines()
+    rows = cluster.content(address_of(predicted, "table")).decode().splitlines()
     assert len(rows) == 1 + 297
 
 
