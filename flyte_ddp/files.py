@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-import signal
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,22 +46,6 @@ def replacing(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
             raise
         fix = "free some space" if reason.errno in DISK_FULL else "make its folder writable"
         raise UserError(f"cannot write {path}: {reason.strerror}; {fix}, or choose another folder") from reason
-
-
-@contextmanager
-def without_interrupts() -> Iterator[None]:
-    """Goes around a short piece of work, after which Ctrl-C is obeyed. Other threads than the main one get none."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    came: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if came:
-            signal.raise_signal(signal.SIGINT)
 
 
 class HashingFile:

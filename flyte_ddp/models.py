@@ -78,7 +78,7 @@ def check_model(name: str, model: nn.Module) -> None:
     for place, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise UserError(
-                f"model {name!r} has layer {place or type(module).__name__} with sparse=True: gradients are added up "
+                f"model {name!r} has layer {place or type(module).__name__} with sparse=True: gradients are averaged "
                 "dense; leave sparse=False"
             )
     for key, value in model.state_dict().items():

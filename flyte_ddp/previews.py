@@ -11,7 +11,6 @@ import numpy as np
 from flyte_ddp import sampling
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import ImageArrays, open_prepared
-from flyte_ddp.loading.decoding import DecodingError, with_pillow
 from flyte_ddp.markup import card, cards, page, percent, section, settings, table, text
 from flyte_ddp.shards.dataset import Sample
 from flyte_ddp.shards.decoding import IMAGES
@@ -70,6 +69,9 @@ def of_shards(address: str) -> str:
 
 def pictured(index: ShardIndex, sample: Sample) -> str:
     """A sample's picture with its class."""
+    # Here, as it brings torch along, for which the pod that shows what is going to be trained would wait a second.
+    from flyte_ddp.loading.decoding import DecodingError, with_pillow
+
     image = next((value for kind, value in sample.items() if kind.lower().rpartition(".")[2] in IMAGES), b"")
     label = sample.get(".cls", b"")
     name = label.decode(errors="replace").strip()

@@ -110,8 +110,6 @@ class CheckpointStore:
         step = here.step if here else self.bring(entries, path)
         self.stop_if_futile(entries, step)
         tried(partial(self.note, STARTED, step))
-        with suppress(OSError):  # somebody else will do it
-            self.sweep()
 
     def listed(self) -> list[Entry]:
         """The run's files that matter to this execution, newest checkpoints first."""
@@ -122,12 +120,14 @@ class CheckpointStore:
             found = [entry for entry in found if entry.execution == self.execution]
         return sorted(found, key=lambda entry: (entry.step, entry.epoch, entry.time), reverse=True)
 
-    def sweep(self) -> None:
-        """Removes what is nobody's any more, of this run and all others beside it."""
+    def sweep(self, stopped: Callable[[], bool] = lambda: False) -> None:
+        """Removes what is nobody's any more, of this run and all others beside it, until it is stopped."""
         now = time.time()
         entries = self.entries_in(posixpath.dirname(self.folder))
         done = {entry.folder for entry in entries if entry.kind == DONE and now - entry.time > DONE_SECONDS}
         for entry in entries:
+            if stopped():
+                return
             if entry.folder in done or now - entry.time > self.days * 86_400:
                 self.remove(entry)
 

@@ -13,7 +13,7 @@ from flyte_ddp.run_folder import UNFINISHED
 from tasks import places
 
 SECONDS = 30.0  # between two looks at the metrics
-LAST_SECONDS = 10.0  # for the last page of a task that has failed
+LAST_SECONDS = 5.0  # to wait, at most, for a page that is on its way
 NAME = "Training report"
 
 
@@ -51,16 +51,20 @@ def live_deck(run_folder: Path) -> Iterator[None]:
                     shown = now
             stop.wait(SECONDS)
 
-    background(show_changes)
+    def stop_showing() -> None:
+        stop.set()
+        renewing.join(LAST_SECONDS)  # or an older page might come after the last one
+
+    renewing = background(show_changes)
     try:
         yield
-        deck.page = (run_folder / "report.html").read_text(encoding="ascii")
     except BaseException as error:
         said = str(error)
+        stop_showing()
         background(lambda: show(said)).join(LAST_SECONDS)
         raise
-    finally:
-        stop.set()
+    stop_showing()
+    deck.page = (run_folder / "report.html").read_text(encoding="ascii")
 
 
 def last_change(path: Path) -> int:

@@ -17,6 +17,7 @@ from flyte_ddp.checkpoint import FOLDER, SLOTS
 from flyte_ddp.errors import RankError, StoppedError, UnreachableError, UserError
 from flyte_ddp.run_folder import UNFINISHED
 from flyte_ddp.run_lock import release_reserved
+from flyte_ddp.signals import postponed
 from tasks import places
 from tasks.checkpoint_store import CheckpointStore
 
@@ -90,7 +91,7 @@ def checkpoints_kept(run_folder: Path, run: str) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     store = CheckpointStore.of_this_pod(run)
     try:
-        with sigterm_postponed():
+        with postponed(signal.SIGTERM):
             store.begin(folder / SLOTS[0])
     except PermissionError as error:
         print(f"{store.folder}: {error}; without checkpoints there, a lost pod loses all that it has done", flush=True)
@@ -113,22 +114,6 @@ def checkpoints_kept(run_folder: Path, run: str) -> Iterator[None]:
             store.end(ended)
 
 
-@contextmanager
-def sigterm_postponed() -> Iterator[None]:
-    """Keeps SIGTERM until the end of the block; outside the main thread, which handles it, nothing is to be done."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    came: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-        if came:
-            signal.raise_signal(signal.SIGTERM)
-
-
 class Sender:
     """Sends checkpoints when they have been replaced by newer ones."""
 
@@ -139,7 +124,9 @@ class Sender:
         self.told = False
 
     def run(self) -> None:
-        """Sends until it is stopped."""
+        """Sends until it is stopped; first it tidies up, which training need not wait for."""
+        with suppress(Exception):  # somebody else will do it
+            self.store.sweep(self.stop.is_set)
         while not self.stop.wait(POLL_SECONDS):
             self.send_new()
 

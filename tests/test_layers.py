@@ -27,6 +27,16 @@ def test_the_launcher_starts_ranks_without_torch() -> None:
     assert found.stdout.strip() == "False"
 
 
+def test_what_is_going_to_be_trained_is_shown_without_torch() -> None:
+    """In a pod whose whole work takes less time than that import."""
+    code = (
+        "import sys; from flyte_ddp.config import Hyperparameters; from flyte_ddp.previews import of_run\n"
+        "print(len(of_run(Hyperparameters(), None, 'run')) > 1000, 'torch' in sys.modules)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "True False"
+
+
 def test_the_library_knows_neither_flytekit_nor_its_callers() -> None:
     imports = re.compile(r"^\s*(?:from|import) (flytekit|tasks|workflows)\b", re.MULTILINE)
     files = list((ROOT / "flyte_ddp").rglob("*.py"))

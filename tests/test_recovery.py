@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import offspring_models
 import pytest
 from flytekit import FlyteContextManager
 from flytekit.configuration import DataConfig
@@ -156,6 +157,7 @@ def test_what_is_nobodys_is_removed(store: CheckpointStore, base: Path, tmp_path
         (folder / f"{kind}-0-1-0-{moment}").write_text("content")
     (old / "of somebody else").write_text("content")
     begun(store, tmp_path / "0")
+    store.sweep()
     left = {path.relative_to(base.parent).parts[0] for path in base.parent.rglob("*") if Entry.at(str(path))}
     assert left == {"fresh", "run"}
     assert (old / "of somebody else").exists()
@@ -219,6 +221,10 @@ class TestInAPod:
             work(folder / UNFINISHED / FOLDER)
 
     def test_what_was_saved_last_is_sent(self, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        abandoned = base.parent / "p/d/another/execution"
+        abandoned.mkdir(parents=True)
+        (abandoned / f"{SAVED}-0-1-0-{int(time.time()) - 15 * 86_400}").write_text("content")
+
         def fail(folder: Path) -> None:
             write(folder / SLOTS[0], 4)
             write(folder / SLOTS[1], 8)
@@ -232,6 +238,7 @@ class TestInAPod:
         def succeed(folder: Path) -> None:
             newest = checkpoint.newest_of(folder)
             found.append(newest.step if newest else 0)
+            offspring_models.wait(lambda: names(base.parent / "p/d/another") == [])  # beside training
             (folder / SLOTS[0]).unlink()
 
         self.attempt(tmp_path / "1", succeed)

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import tarfile
 import tempfile
 import threading
@@ -23,10 +24,11 @@ import numpy as np
 from flyte_ddp import sampling
 from flyte_ddp.datasets.progress import Progress
 from flyte_ddp.errors import UserError
-from flyte_ddp.files import replacing, without_interrupts
+from flyte_ddp.files import replacing
 from flyte_ddp.shards.index import EXTENSION, ShardIndex, read_index
 from flyte_ddp.shards.parallel import in_parallel
 from flyte_ddp.shards.scanning import index_output, index_shards, local_output, tables_of
+from flyte_ddp.signals import postponed
 
 SAMPLES_PER_SHARD = 1000
 AHEAD = 32  # images that are read at the same time
@@ -144,7 +146,7 @@ def put_in_place(workspace: Path, index: Path) -> None:
     following = workspace / "index"
     with replacing(following) as file:
         file.write(json.dumps(content).encode())
-    with without_interrupts():
+    with postponed(signal.SIGINT):
         following.replace(index)
         settle(workspace, index)
 
