@@ -57,6 +57,7 @@ def test_rank_0_that_does_not_come_is_not_waited_for_without_end() -> None:
         (RuntimeError("Connection closed by peer [127.0.0.1]:4711"), "peer"),
         (RuntimeError("failed to recv, got 0 bytes"), "peer"),
         (RuntimeError("wait timeout after 3000ms, keys: /default_pg/0//cpu//0/1"), "timeout"),
+        (RuntimeError("Wait timeout"), "timeout"),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), "own"),
         (ValueError("Broken pipe"), "own"),
     ],

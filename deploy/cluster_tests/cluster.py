@@ -90,6 +90,12 @@ class Cluster:
         execution = self.remote.execute(found, inputs=inputs, type_hints={"hp": Hyperparameters}, **options)
         return self.remembered(execution.id.name)
 
+    def run_remote(self, hp: dict[str, Any], **environment: str) -> str:
+        """Starts a training by ``pyflyte run --remote``, with the sources as they are now."""
+        where = ("--project", self.project, "--domain", self.domain, "--image", self.image)
+        command = ("run", "--remote", *where, "workflows/training.py", "training_wf", "--hp", json.dumps(hp))
+        return self.remembered(self.pyflyte(*command, **environment).partition("/executions/")[2].split()[0])
+
     def remembered(self, name: str) -> str:
         """Notes an execution, to be aborted if it is still there in the end."""
         self.launched.append(name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -34,6 +33,19 @@ import torch
 def model(num_classes, input_shape):
     channels, height, width = input_shape
     return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(channels * height * width, num_classes, bias=BIAS))
+"""
+
+HOARDING_MODEL = """
+import torch
+
+
+class Hoarding(torch.nn.Linear):
+    def forward(self, images):
+        self.hoard = [torch.ones(2**26) for _ in iter(int, 1)]
+
+
+def model(num_classes, input_shape):
+    return Hoarding(1, num_classes)
 """
 
 
@@ -88,26 +100,17 @@ def test_the_same_hyperparameters_are_one_cache_entry(cluster: Cluster) -> None:
 
 def test_pyflyte_run_remote_as_one_types_it(cluster: Cluster) -> None:
     hp = {**SHORT, "epochs": 1, "seed": seeded(cluster)}
-    where = ("--project", cluster.project, "--domain", cluster.domain, "--image", cluster.image)
-    command = ("run", "--remote", *where, "workflows/training.py", "training_wf", "--hp", json.dumps(hp))
-    versions = set()
-    for profile in (cluster.profile, "local"):
-        said = cluster.pyflyte(*command, FLYTE_DDP_PROFILE=profile)
-        name = said.partition("/executions/")[2].split()[0]
-        execution = cluster.succeeded(cluster.remembered(name))
-        versions.add(execution.spec.launch_plan.version)
+    names = [cluster.run_remote(hp, FLYTE_DDP_PROFILE=profile) for profile in (cluster.profile, "local")]
+    versions = {cluster.succeeded(name).spec.launch_plan.version for name in names}
     assert len(versions) == 2, "another profile is another version"
 
 
 def test_a_users_own_model_and_a_change_in_it(cluster: Cluster) -> None:
     hp = {**SHORT, "epochs": 1, "model": "mine:model", "seed": seeded(cluster)}
-    where = ("--project", cluster.project, "--domain", cluster.domain, "--image", cluster.image)
-    command = ("run", "--remote", *where, "workflows/training.py", "training_wf", "--hp", json.dumps(hp))
     hits = []
     for bias in ("True", "True", "False"):
         (cluster.sources / "mine.py").write_text(OWN_MODEL.replace("BIAS", bias))
-        name = cluster.pyflyte(*command).partition("/executions/")[2].split()[0]
-        hits.append(cluster.is_hit(cluster.succeeded(cluster.remembered(name))))
+        hits.append(cluster.is_hit(cluster.succeeded(cluster.run_remote(hp))))
     assert hits == [False, True, False]
 
 
@@ -147,6 +150,28 @@ def test_a_lost_pod(kubectl: Cluster, how: str) -> None:
         kubectl.kubectl("delete", "pod", pod, "--wait=false", *force)
     kubectl.training_pod(name, "going on after step", attempt=1)
     kubectl.remote.terminate(kubectl.remote.fetch_execution(name=name), "seen")
+
+
+def test_more_memory_than_there_is(cluster: Cluster) -> None:
+    (cluster.sources / "hoarding.py").write_text(HOARDING_MODEL)
+    message = cluster.failure(cluster.run_remote({**SHORT, "model": "hoarding:model", "seed": seeded(cluster)}))
+    assert "memory" in last_line(message)
+
+
+def test_a_secret_that_is_there_and_one_that_is_not(kubectl: Cluster) -> None:
+    nowhere = {"WANDB_MODE": "online", "WANDB_BASE_URL": "http://127.0.0.1:9"}
+    for name in (f"{kubectl.version}-there", f"{kubectl.version}-missing"):
+        words = f"no secret {name}/api_key"
+        if name.endswith("there"):
+            words = "127.0.0.1:9"  # where the key is to be shown
+            kubectl.kubectl("create", "secret", "generic", name, f"--from-literal=api_key={'0' * 40}")
+        hp = {**SHORT, "epochs": 1, "seed": seeded(kubectl)}
+        try:
+            execution = kubectl.run_remote(hp, FLYTE_DDP_WANDB_SECRET=f"{name}/api_key", **nowhere)
+            kubectl.succeeded(execution)
+        finally:
+            kubectl.kubectl("delete", "secret", name, "--ignore-not-found")
+        kubectl.training_pod(execution, words)
 
 
 def test_an_aborted_run_launched_again_goes_on(kubectl: Cluster) -> None:

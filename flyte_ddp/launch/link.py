@@ -30,6 +30,7 @@ TIMED_OUT = (
     "Timed out waiting",
     "timed out",
     "wait timeout after",  # the store: a rank did not come to the process group
+    "Wait timeout",  # the same, where the store is a file
     "Watchdog caught collective operation timeout",
 )
 

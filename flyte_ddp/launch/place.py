@@ -12,3 +12,4 @@ class Place:
     rank: int
     world_size: int
     device: int  # the number of its GPU, of those that its process sees
+    store: str = ""  # a file by which ranks that are all on one host find each other

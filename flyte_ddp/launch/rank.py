@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from flyte_ddp import compiler, distributed, results
 from flyte_ddp.job import Job
@@ -56,7 +56,16 @@ def run_rank(job: Job, place: Place, offer_saving: OfferSaving, link: Link | Non
 
 
 def meet(job: Job, place: Place, link: Link) -> Store:
-    """The ranks' common store: rank 0 binds a free port and says which, so that no two runs are in each other's way."""
+    """The ranks' common store.
+
+    On one host it is a file, which nobody else can reach. A TCPStore looks the names of those up who connect, and would
+    wait where a resolver does not answer. On several hosts rank 0 binds a free port, so that no two runs are in each
+    other's way, and says which.
+    """
+    if place.store:
+        store = FileStore(place.store, place.world_size)
+        store.set_timeout(distributed.seconds(job.settings.timeout))
+        return store
     leader = place.rank == 0
     host, port = ("127.0.0.1", 0) if leader else link.address(job.settings.timeout)
     store = TCPStore(

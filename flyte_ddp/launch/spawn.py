@@ -6,8 +6,12 @@ and the ranks need only once.
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from flyte_ddp.errors import UserError
 from flyte_ddp.launch import fork_server, processes
 from flyte_ddp.launch.gang import Member, end, watch
 from flyte_ddp.launch.place import Place
@@ -26,9 +30,9 @@ def launch(job: Job, *, num_ranks: int) -> None:
         StoppedError: the process got SIGTERM; for Ctrl-C it is a KeyboardInterrupt.
 
     """
-    places = [Place(rank, num_ranks, device=rank) for rank in range(num_ranks)]
     gang: list[Member] = []
-    with StopRequest() as stop:
+    with StopRequest() as stop, common_file() as store:
+        places = [Place(rank, num_ranks, device=rank, store=store) for rank in range(num_ranks)]
         try:
             if fork_server.POSSIBLE:
                 fork_server.start(gang, places)
@@ -40,3 +44,14 @@ def launch(job: Job, *, num_ranks: int) -> None:
             watch(gang, stop, job)
         finally:
             end(gang)
+
+
+@contextmanager
+def common_file() -> Iterator[str]:
+    """The path of a file by which the ranks find each other; there is none yet."""
+    try:
+        folder = tempfile.TemporaryDirectory(prefix="flyte-ddp-", ignore_cleanup_errors=True)
+    except OSError as error:
+        raise UserError(f"no folder for temporary files: {error}; set TMPDIR to one that has space") from error
+    with folder as path:
+        yield f"{path}/store"

@@ -25,6 +25,7 @@ class Host(link.Host):
         environment: Mapping[str, str],
         hidden: Path | None = None,
         names: Path | None = None,
+        resolver: Path | None = None,
     ) -> subprocess.Popen[bytes]:
         """Starts a command there.
 
@@ -34,9 +35,11 @@ class Host(link.Host):
             environment: its own.
             hidden: a folder of which it sees another, empty one in its place.
             names: what it sees in place of /etc/hosts; the host is then called as its namespace is.
+            resolver: what it sees in place of /etc/resolv.conf.
         """
         mounts = [f'mount -t tmpfs none "{hidden}"'] if hidden else []
         mounts += [f'mount --bind "{names}" /etc/hosts', f'hostname "{self.name}"'] if names else []
+        mounts += [f'mount --bind "{resolver}" /etc/resolv.conf'] if resolver else []
         script = " && ".join([*mounts, 'exec "$@"'])
         inside = ["ip", "netns", "exec", self.name, "unshare", "--mount", "--uts", "sh", "-c", script, "sh", *command]
         with log.open("wb") as file:

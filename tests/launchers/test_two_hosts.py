@@ -116,3 +116,49 @@ def test_one_host_is_lost(
     assert starts[1]["resumed_after_step"] == 3
     mine, other = weights(runs / "run"), weights(expected.run_folder)
     assert all(torch.allclose(mine[name], other[name], rtol=1e-3, atol=1e-5) for name in other)
+
+
+NAME_SERVER = """
+import pathlib, socket, sys
+server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+server.bind(("", 53))
+pathlib.Path(sys.argv[1]).touch()
+while True:
+    question, asking = server.recvfrom(1000)
+    print(question[12:], flush=True)
+    server.sendto(question[:2] + bytes([0x81, 0x83]) + question[4:6] + bytes(6) + question[12:], asking)  # no such name
+"""
+TRAINING = """
+import sys
+from pathlib import Path
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.run import run_training
+from flyte_ddp.settings import Settings
+hp, settings = Hyperparameters(epochs=1, num_ranks=2), Settings(progress="off", wandb_mode="disabled")
+run_training(hp, Path(sys.argv[1]), Path(sys.argv[2]), settings)
+"""
+LOOKING_UP = "import socket; socket.getnameinfo(('10.78.0.77', 80), 0)"
+
+
+def test_ranks_on_one_host_look_no_name_up(digits: Path, tmp_path: Path, temporary: Path) -> None:
+    """A resolver that does not answer, for which each name would cost seconds, costs them nothing."""
+    log, asked, ready = tmp_path / "log", tmp_path / "asked", tmp_path / "ready"
+    names, resolver = tmp_path / "hosts", tmp_path / "resolv.conf"
+    with two_hosts() as (host, other):
+        names.write_text(f"127.0.0.1 localhost\n{host.address} {host.name}\n")
+        resolver.write_text(f"nameserver {other.address}\n")
+        server = other.start([sys.executable, "-c", NAME_SERVER, str(ready)], asked, environment(temporary))
+        when(ready, lambda: None).join()
+
+        def asked_by(*command: str) -> int:
+            before = asked.read_text().count("\n")
+            process = host.start(
+                [sys.executable, "-c", *command], log, environment(temporary), names=names, resolver=resolver
+            )
+            assert process.wait(timeout=120) == 0, log.read_text()
+            return asked.read_text().count("\n") - before
+
+        assert asked_by(LOOKING_UP) == 1
+        assert asked_by(TRAINING, str(digits), str(tmp_path / "run")) == 0
+        server.kill()
+        server.wait()
