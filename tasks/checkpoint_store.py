@@ -25,6 +25,7 @@ SAVED, STARTED, ENDED, DONE = "saved", "started", "ended", "done"  # kinds of fi
 KEPT = 2  # checkpoints of an execution
 DONE_SECONDS = 3600.0  # an execution with a result may still be handing it over
 FUTILE_ATTEMPTS = 2  # that got no further; there is no third
+NOTHING_SAID = "it was killed, as a pod is whose memory is full"
 PAUSES = (1.0, 4.0, 10.0)  # seconds between tries; within the time that a pod has after SIGTERM
 Returned = TypeVar("Returned")
 
@@ -157,10 +158,11 @@ class CheckpointStore:
         if len(last) < FUTILE_ATTEMPTS or any(began[attempt] < step for attempt in last):
             return
         ends = [entry for entry in mine if (entry.kind, entry.attempt) == (ENDED, last[-1])]
-        why = tried(lambda: self.files.cat_file(ends[0].path).decode()) if ends else killed()
+        why = tried(lambda: self.files.cat_file(ends[0].path).decode()) if ends else NOTHING_SAID
+        advice = f"; {more_memory()}" if "memory" in why else ""
         raise UserError(
             f"{FUTILE_ATTEMPTS} attempts got no further than step {step:,}, where they began, so no other one is made; "
-            f"the last one: {why}"
+            f"the last one: {why}{advice}"
         )
 
     def send(self, path: Path) -> None:
@@ -209,13 +211,11 @@ def beside_outputs(raw_output_prefix: str) -> str:
     return posixpath.join(posixpath.dirname(posixpath.dirname(raw_output_prefix.rstrip("/"))), "flyte-ddp-checkpoints")
 
 
-def killed() -> str:
-    """Of an attempt that could not say why it ended."""
+def more_memory() -> str:
+    """What there is, and what to do where that is too little."""
     name = pods.chosen_profile()
-    return (
-        f"it was killed, as a pod is whose memory is full (profile {name!r} gives {pods.PROFILES[name].memory}); "
-        "take a profile with more memory, or a smaller batch_size"
-    )
+    given = pods.PROFILES[name].memory
+    return f"profile {name!r} gives {given}: take one with more, fewer num_ranks, or a smaller batch_size"
 
 
 def tried(action: Callable[[], Returned]) -> Returned:

@@ -58,6 +58,7 @@ class Profile:
     data: Resources  # of pods that fetch, pack and check data, whose disk must hold all of it
     gpu_type: Optional[str] = None  # one of flytekit.extras.accelerators, such as nvidia-l4; None takes any
     pod_template: Optional[str] = None  # in the cluster (deploy/pod-template.yaml): tolerations, grace period
+    interruptible: Optional[bool] = None  # True: train on nodes that may be taken away; None: as launched
 
 
 PROFILES: dict[str, Profile] = {
@@ -190,6 +191,7 @@ def for_training() -> dict[str, Any]:
     return {
         "environment": {**pod_environment(), **tracking_environment(), **cache_limit(), **checkpoint_places()},
         "secret_requests": [wandb_secret()] if wandb_secret() else [],
+        "interruptible": PROFILES[chosen_profile()].interruptible,
         "timeout": timedelta(hours=24),
         "retries": LOSSES,
     }

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import flytekit
 import msgpack
 import packaged
 import pytest
@@ -111,6 +112,18 @@ def test_the_sandbox_gets_none(sandbox: Package) -> None:
     assert template.extended_resources.shared_memory.size_limit == "128Mi"
     assert template.metadata.pod_template_name == ""
     assert not template.security_context.secrets
+
+
+def test_a_profile_can_be_for_nodes_that_are_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLYTE_DDP_PROFILE", "spot")
+    monkeypatch.setitem(pods.PROFILES, "spot", replace(pods.PROFILES["gpu"], interruptible=True))
+
+    def train() -> None:
+        """Nothing."""
+
+    for options in (pods.training_pod(), pods.launching_pod()):
+        assert flytekit.task(**options)(train).metadata.interruptible
+    assert not flytekit.task(**pods.prediction_pod())(train).metadata.interruptible
 
 
 @pytest.mark.slow

@@ -139,6 +139,9 @@ def test_attempts_that_get_nowhere_are_the_last(
     second.end(RankError("rank 1: a cosmic ray"))
     with pytest.raises(UserError, match=r"the last one: rank 1: a cosmic ray$"):
         begun(third, tmp_path / "4")
+    second.end(RankError("rank 0 was killed by SIGKILL, which is often the kernel's out-of-memory killer"))
+    with pytest.raises(UserError, match=r"memory killer; profile 'sandbox' gives 2Gi: take one with more"):
+        begun(third, tmp_path / "4")
     second.send(write(tmp_path / "a.ckpt", 6))
     assert begun(third, tmp_path / "4 again") == 6
     assert begun(replace(store, execution="two"), tmp_path / "two") == 6, "another execution counts for itself"
