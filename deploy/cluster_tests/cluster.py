@@ -177,19 +177,19 @@ class Cluster:
         found: dict[str, Any] = json.loads(self.kubectl("get", "pods", "-l", labels, "-o", "json").stdout)
         return list(found["items"])
 
-    def training_pod(self, name: str, words: str, attempt: int = 0) -> str:
-        """The name of the training pod of an attempt, once its log has these words."""
+    def training_pod(self, name: str, words: str, lost: str = "") -> str:
+        """The name of the execution's training pod, another one than was lost, once its log has these words."""
 
         def found() -> str:
             for pod in self.pods(name):
                 own = str(pod["metadata"]["name"])
-                if own.endswith(f"-{attempt}") and pod["metadata"]["labels"]["task-name"].endswith("train-model"):
+                if own != lost and pod["metadata"]["labels"]["task-name"].endswith("train-model"):
                     log = self.kubectl("logs", own, check=False).stdout
                     if words in log:
                         return own
             return ""
 
-        return str(self.until(found, f"{words!r} in the log of attempt {attempt} of {name}"))
+        return str(self.until(found, f"{words!r} in the log of {name}"))
 
     def schedule(self, plan: LaunchPlan) -> None:
         """Registers and activates a launch plan of this run's own."""

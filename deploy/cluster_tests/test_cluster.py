@@ -148,7 +148,7 @@ def test_a_lost_pod(kubectl: Cluster, how: str) -> None:
     else:
         force = ("--grace-period=0", "--force") if how == "force-deleted" else ()
         kubectl.kubectl("delete", "pod", pod, "--wait=false", *force)
-    kubectl.training_pod(name, "going on after step", attempt=1)
+    kubectl.training_pod(name, "going on after step", lost=pod)
     kubectl.remote.terminate(kubectl.remote.fetch_execution(name=name), "seen")
 
 
