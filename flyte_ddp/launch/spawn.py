@@ -6,12 +6,11 @@ and the ranks need only once.
 
 from __future__ import annotations
 
-import tempfile
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from flyte_ddp.errors import UserError
 from flyte_ddp.launch import fork_server, processes
 from flyte_ddp.launch.gang import Member, end, watch
 from flyte_ddp.launch.place import Place
@@ -48,10 +47,15 @@ def launch(job: Job, *, num_ranks: int) -> None:
 
 @contextmanager
 def common_file() -> Iterator[str]:
-    """The path of a file by which the ranks find each other; there is none yet."""
+    """The path of a file by which ranks of this host find each other: in memory, so it goes with this process.
+
+    Empty where there are no such files; ranks then find each other as on several hosts.
+    """
+    if not hasattr(os, "memfd_create"):
+        yield ""
+        return
+    file = os.memfd_create("flyte-ddp")
     try:
-        folder = tempfile.TemporaryDirectory(prefix="flyte-ddp-", ignore_cleanup_errors=True)
-    except OSError as error:
-        raise UserError(f"no folder for temporary files: {error}; set TMPDIR to one that has space") from error
-    with folder as path:
-        yield f"{path}/store"
+        yield f"/proc/{os.getpid()}/fd/{file}"
+    finally:
+        os.close(file)
