@@ -30,10 +30,10 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError, unknown_name
 from flyte_ddp.files import replacing
 from flyte_ddp.markup import data_in
+from tasks.cluster import CALL_SECONDS
 from tasks.command_line import in_panels
 from tasks.pods import ANEW_VARIABLE
 
-CALL_SECONDS = 30.0  # that the cluster has for an answer
 AWAY_SECONDS = 600.0  # that it may be away while an execution is waited for
 PAUSE_SECONDS = 15.0  # at most, between two looks at an execution, and at least between two at a training's figures
 FILES = {"model_state": "model.pt", "sidecar": "model.json", "report": "report.html", "metrics": "metrics.jsonl"}

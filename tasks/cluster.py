@@ -7,6 +7,8 @@ from types import FrameType
 
 from flyte_ddp.errors import UnreachableError, UserError
 
+CALL_SECONDS = 30.0  # that a cluster has for an answer
+
 
 def refusal(error: BaseException | None, config: str | None) -> UserError | None:
     """The error for a call to the cluster that has failed; None if that is not what happened.

@@ -47,6 +47,9 @@ def watch() -> None:
         context.with_resource(in_panels(context))
         remove_folders_at_end()
         if getattr(context.obj, "is_remote", False):
+            from flytekit.clients.grpc_utils.deadline_interceptor import scoped_grpc_deadline
+
+            context.with_resource(scoped_grpc_deadline(cluster.CALL_SECONDS))
             send_what_pods_need(context.obj)
 
 

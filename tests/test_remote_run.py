@@ -7,18 +7,24 @@ from pathlib import Path
 import packaged
 import pytest
 import yaml
-from cli import ROOT, WORKFLOWS, pyflyte
-from fake_flyte_admin import FakeFlyteAdmin, fake_flyte_admin
+from cli import ROOT, WORKFLOWS, Ended, pyflyte
+from fake_flyte_admin import FakeFlyteAdmin, fake_flyte_admin, slow
 
 pytestmark = pytest.mark.slow
 
 
-def run_remotely(admin: FakeFlyteAdmin, folder: Path, *options: str, **environment: str) -> FakeFlyteAdmin:
+def run(admin: FakeFlyteAdmin, folder: Path, *options: str, **environment: str) -> Ended:
+    """Gives the command."""
     config = yaml.safe_load((ROOT / "deploy/sandbox.yaml").read_text())
     config["admin"]["endpoint"] = admin.endpoint
     (folder / "cluster.yaml").write_text(yaml.safe_dump(config))
     command = ["--config", str(folder / "cluster.yaml"), "run", "--remote", "--image", "flyte-ddp:1", *options]
-    ended = pyflyte(*command, WORKFLOWS, "training_wf", "--hp", '{"epochs": 3}', home=folder / "home", **environment)
+    return pyflyte(*command, WORKFLOWS, "training_wf", "--hp", '{"epochs": 3}', home=folder / "home", **environment)
+
+
+def run_remotely(admin: FakeFlyteAdmin, folder: Path, *options: str, **environment: str) -> FakeFlyteAdmin:
+    """Gives it, and it goes well."""
+    ended = run(admin, folder, *options, **environment)
     assert ended.exit_code == 0, ended.output
     return admin
 
@@ -57,6 +63,20 @@ def test_other_settings_are_another_version(tmp_path: Path) -> None:
         variables = {pair.key for pair in request.spec.template.container.env}
         assert "FLYTE_DDP_SETTINGS" in variables
         assert "FLYTE_DDP_RUNS" not in variables
+
+
+def test_a_call_that_takes_too_long_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "from flytekit.clients.grpc_utils import deadline_interceptor as flytekits\n"
+        "set_to = flytekits.scoped_grpc_deadline\n"
+        "flytekits.scoped_grpc_deadline = lambda seconds: set_to(seconds / 20)\n"
+    )
+    with fake_flyte_admin() as admin:
+        admin.faults["CreateExecution"] = slow
+        ended = run(admin, tmp_path, FLYTE_DDP_PROFILE="sandbox", PYTHONPATH=str(tmp_path))
+    assert ended.exit_code == 1
+    assert f"{admin.endpoint} is too slow: a call had no answer in time" in " ".join(ended.output.split())
+    assert "Traceback" not in ended.output
 
 
 def test_training_anew_reaches_the_pod(tmp_path: Path) -> None:
