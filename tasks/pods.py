@@ -259,12 +259,6 @@ def nodes() -> tuple[int, int]:
     return found
 
 
-def nodes_for(num_ranks: int) -> int:
-    """How many of these pods must be there before so many ranks are started; 0 ranks: as many as they have room for."""
-    least, most = nodes()
-    return min(max(least, math.ceil(num_ranks / ranks_of_elastic())), most)
-
-
 def ranks_of_elastic() -> int:
     """How many Elastic starts on each node: one for each GPU; without GPUs, a few."""
     profile = PROFILES[chosen_profile()]

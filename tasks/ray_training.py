@@ -16,19 +16,25 @@ from tasks.training import TrainingOutputs, outputs, trained
 
 GPU_LABEL = "k8s.amazonaws.com/accelerator"  # Flyte's own default for plugins.k8s.gpu-device-node-label
 SMALLEST_STORE = "80000000"  # bytes; ranks do not use Ray's objects, and those would not fit into /dev/shm
-HEAD = Resources(cpu="1", mem="2560Mi", ephemeral_storage="10Gi")
-SUBMITTER = Resources(cpu="500m", mem="512Mi", ephemeral_storage="1Gi")
+HEAD = Resources(cpu="1", mem="3Gi", ephemeral_storage="10Gi")
+SUBMITTER = Resources(cpu="500m", mem="256Mi", ephemeral_storage="1Gi")
 
 
 def cluster() -> RayJobConfig:
-    """A head, which launches and takes no ranks, and nodes of the profile's size."""
-    least, most = pods.nodes()
+    """A head, which launches and takes no ranks, and nodes of the profile's size: of a range as many as there may be.
+
+    KubeRay starts the job when all nodes are there, so that a range would mean nothing.
+    """
     return RayJobConfig(
         head_node_config=HeadNodeConfig({"num-cpus": "0"}, requests=HEAD, limits=HEAD),
         worker_node_config=[
-            WorkerNodeConfig("ranks", most, least, most, {"object-store-memory": SMALLEST_STORE}, of_a_node())
+            WorkerNodeConfig(
+                "ranks",
+                replicas=pods.nodes()[1],
+                ray_start_params={"object-store-memory": SMALLEST_STORE},
+                pod_template=of_a_node(),
+            )
         ],
-        enable_autoscaling=least < most,
         shutdown_after_job_finishes=True,
     )
 
@@ -71,7 +77,7 @@ def on_ray(hp: Hyperparameters, data: Path, run_folder: Path, settings: Settings
     """Trains on the cluster that Ray is connected to, which Flyte's plugin sees to."""
     from flyte_ddp.launch import ray
 
-    nodes = 0 if places.is_local() else pods.nodes_for(hp.num_ranks)
+    nodes = 0 if places.is_local() else pods.nodes()[1]
     with ray.connected():
         launch = partial(ray.launch, max_retries=pods.ENGINE_RETRIES)
         hardware = ray.hardware(hp, nodes, settings.timeout)
