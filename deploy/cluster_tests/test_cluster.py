@@ -244,9 +244,9 @@ def test_an_engine(kubectl: Cluster, engine: str, resource: str, ranks: str) -> 
         pytest.skip(f"this cluster has no {resource}")
     version = f"{kubectl.version}-{engine}"
     kubectl.register(version, f"workflows/{engine}_training.py", FLYTE_DDP_NODES="2")
-    hp = Hyperparameters(epochs=600, num_ranks=2, eval_interval=100, seed=seeded(kubectl))
+    hp = Hyperparameters(epochs=1500, num_ranks=2, eval_interval=250, seed=seeded(kubectl))
     name = kubectl.launch(f"workflows.{engine}_training.{engine}_training_wf", {"hp": hp}, version)
-    kubectl.said(name, "epoch 100/600")
+    kubectl.said(name, "epoch 250/1500")
     lost = kubectl.kubectl("get", "pods", "-l", f"execution-id={name},{ranks}", "-o", "name").stdout.split()[-1]
     kubectl.kubectl("delete", lost, "--wait=false")
     execution = kubectl.succeeded(name)
