@@ -15,6 +15,7 @@ from typing import Any
 import packaged
 import pytest
 import torch
+import yaml
 from cli import ROOT, pyflyte
 from google.protobuf.json_format import MessageToDict
 from packaged import Package
@@ -24,13 +25,12 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
-from tasks import pods
+from tasks import pods, ray_training
 
 pytestmark = pytest.mark.slow
 
 ENGINES = ("elastic", "ray", "dask")
 GPU_NODE = {"cpu": "8", "memory": "30Gi", "nvidia.com/gpu": "2", "ephemeral-storage": "20Gi"}
-LAUNCHING = {"cpu": "2", "memory": "8Gi", "ephemeral-storage": "20Gi"}
 
 
 def task(package: Package, engine: str) -> Any:
@@ -78,19 +78,69 @@ def test_elastic_on_several_is_a_pytorchjob(made: Callable[..., Package], nodes:
     assert len(requests) == 4
 
 
-@pytest.mark.parametrize(("nodes", "least", "most"), [("3", 3, 3), ("2:4", 2, 4)])
-def test_ray_nodes_have_the_profiles_size(made: Callable[..., Package], nodes: str, least: int, most: int) -> None:
+@pytest.mark.parametrize(("nodes", "most"), [("3", 3), ("2:4", 4)])
+def test_ray_nodes_have_the_profiles_size(made: Callable[..., Package], nodes: str, most: int) -> None:
     assert task(made(FLYTE_DDP_NODES=nodes), "ray").type == "ray"
     cluster = custom(made(FLYTE_DDP_NODES=nodes), "ray")["rayCluster"]
-    assert cluster.get("enableAutoscaling", False) == (least < most)
+    assert "enableAutoscaling" not in cluster
     assert cluster["headGroupSpec"]["rayStartParams"] == {"num-cpus": "0"}
     head = cluster["headGroupSpec"]["k8sPod"]["podSpec"]["containers"][0]["resources"]
-    assert head["requests"] == head["limits"] == LAUNCHING
+    assert head["requests"] == head["limits"] == {"cpu": "1", "memory": "3Gi", "ephemeral-storage": "10Gi"}
     (group,) = cluster["workerGroupSpec"]
-    assert (group["replicas"], group["minReplicas"], group["maxReplicas"]) == (most, least, most)
+    assert group["replicas"] == most
     worker = group["k8sPod"]["podSpec"]["containers"][0]["resources"]
     assert worker["requests"] == worker["limits"] == GPU_NODE
     assert custom(made(FLYTE_DDP_NODES=nodes), "ray")["shutdownAfterJobFinishes"]
+
+
+def test_pods_of_ray_are_as_the_profile_says(made: Callable[..., Package]) -> None:
+    """As Flyte's plugin made them on a cluster, of what is still sent."""
+    recorded = yaml.safe_load((ROOT / "tests/recorded/ray-gpu.yaml").read_text())["spec"]
+    head = recorded["rayClusterSpec"]["headGroupSpec"]["template"]
+    [group] = recorded["rayClusterSpec"]["workerGroupSpecs"]
+    worker, submitter = group["template"], recorded["submitterPodTemplate"]
+    of_all = yaml.safe_load((ROOT / "deploy/pod-template.yaml").read_text())["template"]["spec"]
+    for pod in (head, worker, submitter):
+        for name in ("terminationGracePeriodSeconds", "securityContext"):
+            assert pod["spec"][name] == of_all[name]
+        for name in ("imagePullPolicy", "securityContext"):
+            assert pod["spec"]["containers"][0][name] == of_all["containers"][0][name]
+        assert pod["spec"]["tolerations"][:1] == of_all["tolerations"]
+    profile = pods.PROFILES["gpu-a100"]
+    given = {"cpu": profile.cpu, "memory": profile.memory, "ephemeral-storage": profile.ephemeral_storage}
+    [ranks] = worker["spec"]["containers"]
+    assert ranks["resources"]["limits"] == ranks["resources"]["requests"] == {**given, "nvidia.com/gpu": "8"}
+    assert worker["spec"]["nodeSelector"] == {"k8s.amazonaws.com/accelerator": profile.gpu_type}
+    [memory] = worker["spec"]["volumes"]
+    assert memory["emptyDir"] == {"medium": "Memory", "sizeLimit": profile.shared_memory}
+    assert ranks["volumeMounts"] == [{"name": memory["name"], "mountPath": "/dev/shm"}]
+    assert [pod["metadata"]["labels"]["inject-flyte-secrets"] for pod in (head, worker, submitter)] == [
+        *("true", "false", "true")  # the plugin makes all labels of the submitter those of the task
+    ]
+    for pod in (head, submitter):
+        assert not {"nodeSelector", "volumes"} & set(pod["spec"])
+        assert "nvidia.com/gpu" not in pod["spec"]["containers"][0]["resources"]["limits"]
+
+    package = made(FLYTE_DDP_PROFILE="gpu-a100", FLYTE_DDP_NODES="2")
+    sent = custom(package, "ray")["rayCluster"]
+    for found, now in ((head, sent["headGroupSpec"]), (worker, sent["workerGroupSpec"][0])):
+        spec = now["k8sPod"]["podSpec"]
+        assert found["spec"]["containers"][0]["resources"] == spec["containers"][0]["resources"]
+        assert found["spec"].get("nodeSelector") == spec.get("nodeSelector")
+        assert found["spec"].get("volumes") == spec.get("volumes")
+        assert found["spec"]["tolerations"][1:] == spec.get("tolerations", [])
+        assert now["k8sPod"].get("metadata", {}).get("labels", {}).items() <= found["metadata"]["labels"].items()
+    assert group["replicas"] == sent["workerGroupSpec"][0]["replicas"]
+    assert task(package, "ray").metadata.pod_template_name == profile.pod_template
+    small = {each.name: each.value for each in task(package, "ray").container.resources.limits}
+    assert sorted(small.values()) == sorted(submitter["spec"]["containers"][0]["resources"]["limits"].values())
+
+
+def test_a_sandbox_run_on_two_ray_nodes_fits_into_4_cores_and_8_gib() -> None:
+    of_a_node = pods.resources_of(pods.PROFILES["sandbox"])
+    each = [of_a_node, of_a_node, ray_training.HEAD, ray_training.SUBMITTER]
+    assert sum(pods.quantity(pod.cpu) for pod in each) <= 4
+    assert sum(pods.in_bytes(pod.mem) for pod in each) <= 8 * 2**30
 
 
 def test_dask_has_a_worker_for_each_gpu(made: Callable[..., Package]) -> None:

@@ -79,10 +79,10 @@ class Cluster:
         assert ended.returncode == 0, ended.stdout + ended.stderr
         return ended.stdout + ended.stderr
 
-    def register(self) -> str:
-        """Registers all, from the copy of the sources; nothing becomes active."""
-        where = ("--project", self.project, "--domain", self.domain, "--version", self.version)
-        return self.pyflyte("register", *where, "--image", self.image, "--copy", "all", "workflows")
+    def register(self, version: str = "", what: str = "workflows", **environment: str) -> str:
+        """Registers all, or a file of it, from the copy of the sources; nothing becomes active."""
+        where = ("--project", self.project, "--domain", self.domain, "--version", version or self.version)
+        return self.pyflyte("register", *where, "--image", self.image, "--copy", "all", what, **environment)
 
     def launch(self, plan: str, inputs: dict[str, Any], version: str = "", **options: Any) -> str:
         """Starts a launch plan; returns the execution's name."""
@@ -190,6 +190,11 @@ class Cluster:
             return ""
 
         return str(self.until(found, f"{words!r} in the log of {name}"))
+
+    def said(self, name: str, words: str) -> None:
+        """Returns once a pod of the execution has said this."""
+        everywhere = ("logs", "-l", f"execution-id={name}", "--tail=-1")
+        self.until(lambda: words in self.kubectl(*everywhere, check=False).stdout, f"{words!r} in the logs of {name}")
 
     def schedule(self, plan: LaunchPlan) -> None:
         """Registers and activates a launch plan of this run's own."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -230,16 +231,30 @@ def test_shards_training_on_them_and_predictions(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "resource"),
-    [("elastic", "pytorchjobs.kubeflow.org"), ("ray", "rayjobs.ray.io"), ("dask", "daskjobs.kubernetes.dask.org")],
+    ("engine", "resource", "ranks"),
+    [
+        ("elastic", "pytorchjobs.kubeflow.org", "training.kubeflow.org/replica-index=1"),
+        ("ray", "rayjobs.ray.io", "ray.io/node-type=worker"),
+        ("dask", "daskjobs.kubernetes.dask.org", "dask.org/component=worker"),
+    ],
 )
-def test_an_engine(kubectl: Cluster, engine: str, resource: str) -> None:
-    if engine != "elastic" and kubectl.kubectl("get", "crd", resource, check=False).returncode != 0:
+def test_an_engine(kubectl: Cluster, engine: str, resource: str, ranks: str) -> None:
+    """On two nodes, of which one is lost."""
+    if kubectl.kubectl("get", "crd", resource, check=False).returncode != 0:
         pytest.skip(f"this cluster has no {resource}")
-    hp = Hyperparameters(**SHORT, seed=seeded(kubectl))
-    name = kubectl.launch(f"workflows.{engine}_training.{engine}_training_wf", {"hp": hp})
-    accuracies = kubectl.succeeded(name).outputs.get("epoch_accuracies", as_type=list[float])
-    assert len(accuracies) == 3
+    version = f"{kubectl.version}-{engine}"
+    kubectl.register(version, f"workflows/{engine}_training.py", FLYTE_DDP_NODES="2")
+    hp = Hyperparameters(epochs=1500, num_ranks=2, eval_interval=250, seed=seeded(kubectl))
+    name = kubectl.launch(f"workflows.{engine}_training.{engine}_training_wf", {"hp": hp}, version)
+    kubectl.said(name, "epoch 250/1500")
+    lost = kubectl.kubectl("get", "pods", "-l", f"execution-id={name},{ranks}", "-o", "name").stdout.split()[-1]
+    kubectl.kubectl("delete", lost, "--wait=false")
+    execution = kubectl.succeeded(name)
+    assert len(execution.outputs.get("epoch_accuracies", as_type=list[float])) == 6
+    records = map(json.loads, kubectl.content(address_of(execution, "metrics")).splitlines())
+    starts = [record for record in records if record["kind"] == "start"]
+    assert [start["num_ranks"] for start in starts] == [2] * len(starts)
+    assert starts[-1]["resumed_after_step"] > 0
 
 
 def test_an_abort_leaves_no_pod(kubectl: Cluster) -> None:

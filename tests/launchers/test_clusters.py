@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import tempfile
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import distributed
 import faults
@@ -13,6 +17,7 @@ from dask import config
 from engines import AGENTS, DASK, ELASTIC, RAY, Launch, on
 from faulty_runs import INTRODUCED as HP
 from faulty_runs import equal
+from ray.cluster_utils import Cluster
 
 from flyte_ddp.errors import UnreachableError, UserError
 from flyte_ddp.hardware import Hardware
@@ -158,6 +163,33 @@ class TestRay:
             ):
                 ray.hardware(replace(HP, backend="nccl"))
 
+    def test_nodes_that_come_later(
+        self, late_cluster: Cluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Its head has no CPU for ranks, as on Kubernetes; at each look there is a node more."""
+        one_more = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: late_cluster.add_node(num_cpus=1))
+        monkeypatch.setattr(room, "time", one_more)
+        assert ray.hardware(replace(HP, num_ranks=0), 2, 60).num_ranks == 2
+        said = [line for line in capsys.readouterr().err.splitlines() if " nodes of " in line]
+        assert said == [f"{there} of 2 nodes of the Ray cluster" for there in range(3)]
+        with pytest.raises(UserError, match="num_ranks=3: the Ray cluster has 2 CPUs, and each rank needs one"):
+            ray.hardware(replace(HP, num_ranks=3), 2, 60)
+        with pytest.raises(UnreachableError, match="2 of 3 nodes of the Ray cluster have come within 0 s"):
+            ray.hardware(replace(HP, num_ranks=3), 3, 0)
+
+    @pytest.fixture
+    def late_cluster(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+        monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+        with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as short:
+            (Path(short) / "ray").mkdir()
+            monkeypatch.setenv("RAY_TMPDIR", short)
+            head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": 100_000_000}
+            cluster = Cluster(initialize_head=True, head_node_args=head)
+            engine.init(cluster.address)
+            yield cluster
+            engine.shutdown()
+            cluster.shutdown()
+
     def test_no_cluster_at_an_address(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(ray.ADDRESS, "127.0.0.1:9")
         words = "RAY_ADDRESS=127.0.0.1:9: no cluster there .*; start one, or correct the address"
@@ -175,3 +207,26 @@ def test_ranks_have_as_many_cpus_as_all_can_have(cpus: list[int], num_ranks: int
 def test_no_room_at_all() -> None:
     with pytest.raises(UserError, match="the cluster has no workers: there is no room for a single rank"):
         room.limited(HP, 0, "the cluster has no workers", 0)
+
+
+def test_hosts_that_are_still_to_come_are_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
+    there = iter([0, 0, 1, 1, 3])
+    room.awaited(lambda: next(there), 2, "workers", seconds=60)
+    assert capsys.readouterr().err.splitlines() == ["0 of 2 workers", "1 of 2 workers", "3 of 2 workers"]
+
+
+def test_hosts_that_are_there_need_no_word(capsys: pytest.CaptureFixture[str]) -> None:
+    room.awaited(lambda: 2, 2, "workers", seconds=0)
+    assert capsys.readouterr().err == ""
+
+
+def test_hosts_that_do_not_come() -> None:
+    with pytest.raises(UnreachableError, match=r"1 of 2 workers have come within 0 s \(FLYTE_DDP_TIMEOUT\): "):
+        room.awaited(lambda: 1, 2, "workers", seconds=0)
+
+
+def test_less_room_than_was_asked_for() -> None:
+    hp = replace(HP, num_ranks=3)
+    assert room.limited(hp, 2, "there are 2 CPUs", 4) == 2
+    with pytest.raises(UserError, match="num_ranks=3: there are 2 CPUs, and each rank needs one; lower num_ranks, or"):
+        room.limited(hp, 2, "there are 2 CPUs", 4, exact=True)
