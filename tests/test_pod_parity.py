@@ -325,6 +325,19 @@ def kill_the_pod(process: subprocess.Popen[bytes], checkpoints: Path) -> None:
     os.killpg(process.pid, signal.SIGKILL)
 
 
+def kill_before_it_begins(process: subprocess.Popen[bytes], _: Path) -> None:
+    """It has not even looked for a checkpoint."""
+    os.killpg(process.pid, signal.SIGKILL)
+
+
+def kill_as_it_begins(process: subprocess.Popen[bytes], checkpoints: Path) -> None:
+    """It has taken up a checkpoint, and its ranks are about to meet."""
+    before, deadline = {*checkpoints.rglob("started-*")}, time.monotonic() + DEADLINE
+    while not {*checkpoints.rglob("started-*")} - before and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+
+
 def resumed(cluster: Cluster, ended: PodEnded) -> list[int]:
     """After which steps the attempts at a run began."""
     assert ended.outputs, ended.log
@@ -346,6 +359,8 @@ def test_attempts_that_are_cut_off_lose_nothing(
         assert ended.error is not None, ended.log
         assert ended.error.kind == ContainerError.RECOVERABLE
         assert words in ended.error.message
+    for attempt, during in ((2, kill_before_it_begins), (3, kill_as_it_begins)):
+        assert cluster.run(task, inputs, execution="aborted", attempt=attempt, during=during).error is None
     third = cluster.run(task, inputs, execution="launchedagain")
     assert "found the checkpoint of attempt 1 of aborted" in third.log
     assert resumed(cluster, third)[0] == 0
@@ -362,15 +377,7 @@ def test_attempts_that_are_cut_off_lose_nothing(
 
 def test_two_pods_killed_at_the_same_step_are_the_last(cluster: Cluster, train_inputs: dict[str, Literal]) -> None:
     inputs = {**train_inputs, "hp": from_workflow({**LONG, "batch_size": 63}), "run_version": text("futile")}
-    run = cluster.checkpoints / "futile/f1a2b3c4"
-
-    def kill_at_once(process: subprocess.Popen[bytes], _: Path) -> None:
-        before, deadline = {*run.glob("started-*")}, time.monotonic() + DEADLINE
-        while not {*run.glob("started-*")} - before and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.02)
-        os.killpg(process.pid, signal.SIGKILL)
-
-    ended = [cluster.run(TRAIN, inputs, attempt=attempt, during=kill_at_once) for attempt in (0, 1)]
+    ended = [cluster.run(TRAIN, inputs, attempt=attempt, during=kill_as_it_begins) for attempt in (0, 1)]
     assert [each.error for each in ended] == [None, None]
     assert (
         "2 attempts got no further than step 0, where they began, so no other one is made; the last one: it was killed"
