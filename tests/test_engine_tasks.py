@@ -63,7 +63,7 @@ def test_elastic_on_several_is_a_pytorchjob(made: Callable[..., Package], nodes:
     assert template.extended_resources.shared_memory.size_limit == "4Gi"
     assert "PodTemplate" not in str(template.config), "the plugin's own shared memory has no limit"
     assert custom(made(FLYTE_DDP_NODES=nodes), "elastic") == {
-        "workerReplicas": {"replicas": most},
+        "workerReplicas": {"replicas": most, "restartPolicy": "RESTART_POLICY_ON_FAILURE"},
         "elasticConfig": {
             "rdzvBackend": "c10d",
             "minReplicas": least,
@@ -71,7 +71,7 @@ def test_elastic_on_several_is_a_pytorchjob(made: Callable[..., Package], nodes:
             "nprocPerNode": 2,
             "maxRestarts": 2,
         },
-        "runPolicy": {"cleanPodPolicy": "CLEANPOD_POLICY_ALL"},
+        "runPolicy": {"cleanPodPolicy": "CLEANPOD_POLICY_RUNNING", "backoffLimit": 2 * most},
     }
     requests = {each.name: each.value for each in template.container.resources.requests}
     assert {each.name: each.value for each in template.container.resources.limits} == requests

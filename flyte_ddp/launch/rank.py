@@ -63,9 +63,9 @@ def meet(job: Job, place: Place, link: Link) -> Store:
     other's way, and says which.
     """
     if place.store:
-        store = FileStore(place.store, place.world_size)
-        store.set_timeout(distributed.seconds(job.settings.timeout))
-        return store
+        file = FileStore(place.store, place.world_size)
+        file.set_timeout(distributed.seconds(job.settings.timeout))
+        return file
     leader = place.rank == 0
     host, port = ("127.0.0.1", 0) if leader else link.address(job.settings.timeout)
     store = TCPStore(
