@@ -57,9 +57,7 @@ class ElasticTrainingTask(PytorchElasticFunctionTask):  # type: ignore[misc]
         return custom
 
     def _execute(self, **inputs: Any) -> Any:
-        from torch.distributed import DistError
         from torch.distributed.elastic.multiprocessing.api import SignalException
-        from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
 
         from flyte_ddp.launch.elastic import failure, log_kept_quiet
 
@@ -71,17 +69,8 @@ class ElasticTrainingTask(PytorchElasticFunctionTask):  # type: ignore[misc]
             self.task_config.nproc_per_node = detect(inputs["hp"]).num_ranks
         with recovery.retried(), where_it_goes_on(inputs["run_version"]):
             try:
-                with known_to_workers(), main_script_hidden(), log_kept_quiet(), ending_after_rank_0():
+                with known_to_workers(), main_script_hidden(), log_kept_quiet(), one_of_several():
                     result = super()._execute(**inputs)
-            except RendezvousTimeoutError:
-                raise UnreachableError(
-                    f"not all of the {self.min_nodes} pods that are needed came to {os.environ.get(STORE)} within "
-                    f"{MEET_SECONDS} s: see which are not running, and why, and run again"
-                ) from None
-            except (RendezvousError, DistError) as lost:
-                if STORE not in os.environ:
-                    raise
-                leave_to_the_operator(f"Elastic's store is gone ({type(lost).__name__})", 1)
             except FlyteUserRuntimeException as error:
                 raise failure(error.value) from None
             except IgnoreOutputs as ignored:
@@ -90,8 +79,6 @@ class ElasticTrainingTask(PytorchElasticFunctionTask):  # type: ignore[misc]
                     raise
                 if stopped.sigval == signal.SIGINT:
                     raise KeyboardInterrupt from None
-                if STORE in os.environ:
-                    leave_to_the_operator("this pod is to end", 128 + signal.SIGTERM)
                 raise StoppedError(stopped.sigval.name, step=None) from None
             finally:
                 run_lock.release_reserved()  # held for rank 0, in a process of its own
@@ -101,27 +88,48 @@ class ElasticTrainingTask(PytorchElasticFunctionTask):  # type: ignore[misc]
 TaskPlugins.register_pythontask_plugin(ElasticTraining, ElasticTrainingTask)
 
 
-def leave_to_the_operator(reason: str, code: int) -> NoReturn:
-    """Ends this process without a word to Flyte, for which the attempt goes on: another one will take its place."""
-    print(f"{reason}; the operator starts this pod's ranks anew", file=sys.stderr, flush=True)
-    os._exit(code)
-
-
 @contextmanager
-def ending_after_rank_0() -> Iterator[None]:
-    """In a pod of several: the first one that ends ends the job, and the operator then deletes those that still run.
+def one_of_several() -> Iterator[None]:
+    """In a pod of several, has a lost pod be no end of the others, and those without rank 0 end after it.
 
-    The one of rank 0 may still send a checkpoint, or outputs. So others wait until they are deleted.
+    Raises:
+        UnreachableError: the others did not come.
     """
+    from torch.distributed import DistError
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
+
+    if STORE not in os.environ:
+        yield
+        return
+    store = os.environ[STORE]
     try:
         yield
+    except (IgnoreOutputs, recovery.Sigterm) as ended:
+        if isinstance(ended, recovery.Sigterm) or isinstance(ended.__context__, SignalException):
+            leave_to_the_operator("this pod is to end", 128 + signal.SIGTERM)
+        raise
+    except RendezvousTimeoutError:
+        raise UnreachableError(
+            f"the pods that are needed did not all come to {store} within {MEET_SECONDS} s: see which of them is not "
+            "running, and why; the same run will try again"
+        ) from None
+    except (RendezvousError, DistError) as lost:
+        leave_to_the_operator(f"Elastic's store at {store} is gone ({type(lost).__name__})", 1)
     finally:
-        if os.environ.get(STORE, "").rpartition(":")[0] not in ("", socket.gethostname()):
+        # The first pod that ends ends the job, and that of rank 0 may still send a checkpoint, or outputs.
+        if store.rpartition(":")[0] != socket.gethostname():
             atexit.register(wait_to_be_deleted)
 
 
+def leave_to_the_operator(reason: str, code: int) -> NoReturn:
+    """Ends this process without a word to Flyte, for which the attempt goes on."""
+    print(f"{reason}; the operator starts another one in this one's place", file=sys.stderr, flush=True)
+    os._exit(code)
+
+
 def wait_to_be_deleted() -> None:
-    """Until SIGTERM, or for so long that rank 0's pod must have ended."""
+    """Which the operator sees to when rank 0's pod has ended."""
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     time.sleep(HANDING_OVER_SECONDS)
 
