@@ -90,7 +90,9 @@ TaskPlugins.register_pythontask_plugin(ElasticTraining, ElasticTrainingTask)
 
 @contextmanager
 def one_of_several() -> Iterator[None]:
-    """In a pod of several, has a lost pod be no end of the others, and those without rank 0 end after it.
+    """In a pod of several, has a lost pod be no end of the others, and rank 0's be the first that ends.
+
+    That ends the job, and the operator deletes those that still run.
 
     Raises:
         UnreachableError: the others did not come.
@@ -108,6 +110,7 @@ def one_of_several() -> Iterator[None]:
     except (IgnoreOutputs, recovery.Sigterm) as ended:
         if isinstance(ended, recovery.Sigterm) or isinstance(ended.__context__, SignalException):
             leave_to_the_operator("this pod is to end", 128 + signal.SIGTERM)
+        atexit.register(wait_to_be_deleted)  # rank 0's outputs are still to come
         raise
     except RendezvousTimeoutError:
         raise UnreachableError(
@@ -116,10 +119,10 @@ def one_of_several() -> Iterator[None]:
         ) from None
     except (RendezvousError, DistError) as lost:
         leave_to_the_operator(f"Elastic's store at {store} is gone ({type(lost).__name__})", 1)
-    finally:
-        # The first pod that ends ends the job, and that of rank 0 may still send a checkpoint, or outputs.
-        if store.rpartition(":")[0] != socket.gethostname():
-            atexit.register(wait_to_be_deleted)
+    except BaseException:
+        if store.rpartition(":")[0] != socket.gethostname():  # the first of the pods is rank 0's, by their names
+            atexit.register(wait_to_be_deleted)  # it may still send a checkpoint
+        raise
 
 
 def leave_to_the_operator(reason: str, code: int) -> NoReturn:
@@ -129,7 +132,7 @@ def leave_to_the_operator(reason: str, code: int) -> NoReturn:
 
 
 def wait_to_be_deleted() -> None:
-    """Which the operator sees to when rank 0's pod has ended."""
+    """Until SIGTERM, or for longer than rank 0's pod needs."""
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     time.sleep(HANDING_OVER_SECONDS)
 

@@ -9,9 +9,11 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from engine_rules import resolved, value_of
 from flyteidl.core.errors_pb2 import ContainerError
 from flyteidl.core.execution_pb2 import ExecutionError
 from flyteidl.core.literals_pb2 import Literal
-from pod import DEADLINE, Cluster, PodEnded, unpacked
+from pod import BUCKET, DEADLINE, Cluster, PodEnded, unpacked
 from s3_server import s3_server
 
 from benchmarks.running import process_name
@@ -373,6 +375,52 @@ def test_attempts_that_are_cut_off_lose_nothing(
     expected, found = (torch.load(path, weights_only=True) for path in models)
     assert all(torch.equal(value, found[name]) for name, value in expected.items())
     assert "could not be sent" not in first.log + second.log + third.log
+
+
+def test_another_pod_takes_the_place_of_a_lost_one_of_several(
+    cluster: Cluster, train_inputs: dict[str, Literal]
+) -> None:
+    """As a training operator has it take that; to Flyte it is one attempt, and rank 0's pod is the first to end."""
+    inputs = {**train_inputs, "hp": from_workflow({**LONG, "seed": 2}), "run_version": text("several")}
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+    pods: list[PodEnded] = []
+    outputs, before = cluster.server.folder / BUCKET, len(cluster.pods)
+
+    def run(host: str, during: Callable[[subprocess.Popen[bytes], Path], None]) -> None:
+        several = {"FLYTE_DDP_NODES": "2", "PET_NNODES": "2:2", "PET_RDZV_ENDPOINT": f"{host}:{port}"}
+        pods.append(cluster.run(ELASTIC, inputs, environment=several, during=during))
+
+    def delete_when_there_are_outputs(process: subprocess.Popen[bytes], _: Path) -> None:
+        deadline = time.monotonic() + DEADLINE
+        mine = cluster.pods[-1].name
+        while not (found := {path.parts[-3] for path in outputs.glob("pod*/meta/outputs.pb")} & ran()):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert process.poll() is None or mine in found, "others wait"
+        process.terminate()
+
+    def ran() -> set[str]:
+        return {pod.name for pod in cluster.pods[before:]}
+
+    def run_others() -> None:
+        run("localhost", take_the_pod_away)
+        run("localhost", delete_when_there_are_outputs)
+
+    others = threading.Thread(target=run_others)
+
+    def start_others(process: subprocess.Popen[bytes], checkpoints: Path) -> None:
+        others.start()
+        delete_when_there_are_outputs(process, checkpoints)
+
+    run(socket.gethostname(), start_others)
+    others.join()
+    lost, *kept = pods
+    assert (lost.exit_code, lost.outputs, lost.error) == (128 + signal.SIGTERM, None, None), lost.log
+    (with_rank_0,) = [pod for pod in kept if pod.outputs]
+    assert [pod.error for pod in kept] == [None, None]
+    assert resumed(cluster, with_rank_0)[0] == 0
+    assert resumed(cluster, with_rank_0)[-1] > 0
 
 
 def test_two_pods_killed_at_the_same_step_are_the_last(cluster: Cluster, train_inputs: dict[str, Literal]) -> None:
