@@ -106,7 +106,8 @@ def one_of_several() -> Iterator[None]:
         return
     store = os.environ[STORE]
     try:
-        yield
+        with newcomers_let_in():
+            yield
     except (IgnoreOutputs, recovery.Sigterm) as ended:
         if isinstance(ended, recovery.Sigterm) or isinstance(ended.__context__, SignalException):
             leave_to_the_operator("this pod is to end", 128 + signal.SIGTERM)
@@ -123,6 +124,27 @@ def one_of_several() -> Iterator[None]:
         if store.rpartition(":")[0] != socket.gethostname():  # the first of the pods is rank 0's, by their names
             atexit.register(wait_to_be_deleted)  # it may still send a checkpoint
         raise
+
+
+@contextmanager
+def newcomers_let_in() -> Iterator[None]:
+    """Has each meeting's rank 0 say where it is.
+
+    torch's says so once and remembers it; one that comes to a later meeting, in a lost pod's place, would wait for it.
+    """
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler as Handler
+
+    meet = Handler.next_rendezvous
+
+    def meet_anew(handler: Handler) -> Any:
+        handler._bootstrap_store_info = None
+        return meet(handler)
+
+    Handler.next_rendezvous = meet_anew  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Handler.next_rendezvous = meet  # type: ignore[method-assign]
 
 
 def leave_to_the_operator(reason: str, code: int) -> NoReturn:

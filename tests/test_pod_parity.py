@@ -410,6 +410,8 @@ def test_another_pod_takes_the_place_of_a_lost_one_of_several(
     others = threading.Thread(target=run_others)
 
     def start_others(process: subprocess.Popen[bytes], checkpoints: Path) -> None:
+        while len(descendants(process.pid)) < 1 and process.poll() is None:  # of equal hosts the older one has rank 0
+            time.sleep(0.02)
         others.start()
         delete_when_there_are_outputs(process, checkpoints)
 
