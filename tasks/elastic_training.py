@@ -140,7 +140,7 @@ def newcomers_let_in() -> Iterator[None]:
         handler._bootstrap_store_info = None
         return meet(handler)
 
-    Handler.next_rendezvous = meet_anew  # type: ignore[method-assign]
+    Handler.next_rendezvous = meet_anew  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
