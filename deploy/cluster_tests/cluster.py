@@ -79,10 +79,10 @@ class Cluster:
         assert ended.returncode == 0, ended.stdout + ended.stderr
         return ended.stdout + ended.stderr
 
-    def register(self) -> str:
+    def register(self, version: str = "", **environment: str) -> str:
         """Registers all, from the copy of the sources; nothing becomes active."""
-        where = ("--project", self.project, "--domain", self.domain, "--version", self.version)
-        return self.pyflyte("register", *where, "--image", self.image, "--copy", "all", "workflows")
+        where = ("--project", self.project, "--domain", self.domain, "--version", version or self.version)
+        return self.pyflyte("register", *where, "--image", self.image, "--copy", "all", "workflows", **environment)
 
     def launch(self, plan: str, inputs: dict[str, Any], version: str = "", **options: Any) -> str:
         """Starts a launch plan; returns the execution's name."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -240,6 +241,26 @@ def test_an_engine(kubectl: Cluster, engine: str, resource: str) -> None:
     name = kubectl.launch(f"workflows.{engine}_training.{engine}_training_wf", {"hp": hp})
     accuracies = kubectl.succeeded(name).outputs.get("epoch_accuracies", as_type=list[float])
     assert len(accuracies) == 3
+
+
+def test_a_lost_pod_of_an_elastic_job_is_replaced_within_the_attempt(kubectl: Cluster) -> None:
+    if kubectl.kubectl("get", "crd", "pytorchjobs.kubeflow.org", check=False).returncode != 0:
+        pytest.skip("this cluster has no pytorchjobs.kubeflow.org")
+    version = f"{kubectl.version}-two-nodes"
+    kubectl.register(version, FLYTE_DDP_NODES="2")
+    hp = Hyperparameters(epochs=600, eval_interval=100, seed=seeded(kubectl))
+    name = kubectl.launch("workflows.elastic_training.elastic_training_wf", {"hp": hp}, version)
+    first, other = (f"{name}-n1-0-worker-{number}" for number in (0, 1))
+
+    def said(words: str) -> bool:
+        return words in kubectl.kubectl("logs", first, check=False).stdout
+
+    kubectl.until(lambda: said("loss"), f"training in {first}")
+    kubectl.kubectl("delete", "pod", other, "--wait=false")
+    kubectl.until(lambda: said("going on after step"), f"another pod in the place of {other}")
+    sidecar = json.loads(kubectl.content(address_of(kubectl.succeeded(name), "sidecar")))
+    assert (sidecar["num_ranks"], sidecar["num_nodes"]) == (2, 2)
+    assert first in kubectl.kubectl("get", "pods", "--output", "name").stdout, "its log stays"
 
 
 def test_an_abort_leaves_no_pod(kubectl: Cluster) -> None:
