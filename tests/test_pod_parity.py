@@ -381,7 +381,7 @@ def test_another_pod_takes_the_place_of_a_lost_one_of_several(
     cluster: Cluster, train_inputs: dict[str, Literal]
 ) -> None:
     """As a training operator has it take that; to Flyte it is one attempt, and rank 0's pod is the first to end."""
-    inputs = {**train_inputs, "hp": from_workflow({**LONG, "seed": 2}), "run_version": text("several")}
+    inputs = {**train_inputs, "hp": from_workflow({**LONG, "epochs": 4, "seed": 2}), "run_version": text("several")}
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
     pods: list[PodEnded] = []
