@@ -86,7 +86,8 @@ def test_flyte_makes_a_pytorchjob_of_it_as_the_profile_says(made: Callable[..., 
     pod, profile = worker["template"]["spec"], pods.PROFILES["gpu"]
     given = custom(made(FLYTE_DDP_NODES="2"), "elastic")
     assert (worker["replicas"], worker["restartPolicy"]) == (given["workerReplicas"]["replicas"], "OnFailure")
-    assert job["elasticPolicy"] == given["elasticConfig"]
+    today = {name.replace("nprocPerNode", "nProcPerNode"): value for name, value in given["elasticConfig"].items()}
+    assert job["elasticPolicy"] == today
     assert job["elasticPolicy"]["nProcPerNode"] == profile.gpus
     assert job["runPolicy"]["backoffLimit"] == given["runPolicy"]["backoffLimit"]
     assert job["runPolicy"]["cleanPodPolicy"] == "Running"
@@ -109,8 +110,8 @@ def test_flyte_makes_a_pytorchjob_of_it_as_the_profile_says(made: Callable[..., 
     for field in ("imagePullPolicy", "securityContext"):
         assert container[field] == ours["containers"][0][field]
     environment = {each["name"]: each["value"] for each in container["env"]}
-    today = {each.key: each.value for each in task(made(FLYTE_DDP_NODES="2"), "elastic").container.env}
-    assert environment.items() <= today.items()
+    given_environment = {each.key: each.value for each in task(made(FLYTE_DDP_NODES="2"), "elastic").container.env}
+    assert environment.items() <= given_environment.items()
 
 
 @pytest.mark.parametrize(("nodes", "least", "most"), [("3", 3, 3), ("2:4", 2, 4)])
