@@ -23,3 +23,4 @@ class Job:
     identity: Identity
     initial_weights: Path | None = None
     checkpoint: Checkpoint | None = None  # to go on from
+    num_nodes: int = 1  # hosts of its ranks

@@ -59,6 +59,7 @@ class Recorder:
             steps_per_epoch = -(-len(state.training) // job.hp.batch_size)
             self.progress = Progress(job.settings.progress, state.total_steps, steps_per_epoch)
             self.log.write(start_record(job, data, state))
+            self.progress.note(f"ranks: {distributed.world_size()}, nodes: {job.num_nodes}")
             if said := seeded(job, state):
                 self.progress.note(said)
             self.warn(not_in_the_key(state))
@@ -237,6 +238,7 @@ class Recorder:
             "digests": {"data": self.data.digest, "code": library_digest()},
             "versions": versions(),
             "num_ranks": distributed.world_size(),
+            "num_nodes": self.job.num_nodes,
         }
 
 
@@ -248,6 +250,7 @@ def start_record(job: Job, data: PreparedSet, state: TrainingState) -> dict[str,
         "resumed_after_step": job.checkpoint.step if job.checkpoint else 0,
         "hyperparameters": job.hp.to_dict(),
         "num_ranks": distributed.world_size(),
+        "num_nodes": job.num_nodes,
         "device": torch.cuda.get_device_name(state.device) if state.device.type == "cuda" else "cpu",
         "backend": hardware.backend if distributed.world_size() > 1 else "none",
         "strategy": hardware.strategy if distributed.world_size() > 1 else "none",

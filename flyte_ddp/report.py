@@ -86,7 +86,8 @@ def headline(run: Run) -> str:
     rate = end.get("samples_per_second", run.train[-1]["samples_per_second"] if run.train else None)
     device = "CPU" if start.get("device") == "cpu" else start.get("device", "")
     links = [start.get(key, "none").replace("_", " ") for key in ("backend", "strategy")]
-    ranks = [*(link for link in links if link != "none"), counted(start.get("threads_per_rank"), "thread", " each")]
+    nodes, threads = start.get("num_nodes"), start.get("threads_per_rank")
+    ranks = [counted(nodes, "node"), *(link for link in links if link != "none"), counted(threads, "thread", " each")]
     validation = f"validation loss {kept['validation_loss']:.4f}" if "validation_loss" in kept else ""
     tiles = (
         ("Test accuracy", percent(accuracy), right),
@@ -266,10 +267,15 @@ def attempts(run: Run) -> str:
     if len(run.starts) < 2:
         return ""
     rows = [
-        (moment(start.get("time")), f"{start.get('resumed_after_step', 0):,}", start.get("num_ranks", 1))
+        (
+            moment(start.get("time")),
+            f"{start.get('resumed_after_step', 0):,}",
+            start.get("num_ranks", 1),
+            start.get("num_nodes", 1),
+        )
         for start in run.starts
     ]
-    return section("Attempts", table(("Started", "After step", "Ranks"), rows, numeric=(1, 2)))
+    return section("Attempts", table(("Started", "After step", "Ranks", "Nodes"), rows, numeric=(1, 2, 3)))
 
 
 def provenance(run: Run) -> str:

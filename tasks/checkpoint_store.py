@@ -107,8 +107,7 @@ class CheckpointStore:
 
         """
         entries = tried(self.listed)
-        here = checkpoint.newest_of(path.parent)  # where Elastic has started the ranks once more
-        step = here.step if here else self.bring(entries, path)
+        step = self.bring(entries, path)
         self.stop_if_futile(entries, step)
         tried(partial(self.note, STARTED, step))
 
@@ -138,22 +137,24 @@ class CheckpointStore:
         return [entry for path in self.files.find(folder) if (entry := Entry.at(path)) is not None]
 
     def bring(self, entries: list[Entry], path: Path) -> int:
-        """Downloads the newest checkpoint that is whole; returns its step, 0 if there is none."""
+        """Downloads the newest checkpoint that is whole, unless it is here; returns its step, 0 if there is none."""
+        here = checkpoint.newest_of(path.parent)  # where Elastic has started the ranks once more
         for entry in entries:
-            if entry.kind == SAVED:
+            if entry.kind == SAVED and (here is None or (entry.step, entry.epoch) > (here.step, here.epoch)):
                 with suppress(FileNotFoundError):  # its attempt has just replaced it
                     tried(partial(self.files.get_file, entry.path, str(path)))
                     if checkpoint.read(path) is not None:
                         print(f"found the checkpoint of attempt {entry.attempt} of {entry.execution}", flush=True)
                         return entry.step
                     print(f"{entry.path} is damaged; the one before it is taken", flush=True)
-        path.unlink(missing_ok=True)
-        return 0
+                    path.unlink(missing_ok=True)
+        found = checkpoint.newest_of(path.parent)
+        return found.step if found else 0
 
     def stop_if_futile(self, entries: list[Entry], step: int) -> None:
         """Refuses another attempt after some that were lost where they began; see :meth:`begin`."""
         mine = [entry for entry in entries if entry.execution == self.execution and entry.attempt < self.attempt]
-        began = {entry.attempt: entry.step for entry in reversed(mine) if entry.kind == STARTED}
+        began = {entry.attempt: entry.step for entry in mine if entry.kind == STARTED}  # the first time
         last = sorted(began)[-FUTILE_ATTEMPTS:]
         if len(last) < FUTILE_ATTEMPTS or any(began[attempt] < step for attempt in last):
             return

@@ -1,15 +1,19 @@
 """The training task on torch Elastic, in one pod or several (Kubeflow's PyTorchJob); its body runs in every rank."""
 
+import atexit
 import os
 import signal
+import socket
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from flytekit import FlyteContextManager, current_context, task
+from flytekit.configuration import SerializationSettings
 from flytekit.exceptions.user import FlyteUserRuntimeException
 from flytekit.extend import IgnoreOutputs, TaskPlugins
 from flytekit.types.directory import FlyteDirectory
@@ -17,7 +21,7 @@ from flytekitplugins.kfpytorch.task import CleanPodPolicy, Elastic, PytorchElast
 
 from flyte_ddp import run_lock
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.errors import StoppedError
+from flyte_ddp.errors import StoppedError, UnreachableError
 from flyte_ddp.failed_run import explain, newest_step
 from flyte_ddp.hardware import detect
 from flyte_ddp.launch.processes import main_script_hidden
@@ -27,6 +31,9 @@ from tasks import command_line, places, pods, recovery
 from tasks.training import TrainingOutputs, finished_before, outputs, trained
 
 ROOT = str(Path(__file__).parents[1])
+STORE = "PET_RDZV_ENDPOINT"  # host and port of Elastic's store, set by the operator in pods of a PyTorchJob
+MEET_SECONDS = 900  # for all pods to run
+HANDING_OVER_SECONDS = 600.0  # for rank 0's pod to send its outputs
 
 
 @dataclass
@@ -35,11 +42,19 @@ class ElasticTraining(Elastic):  # type: ignore[misc]
 
 
 class ElasticTrainingTask(PytorchElasticFunctionTask):  # type: ignore[misc]
-    """The plugin's task, but for what it makes of an end that is no good one, and of rank 0's result.
+    """The plugin's task, but for what it makes of an end that is no good one, of rank 0's result, and of lost pods.
 
-    The plugin has SIGTERM end the task without outputs and without an error: Flyte then knows nothing to retry. And
-    it takes a worker that was killed for a mistake in the code.
+    The plugin has SIGTERM end the task without outputs and without an error: Flyte then knows nothing to retry. It
+    takes a worker that was killed for a mistake in the code. And a lost pod is the end of its PyTorchJob; here the
+    operator has another one take its place, and the ranks of all pods go on from the checkpoint.
     """
+
+    def get_custom(self, settings: SerializationSettings) -> Any:
+        """See above; the plugin's configuration cannot say it."""
+        custom = super().get_custom(settings)
+        if custom:
+            custom["workerReplicas"]["restartPolicy"] = "RESTART_POLICY_ON_FAILURE"
+        return custom
 
     def _execute(self, **inputs: Any) -> Any:
         from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -54,7 +69,7 @@ class ElasticTrainingTask(PytorchElasticFunctionTask):  # type: ignore[misc]
             self.task_config.nproc_per_node = detect(inputs["hp"]).num_ranks
         with recovery.retried(), where_it_goes_on(inputs["run_version"]):
             try:
-                with known_to_workers(), main_script_hidden(), log_kept_quiet():
+                with known_to_workers(), main_script_hidden(), log_kept_quiet(), one_of_several():
                     result = super()._execute(**inputs)
             except FlyteUserRuntimeException as error:
                 raise failure(error.value) from None
@@ -71,6 +86,77 @@ class ElasticTrainingTask(PytorchElasticFunctionTask):  # type: ignore[misc]
 
 
 TaskPlugins.register_pythontask_plugin(ElasticTraining, ElasticTrainingTask)
+
+
+@contextmanager
+def one_of_several() -> Iterator[None]:
+    """In a pod of several, has a lost pod be no end of the others, and rank 0's be the first that ends.
+
+    That ends the job, and the operator deletes those that still run.
+
+    Raises:
+        UnreachableError: the others did not come.
+    """
+    from torch.distributed import DistError
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
+
+    if STORE not in os.environ:
+        yield
+        return
+    store = os.environ[STORE]
+    try:
+        with newcomers_let_in():
+            yield
+    except (IgnoreOutputs, recovery.Sigterm) as ended:
+        if isinstance(ended, recovery.Sigterm) or isinstance(ended.__context__, SignalException):
+            leave_to_the_operator("this pod is to end", 128 + signal.SIGTERM)
+        atexit.register(wait_to_be_deleted)  # rank 0's outputs are still to come
+        raise
+    except RendezvousTimeoutError:
+        raise UnreachableError(
+            f"the pods that are needed did not all come to {store} within {MEET_SECONDS} s: see which of them is not "
+            "running, and why; the same run will try again"
+        ) from None
+    except (RendezvousError, DistError) as lost:
+        leave_to_the_operator(f"Elastic's store at {store} is gone ({type(lost).__name__})", 1)
+    except BaseException:
+        if store.rpartition(":")[0] != socket.gethostname():  # the first of the pods is rank 0's, by their names
+            atexit.register(wait_to_be_deleted)  # it may still send a checkpoint
+        raise
+
+
+@contextmanager
+def newcomers_let_in() -> Iterator[None]:
+    """Has each meeting's rank 0 say where it is.
+
+    torch's says so once and remembers it; one that comes to a later meeting, in a lost pod's place, would wait for it.
+    """
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler as Handler
+
+    meet = Handler.next_rendezvous
+
+    def meet_anew(handler: Handler) -> Any:
+        handler._bootstrap_store_info = None
+        return meet(handler)
+
+    Handler.next_rendezvous = meet_anew  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        Handler.next_rendezvous = meet  # type: ignore[method-assign]
+
+
+def leave_to_the_operator(reason: str, code: int) -> NoReturn:
+    """Ends this process without a word to Flyte, for which the attempt goes on."""
+    print(f"{reason}; the operator starts another one in this one's place", file=sys.stderr, flush=True)
+    os._exit(code)
+
+
+def wait_to_be_deleted() -> None:
+    """Until SIGTERM, or for longer than rank 0's pod needs."""
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    time.sleep(HANDING_OVER_SECONDS)
 
 
 @contextmanager
@@ -115,8 +201,10 @@ def elastic() -> ElasticTraining:
         max_restarts=pods.ENGINE_RETRIES if most > 1 else 0,  # a single pod that fails is Flyte's to retry
         monitor_interval=1,
         increase_shared_mem=False,  # shared_memory of the task is what it should be
-        rdzv_configs={"timeout": 900, "join_timeout": 900, "read_timeout": 900},
-        run_policy=RunPolicy(clean_pod_policy=CleanPodPolicy.ALL),
+        rdzv_configs=dict.fromkeys(("timeout", "join_timeout", "read_timeout"), MEET_SECONDS),
+        # Pods that have ended keep their logs. The limit is for containers, so that one that ends at once does not
+        # begin for ever: Flyte then makes another attempt.
+        run_policy=RunPolicy(clean_pod_policy=CleanPodPolicy.RUNNING, backoff_limit=pods.ENGINE_RETRIES * most),
     )
 
 

@@ -76,6 +76,7 @@ def records(
         "time": 1_700_000_000.0,
         "hyperparameters": hp.to_dict(),
         "num_ranks": 2,
+        "num_nodes": 1,
         "device": "cpu",
         "backend": "gloo",
         "strategy": "shared_memory",

@@ -80,7 +80,8 @@ def test_a_run_leaves_its_files_and_the_same_run_again_trains_nothing(tmp_path: 
     assert all(isinstance(tensor, torch.Tensor) for tensor in weights.values())
     sidecar = json.loads(files["sidecar"].read_text())
     assert sidecar["digests"]["weights"] == hashlib.sha256(files["model_state"].read_bytes()).hexdigest()
-    assert sidecar["num_ranks"] == 2
+    assert (sidecar["num_ranks"], sidecar["num_nodes"]) == (2, 1)
+    assert "ranks: 2, nodes: 1\n" in first.output
     records = [json.loads(line) for line in files["metrics"].read_text().splitlines()]
     assert [record["kind"] for record in records] == ["start", "train", "evaluation", "end"]
     assert f"epoch_accuracies=[{records[2]['test_accuracy']}]" in first.output

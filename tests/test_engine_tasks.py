@@ -63,7 +63,7 @@ def test_elastic_on_several_is_a_pytorchjob(made: Callable[..., Package], nodes:
     assert template.extended_resources.shared_memory.size_limit == "4Gi"
     assert "PodTemplate" not in str(template.config), "the plugin's own shared memory has no limit"
     assert custom(made(FLYTE_DDP_NODES=nodes), "elastic") == {
-        "workerReplicas": {"replicas": most},
+        "workerReplicas": {"replicas": most, "restartPolicy": "RESTART_POLICY_ON_FAILURE"},
         "elasticConfig": {
             "rdzvBackend": "c10d",
             "minReplicas": least,
@@ -71,11 +71,46 @@ def test_elastic_on_several_is_a_pytorchjob(made: Callable[..., Package], nodes:
             "nprocPerNode": 2,
             "maxRestarts": 2,
         },
-        "runPolicy": {"cleanPodPolicy": "CLEANPOD_POLICY_ALL"},
+        "runPolicy": {"cleanPodPolicy": "CLEANPOD_POLICY_RUNNING", "backoffLimit": 2 * most},
     }
     requests = {each.name: each.value for each in template.container.resources.requests}
     assert {each.name: each.value for each in template.container.resources.limits} == requests
     assert len(requests) == 4
+
+
+def test_flyte_makes_a_pytorchjob_of_it_as_the_profile_says(made: Callable[..., Package]) -> None:
+    """As Flyte 1.16.8 made one on a cluster with the pod template of deploy/; what it is given today is the same."""
+    job = yaml.safe_load((Path(__file__).parent / "recorded/elastic-gpu.yaml").read_text())["spec"]
+    worker = job["pytorchReplicaSpecs"]["Worker"]
+    pod, profile = worker["template"]["spec"], pods.PROFILES["gpu"]
+    given = custom(made(FLYTE_DDP_NODES="2"), "elastic")
+    assert (worker["replicas"], worker["restartPolicy"]) == (given["workerReplicas"]["replicas"], "OnFailure")
+    today = {name.replace("nprocPerNode", "nProcPerNode"): value for name, value in given["elasticConfig"].items()}
+    assert job["elasticPolicy"] == today
+    assert job["elasticPolicy"]["nProcPerNode"] == profile.gpus
+    assert job["runPolicy"]["backoffLimit"] == given["runPolicy"]["backoffLimit"]
+    assert job["runPolicy"]["cleanPodPolicy"] == "Running"
+    (container,) = pod["containers"]
+    assert container["resources"]["requests"] == container["resources"]["limits"]
+    assert container["resources"]["limits"] == {
+        "cpu": profile.cpu,
+        "memory": profile.memory,
+        "ephemeral-storage": profile.ephemeral_storage,
+        "nvidia.com/gpu": str(profile.gpus),
+    }
+    (volume,) = pod["volumes"]
+    assert volume["emptyDir"] == {"medium": "Memory", "sizeLimit": profile.shared_memory}
+    assert container["volumeMounts"] == [{"mountPath": "/dev/shm", "name": volume["name"]}]
+    template = yaml.safe_load((ROOT / "deploy/pod-template.yaml").read_text())
+    assert template["metadata"]["name"] == profile.pod_template
+    ours = template["template"]["spec"]
+    for field in ("tolerations", "terminationGracePeriodSeconds", "securityContext"):
+        assert pod[field] == ours[field]
+    for field in ("imagePullPolicy", "securityContext"):
+        assert container[field] == ours["containers"][0][field]
+    environment = {each["name"]: each["value"] for each in container["env"]}
+    given_environment = {each.key: each.value for each in task(made(FLYTE_DDP_NODES="2"), "elastic").container.env}
+    assert environment.items() <= given_environment.items()
 
 
 @pytest.mark.parametrize(("nodes", "most"), [("3", 3), ("2:4", 4)])

@@ -9,9 +9,11 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from engine_rules import resolved, value_of
 from flyteidl.core.errors_pb2 import ContainerError
 from flyteidl.core.execution_pb2 import ExecutionError
 from flyteidl.core.literals_pb2 import Literal
-from pod import DEADLINE, Cluster, PodEnded, unpacked
+from pod import BUCKET, DEADLINE, Cluster, PodEnded, unpacked
 from s3_server import s3_server
 
 from benchmarks.running import process_name
@@ -325,6 +327,19 @@ def kill_the_pod(process: subprocess.Popen[bytes], checkpoints: Path) -> None:
     os.killpg(process.pid, signal.SIGKILL)
 
 
+def kill_before_it_begins(process: subprocess.Popen[bytes], _: Path) -> None:
+    """It has not even looked for a checkpoint."""
+    os.killpg(process.pid, signal.SIGKILL)
+
+
+def kill_as_it_begins(process: subprocess.Popen[bytes], checkpoints: Path) -> None:
+    """It has taken up a checkpoint, and its ranks are about to meet."""
+    before, deadline = {*checkpoints.rglob("started-*")}, time.monotonic() + DEADLINE
+    while not {*checkpoints.rglob("started-*")} - before and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+
+
 def resumed(cluster: Cluster, ended: PodEnded) -> list[int]:
     """After which steps the attempts at a run began."""
     assert ended.outputs, ended.log
@@ -346,6 +361,8 @@ def test_attempts_that_are_cut_off_lose_nothing(
         assert ended.error is not None, ended.log
         assert ended.error.kind == ContainerError.RECOVERABLE
         assert words in ended.error.message
+    for attempt, during in ((2, kill_before_it_begins), (3, kill_as_it_begins)):
+        assert cluster.run(task, inputs, execution="aborted", attempt=attempt, during=during).error is None
     third = cluster.run(task, inputs, execution="launchedagain")
     assert "found the checkpoint of attempt 1 of aborted" in third.log
     assert resumed(cluster, third)[0] == 0
@@ -360,17 +377,57 @@ def test_attempts_that_are_cut_off_lose_nothing(
     assert "could not be sent" not in first.log + second.log + third.log
 
 
+def test_another_pod_takes_the_place_of_a_lost_one_of_several(
+    cluster: Cluster, train_inputs: dict[str, Literal]
+) -> None:
+    """As a training operator has it take that; to Flyte it is one attempt, and rank 0's pod is the first to end."""
+    inputs = {**train_inputs, "hp": from_workflow({**LONG, "epochs": 4, "seed": 2}), "run_version": text("several")}
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+    pods: list[PodEnded] = []
+    outputs, before = cluster.server.folder / BUCKET, len(cluster.pods)
+
+    def run(host: str, during: Callable[[subprocess.Popen[bytes], Path], None]) -> None:
+        several = {"FLYTE_DDP_NODES": "2", "PET_NNODES": "2:2", "PET_RDZV_ENDPOINT": f"{host}:{port}"}
+        pods.append(cluster.run(ELASTIC, inputs, environment=several, during=during))
+
+    def delete_when_there_are_outputs(process: subprocess.Popen[bytes], _: Path) -> None:
+        deadline = time.monotonic() + DEADLINE
+        mine = cluster.pods[-1].name
+        while not (found := {path.parts[-3] for path in outputs.glob("pod*/meta/outputs.pb")} & ran()):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert process.poll() is None or mine in found, "others wait"
+        process.terminate()
+
+    def ran() -> set[str]:
+        return {pod.name for pod in cluster.pods[before:]}
+
+    def run_others() -> None:
+        run("localhost", take_the_pod_away)
+        run("localhost", delete_when_there_are_outputs)
+
+    others = threading.Thread(target=run_others)
+
+    def start_others(process: subprocess.Popen[bytes], checkpoints: Path) -> None:
+        while len(descendants(process.pid)) < 1 and process.poll() is None:  # of equal hosts the older one has rank 0
+            time.sleep(0.02)
+        others.start()
+        delete_when_there_are_outputs(process, checkpoints)
+
+    run(socket.gethostname(), start_others)
+    others.join()
+    lost, *kept = pods
+    assert (lost.exit_code, lost.outputs, lost.error) == (128 + signal.SIGTERM, None, None), lost.log
+    (with_rank_0,) = [pod for pod in kept if pod.outputs]
+    assert [pod.error for pod in kept] == [None, None]
+    assert resumed(cluster, with_rank_0)[0] == 0
+    assert resumed(cluster, with_rank_0)[-1] > 0
+
+
 def test_two_pods_killed_at_the_same_step_are_the_last(cluster: Cluster, train_inputs: dict[str, Literal]) -> None:
     inputs = {**train_inputs, "hp": from_workflow({**LONG, "batch_size": 63}), "run_version": text("futile")}
-    run = cluster.checkpoints / "futile/f1a2b3c4"
-
-    def kill_at_once(process: subprocess.Popen[bytes], _: Path) -> None:
-        before, deadline = {*run.glob("started-*")}, time.monotonic() + DEADLINE
-        while not {*run.glob("started-*")} - before and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.02)
-        os.killpg(process.pid, signal.SIGKILL)
-
-    ended = [cluster.run(TRAIN, inputs, attempt=attempt, during=kill_at_once) for attempt in (0, 1)]
+    ended = [cluster.run(TRAIN, inputs, attempt=attempt, during=kill_as_it_begins) for attempt in (0, 1)]
     assert [each.error for each in ended] == [None, None]
     assert (
         "2 attempts got no further than step 0, where they began, so no other one is made; the last one: it was killed"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
@@ -89,6 +90,45 @@ def test_any_attempt_finds_the_newest(store: CheckpointStore, base: Path, tmp_pa
     assert names(base) == ["one 0 7", "one 2 9"]
     assert begun(replace(store, attempt=5), tmp_path / "5") == 9
     assert names(base, STARTED) == ["one 0 0", "one 1 7", "one 2 7", "one 5 9"]
+
+
+ORDERS = [order for order in itertools.product(("before", "during", "after"), repeat=3) if order.count("during") < 2]
+
+
+@pytest.mark.parametrize("order", ORDERS, ids="-".join)
+def test_the_newest_is_found_whenever_attempts_were_killed(
+    store: CheckpointStore, tmp_path: Path, order: tuple[str, ...]
+) -> None:
+    """Before their ranks met, while they did, or after, with five steps more; two that only met are too many."""
+    steps = 0
+    for attempt, killed in enumerate(order):
+        own = replace(store, attempt=attempt)
+        if killed != "before":
+            assert begun(own, tmp_path / str(attempt)) == steps
+        if killed == "after":
+            steps += 5
+            own.send(write(tmp_path / "a.ckpt", steps))
+    assert begun(replace(store, attempt=len(order)), tmp_path / "last") == steps
+
+
+@pytest.mark.parametrize(("here", "elsewhere"), [(5, 7), (9, 7), (7, 7)])
+def test_ranks_that_an_engine_starts_anew_go_on_from_the_newest(
+    store: CheckpointStore, tmp_path: Path, here: int, elsewhere: int
+) -> None:
+    """Which rank 0 on another host may have left, or an earlier one on this host."""
+    store.send(write(tmp_path / "elsewhere/a.ckpt", elsewhere))
+    for name in SLOTS:
+        write(tmp_path / "here" / name, here)
+    assert begun(store, tmp_path / "here") == max(here, elsewhere)
+
+
+def test_an_attempt_that_got_further_before_it_was_started_anew_in_its_place_counts(
+    store: CheckpointStore, tmp_path: Path
+) -> None:
+    begun(store, tmp_path / "0")
+    store.send(write(tmp_path / "a.ckpt", 5))
+    for attempt in (0, 1, 2):
+        assert begun(replace(store, attempt=attempt), tmp_path / f"{attempt} again") == 5
 
 
 def test_a_new_execution_goes_on_where_the_last_one_stopped(store: CheckpointStore, base: Path, tmp_path: Path) -> None:

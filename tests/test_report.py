@@ -34,7 +34,7 @@ def test_the_headline_has_the_figures_of_the_records(tmp_path: Path) -> None:
         "Samples per second": ("16,543", "in training, over all ranks"),
         "Model": ("small_cnn", "431,080 parameters"),
         "Data set": ("mnist", "54,000 training, 6,000 validation, 10,000 test"),
-        "Ranks": ("2 on CPU", "gloo, shared memory, 1 thread each"),
+        "Ranks": ("2 on CPU", "1 node, gloo, shared memory, 1 thread each"),
         "Precision": ("bf16", ""),
     }
 

@@ -255,6 +255,8 @@ def test_an_engine(kubectl: Cluster, engine: str, resource: str, ranks: str) -> 
     starts = [record for record in records if record["kind"] == "start"]
     assert [start["num_ranks"] for start in starts] == [2] * len(starts)
     assert starts[-1]["resumed_after_step"] > 0
+    sidecar = json.loads(kubectl.content(address_of(execution, "sidecar")))
+    assert (sidecar["num_ranks"], sidecar["num_nodes"]) == (2, 2)
 
 
 def test_an_abort_leaves_no_pod(kubectl: Cluster) -> None:

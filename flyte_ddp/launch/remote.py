@@ -334,11 +334,12 @@ class Meeting:
 
 
 def adapted(job: Job, hosts: set[str]) -> Job:
-    """The job as it is on so many hosts: only ranks of one of them have memory that they share.
+    """The job as it is on these hosts: only ranks of one of them have memory that they share.
 
     Raises:
         UserError: shared memory was asked for.
     """
+    job = replace(job, num_nodes=len(hosts))
     if len(hosts) == 1 or job.hardware.strategy != "shared_memory":
         return job
     if job.hp.strategy == "shared_memory":

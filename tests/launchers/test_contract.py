@@ -21,6 +21,7 @@ from faulty_runs import INTRODUCED as HP
 from faulty_runs import equal, nothing_like_a_result, saved, weights, when
 from processes import living_with
 
+from flyte_ddp.artifacts import read_sidecar
 from flyte_ddp.errors import RankError, StoppedError
 from flyte_ddp.launch import elastic, spawn
 from flyte_ddp.run import Result, run_training
@@ -80,6 +81,9 @@ def test_the_same_weights_as_from_spawned_ranks(
     found = run_training(HP, digits, tmp_path / "run", quiet, launch=launch)
     assert equal(expected.run_folder, found.run_folder)
     assert losses(expected) == losses(found)
+    assert read_sidecar(found.sidecar) == read_sidecar(expected.sidecar)
+    (start,) = [record for record in read_metrics(found.metrics) if record["kind"] == "start"]
+    assert (start["num_ranks"], start["num_nodes"]) == (2, 1)
     assert {path.name for path in expected.run_folder.iterdir()} == {path.name for path in found.run_folder.iterdir()}
     assert [path for path in temporary.iterdir() if path.name.startswith("flyte-ddp")] == []
     about = {"ranks": 2, "sum": 11.0, "threads": 1, "in the main thread": True, "may have children": True}

@@ -14,6 +14,7 @@ from faulty_runs import INTRODUCED as HP
 from faulty_runs import equal, weights, when
 from hosts import Host, two_hosts
 
+from flyte_ddp.artifacts import read_sidecar
 from flyte_ddp.run import Result
 from flyte_ddp.tracking import read_metrics
 
@@ -61,7 +62,9 @@ def test_two_hosts_train_as_one(expected: Result, digits: Path, tmp_path: Path, 
     assert codes == [0, 0], logs
     assert equal(expected.run_folder, runs / "run")
     (start,) = [record for record in read_metrics(runs / "run/metrics.jsonl") if record["kind"] == "start"]
-    assert (start["num_ranks"], start["strategy"]) == (2, "ddp")
+    assert (start["num_ranks"], start["num_nodes"], start["strategy"]) == (2, 2, "ddp")
+    sidecar = read_sidecar(runs / "run/model.json")
+    assert (sidecar["num_ranks"], sidecar["num_nodes"]) == (2, 2)
 
 
 @pytest.mark.parametrize("store_is_with", ["rank 0", "the other"])
@@ -112,7 +115,7 @@ def test_one_host_is_lost(
     log = (tmp_path / f"{first.address}.log").read_text()
     assert code == 0, log
     starts = [record for record in read_metrics(runs / "run/metrics.jsonl") if record["kind"] == "start"]
-    assert [start["num_ranks"] for start in starts] == [2, 1]
+    assert [(start["num_ranks"], start["num_nodes"]) for start in starts] == [(2, 2), (1, 1)]
     assert starts[1]["resumed_after_step"] == 3
     mine, other = weights(runs / "run"), weights(expected.run_folder)
     assert all(torch.allclose(mine[name], other[name], rtol=1e-3, atol=1e-5) for name in other)
