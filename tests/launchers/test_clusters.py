@@ -175,3 +175,26 @@ def test_ranks_have_as_many_cpus_as_all_can_have(cpus: list[int], num_ranks: int
 def test_no_room_at_all() -> None:
     with pytest.raises(UserError, match="the cluster has no workers: there is no room for a single rank"):
         room.limited(HP, 0, "the cluster has no workers", 0)
+
+
+def test_hosts_that_are_still_to_come_are_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
+    there = iter([0, 0, 1, 1, 3])
+    room.awaited(lambda: next(there), 2, "workers", seconds=60)
+    assert capsys.readouterr().err.splitlines() == ["0 of 2 workers", "1 of 2 workers", "3 of 2 workers"]
+
+
+def test_hosts_that_are_there_need_no_word(capsys: pytest.CaptureFixture[str]) -> None:
+    room.awaited(lambda: 2, 2, "workers", seconds=0)
+    assert capsys.readouterr().err == ""
+
+
+def test_hosts_that_do_not_come() -> None:
+    with pytest.raises(UnreachableError, match=r"1 of 2 workers have come within 0 s \(FLYTE_DDP_TIMEOUT\): "):
+        room.awaited(lambda: 1, 2, "workers", seconds=0)
+
+
+def test_less_room_than_was_asked_for() -> None:
+    hp = replace(HP, num_ranks=3)
+    assert room.limited(hp, 2, "there are 2 CPUs", 4) == 2
+    with pytest.raises(UserError, match="num_ranks=3: there are 2 CPUs, and each rank needs one; lower num_ranks, or"):
+        room.limited(hp, 2, "there are 2 CPUs", 4, exact=True)
