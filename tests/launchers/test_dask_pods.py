@@ -1,0 +1,141 @@
+"""Dask as Flyte's plugin and the operator start it: by the image's commands, on hosts that have no copy of the library."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import distributed
+import pytest
+import torch
+from mounts import ALONE, need_mounts
+
+from flyte_ddp.launch import dask
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("temporary")]
+
+ROOT = Path(__file__).parents[2]
+WITHOUT_LIBRARY = f"import sys; sys.path[:] = [path for path in sys.path if path != {str(ROOT)!r}]"
+WORKER = ("dask-worker", "--name", "one", "--nthreads", "2", "--memory-limit", "2Gi")  # as in the plugin's dask.go
+OWN_MODEL = """
+import pathlib, torch
+
+def model(num_classes, input_shape):
+    bias = pathlib.Path(__file__).with_name("bias.txt").read_text() == "yes"
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, num_classes, bias=bias))
+"""
+TRAIN = """
+import pathlib, sys
+from functools import partial
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.launch import dask
+from flyte_ddp.run import run_training
+from flyte_ddp.settings import Settings
+
+here = pathlib.Path.cwd()
+hp = Hyperparameters(model="mine:model", epochs=1, num_ranks=2, backend="gloo")
+quiet = Settings(progress="off", wandb_mode="disabled", cache_folder=here.parent / "cache")
+with dask.connected() as client:
+    launch = partial(dask.launch, client=client, folder=here)
+    hardware = dask.hardware(hp, client)
+    run_training(hp, pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), quiet, launch=launch, hardware=hardware)
+"""
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the Dockerfile adds for Flyte's plugin, made in another folder than the image's."""
+    folder = tmp_path_factory.mktemp("commands")
+    lines = (ROOT / "Dockerfile").read_text().replace("\\\n", "").splitlines()
+    [run] = [line.removeprefix("RUN ") for line in lines if line.startswith("RUN ") and "dask-" in line]
+    subprocess.run(["sh", "-c", run.replace("/usr/local/bin", str(folder))], check=True)
+    return folder
+
+
+@pytest.fixture
+def start(commands: Path, tmp_path: Path) -> Iterator[Start]:
+    """Starts one of them, where Python does not find this library; what it says is in ``stderr.txt`` of its folder."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/sitecustomize.py").write_text(WITHOUT_LIBRARY)
+    with ExitStack() as stack:
+
+        def run(name: str, *arguments: str, prefix: Sequence[str] = ()) -> subprocess.Popen[str]:
+            folder = tmp_path / f"process-{len(list(tmp_path.glob('process-*')))}"
+            folder.mkdir()
+            log = stack.enter_context((folder / "stderr.txt").open("w"))
+            path = f"{commands}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+            variables = {**os.environ, "PATH": path, "PYTHONPATH": str(tmp_path / "site")}
+            command = [*prefix, commands / name, *arguments]
+            process = subprocess.Popen(command, cwd=folder, env=variables, stderr=log, text=True)
+            stack.callback(process.wait, 30)
+            stack.callback(process.terminate)
+            return process
+
+        yield run
+
+
+@pytest.fixture
+def address(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Of a scheduler without workers, to which all of a test connect; it takes another port if its own is taken."""
+    scheduler = start("dask-scheduler")
+    said = re.compile(r"Scheduler at: +(tcp://\S+)")
+    log = tmp_path / "process-0/stderr.txt"
+    while not (found := said.search(log.read_text())):
+        assert scheduler.poll() is None, log.read_text()
+    monkeypatch.setenv(dask.SCHEDULER, found[1])
+    return found[1]
+
+
+@pytest.fixture
+def client(address: str) -> Iterator[distributed.Client]:
+    with distributed.Client(address) as connected:
+        yield connected
+
+
+def test_flytes_plugin_starts_workers_by_the_images_commands(client: distributed.Client, start: Start) -> None:
+    start(*WORKER)
+    client.wait_for_workers(1, timeout=60)
+    [worker] = dask.workers_of(client).values()
+    assert (worker["name"], worker["nthreads"], worker["memory_limit"]) == ("one", 2, 2 * 2**30)
+
+
+def test_runs_with_other_sources_at_once_on_workers_that_have_none(
+    client: distributed.Client, start: Start, digits: Path, tmp_path: Path
+) -> None:
+    """Each has the library, a model and a file beside it of its own; nothing of them stays on the workers."""
+
+    def library() -> object:
+        import importlib.util
+
+        return importlib.util.find_spec("flyte_ddp")
+
+    projects = tmp_path / "projects"
+    projects.mkdir()
+    need_mounts(projects)
+    hiding = (*ALONE, "sh", "-c", f'mount -t tmpfs none "{projects}" && exec "$@"', "sh")
+    for name in ("one", "two"):
+        start(*WORKER[:2], name, *WORKER[3:], prefix=hiding)
+    client.wait_for_workers(2, timeout=60)
+    assert [*client.run(library).values()] == [None, None]
+    running = []
+    for bias in ("yes", "no"):
+        project = projects / bias
+        shutil.copytree(ROOT / "flyte_ddp", project / "flyte_ddp", ignore=shutil.ignore_patterns("__pycache__"))
+        (project / "flyte_ddp/of_this_run.py").write_text(f"# {bias}")
+        (project / "mine.py").write_text(OWN_MODEL)
+        (project / "bias.txt").write_text(bias)
+        command = [sys.executable, "-c", TRAIN, str(digits), str(tmp_path / f"run-{bias}")]
+        environment = {**os.environ, "PYTHONPATH": str(project)}
+        running.append(subprocess.Popen(command, cwd=project, env=environment))
+    assert [process.wait(120) for process in running] == [0, 0]
+    found = [torch.load(tmp_path / f"run-{bias}/model.pt", weights_only=True) for bias in ("yes", "no")]
+    assert [len(weights) for weights in found] == [2, 1]
+    assert [*client.run(library).values()] == [None, None]
+    assert not [*tmp_path.rglob("flyte-ddp-sources-*")]
