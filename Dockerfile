@@ -6,9 +6,10 @@
 FROM python:3.12.12-slim-bookworm AS dependencies
 
 # torch.compile builds its kernels when it runs, and needs a compiler for that on GPUs too. Debian removes superseded
-# versions from its mirrors, so a pinned one would break the build.
+# versions from its mirrors, so a pinned one would break the build. KubeRay asks by wget whether its pods are well; without
+# it none ever is, and no rank starts.
 # hadolint ignore=DL3008
-RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
+RUN apt-get update && apt-get install --yes --no-install-recommends g++ wget && rm -rf /var/lib/apt/lists/*
 
 # The lock file is mounted, not copied: this layer is made anew only when it changes, and what was downloaded for the
 # last one is still in the cache (also a mount, so hadolint's rule against caches in layers does not apply). pip compiles

@@ -125,12 +125,13 @@ def decide(hp: Hyperparameters, device_type: str, num_ranks: int, *, threads: in
     )
 
 
-def check_requested(hp: Hyperparameters, nodes: int = 1, ranks: int = 0) -> None:
+def check_requested(hp: Hyperparameters, nodes: int = 1, ranks: int = 0, room: int = 0) -> None:
     """Refuses, before a pod with GPUs starts, what the pods that will be asked for cannot serve; outside pods nothing.
 
     Args:
         nodes: pods of the profile's size that the ranks will be spread over, at most.
         ranks: how many there will be, whatever ``num_ranks`` says; 0: as many as that says.
+        room: the most ranks that there can be without GPUs; 0: any number.
 
     Raises:
         UserError: with what they will have.
@@ -148,6 +149,11 @@ def check_requested(hp: Hyperparameters, nodes: int = 1, ranks: int = 0) -> None
         raise UserError(
             f"num_ranks={hp.num_ranks}: {who} {gpus} GPU(s) and each rank needs one; "
             f"set num_ranks to at most {gpus}, or 0 for all of them, or register with a larger profile"
+        )
+    if device_type == "cpu" and 0 < room < hp.num_ranks:
+        raise UserError(
+            f"num_ranks={hp.num_ranks}: {who} room for {room} rank(s) without GPUs; set num_ranks to at most {room}, "
+            "or 0, or register with more nodes (FLYTE_DDP_NODES) or a larger profile"
         )
     ranks = ranks or hp.num_ranks or (gpus if device_type == "cuda" else 1)
     decide(hp, device_type, ranks, threads=1, bf16=Bf16.FASTER)  # what bf16 is worth is known there only

@@ -6,6 +6,7 @@ that what was requested and what training expects come from the same line of the
 
 import difflib
 import hashlib
+import math
 import os
 import re
 from dataclasses import dataclass
@@ -206,9 +207,10 @@ def cache_limit() -> dict[str, str]:
     return {CACHE_VARIABLE: os.environ.get(CACHE_VARIABLE) or str(storage // 2)}
 
 
-def launching_pod() -> dict[str, Any]:
+def launching_pod(resources: Resources = LAUNCHING) -> dict[str, Any]:
     """Options of a training task whose ranks are in other pods: it launches them, keeps the run folder, and reports."""
-    return {"requests": LAUNCHING, "limits": LAUNCHING, **for_training()}
+    template = PROFILES[chosen_profile()].pod_template
+    return {"requests": resources, "limits": resources, "pod_template_name": template, **for_training()}
 
 
 def resources_of(profile: Profile, parts: int = 1) -> Resources:
@@ -257,28 +259,38 @@ def nodes() -> tuple[int, int]:
     return found
 
 
+def nodes_for(num_ranks: int) -> int:
+    """How many of these pods must be there before so many ranks are started; 0 ranks: as many as they have room for."""
+    least, most = nodes()
+    return min(max(least, math.ceil(num_ranks / ranks_of_elastic())), most)
+
+
 def ranks_of_elastic() -> int:
     """How many Elastic starts on each node: one for each GPU; without GPUs, a few."""
     profile = PROFILES[chosen_profile()]
     return profile.gpus or max(1, min(int(quantity(profile.cpu)), MOST_CPU_RANKS))
 
 
-def nodes_and_ranks(engine: str) -> tuple[int, int]:
+def nodes_and_ranks(engine: str) -> tuple[int, int, int]:
     """What a training task asks for: nodes, at most, and ranks where ``num_ranks`` does not decide; 0 where it does.
 
     Args:
         engine: elastic, ray or dask; empty for training in one pod.
+
+    Returns:
+        As the last of three, the ranks without GPUs that there is room for; 0 for any number.
 
     Raises:
         UserError: another one.
 
     """
     if not engine:
-        return 1, 0
+        return 1, 0, 0
     if engine not in ENGINES:
         raise unknown_name("engine", engine, ENGINES)
-    most = nodes()[1]
-    return most, most * ranks_of_elastic() if engine == "elastic" else 0
+    most, profile = nodes()[1], PROFILES[chosen_profile()]
+    room = {"elastic": 0, "ray": math.ceil(quantity(profile.cpu)), "dask": max(1, profile.gpus)}[engine]
+    return most, most * ranks_of_elastic() if engine == "elastic" else 0, most * room
 
 
 def quantity(text: str) -> Decimal:

@@ -321,6 +321,22 @@ def test_the_dockerfile_is_clean() -> None:
     assert (ended.exit_code, ended.output) == (0, "")
 
 
+def called_in_the_image() -> list[str]:
+    """The commands in the table of deploy/README.md."""
+    text = (ROOT / "deploy/README.md").read_text()
+    [rows] = re.findall(r"^\| what .* call in the image \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", text, re.MULTILINE)
+    return [command for row in rows.splitlines() for command in re.findall("`([^`]+)`", row.split("|")[2])]
+
+
+@pytest.mark.parametrize("command", called_in_the_image())
+def test_what_flyte_and_operators_call_is_in_the_image(command: str) -> None:
+    """The locked packages' commands are those of this environment; what they have not, Debian's must."""
+    ended = run(command, "--help", env={**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}"})
+    assert ended.exit_code == 0, ended.output
+    [packages] = re.findall("apt-get install --yes --no-install-recommends (.*?) &&", DOCKERFILE)
+    assert (BIN / command).exists() or command in ("bash", "grep", *packages.split())  # the first two are Debian's own
+
+
 def test_the_image_pins_its_base_and_runs_without_root() -> None:
     stages = re.findall(r"^FROM (\S+)", DOCKERFILE, re.MULTILINE)
     assert re.fullmatch(r"python:3\.1[0-2]\.\d+-slim-\w+", stages[0])

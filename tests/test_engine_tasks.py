@@ -30,7 +30,6 @@ pytestmark = pytest.mark.slow
 
 ENGINES = ("elastic", "ray", "dask")
 GPU_NODE = {"cpu": "8", "memory": "30Gi", "nvidia.com/gpu": "2", "ephemeral-storage": "20Gi"}
-LAUNCHING = {"cpu": "2", "memory": "8Gi", "ephemeral-storage": "20Gi"}
 
 
 def task(package: Package, engine: str) -> Any:
@@ -85,7 +84,7 @@ def test_ray_nodes_have_the_profiles_size(made: Callable[..., Package], nodes: s
     assert cluster.get("enableAutoscaling", False) == (least < most)
     assert cluster["headGroupSpec"]["rayStartParams"] == {"num-cpus": "0"}
     head = cluster["headGroupSpec"]["k8sPod"]["podSpec"]["containers"][0]["resources"]
-    assert head["requests"] == head["limits"] == LAUNCHING
+    assert head["requests"] == head["limits"] == {"cpu": "1", "memory": "2560Mi", "ephemeral-storage": "10Gi"}
     (group,) = cluster["workerGroupSpec"]
     assert (group["replicas"], group["minReplicas"], group["maxReplicas"]) == (most, least, most)
     worker = group["k8sPod"]["podSpec"]["containers"][0]["resources"]

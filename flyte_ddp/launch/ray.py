@@ -71,32 +71,45 @@ def launch(job: Job, *, num_ranks: int, max_retries: int = 0) -> None:
                 remove_placement_group(group)
 
 
-def hardware(hp: Hyperparameters) -> Hardware:
+def hardware(hp: Hyperparameters, nodes_to_come: int = 0, seconds: float = 0.0) -> Hardware:
     """What ranks find on the cluster: a GPU for each, or CPUs, of which as many as all can have.
+
+    Args:
+        nodes_to_come: waits for so many nodes that take ranks, and has as many ranks as were asked for. 0: takes the
+            cluster as it is.
+        seconds: to wait.
 
     Raises:
         UserError: hyperparameters that the cluster cannot serve.
-        UnreachableError: there is no cluster.
+        UnreachableError: there is no cluster, or a node does not come.
     """
     with connected():
         import ray
 
-        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        room.awaited(lambda: len(resources()), nodes_to_come, "nodes of the Ray cluster", seconds)
+        nodes, exact = resources(), nodes_to_come > 0
         cpus = [int(node.get("CPU", 0)) for node in nodes]
         gpus = [int(node.get("GPU", 0)) for node in nodes]
         device = room.device_type(hp, sum(gpus) > 0, "the Ray cluster has none")
         if device == "cuda":
-            num_ranks = room.limited(hp, sum(gpus), f"the Ray cluster has {sum(gpus)} GPUs", sum(gpus))
+            num_ranks = room.limited(hp, sum(gpus), f"the Ray cluster has {sum(gpus)} GPUs", sum(gpus), exact=exact)
             threads = min(max(1, cpu // gpu) for cpu, gpu in zip(cpus, gpus, strict=True) if gpu)
         else:
             most = min(sum(min(cpu, MOST_CPU_RANKS) for cpu in cpus), hp.batch_size)
-            num_ranks = room.limited(hp, sum(cpus), f"the Ray cluster has {sum(cpus)} CPUs", most)
+            num_ranks = room.limited(hp, sum(cpus), f"the Ray cluster has {sum(cpus)} CPUs", most, exact=exact)
             threads = most_for_each(cpus, num_ranks)
         bf16 = Bf16.NONE
         if hp.precision in ("auto", "bf16"):  # else the answer is of no use
             asked = ray.remote(machine.bf16_support).options(num_cpus=0, num_gpus=1 if device == "cuda" else 0)
             bf16 = ray.get(asked.remote(device))
         return machine.decide(hp, device, num_ranks, threads=threads, bf16=bf16)
+
+
+def resources() -> list[dict[str, float]]:
+    """What each node has that takes ranks; the head of a cluster on Kubernetes has no CPU to give."""
+    import ray
+
+    return [node["Resources"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
 
 
 def most_for_each(cpus: Sequence[int], num_ranks: int) -> int:
