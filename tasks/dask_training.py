@@ -3,7 +3,7 @@
 from functools import partial
 from pathlib import Path
 
-from flytekit import task
+from flytekit import Resources, task
 from flytekit.types.directory import FlyteDirectory
 from flytekitplugins.dask import Dask, Scheduler, WorkerGroup
 
@@ -16,13 +16,15 @@ from tasks.training import TrainingOutputs, outputs, trained
 PROFILE = pods.PROFILES[pods.chosen_profile()]
 RANKS_EACH = max(1, PROFILE.gpus)  # node
 WORKERS = pods.nodes()[1] * RANKS_EACH
+SCHEDULER = Resources(cpu="500m", mem="512Mi", ephemeral_storage="1Gi")
+RUNNER = Resources(cpu="1", mem="2560Mi", ephemeral_storage="10Gi")
 
 
 def cluster() -> Dask:
     """A scheduler, and a worker for each rank."""
     worker = pods.resources_of(PROFILE, RANKS_EACH)
     return Dask(
-        scheduler=Scheduler(requests=pods.LAUNCHING, limits=pods.LAUNCHING),
+        scheduler=Scheduler(requests=SCHEDULER, limits=SCHEDULER),
         workers=WorkerGroup(number_of_workers=WORKERS, requests=worker, limits=worker),
     )
 
@@ -30,7 +32,7 @@ def cluster() -> Dask:
 @recovery.mistakes_in_inputs
 @task(
     task_config=cluster(),
-    **pods.launching_pod(),
+    **pods.launching_pod(RUNNER),
     shared_memory=PROFILE.shared_memory,  # of the workers; the plugin makes all pods from one
     cache=pods.by_run(),
     enable_deck=True,

@@ -1,4 +1,4 @@
-"""Dask as Flyte's plugin and the operator start it: by the image's commands, on hosts that have no copy of the library."""
+"""Dask as Flyte's plugin and the operator start it: by the image's commands, on hosts that have no copy of this."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_runs_with_other_sources_at_once_on_workers_that_have_none(
         command = [sys.executable, "-c", TRAIN, str(digits), str(tmp_path / f"run-{bias}")]
         environment = {**os.environ, "PYTHONPATH": str(project)}
         running.append(subprocess.Popen(command, cwd=project, env=environment))
-    assert [process.wait(120) for process in running] == [0, 0]
+    assert [process.wait(300) for process in running] == [0, 0]
     found = [torch.load(tmp_path / f"run-{bias}/model.pt", weights_only=True) for bias in ("yes", "no")]
     assert [len(weights) for weights in found] == [2, 1]
     assert [*client.run(library).values()] == [None, None]
