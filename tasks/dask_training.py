@@ -17,7 +17,7 @@ PROFILE = pods.PROFILES[pods.chosen_profile()]
 RANKS_EACH = max(1, PROFILE.gpus)  # node
 WORKERS = pods.nodes()[1] * RANKS_EACH
 SCHEDULER = Resources(cpu="500m", mem="512Mi", ephemeral_storage="1Gi")
-RUNNER = Resources(cpu="1", mem="2560Mi", ephemeral_storage="10Gi")
+RUNNER = Resources(cpu="1", mem="2Gi", ephemeral_storage="10Gi")
 
 
 def cluster() -> Dask:

@@ -59,7 +59,7 @@ def launch(job: Job, *, num_ranks: int, client: Any = None, retries: int = 0, fo
         there = workers_of(cluster)
         workers = chosen(there, cluster.processing(), num_ranks)
         refuse_other_versions(cluster, workers)
-        devices = numbered(workers, cluster.run(by_value(visible_devices), workers=workers))
+        devices = numbered(workers, ask(cluster, visible_devices, workers=workers))
         files, run = sources.packed(job.hp, folder), by_value(agent.run_with)
         scheduler = cluster.scheduler.address.rpartition("//")[2].rpartition(":")[0]
         with meeting_place(job, get_ip(scheduler)) as meeting:
@@ -75,9 +75,10 @@ def launch(job: Job, *, num_ranks: int, client: Any = None, retries: int = 0, fo
             finally:
                 # Agents end by themselves when nobody listens any more; those of workers that are gone have ended.
                 meeting.close()
-                with suppress(TimeoutError):
+                with suppress(Exception):  # in time, or there is no scheduler any more
                     wait(futures, timeout=JOIN_SECONDS)
-                cluster.cancel(futures, force=True)
+                with suppress(OSError):
+                    cluster.cancel(futures, force=True)
 
 
 def hardware(hp: Hyperparameters, client: Any, *, coming: int = 0, seconds: float = 0.0) -> Hardware:
@@ -97,16 +98,23 @@ def hardware(hp: Hyperparameters, client: Any, *, coming: int = 0, seconds: floa
         room.awaited(lambda: len(workers_of(client)), wanted, "workers of the Dask cluster", seconds)
     workers = workers_of(client)
     refuse_other_versions(client, workers)
-    gpus = client.run(by_value(machine.visible_gpus))
+    gpus = ask(client, machine.visible_gpus)
     device = room.device_type(hp, bool(gpus) and all(gpus.values()), "not all workers of the Dask cluster have one")
-    most = len(workers) if device == "cuda" else min(len(workers), hp.batch_size)
-    num_ranks = room.limited(hp, len(workers), f"the Dask cluster has {len(workers)} workers", most)
+    there = coming or len(workers)
+    most = there if device == "cuda" else min(there, hp.batch_size)
+    num_ranks = room.limited(hp, there, f"the Dask cluster has {there} workers", most, exact=coming > 0)
     used = chosen(workers, client.processing(), num_ranks)
-    cores = client.run(by_value(machine.cores), workers=used)
-    bf16 = client.run(by_value(machine.bf16_support), device, workers=used)
+    cores = ask(client, machine.cores, workers=used)
+    bf16 = ask(client, machine.bf16_support, device, workers=used)
     on_host = Counter(workers[worker]["host"] for worker in used)
     threads = min(max(1, cores[worker] // on_host[workers[worker]["host"]]) for worker in used)
     return machine.decide(hp, device, num_ranks, threads=threads, bf16=min(bf16.values()))
+
+
+def ask(client: Any, function: Callable[..., Any], *arguments: Any, workers: Sequence[str] | None = None) -> Any:
+    """What a function of this library returns on each of these workers, or on all."""
+    with answering(client):
+        return client.run(by_value(function), *arguments, workers=workers)
 
 
 def by_value(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -132,7 +140,8 @@ def by_value(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def refuse_other_versions(client: Any, workers: Iterable[str]) -> None:
     """Raises UserError if a worker has another Python, or another release of what decides how it computes."""
-    found = client.get_versions(packages=ARITHMETIC)
+    with answering(client):
+        found = client.get_versions(packages=ARITHMETIC)
     here = versions(found["client"])
     for worker in workers:
         if worker in found["workers"] and (other := versions(found["workers"][worker])) != here:
@@ -186,9 +195,25 @@ def connected(client: Any = None, num_ranks: int = 0, seconds: float | None = No
 
 
 def workers_of(client: Any) -> dict[str, Any]:
-    """What the scheduler knows of each worker, by address."""
-    workers: dict[str, Any] = client.sync(client.scheduler.identity, n_workers=-1)["workers"]
+    """What the scheduler knows of each worker, by address.
+
+    Raises:
+        UnreachableError: it does not answer.
+    """
+    with answering(client):
+        workers: dict[str, Any] = client.sync(client.scheduler.identity, n_workers=-1)["workers"]
     return workers
+
+
+@contextmanager
+def answering(client: Any) -> Iterator[None]:
+    """Goes around what is asked of a cluster: raises UnreachableError where that is gone, or a worker of it."""
+    try:
+        yield
+    except OSError as error:
+        raise UnreachableError(
+            f"the Dask cluster of {client.scheduler.address} does not answer ({error}); run again when it does"
+        ) from None
 
 
 def chosen(workers: Mapping[str, Any], busy: Mapping[str, Any], num_ranks: int) -> list[str]:

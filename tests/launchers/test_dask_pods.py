@@ -5,18 +5,28 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import distributed
 import pytest
 import torch
+from faulty_runs import INTRODUCED as HP
+from faulty_runs import when
 from mounts import ALONE, need_mounts
 
+from flyte_ddp.errors import RankError, UnreachableError, UserError
 from flyte_ddp.launch import dask
+from flyte_ddp.run import run_training
+from flyte_ddp.settings import Settings
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("temporary")]
 
@@ -60,7 +70,13 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def start(commands: Path, tmp_path: Path) -> Iterator[Start]:
+def processes() -> list[subprocess.Popen[str]]:
+    """What has been started, in its order."""
+    return []
+
+
+@pytest.fixture
+def start(commands: Path, tmp_path: Path, processes: list[subprocess.Popen[str]]) -> Iterator[Start]:
     """Starts one of them, where Python does not find this library; what it says is in ``stderr.txt`` of its folder."""
     (tmp_path / "site").mkdir()
     (tmp_path / "site/sitecustomize.py").write_text(WITHOUT_LIBRARY)
@@ -74,7 +90,8 @@ def start(commands: Path, tmp_path: Path) -> Iterator[Start]:
             variables = {**os.environ, "PATH": path, "PYTHONPATH": str(tmp_path / "site")}
             command = [*prefix, commands / name, *arguments]
             process = subprocess.Popen(command, cwd=folder, env=variables, stderr=log, text=True)
-            stack.callback(process.wait, 30)
+            processes.append(process)
+            stack.callback(process.wait, 60)
             stack.callback(process.terminate)
             return process
 
@@ -104,6 +121,79 @@ def test_flytes_plugin_starts_workers_by_the_images_commands(client: distributed
     client.wait_for_workers(1, timeout=60)
     [worker] = dask.workers_of(client).values()
     assert (worker["name"], worker["nthreads"], worker["memory_limit"]) == ("one", 2, 2 * 2**30)
+
+
+def test_workers_that_come_later_are_waited_for(
+    client: distributed.Client, start: Start, capfd: pytest.CaptureFixture[str]
+) -> None:
+    start(*WORKER)
+    client.wait_for_workers(1, timeout=60)
+    hp = replace(HP, num_ranks=0)
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(dask.hardware, hp, client, coming=2, seconds=300)
+        said = ""
+        while "1 of 2 workers of the Dask cluster" not in said:
+            assert not found.done(), found.result()
+            said += capfd.readouterr().err
+        start(*WORKER[:2], "two", *WORKER[3:])
+        assert found.result().num_ranks == 2
+
+
+def test_fewer_workers_than_ranks_are_an_error_where_the_cluster_is_made_for_the_run(
+    client: distributed.Client, start: Start
+) -> None:
+    start(*WORKER)
+    client.wait_for_workers(1, timeout=60)
+    with pytest.raises(UserError, match="num_ranks=3: the Dask cluster has 2 workers, and each rank needs one"):
+        dask.hardware(replace(HP, num_ranks=3), client, coming=2, seconds=300)
+    with pytest.raises(UnreachableError, match="1 of 2 workers of the Dask cluster have come within 0 s"):
+        dask.hardware(replace(HP, num_ranks=2), client, coming=2)
+
+
+def test_a_scheduler_that_starts_later(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    monkeypatch.setenv(dask.SCHEDULER, f"tcp://127.0.0.1:{port}")
+
+    def workers() -> int:
+        with dask.connected(seconds=300) as client:
+            return len(dask.workers_of(client))
+
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(workers)
+        start("dask-scheduler", "--port", str(port))
+        assert found.result() == 0
+
+
+def test_a_scheduler_that_dies(
+    address: str, start: Start, digits: Path, tmp_path: Path, processes: list[subprocess.Popen[str]]
+) -> None:
+    """Its workers end with it, and their ranks; there is no other try on this cluster."""
+    for name in ("one", "two"):
+        start(*WORKER[:2], name, *WORKER[3:])
+    run = tmp_path / "run"
+    when(run / "unfinished/metrics.jsonl", processes[0].kill)
+    with dask.connected() as client:
+        client.wait_for_workers(2, timeout=60)
+        launch = partial(dask.launch, client=client, retries=2)
+        hardware = dask.hardware(HP, client)
+        quiet = Settings(progress="off", wandb_mode="disabled", cache_folder=tmp_path / "cache")
+        long = replace(HP, epochs=1000, max_steps=None)
+        with pytest.raises((RankError, UnreachableError)) as raised:
+            run_training(long, digits, run, quiet, launch=launch, hardware=hardware)
+    assert isinstance(raised.value, UnreachableError) or raised.value.recoverable
+
+
+def test_a_worker_of_another_version() -> None:
+    """By what Dask finds out about its processes."""
+    ours = {"packages": {"python": "3.12.1.final.0", "torch": "2.9.0", "torchvision": "0.24.0"}}
+    theirs = {"packages": {**ours["packages"], "python": "3.11.9.final.0"}}
+    found = {"client": ours, "workers": {"tcp://a:1": ours, "tcp://b:1": theirs}}
+    cluster = SimpleNamespace(get_versions=lambda **_: found)
+    dask.refuse_other_versions(cluster, ["tcp://a:1"])
+    words = "Dask worker tcp://b:1 has python 3.11, torch .*, and this process python 3.12, .*; use one image for all"
+    with pytest.raises(UserError, match=words):
+        dask.refuse_other_versions(cluster, ["tcp://a:1", "tcp://b:1"])
 
 
 def test_runs_with_other_sources_at_once_on_workers_that_have_none(
