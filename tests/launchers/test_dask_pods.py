@@ -172,13 +172,13 @@ def test_a_scheduler_that_dies(
     for name in ("one", "two"):
         start(*WORKER[:2], name, *WORKER[3:])
     run = tmp_path / "run"
-    when(run / "unfinished/metrics.jsonl", processes[0].kill)
     with dask.connected() as client:
         client.wait_for_workers(2, timeout=60)
         launch = partial(dask.launch, client=client, retries=2)
         hardware = dask.hardware(HP, client)
         quiet = Settings(progress="off", wandb_mode="disabled", cache_folder=tmp_path / "cache")
-        long = replace(HP, epochs=1000, max_steps=None)
+        long = replace(HP, epochs=1000, max_steps=0)
+        when(run / "unfinished/metrics.jsonl", processes[0].kill)
         with pytest.raises((RankError, UnreachableError)) as raised:
             run_training(long, digits, run, quiet, launch=launch, hardware=hardware)
     assert isinstance(raised.value, UnreachableError) or raised.value.recoverable
