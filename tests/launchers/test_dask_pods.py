@@ -21,6 +21,7 @@ import pytest
 import torch
 from faulty_runs import INTRODUCED as HP
 from faulty_runs import when
+from image import make_commands
 from mounts import ALONE, need_mounts
 
 from flyte_ddp.errors import RankError, UnreachableError, UserError
@@ -63,9 +64,7 @@ Start = Callable[..., subprocess.Popen[str]]
 def commands(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the Dockerfile adds for Flyte's plugin, made in another folder than the image's."""
     folder = tmp_path_factory.mktemp("commands")
-    lines = (ROOT / "Dockerfile").read_text().replace("\\\n", "").splitlines()
-    [run] = [line.removeprefix("RUN ") for line in lines if line.startswith("RUN ") and "dask-" in line]
-    subprocess.run(["sh", "-c", run.replace("/usr/local/bin", str(folder))], check=True)
+    make_commands(folder)
     return folder
 
 
