@@ -20,6 +20,11 @@ RUN --mount=type=cache,target=/var/cache/pip \
     pip install --cache-dir /var/cache/pip --no-deps --require-hashes --root-user-action ignore \
         --requirement /tmp/requirements.lock
 
+# Flyte's plugin for Dask starts these two, which Dask has replaced by `dask scheduler` and `dask worker`.
+RUN for name in scheduler worker; do \
+        printf '#!/bin/sh\nexec dask %s "$@"\n' $name > /usr/local/bin/dask-$name && chmod +x /usr/local/bin/dask-$name; \
+    done
+
 # Not root, but at home in /root: that is where flytekit unpacks registered sources unless told otherwise.
 RUN useradd --uid 1000 --user-group --home-dir /root --no-create-home flyte && chown flyte:flyte /root
 WORKDIR /root

@@ -3,30 +3,41 @@
 from functools import partial
 from pathlib import Path
 
-from flytekit import task
+from flytekit import Resources, task
 from flytekit.types.directory import FlyteDirectory
 from flytekitplugins.dask import Dask, Scheduler, WorkerGroup
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.settings import Settings
-from tasks import pods, recovery
+from tasks import places, pods, recovery
 from tasks.training import TrainingOutputs, outputs, trained
+
+PROFILE = pods.PROFILES[pods.chosen_profile()]
+RANKS_EACH = max(1, PROFILE.gpus)  # node
+WORKERS = pods.nodes()[1] * RANKS_EACH
+SCHEDULER = Resources(cpu="500m", mem="512Mi", ephemeral_storage="1Gi")
+RUNNER = Resources(cpu="1", mem="2Gi", ephemeral_storage="10Gi")
 
 
 def cluster() -> Dask:
     """A scheduler, and a worker for each rank."""
-    profile = pods.PROFILES[pods.chosen_profile()]
-    ranks_each = max(1, profile.gpus)
-    worker = pods.resources_of(profile, ranks_each)
+    worker = pods.resources_of(PROFILE, RANKS_EACH)
     return Dask(
-        scheduler=Scheduler(requests=pods.LAUNCHING, limits=pods.LAUNCHING),
-        workers=WorkerGroup(number_of_workers=pods.nodes()[1] * ranks_each, requests=worker, limits=worker),
+        scheduler=Scheduler(requests=SCHEDULER, limits=SCHEDULER),
+        workers=WorkerGroup(number_of_workers=WORKERS, requests=worker, limits=worker),
     )
 
 
 @recovery.mistakes_in_inputs
-@task(task_config=cluster(), **pods.launching_pod(), cache=pods.by_run(), enable_deck=True, deck_fields=())
+@task(
+    task_config=cluster(),
+    **pods.launching_pod(RUNNER),
+    shared_memory=PROFILE.shared_memory,  # of the workers; the plugin makes all pods from one
+    cache=pods.by_run(),
+    enable_deck=True,
+    deck_fields=(),
+)
 def train_on_dask(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -> TrainingOutputs:
     """Train a model with distributed data parallelism on a Dask cluster, one rank to a worker.
 
@@ -36,9 +47,13 @@ def train_on_dask(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -
 
 
 def on_dask(hp: Hyperparameters, data: Path, run_folder: Path, settings: Settings) -> Result:
-    """Trains on the cluster that Flyte has set up, or locally on one of this machine."""
+    """Trains on the cluster that Flyte has set up, with the sources of this pod, or locally on one of this machine."""
     from flyte_ddp.launch import dask
 
-    with dask.connected(num_ranks=hp.num_ranks) as client:
-        launch = partial(dask.launch, client=client, retries=pods.ENGINE_RETRIES)
-        return run_training(hp, data, run_folder, settings, launch=launch, hardware=dask.hardware(hp, client))
+    local = places.is_local()
+    seconds = None if local else settings.timeout
+    with dask.connected(num_ranks=hp.num_ranks, seconds=seconds) as client:
+        hardware = dask.hardware(hp, client, coming=0 if local else WORKERS, seconds=settings.timeout)
+        folder = None if local else Path.cwd()
+        launch = partial(dask.launch, client=client, retries=pods.ENGINE_RETRIES, folder=folder)
+        return run_training(hp, data, run_folder, settings, launch=launch, hardware=hardware)

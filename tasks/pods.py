@@ -35,7 +35,6 @@ CHECKPOINT_DAYS_VARIABLE = "FLYTE_DDP_CHECKPOINT_DAYS"
 NOTIFY_VARIABLE = "FLYTE_DDP_NOTIFY"
 SETTINGS_VARIABLE = "FLYTE_DDP_SETTINGS"
 ANEW_VARIABLE = "FLYTE_DDP_ANEW"  # set for an execution that is to train from the first step
-LAUNCHING = Resources(cpu="2", mem="8Gi", ephemeral_storage="20Gi")
 ENGINES = ("elastic", "ray", "dask")
 LOSSES = 100  # of a training pod, each after some progress; see CheckpointStore.stop_if_futile for the others
 ENGINE_RETRIES = 2  # an engine's own, on the hosts that it has; Flyte's would set up another cluster
@@ -209,7 +208,7 @@ def cache_limit() -> dict[str, str]:
     return {CACHE_VARIABLE: os.environ.get(CACHE_VARIABLE) or str(storage // 2)}
 
 
-def launching_pod(resources: Resources = LAUNCHING) -> dict[str, Any]:
+def launching_pod(resources: Resources) -> dict[str, Any]:
     """Options of a training task whose ranks are in other pods: it launches them, keeps the run folder, and reports."""
     template = PROFILES[chosen_profile()].pod_template
     return {"requests": resources, "limits": resources, "pod_template_name": template, **for_training()}
@@ -334,8 +333,15 @@ def wandb_secret() -> Optional[Secret]:
 
 
 def tracking_environment() -> dict[str, str]:
-    """Where the training pod logs and copies results to, as set at registration, and where it finds wandb's key."""
-    names = ("WANDB_PROJECT", "WANDB_ENTITY", "WANDB_MODE", "WANDB_BASE_URL", "FLYTE_DDP_WANDB_TABLE_ROWS")
+    """How long a training pod waits, and where it logs and copies results to, as set at registration."""
+    names = (
+        "FLYTE_DDP_TIMEOUT",
+        "WANDB_PROJECT",
+        "WANDB_ENTITY",
+        "WANDB_MODE",
+        "WANDB_BASE_URL",
+        "FLYTE_DDP_WANDB_TABLE_ROWS",
+    )
     chosen = {name: os.environ[name] for name in names if os.environ.get(name)}
     results = os.environ.get("FLYTE_DDP_RESULTS", "")
     if "://" in results:  # a folder of this machine's would go with the pod

@@ -184,7 +184,48 @@ def test_dask_has_a_worker_for_each_gpu(made: Callable[..., Package]) -> None:
     assert spec["workers"]["numberOfWorkers"] == 6
     found = resources(spec["workers"]["resources"])
     assert found == {"CPU": "4", "MEMORY": "15360Mi", "GPU": "1", "EPHEMERAL_STORAGE": "20Gi"}
-    assert resources(spec["scheduler"]["resources"]) == {"CPU": "2", "MEMORY": "8Gi", "EPHEMERAL_STORAGE": "20Gi"}
+    assert resources(spec["scheduler"]["resources"]) == {"CPU": "500m", "MEMORY": "512Mi", "EPHEMERAL_STORAGE": "1Gi"}
+
+
+def test_dask_in_the_sandbox_fits_into_four_cores_and_8_gib(made: Callable[..., Package]) -> None:
+    package = made(FLYTE_DDP_NODES="2", FLYTE_DDP_PROFILE="sandbox")
+    spec = custom(package, "dask")
+    runner = {each.name: each.value for each in task(package, "dask").container.resources.requests}
+    kinds = task(package, "dask").container.resources.ResourceName.DESCRIPTOR.values_by_number
+    found = [resources(spec["workers"]["resources"])] * spec["workers"]["numberOfWorkers"]
+    found += [resources(spec["scheduler"]["resources"]), {kinds[name].name: value for name, value in runner.items()}]
+    assert len(found) == 4
+    assert sum(pods.quantity(each["CPU"]) for each in found) <= 4
+    assert sum(pods.in_bytes(each["MEMORY"]) for each in found) <= 8 * 2**30
+
+
+def test_a_daskjob_for_gpus_is_as_the_profile_says() -> None:
+    """As Flyte made it on a cluster; its plugin makes all pods from one, but for their resources."""
+    from tasks import dask_training
+
+    job = yaml.safe_load((ROOT / "tests/recorded/dask-gpu.yaml").read_text())["spec"]
+    template = yaml.safe_load((ROOT / "deploy/pod-template.yaml").read_text())["template"]["spec"]
+    profile, cluster = pods.PROFILES["gpu"], job["cluster"]["spec"]
+    assert cluster["worker"]["replicas"] == 2 * profile.gpus
+    asked = {
+        "worker": pods.resources_of(profile, profile.gpus),
+        "scheduler": dask_training.SCHEDULER,
+        "runner": dask_training.RUNNER,
+    }
+    for kind, pod in {**cluster, "runner": job["job"]}.items():
+        spec, wanted = pod["spec"], asked[kind]
+        for field in ("tolerations", "terminationGracePeriodSeconds", "securityContext"):
+            assert spec[field] == template[field], (kind, field)
+        assert spec["volumes"][0]["emptyDir"] == {"medium": "Memory", "sizeLimit": profile.shared_memory}
+        [container] = spec["containers"]
+        assert container["volumeMounts"] == [{"mountPath": "/dev/shm", "name": spec["volumes"][0]["name"]}]
+        assert container["securityContext"] == template["containers"][0]["securityContext"]
+        found = container["resources"]["requests"]
+        assert found == container["resources"]["limits"]
+        assert found.get("nvidia.com/gpu") == wanted.gpu
+        assert pods.quantity(found["cpu"]) == pods.quantity(str(wanted.cpu))
+        assert pods.in_bytes(found["memory"]) == pods.in_bytes(str(wanted.mem))
+        assert found["ephemeral-storage"] == wanted.ephemeral_storage
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -121,7 +121,7 @@ def test_a_profile_can_be_for_nodes_that_are_taken_away(monkeypatch: pytest.Monk
     def train() -> None:
         """Nothing."""
 
-    for options in (pods.training_pod(), pods.launching_pod()):
+    for options in (pods.training_pod(), pods.launching_pod(flytekit.Resources(cpu="1"))):
         assert flytekit.task(**options)(train).metadata.interruptible
     assert not flytekit.task(**pods.prediction_pod())(train).metadata.interruptible
 

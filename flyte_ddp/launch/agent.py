@@ -12,11 +12,13 @@ import pickle
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from flyte_ddp.launch.gang import Member, end
 from flyte_ddp.launch.offspring import end_offspring, take_in_orphans
 from flyte_ddp.launch.processes import start
+from flyte_ddp.launch.sources import unpacked
 
 if TYPE_CHECKING:
     from flyte_ddp.launch.remote import Invitation
@@ -32,15 +34,41 @@ def run(invitation: Invitation) -> None:
     Raises:
         RankEndedError: it was not a good one.
     """
-    paths = os.pathsep.join(path for path in sys.path if path)
+    start_agent(in_words(invitation))
+
+
+def run_with(sources: bytes, words: bytes, below: str) -> None:
+    """The same on a host that need not have this library, where this function comes by value.
+
+    Args:
+        sources: from :func:`flyte_ddp.launch.sources.packed`.
+        words: from :func:`in_words`.
+        below: a folder of that host's, for the sources.
+    """
+    with unpacked(sources, below) as (folder, places):
+        start_agent(words, folder, places)
+
+
+def in_words(invitation: Invitation) -> bytes:
+    """What an agent gets on its input; first comes the place, with which it starts its rank."""
+    return pickle.dumps(invitation.place) + pickle.dumps(invitation)
+
+
+def start_agent(words: bytes, folder: str | None = None, places: Sequence[str] = ()) -> None:
+    """See :func:`run`.
+
+    Args:
+        folder: the agent's working directory, where Python looks for modules first; None: this process's.
+        places: where it looks for them then, before it does so where this process does.
+    """
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [*places, *sys.path]))}
     command = [sys.executable, "-m", "flyte_ddp.launch.agent"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, env={**os.environ, "PYTHONPATH": paths}) as process:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, cwd=folder) as process:
         assert process.stdin is not None
-        pickle.dump(invitation.place, process.stdin)
-        pickle.dump(invitation, process.stdin)
+        process.stdin.write(words)
         process.stdin.flush()  # and it stays open: its end is the end of this process
         if process.wait():
-            raise RankEndedError(f"rank {invitation.place.rank} did not come to its end")
+            raise RankEndedError("the rank did not come to its end")
 
 
 def main() -> None:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
+import flyte_ddp
 from flyte_ddp import hardware as machine
+from flyte_ddp.code_digest import ARITHMETIC
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UnreachableError, UserError, needing
 from flyte_ddp.hardware import MOST_CPU_RANKS, Hardware
 from flyte_ddp.job import Job
-from flyte_ddp.launch import agent, room
+from flyte_ddp.launch import agent, room, sources
 from flyte_ddp.launch.place import Place
 from flyte_ddp.launch.processes import main_script_hidden
 from flyte_ddp.launch.remote import JOIN_SECONDS, meeting_place
@@ -30,17 +33,18 @@ UNWATCHED = {
 }
 
 
-def launch(job: Job, *, num_ranks: int, client: Any = None, retries: int = 0) -> None:
-    """Runs the job on ``num_ranks`` workers, on as few hosts as possible.
+def launch(job: Job, *, num_ranks: int, client: Any = None, retries: int = 0, folder: Path | None = None) -> None:
+    """Runs the job on ``num_ranks`` workers, on as few hosts as possible, with the sources that are here.
 
     Args:
         client: of the cluster, Dask's own; None for the one that is there, see :func:`connected`.
         retries: Dask's own: how often it starts a task once more when it has failed. All ranks then go on from the
             newest checkpoint. Each rank stays on its worker, so that a lost worker ends the run.
+        folder: see :func:`flyte_ddp.launch.sources.packed`.
 
     Raises:
-        UserError: the user's mistake, as the rank that failed first reported it, or too few workers.
-        UnreachableError: there is no scheduler, or workers cannot reach this host.
+        UserError: the user's mistake, as the rank that failed first reported it, or workers of another version.
+        UnreachableError: there is no scheduler, there are too few workers, or they cannot reach this host.
         RankError: any other failure of a rank, named by the rank that failed first.
         StoppedError: the process got SIGTERM; for Ctrl-C it is a KeyboardInterrupt.
 
@@ -52,15 +56,18 @@ def launch(job: Job, *, num_ranks: int, client: Any = None, retries: int = 0) ->
         from distributed.utils import get_ip
 
     with connected(client, num_ranks) as cluster:
-        workers = chosen(workers_of(cluster), cluster.processing(), num_ranks)
-        devices = numbered(workers, cluster.run(visible_devices, workers=workers))
+        there = workers_of(cluster)
+        workers = chosen(there, cluster.processing(), num_ranks)
+        refuse_other_versions(cluster, workers)
+        devices = numbered(workers, ask(cluster, visible_devices, workers=workers))
+        files, run = sources.packed(job.hp, folder), by_value(agent.run_with)
         scheduler = cluster.scheduler.address.rpartition("//")[2].rpartition(":")[0]
         with meeting_place(job, get_ip(scheduler)) as meeting:
             tasks = []
             for rank, worker in enumerate(workers):
-                invitation = meeting.invitation(Place(rank, num_ranks, devices[rank]))
+                words = agent.in_words(meeting.invitation(Place(rank, num_ranks, devices[rank])))
                 with annotate(workers=[worker], allow_other_workers=False, retries=retries):
-                    tasks.append(delayed(agent.run, pure=False)(invitation))
+                    tasks.append(delayed(run, pure=False)(files, words, there[worker]["local_directory"]))
             # In one go, so that of two runs at the same time no worker takes the other's rank first.
             futures: list[Any] = cluster.compute(tasks, optimize_graph=False)
             try:
@@ -68,38 +75,93 @@ def launch(job: Job, *, num_ranks: int, client: Any = None, retries: int = 0) ->
             finally:
                 # Agents end by themselves when nobody listens any more; those of workers that are gone have ended.
                 meeting.close()
-                with suppress(TimeoutError):
+                with suppress(Exception):  # in time, or there is no scheduler any more
                     wait(futures, timeout=JOIN_SECONDS)
-                cluster.cancel(futures, force=True)
+                with suppress(OSError):
+                    cluster.cancel(futures, force=True)
 
 
-def hardware(hp: Hyperparameters, client: Any) -> Hardware:
+def hardware(hp: Hyperparameters, client: Any, *, coming: int = 0, seconds: float = 0.0) -> Hardware:
     """What ranks find on the workers: a GPU for each where all workers see one, and their share of their hosts' cores.
 
     Args:
         client: of the cluster.
+        coming: how many workers it will have, of which as many are waited for as there are to be ranks; 0: what it has.
+        seconds: to wait for them.
 
     Raises:
         UserError: hyperparameters that the cluster cannot serve.
+        UnreachableError: workers that have not come.
     """
+    if coming:
+        wanted = room.limited(hp, coming, f"the Dask cluster has {coming} workers", coming, exact=True)
+        room.awaited(lambda: len(workers_of(client)), wanted, "workers of the Dask cluster", seconds)
     workers = workers_of(client)
-    gpus = client.run(machine.visible_gpus)
+    refuse_other_versions(client, workers)
+    gpus = ask(client, machine.visible_gpus)
     device = room.device_type(hp, bool(gpus) and all(gpus.values()), "not all workers of the Dask cluster have one")
-    most = len(workers) if device == "cuda" else min(len(workers), hp.batch_size)
-    num_ranks = room.limited(hp, len(workers), f"the Dask cluster has {len(workers)} workers", most)
+    there = coming or len(workers)
+    most = there if device == "cuda" else min(there, hp.batch_size)
+    num_ranks = room.limited(hp, there, f"the Dask cluster has {there} workers", most, exact=coming > 0)
     used = chosen(workers, client.processing(), num_ranks)
-    cores, bf16 = client.run(machine.cores, workers=used), client.run(machine.bf16_support, device, workers=used)
+    cores = ask(client, machine.cores, workers=used)
+    bf16 = ask(client, machine.bf16_support, device, workers=used)
     on_host = Counter(workers[worker]["host"] for worker in used)
     threads = min(max(1, cores[worker] // on_host[workers[worker]["host"]]) for worker in used)
     return machine.decide(hp, device, num_ranks, threads=threads, bf16=min(bf16.values()))
 
 
+def ask(client: Any, function: Callable[..., Any], *arguments: Any, workers: Sequence[str] | None = None) -> Any:
+    """What a function of this library returns on each of these workers, or on all."""
+    with answering(client):
+        return client.run(by_value(function), *arguments, workers=workers)
+
+
+def by_value(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of this library as workers can call it that have no copy of it, or another one.
+
+    What it is made of goes along; what it imports while it runs must be there.
+    """
+    import cloudpickle  # type: ignore[import-untyped]
+
+    cloudpickle.register_pickle_by_value(flyte_ddp)
+    try:
+        content = cloudpickle.dumps(function)
+    finally:
+        cloudpickle.unregister_pickle_by_value(flyte_ddp)
+
+    def call(*arguments: Any) -> Any:  # which goes by value by itself, as no module has it
+        import pickle
+
+        return pickle.loads(content)(*arguments)
+
+    return call
+
+
+def refuse_other_versions(client: Any, workers: Iterable[str]) -> None:
+    """Raises UserError if a worker has another Python, or another release of what decides how it computes."""
+    with answering(client):
+        found = client.get_versions(packages=ARITHMETIC)
+    here = versions(found["client"])
+    for worker in workers:
+        if worker in found["workers"] and (other := versions(found["workers"][worker])) != here:
+            raise UserError(f"Dask worker {worker} has {other}, and this process {here}; use one image for all")
+
+
+def versions(found: Mapping[str, Any]) -> str:
+    """Of what Dask has found out about a process, such as ``python 3.12, torch 2.15.0, torchvision 0.29.2``."""
+    releases = found["packages"]
+    python = ".".join(releases["python"].split(".")[:2])
+    return ", ".join([f"python {python}", *(f"{name} {releases[name]}" for name in ARITHMETIC)])
+
+
 @contextmanager
-def connected(client: Any = None, num_ranks: int = 0) -> Iterator[Any]:
+def connected(client: Any = None, num_ranks: int = 0, seconds: float | None = None) -> Iterator[Any]:
     """A client: this one, Dask's current one, of ``DASK_SCHEDULER_ADDRESS``, or of a cluster that is made here.
 
     Args:
         num_ranks: workers of a cluster that is made here; 0: one for each GPU, or for each core up to a few.
+        seconds: to wait for a scheduler that may still have to start; None: a few.
 
     Raises:
         UserError: Dask is not installed.
@@ -118,7 +180,7 @@ def connected(client: Any = None, num_ranks: int = 0) -> Iterator[Any]:
     address = os.environ.get(SCHEDULER)
     if address:
         try:
-            client = Client(address, timeout=REACH_SECONDS)
+            client = Client(address, timeout=seconds or REACH_SECONDS)
         except OSError as error:
             what = f"{SCHEDULER}={address}: no scheduler there ({error})"
             raise UnreachableError(f"{what}; start one, or correct the address") from None
@@ -133,9 +195,25 @@ def connected(client: Any = None, num_ranks: int = 0) -> Iterator[Any]:
 
 
 def workers_of(client: Any) -> dict[str, Any]:
-    """What the scheduler knows of each worker, by address."""
-    workers: dict[str, Any] = client.sync(client.scheduler.identity, n_workers=-1)["workers"]
+    """What the scheduler knows of each worker, by address.
+
+    Raises:
+        UnreachableError: it does not answer.
+    """
+    with answering(client):
+        workers: dict[str, Any] = client.sync(client.scheduler.identity, n_workers=-1)["workers"]
     return workers
+
+
+@contextmanager
+def answering(client: Any) -> Iterator[None]:
+    """Goes around what is asked of a cluster: raises UnreachableError where that is gone, or a worker of it."""
+    try:
+        yield
+    except OSError as error:
+        raise UnreachableError(
+            f"the Dask cluster of {client.scheduler.address} does not answer ({error}); run again when it does"
+        ) from None
 
 
 def chosen(workers: Mapping[str, Any], busy: Mapping[str, Any], num_ranks: int) -> list[str]:
@@ -146,7 +224,7 @@ def chosen(workers: Mapping[str, Any], busy: Mapping[str, Any], num_ranks: int) 
         busy: what each of them works at; workers that are at something are taken only if others do not suffice.
 
     Raises:
-        UserError: there are fewer.
+        UnreachableError: there are fewer.
     """
     idle = [address for address in workers if not busy.get(address)]
     hosts: dict[str, list[str]] = defaultdict(list)
@@ -155,7 +233,7 @@ def chosen(workers: Mapping[str, Any], busy: Mapping[str, Any], num_ranks: int) 
     by_size = sorted(hosts, key=lambda host: (-len(hosts[host]), host))
     ordered = [address for host in by_size for address in sorted(hosts[host])]
     if len(ordered) < num_ranks:
-        raise UserError(
+        raise UnreachableError(
             f"num_ranks={num_ranks}: the Dask cluster has {len(ordered)} workers, and each takes one rank; "
             "add workers, or lower num_ranks"
         )

@@ -1,0 +1,230 @@
+"""Dask as Flyte's plugin and the operator start it: by the image's commands, on hosts that have no copy of this."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import distributed
+import pytest
+import torch
+from faulty_runs import INTRODUCED as HP
+from faulty_runs import when
+from image import make_commands
+from mounts import ALONE, need_mounts
+
+from flyte_ddp.errors import RankError, UnreachableError, UserError
+from flyte_ddp.launch import dask
+from flyte_ddp.run import run_training
+from flyte_ddp.settings import Settings
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("temporary")]
+
+ROOT = Path(__file__).parents[2]
+WITHOUT_LIBRARY = f"import sys; sys.path[:] = [path for path in sys.path if path != {str(ROOT)!r}]"
+WORKER = ("dask-worker", "--name", "one", "--nthreads", "2", "--memory-limit", "2Gi")  # as in the plugin's dask.go
+OWN_MODEL = """
+import pathlib, torch
+
+def model(num_classes, input_shape):
+    bias = pathlib.Path(__file__).with_name("bias.txt").read_text() == "yes"
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, num_classes, bias=bias))
+"""
+TRAIN = """
+import pathlib, sys
+from functools import partial
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.launch import dask
+from flyte_ddp.run import run_training
+from flyte_ddp.settings import Settings
+
+here = pathlib.Path.cwd()
+hp = Hyperparameters(model="mine:model", epochs=1, num_ranks=2, backend="gloo")
+quiet = Settings(progress="off", wandb_mode="disabled", cache_folder=here.parent / "cache")
+with dask.connected() as client:
+    launch = partial(dask.launch, client=client, folder=here)
+    hardware = dask.hardware(hp, client)
+    run_training(hp, pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), quiet, launch=launch, hardware=hardware)
+"""
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the Dockerfile adds for Flyte's plugin, made in another folder than the image's."""
+    folder = tmp_path_factory.mktemp("commands")
+    make_commands(folder)
+    return folder
+
+
+@pytest.fixture
+def processes() -> list[subprocess.Popen[str]]:
+    """What has been started, in its order."""
+    return []
+
+
+@pytest.fixture
+def start(commands: Path, tmp_path: Path, processes: list[subprocess.Popen[str]]) -> Iterator[Start]:
+    """Starts one of them, where Python does not find this library; what it says is in ``stderr.txt`` of its folder."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/sitecustomize.py").write_text(WITHOUT_LIBRARY)
+    with ExitStack() as stack:
+
+        def run(name: str, *arguments: str, prefix: Sequence[str] = ()) -> subprocess.Popen[str]:
+            folder = tmp_path / f"process-{len(list(tmp_path.glob('process-*')))}"
+            folder.mkdir()
+            log = stack.enter_context((folder / "stderr.txt").open("w"))
+            path = f"{commands}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+            variables = {**os.environ, "PATH": path, "PYTHONPATH": str(tmp_path / "site")}
+            command = [*prefix, commands / name, *arguments]
+            process = subprocess.Popen(command, cwd=folder, env=variables, stderr=log, text=True)
+            processes.append(process)
+            stack.callback(process.wait, 60)
+            stack.callback(process.terminate)
+            return process
+
+        yield run
+
+
+@pytest.fixture
+def address(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Of a scheduler without workers, to which all of a test connect; it takes another port if its own is taken."""
+    scheduler = start("dask-scheduler")
+    said = re.compile(r"Scheduler at: +(tcp://\S+)")
+    log = tmp_path / "process-0/stderr.txt"
+    while not (found := said.search(log.read_text())):
+        assert scheduler.poll() is None, log.read_text()
+    monkeypatch.setenv(dask.SCHEDULER, found[1])
+    return found[1]
+
+
+@pytest.fixture
+def client(address: str) -> Iterator[distributed.Client]:
+    with distributed.Client(address) as connected:
+        yield connected
+
+
+def test_flytes_plugin_starts_workers_by_the_images_commands(client: distributed.Client, start: Start) -> None:
+    start(*WORKER)
+    client.wait_for_workers(1, timeout=60)
+    [worker] = dask.workers_of(client).values()
+    assert (worker["name"], worker["nthreads"], worker["memory_limit"]) == ("one", 2, 2 * 2**30)
+
+
+def test_workers_that_come_later_are_waited_for(
+    client: distributed.Client, start: Start, capfd: pytest.CaptureFixture[str]
+) -> None:
+    start(*WORKER)
+    client.wait_for_workers(1, timeout=60)
+    hp = replace(HP, num_ranks=0)
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(dask.hardware, hp, client, coming=2, seconds=300)
+        said = ""
+        while "1 of 2 workers of the Dask cluster" not in said:
+            assert not found.done(), found.result()
+            said += capfd.readouterr().err
+        start(*WORKER[:2], "two", *WORKER[3:])
+        assert found.result().num_ranks == 2
+
+
+def test_fewer_workers_than_ranks_are_an_error_where_the_cluster_is_made_for_the_run(
+    client: distributed.Client, start: Start
+) -> None:
+    start(*WORKER)
+    client.wait_for_workers(1, timeout=60)
+    with pytest.raises(UserError, match="num_ranks=3: the Dask cluster has 2 workers, and each rank needs one"):
+        dask.hardware(replace(HP, num_ranks=3), client, coming=2, seconds=300)
+    with pytest.raises(UnreachableError, match="1 of 2 workers of the Dask cluster have come within 0 s"):
+        dask.hardware(replace(HP, num_ranks=2), client, coming=2)
+
+
+def test_a_scheduler_that_starts_later(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    monkeypatch.setenv(dask.SCHEDULER, f"tcp://127.0.0.1:{port}")
+
+    def workers() -> int:
+        with dask.connected(seconds=300) as client:
+            return len(dask.workers_of(client))
+
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(workers)
+        start("dask-scheduler", "--port", str(port))
+        assert found.result() == 0
+
+
+def test_a_scheduler_that_dies(
+    address: str, start: Start, digits: Path, tmp_path: Path, processes: list[subprocess.Popen[str]]
+) -> None:
+    """Its workers end with it, and their ranks; there is no other try on this cluster."""
+    for name in ("one", "two"):
+        start(*WORKER[:2], name, *WORKER[3:])
+    run = tmp_path / "run"
+    with dask.connected() as client:
+        client.wait_for_workers(2, timeout=60)
+        launch = partial(dask.launch, client=client, retries=2)
+        hardware = dask.hardware(HP, client)
+        quiet = Settings(progress="off", wandb_mode="disabled", cache_folder=tmp_path / "cache")
+        long = replace(HP, epochs=1000, max_steps=0)
+        when(run / "unfinished/metrics.jsonl", processes[0].kill)
+        with pytest.raises((RankError, UnreachableError)) as raised:
+            run_training(long, digits, run, quiet, launch=launch, hardware=hardware)
+    assert isinstance(raised.value, UnreachableError) or raised.value.recoverable
+
+
+def test_a_worker_of_another_version() -> None:
+    """By what Dask finds out about its processes."""
+    ours = {"packages": {"python": "3.12.1.final.0", "torch": "2.9.0", "torchvision": "0.24.0"}}
+    theirs = {"packages": {**ours["packages"], "python": "3.11.9.final.0"}}
+    found = {"client": ours, "workers": {"tcp://a:1": ours, "tcp://b:1": theirs}}
+    cluster = SimpleNamespace(get_versions=lambda **_: found)
+    dask.refuse_other_versions(cluster, ["tcp://a:1"])
+    words = "Dask worker tcp://b:1 has python 3.11, torch .*, and this process python 3.12, .*; use one image for all"
+    with pytest.raises(UserError, match=words):
+        dask.refuse_other_versions(cluster, ["tcp://a:1", "tcp://b:1"])
+
+
+def test_runs_with_other_sources_at_once_on_workers_that_have_none(
+    client: distributed.Client, start: Start, digits: Path, tmp_path: Path
+) -> None:
+    """Each has the library, a model and a file beside it of its own; nothing of them stays on the workers."""
+
+    def library() -> object:
+        import importlib.util
+
+        return importlib.util.find_spec("flyte_ddp")
+
+    projects = tmp_path / "projects"
+    projects.mkdir()
+    need_mounts(projects)
+    hiding = (*ALONE, "sh", "-c", f'mount -t tmpfs none "{projects}" && exec "$@"', "sh")
+    for name in ("one", "two"):
+        start(*WORKER[:2], name, *WORKER[3:], prefix=hiding)
+    client.wait_for_workers(2, timeout=60)
+    assert [*client.run(library).values()] == [None, None]
+    running = []
+    for bias in ("yes", "no"):
+        project = projects / bias
+        shutil.copytree(ROOT / "flyte_ddp", project / "flyte_ddp", ignore=shutil.ignore_patterns("__pycache__"))
+        (project / "flyte_ddp/of_this_run.py").write_text(f"# {bias}")
+        (project / "mine.py").write_text(OWN_MODEL)
+        (project / "bias.txt").write_text(bias)
+        command = [sys.executable, "-c", TRAIN, str(digits), str(tmp_path / f"run-{bias}")]
+        environment = {**os.environ, "PYTHONPATH": str(project)}
+        running.append(subprocess.Popen(command, cwd=project, env=environment))
+    assert [process.wait(300) for process in running] == [0, 0]
+    found = [torch.load(tmp_path / f"run-{bias}/model.pt", weights_only=True) for bias in ("yes", "no")]
+    assert [len(weights) for weights in found] == [2, 1]
+    assert [*client.run(library).values()] == [None, None]
+    assert not [*tmp_path.rglob("flyte-ddp-sources-*")]
