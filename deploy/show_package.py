@@ -62,16 +62,17 @@ def pods(task: TaskSpec) -> Iterator[tuple[str, ...]]:
     several = custom.get("elasticConfig", {"minReplicas": 1, "maxReplicas": 1})
     number = spanned(several["minReplicas"], several["maxReplicas"])
     yield short_name(task), number, *ranges(by_name(asked.requests), by_name(asked.limits))
-    if "workers" in custom:  # Dask
-        workers = custom["workers"]
-        given = workers["resources"]
-        of_worker = ({each["name"]: each["value"] for each in given[kind]} for kind in ("requests", "limits"))
-        yield "  workers", spanned(workers["numberOfWorkers"], workers["numberOfWorkers"]), *ranges(*of_worker)
-    for group in custom.get("rayCluster", {}).get("workerGroupSpec", ()):
-        [container] = group["k8sPod"]["podSpec"]["containers"]
-        given = container["resources"]
-        of_node = ({KUBERNETES[key]: value for key, value in given[kind].items()} for kind in ("requests", "limits"))
-        yield "  nodes", spanned(group["minReplicas"], group["maxReplicas"]), *ranges(*of_node)
+    for part in ("scheduler", "workers") if "workers" in custom else ():  # Dask's
+        given = custom[part]["resources"]
+        found = ({each["name"]: each["value"] for each in given[kind]} for kind in ("requests", "limits"))
+        yield f"  {part}", str(int(custom[part].get("numberOfWorkers", 1))), *ranges(*found)
+    if "rayCluster" in custom:
+        [nodes] = custom["rayCluster"]["workerGroupSpec"]
+        for part, group in (("head", custom["rayCluster"]["headGroupSpec"]), ("nodes", nodes)):
+            [container] = group["k8sPod"]["podSpec"]["containers"]
+            given = container["resources"]
+            found = ({KUBERNETES[key]: value for key, value in given[kind].items()} for kind in ("requests", "limits"))
+            yield f"  {part}", str(int(group.get("replicas", 1))), *ranges(*found)
 
 
 def short_name(task: TaskSpec) -> str:

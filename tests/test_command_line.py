@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,10 @@ def disturbed(disturb: Callable[[int], None], folder: Path, hp: dict[str, Any] =
     def wait_and_disturb() -> None:
         deadline = time.monotonic() + DEADLINE
         while time.monotonic() < deadline:
-            if [*folder.rglob("*.ckpt")]:
+            found: list[Path] = []
+            with suppress(FileNotFoundError):  # a folder that has just been removed
+                found = [*folder.rglob("*.ckpt")]
+            if found:
                 launchers = [pid for pid in descendants(os.getpid()) if is_pyflyte(pid)]
                 disturb(launchers[-1])
                 return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -116,8 +116,12 @@ class Workers:
         return {}
 
     def run(self, function: Callable[..., Any], *_: str, workers: list[str] | None = None) -> dict[str, Any]:
-        answers = {hardware.visible_gpus: 0, hardware.cores: 2}
-        return {address: answers.get(function, self.worth[address]) for address in workers or self.worth}
+        answers = {hardware.visible_gpus.__name__: 0, hardware.cores.__name__: 2}
+        return {address: answers.get(function.__name__, self.worth[address]) for address in workers or self.worth}
+
+    def get_versions(self, packages: Iterable[str]) -> dict[str, Any]:
+        alike = {"packages": {"python": "3.11", **dict.fromkeys(packages, "1")}}
+        return {"client": alike, "workers": dict.fromkeys(self.worth, alike)}
 
 
 @pytest.mark.parametrize("worth", [*Bf16])

@@ -132,13 +132,16 @@ def test_a_dry_run_lists_what_would_be_trained_and_on_what(clone: Path) -> None:
         ["training_on_demand", "none", *defaults],
     ):
         assert plan in found
-    gpu_node, launching = ["8", "30Gi", "2", "20Gi"], ["2", "8Gi", "-", "20Gi"]
+    gpu_node = ["8", "30Gi", "2", "20Gi"]
     for pods in (
         ["train_model", "1", *gpu_node],
         ["check_inputs", "1", "500m to 2", "1Gi to 4Gi", "-", "4Gi"],
         ["train_on_elastic", "2 to 4", *gpu_node],
-        ["train_on_ray", "1", *launching],
-        ["nodes", "2 to 4", *gpu_node],
+        ["train_on_ray", "1", "500m", "256Mi", "-", "1Gi"],
+        ["head", "1", "1", "3Gi", "-", "10Gi"],
+        ["nodes", "4", *gpu_node],
+        ["train_on_dask", "1", "1", "2Gi", "-", "10Gi"],
+        ["scheduler", "1", "500m", "512Mi", "-", "1Gi"],
         ["workers", "8", "4", "15360Mi", "1", "20Gi"],
     ):
         assert pods in found

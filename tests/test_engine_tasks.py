@@ -192,7 +192,7 @@ def test_dask_in_the_sandbox_fits_into_four_cores_and_8_gib(made: Callable[..., 
     spec = custom(package, "dask")
     runner = {each.name: each.value for each in task(package, "dask").container.resources.requests}
     kinds = task(package, "dask").container.resources.ResourceName.DESCRIPTOR.values_by_number
-    found = [resources(spec["workers"]["resources"])] * spec["workers"]["numberOfWorkers"]
+    found = [resources(spec["workers"]["resources"])] * int(spec["workers"]["numberOfWorkers"])
     found += [resources(spec["scheduler"]["resources"]), {kinds[name].name: value for name, value in runner.items()}]
     assert len(found) == 4
     assert sum(pods.quantity(each["CPU"]) for each in found) <= 4

@@ -135,6 +135,7 @@ def by_value(function: Callable[..., Any]) -> Callable[..., Any]:
 
         return pickle.loads(content)(*arguments)
 
+    call.__name__ = function.__name__  # which Dask shows
     return call
 
 
