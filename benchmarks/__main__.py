@@ -25,6 +25,7 @@ NAMES = (
     "forks",
     "launchers",
     "ranks",
+    "rounding",
     "epoch",
     "preset",
     "memory",

@@ -130,7 +130,7 @@ def check_requested(hp: Hyperparameters, nodes: int = 1, ranks: int = 0, room: i
 
     Args:
         nodes: pods of the profile's size that the ranks will be spread over, at most.
-        ranks: how many there will be, whatever ``num_ranks`` says; 0: as many as that says.
+        ranks: how many the engine starts, at most, which ``num_ranks`` may only repeat; 0: as many as that says.
         room: the most ranks that there can be without GPUs; 0: any number.
 
     Raises:
@@ -149,6 +149,11 @@ def check_requested(hp: Hyperparameters, nodes: int = 1, ranks: int = 0, room: i
         raise UserError(
             f"num_ranks={hp.num_ranks}: {who} {gpus} GPU(s) and each rank needs one; "
             f"set num_ranks to at most {gpus}, or 0 for all of them, or register with a larger profile"
+        )
+    if ranks and hp.num_ranks not in (0, ranks):
+        raise UserError(
+            f"num_ranks={hp.num_ranks}: {who} {ranks} worker(s) of Elastic, each a rank; set num_ranks to {ranks}, or "
+            "0, or register with another number of nodes (FLYTE_DDP_NODES) or another profile"
         )
     if device_type == "cpu" and 0 < room < hp.num_ranks:
         raise UserError(

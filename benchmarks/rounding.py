@@ -1,0 +1,83 @@
+"""Rounding: what another number of ranks, and another launcher, change of a result.
+
+The same run in fp32 on 1, 2 and 4 spawned ranks of one thread each: test accuracy after each epoch, and the largest
+difference of a weight from that of one rank; and four ranks on digits with each engine, against four that are spawned.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measuring import Options, Result, Target
+from benchmarks.running import fashion_mnist, run_python
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.datasets import fetch
+from flyte_ddp.hardware import detect
+from flyte_ddp.run import run_training
+from flyte_ddp.settings import Settings
+
+RANKS, ENGINES = (1, 2, 4), ("elastic", "ray", "dask")
+EPOCHS = {"digits": 5, "fashion_mnist": 3}
+
+
+def measure(options: Options) -> Result:
+    """Trains on both data sets."""
+    hp = {"model": "small_cnn", "precision": "fp32", "backend": "gloo"}
+    result = Result(settings=hp)
+    data = {"digits": fetch("digits", "", options.folder / "digits", progress="off")}
+    data["fashion_mnist"] = fashion_mnist(options.folder)
+
+    def train(dataset: str, ranks: int, engine: str = "spawn") -> Path:
+        run, epochs = options.folder / f"{dataset}-{ranks}-{engine}", 1 if options.quick else EPOCHS[dataset]
+        settings = {**hp, "dataset": dataset, "epochs": epochs, "num_ranks": ranks}
+        run_python("benchmarks.rounding", json.dumps([settings, str(data[dataset]), str(run), engine]))
+        return run
+
+    for dataset in data:
+        runs = {ranks: train(dataset, ranks) for ranks in RANKS}
+        for ranks, run in runs.items():
+            for epoch, accuracy in enumerate(accuracies(run), 1):
+                result.add(f"{dataset}, {ranks} ranks: test accuracy after epoch {epoch}", accuracy, "%")
+        for ranks in RANKS[1:]:
+            what = f"{dataset}: largest difference of a weight, {ranks} ranks and 1, in millionths"
+            result.targets.append(Target(what, difference(runs[1], runs[ranks]) * 1e6, ""))
+    for engine in ENGINES:
+        what = f"digits: largest difference of a weight, 4 ranks on {engine} and spawned"
+        apart = difference(options.folder / "digits-4-spawn", train("digits", 4, engine))
+        result.targets.append(Target(what, apart, "", at_most=0.0))
+    return result
+
+
+def accuracies(run: Path) -> list[float]:
+    """Of each epoch, from the metrics."""
+    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [record["test_accuracy"] for record in records if record["kind"] == "evaluation"]
+
+
+def difference(one: Path, other: Path) -> float:
+    """Of two runs' weights, where it is largest."""
+    import torch
+
+    first, second = (torch.load(run / "model.pt", weights_only=True) for run in (one, other))
+    return max(float((first[name] - second[name]).abs().max()) for name in first)
+
+
+def train_once(settings: dict[str, Any], data: str, run: str, engine: str) -> None:
+    """Trains in ranks that this engine starts on this machine."""
+    hp = Hyperparameters(**settings)
+    if engine == "ray":
+        import ray
+
+        ray.init(num_cpus=hp.num_ranks, include_dashboard=False)  # as many as are asked for, whatever the machine has
+    launch = importlib.import_module(f"flyte_ddp.launch.{engine}").launch
+    quiet = Settings(progress="off", wandb_mode="disabled")
+    run_training(hp, Path(data), Path(run), quiet, launch=launch, hardware=replace(detect(hp), threads=1))
+
+
+if __name__ == "__main__":
+    train_once(*json.loads(sys.argv[1]))
