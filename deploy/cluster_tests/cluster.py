@@ -167,8 +167,10 @@ class Cluster:
         return found
 
     def kubectl(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-        """Runs kubectl in the project's namespace."""
+        """Runs kubectl in the project's namespace; once more where a busy cluster does not answer."""
         command = ["kubectl", "--namespace", getattr(self, "namespace", "default"), *arguments]
+        with suppress(subprocess.TimeoutExpired):
+            return subprocess.run(command, capture_output=True, text=True, timeout=30, check=check)
         return subprocess.run(command, capture_output=True, text=True, timeout=60, check=check)
 
     def pods(self, name: str, node: str = "") -> list[dict[str, Any]]:
