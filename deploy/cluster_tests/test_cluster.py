@@ -216,6 +216,7 @@ def test_a_schedule_of_every_minute(cluster: Cluster) -> None:
     assert len(started()) == 1, "a tick is skipped while the run before goes on"
     inputs = cluster.look(first.id.name).inputs
     assert inputs.get("kickoff_time", as_type=datetime) >= begin.replace(second=0, microsecond=0)
+    cluster.clean_up()  # what follows has the cluster for itself
 
 
 def test_shards_training_on_them_and_predictions(cluster: Cluster) -> None:
