@@ -1,7 +1,6 @@
 """The training task on torch Elastic, in one pod or several (Kubeflow's PyTorchJob); its body runs in every rank."""
 
 import os
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from flyte_ddp.errors import StoppedError
 from flyte_ddp.failed_run import explain, newest_step
 from flyte_ddp.hardware import detect
 from flyte_ddp.launch.processes import main_script_hidden
+from flyte_ddp.launch.stopping import stopped_by
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.settings import Settings
 from tasks import command_line, places, pods, recovery
@@ -72,9 +72,7 @@ class ElasticTrainingTask(PytorchElasticFunctionTask):  # type: ignore[misc]
                 stopped = ignored.__context__
                 if not isinstance(stopped, SignalException):  # a node without rank 0, which has outputs
                     raise
-                if stopped.sigval == signal.SIGINT:
-                    raise KeyboardInterrupt from None
-                raise StoppedError(stopped.sigval.name, step=None) from None
+                raise stopped_by(stopped.sigval, step=None) from None
             finally:
                 run_lock.release_reserved()  # held for rank 0, in a process of its own
         return outputs(result)

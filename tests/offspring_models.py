@@ -75,7 +75,7 @@ def state(pid: int) -> str:
 
 
 def wait(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 90  # Elastic itself waits 30 s for a worker
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)

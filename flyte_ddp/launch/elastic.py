@@ -16,7 +16,6 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +39,8 @@ from flyte_ddp.launch.elastic_rank import (
 from flyte_ddp.launch.failures import was_killed
 from flyte_ddp.launch.offspring import ended_with_the_block
 from flyte_ddp.launch.processes import main_script_hidden
+from flyte_ddp.launch.remote import from_newest_checkpoint
+from flyte_ddp.launch.stopping import stopped_by
 
 __all__ = ["failure", "follow", "hardware", "is_leader", "launch", "log_kept_quiet", "recorded"]
 
@@ -112,9 +113,7 @@ def start(job: Job, num_ranks: int, max_restarts: int) -> None:
             raise failure(error) from None
         except SignalException as stopped:
             found = checkpoint.newest_of(job.run_folder / checkpoint.FOLDER)
-            if stopped.sigval == signal.SIGINT:
-                raise KeyboardInterrupt from None
-            raise StoppedError(stopped.sigval.name, found.step if found else 0) from None
+            raise stopped_by(stopped.sigval, found.step if found else 0) from None
 
 
 def worker(job: Job, key: str) -> None:
@@ -125,10 +124,7 @@ def worker(job: Job, key: str) -> None:
             follow()
             return
         if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
-            job = replace(job, checkpoint=checkpoint.go_on_from(job.run_folder, job.identity))
-            if job.settings.progress != "off":
-                step = job.checkpoint.step if job.checkpoint else 0
-                print(f"Elastic has started all ranks anew; going on after step {step:,}", file=sys.stderr, flush=True)
+            job = from_newest_checkpoint(job, "Elastic has started all ranks anew")
         lead(job)
 
 

@@ -14,7 +14,6 @@ import pickle
 import queue
 import secrets
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -35,7 +34,7 @@ from flyte_ddp.launch.offspring import end_offspring, ended_with_the_block
 from flyte_ddp.launch.place import Place
 from flyte_ddp.launch.rank_process import set_name
 from flyte_ddp.launch.remote import Invitation, Meeting, come, meeting_place
-from flyte_ddp.launch.standing import RunOverError, received
+from flyte_ddp.launch.standing import RunOverError, folder_of, received
 from flyte_ddp.launch.stopping import SIGNALS, handed_on
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -186,7 +185,7 @@ def take_part(
 
     set_name(f"rank {place.rank}")
     pipe, shares = arrival
-    with folder_of(shared if shares else None) as folder, ended_with_the_block():
+    with folder_of(shared, shares) as folder, ended_with_the_block():
         try:
             job, host = received(pipe, folder, shares=shares)
         except RunOverError as told:
@@ -207,16 +206,6 @@ def take_part(
             verdict = link.verdict()
             if verdict is not None:
                 raise verdict
-
-
-@contextmanager
-def folder_of(shared: Path | None) -> Iterator[Path]:
-    """The run folder, or one for this rank only."""
-    if shared is not None:
-        yield shared
-        return
-    with tempfile.TemporaryDirectory(prefix="flyte-ddp-run-") as own:
-        yield Path(own)
 
 
 class WorkerLink(Link):

@@ -251,7 +251,7 @@ class Meeting:
         try:
             self.gather(gang, num_ranks, stop, check)
             if before is not None:
-                self.go_on(before)
+                self.job = from_newest_checkpoint(self.job, str(before).splitlines()[0])
             self.supervise(gang, stop)
         except BaseException as error:
             if isinstance(error, RankError) and error.recoverable and not self.only_once:
@@ -272,14 +272,6 @@ class Meeting:
         for member in gang:
             member.hand_over(job)
         watch(gang, stop, job)
-
-    def go_on(self, failure: RankError) -> None:
-        """Has the job go on from its newest checkpoint."""
-        found = go_on_from(self.job.run_folder, self.job.identity)
-        if self.job.settings.progress != "off":
-            what = f"going on after step {found.step:,}" if found else "beginning anew"
-            print(f"{str(failure).splitlines()[0]}; {what}", file=sys.stderr, flush=True)
-        self.job = replace(self.job, checkpoint=found)
 
     def gather(self, gang: list[Member], num_ranks: int, stop: StopRequest, check: Callable[[], None]) -> None:
         """Adds the ranks whose agents come, in their order.
@@ -331,6 +323,15 @@ class Meeting:
             )
             for rank, arrival in sorted(found.items())
         ]
+
+
+def from_newest_checkpoint(job: Job, why: str) -> Job:
+    """The job as it goes on from its newest checkpoint, which is said with the reason."""
+    found = go_on_from(job.run_folder, job.identity)
+    if job.settings.progress != "off":
+        what = f"going on after step {found.step:,}" if found else "beginning anew"
+        print(f"{why}; {what}", file=sys.stderr, flush=True)
+    return replace(job, checkpoint=found)
 
 
 def adapted(job: Job, hosts: set[str]) -> Job:

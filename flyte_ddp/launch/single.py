@@ -8,13 +8,13 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from flyte_ddp.errors import RankError, StoppedError, UserError
+from flyte_ddp.errors import RankError, UserError
 from flyte_ddp.job import Job
 from flyte_ddp.launch.failures import said
 from flyte_ddp.launch.link import described, words
 from flyte_ddp.launch.offspring import ended_with_the_block
 from flyte_ddp.launch.place import Place
-from flyte_ddp.launch.stopping import SIGNALS
+from flyte_ddp.launch.stopping import SIGNALS, stopped_by
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -87,10 +87,8 @@ class Stopping:
             self.thread.join()
         for number, handler in self.before.items():
             signal.signal(number, handler)
-        if isinstance(error, Stopped):
-            if self.first == signal.SIGINT:
-                raise KeyboardInterrupt from None
-            raise StoppedError("SIGTERM", self.step) from None
+        if isinstance(error, Stopped) and self.first is not None:
+            raise stopped_by(self.first, self.step) from None
 
     def handle(self, number: int, _: FrameType | None) -> None:
         """Handles a signal."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pickle
-import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing import AuthenticationError, connection
 from multiprocessing.connection import Connection
@@ -32,14 +33,12 @@ def stand_for(member: Member, invitation: Invitation) -> bool:
     Returns:
         Whether that is all; if not, another try may be of use.
     """
-    folder: Path | None = None
     try:
         pipe, shares = come(invitation)
-        folder = None if shares else Path(tempfile.mkdtemp(prefix="flyte-ddp-run-"))
-        job, host = received(pipe, folder or invitation.run_folder, shares=shares)
-        member.send("network", host=host)
-        mirror = Mirror(folder, pipe.send) if folder is not None and member.rank == 0 else None
-        with StopRequest() as stop:
+        with folder_of(invitation.run_folder, shares) as folder, StopRequest() as stop:
+            job, host = received(pipe, folder, shares=shares)
+            member.send("network", host=host)
+            mirror = None if shares or member.rank else Mirror(folder, pipe.send)
             try:
                 member.hand_over(replace(job, data=prepared_here(job)))
             except Exception as error:
@@ -51,9 +50,16 @@ def stand_for(member: Member, invitation: Invitation) -> bool:
         return True
     except (EOFError, OSError, AuthenticationError):  # the launcher is gone, or it is another's by now
         return False
-    finally:
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def folder_of(shared: Path, shares: bool) -> Iterator[Path]:
+    """The run folder where this host shares it, else one for this rank only."""
+    if shares:
+        yield shared
+        return
+    with tempfile.TemporaryDirectory(prefix="flyte-ddp-run-", ignore_cleanup_errors=True) as own:
+        yield Path(own)
 
 
 class RunOverError(Exception):

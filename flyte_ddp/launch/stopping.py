@@ -51,6 +51,15 @@ def handed_on(numbers: Collection[signal.Signals], tell: Callable[[], None]) -> 
         os.close(reader)
 
 
+def stopped_by(number: signal.Signals, step: int | None) -> BaseException:
+    """What ends a run that a signal has asked to stop.
+
+    Args:
+        step: of the newest checkpoint; 0 without any, None if that is not known.
+    """
+    return KeyboardInterrupt() if number == signal.SIGINT else StoppedError(number.name, step)
+
+
 class StopRequest:
     """Turns the first of these signals into something that can be waited for; a second Ctrl-C interrupts as usual.
 
@@ -78,13 +87,9 @@ class StopRequest:
             self._writer.send(int(number))
 
     def error(self, step: int | None) -> BaseException:
-        """What ends a run that was asked to stop.
-
-        Args:
-            step: of the newest checkpoint; 0 without any, None if that is not known.
-        """
+        """See :func:`stopped_by`."""
         assert self.signal is not None
-        return KeyboardInterrupt() if self.signal == signal.SIGINT else StoppedError(self.signal.name, step)
+        return stopped_by(self.signal, step)
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         if self.signal is not None and number == signal.SIGINT:
