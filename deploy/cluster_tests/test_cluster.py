@@ -245,13 +245,13 @@ def test_an_engine(kubectl: Cluster, engine: str, resource: str, ranks: str) -> 
         pytest.skip(f"this cluster has no {resource}")
     version = f"{kubectl.version}-{engine}"
     kubectl.register(version, f"workflows/{engine}_training.py", FLYTE_DDP_NODES="2")
-    hp = Hyperparameters(epochs=400, num_ranks=2, eval_interval=100, seed=seeded(kubectl))
+    hp = Hyperparameters(epochs=800, num_ranks=2, eval_interval=100, seed=seeded(kubectl))
     name = kubectl.launch(f"workflows.{engine}_training.{engine}_training_wf", {"hp": hp}, version)
-    kubectl.said(name, "epoch 100/400")
+    kubectl.said(name, "epoch 100/800")
     lost = kubectl.kubectl("get", "pods", "-l", f"execution-id={name},{ranks}", "-o", "name").stdout.split()[-1]
     kubectl.kubectl("delete", lost, "--wait=false")
     execution = kubectl.succeeded(name)
-    assert len(execution.outputs.get("epoch_accuracies", as_type=list[float])) == 4
+    assert len(execution.outputs.get("epoch_accuracies", as_type=list[float])) == 8
     records = map(json.loads, kubectl.content(address_of(execution, "metrics")).splitlines())
     starts = [record for record in records if record["kind"] == "start"]
     assert [start["num_ranks"] for start in starts] == [2] * len(starts)
