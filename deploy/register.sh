@@ -15,7 +15,7 @@ Usage: deploy/register.sh --config FILE --image IMAGE --profile PROFILE [--proje
   --activate           make this version's launch plans the active ones: schedules start, those of other versions stop
   --dry-run            contact no cluster; make the package under build/, and list what would train when, on which pods
 
-Read from the environment: FLYTE_DDP_NOTIFY, FLYTE_DDP_WANDB_SECRET, WANDB_PROJECT and others (deploy/README.md).
+Read from the environment: FLYTE_DDP_NOTIFY, FLYTE_DDP_WANDB_SECRET, WANDB_PROJECT and others (docs/deployment.md).
 TEXT
 }
 

@@ -128,7 +128,7 @@ def unknown_name(kind: str, name: str, choices: Iterable[str]) -> UserError:
     near = difflib.get_close_matches(name, names, n=6, cutoff=0.5)
     hint = f"did you mean {near[0]!r}? " if near else ""
     if len(names) > LONGEST_LIST:
-        shown = [*(near or names[:6]), f"... ({len(names)} in all, listed in README.md)"]
+        shown = [*(near or names[:6]), f"... ({len(names)} in all, listed in docs/hyperparameters.md)"]
     else:
         shown = names
     return UserError(f"unknown {kind} {name!r}: {hint}choose one of {', '.join(shown)}")

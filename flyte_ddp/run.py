@@ -20,7 +20,7 @@ from flyte_ddp.hardware import Hardware, detect
 from flyte_ddp.launch import single, spawn
 from flyte_ddp.result_store import copied
 from flyte_ddp.run_folder import METRICS, REPORT, holding, prepare_folder, remove_outputs, settle
-from flyte_ddp.settings import Settings
+from flyte_ddp.settings import Settings, from_environment
 from flyte_ddp.user_source import user_source_digest
 
 STOPPED_WANDB_SECONDS = 5.0  # a pod that is told to stop has little time left
@@ -62,7 +62,7 @@ def run_training(
     hp: Hyperparameters,
     data: Path,
     run_folder: Path,
-    settings: Settings,
+    settings: Settings | None = None,
     *,
     launch: Launch | None = None,
     hardware: Hardware | None = None,
@@ -73,6 +73,7 @@ def run_training(
         data: a prepared data set, from ``flyte_ddp.datasets.fetch``.
         run_folder: where results go, when all of them are there; until then those of an earlier run in it stay. From a
             checkpoint in it, which a run leaves that did not come to its end, this one goes on.
+        settings: what does not change the result; None: as the environment says.
         launch: starts the ranks; None: one rank in this process, more than one in processes of their own.
         hardware: what the ranks find where they are started; None: what this machine has.
 
@@ -82,6 +83,7 @@ def run_training(
         StoppedError: this process was told to stop.
 
     """
+    settings = settings or from_environment()
     hardware = hardware or detect(hp)
     workers = settings.loader_threads or hardware.threads
     cautions = check_prepared(data, hp, ranks=hardware.num_ranks, workers=workers, cache_bytes=settings.cache_bytes)

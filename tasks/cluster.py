@@ -50,7 +50,7 @@ def explained(error: BaseException, endpoint: str, config: str) -> UserError:
         grpc.StatusCode.UNAUTHENTICATED: f"asks for a login: {details}; see admin.authType in {config}",
         grpc.StatusCode.UNIMPLEMENTED: (
             f"does not know a call of flytekit's ({details}): its Flyte is too old, or it asks for a login of another "
-            f"kind; see README.md for the versions supported, and admin.authType in {config}"
+            f"kind; see README.md for the versions tried, and admin.authType in {config}"
         ),
     }
     return UserError(f"{endpoint} {said.get(cause.code(), f'refuses what it was asked for: {details}')}")

@@ -97,7 +97,7 @@ BAD: dict[str, tuple[Values, tuple[str, ...]]] = {
     "unknown dataset": ({"dataset": "imagenet"}, ("dataset 'imagenet'", "digits", "fashion_mnist", "package.module")),
     "misspelt dataset": ({"dataset": "fashion-mnist"}, ("'fashion-mnist'", "did you mean 'fashion_mnist'")),
     "empty dataset": ({"dataset": ""}, ("dataset ''", "cifar10")),
-    "unknown model": ({"model": "my_net"}, ("model 'my_net'", "choose one of", "README")),
+    "unknown model": ({"model": "my_net"}, ("model 'my_net'", "choose one of", "docs/hyperparameters.md")),
     "misspelt model": ({"model": "resnet_18"}, ("'resnet_18'", "did you mean 'resnet18'")),
     "detector": ({"model": "fasterrcnn_resnet50_fpn"}, ("'fasterrcnn_resnet50_fpn'", "detects objects", "resnet18")),
     "empty model": ({"model": ""}, ("model ''",)),

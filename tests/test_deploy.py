@@ -326,8 +326,8 @@ def test_the_dockerfile_is_clean() -> None:
 
 
 def called_in_the_image() -> list[str]:
-    """The commands in the table of deploy/README.md."""
-    text = (ROOT / "deploy/README.md").read_text()
+    """The commands in the table of docs/engines.md."""
+    text = (ROOT / "docs/engines.md").read_text()
     [rows] = re.findall(r"^\| what .* call in the image \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", text, re.MULTILINE)
     return [command for row in rows.splitlines() for command in re.findall("`([^`]+)`", row.split("|")[2])]
 

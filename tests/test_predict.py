@@ -242,10 +242,10 @@ def test_outside_this_package_ten_lines_of_the_readme_prepare_an_image(
     saved[1].write_text(json.dumps(sidecar))
     rows = read_table(predict(*saved, images=photos[0].parent, dataset=None, output=tmp_path / "table.csv"))
 
-    [code] = re.findall(r"```python\n(import json\n.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    [code] = re.findall(r"```python\n(import json\n.*?)```", (ROOT / "docs/model.md").read_text(), re.DOTALL)
     program: dict[str, Any] = {}
     monkeypatch.chdir(saved[0].parent)
-    exec(compile(code, "README.md", "exec"), program)
+    exec(compile(code, "model.md", "exec"), program)
     state = torch.load(saved[0], weights_only=True)
 
     def scores(prepare: Callable[[Path], torch.Tensor]) -> torch.Tensor:
@@ -262,12 +262,12 @@ def test_outside_this_package_ten_lines_of_the_readme_prepare_an_image(
     takes = program["takes"]
     program["takes"] = takes | {"crop_share": None, "antialias": False, "upright": False}
     assert (scores(program["prepare"]).argmax(1) != found.argmax(1)).sum() > 5
-    assert set(takes) == {*USED_BY_THE_README, "channels", "crop", "interpolation"}
+    assert set(takes) == {*USED_BY_THE_EXAMPLE, "channels", "crop", "interpolation"}
     assert takes["interpolation"] == "bilinear"
-    assert all(f'takes["{name}"]' in code for name in USED_BY_THE_README)
+    assert all(f'takes["{name}"]' in code for name in USED_BY_THE_EXAMPLE)
 
 
-USED_BY_THE_README = (
+USED_BY_THE_EXAMPLE = (
     *("upright", "mode", "crop_share", "resize_dtype", "height", "width", "antialias", "scale", "mean", "std"),
 )
 

@@ -1,17 +1,22 @@
-"""The README's table of hyperparameters is the code's, and its example of one's own model and data works."""
+"""What the README and its pages say is so: the table of hyperparameters is the code's, and the examples run."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from cli import ROOT, pyflyte
 
+import flyte_ddp
 from flyte_ddp.config import Hyperparameters
 
 README = ROOT / "README.md"
+HYPERPARAMETERS = ROOT / "docs" / "hyperparameters.md"
+OWN_CODE = ROOT / "docs" / "own-code.md"
 TABLE = re.compile(r"(<!-- hyperparameters:.*?-->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -37,24 +42,69 @@ def values(field: dataclasses.Field) -> str:
 
 
 def test_the_table_of_hyperparameters_is_that_of_the_code() -> None:
-    written = TABLE.search(README.read_text())
+    written = TABLE.search(HYPERPARAMETERS.read_text())
     assert written is not None
     assert table() in written[0], "run `python tests/test_readme.py` to write it anew"
 
 
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text().splitlines()) <= 150
+
+
+def example(page: Path, begins: str) -> str:
+    """The block of Python that begins so."""
+    [code] = re.findall(rf"```python\n({re.escape(begins)}.*?)```", page.read_text(), re.DOTALL)
+    return code
+
+
+@pytest.mark.slow
+def test_the_example_in_python_runs_as_printed(tmp_path: Path) -> None:
+    """In a process where all that is not the library's is far away; and its names come from one place."""
+    code = example(README, "from pathlib import Path")
+    (tmp_path / "example.py").write_text(code)
+    done = subprocess.run([sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    accuracy, path = done.stdout.split()
+    assert float(accuracy.rstrip("%")) > 80
+    assert path == str(Path("runs/first/model.pt"))
+    assert (tmp_path / path).exists()
+
+
 @pytest.mark.slow
 def test_the_example_of_ones_own_model_and_data_works(tmp_path: Path) -> None:
-    text = README.read_text()
-    source = re.search(r"```python\n# mine.py\n(.*?)```", text, re.DOTALL)
-    command = re.search(r"--hp '(\{\"dataset\": \"mine:stripes\".*?\})'", text)
-    assert source is not None
+    command = re.search(r"--hp '(\{\"dataset\": \"mine:stripes\".*?\})'", OWN_CODE.read_text())
     assert command is not None
-    (tmp_path / "mine.py").write_text(source[1])
+    (tmp_path / "mine.py").write_text(example(OWN_CODE, "# mine.py"))
     workflow = ROOT / "workflows" / "training.py"
     ended = pyflyte("run", str(workflow), "training_wf", "--hp", command[1], home=tmp_path / "home", directory=tmp_path)
     assert ended.exit_code == 0, ended.output
     assert "test accuracy 100.00%" in ended.output
 
 
+@pytest.mark.slow
+def test_a_task_of_ones_own_project_trains(tmp_path: Path) -> None:
+    page = ROOT / "docs" / "your-project.md"
+    command = re.search(r"pyflyte run my_workflows.py train_wf --hp '(.*?)'", page.read_text())
+    assert command is not None
+    (tmp_path / "my_workflows.py").write_text(example(page, "# my_workflows.py"))
+    ended = pyflyte(
+        "run", "my_workflows.py", "train_wf", "--hp", command[1], home=tmp_path / "home", directory=tmp_path
+    )
+    assert ended.exit_code == 0, ended.output
+    assert "model.pt" in ended.output
+
+
+def test_importing_the_package_imports_nothing_else() -> None:
+    code = "import flyte_ddp, sys; print([name for name in ('numpy', 'torch', 'flytekit') if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_the_public_names_are_there() -> None:
+    assert all(getattr(flyte_ddp, name) for name in flyte_ddp.__all__)
+    assert sorted(flyte_ddp.MODULES) == flyte_ddp.__all__ == sorted(flyte_ddp.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'fetsch'"):
+        flyte_ddp.fetsch  # noqa: B018
+
+
 if __name__ == "__main__":
-    README.write_text(TABLE.sub(lambda found: found[1] + table() + found[2], README.read_text()))
+    HYPERPARAMETERS.write_text(TABLE.sub(lambda found: found[1] + table() + found[2], HYPERPARAMETERS.read_text()))

@@ -1,4 +1,4 @@
-"""Checks of a user's own Flyte cluster from outside; see deploy/README.md, "Trying a cluster"."""
+"""Checks of a user's own Flyte cluster from outside; see docs/deployment.md, "Trying a cluster"."""
 
 from __future__ import annotations
 
