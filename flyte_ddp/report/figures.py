@@ -90,15 +90,14 @@ def line_chart(
         axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
         if scale == "from 0":
-            axes.set_ylim(0, max(1e-12, float(values.max(initial=0.0))) * 1.08)
-            axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+            axes.set_ylim(0, 1.08 * max(1e-12, float(values.max(initial=0.0))))
         elif scale == "log" and values.size and values.max() > 5 * values.min() > 0:
             axes.set_yscale("log")
             wide = values.max() > 1000 * values.min()
             axes.yaxis.set_major_locator(LogLocator(subs=(1.0,) if wide else (1.0, 2.0, 5.0)))
-            axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
             axes.yaxis.set_minor_locator(NullLocator())
             y_label += ", logarithmic"
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
         axes.set_xlabel(x_label)
         axes.set_title(y_label, loc="left", color=MUTED)  # reads better than a label on its side
         if any(line.label for line in series):
