@@ -28,11 +28,6 @@ def environment() -> Environment:
 
 
 def rendered(template: str, **values: Any) -> str:
-    """A template with its values, as HTML that may stand inside another one.
-
-    It is plain ASCII, which comes through unharmed, whatever encoding a reader of the file takes for granted.
-    """
-    from markupsafe import Markup
-
+    """A template with its values, in plain ASCII: that comes through whatever encoding a reader takes for granted."""
     text = environment().get_template(template).render(values)
-    return Markup(text.encode("ascii", "xmlcharrefreplace").decode("ascii"))  # noqa: S704 (the template has escaped it)
+    return text.encode("ascii", "xmlcharrefreplace").decode("ascii")
