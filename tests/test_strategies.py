@@ -162,9 +162,10 @@ class UsedInAnotherOrder(nn.Module):
         self.weights = nn.ParameterList([nn.Parameter(torch.randn(size)) for size in (2000, 3000, 4000, 5000)])
 
     def forward(self, factors: torch.Tensor) -> torch.Tensor:
-        result = factors.sum()
+        result = torch.zeros(())
         for index in (2, 0, 3, 1):
-            result = torch.tanh(result) * self.weights[index].sin() @ factors[: self.weights[index].numel()]
+            weight = self.weights[index]
+            result = torch.tanh(result) + (weight.sin() * factors[: len(weight)]).mean()
         return result
 
 
