@@ -158,7 +158,7 @@ class TrainingProgress(Progress):
             return
         self._first = self._first or (now, step)
         parts = [f"{self._epoch(epoch)}, step {step:,}/{self._total_steps:,}", *self._values.values()]
-        self.note(", ".join([*parts, f"{tqdm.format_interval(now)} elapsed", *self._remaining(now, step)]))
+        self.note(", ".join([*parts, f"{tqdm.format_interval(round(now))} elapsed", *self._remaining(now, step)]))
 
     def evaluation(self, record: Mapping[str, Any]) -> None:
         """Takes in an evaluation record of metrics.jsonl (its ``epoch``: epochs done so far), and shows it if due."""
@@ -201,7 +201,7 @@ class TrainingProgress(Progress):
         if step == first_step:
             return []
         left = (now - began) / (step - first_step) * (self._total_steps - step)
-        return [f"{tqdm.format_interval(left)} left"]
+        return [f"{tqdm.format_interval(round(left))} left"]
 
     def _move_bar(self) -> None:
         self._bar.set_postfix_str(", ".join(self._values.values()), refresh=False)
