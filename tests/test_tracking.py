@@ -98,10 +98,6 @@ def test_half_a_line_costs_nothing_else(tmp_path: Path) -> None:
     assert [record["step"] for record in read_records(path)] == [1, 2]
 
 
-def test_no_file_has_no_records(tmp_path: Path) -> None:
-    assert read_records(tmp_path / "metrics.jsonl") == []
-
-
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"cannot write .*metrics\.jsonl: No such file"):
         JsonLines(tmp_path / "nowhere" / "metrics.jsonl")
