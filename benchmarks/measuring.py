@@ -10,7 +10,7 @@ import statistics
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -201,7 +201,7 @@ def write(path: Path, description: str, result: Result, *, quick: bool, load: fl
     content = {
         "name": path.name.partition(".")[0],
         "description": description,
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "quick": quick,
         "machine": machine(),
         "load_average_before": load,

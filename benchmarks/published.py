@@ -153,7 +153,7 @@ def plot(found: dict[tuple[int, int], dict[str, list[float]]], path: Path) -> No
     """The runs over the document's curves."""
     from matplotlib.figure import Figure
 
-    from flyte_ddp.figures import BLUE, GREEN, ORANGE, styled
+    from flyte_ddp.report.figures import BLUE, GREEN, ORANGE, styled
 
     colors = {1: BLUE, 2: GREEN, 4: ORANGE}
     with styled():

@@ -29,7 +29,7 @@ from flyte_ddp import storage
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError, unknown_name
 from flyte_ddp.files import replacing
-from flyte_ddp.markup import data_in
+from flyte_ddp.report.report import last_record_in
 from tasks.cluster import CALL_SECONDS
 from tasks.command_line import in_panels
 from tasks.pods import ANEW_VARIABLE
@@ -222,7 +222,7 @@ class Watch:
 
 def figures(page: str) -> str:
     """The last line of metrics that a training's page knows."""
-    record = data_in(page, "ddp-last-record")
+    record = last_record_in(page)
     return ", ".join(
         [f"step {record['step']:,}", *(FIGURES[key].format(record[key]) for key in FIGURES if key in record)]
     )

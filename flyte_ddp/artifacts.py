@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import pickle
 from collections.abc import Mapping
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from flyte_ddp import models
 from flyte_ddp.buffers import overwrite
 from flyte_ddp.errors import UserError
-from flyte_ddp.files import HashingFile, replacing, sync
+from flyte_ddp.files import HashingFile, file_digest, replacing, sync
 from flyte_ddp.images import InputSpec
 from flyte_ddp.loading.cropping import EVALUATION_SHARE
 
@@ -78,7 +77,11 @@ def load_model(
 
     """
     sidecar = read_sidecar(sidecar_path)
-    digest = file_digest(model_path)
+    try:
+        digest = file_digest(model_path)
+    except OSError as error:
+        fix = "give the model.pt of a finished run"
+        raise UserError(f"cannot read model {model_path}: {error.strerror}; {fix}") from error
     if digest != sidecar["digests"]["weights"]:
         raise UserError(
             f"{model_path} is damaged or not the model of {sidecar_path}: its SHA-256 is {digest[:12]}..., "
@@ -142,8 +145,8 @@ def described_input(spec: InputSpec, crop: str) -> dict[str, Any]:
         "mean": list(spec.mean),
         "std": list(spec.std),
         "crop": crop,
-        # In the order in which they are used; docs/model.md has them as a program.
-        "upright": middle,  # whether an image is turned as its EXIF data say
+# In the order in which they are used; docs/model.md has them as a program.
+        "upright": True,  # an image is turned as its EXIF data say
         "mode": {1: "L", 3: "RGB"}.get(spec.channels, ""),  # in Pillow's words: grey, or colours in this order
         "crop_share": EVALUATION_SHARE if middle else None,  # of the shorter side: the middle square's
         "resize_dtype": "uint8" if middle else "float32",  # in which the resized image's values are rounded
@@ -163,15 +166,3 @@ def input_spec(sidecar: Mapping[str, Any]) -> InputSpec:
         mean=tuple(values["mean"]),
         std=tuple(values["std"]),
     )
-
-
-def file_digest(path: Path) -> str:
-    """SHA-256 of a file, in hex, as ``sha256sum`` prints it."""
-    sha256 = hashlib.sha256()
-    try:
-        with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                sha256.update(block)
-    except OSError as error:
-        raise UserError(f"cannot read model {path}: {error.strerror}; give the model.pt of a finished run") from error
-    return sha256.hexdigest()

@@ -12,7 +12,7 @@ import time
 from collections import OrderedDict
 from dataclasses import asdict, dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -24,9 +24,6 @@ from flyte_ddp.job import Job
 from flyte_ddp.recording import Recorder
 from flyte_ddp.selection import Selection
 from flyte_ddp.training_state import TrainingState
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 @dataclass(frozen=True)

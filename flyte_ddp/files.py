@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Files that appear whole or not at all, and their digests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, Any, BinaryIO
 
 from flyte_ddp.errors import UserError
 
@@ -68,7 +68,13 @@ class HashingFile:
         self.file.flush()
 
 
-def sync(file: BinaryIO) -> None:
-    """Puts what was written so far on the disk, so that a full disk shows now and not later."""
+def sync(file: IO[Any]) -> None:
+    """Puts what was written so far on the disk, so that a full disk shows now, and a power cut leaves it there."""
     file.flush()
     os.fsync(file.fileno())
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file, in hex, as ``sha256sum`` prints it."""
+    with path.open("rb", buffering=0) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

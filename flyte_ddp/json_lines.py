@@ -6,14 +6,12 @@ import json
 import math
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 from flyte_ddp.errors import UserError
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 class JsonLines:
@@ -65,6 +63,23 @@ class JsonLines:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The records of a file; a line that a killed writer left unfinished is passed over.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}; give the folder of a run") from error
+    records = []
+    for line in lines:
+        with suppress(ValueError):
+            records.append(json.loads(line))
+    return [record for record in records if isinstance(record, dict)]
 
 
 def last_byte(path: Path) -> bytes:

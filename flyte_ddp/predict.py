@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from flyte_ddp import artifacts
 from flyte_ddp.datasets import ImageArrays, open_prepared
-from flyte_ddp.datasets.progress import Progress
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replacing
 from flyte_ddp.images import InputSpec
 from flyte_ddp.loading.encoded import BadSamples
 from flyte_ddp.loading.facts import few
 from flyte_ddp.prediction_batches import Batch, Request, array_batches, encoded_batches, folder_batches
-from flyte_ddp.previews import FirstPredictions
+from flyte_ddp.progress import Progress
+from flyte_ddp.report.previews import FirstPredictions
 from flyte_ddp.settings import Settings
 
 

@@ -17,7 +17,7 @@ from flyte_ddp.datasets.image_folder import SUFFIXES, files_below, is_image
 from flyte_ddp.errors import UserError
 from flyte_ddp.images import InputSpec, prepare
 from flyte_ddp.loading import cropping, open_tests
-from flyte_ddp.loading.decoding import DecodingError, decode, eight_bits, opened
+from flyte_ddp.loading.decoding import DecodingError, decode, with_pillow
 from flyte_ddp.loading.encoded import BadSamples, EncodedImages
 from flyte_ddp.settings import Settings
 
@@ -81,17 +81,13 @@ def pixels_of(path: Path, spec: InputSpec, crop: str, bad: BadSamples) -> Tensor
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}); remove it, or make it readable") from error
     try:
-        return middle_of(content, spec.height) if crop == MIDDLE else whole_image(content, spec.channels)
+        if crop == MIDDLE:
+            return middle_of(content, spec.height)
+        pixels = with_pillow(content, "L" if spec.channels == 1 else "RGB")
+        return torch.from_numpy(pixels.reshape(*pixels.shape[:2], spec.channels))
     except DecodingError as error:
         bad.add(str(path), str(error))
         return None
-
-
-def whole_image(content: bytes, channels: int) -> Tensor:
-    """An image as uint8 [H, W, channels]: grey for 1 channel, RGB for 3."""
-    with opened(content) as image:
-        pixels = np.array(eight_bits(image).convert("L" if channels == 1 else "RGB"))
-    return torch.from_numpy(pixels.reshape(*pixels.shape[:2], channels))
 
 
 def middle_of(content: bytes, size: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a person sees while a run trains: a bar on a terminal, lines that space out elsewhere. Rank 0 shows it."""
+"""What a person sees of long work, on standard error: a bar on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -13,6 +13,58 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps [{elapsed}<{remaining}{postfix}]"
+
+
+MODES = ("auto", "bar", "lines", "off")
+
+
+class Progress:
+    """Says how far work has come.
+
+    Args:
+        mode: bar, lines, off, or auto (a bar if the stream is a terminal, else lines).
+        stream: where to; standard error if None.
+    """
+
+    def __init__(self, mode: str = "auto", stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stderr
+        self._mode = mode
+        if mode == "auto":
+            self._mode = "bar" if self._stream.isatty() else "lines"
+        if self._mode == "bar":
+            # tqdm's own lock is a semaphore shared between processes, which a killed rank would leave behind.
+            tqdm.set_lock(threading.RLock())
+
+    @contextmanager
+    def track(self, label: str, total: int | None, unit: str) -> Iterator[Callable[[int], object]]:
+        """Gives the function to call with each further number of ``unit`` done; ``total`` is None where unknown."""
+        if self._mode == "bar":
+            with tqdm(total=total, desc=label, unit=unit, unit_scale=unit == "B", file=self._stream) as bar:
+                yield bar.update
+        else:
+            amount = "size unknown" if total is None else size(total) if unit == "B" else f"{total:,} {unit}"
+            self.note(f"{label} ({amount})")
+            yield lambda _: None
+
+    def note(self, text: str) -> None:
+        """Says something on a line of its own."""
+        with self._while_somebody_reads():
+            if self._mode == "bar":
+                tqdm.write(text, file=self._stream)
+            elif self._mode == "lines":
+                print(text, file=self._stream, flush=True)
+
+    @contextmanager
+    def _while_somebody_reads(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError):  # as after `| head`; what cannot be shown must not end the work
+            self._mode = "off"
+
+
+def size(number: int) -> str:
+    """Bytes as people read them: 26.4MB."""
+    return f"{tqdm.format_sizeof(number)}B"
 
 
 class Schedule:
@@ -36,14 +88,13 @@ class Schedule:
         self._next = max(position * self._growth, position + self._minimum)
 
 
-class Progress:
+class TrainingProgress(Progress):
     """Shows steps and evaluations of a run.
 
     Args:
-        mode: bar, lines, off, or auto (a bar if the stream is a terminal, else lines).
+        mode: as of :class:`Progress`; ``stream`` likewise.
         total_steps: optimiser steps of the whole run.
         steps_per_epoch: optimiser steps of one epoch.
-        stream: where to; standard error if None.
         clock: seconds, from any origin.
 
     Lines come at once, every two seconds, and then whenever the time has grown by 30 %: 12 in a minute, 28 in an hour.
@@ -59,10 +110,7 @@ class Progress:
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._stream = stream or sys.stderr
-        if mode == "auto":
-            mode = "bar" if self._stream.isatty() else "lines"
-        self._mode = mode
+        super().__init__(mode, stream)
         self._total_steps = total_steps
         self._epochs = -(-total_steps // steps_per_epoch)
         self._clock = clock
@@ -70,22 +118,16 @@ class Progress:
         self._first: tuple[float, int] | None = None  # when and at which step the first report came
         self._last_step = 0
         self._values: dict[str, str] = {}
-        self._updates = Schedule(growth=1.0, minimum=0.1) if mode == "bar" else Schedule(growth=1.3, minimum=2.0)
+        bar = self._mode == "bar"
+        self._updates = Schedule(growth=1.0, minimum=0.1) if bar else Schedule(growth=1.3, minimum=2.0)
         self._evaluations = Schedule(growth=1.05, minimum=1.0)
         self._evaluated = 0
         self._untold = ""  # the last evaluation, where it was left out
-        self._bar: tqdm[Any] | None = None
-        if mode == "bar":
-            # tqdm's own lock is a semaphore shared between processes, which a killed rank would leave behind.
-            tqdm.set_lock(threading.RLock())
+        if bar:
             with self._while_somebody_reads():
                 self._bar = tqdm(
                     total=total_steps, desc=self._epoch(0), bar_format=BAR, file=self._stream, mininterval=0
                 )
-
-    def note(self, line: str) -> None:
-        """Says something on a line of its own."""
-        self._print(line)
 
     def due(self) -> bool:
         """Whether :meth:`step` would show something now: only then is a loss worth fetching from a device."""
@@ -109,14 +151,14 @@ class Progress:
             return
         now = self._elapsed()
         self._updates.mark(now)
-        if self._bar is not None:
-            self._bar.set_description_str(self._epoch(epoch), refresh=False)
+        if self._mode == "bar":
             with self._while_somebody_reads():
+                self._bar.set_description_str(self._epoch(epoch), refresh=False)
                 self._move_bar()
             return
         self._first = self._first or (now, step)
         parts = [f"{self._epoch(epoch)}, step {step:,}/{self._total_steps:,}", *self._values.values()]
-        self._print(", ".join([*parts, f"{duration(now)} elapsed", *self._remaining(now, step)]))
+        self.note(", ".join([*parts, f"{tqdm.format_interval(round(now))} elapsed", *self._remaining(now, step)]))
 
     def evaluation(self, record: Mapping[str, Any]) -> None:
         """Takes in an evaluation record of metrics.jsonl (its ``epoch``: epochs done so far), and shows it if due."""
@@ -132,7 +174,7 @@ class Progress:
         )
         if self._evaluations.due(self._evaluated):
             self._evaluations.mark(self._evaluated)
-            self._print(line)
+            self.note(line)
             self._untold = ""
         else:
             self._untold = line
@@ -140,19 +182,12 @@ class Progress:
     def close(self) -> None:
         """Shows the last evaluation, if it was left out, and leaves the terminal in order; may be called twice."""
         if self._untold:
-            self._print(self._untold)
+            self.note(self._untold)
             self._untold = ""
-        if self._bar is not None:
+        if self._mode == "bar":
             with self._while_somebody_reads():
                 self._move_bar()
                 self._bar.close()
-
-    @contextmanager
-    def _while_somebody_reads(self) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, ValueError):  # as after `| head`; what cannot be shown must not end training
-            self._mode, self._bar = "off", None
 
     def _elapsed(self) -> float:
         return self._clock() - self._start
@@ -165,25 +200,9 @@ class Progress:
         began, first_step = self._first or (now, step)
         if step == first_step:
             return []
-        return [f"{duration((now - began) / (step - first_step) * (self._total_steps - step))} left"]
+        left = (now - began) / (step - first_step) * (self._total_steps - step)
+        return [f"{tqdm.format_interval(round(left))} left"]
 
     def _move_bar(self) -> None:
-        assert self._bar is not None
         self._bar.set_postfix_str(", ".join(self._values.values()), refresh=False)
         self._bar.update(self._last_step - self._bar.n)
-
-    def _print(self, line: str) -> None:
-        with self._while_somebody_reads():
-            if self._bar is not None:
-                self._move_bar()
-                self._bar.write(line, file=self._stream)
-            elif self._mode == "lines":
-                self._stream.write(f"{line}\n")
-                self._stream.flush()
-
-
-def duration(seconds: float) -> str:
-    """Hours, minutes and seconds: 1:02:03, or 2:03."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

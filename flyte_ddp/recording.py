@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import platform
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -25,12 +25,10 @@ from flyte_ddp.job import Job
 from flyte_ddp.json_lines import JsonLines
 from flyte_ddp.loading.facts import of_all_ranks
 from flyte_ddp.notes import not_in_the_key, notes, seeded
-from flyte_ddp.progress import Progress
+from flyte_ddp.progress import TrainingProgress
 from flyte_ddp.selection import Selection
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
-
     from flyte_ddp.training_state import TrainingState
 
 WORST_MISTAKES = 16
@@ -57,7 +55,7 @@ class Recorder:
         if self.writes:
             self.log = JsonLines(job.run_folder / "metrics.jsonl")
             steps_per_epoch = -(-len(state.training) // job.hp.batch_size)
-            self.progress = Progress(job.settings.progress, state.total_steps, steps_per_epoch)
+            self.progress = TrainingProgress(job.settings.progress, state.total_steps, steps_per_epoch)
             self.log.write(start_record(job, data, state))
             self.progress.note(f"ranks: {distributed.world_size()}, nodes: {job.num_nodes}")
             if said := seeded(job, state):

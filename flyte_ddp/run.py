@@ -98,8 +98,9 @@ def run_in(
 ) -> Result:
     """:func:`run_training`, in a folder that no other run writes into."""
     # torch is imported here, not above, so that importing this module stays cheap for command-line start-up.
-    from flyte_ddp import report, tracking
+    from flyte_ddp import tracking
     from flyte_ddp.job import Job
+    from flyte_ddp.report import report
 
     work = prepare_folder(run_folder)
     belongs = identity_of(hp, data)

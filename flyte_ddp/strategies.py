@@ -171,7 +171,8 @@ class DDPSync(GradientSync):
                 gradient_as_bucket_view=True,
                 broadcast_buffers=False,
                 # Otherwise a model with a parameter that no output depends on fails in its second step, or, if there is
-                # none, ends with gradients that were never averaged.
+                # none, ends with gradients that were never averaged. Nor would buckets stay as they are after the first
+                # step, and so the rounding of sums: a run that was cut off would end in other bits.
                 find_unused_parameters=True,
             )
         self.parallel.register_comm_hook(self, average_over_ranks)

@@ -27,19 +27,6 @@ from flyte_ddp.settings import Settings
 from flyte_ddp.wandb_follower import Order, Status, kill_tree, launch, opened, read_status
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics file, without what a killed writer left unfinished; none where there is no file."""
-    if not path.exists():
-        return []
-    records = []
-    for line in path.read_bytes().splitlines():
-        with contextlib.suppress(ValueError):
-            record = json.loads(line)
-            if isinstance(record, dict):
-                records.append(record)
-    return records
-
-
 def start_wandb(
     run_folder: Path, settings: Settings, hyperparameters: Mapping[str, Any], name: str
 ) -> WandbProcess | None:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
+from flyte_ddp.report.run_records import named
 from flyte_ddp.run_folder import METRICS, PREDICTIONS
-from flyte_ddp.run_records import named
 from flyte_ddp.wandb_follower import POLL_SECONDS, EndOfRun, Order, Status, opened, read_order, write_status
 
 if TYPE_CHECKING:

@@ -230,7 +230,7 @@ def tried(action: Callable[[], Returned]) -> Returned:
     for pause in (*PAUSES, None):
         try:
             return action()
-        except (PermissionError, FileNotFoundError):  # noqa: PERF203
+        except (PermissionError, FileNotFoundError):
             raise
         except Exception as error:
             if pause is None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from flytekit import Deck
 
-from flyte_ddp import report
+from flyte_ddp.report import report
 from flyte_ddp.run_folder import UNFINISHED
 from tasks import places
 

@@ -10,7 +10,7 @@ import os
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypeVar
 
@@ -108,7 +108,7 @@ def directory(path: Path) -> FlyteDirectory:
 @contextmanager
 def new_folder(name: str) -> Iterator[Path]:
     """An empty folder whose name starts with ``name`` and the time; it goes if nothing was put into it."""
-    folder = folder_for(f"{name}-{datetime.now(timezone.utc):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}")
+    folder = folder_for(f"{name}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}")
     try:
         folder.mkdir(parents=True)
     except OSError as error:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple, Optional
 
@@ -25,7 +25,7 @@ class CheckedInputs(NamedTuple):
     run_version: str
 
 
-NO_SCHEDULE = datetime(1970, 1, 1, tzinfo=timezone.utc)  # kickoff time of a retraining that no schedule started
+NO_SCHEDULE = datetime(1970, 1, 1, tzinfo=UTC)  # kickoff time of a retraining that no schedule started
 
 
 @task(**pods.data_pod(), retries=2, cache=pods.by_content(ignored_inputs=("data_source",)))
@@ -54,7 +54,7 @@ def check_inputs(hp: Hyperparameters, kickoff_time: Optional[datetime] = None, e
     hardware.check_requested(hp, *pods.nodes_and_ranks(engine))
     fingerprint = datasets.fingerprint(hp.dataset, hp.data_source, hp.test_dataset)
     if kickoff_time == NO_SCHEDULE:
-        kickoff_time = datetime.now(timezone.utc)
+        kickoff_time = datetime.now(UTC)
     name = identity.run_name(hp, fingerprint, trigger=kickoff_time.isoformat() if kickoff_time else "")
     run = places.free_run(name)
     data = f"datasets/{fingerprint}"
@@ -74,7 +74,7 @@ def show_plan(hp: Hyperparameters, data: Optional[Path], run: str) -> None:
     """In a pod: the page of the task in the console."""
     if places.is_local():
         return
-    from flyte_ddp import previews
+    from flyte_ddp.report import previews
 
     with suppress(Exception), as_of_a_task():  # a run goes on without its page
         Deck("What is trained", previews.of_run(hp, data, run))

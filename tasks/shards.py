@@ -97,7 +97,7 @@ class PackedShards(NamedTuple):
 @recovery.retried()
 def verify_packed(packed: FlyteDirectory, name: str = "train") -> PackedShards:
     """Check shards where they were put, and hand them on with the name of the data set that they are."""
-    from flyte_ddp import previews
+    from flyte_ddp.report import previews
     from flyte_ddp.shards.scanning import verify_index
 
     pods.check_code()

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -348,7 +348,7 @@ def test_launch_plans_by_name(tmp_path: Path) -> None:
 
 def test_a_retry_of_one_tick_is_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLYTE_DDP_RUNS", str(tmp_path))
-    moments = [datetime(2030, 1, day, 3, tzinfo=timezone.utc) for day in (2, 2, 3)]
+    moments = [datetime(2030, 1, day, 3, tzinfo=UTC) for day in (2, 2, 3)]
     versions = [check_inputs(hp=Hyperparameters(), kickoff_time=moment).run_version for moment in moments]
     first, retry, next_night = (without_token(version) for version in versions)
     assert first == retry != next_night

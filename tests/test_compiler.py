@@ -15,10 +15,10 @@ from torch import nn
 
 from flyte_ddp import compiler
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.json_lines import read_records
 from flyte_ddp.optimisation import make_optimizer
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
-from flyte_ddp.tracking import read_metrics
 
 HP = Hyperparameters(
     model="user_models:dropout", num_ranks=1, batch_size=100, max_steps=5, log_interval=1, precision="fp32"
@@ -155,7 +155,7 @@ def test_a_compiled_model_learns_the_same(
     plain = run_training(HP, digits, tmp_path / "plain", QUIET)
     compiled = run_training(replace(HP, compile=True), digits, tmp_path / "compiled", QUIET)
     losses = [
-        [record["loss"] for record in read_metrics(run.metrics) if record["kind"] == "train"]
+        [record["loss"] for record in read_records(run.metrics) if record["kind"] == "train"]
         for run in (plain, compiled)
     ]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)

@@ -16,9 +16,9 @@ from flyte_ddp import checkpoint
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.diagnosis import LossWatch, no_better_than_guessing
 from flyte_ddp.errors import UserError
+from flyte_ddp.json_lines import read_records
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
-from flyte_ddp.tracking import read_metrics
 from flyte_ddp.training_state import TrainingState
 
 QUIET = Settings(progress="off", wandb_mode="disabled", checkpoint_seconds=0.1)
@@ -138,7 +138,7 @@ def test_the_error_names_epoch_step_and_where_it_began(
 
 
 def end_of(run: Path) -> dict[str, Any]:
-    return next(record for record in read_metrics(run / "metrics.jsonl") if record["kind"] == "end")
+    return next(record for record in read_records(run / "metrics.jsonl") if record["kind"] == "end")
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

@@ -36,6 +36,7 @@ from flyte_ddp.datasets.image_folder import list_images
 from flyte_ddp.datasets.prepared import check_prepared
 from flyte_ddp.errors import RankError, UnreachableError, UserError
 from flyte_ddp.images import InputSpec
+from flyte_ddp.json_lines import read_records
 from flyte_ddp.predict import predict
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.run_folder import OUTPUTS
@@ -45,7 +46,6 @@ from flyte_ddp.shards.dataset import ShardDataset
 from flyte_ddp.shards.joining import join_indexes
 from flyte_ddp.shards.packing import pack_image_folder, pack_source
 from flyte_ddp.storage import retries
-from flyte_ddp.tracking import read_metrics
 
 SIDE = 16
 BASE = Hyperparameters(
@@ -96,11 +96,11 @@ def weights(result: Result) -> dict[str, torch.Tensor]:
 
 
 def notes(result: Result) -> list[str]:
-    return read_metrics(result.metrics)[-1]["notes"]
+    return read_records(result.metrics)[-1]["notes"]
 
 
 def losses(result: Result) -> list[float]:
-    return [record["loss"] for record in read_metrics(result.metrics) if record["kind"] == "train"]
+    return [record["loss"] for record in read_records(result.metrics) if record["kind"] == "train"]
 
 
 def plain_loop(hp: Hyperparameters, index: Path) -> tuple[dict[str, torch.Tensor], list[float]]:
@@ -171,7 +171,7 @@ def test_a_run_cut_off_in_the_middle_goes_on_to_the_same_weights(
     with pytest.raises(RankError, match="killed"):
         train(hp, tmp_path / "cut")
     gone_on = train(hp, tmp_path / "cut")
-    resumed = [record["resumed_after_step"] for record in read_metrics(gone_on.metrics) if record["kind"] == "start"]
+    resumed = [record["resumed_after_step"] for record in read_records(gone_on.metrics) if record["kind"] == "start"]
     assert resumed == [0, 27]
     for name, value in weights(undisturbed).items():
         assert torch.equal(value, weights(gone_on)[name])

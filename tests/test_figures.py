@@ -11,8 +11,9 @@ import pytest
 from PIL import Image
 from report_page import Page
 
-from flyte_ddp import figures, markup
-from flyte_ddp.figures import Series
+from flyte_ddp import formatting
+from flyte_ddp.report import figures
+from flyte_ddp.report.figures import Series
 
 
 @pytest.mark.parametrize("shape", [(300, 200, 3), (40, 40, 4), (1, 1, 1), (64, 64, 2)])
@@ -66,4 +67,4 @@ def test_odd_values_can_be_drawn(values: list[float], scale: str) -> None:
     ],
 )
 def test_durations_are_given_in_units_that_suit_them(seconds: float, text: str) -> None:
-    assert markup.duration(seconds) == text
+    assert formatting.duration(seconds) == text

@@ -13,9 +13,9 @@ import pytest
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
+from flyte_ddp.json_lines import read_records
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
-from flyte_ddp.tracking import read_metrics
 
 LOSSES = Path(__file__).with_name("golden_losses.json")
 # In fp64, whose differences between processors stay far below the tolerance (measured: AVX2 against AVX-512, 5e-16;
@@ -46,7 +46,7 @@ def losses(folder: Path) -> dict[str, list[float]]:
     """The training loss of each step and the test loss of each epoch."""
     data = fetch("digits", "", folder / "digits", progress="off")
     result = run_training(RUN, data, folder / "run", Settings(progress="off", wandb_mode="disabled"))
-    records = read_metrics(result.metrics)
+    records = read_records(result.metrics)
     return {
         "train": [record["loss"] for record in records if record["kind"] == "train"],
         "test": [record["test_loss"] for record in records if record["kind"] == "evaluation"],

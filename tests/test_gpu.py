@@ -12,9 +12,9 @@ from faulty_runs import saved
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import RankError, UserError
+from flyte_ddp.json_lines import read_records
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
-from flyte_ddp.tracking import read_metrics
 
 pytestmark = [
     pytest.mark.gpu,
@@ -43,7 +43,7 @@ def _user_models_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def losses(metrics: Path) -> list[float]:
-    return [record["loss"] for record in read_metrics(metrics) if record["kind"] == "train"]
+    return [record["loss"] for record in read_records(metrics) if record["kind"] == "train"]
 
 
 def test_a_gpu_computes_what_cpu_ranks_do(digits: Path, tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_a_run_on_a_gpu_goes_on_bit_for_bit(digits: Path, tmp_path: Path, monkey
     with pytest.raises(RankError, match="the rank's own words"):
         run_training(HP, digits, tmp_path / "run", QUIET)
     retried = run_training(HP, digits, tmp_path / "run", QUIET)
-    starts = [record["resumed_after_step"] for record in read_metrics(retried.metrics) if record["kind"] == "start"]
+    starts = [record["resumed_after_step"] for record in read_records(retried.metrics) if record["kind"] == "start"]
     assert starts == [0, 20]
     weights = [torch.load(result.model, weights_only=True) for result in (expected, retried)]
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
@@ -90,7 +90,7 @@ def test_the_time_goes_where_the_gpu_spends_it(digits: Path, tmp_path: Path) -> 
     hp = replace(HP, model="resnet18", image_size=96, precision="fp32", epochs=4, deterministic=False, ema_decay=0.0)
     (end,) = [
         each
-        for each in read_metrics(run_training(hp, digits, tmp_path / "run", QUIET).metrics)
+        for each in read_records(run_training(hp, digits, tmp_path / "run", QUIET).metrics)
         if each["kind"] == "end"
     ]
     seconds = end["seconds"]

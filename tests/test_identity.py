@@ -14,9 +14,9 @@ from cli import TINY, train
 from flyte_ddp import code_digest
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.identity import run_name
+from flyte_ddp.json_lines import read_records
 from flyte_ddp.run import identity_of, run_training
 from flyte_ddp.settings import Settings
-from flyte_ddp.tracking import read_metrics
 
 HP = Hyperparameters()
 
@@ -89,7 +89,7 @@ def test_what_a_model_uses_and_the_cache_key_does_not_cover_is_named(
     result = run_training(hp, digits, tmp_path / "run", Settings(progress="lines", wandb_mode="disabled"))
     said = "The model uses source/identity_net.py, which the cache key does not cover: a change there is not noticed."
     expected = 0 if way == "seen" else 1
-    assert [said in note for note in read_metrics(result.metrics)[-1]["notes"]] == [True] * expected
+    assert [said in note for note in read_records(result.metrics)[-1]["notes"]] == [True] * expected
     assert "".join(capfd.readouterr()).count(said) == expected
 
 

@@ -17,9 +17,9 @@ from flyte_ddp import identity
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.initial_weights import WHAT_IT_IS, fetched, load_initial_weights
+from flyte_ddp.json_lines import read_records
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.settings import Settings
-from flyte_ddp.tracking import read_metrics
 
 
 class Named(nn.Module):
@@ -232,7 +232,7 @@ def test_a_run_says_what_did_not_start_from_the_file(
     result = run(replace(base, init_from=str(first.model), init_skip=part), digits, tmp_path / "second")
     said = f"From the seed, and not from init_from, began (init_skip): {', '.join(head)}."
     assert said in capfd.readouterr().err
-    start, *_, end = read_metrics(result.metrics)
+    start, *_, end = read_records(result.metrics)
     assert start["init_skipped"] == head
     assert said in end["notes"]
     assert said in result.report.read_text()

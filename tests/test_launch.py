@@ -27,8 +27,8 @@ from flytekit.configuration import Config, ImageConfig, SerializationSettings
 from flytekit.remote import FlyteRemote
 from report_page import records, write_run
 
-from flyte_ddp import report
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.report import report
 from workflows.training import training_on_demand
 
 pytestmark = pytest.mark.filterwarnings("ignore:The '__version__' attribute:DeprecationWarning")  # in rich_click

@@ -21,7 +21,7 @@ def test_importing_the_workflows_imports_nothing_heavy() -> None:
 
 
 def test_the_launcher_starts_ranks_without_torch() -> None:
-    modules = "flyte_ddp.run, flyte_ddp.launch.spawn, flyte_ddp.report, flyte_ddp.tracking"
+    modules = "flyte_ddp.run, flyte_ddp.launch.spawn, flyte_ddp.report.report, flyte_ddp.tracking"
     code = f"import sys, {modules}\nprint('torch' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "False"
@@ -30,7 +30,7 @@ def test_the_launcher_starts_ranks_without_torch() -> None:
 def test_what_is_going_to_be_trained_is_shown_without_torch() -> None:
     """In a pod whose whole work takes less time than that import."""
     code = (
-        "import sys; from flyte_ddp.config import Hyperparameters; from flyte_ddp.previews import of_run\n"
+        "import sys; from flyte_ddp.config import Hyperparameters; from flyte_ddp.report.previews import of_run\n"
         "print(len(of_run(Hyperparameters(), None, 'run')) > 1000, 'torch' in sys.modules)"
     )
     found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flyte_ddp.progress import Progress, Schedule, duration
+from flyte_ddp.progress import Schedule, TrainingProgress
 
 
 class Clock:
@@ -32,7 +32,7 @@ def run_lines(seconds: float, interval: float) -> list[float]:
     """The times of the lines of a run that reports a step every ``interval`` seconds."""
     stream, clock = io.StringIO(), Clock()
     steps = int(seconds / interval) + 1
-    progress = Progress("lines", steps, steps, stream=stream, clock=clock)
+    progress = TrainingProgress("lines", steps, steps, stream=stream, clock=clock)
     times = []
     for step in range(1, steps + 1):
         clock.now = 12345.0 + (step - 1) * interval
@@ -66,33 +66,33 @@ def test_the_number_of_lines_grows_with_the_logarithm_of_the_time(seconds: float
 
 def test_a_line_tells_where_the_run_is_and_when_it_ends() -> None:
     stream, clock = io.StringIO(), Clock()
-    progress = Progress("lines", 1266, 422, stream=stream, clock=clock)
+    progress = TrainingProgress("lines", 1266, 422, stream=stream, clock=clock)
     clock.now += 10  # start-up, which must not count for the time that is left
     progress.step(0, 20, 0.90123, 17000.4)
     clock.now += 4
     progress.step(1, 440, None, None)
     assert stream.getvalue().splitlines() == [
-        "epoch 1/3, step 20/1,266, loss 0.9012, 17,000 samples/s, 0:10 elapsed",
+        "epoch 1/3, step 20/1,266, loss 0.9012, 17,000 samples/s, 00:10 elapsed",
         # 420 steps in 4 s, 826 to go: 7.87 s
-        "epoch 2/3, step 440/1,266, loss 0.9012, 17,000 samples/s, 0:14 elapsed, 0:08 left",
+        "epoch 2/3, step 440/1,266, loss 0.9012, 17,000 samples/s, 00:14 elapsed, 00:08 left",
     ]
 
 
 def test_a_loss_is_asked_for_only_when_a_line_is_due() -> None:
     clock = Clock()
-    progress = Progress("lines", 100, 100, stream=io.StringIO(), clock=clock)
+    progress = TrainingProgress("lines", 100, 100, stream=io.StringIO(), clock=clock)
     assert progress.due()
     progress.step(0, 1, 1.0, 1.0)
     clock.now += 1.9
     assert not progress.due()
     clock.now += 0.2
     assert progress.due()
-    assert not Progress("off", 100, 100, stream=io.StringIO(), clock=clock).due()
+    assert not TrainingProgress("off", 100, 100, stream=io.StringIO(), clock=clock).due()
 
 
 def test_an_evaluation_line_has_both_splits_if_there_are_two() -> None:
     stream = io.StringIO()
-    progress = Progress("lines", 20, 10, stream=stream, clock=Clock())
+    progress = TrainingProgress("lines", 20, 10, stream=stream, clock=Clock())
     progress.evaluation(evaluation(1, 10, validation_loss=0.25, validation_accuracy=0.901))
     progress.evaluation(evaluation(2, 20))
     assert stream.getvalue().splitlines() == [
@@ -104,7 +104,7 @@ def test_an_evaluation_line_has_both_splits_if_there_are_two() -> None:
 @pytest.mark.parametrize("evaluations", [1, 20, 100, 10_000])
 def test_evaluations_are_thinned_out_but_never_the_last(evaluations: int) -> None:
     stream = io.StringIO()
-    progress = Progress("lines", evaluations, 1, stream=stream, clock=Clock())
+    progress = TrainingProgress("lines", evaluations, 1, stream=stream, clock=Clock())
     for epoch in range(1, evaluations + 1):
         progress.evaluation(evaluation(epoch, epoch))
     progress.close()
@@ -117,7 +117,7 @@ def test_evaluations_are_thinned_out_but_never_the_last(evaluations: int) -> Non
 
 def test_off_shows_nothing() -> None:
     stream = io.StringIO()
-    progress = Progress("off", 10, 5, stream=stream, clock=Clock())
+    progress = TrainingProgress("off", 10, 5, stream=stream, clock=Clock())
     progress.step(0, 1, 1.0, 1.0)
     progress.evaluation(evaluation(1, 5))
     progress.close()
@@ -129,7 +129,7 @@ def on_terminal(mode: str) -> str:
     reader, writer = os.openpty()
     clock = Clock()
     with os.fdopen(writer, "w") as terminal:
-        progress = Progress(mode, 40, 20, stream=terminal, clock=clock)
+        progress = TrainingProgress(mode, 40, 20, stream=terminal, clock=clock)
         for step in range(1, 41):
             clock.now += 0.02
             progress.step((step - 1) // 20, step, 1 / step, 17000.0)
@@ -160,20 +160,13 @@ def test_a_terminal_gets_a_bar_and_the_evaluations_above_it() -> None:
 def test_lines_can_be_had_on_a_terminal() -> None:
     output = on_terminal("lines")
     assert "steps [" not in output
-    assert output.splitlines()[0] == "epoch 1/2, step 1/40, loss 1.0000, 17,000 samples/s, 0:00 elapsed"
+    assert output.splitlines()[0] == "epoch 1/2, step 1/40, loss 1.0000, 17,000 samples/s, 00:00 elapsed"
 
 
 def test_without_a_terminal_there_are_lines() -> None:
     stream = io.StringIO()
-    Progress("auto", 10, 5, stream=stream, clock=Clock()).step(0, 1, 1.0, 1.0)
+    TrainingProgress("auto", 10, 5, stream=stream, clock=Clock()).step(0, 1, 1.0, 1.0)
     assert stream.getvalue().count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0:00"), (59.4, "0:59"), (59.6, "1:00"), (3599.6, "1:00:00"), (3723, "1:02:03")]
-)
-def test_durations(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
 
 
 class Closed(io.StringIO):
@@ -185,7 +178,7 @@ class Closed(io.StringIO):
 
 @pytest.mark.parametrize("mode", ["bar", "lines"])
 def test_training_goes_on_when_nobody_reads_any_more(mode: str) -> None:
-    progress = Progress(mode, 10, 5, stream=Closed())
+    progress = TrainingProgress(mode, 10, 5, stream=Closed())
     for step in range(1, 11):
         progress.step(0, step, 1.0, 100.0)
     progress.evaluation(evaluation(1, 5))

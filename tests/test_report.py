@@ -17,11 +17,10 @@ import pytest
 from PIL import Image
 from report_page import Page, matrix, records, write_run
 
-from flyte_ddp import figures, report
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
-from flyte_ddp.markup import data_in
-from flyte_ddp.run_records import read_run
+from flyte_ddp.report import figures, report
+from flyte_ddp.report.run_records import read_run
 
 
 def test_the_headline_has_the_figures_of_the_records(tmp_path: Path) -> None:
@@ -252,7 +251,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_importing_the_report_loads_neither_matplotlib_nor_torch() -> None:
-    code = "import sys, flyte_ddp.report; print(sorted({'matplotlib', 'torch', 'PIL'} & set(sys.modules)))"
+    code = "import sys, flyte_ddp.report.report; print(sorted({'matplotlib', 'torch', 'PIL'} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
 
@@ -263,9 +262,9 @@ def test_a_program_finds_the_last_record_and_a_reader_sees_nothing_of_it(tmp_pat
     for last, written in ((lines[-1] | {"stopped": hostile}, lines), (lines[-2], lines[:-1]), (lines[-3], lines[:-2])):
         folder = write_run(tmp_path / str(len(written)), [*written[:-1], last])
         html = report.render(folder)
-        assert data_in(html, report.LAST_RECORD) == last
+        assert report.last_record_in(html) == last
         [found] = [(each, inside) for tag, each, inside in Page(html).elements if tag == "data"]
         assert found[0].keys() == {"class", "value", "hidden"}
         assert found[1] == []
-    assert data_in(report.render(write_run(tmp_path / "begun", lines[:1])), report.LAST_RECORD) == {}
-    assert data_in("<p>another page</p>", report.LAST_RECORD) is None
+    assert report.last_record_in(report.render(write_run(tmp_path / "begun", lines[:1]))) == {}
+    assert report.last_record_in("<p>another page</p>") is None

@@ -23,10 +23,10 @@ from flyte_ddp.checkpoint import Identity
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import RankError, UserError
 from flyte_ddp.hardware import Hardware
+from flyte_ddp.json_lines import read_records
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.run_folder import OUTPUTS, UNFINISHED
 from flyte_ddp.settings import Settings
-from flyte_ddp.tracking import read_metrics
 from flyte_ddp.training_state import TrainingState
 
 QUIET = Settings(progress="off", wandb_mode="disabled")
@@ -75,7 +75,7 @@ def figures(result: Result) -> list[dict[str, Any]]:
     timed = ("time", "samples_per_second", "seconds", "notes")
     return [
         {key: value for key, value in record.items() if key not in timed}
-        for record in read_metrics(result.metrics)
+        for record in read_records(result.metrics)
         if record["kind"] != "start"
     ]
 
@@ -111,7 +111,7 @@ def test_the_retry_ends_bit_for_bit_like_a_run_that_came_through(
     assert not [name for name in OUTPUTS if (tmp_path / "run" / name).exists()]
     assert not [*tmp_path.rglob("*.tmp")]
     retried = run_training(hp, digits, tmp_path / "run", QUIET)
-    resumed = [record["resumed_after_step"] for record in read_metrics(retried.metrics) if record["kind"] == "start"]
+    resumed = [record["resumed_after_step"] for record in read_records(retried.metrics) if record["kind"] == "start"]
     assert len(resumed) == 2
     assert resumed[1] > 0
     if fault["at"] == "training" and fault["rank"] == 1:
@@ -138,7 +138,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(
         with pytest.raises(RankError, match="killed"):
             run_training(replace(hp, num_ranks=ranks), digits, tmp_path / "run", QUIET)
     result = run_training(replace(hp, num_ranks=1), digits, tmp_path / "run", QUIET)
-    starts = [record for record in read_metrics(result.metrics) if record["kind"] == "start"]
+    starts = [record for record in read_records(result.metrics) if record["kind"] == "start"]
     assert [start["resumed_after_step"] for start in starts] == [0, 21, 36]
     assert [start["num_ranks"] for start in starts] == [2, 3, 1]
     assert "because these changed: ranks 2 and 3, now 1" in went_on(result)
@@ -147,7 +147,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(
 
 
 def went_on(result: Result) -> str:
-    (note,) = (note for note in read_metrics(result.metrics)[-1]["notes"] if "went on from a checkpoint" in note)
+    (note,) = (note for note in read_records(result.metrics)[-1]["notes"] if "went on from a checkpoint" in note)
     return str(note)
 
 
@@ -222,7 +222,7 @@ def test_a_step_that_failed_half_way_is_not_saved(
         with pytest.raises(RankError, match="MemoryError"):
             run_training(hp, digits, tmp_path / "run", QUIET)
     retried = run_training(hp, digits, tmp_path / "run", QUIET)
-    assert [record["resumed_after_step"] for record in read_metrics(retried.metrics) if record["kind"] == "start"] == [
+    assert [record["resumed_after_step"] for record in read_records(retried.metrics) if record["kind"] == "start"] == [
         0,
         14,
     ]

@@ -24,10 +24,10 @@ from flyte_ddp.distributed import rank, world_size
 from flyte_ddp.errors import RankError, UserError
 from flyte_ddp.hardware import detect
 from flyte_ddp.images import InputSpec, prepare
+from flyte_ddp.json_lines import read_records
 from flyte_ddp.optimisation import make_optimizer
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.settings import Settings
-from flyte_ddp.tracking import read_metrics
 from flyte_ddp.train import apply_gradients, compute_gradients, evaluate_splits
 from flyte_ddp.training_state import TrainingState
 
@@ -170,7 +170,7 @@ def test_models_may_keep_what_they_like(digits: Path, tmp_path: Path, keep: str)
     if keep == "ema":  # torch's average does not take sparse buffers
         hp = replace(hp, model="stateful_models:unusual_without_sparse", ema_decay=0.9, keep="ema")
     result = run_training(hp, digits, tmp_path / "run", QUIET)
-    changes, lacks = read_metrics(result.metrics)[-1]["notes"]
+    changes, lacks = read_records(result.metrics)[-1]["notes"]
     assert "changes scale in" in changes, "it is None at first"
     assert "lacks scale:" in lacks
     model, sidecar = load_model(result.model, result.sidecar)
@@ -184,7 +184,7 @@ def test_what_grows_is_loaded_again(digits: Path, tmp_path: Path) -> None:
     model, sidecar = load_model(result.model, result.sidecar)
     assert sidecar["metrics"]["test_loss"] == pytest.approx(losses_of(model, digits).mean().item(), abs=1e-6)
     assert sidecar["metrics"]["kept_epoch"] == 1
-    notes = " ".join(read_metrics(result.metrics)[-1]["notes"])
+    notes = " ".join(read_records(result.metrics)[-1]["notes"])
     assert "changes bank, late in" in notes
     assert "new model has not the same bank" in notes
     assert "changes passes, neither" in notes
@@ -324,7 +324,7 @@ def test_a_run_that_was_cut_off_ends_the_same(
     with pytest.raises(RankError):
         run_training(hp, digits, tmp_path / "run", QUIET)
     retried = run_training(hp, digits, tmp_path / "run", QUIET)
-    records = read_metrics(retried.metrics)
+    records = read_records(retried.metrics)
     assert [record["resumed_after_step"] for record in records if record["kind"] == "start"][1] > 14
     notes = records[-1]["notes"]
     assert [word in note for word, note in zip(words, notes, strict=True)] == [True] * len(words), notes
@@ -344,7 +344,7 @@ def test_the_number_of_ranks_may_matter_more_than_rounding(
     with pytest.raises(RankError):
         run_training(hp, digits, tmp_path / "run", QUIET)
     result = run_training(replace(hp, num_ranks=2), digits, tmp_path / "run", QUIET)
-    *_, went_on = read_metrics(result.metrics)[-1]["notes"]
+    *_, went_on = read_records(result.metrics)[-1]["notes"]
     assert (
         "but for what depends on the number of ranks, and up to rounding, because these changed: ranks 1, now 2"
         in went_on
@@ -400,7 +400,7 @@ def test_what_no_file_holds_is_named(digits: Path, tmp_path: Path) -> None:
     """Generators of the model's own, and what other objects hold; not what only comes along."""
     hp = Hyperparameters(model="stateful_models:hidden", epochs=1, batch_size=500, num_ranks=1)
     result = run_training(hp, digits, tmp_path / "run", QUIET)
-    assert "changes generator, numbers, object, queue, neither" in " ".join(read_metrics(result.metrics)[-1]["notes"])
+    assert "changes generator, numbers, object, queue, neither" in " ".join(read_records(result.metrics)[-1]["notes"])
 
 
 def set_by_data_in_ranks(folder: Path) -> None:
@@ -463,7 +463,7 @@ def cut_off_and_resumed(hp: Hyperparameters, digits: Path, folder: Path, monkeyp
 
 
 def notes_of(result: Result) -> list[str]:
-    return list(read_metrics(result.metrics)[-1]["notes"])
+    return list(read_records(result.metrics)[-1]["notes"])
 
 
 ON_ONE = Hyperparameters(model="stateful_models:frozen_body", epochs=3, batch_size=400, num_ranks=1)
@@ -498,7 +498,7 @@ def test_what_a_state_dict_may_hold_goes_through_a_resume(
     hp = replace(ON_ONE, **change)
     expected = run_training(hp, digits, tmp_path / "undisturbed", QUIET)
     result = cut_off_and_resumed(hp, digits, tmp_path, monkeypatch)
-    starts = [record["resumed_after_step"] for record in read_metrics(result.metrics) if record["kind"] == "start"]
+    starts = [record["resumed_after_step"] for record in read_records(result.metrics) if record["kind"] == "start"]
     assert starts == [0, 6]
     assert result.model.read_bytes() == expected.model.read_bytes()
     assert notes_of(result)[:-1] == notes_of(expected)

@@ -153,6 +153,44 @@ def use_different_parameters(_: Path) -> None:
             assert gradients[3] in (None, [0.0] if strategy == "ddp" else None), strategy
 
 
+class UsedInAnotherOrder(nn.Module):
+    """Its gradients come in another order than that in which its parameters are registered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.weights = nn.ParameterList([nn.Parameter(torch.randn(size)) for size in (2000, 3000, 4000, 5000)])
+
+    def forward(self, factors: torch.Tensor) -> torch.Tensor:
+        result = torch.zeros(())
+        for index in (2, 0, 3, 1):
+            weight = self.weights[index]
+            result = torch.tanh(result) + (weight.sin() * factors[: len(weight)]).mean()
+        return result
+
+
+def take_the_same_step_again(_: Path) -> None:
+    """A sum's rounding depends on the number's place in its bucket, which must not change after the first step.
+
+    Otherwise a run that goes on from a checkpoint would not have the bits of one that was never cut off.
+    """
+    factors = torch.randn(5000, generator=torch.Generator().manual_seed(dist.get_rank()))
+    for strategy in ("ddp", "hooks", "shared_memory"):
+        model = UsedInAnotherOrder()
+        sync = synchronised(model, strategy, torch.device("cpu"))
+        steps = []
+        for _ in range(3):
+            model.zero_grad()
+            with sync.micro_batch(last=True):
+                sync(factors).backward()
+            sync.combine(torch.zeros((), dtype=torch.float64))
+            steps.append([weight.grad.clone() for weight in model.weights])
+        first, *others = steps
+        assert all(gradient.unique().numel() > 100 for gradient in first)
+        for step in others:
+            assert all(torch.equal(*both) for both in zip(first, step, strict=True)), strategy
+
+
 def lose_a_rank(folder: Path) -> None:
     memory = NodeMemory(1)
     memory.barrier()
@@ -185,6 +223,7 @@ def wait_in_vain(_: Path) -> None:
         read_late,
         copy_odd_tensors,
         use_different_parameters,
+        take_the_same_step_again,
         wait_in_vain,
     ],
 )

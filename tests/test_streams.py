@@ -23,6 +23,7 @@ from processes import living_with
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
 from flyte_ddp.errors import UserError
+from flyte_ddp.json_lines import read_records
 from flyte_ddp.loading.streams import Decoded, Passes, RankStream, Samples, StreamImages, StreamOrder
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.settings import Settings
@@ -30,7 +31,6 @@ from flyte_ddp.shards.cache import ShardCache
 from flyte_ddp.shards.dataset import ShardReader
 from flyte_ddp.shards.index import ShardIndex, read_index
 from flyte_ddp.shards.packing import pack, pack_source
-from flyte_ddp.tracking import read_metrics
 
 PER_SHARD = 75
 
@@ -148,7 +148,7 @@ def test_empty_shards_leave_no_worker_without_samples(tmp_path: Path) -> None:
     content["shardlist"] = [entry for shard in content["shardlist"] for entry in (shard, empty)]
     (tmp_path / "train.json").write_text(json.dumps(content))
     hp = replace(BASE, dataset=f"stream:{tmp_path}/train.json", max_steps=4, num_ranks=1)
-    assert read_metrics(train(hp, tmp_path, loader_threads=2).metrics)[-1]["kind"] == "end"
+    assert read_records(train(hp, tmp_path, loader_threads=2).metrics)[-1]["kind"] == "end"
 
 
 @pytest.mark.slow
@@ -156,7 +156,7 @@ def test_ranks_learn_from_streams_of_their_own(shards: Path, tmp_path: Path) -> 
     hp = replace(BASE, dataset=f"stream:{shards}/train.json", epochs=6)
     result = train(hp, tmp_path, loader_threads=1)
     assert result.test_accuracy > 0.8
-    records = read_metrics(result.metrics)
+    records = read_records(result.metrics)
     start, end = records[0], records[-1]
     # 2 of 20 shards for testing, 2 of 18 for validation, and whole batches of the others' samples.
     assert (start["test_samples"], start["validation_samples"]) == (2 * PER_SHARD, 2 * PER_SHARD)
@@ -185,7 +185,7 @@ def test_a_killed_rank_takes_its_workers_along_and_the_retry_begins_another_stre
         pass
     assert not left
     result = train(hp, tmp_path, loader_threads=1)
-    (note,) = (note for note in read_metrics(result.metrics)[-1]["notes"] if "went on from a checkpoint" in note)
+    (note,) = (note for note in read_records(result.metrics)[-1]["notes"] if "went on from a checkpoint" in note)
     assert "but for the stream, which began anew" in note
 
 
@@ -260,6 +260,6 @@ def test_more_readers_than_shards_are_refused_before_a_rank_starts(shards: Path,
 def test_a_stream_is_tested_on_shards(shards: Path, tmp_path: Path) -> None:
     hp = replace(BASE, dataset=f"stream:{shards}/train.json", epochs=1, max_steps=2, num_ranks=1)
     result = train(replace(hp, test_dataset=f"shards:{shards}/train.json"), tmp_path)
-    assert read_metrics(result.metrics)[0]["test_samples"] == 1500
+    assert read_records(result.metrics)[0]["test_samples"] == 1500
     with pytest.raises(UserError, match="test_dataset='stream:x': must be shards:ADDRESS"):
         replace(hp, test_dataset="stream:x")

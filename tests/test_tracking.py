@@ -23,9 +23,9 @@ from PIL import Image
 from flyte_ddp import wandb_feed
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replacing
-from flyte_ddp.json_lines import JsonLines
+from flyte_ddp.json_lines import JsonLines, read_records
 from flyte_ddp.settings import Settings
-from flyte_ddp.tracking import read_metrics, start_wandb
+from flyte_ddp.tracking import start_wandb
 from flyte_ddp.wandb_follower import EndOfRun, read_status
 
 KEY = "0123456789abcdef" * 2 + "01234567"
@@ -74,7 +74,7 @@ def test_records_come_back_as_written(tmp_path: Path) -> None:
             assert before <= json.loads(lines[-1])["time"] <= time.time()
     expected = [{**record} for record in RECORDS]
     expected[2]["loss"] = None
-    assert [without_time(record) for record in read_metrics(path)] == expected
+    assert [without_time(record) for record in read_records(path)] == expected
 
 
 def test_every_line_is_strict_json(tmp_path: Path) -> None:
@@ -92,14 +92,10 @@ def test_every_line_is_strict_json(tmp_path: Path) -> None:
 def test_half_a_line_costs_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"kind": "train", "step": 1}\n{"kind": "tra')
-    assert read_metrics(path) == [{"kind": "train", "step": 1}]
+    assert read_records(path) == [{"kind": "train", "step": 1}]
     with JsonLines(path) as log:
         log.write({"kind": "train", "step": 2})
-    assert [record["step"] for record in read_metrics(path)] == [1, 2]
-
-
-def test_no_file_has_no_records(tmp_path: Path) -> None:
-    assert read_metrics(tmp_path / "metrics.jsonl") == []
+    assert [record["step"] for record in read_records(path)] == [1, 2]
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
@@ -408,7 +404,7 @@ time.sleep(600)
 @needs_proc
 def test_the_parents_death_ends_it(tmp_path: Path, mark: str) -> None:
     parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path)])
-    wait_for(lambda: is_open(tmp_path) and read_metrics(tmp_path / "metrics.jsonl"))
+    wait_for(lambda: is_open(tmp_path) and read_records(tmp_path / "metrics.jsonl"))
     assert processes(mark, "wandb-core")
     parent.kill()
     parent.wait()
@@ -424,7 +420,7 @@ def test_the_follower_of_a_killed_launcher_leaves_a_retry_alone(
 ) -> None:
     """It comes to its end while the retry, in the same run folder, has begun already."""
     with subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path)]) as parent:
-        wait_for(lambda: is_open(tmp_path) and read_metrics(tmp_path / "metrics.jsonl"))
+        wait_for(lambda: is_open(tmp_path) and read_records(tmp_path / "metrics.jsonl"))
         before = {*tmp_path.glob("wandb/offline-run-*")}
         late = processes(mark, "flyte_ddp.wandb_")
         for pid in late:

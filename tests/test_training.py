@@ -19,10 +19,10 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import open_arrays
 from flyte_ddp.errors import UserError
 from flyte_ddp.images import InputSpec
+from flyte_ddp.json_lines import read_records
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.run_folder import OUTPUTS, UNFINISHED
 from flyte_ddp.settings import Settings
-from flyte_ddp.tracking import read_metrics
 
 QUIET = Settings(progress="off", wandb_mode="disabled")
 BASE = Hyperparameters(epochs=2, batch_size=100, num_ranks=2, precision="fp32", channels_last="off", log_interval=1)
@@ -71,7 +71,7 @@ def test_any_number_of_ranks_computes_what_one_process_would(
     hp = replace(BASE, num_ranks=ranks, accumulation_steps=accumulation, strategy=strategy, batch_size=batch_size)
     result = train(hp, digits, tmp_path / "run")
     expected, losses = plain_loop(hp, digits)
-    reported = [record["loss"] for record in read_metrics(result.metrics) if record["kind"] == "train"]
+    reported = [record["loss"] for record in read_records(result.metrics) if record["kind"] == "train"]
     assert reported == pytest.approx(losses, rel=1e-4)
     for name, value in weights(result).items():
         torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5)
@@ -136,7 +136,7 @@ def test_keeping_the_best_goes_by_the_validation_loss(digits: Path, tmp_path: Pa
         BASE, num_ranks=1, epochs=8, keep="best", early_stop_patience=2, schedule="constant", learning_rate=0.5, seed=3
     )
     result = train(hp, digits, tmp_path / "run")
-    evaluations = [record for record in read_metrics(result.metrics) if record["kind"] == "evaluation"]
+    evaluations = [record for record in read_records(result.metrics) if record["kind"] == "evaluation"]
     losses = [record["validation_loss"] for record in evaluations]
     best = losses.index(min(losses))
     sidecar = json.loads(result.sidecar.read_text())
@@ -161,7 +161,7 @@ def test_every_loss_before_the_one_that_is_not_finite_is_kept(digits: Path, tmp_
     with pytest.raises(UserError, match=r"loss is (nan|inf)") as caught:
         train(hp, digits, tmp_path / "run")
     failed = int(re.search(r"step (\d+)", caught.value.message)[1])
-    records = read_metrics(tmp_path / "run" / UNFINISHED / "metrics.jsonl")
+    records = read_records(tmp_path / "run" / UNFINISHED / "metrics.jsonl")
     logged = [record["step"] for record in records if record["kind"] == "train"]
     assert logged == list(range(1, failed))
 
@@ -190,7 +190,7 @@ def test_the_report_says_where_the_number_of_ranks_matters(
     digits: Path, tmp_path: Path, hp: Hyperparameters, words: str
 ) -> None:
     result = train(replace(hp, num_ranks=1, epochs=1), digits, tmp_path / "run")
-    notes = read_metrics(result.metrics)[-1]["notes"]
+    notes = read_records(result.metrics)[-1]["notes"]
     assert [words in note for note in notes] == ([True] if words else [])
     assert all(note in html.unescape(result.report.read_text()) for note in notes)
 

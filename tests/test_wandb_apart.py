@@ -17,10 +17,10 @@ from fake_wandb_server import fake_server
 from flyte_ddp import tracking
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.job import Job
+from flyte_ddp.json_lines import read_records
 from flyte_ddp.launch import single
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.settings import Settings
-from flyte_ddp.tracking import read_metrics
 from flyte_ddp.wandb_follower import kill_tree
 
 pytestmark = pytest.mark.slow
@@ -104,5 +104,5 @@ def test_the_weights_are_the_same(
         result = run_training(HP, digits, folder, ONLINE, launch=launch_in_trouble)
     expected, found = (torch.load(run.model, weights_only=True) for run in (without, result))
     assert all(torch.equal(value, found[name]) for name, value in expected.items())
-    losses = [[record.get("loss") for record in read_metrics(run.metrics)] for run in (without, result)]
+    losses = [[record.get("loss") for record in read_records(run.metrics)] for run in (without, result)]
     assert losses[0] == losses[1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import asdict
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -196,7 +196,7 @@ def test_two_at_once_train_once(cluster: Cluster) -> None:
 def test_a_schedule_of_every_minute(cluster: Cluster) -> None:
     from workflows.training import retraining_wf
 
-    begin = datetime.now(timezone.utc)
+    begin = datetime.now(UTC)
     plan = LaunchPlan.create(
         f"{cluster.version}-every-minute",
         retraining_wf,
@@ -212,7 +212,7 @@ def test_a_schedule_of_every_minute(cluster: Cluster) -> None:
 
     [first] = cluster.until(started, "the first tick", 150)
     cluster.remembered(first.id.name)
-    time.sleep(max(0.0, 70 - (datetime.now(timezone.utc) - begin).total_seconds() % 60))  # over the next tick
+    time.sleep(max(0.0, 70 - (datetime.now(UTC) - begin).total_seconds() % 60))  # over the next tick
     assert len(started()) == 1, "a tick is skipped while the run before goes on"
     inputs = cluster.look(first.id.name).inputs
     assert inputs.get("kickoff_time", as_type=datetime) >= begin.replace(second=0, microsecond=0)

@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.errors import UserError
+from flyte_ddp.files import sync
 
 Images = NDArray[np.uint8]
 Labels = NDArray[np.int64]
@@ -179,9 +179,14 @@ def write_arrays(arrays: ImageArrays, folder: Path, origin: dict[str, str]) -> N
         "digest": content_digest(arrays),
         **origin,
     }
+    write_description(folder, description)
+
+
+def write_description(folder: Path, description: dict[str, Any]) -> None:
+    """Puts ``dataset.json`` into the folder."""
     with (folder / DESCRIPTION).open("w", encoding="utf-8") as file:
         json.dump(description, file, indent=1)
-        flush(file)
+        sync(file)
 
 
 def write_array(path: Path, array: NDArray[Any]) -> None:
@@ -190,13 +195,7 @@ def write_array(path: Path, array: NDArray[Any]) -> None:
         np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
         for chunk in chunks(array):
             file.write(chunk.data)
-        flush(file)
-
-
-def flush(file: Any) -> None:
-    """To the disk itself, so that a power cut cannot leave a renamed file without its content."""
-    file.flush()
-    os.fsync(file.fileno())
+        sync(file)
 
 
 def open_arrays(folder: Path) -> ImageArrays:

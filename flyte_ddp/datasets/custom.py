@@ -12,8 +12,8 @@ import numpy as np
 
 from flyte_ddp.datasets.arrays import ImageArrays, Images, image_arrays, sized
 from flyte_ddp.datasets.identity import content_identity, digest_of
-from flyte_ddp.datasets.progress import Progress
 from flyte_ddp.errors import UserError
+from flyte_ddp.progress import Progress
 from flyte_ddp.user_code import load_callable
 from flyte_ddp.user_source import user_source_digest
 

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.datasets.arrays import ImageArrays, image_arrays
-from flyte_ddp.datasets.progress import Progress
 from flyte_ddp.errors import UserError
+from flyte_ddp.progress import Progress
 
 TRAIN_SAMPLES = 1_500
 

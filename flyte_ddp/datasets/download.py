@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flyte_ddp.datasets.progress import Progress
+from flyte_ddp.files import sync
+from flyte_ddp.progress import Progress
 from flyte_ddp.storage import AlteredError, local_path, open_file
 from flyte_ddp.storage.content import check_length
 from flyte_ddp.storage.retries import with_retries
@@ -52,8 +53,7 @@ def transfer(name: str, address: str, expected: Expected, folder: Path, progress
                     advance(len(chunk))
             check_length(file.tell(), found.size, remote=remote)
             check_digest(digest.hexdigest(), file.tell(), expected, remote=remote)
-            file.flush()
-            os.fsync(file.fileno())
+            sync(file)
         temporary.replace(folder / name)
     except BaseException:
         temporary.unlink()

@@ -21,8 +21,8 @@ from flyte_ddp.datasets.fashion_mnist import FASHION_MNIST
 from flyte_ddp.datasets.identity import digest_of
 from flyte_ddp.datasets.mnist import MNIST
 from flyte_ddp.datasets.prepared import open_prepared
-from flyte_ddp.datasets.progress import MODES, Progress, size
 from flyte_ddp.errors import UserError, unknown_name
+from flyte_ddp.progress import MODES, Progress, size
 
 
 class Dataset(Protocol):

@@ -6,8 +6,9 @@ import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
-from flyte_ddp.datasets.progress import Progress
 from flyte_ddp.errors import UserError
+from flyte_ddp.files import file_digest
+from flyte_ddp.progress import Progress
 from flyte_ddp.storage import (
     MissingError,
     UnavailableError,
@@ -20,7 +21,6 @@ from flyte_ddp.storage import (
     scheme,
     stat,
 )
-from flyte_ddp.storage.content import CHUNK_BYTES
 from flyte_ddp.storage.digest_list import SUMS
 
 
@@ -67,15 +67,6 @@ def local_identity(source: str, path: Path) -> str:
     if not files:
         raise UserError(f"{source}: the directory is empty; give one that holds the data")
     return digest_of(f"{name} {file_digest(file)}" for name, file in sorted(files.items()))
-
-
-def file_digest(path: Path) -> str:
-    """SHA-256 (hex) of a file's content."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def listed_identity(source: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,8 +10,9 @@ from typing import NoReturn
 
 from flyte_ddp.datasets.arrays import ImageArrays, image_arrays
 from flyte_ddp.datasets.download import Expected, download
-from flyte_ddp.datasets.progress import Progress
+from flyte_ddp.datasets.identity import digest_of
 from flyte_ddp.errors import UnreachableError, UserError
+from flyte_ddp.progress import Progress
 from flyte_ddp.storage import (
     AllFailedError,
     AlteredError,
@@ -58,7 +58,7 @@ class PublishedSet:
         """Names the content by the digests that its files must have; of a mirror only ``SHA256SUMS`` is read."""
         sums = mirror_digests(self, source, Progress()) if source else None
         lines = [f"{file.name} {sums[file.name] if sums else file.md5}" for file in self.files]
-        return f"{self.name}-{hashlib.sha256(chr(10).join(lines).encode()).hexdigest()[:16]}"
+        return f"{self.name}-{digest_of(lines)[:16]}"
 
     def load(self, source: str, workspace: Path, progress: Progress) -> tuple[ImageArrays, str]:
         """Gets the files into ``workspace``, checks them, reads them and removes them."""

@@ -12,12 +12,9 @@ from dataclasses import dataclass
 from multiprocessing import Pipe, connection
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import Self
 
 from flyte_ddp.launch.network import cut_off_after, is_loopback, keep_alive, shut
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 HELLO_SECONDS = 10.0  # in all, for one that has connected to prove that it knows the key and to say who it is
 HELLO_BYTES = 4096

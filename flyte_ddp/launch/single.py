@@ -6,7 +6,7 @@ import signal
 import threading
 from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 from flyte_ddp.errors import RankError, UserError
 from flyte_ddp.job import Job
@@ -15,9 +15,6 @@ from flyte_ddp.launch.link import described, words
 from flyte_ddp.launch.offspring import ended_with_the_block
 from flyte_ddp.launch.place import Place
 from flyte_ddp.launch.stopping import SIGNALS, stopped_by
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 def launch(job: Job, *, num_ranks: int = 1) -> None:

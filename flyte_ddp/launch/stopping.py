@@ -9,12 +9,9 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from multiprocessing import Pipe
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 from flyte_ddp.errors import StoppedError
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 OVER = b"\0"  # the number of no signal

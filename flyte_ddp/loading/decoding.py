@@ -67,15 +67,15 @@ def with_torchcodec(content: bytes) -> Pixels:
     return pixels
 
 
-def with_pillow(content: bytes) -> Pixels:
-    """:func:`decode` by Pillow."""
+def with_pillow(content: bytes, mode: str = "RGB") -> NDArray[np.uint8]:
+    """:func:`decode` by Pillow; [H, W] if the mode is L."""
     from PIL import ImageOps
 
     with opened(content) as image:
         upright = ImageOps.exif_transpose(image)
         if upright.mode == "F":
             raise DecodingError("its pixels are floating-point numbers, of no known range")
-        return np.array(eight_bits(upright).convert("RGB"))
+        return np.array(eight_bits(upright).convert(mode))
 
 
 @contextmanager

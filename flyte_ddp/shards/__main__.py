@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from flyte_ddp.datasets.progress import MODES
 from flyte_ddp.errors import UserError
-from flyte_ddp.markup import counted
+from flyte_ddp.formatting import counted
+from flyte_ddp.progress import MODES
 
 if TYPE_CHECKING:
     from flyte_ddp.shards.index import ShardIndex

@@ -182,7 +182,7 @@ class ShardCache:
         while rest:
             try:
                 rest = rest[file.write(rest) :]
-            except OSError as error:  # noqa: PERF203
+            except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self.remove_oldest():
                     raise
 

@@ -278,7 +278,7 @@ def opened_when_there_is_room(shard: Shard, cache: ShardCache) -> BinaryIO:
     while True:
         try:
             return cache.open(shard)
-        except CacheFullError:  # noqa: PERF203
+        except CacheFullError:
             if time.monotonic() > deadline:
                 raise
             time.sleep(pause)

@@ -305,7 +305,7 @@ def shards_of(address: str, content: Mapping[str, Any], part: int) -> Iterator[S
     for number, entry in enumerate(content.get("shardlist") or []):
         try:
             yield shard_of(entry)
-        except (LookupError, TypeError, ValueError, AttributeError) as error:  # noqa: PERF203
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
             if isinstance(error, UserError):
                 raise
             what = f"has no {error}" if isinstance(error, KeyError) else f"is {short(entry)}: {error}"

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from flyte_ddp import storage
-from flyte_ddp.datasets.progress import Progress
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replacing
-from flyte_ddp.markup import counted
+from flyte_ddp.formatting import counted
+from flyte_ddp.progress import Progress
 from flyte_ddp.shards.decoding import decode_member, is_image
 from flyte_ddp.shards.index import Part, Shard, ShardIndex, index_json, load, read_index
 from flyte_ddp.shards.parallel import in_parallel

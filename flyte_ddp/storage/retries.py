@@ -44,7 +44,7 @@ def with_retries(
         for address in tuple(remaining):
             try:
                 return action(address)
-            except UnavailableError as error:  # noqa: PERF203
+            except UnavailableError as error:
                 altered_again = isinstance(error, AlteredError) and isinstance(failures.get(address), AlteredError)
                 failures[address] = error
                 if not error.transient or altered_again:

@@ -1,4 +1,4 @@
-"""S3 objects through obstore, where it is there: its own threads fetch them, without the GIL that botocore holds.
+"""S3 objects through obstore: its own threads fetch them, without the GIL that botocore holds.
 
 botocore's client says what the addresses of a bucket are and who asks. It is also who is asked instead where obstore
 cannot be: in a process that was forked from one that used it, whose threads are not there, and for a bucket of which
@@ -11,7 +11,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -108,11 +108,9 @@ class Buckets:
             self.stores[bucket] = None
 
     def new_store(self, bucket: str) -> Any:
-        """One that asks where the client would; None where obstore isn't there."""
-        try:
-            from obstore.store import S3Store
-        except ImportError:
-            return None
+        """One that asks where the client would."""
+        from obstore.store import S3Store
+
         address = self.client.generate_presigned_url("get_object", Params={"Bucket": bucket, "Key": "k"})
         start = address.partition("?")[0].removesuffix("/k")
         in_path = start.endswith(f"/{bucket}")
@@ -160,5 +158,5 @@ class Buckets:
             "access_key_id": frozen.access_key,
             "secret_access_key": frozen.secret_key,
             "token": frozen.token,
-            "expires_at": datetime.now(timezone.utc) + CREDENTIALS_KEPT,
+            "expires_at": datetime.now(UTC) + CREDENTIALS_KEPT,
         }

@@ -19,8 +19,8 @@ from PIL import Image
 from flyte_ddp.datasets import fetch, fingerprint, image_arrays, open_arrays
 from flyte_ddp.datasets.custom import collect
 from flyte_ddp.datasets.identity import content_identity
-from flyte_ddp.datasets.progress import Progress
 from flyte_ddp.errors import UserError
+from flyte_ddp.progress import Progress
 
 Write = Callable[[str], Path]
 

@@ -164,13 +164,13 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_the_description_is_written_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = []
-    flush = arrays.flush
+    sync = arrays.sync
 
     def recorded(file: object) -> None:
         written.append(Path(file.name).name)  # type: ignore[attr-defined]
-        flush(file)
+        sync(file)
 
-    monkeypatch.setattr(arrays, "flush", recorded)
+    monkeypatch.setattr(arrays, "sync", recorded)
     fetch("digits", "", tmp_path / "data", progress="off")
     assert written[-1] == "dataset.json"
     assert len(written) == 5

@@ -13,8 +13,8 @@ from mnist_files import NAMES, Tiny, assert_tiny, leftovers
 
 from flyte_ddp.datasets import DATASETS, fetch, fingerprint
 from flyte_ddp.datasets.download import Expected, download
-from flyte_ddp.datasets.progress import Progress
 from flyte_ddp.errors import UserError
+from flyte_ddp.progress import Progress
 from flyte_ddp.storage import AllFailedError, failures
 
 

@@ -21,10 +21,10 @@ from ray.cluster_utils import Cluster
 
 from flyte_ddp.errors import UnreachableError, UserError
 from flyte_ddp.hardware import Hardware
+from flyte_ddp.json_lines import read_records
 from flyte_ddp.launch import dask, ray, room
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.settings import Settings
-from flyte_ddp.tracking import read_metrics
 
 pytestmark = pytest.mark.usefixtures("temporary")
 
@@ -52,7 +52,7 @@ def test_an_engine_tries_again_and_the_run_goes_on(
     settings = replace(quiet, progress="lines")
     found = run_training(HP, digits, tmp_path / "run", settings, launch=launch_with_retries)
     assert equal(expected.run_folder, found.run_folder)
-    starts = [record for record in read_metrics(found.metrics) if record["kind"] == "start"]
+    starts = [record for record in read_records(found.metrics) if record["kind"] == "start"]
     assert [start["resumed_after_step"] for start in starts] == [0, 3]
     assert "going on after step 3\n" in capfd.readouterr().err
 

@@ -23,10 +23,10 @@ from processes import living_with
 
 from flyte_ddp.artifacts import read_sidecar
 from flyte_ddp.errors import RankError, StoppedError
+from flyte_ddp.json_lines import read_records
 from flyte_ddp.launch import elastic, spawn
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.settings import Settings
-from flyte_ddp.tracking import read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("temporary", "unchanged")]
 
@@ -70,7 +70,7 @@ def nothing_is_left(run: Path, temporary: Path) -> None:
 
 
 def losses(result: Result) -> list[float]:
-    return [record["loss"] for record in read_metrics(result.metrics) if record["kind"] == "train"]
+    return [record["loss"] for record in read_records(result.metrics) if record["kind"] == "train"]
 
 
 @everywhere
@@ -82,7 +82,7 @@ def test_the_same_weights_as_from_spawned_ranks(
     assert equal(expected.run_folder, found.run_folder)
     assert losses(expected) == losses(found)
     assert read_sidecar(found.sidecar) == read_sidecar(expected.sidecar)
-    (start,) = [record for record in read_metrics(found.metrics) if record["kind"] == "start"]
+    (start,) = [record for record in read_records(found.metrics) if record["kind"] == "start"]
     assert (start["num_ranks"], start["num_nodes"]) == (2, 1)
     assert {path.name for path in expected.run_folder.iterdir()} == {path.name for path in found.run_folder.iterdir()}
     assert [path for path in temporary.iterdir() if path.name.startswith("flyte-ddp")] == []
@@ -104,7 +104,7 @@ def test_a_run_that_others_began_goes_on(
     """With another number of ranks, which in fp32 shows in the last bits."""
     shutil.copytree(stopped, tmp_path / "run")
     found = run_training(HP, digits, tmp_path / "run", quiet, launch=launch)
-    starts = [record for record in read_metrics(found.metrics) if record["kind"] == "start"]
+    starts = [record for record in read_records(found.metrics) if record["kind"] == "start"]
     assert [start["num_ranks"] for start in starts] == [3, 2]
     assert starts[1]["resumed_after_step"] >= 3
     mine, other = weights(found.run_folder), weights(expected.run_folder)

@@ -15,8 +15,8 @@ from faulty_runs import equal, weights, when
 from hosts import Host, two_hosts
 
 from flyte_ddp.artifacts import read_sidecar
+from flyte_ddp.json_lines import read_records
 from flyte_ddp.run import Result
-from flyte_ddp.tracking import read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("temporary")]
 
@@ -61,7 +61,7 @@ def test_two_hosts_train_as_one(expected: Result, digits: Path, tmp_path: Path, 
     logs = "\n".join((tmp_path / f"{host.address}.log").read_text() for host in (first, second))
     assert codes == [0, 0], logs
     assert equal(expected.run_folder, runs / "run")
-    (start,) = [record for record in read_metrics(runs / "run/metrics.jsonl") if record["kind"] == "start"]
+    (start,) = [record for record in read_records(runs / "run/metrics.jsonl") if record["kind"] == "start"]
     assert (start["num_ranks"], start["num_nodes"], start["strategy"]) == (2, 2, "ddp")
     sidecar = read_sidecar(runs / "run/model.json")
     assert (sidecar["num_ranks"], sidecar["num_nodes"]) == (2, 2)
@@ -114,7 +114,7 @@ def test_one_host_is_lost(
         code = started[0].wait(timeout=180)
     log = (tmp_path / f"{first.address}.log").read_text()
     assert code == 0, log
-    starts = [record for record in read_metrics(runs / "run/metrics.jsonl") if record["kind"] == "start"]
+    starts = [record for record in read_records(runs / "run/metrics.jsonl") if record["kind"] == "start"]
     assert [(start["num_ranks"], start["num_nodes"]) for start in starts] == [(2, 2), (1, 1)]
     assert starts[1]["resumed_after_step"] == 3
     mine, other = weights(runs / "run"), weights(expected.run_folder)

@@ -11,9 +11,12 @@ import numpy as np
 from flyte_ddp import sampling
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import ImageArrays, open_prepared
-from flyte_ddp.markup import card, cards, page, percent, section, settings, table, text
+from flyte_ddp.formatting import percent
+from flyte_ddp.report.figures import Picture
+from flyte_ddp.report.page import rendered
+from flyte_ddp.report.report import settings
 from flyte_ddp.shards.dataset import Sample
-from flyte_ddp.shards.decoding import IMAGES
+from flyte_ddp.shards.decoding import is_image
 from flyte_ddp.shards.index import ShardIndex, read_index
 from flyte_ddp.shards.inspection import read_sample
 
@@ -33,9 +36,7 @@ def of_run(hp: Hyperparameters, data: Path | None, run: str) -> str:
     """
     facts = [("Data set", hp.dataset), ("Model", hp.model), ("Epochs", f"{hp.epochs:,}")]
     facts += sizes(hp, data) if data is not None else [("Samples", "known when the data set has been fetched")]
-    return page(
-        run, f"<h1>{text(run)}</h1>", section("What is trained", table(("", ""), facts)), settings(hp.to_dict())
-    )
+    return rendered("preview.html", title=run, heading="What is trained", facts=facts, settings=settings(hp.to_dict()))
 
 
 def sizes(hp: Hyperparameters, data: Path) -> list[tuple[str, str]]:
@@ -58,58 +59,56 @@ def of_shards(address: str) -> str:
     """What an index lists, and some of its samples as pictures."""
     index = read_index(address)
     numbers = np.linspace(0, len(index) - 1, min(PICTURES, len(index)), dtype=int).tolist()
-    return page(
-        address,
-        f"<h1>{text(address)}</h1>",
-        section("What the index lists", table(("", ""), [*index.summary().items()])),
-        section("Classes", f"<p>{text(', '.join(index.classes[:LISTED]) or 'not known')}</p>"),
-        section("Some samples", cards(pictured(index, read_sample(address, number)) for number in numbers)),
+    return rendered(
+        "preview.html",
+        title=address,
+        heading="What the index lists",
+        facts=index.summary().items(),
+        classes=", ".join(index.classes[:LISTED]) or "not known",
+        pictured="Some samples",
+        pictures=[pictured(index, read_sample(address, number)) for number in numbers],
     )
 
 
-def pictured(index: ShardIndex, sample: Sample) -> str:
+def pictured(index: ShardIndex, sample: Sample) -> Picture:
     """A sample's picture with its class."""
     # Here, as it brings torch along, for which the pod that shows what is going to be trained would wait a second.
     from flyte_ddp.loading.decoding import DecodingError, with_pillow
 
-    image = next((value for kind, value in sample.items() if kind.lower().rpartition(".")[2] in IMAGES), b"")
-    label = sample.get(".cls", b"")
-    name = label.decode(errors="replace").strip()
+    key = str(sample["__key__"])
+    name = sample.get(".cls", b"").decode(errors="replace").strip()
     if name.isdecimal() and int(name) < len(index.classes):
         name = index.classes[int(name)]
     try:
-        return card(with_pillow(image), str(sample["__key__"]), truth=name)
+        return Picture(key, with_pillow(next((sample[kind] for kind in sample if is_image(kind)), b"")), truth=name)
     except DecodingError as error:
-        return f"<p>{text(sample['__key__'])}: {text(error)}</p>"
+        return Picture(key, None, problem=str(error))
 
 
 class FirstPredictions:
     """Collects the first predictions as pictures, and how many of all are right, where truths are known."""
 
     def __init__(self) -> None:
-        self.cards: list[str] = []
+        self.pictures: list[Picture] = []
         self.images = self.known = self.right = 0
 
     def add(self, images: Iterable[NDArray[np.uint8]], rows: Sequence[Sequence[str]], *, truths: bool) -> None:
         """Takes the rows of a batch: id, guess, the truth if it is known, and scores; and images of the first ones."""
-        pictures = iter(images)
+        decoded = iter(images)
         for row in rows:
             self.images += 1
             name, guess, *rest = row
             truth = rest.pop(0) if truths else ""
             self.known += bool(truth and guess)
             self.right += bool(truth) and truth == guess
-            if guess and len(self.cards) < PICTURES:
-                self.cards.append(card(next(pictures), name, guess=guess, truth=truth, score=float(rest[0])))
+            if guess and len(self.pictures) < PICTURES:
+                self.pictures.append(Picture(name, next(decoded), guess, truth, float(rest[0])))
 
     def page(self, title: str) -> str:
         """The page."""
         facts = [("Images", f"{self.images:,}")]
         if self.known:
             facts.append(("Right", f"{self.right:,} of {self.known:,}, {percent(self.right / self.known)}"))
-        return page(
-            title,
-            f"<h1>{text(title)}</h1>",
-            section("Predictions", table(("", ""), facts)),
-            section(f"The first {len(self.cards)}", cards(self.cards)) if self.cards else "",
-        )
+        first = f"The first {len(self.pictures)}"
+        values = {"facts": facts, "pictured": first, "pictures": self.pictures}
+        return rendered("preview.html", title=title, heading="Predictions", **values)

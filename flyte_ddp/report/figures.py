@@ -1,0 +1,187 @@
+"""The report's pictures: charts by matplotlib and the confusion matrix as SVG, images as PNG.
+
+matplotlib is imported where it is first used: that takes a second, which only a finished run should pay.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+import re
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flyte_ddp.report.page import TEMPLATES, rendered
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from PIL.Image import Image
+
+Floats = NDArray[np.float64]
+
+BLUE, ORANGE, GREEN, MUTED = "#2457c5", "#d9660f", "#1b8a5a", "#5d6878"
+MAX_POINTS = 300  # more cannot be told apart at the size of a chart
+NAMED_CLASSES = 20  # up to here a confusion matrix has room for numbers
+LABELLED_CLASSES = 50  # and up to here for names
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line of a chart; ``x`` increases, and the label is empty where there is no need for a legend."""
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+    color: str
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image, uint8 [H, W, C], with what is known of it; None where it cannot be decoded, for the reason given."""
+
+    name: str
+    image: NDArray[np.uint8] | None
+    guess: str = ""
+    truth: str = ""
+    score: float | None = None  # the probability that the guess was given
+    problem: str = ""
+
+
+def styled() -> AbstractContextManager[None]:
+    """The report's look for the figures made inside, whatever the user's own matplotlib settings are."""
+    from matplotlib import style
+
+    return style.context(TEMPLATES / "report.mplstyle", after_reset=True)
+
+
+def line_chart(
+    series: Sequence[Series], *, x_label: str, y_label: str, scale: str = "linear", x_from: float | None = None
+) -> str:
+    """Lines over a common x, as an SVG element; long series as their means in bands from smallest to largest.
+
+    Args:
+        series: at least one, each with at least one point.
+        x_label: what x is, with its unit.
+        y_label: what y is, with its unit.
+        x_from: where the x axis begins; at the first point if it is not given.
+        scale: of y: ``linear``, ``from 0``, or ``log``, which takes effect where the values differ enough to need it.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
+
+    values = np.concatenate([np.asarray(line.y, dtype=float) for line in series])
+    values = values[np.isfinite(values)]
+    with styled():
+        figure = Figure()
+        axes = figure.add_axes((0.125, 0.16, 0.855, 0.74))
+        for line in series:
+            draw(axes, line)
+        if len({x for line in series for x in line.x}) == 1:
+            axes.set_xlim(series[0].x[0] - 1, series[0].x[0] + 1)
+        if x_from is not None:
+            axes.set_xlim(left=x_from)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        if scale == "from 0":
+            axes.set_ylim(0, 1.08 * max(1e-12, float(values.max(initial=0.0))))
+        elif scale == "log" and values.size and values.max() > 5 * values.min() > 0:
+            axes.set_yscale("log")
+            wide = values.max() > 1000 * values.min()
+            axes.yaxis.set_major_locator(LogLocator(subs=(1.0,) if wide else (1.0, 2.0, 5.0)))
+            axes.yaxis.set_minor_locator(NullLocator())
+            y_label += ", logarithmic"
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+        axes.set_xlabel(x_label)
+        axes.set_title(y_label, loc="left", color=MUTED)  # reads better than a label on its side
+        if any(line.label for line in series):
+            axes.legend(loc="best")
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    # The page gives it its width. Nothing refers to its groups, and several figures share the page.
+    drawn = re.sub(r'<g id="[^"]*">', "<g>", buffer.getvalue())
+    body, view = drawn[drawn.index(">", drawn.index("<svg")) + 1 :], re.search('viewBox="[^"]*"', drawn)
+    label = html.escape(f"{y_label} over {x_label}")
+    return f'<svg {view and view[0]} role="img" aria-label="{label}">{body}'
+
+
+def draw(axes: Axes, line: Series) -> None:
+    """One line, with its points where they are few."""
+    x, y = np.asarray(line.x, dtype=float), np.asarray(line.y, dtype=float)
+    if len(x) <= MAX_POINTS:
+        style = "o-" if len(x) <= 40 else "-"
+        axes.plot(x, y, style, color=line.color, label=line.label)
+        return
+    x, low, mean, high = thinned(x, y)
+    axes.fill_between(x, low, high, color=line.color, alpha=0.18, linewidth=0)
+    axes.plot(x, mean, color=line.color, label=line.label)
+
+
+def thinned(x: Floats, y: Floats) -> tuple[Floats, Floats, Floats, Floats]:
+    """Cuts a long series into ``MAX_POINTS`` runs: the mean x, and the smallest, mean and largest y of each."""
+    starts = np.linspace(0, len(x), MAX_POINTS, endpoint=False).astype(np.int64)
+    counts = np.diff(np.append(starts, len(x)))
+    low, total, high = (combined.reduceat(y, starts) for combined in (np.minimum, np.add, np.maximum))
+    return np.add.reduceat(x, starts) / counts, low, total / counts, high
+
+
+def confusion_heatmap(confusion: NDArray[np.int64], classes: Sequence[str]) -> str:
+    """Truth (rows) against guess (columns), as an SVG element: right answers blue, mistakes orange.
+
+    A cell's depth is its share of the row; that of mistakes is stretched to the largest, as they are few.
+    """
+    from PIL import Image
+
+    count = len(classes)
+    labelled = count <= LABELLED_CLASSES
+    step = 10 ** (len(str(count // 2)) - 1)
+    names = [short(name) for name in classes] if labelled else [str(k) if k % step == 0 else "" for k in range(count)]
+    shares = confusion / np.maximum(1, confusion.sum(axis=1, keepdims=True))
+    right = np.eye(count, dtype=bool)
+    wrong_depth = np.sqrt(shares / max(1e-12, float(shares[~right].max(initial=0.0))))
+    depth = np.where(right, shares, np.minimum(1.0, wrong_depth))
+    colors = np.where(right[:, :, None], (0.14, 0.34, 0.77), (0.90, 0.45, 0.10))
+    pixels = np.rint(255 * (1.0 - depth[:, :, None] * (1.0 - colors))).astype(np.uint8)
+    longest, size = max(map(len, names)), 8.5 if count <= NAMED_CLASSES else 6.5
+    cells = zip(*np.nonzero(confusion), strict=True) if count <= NAMED_CLASSES else ()
+    return rendered(
+        "confusion.svg",
+        image=png(Image.fromarray(pixels)),
+        names=names,
+        cells=[(*cell, confusion[cell], right[cell] and depth[cell] > 0.55) for cell in cells],
+        unit="" if labelled else " (number of the class)",
+        turned=labelled and longest > 3,
+        size=size,  # in points, as the next two
+        margin=22 + round(0.62 * size * longest),
+        body=min(460, max(130, 32 * count)),
+    )
+
+
+def short(name: str, limit: int = 18) -> str:
+    """A class name on one line that fits an axis."""
+    name = " ".join(name.split())
+    return name if len(name) <= limit else name[: limit - 1] + "\N{HORIZONTAL ELLIPSIS}"
+
+
+def thumbnail(pixels: NDArray[np.uint8], side: int = 112) -> str:
+    """A uint8 [H, W, C] image as a data URI: small ones in whole multiples with hard pixels, large ones scaled down."""
+    from PIL import Image
+
+    image = Image.fromarray(np.ascontiguousarray(pixels[:, :, :3] if pixels.shape[2] >= 3 else pixels[:, :, 0]))
+    times = side // max(image.size)
+    if times > 1:
+        image = image.resize((image.width * times, image.height * times), Image.Resampling.NEAREST)
+    image.thumbnail((side, side))
+    return png(image)
+
+
+def png(image: Image) -> str:
+    """An image as a data URI."""
+    buffer = io.BytesIO()
+    image.save(buffer, format="PNG")
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()

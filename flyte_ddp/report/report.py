@@ -1,0 +1,144 @@
+"""A run folder to one HTML page that needs nothing else: also what the Flyte console shows as the task's deck."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.files import replacing
+from flyte_ddp.formatting import percent
+from flyte_ddp.report.figures import BLUE, GREEN, NAMED_CLASSES, ORANGE, Series, confusion_heatmap, line_chart
+from flyte_ddp.report.page import rendered
+from flyte_ddp.report.run_records import Record, Run, read_run
+
+PARTS = {
+    "data": ("Data", "#8fb4f0"),
+    "forward_backward": ("Forward and backward", BLUE),
+    "communication": ("Communication", ORANGE),
+    "evaluation": ("Evaluation", GREEN),
+    "other": ("Other", "#a3adba"),
+}
+CHARTS: tuple[Any, ...] = (  # title, x, label and scale of y, and the lines: label, colour, kind of record, value
+    (
+        *("Loss", "step", "cross-entropy (nats)", "log"),
+        ("training", BLUE, "train", "loss"),
+        ("validation", GREEN, "evaluations", "validation_loss"),
+        ("test", ORANGE, "evaluations", "test_loss"),
+    ),
+    (
+        *("Accuracy", "epoch", "samples guessed right (%)", "linear"),
+        ("validation", GREEN, "evaluations", "validation_accuracy"),
+        ("test", ORANGE, "evaluations", "test_accuracy"),
+    ),
+    ("Learning rate", "step", "learning rate", "from 0", ("", BLUE, "train", "learning_rate")),
+    ("Training speed", "step", "samples per second, all ranks", "from 0", ("", BLUE, "train", "samples_per_second")),
+)
+LISTED = 8  # rows in the lists of confusions and of hard classes
+
+
+def write_report(run_folder: Path, name: str = "") -> Path:
+    """Writes ``report.html`` into a run folder and returns its path.
+
+    Args:
+        name: of the run; empty: that of the folder.
+
+    Raises:
+        UserError: not a run folder, a damaged file in it, or a folder that cannot be written to.
+
+    """
+    page, path = render(run_folder, name), run_folder / "report.html"
+    with replacing(path) as file:
+        file.write(page.encode("ascii"))
+    return path
+
+
+def render(run_folder: Path, name: str = "", failure: str = "") -> str:
+    """The report as an HTML page; its styles touch nothing outside it, so it can stand inside another page.
+
+    Args:
+        run_folder: of a run that may still go on.
+        name: of the run; empty: that of the folder.
+        failure: why it has failed.
+
+    Raises:
+        UserError: not a run folder, or a damaged file in it.
+
+    """
+    run = read_run(run_folder, name)
+    return rendered(
+        "report.html",
+        run=run,
+        failure=failure,
+        result={**run.kept_evaluation, **run.end},
+        charts=[*charts(run)],
+        confusion=confusion(run),
+        time_spent=time_spent(run),
+        settings=settings(run.start.get("hyperparameters", {})),
+        last_record=json.dumps(run.last_record),
+    )
+
+
+def last_record_in(page: str) -> Record | None:
+    """The last record of metrics that a report knows, empty before there is one; None, if it is no report."""
+    found = re.search('<data class="ddp-last-record" value="([^"]*)"', page)
+    return None if found is None else json.loads(html.unescape(found[1]))
+
+
+def charts(run: Run) -> Iterator[tuple[str, str]]:
+    """Losses, accuracies, learning rate and speed over the run: titles and drawings."""
+    for title, kind_of_x, y_label, scale, *lines in CHARTS:
+        drawn = []
+        for label, color, kind, key in lines:
+            found = [record for record in getattr(run, kind) if key in record]
+            unit = 100 if key.endswith("accuracy") else 1
+            y = [unit * record[key] for record in found]
+            drawn += [Series(label, [record[kind_of_x] for record in found], y, color)] if found else []
+        if drawn:
+            x_label, x_from = ("epoch", None) if kind_of_x == "epoch" else ("optimiser step", 0)
+            yield title, line_chart(drawn, x_label=x_label, y_label=y_label, scale=scale, x_from=x_from)
+
+
+def confusion(run: Run) -> dict[str, Any]:
+    """Which classes were taken for which, as a picture and as the lists of the largest; empty where nobody knows."""
+    matrix = run.confusion
+    if matrix is None or not matrix.sum():
+        return {}
+    names, totals = run.classes, matrix.sum(axis=1)
+    wrong = matrix * ~np.eye(len(matrix), dtype=bool)
+    pairs = [divmod(int(k), len(matrix)) for k in np.argsort(-wrong, axis=None, kind="stable")[:LISTED]]
+    recall = np.diag(matrix) / np.maximum(1, totals)
+    hardest = [int(k) for k in np.argsort(np.where(totals, recall, 2.0), kind="stable")[:LISTED] if totals[k]]
+    return {
+        "picture": confusion_heatmap(matrix, names),
+        "is_large": len(names) > NAMED_CLASSES,
+        "mistakes": [
+            (names[t], names[g], f"{wrong[t, g]:,}", percent(wrong[t, g] / totals[t])) for t, g in pairs if wrong[t, g]
+        ],
+        "hardest": [(names[k], percent(recall[k]), f"{totals[k]:,}") for k in hardest],
+    }
+
+
+def time_spent(run: Run) -> list[tuple[str, str, float, float]]:
+    """How the time of rank 0 divides: what for, its colour, seconds and share."""
+    seconds = {key: max(0.0, run.end.get("seconds", {}).get(key, 0.0)) for key in PARTS}
+    total = sum(seconds.values())
+    return [(*PARTS[key], spent, spent / total) for key, spent in seconds.items()] if total else []
+
+
+def settings(given: Mapping[str, Any]) -> dict[str, list[tuple[str, ...]]]:
+    """Hyperparameters with their defaults and meanings: those that are not the default, and the others."""
+    rows: dict[str, list[tuple[str, ...]]] = {"changed": [], "others": []}
+    for field in dataclasses.fields(Hyperparameters):
+        if field.name in given:
+            value, default = given[field.name], field.default
+            shown = (json.dumps(each, ensure_ascii=False, default=str) for each in (value, default))
+            rows["changed" if value != default else "others"].append((field.name, *shown, field.metadata["doc"]))
+    return rows

@@ -1,0 +1,125 @@
+"""What a run folder says about its run: the records, the sidecar and the pictured predictions, read for the report."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flyte_ddp.errors import UserError
+from flyte_ddp.json_lines import read_records
+from flyte_ddp.report.figures import Picture
+
+Record = dict[str, Any]
+
+
+@dataclass
+class Run:
+    """One run's records by kind, in the order of their steps; empty where it has none of a kind."""
+
+    name: str
+    starts: list[Record] = field(default_factory=list)  # of all attempts
+    train: list[Record] = field(default_factory=list)
+    evaluations: list[Record] = field(default_factory=list)
+    end: Record = field(default_factory=dict)
+    sidecar: Record = field(default_factory=dict)
+    confusion: NDArray[np.int64] | None = None
+    mistakes: list[Picture] = field(default_factory=list)  # largest loss first
+
+    @property
+    def start(self) -> Record:
+        """Of the attempt that went on last."""
+        return self.starts[-1]
+
+    @property
+    def classes(self) -> list[str]:
+        """Their names, in the order of the labels."""
+        return [str(name) for name in self.start.get("classes", [])]
+
+    @property
+    def steps(self) -> int:
+        """Optimiser steps done so far."""
+        return max((int(record["step"]) for record in (*self.train, *self.evaluations)), default=0)
+
+    @property
+    def last_record(self) -> Record:
+        """Of the end, or of the last step so far; of an evaluation after it, where there was one. Empty before any."""
+        return self.end or max((*self.evaluations, *self.train), key=lambda record: int(record["step"]), default={})
+
+    @property
+    def kept_evaluation(self) -> Record:
+        """Of the weights that the run returned: the last evaluation, unless the sidecar names another epoch."""
+        epoch = self.sidecar.get("metrics", {}).get("kept_epoch")
+        chosen = [record for record in self.evaluations if epoch in (None, record["epoch"])] or self.evaluations
+        return chosen[-1] if chosen else {}
+
+    @property
+    def seconds(self) -> float | None:
+        """Duration of the run; of one that has not finished, up to its last record."""
+        if "seconds" in self.end:
+            return float(self.end["seconds"]["total"])
+        last = max((record.get("time", 0.0) for record in (*self.train, *self.evaluations)), default=None)
+        return None if last is None else max(0.0, last - self.start.get("time", last))
+
+
+def read_run(folder: Path, name: str = "") -> Run:
+    """Reads ``metrics.jsonl``, and ``model.json`` and ``predictions.npz`` where they are there.
+
+    Raises:
+        UserError: not a run folder, or a damaged file in it.
+
+    """
+    run = Run(name or folder.name)
+    steps: dict[str, dict[int, Record]] = {"train": {}, "evaluation": {}}
+    for record in read_records(folder / "metrics.jsonl"):
+        kind = record.get("kind")
+        if kind == "start":
+            run.starts, run.end = [*run.starts, record], {}
+        elif kind == "end":
+            run.end = record
+        elif kind in steps:
+            # A retry goes on in the same file: what it says about a step replaces what the attempt before it said.
+            steps[kind][record["step"]] = record
+    if not run.starts:
+        raise UserError(f"{folder / 'metrics.jsonl'} has no start record: give the folder of a run that began training")
+    run.train, run.evaluations = ([found[step] for step in sorted(found)] for found in steps.values())
+    if (path := folder / "model.json").exists():
+        try:
+            run.sidecar = dict(json.loads(path.read_bytes()))
+        except (OSError, ValueError, TypeError) as error:
+            raise UserError(f"cannot read sidecar {path}: {error}; remove it or train again") from error
+    if (path := folder / "predictions.npz").exists():
+        try:
+            run.confusion, run.mistakes = read_predictions(path, run.classes)
+        except (OSError, ValueError, LookupError, EOFError, zipfile.BadZipFile) as error:
+            raise UserError(f"cannot read predictions {path}: {error}; remove it or train again") from error
+    return run
+
+
+def read_predictions(path: Path, classes: list[str]) -> tuple[NDArray[np.int64], list[Picture]]:
+    """The confusion matrix and the worst mistakes."""
+    with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+        first = int(arrays["table_rows"])  # the rows before are those of wandb's table
+        columns = [arrays[key][first:] for key in ("images", "index", "truth", "scores")]
+        names, confusion = named(arrays)[first:], arrays["confusion"]
+    mistakes = []
+    for name, image, index, truth, scores in zip(names, *columns, strict=True):
+        guess = scores.argmax()
+        if guess != truth:
+            called = name or f"sample {index}"
+            mistakes.append(Picture(called, image, classes[guess], classes[truth], float(scores[guess])))
+    return confusion, mistakes
+
+
+def named(predictions: Mapping[str, NDArray[Any]]) -> list[str]:
+    """The names of the pictured samples, empty where they have none; bytes that are no text are shown as such."""
+    if "names" not in predictions or not len(predictions["names"]):
+        return [""] * len(predictions["index"])
+    found = predictions["names"].tolist()
+    return [name.encode("utf-8", "surrogateescape").decode("utf-8", "replace") for name in found]
