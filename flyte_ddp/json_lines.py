@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -65,6 +66,14 @@ class JsonLines:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+
+def parsed(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """The records in these lines, without what is none: half a line, of a writer that was killed."""
+    for line in lines:
+        with suppress(ValueError):
+            if isinstance(record := json.loads(line), dict):
+                yield record
 
 
 def last_byte(path: Path) -> bytes:
