@@ -34,7 +34,6 @@ def main(launcher: Connection[Any, Any]) -> int:
     The launcher sends the arguments of ``wandb.init`` and the offset in metrics.jsonl at which this attempt at the run
     begins, and one message more at the end of the run. It is told how far wandb got.
     """
-    os.nice(10)  # the ranks go first
     parent = os.getppid()
     arguments, offset = launcher.recv()
     folder = Path(arguments["dir"])
@@ -46,6 +45,7 @@ def main(launcher: Connection[Any, Any]) -> int:
         with suppress(OSError):  # it was killed
             launcher.send(status)
 
+    os.nice(0 if over(0) else 10)  # the ranks go first
     try:
         run = open_run(arguments, over, lambda error: tell(reason=logged(error)))
         tell(folder=str(Path(run.dir).parent), url=run.url or "", **({"reason": ""} if run.url else {}))

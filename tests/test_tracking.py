@@ -342,13 +342,13 @@ def test_a_bad_server_costs_bounded_time_and_no_data(
     with fake_server(behaviour) as server:
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
         begin = time.monotonic()
-        wandb = start(tmp_path, "online", timeout=12)
+        wandb = start(tmp_path, "online", timeout=20)
         assert time.monotonic() - begin < 0.5
         write_run(tmp_path)
         written = (tmp_path / "metrics.jsonl").read_bytes()
         begin = time.monotonic()
         wandb.finish()
-        assert time.monotonic() - begin < 12.5
+        assert time.monotonic() - begin < 20.5
     assert processes(mark) == []
     assert (tmp_path / "metrics.jsonl").read_bytes() == written
     assert capsys.readouterr().err.startswith("wandb: kept offline (")
