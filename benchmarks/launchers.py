@@ -3,12 +3,12 @@
 Each run is a fresh process that has imported flytekit and the tasks, but not torch; Ray and Dask have a cluster of this
 machine that stands, with workers that have run nothing, as Flyte sets one up for each run. The first step counts from
 the question what hardware there is, in ours to its record; against it stands the engine's own launch of as many ranks
-that import torch, form a gloo group and take a step of a network like the tutorial's under DDP, and nothing else. That
-includes torch's compiler, which DDP imports and ours keeps out; with spawn and Elastic also torch in the launcher, and
-in each rank the calling script, which has imported flytekit, as where a task of a workflow's module calls mp.spawn. For
-Ray these are two tasks; Ray Train, where it is installed, is measured beside them. Training's rate is that of a run's
-end, against spawned ranks. A rank is killed in the middle of a run, and the time counts until the launcher raises.
-Memory is the most that the launching process has had, in runs of ours and in bare ones.
+that import torch, form a gloo group and take a step of a network like the tutorial's under DDP, and nothing else. With
+spawn and Elastic that includes torch in the launcher, and in each rank the calling script, which has imported flytekit,
+as where a task of a workflow's module calls mp.spawn. For Ray these are two tasks; Ray Train, where it is installed,
+is measured beside them. Training's rate is that of a run's end, against spawned ranks. A rank is killed in the middle
+of a run, and the time counts until the launcher raises. Memory is the most that the launching process has had, in runs
+of ours and in bare ones.
 """
 
 from __future__ import annotations

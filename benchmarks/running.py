@@ -19,7 +19,7 @@ import numpy as np
 
 from flyte_ddp.datasets import ImageArrays, fetch, open_arrays
 from flyte_ddp.datasets.arrays import write_arrays
-from flyte_ddp.wandb_follower import descendants
+from flyte_ddp.launch.offspring import living_trees
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_SECONDS = 900.0  # for one run; a hang ends as a failure of its benchmark
@@ -55,6 +55,11 @@ def environment(home: Path | None = None, **changes: str) -> dict[str, str]:
         home.mkdir(parents=True, exist_ok=True)
         changes |= {"HOME": str(home)}
     return kept | changes
+
+
+def descendants(pid: int) -> list[int]:
+    """The living children of a process, theirs and so on."""
+    return living_trees([pid])[1:]
 
 
 def process_name(pid: int) -> str:

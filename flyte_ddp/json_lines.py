@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -66,20 +66,23 @@ class JsonLines:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of a file; a line that a killed writer left unfinished is passed over.
+    """The records of a file; see :func:`parsed`.
 
     Raises:
         UserError: the file cannot be read.
     """
     try:
-        lines = path.read_bytes().splitlines()
+        return [*parsed(path.read_bytes().splitlines())]
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; give the folder of a run") from error
-    records = []
+
+
+def parsed(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """The records in these lines, without what is none: half a line, of a writer that was killed."""
     for line in lines:
         with suppress(ValueError):
-            records.append(json.loads(line))
-    return [record for record in records if isinstance(record, dict)]
+            if isinstance(record := json.loads(line), dict):
+                yield record
 
 
 def last_byte(path: Path) -> bytes:

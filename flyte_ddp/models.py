@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from flyte_ddp import catalog, compiler
+from flyte_ddp import catalog
 from flyte_ddp.errors import UserError, unknown_name
 from flyte_ddp.images import InputSpec
 
@@ -52,10 +52,7 @@ def build(name: str, num_classes: int, spec: InputSpec) -> nn.Module:
     """
     if ":" in name:
         from flyte_ddp.user_code import load_callable
-        from flyte_ddp.user_source import mentions
 
-        if mentions(name, "torchvision"):
-            compiler.import_torchvision()
         model = load_callable(name)(num_classes=num_classes, input_shape=(spec.channels, spec.height, spec.width))
         if not isinstance(model, nn.Module):
             raise UserError(f"model {name!r} returned a {type(model).__name__}: it must return a torch.nn.Module")
@@ -118,7 +115,6 @@ def check_output(model: str, logits: object, expected: tuple[int, int]) -> None:
 
 def torchvision_model(name: str, num_classes: int, spec: InputSpec) -> nn.Module:
     """One of torchvision's classifiers, without its auxiliary heads, so that it returns logits in training too."""
-    compiler.import_torchvision()
     from torchvision import models
 
     options: dict[str, Any] = {"weights": None, "num_classes": num_classes}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable
+from typing import TypeVar, cast
 
 import torch
 from torch import nn
@@ -13,6 +15,9 @@ from flyte_ddp.config import Hyperparameters
 
 ONE_CYCLE_RISE = 0.25  # share of the run during which one_cycle rises
 PHOTO_CLIP_NORM = 1.0
+IMPORT_COMPILER = ("add_param_group", "zero_grad", "state_dict", "load_state_dict", "step")
+
+Kind = TypeVar("Kind", bound=torch.optim.Optimizer)
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], hp: Hyperparameters) -> torch.optim.Optimizer:
@@ -21,7 +26,7 @@ def make_optimizer(parameters: Iterable[nn.Parameter], hp: Hyperparameters) -> t
     fused = True if all(parameter.is_floating_point() for parameter in parameters) else None
     # A tensor learning rate would be needed under torch.compile only; the schedule sets a plain number at each step.
     if hp.optimizer == "sgd":
-        sgd = torch.optim.SGD(
+        sgd = without_compiler(torch.optim.SGD)(
             parameters,
             lr=hp.learning_rate,
             momentum=hp.momentum,
@@ -33,8 +38,18 @@ def make_optimizer(parameters: Iterable[nn.Parameter], hp: Hyperparameters) -> t
             for parameter in parameters:
                 sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         return sgd
-    adam = torch.optim.AdamW if hp.optimizer == "adamw" else torch.optim.Adam
+    adam = without_compiler(torch.optim.AdamW if hp.optimizer == "adamw" else torch.optim.Adam)
     return adam(parameters, lr=hp.learning_rate, betas=(hp.momentum, 0.999), weight_decay=hp.weight_decay, fused=fused)
+
+
+def without_compiler(kind: type[Kind]) -> type[Kind]:
+    """This optimiser of torch's without the decorators around some of its methods.
+
+    They import torch's compiler, which takes a second, to have it leave these methods alone.
+    """
+    methods = {name: inspect.unwrap(getattr(kind, name)) for name in IMPORT_COMPILER}
+    methods["step"] = torch.no_grad()(methods["step"])
+    return cast("type[Kind]", type(kind.__name__, (kind,), methods))
 
 
 def clip_norm(hp: Hyperparameters) -> float:

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket  # what torch.distributed re-exports as GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from flyte_ddp import compiler
+from flyte_ddp.batch_norm import GlobalBatchNorm
 from flyte_ddp.clock import Clock, clock_for
 from flyte_ddp.distributed import copy_from_rank_0, rank, sum_over_ranks, wait_for, world_size
+from flyte_ddp.dropout import SampleDropout
 from flyte_ddp.errors import UserError
 from flyte_ddp.node_memory import NodeMemory, Piece, cut, sizes
 
@@ -164,17 +165,16 @@ class DDPSync(GradientSync):
         warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
         warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
         warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
-        with compiler.left_out_of_ddp():
-            self.parallel = DistributedDataParallel(
-                model,
-                device_ids=[device] if device.type == "cuda" else None,
-                gradient_as_bucket_view=True,
-                broadcast_buffers=False,
-                # Otherwise a model with a parameter that no output depends on fails in its second step, or, if there is
-                # none, ends with gradients that were never averaged. Nor would buckets stay as they are after the first
-                # step, and so the rounding of sums: a run that was cut off would end in other bits.
-                find_unused_parameters=True,
-            )
+        self.parallel = DistributedDataParallel(
+            model,
+            device_ids=[device] if device.type == "cuda" else None,
+            gradient_as_bucket_view=True,
+            broadcast_buffers=False,
+            # Otherwise a model with a parameter that no output depends on fails in its second step, or, if there is
+            # none, ends with gradients that were never averaged. Nor would buckets stay as they are after the first
+            # step, and so the rounding of sums: a run that was cut off would end in other bits.
+            find_unused_parameters=True,
+        )
         self.parallel.register_comm_hook(self, average_over_ranks)
 
     def __call__(self, images: Tensor) -> Tensor:
@@ -286,3 +286,11 @@ def synchronised(model: nn.Module, strategy: str, device: torch.device) -> Gradi
     if strategy == "ddp":
         return DDPSync(model, device)
     return SharedMemorySync(model) if strategy == "shared_memory" else HooksSync(model)
+
+
+def compiled(model: nn.Module) -> nn.Module:
+    """The model, compiled; but for layers that talk to other ranks, or see other samples at each step."""
+    for module in model.modules():
+        if isinstance(module, (GlobalBatchNorm, SampleDropout)):
+            module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign,no-untyped-call,unused-ignore]
+    return cast("nn.Module", torch.compile(model))

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_
 
-from flyte_ddp import compiler, models, sampling
+from flyte_ddp import models, sampling
 from flyte_ddp.batch_norm import averaged_running_statistics
 from flyte_ddp.checkpointing import Checkpointer, Run, restore
 from flyte_ddp.config import Hyperparameters
@@ -180,7 +180,7 @@ def apply_gradients(state: TrainingState) -> None:
         clip_grad_norm_(state.model.parameters(), largest)
     for group in state.optimizer.param_groups:
         group["lr"] = learning_rate(hp, state.step, state.total_steps)
-    compiler.step(state.optimizer)
+    state.optimizer.step()
     state.optimizer.zero_grad(set_to_none=True)
     state.update_average()
     state.step += 1

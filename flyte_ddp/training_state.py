@@ -18,7 +18,6 @@ from flyte_ddp import catalog, models, sampling, user_source
 from flyte_ddp.batch_norm import synchronise_batch_norm
 from flyte_ddp.buffers import Buffers, overwrite, writable
 from flyte_ddp.clock import Clock, clock_for
-from flyte_ddp.compiler import compiled
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.prepared import PreparedSet, class_names
 from flyte_ddp.diagnosis import LossWatch
@@ -30,7 +29,7 @@ from flyte_ddp.initial_weights import load_initial_weights
 from flyte_ddp.loading import Split, Splits, open_splits
 from flyte_ddp.optimisation import make_optimizer
 from flyte_ddp.settings import Settings
-from flyte_ddp.strategies import GradientSync, synchronised
+from flyte_ddp.strategies import GradientSync, compiled, synchronised
 from flyte_ddp.training_pass import TrainingPass
 
 Tensors = tuple[Tensor, ...] | list[Tensor]

@@ -35,16 +35,6 @@ def user_source_digest(spec: str) -> str:
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
 
 
-def mentions(spec: str, word: str) -> bool:
-    """Whether the user's own code behind ``spec``, see :func:`user_sources`, has the word in it.
-
-    Raises:
-        UserError: a malformed spec, or no such top-level module.
-
-    """
-    return any(word.encode() in content for *_, content in user_sources(spec))
-
-
 def own_files(spec: str) -> set[Path]:
     """The files that :func:`user_sources` finds; none for what is no ``package.module:callable``."""
     return {path.resolve() for _, path, _ in user_sources(spec)} if ":" in spec else set()

@@ -49,7 +49,7 @@ def unsent_kept(run_folder: Path) -> Iterator[None]:
 
 
 def keep_unsent(folder: Path) -> None:
-    """Uploads what :class:`flyte_ddp.wandb_follower.Order` says is unsent."""
+    """Uploads what :class:`flyte_ddp.tracking.WandbProcess` says is unsent."""
     try:
         name = (folder / "unsent").read_text()
         access = FlyteContextManager.current_context().file_access

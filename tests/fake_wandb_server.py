@@ -14,8 +14,9 @@ from typing import Any
 
 @dataclass
 class FakeServer:
-    """Its address, and what it was sent: run names, history rows and the paths of uploaded files."""
+    """Its address, how it behaves, and what it was sent: run names, history rows and the paths of uploaded files."""
 
+    behaviour: str
     url: str = ""
     run_ids: set[str] = field(default_factory=set)
     history: list[dict[str, Any]] = field(default_factory=list)
@@ -71,9 +72,9 @@ def fake_server(behaviour: str = "works") -> Iterator[FakeServer]:
 
     Args:
         behaviour: works, refuses (connections), hangs (accepts them and never answers), fails (500), denies (401, the
-            key is wrong), or babbles (answers something that is not JSON).
+            key is wrong), or babbles (answers something that is not JSON). Between the last four it may change.
     """
-    server = FakeServer()
+    server = FakeServer(behaviour)
     if behaviour in ("refuses", "hangs"):
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))  # bound and not listening: the port is ours and refuses
@@ -94,10 +95,10 @@ def fake_server(behaviour: str = "works") -> Iterator[FakeServer]:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             server.requests += 1
             status, content = 200, b"<html>hello</html>"
-            if behaviour == "works":
+            if server.behaviour == "works":
                 content = json.dumps(server.answer(self.path, body)).encode()
-            elif behaviour in ("fails", "denies"):
-                status = 500 if behaviour == "fails" else 401
+            elif server.behaviour in ("fails", "denies"):
+                status = 500 if server.behaviour == "fails" else 401
             self.send_response(status)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()

@@ -11,8 +11,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from flyte_ddp import compiler
-
 
 def run_ranks(function: Callable[[Path], None], folder: Path, ranks: int) -> list[int | None]:
     """Runs a function in each rank, with one thread, and returns the exit codes."""
@@ -28,7 +26,6 @@ def run_ranks(function: Callable[[Path], None], folder: Path, ranks: int) -> lis
 
 def run_rank(function: Callable[[Path], None], rank: int, ranks: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    compiler.leave_out()
     store = dist.FileStore(str(folder / "store"), ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
     function(folder)

@@ -24,10 +24,10 @@ import torch
 from cli import DEADLINE, OWN_MODEL, PYFLYTE, ROOT, TINY, WORKFLOWS, Ended, pyflyte, train
 from locks import held_by_another_process
 
+from benchmarks.running import descendants
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.run_folder import holding
-from flyte_ddp.wandb_follower import descendants
 from tasks.places import without_token
 from tasks.preparation import check_inputs
 

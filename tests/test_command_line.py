@@ -16,8 +16,7 @@ import pytest
 from cli import DEADLINE, PYFLYTE, ROOT, TINY, WORKFLOWS, Ended, pyflyte, train
 from test_cli_errors import also, assert_refused
 
-from benchmarks.running import process_name
-from flyte_ddp.wandb_follower import descendants
+from benchmarks.running import descendants, process_name
 
 LONG = {"num_ranks": 2, "epochs": 120, "batch_size": 64, "eval_interval": 5}
 

@@ -14,10 +14,10 @@ import faults
 import pytest
 from faulty_runs import HP, in_spawned_processes, nothing_is_left, saved, when
 
+from benchmarks.running import descendants
 from flyte_ddp.errors import RankError, StoppedError
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
-from flyte_ddp.wandb_follower import descendants
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("temporary")]
 

@@ -30,12 +30,11 @@ from flyteidl.core.literals_pb2 import Literal
 from pod import BUCKET, DEADLINE, Cluster, PodEnded, unpacked
 from s3_server import s3_server
 
-from benchmarks.running import process_name
+from benchmarks.running import descendants, process_name
 from flyte_ddp.code_digest import library_digest
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
-from flyte_ddp.wandb_follower import descendants
 
 pytestmark = pytest.mark.slow
 

@@ -20,13 +20,12 @@ import pytest
 from fake_wandb_server import FakeServer, fake_server
 from PIL import Image
 
-from flyte_ddp import wandb_feed
+from flyte_ddp import tracking, wandb_feed
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replacing
 from flyte_ddp.json_lines import JsonLines, read_records
 from flyte_ddp.settings import Settings
-from flyte_ddp.tracking import start_wandb
-from flyte_ddp.wandb_follower import EndOfRun, read_status
+from flyte_ddp.tracking import WandbProcess, start_wandb
 
 KEY = "0123456789abcdef" * 2 + "01234567"
 HYPERPARAMETERS = {"epochs": 2, "learning_rate": 0.1, "num_ranks": 0}
@@ -109,16 +108,15 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 # What wandb is fed from
 
 
-class EndsAfter(EndOfRun):
+def over_after(*actions: Callable[[], object]) -> Callable[[float], bool]:
     """The end of a run after some looks at the file, each of which may first change it."""
+    left = list(actions)
 
-    def __init__(self, *actions: Callable[[], object]) -> None:
-        super().__init__()
-        self.actions = list(actions)
+    def over(_: float) -> bool:
+        left.pop(0)()
+        return not left
 
-    def wait(self, seconds: float) -> bool:
-        self.actions.pop(0)()
-        return not self.actions
+    return over
 
 
 def test_records_are_followed_as_they_are_written(tmp_path: Path) -> None:
@@ -134,10 +132,10 @@ def test_records_are_followed_as_they_are_written(tmp_path: Path) -> None:
     def nothing() -> None:
         assert not path.exists()
 
-    end = EndsAfter(
+    over = over_after(
         nothing, write('{"step": 1}\n{"st'), write('ep": 2}\n'), write('{"step": 3}\nrubbish\n{"step": 4}\n{"s')
     )
-    assert list(wandb_feed.follow(tmp_path, 0, end)) == [{"step": step} for step in (1, 2, 3, 4)]
+    assert list(wandb_feed.follow(tmp_path, 0, over)) == [{"step": step} for step in (1, 2, 3, 4)]
 
 
 def test_records_of_an_earlier_attempt_are_not_followed(tmp_path: Path) -> None:
@@ -146,7 +144,7 @@ def test_records_of_an_earlier_attempt_are_not_followed(tmp_path: Path) -> None:
     offset = path.stat().st_size
     with path.open("a") as file:
         file.write('{"step": 2}\n')
-    assert list(wandb_feed.follow(tmp_path, offset, EndsAfter(lambda: None))) == [{"step": 2}]
+    assert list(wandb_feed.follow(tmp_path, offset, over_after(lambda: None))) == [{"step": 2}]
 
 
 def test_records_of_a_run_that_is_started_again_are_followed_once(tmp_path: Path) -> None:
@@ -160,12 +158,12 @@ def test_records_of_a_run_that_is_started_again_are_followed_once(tmp_path: Path
         with path.open("a") as file:
             file.write('{"step": 2, "again": true}\n')
 
-    end = EndsAfter(lambda: None, start_again)
+    over = over_after(lambda: None, start_again)
     steps = [{"step": 1}, {"step": 2}, {"step": 2, "again": True}]
-    assert list(wandb_feed.follow(tmp_path, 0, end)) == steps
+    assert list(wandb_feed.follow(tmp_path, 0, over)) == steps
 
 
-# The follower, with a real wandb
+# The process that feeds wandb, with a real wandb
 
 
 @pytest.fixture
@@ -217,13 +215,10 @@ def write_run(folder: Path) -> None:
         log.write(END)
 
 
-def is_open(folder: Path) -> bool:
-    return any(status["state"] != "starting" for status in statuses(folder))
-
-
-def statuses(folder: Path) -> list[dict[str, str]]:
-    """How far wandb got, for each attempt at the run."""
-    return [json.loads(path.read_text()) for path in (folder / "wandb").glob("status-*.json")]
+def start(folder: Path, mode: str, timeout: float = 60.0) -> WandbProcess:
+    wandb = start_wandb(folder, settings(mode, timeout), HYPERPARAMETERS, "a name")
+    assert wandb is not None
+    return wandb
 
 
 def offline_records(folder: Path) -> dict[str, list[dict[str, Any]]]:
@@ -262,9 +257,8 @@ def files_with(text: str, *folders: Path) -> list[Path]:
 
 @needs_proc
 def test_an_offline_run_holds_everything(tmp_path: Path, mark: str, capsys: pytest.CaptureFixture[str]) -> None:
-    wandb = start_wandb(tmp_path, settings("offline"), HYPERPARAMETERS, "a name")
-    assert wandb is not None
-    wait_for(lambda: is_open(tmp_path))
+    wandb = start(tmp_path, "offline")
+    wait_for(wandb.is_open)
     write_run(tmp_path)
     wandb.finish()
     assert processes(mark) == []
@@ -324,8 +318,7 @@ def test_the_table_calls_samples_by_their_names(tmp_path: Path) -> None:
 @needs_proc
 @pytest.mark.slow
 def test_without_a_key_nothing_is_asked(tmp_path: Path, mark: str, capsys: pytest.CaptureFixture[str]) -> None:
-    wandb = start_wandb(tmp_path, settings("online"), HYPERPARAMETERS, "a name")
-    assert wandb is not None
+    wandb = start(tmp_path, "online")
     write_run(tmp_path)
     wandb.finish()
     assert processes(mark) == []
@@ -336,7 +329,7 @@ def test_without_a_key_nothing_is_asked(tmp_path: Path, mark: str, capsys: pytes
 @needs_proc
 @pytest.mark.parametrize(
     "behaviour",
-    ["refuses", *[pytest.param(each, marks=pytest.mark.slow) for each in ("hangs", "fails", "babbles")]],
+    ["refuses", *[pytest.param(each, marks=pytest.mark.slow) for each in ("hangs", "fails", "babbles", "denies")]],
 )
 def test_a_bad_server_costs_bounded_time_and_no_data(
     tmp_path: Path, mark: str, behaviour: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -345,14 +338,13 @@ def test_a_bad_server_costs_bounded_time_and_no_data(
     with fake_server(behaviour) as server:
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
         begin = time.monotonic()
-        wandb = start_wandb(tmp_path, settings("online", timeout=12), HYPERPARAMETERS, "a name")
-        assert wandb is not None
+        wandb = start(tmp_path, "online", timeout=20)
         assert time.monotonic() - begin < 0.5
         write_run(tmp_path)
         written = (tmp_path / "metrics.jsonl").read_bytes()
         begin = time.monotonic()
         wandb.finish()
-        assert time.monotonic() - begin < 12.5
+        assert time.monotonic() - begin < 20.5
     assert processes(mark) == []
     assert (tmp_path / "metrics.jsonl").read_bytes() == written
     assert capsys.readouterr().err.startswith("wandb: kept offline (")
@@ -370,9 +362,8 @@ def test_a_good_server_gets_everything_and_no_file_the_key(
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     with fake_server() as server:
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
-        wandb = start_wandb(folder, settings("online"), HYPERPARAMETERS, "a name")
-        assert wandb is not None
-        wait_for(lambda: is_open(folder))
+        wandb = start(folder, "online")
+        wait_for(wandb.is_open)
         write_run(folder)
         wandb.finish()
     assert processes(mark) == []
@@ -395,19 +386,27 @@ from flyte_ddp.settings import Settings
 from flyte_ddp.json_lines import JsonLines
 from flyte_ddp.tracking import start_wandb
 folder = Path(sys.argv[1])
-start_wandb(folder, Settings(wandb_run_id="x"), {}, "x")
+wandb = start_wandb(folder, Settings(wandb_run_id="x"), {}, "x")
+while not wandb.is_open():
+    time.sleep(0.02)
 JsonLines(folder / "metrics.jsonl").write({"kind": "train", "epoch": 0, "step": 1, "loss": 2.5})
+print("open", flush=True)
 time.sleep(600)
 """
 
 
+def started_parent(folder: Path) -> subprocess.Popen[str]:
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(folder)], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    assert parent.stdout.readline() == "open\n"
+    return parent
+
+
 @needs_proc
 def test_the_parents_death_ends_it(tmp_path: Path, mark: str) -> None:
-    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path)])
-    wait_for(lambda: is_open(tmp_path) and read_records(tmp_path / "metrics.jsonl"))
-    assert processes(mark, "wandb-core")
-    parent.kill()
-    parent.wait()
+    with started_parent(tmp_path) as parent:
+        assert processes(mark, "wandb-core")
+        parent.kill()
     wait_for(lambda: not processes(mark), seconds=15)
     records = offline_records(tmp_path)
     assert logged_rows([each["item"] for each in records["history"]]) == [{"step": 1, "epoch": 0, "loss": 2.5}]
@@ -415,39 +414,34 @@ def test_the_parents_death_ends_it(tmp_path: Path, mark: str) -> None:
 
 
 @needs_proc
-def test_the_follower_of_a_killed_launcher_leaves_a_retry_alone(
+def test_the_child_of_a_killed_launcher_leaves_a_retry_alone(
     tmp_path: Path, mark: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It comes to its end while the retry, in the same run folder, has begun already."""
-    with subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path)]) as parent:
-        wait_for(lambda: is_open(tmp_path) and read_records(tmp_path / "metrics.jsonl"))
-        before = {*tmp_path.glob("wandb/offline-run-*")}
-        late = processes(mark, "flyte_ddp.wandb_")
+    with started_parent(tmp_path) as parent:
+        late = processes(mark, "flyte_ddp.wandb_feed")
         for pid in late:
             os.kill(pid, signal.SIGSTOP)
         parent.kill()
-    retry = start_wandb(tmp_path, settings("offline"), HYPERPARAMETERS, "a name")
-    assert retry is not None
-    wait_for(lambda: {*tmp_path.glob("wandb/offline-run-*")} - before)
-    wait_for(lambda: [each for each in statuses(tmp_path) if each["folder"] and Path(each["folder"]) not in before])
+    retry = start(tmp_path, "offline")
+    wait_for(retry.is_open)
     for pid in late:
         os.kill(pid, signal.SIGCONT)
-    wait_for(lambda: not {*late} & {*processes(mark, "flyte_ddp.wandb_")})
-    (own,) = {*tmp_path.glob("wandb/offline-run-*")} - before
-    assert {"state": "open", "folder": str(own)}.items() <= read_status(retry._order).__dict__.items()
+    wait_for(lambda: not {*late} & {*processes(mark, "flyte_ddp.wandb_feed")})
     with JsonLines(tmp_path / "metrics.jsonl") as log:
         log.write(END)
     retry.finish()
+    [own] = tmp_path.glob("wandb/offline-run-*-exec-task-7")
     assert own.name in capsys.readouterr().err
 
 
 @needs_proc
 @pytest.mark.slow
-def test_a_killed_wandb_is_started_again(tmp_path: Path, mark: str) -> None:
-    wandb = start_wandb(tmp_path, settings("offline"), HYPERPARAMETERS, "a name")
-    assert wandb is not None
-    wait_for(lambda: is_open(tmp_path))
-    for pid in processes(mark, "wandb-core"):
+@pytest.mark.parametrize("killed", ["wandb-core", "flyte_ddp.wandb_feed"])
+def test_a_killed_wandb_is_started_again(tmp_path: Path, mark: str, killed: str) -> None:
+    wandb = start(tmp_path, "offline")
+    wait_for(wandb.is_open)
+    for pid in processes(mark, killed):
         os.kill(pid, signal.SIGKILL)
     write_run(tmp_path)
     wandb.finish()
@@ -456,13 +450,71 @@ def test_a_killed_wandb_is_started_again(tmp_path: Path, mark: str) -> None:
 
 
 @needs_proc
+@pytest.mark.slow
+def test_a_run_whose_process_is_killed_can_be_sent_from_disk(
+    tmp_path: Path, mark: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    with fake_server() as server:
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        wandb = start(tmp_path, "online")
+        wait_for(wandb.is_open)
+        os.kill(wandb.process.pid, signal.SIGKILL)
+        write_run(tmp_path)
+        wandb.finish()
+        wait_for(lambda: not processes(mark))
+    assert capsys.readouterr().err.startswith("wandb: kept offline (wandb was killed); send it with: wandb sync ")
+    assert logged_rows([each["item"] for each in offline_records(tmp_path)["history"]]) == ROWS
+    assert list((tmp_path / "wandb").glob("run-*")) == []
+
+
+IMPATIENT = "import sys; from flyte_ddp import wandb_feed as feed; feed.RETRY_SECONDS = 0.1; "
+IMPATIENT += "feed.main(feed.Connection(int(sys.argv[1])))"
+
+
+@needs_proc
+@pytest.mark.slow
+def test_a_server_that_comes_back_gets_everything(
+    tmp_path: Path, mark: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    monkeypatch.setattr(tracking, "COMMAND", (sys.executable, "-c", IMPATIENT))
+    with fake_server("denies") as server:
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        wandb = start(tmp_path, "online")
+        wait_for(lambda: not wandb.is_open() and wandb.status["reason"])
+        server.behaviour = "works"
+        wait_for(wandb.is_open)
+        write_run(tmp_path)
+        wandb.finish()
+    check_arrived(server)
+    assert capsys.readouterr().err == f"wandb: {server.url}/someone/a-project/runs/exec-task-7\n"
+    assert [str(path) for path in (tmp_path / "wandb").glob("run-*")] == [wandb.status["folder"]]
+
+
+@needs_proc
+def test_without_wandb_there_is_a_word(
+    tmp_path: Path, mark: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/wandb.py").write_text("raise ModuleNotFoundError(\"No module named 'wandb'\")")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "elsewhere"))
+    wandb = start(tmp_path, "offline")
+    write_run(tmp_path)
+    wandb.finish()
+    assert processes(mark) == []
+    said = capsys.readouterr().err
+    assert said.startswith("wandb: nothing was logged (ModuleNotFoundError: No module named 'wandb'); see ")
+    assert "ModuleNotFoundError" in (tmp_path / "wandb/feed.log").read_text()
+
+
+@needs_proc
 @pytest.mark.parametrize("stopped", ["flyte_ddp.wandb_feed", "every process"])
 def test_a_process_that_hangs_is_not_waited_for(
     tmp_path: Path, mark: str, stopped: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wandb = start_wandb(tmp_path, settings("offline", timeout=1), HYPERPARAMETERS, "a name")
-    assert wandb is not None
-    wait_for(lambda: is_open(tmp_path))
+    wandb = start(tmp_path, "offline", timeout=1)
+    wait_for(wandb.is_open)
     for victim in processes(mark, "" if stopped == "every process" else stopped):
         os.kill(victim, signal.SIGSTOP)
     begin = time.monotonic()
@@ -470,19 +522,6 @@ def test_a_process_that_hangs_is_not_waited_for(
     assert time.monotonic() - begin < 2
     wait_for(lambda: not processes(mark), seconds=15)
     assert capsys.readouterr().err.startswith("wandb: kept offline")
-
-
-@needs_proc
-@pytest.mark.slow
-def test_a_killed_follower_leaves_no_child_behind(tmp_path: Path, mark: str) -> None:
-    wandb = start_wandb(tmp_path, settings("offline"), HYPERPARAMETERS, "a name")
-    assert wandb is not None
-    wait_for(lambda: is_open(tmp_path))
-    (child,) = processes(mark, "flyte_ddp.wandb_feed")
-    os.kill(child, signal.SIGSTOP)
-    os.kill(wandb.pid, signal.SIGKILL)
-    wandb.finish()
-    wait_for(lambda: not processes(mark), seconds=15)
 
 
 def test_disabled_starts_nothing(tmp_path: Path) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import resource
 import signal
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,9 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.job import Job
 from flyte_ddp.json_lines import read_records
 from flyte_ddp.launch import single
+from flyte_ddp.launch.offspring import kill_trees
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.settings import Settings
-from flyte_ddp.wandb_follower import kill_tree
 
 pytestmark = pytest.mark.slow
 
@@ -37,7 +37,7 @@ def without(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
 
 
 class Wandb:
-    """The follower of the run, as the test gets hold of it."""
+    """The process that feeds wandb, as the test gets hold of it."""
 
     pid = 0
 
@@ -49,7 +49,7 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> Wandb:
 
     def start_and_tell(*arguments: Any) -> tracking.WandbProcess | None:
         process = start(*arguments)
-        started.pid = process.pid if process else 0
+        started.pid = process.process.pid if process else 0
         return process
 
     monkeypatch.setattr(tracking, "start_wandb", start_and_tell)
@@ -58,14 +58,9 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> Wandb:
 
 def disk_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
     """For wandb's processes: no file of theirs can grow beyond a page."""
-    launch = tracking.launch
     page = 4096
-
-    def launch_limited(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
-        limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (page, page))  # noqa: E731
-        return launch(*arguments, preexec_fn=limit, **options)
-
-    monkeypatch.setattr(tracking, "launch", launch_limited)
+    limit = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (page, page))
+    monkeypatch.setattr(tracking, "Popen", functools.partial(tracking.Popen, preexec_fn=limit))
 
 
 TROUBLES = ("refuses", "hangs", "fails", "babbles", "denies")  # of the server
@@ -98,7 +93,7 @@ def test_the_weights_are_the_same(
             if trouble in ASKED:
                 assert server.requests
             if trouble == "is killed later":
-                kill_tree(wandb.pid)
+                kill_trees(lambda: [wandb.pid])
             single.launch(job, num_ranks=num_ranks)
 
         result = run_training(HP, digits, folder, ONLINE, launch=launch_in_trouble)

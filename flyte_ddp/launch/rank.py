@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from flyte_ddp import compiler, distributed, results
+from flyte_ddp import distributed, results
 from flyte_ddp.job import Job
 from flyte_ddp.launch.link import Link
 from flyte_ddp.launch.place import Place
@@ -42,8 +42,6 @@ def run_rank(job: Job, place: Place, offer_saving: OfferSaving, link: Link | Non
         keep_freed_memory()
     else:
         torch.cuda.set_device(place.device)
-    if not job.hp.compile:
-        compiler.leave_out()
     if place.world_size > 1:
         assert link is not None
         join_process_group(job, place, meet(job, place, link))
@@ -133,4 +131,3 @@ def settings_restored() -> Iterator[None]:
         if cublas is None:
             os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
         tune_memory(MMAP_MAX, TRIM_THRESHOLD)
-        compiler.let_in_again()

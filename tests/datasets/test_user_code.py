@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.user_code import SPEC, load_callable, split
-from flyte_ddp.user_source import mentions, user_source_digest, user_sources
+from flyte_ddp.user_source import user_source_digest, user_sources
 
 
 @pytest.fixture
@@ -289,14 +289,6 @@ def test_the_digest_does_not_depend_on_the_order_of_the_path(project: Path, monk
             digests.add(user_source_digest("users_parts.a:make"))
             assert len([*user_sources("users_parts.a:make")]) == 4
     assert len(digests) == 1
-
-
-def test_words_are_looked_for_in_the_same_files(project: Path) -> None:
-    (project / "users_top.py").write_text("from users_layers import Block\n")
-    (project / "users_layers.py").write_text("class Block: ...\n")
-    assert not mentions(USERS_TOP, "torchvision")
-    (project / "users_layers.py").write_text("from torchvision.models import resnet18 as Block\n")
-    assert mentions(USERS_TOP, "torchvision")
 
 
 @given(st.text(st.sampled_from("ab_.:1é/ \n"), max_size=12))

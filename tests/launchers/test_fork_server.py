@@ -11,13 +11,12 @@ import faults
 import pytest
 from faulty_runs import HP, in_spawned_processes, nothing_is_left, when
 
-from benchmarks.running import process_name
+from benchmarks.running import descendants, process_name
 from flyte_ddp.errors import RankError, StoppedError
 from flyte_ddp.launch import gang
 from flyte_ddp.launch.fork_server import SERVER
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
-from flyte_ddp.wandb_follower import descendants
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("temporary")]
 

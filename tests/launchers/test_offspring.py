@@ -16,12 +16,12 @@ from engines import AGENTS, DASK, ELASTIC, RAY, SPAWN, Launch, on
 from faulty_runs import HP, when
 from processes import living_with
 
+from benchmarks.running import descendants
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import RankError
 from flyte_ddp.launch import single, spawn
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
-from flyte_ddp.wandb_follower import descendants
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("temporary")]
 
