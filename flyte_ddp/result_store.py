@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
+from flyte_ddp import storage
 from flyte_ddp.errors import StoppedError, UserError
 from flyte_ddp.results import EVENTS, FOLDER
 
@@ -18,7 +17,6 @@ LOOK_SECONDS = 1.0
 LARGEST_SHARE = 0.1  # of the time for looking and copying: what grows is copied whole each time
 LAST_SECONDS = 60.0  # for what is left at the end
 STOPPED_SECONDS = 3.0  # the same in a pod that is told to stop, which has little time left
-PROBE = ".writable"
 
 
 @contextmanager
@@ -26,8 +24,8 @@ def copied(run_folder: Path, address: str, *, goes_on: bool, name: str = "") -> 
     """Copies what there is under ``results/``, and what comes until the end of the block.
 
     Args:
-        address: of a folder, in which one is made with the run's name: a path, or a URL that fsspec knows; empty:
-            nothing is copied.
+        address: of a folder, in which one is made with the run's name: a path, s3://, gs:// or az://; empty: nothing
+            is copied.
         goes_on: the run does, maybe on another host: it begins with the events that were copied there.
         name: of the run; empty: that of the folder.
 
@@ -40,7 +38,7 @@ def copied(run_folder: Path, address: str, *, goes_on: bool, name: str = "") -> 
     try:
         copy = Copy(run_folder / FOLDER, f"{address.rstrip('/')}/{name or run_folder.name}")
         copy.begin(goes_on=goes_on)
-    except Exception as error:  # fsspec's file systems have many of their own
+    except (UserError, storage.UnavailableError, OSError) as error:
         raise UserError(
             f"FLYTE_DDP_RESULTS={address!r}: cannot be written to ({error}); correct it, or give access to it"
         ) from None
@@ -68,30 +66,27 @@ class Copy:
         address: to where.
 
     Raises:
-        ValueError: an address of no known kind, or of the run's own folder.
+        UserError: an address of no known kind, or of the run's own folder.
     """
 
     def __init__(self, folder: Path, address: str) -> None:
-        from fsspec.core import url_to_fs  # type: ignore[import-untyped]
-
         self.folder, self.address = folder, address
-        self.store, self.root = url_to_fs(address, **(s3_options() if address.startswith("s3://") else {}))
-        self.is_local = "file" in self.store.protocol
-        if self.is_local and folder.resolve().is_relative_to(Path(self.root).resolve()):
-            raise ValueError("that is where the run itself is")
+        place = storage.local_path(address)
+        if place is not None and folder.resolve().is_relative_to(place.resolve()):
+            raise UserError("that is where the run itself is")
         self.done: dict[str, tuple[int, int]] = {}
         self.failure = ""  # of the last look
 
     def begin(self, *, goes_on: bool) -> None:
-        """Sees whether the place can be written to, and has the events of a run that goes on come from there."""
-        if self.is_local:
-            Path(self.root).mkdir(parents=True, exist_ok=True)
-        self.store.pipe_file(f"{self.root}/{PROBE}", b"")
-        self.store.rm_file(f"{self.root}/{PROBE}")
-        here, there = self.folder / EVENTS, f"{self.root}/{EVENTS}"
-        if goes_on and not here.exists() and self.store.exists(there):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self.store.get_file(there, str(here))
+        """Has the events of a run that goes on come from there, and writes them, which shows that it can be done."""
+        here, there = self.folder / EVENTS, storage.join(self.address, EVENTS)
+        if goes_on and not here.exists():
+            with suppress(storage.MissingError):
+                events = storage.retried(there, storage.read)
+                self.folder.mkdir(parents=True, exist_ok=True)
+                here.write_bytes(events)
+        content = here.read_bytes() if here.exists() else b""
+        storage.retried(there, lambda _: storage.put(there, content))
 
     def follow(self, over: threading.Event) -> None:
         """Copies what comes until it is over, and then what is left; a failure is said when it is a new one."""
@@ -116,28 +111,9 @@ class Copy:
             if self.done.get(name) == mark:
                 continue
             try:
-                self.put(path, f"{self.root}/{name}")
-            except Exception as error:
+                storage.put(storage.join(self.address, name), path.read_bytes())
+            except Exception as error:  # the thread is to go on with the others
                 failure = failure or f"{name} ({type(error).__name__}: {error})"
             else:
                 self.done[name] = mark
         return failure
-
-    def put(self, path: Path, target: str) -> None:
-        """Copies a file; in a store of objects it appears whole, and so it does here in a folder."""
-        store: Any = self.store
-        if not self.is_local:
-            store.put_file(str(path), target)
-            return
-        partial = Path(target).with_name(f".{Path(target).name}.tmp")
-        partial.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(path.read_bytes())
-        partial.replace(target)
-
-
-def s3_options() -> dict[str, str]:
-    """Flyte's own variables, which come first as in flytekit; s3fs itself knows the standard ``AWS_*`` ones."""
-    from flyte_ddp.storage.s3 import flytes_own
-
-    endpoint, key, secret = flytes_own(os.environ)
-    return ({"endpoint_url": endpoint} if endpoint else {}) | ({"key": key, "secret": secret} if key and secret else {})

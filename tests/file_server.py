@@ -1,4 +1,4 @@
-"""A server on loopback that gives files, their parts and lists as the web, S3 and Google do, and fails on request."""
+"""A server on loopback that gives files, parts and lists as the web, S3, Google and Azure do, and fails on request."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from xml.sax.saxutils import escape
 from loopback import QuietHandler, serving
 
 DEADLINE = 30.0  # seconds
+CHANGED = {"Last-Modified": "Mon, 23 Nov 2026 12:00:00 GMT"}
 
 
 @dataclass
 class FileServer:
-    """``files`` are given under their names; in those of S3 and Google a name begins with its bucket.
+    """``files`` are given under their names; in those of object storage a name begins with its bucket.
 
     ``faults[name]`` are done one a request, in order: an HTTP status, ``truncate`` (the connection ends halfway),
     ``alter`` (the last byte differs), ``reset`` (the connection is reset halfway), ``stall`` (no more after half of it,
@@ -37,6 +38,7 @@ class FileServer:
     faults: dict[str, list[int | str]] = field(default_factory=dict)
     requests: list[str] = field(default_factory=list)
     spans: list[str] = field(default_factory=list)
+    queries: list[str] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     answers: dict[str, str] = field(default_factory=dict)
     connections: list[int] = field(default_factory=list)
@@ -68,6 +70,9 @@ def file_server() -> Iterator[FileServer]:
 
         do_HEAD = do_GET
 
+        def do_PUT(self) -> None:
+            Answer(self, state).take()
+
     with serving(Handler) as state.url:
         try:
             yield state
@@ -87,12 +92,14 @@ class Answer:
         address = urlsplit(self.handler.path)
         name, query = unquote(address.path).lstrip("/"), parse_qs(address.query)
         self.state.requests.append(name)
+        self.state.queries.append(address.query)
         self.state.spans.append(self.handler.headers.get("Range", ""))
         self.state.headers.append(dict(self.handler.headers))
         if self.state.before_answer is not None:
             self.state.before_answer.wait(DEADLINE)
         fault = self.state.faults[name].pop(0) if self.state.faults.get(name) else None
-        content = self.listed(name, query) if "list-type" in query else self.state.files.get(name)
+        listing = "list-type" in query or "comp" in query
+        content = self.listed(name, query) if listing else self.state.files.get(name)
         if fault == "hang":
             self.state.over.wait(DEADLINE)
             self.handler.close_connection = True
@@ -101,6 +108,14 @@ class Answer:
         else:
             self.serve(content, fault)
 
+    def take(self) -> None:
+        """Puts a file in its place."""
+        name = unquote(urlsplit(self.handler.path).path).lstrip("/")
+        self.state.requests.append(name)
+        self.state.headers.append(dict(self.handler.headers))
+        self.state.files[name] = self.handler.rfile.read(int(self.handler.headers.get("Content-Length", 0)))
+        self.start(200, b"", ETag='"0"', **CHANGED)
+
     def refuse(self, status: int) -> None:
         """An error as S3 words it."""
         code = {404: "NoSuchKey", 403: "AccessDenied"}.get(status, "Other")
@@ -108,7 +123,7 @@ class Answer:
 
     def serve(self, content: bytes, fault: str | None) -> None:
         """The content, all of it or the part that was asked for."""
-        tag = {"ETag": f'"{hashlib.md5(content).hexdigest()}"'} if self.state.tagged else {}
+        tag = {"ETag": f'"{hashlib.md5(content).hexdigest()}"', **CHANGED} if self.state.tagged else {}
         asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.handler.headers.get("Range", ""))
         if asked and self.state.gives_parts:
             start, end = int(asked[1]), int(asked[2]) + 1
@@ -124,7 +139,7 @@ class Answer:
         elif fault == "longer":
             content += b"\0"
         if fault in ("truncate", "reset", "stall"):
-            self.start(200, content, given=len(content) // 2)
+            self.start(200, content, given=len(content) // 2, **tag)
             self.handler.close_connection = True
             if fault == "reset":
                 self.handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -158,11 +173,13 @@ class Answer:
         bucket = bucket.rstrip("/")
         [prefix] = query.get("prefix", [""])
         keys = sorted(name[len(bucket) + 1 :] for name in self.state.files if name.startswith(f"{bucket}/{prefix}"))
+        if "comp" in query:
+            return self.listed_by_azure(bucket, keys, int(query.get("marker", ["0"])[0]))
         start = int(query.get("continuation-token", ["0"])[0])
         entries = "".join(
-            f"<Contents><Key>{escape(key)}</Key><Size>{len(self.state.files[f'{bucket}/{key}'])}</Size>"
-            f'<ETag>"{hashlib.md5(self.state.files[f"{bucket}/{key}"]).hexdigest()}"</ETag></Contents>'
-            for key in keys[start : start + self.state.page]
+            f"<Contents><Key>{escape(key)}</Key><LastModified>2026-11-23T12:00:00.000Z</LastModified>"
+            f"<Size>{len(content)}</Size><ETag>&quot;{hashlib.md5(content).hexdigest()}&quot;</ETag></Contents>"
+            for key, content in self.page(bucket, keys, start)
         )
         more = start + self.state.page < len(keys)
         following = f"<NextContinuationToken>{start + self.state.page}</NextContinuationToken>" if more else ""
@@ -170,3 +187,20 @@ class Answer:
             f'<ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/"><IsTruncated>{str(more).lower()}'
             f"</IsTruncated>{following}{entries}</ListBucketResult>"
         ).encode()
+
+    def listed_by_azure(self, container: str, keys: list[str], start: int) -> bytes:
+        """The same as "List Blobs" of the Blob service's REST API words it."""
+        entries = "".join(
+            f"<Blob><Name>{escape(key)}</Name><Properties><Last-Modified>{CHANGED['Last-Modified']}</Last-Modified>"
+            f"<Etag>{hashlib.md5(content).hexdigest()}</Etag><Content-Length>{len(content)}</Content-Length>"
+            "<Content-Type>application/octet-stream</Content-Type><BlobType>BlockBlob</BlobType></Properties></Blob>"
+            for key, content in self.page(container, keys, start)
+        )
+        following = str(start + self.state.page) if start + self.state.page < len(keys) else ""
+        return (
+            f"<EnumerationResults><Blobs>{entries}</Blobs><NextMarker>{following}</NextMarker></EnumerationResults>"
+        ).encode()
+
+    def page(self, bucket: str, keys: list[str], start: int) -> list[tuple[str, bytes]]:
+        """The objects of a page."""
+        return [(key, self.state.files[f"{bucket}/{key}"]) for key in keys[start : start + self.state.page]]

@@ -196,7 +196,7 @@ def test_a_slow_store_does_not_hold_up_a_pod_that_is_told_to_stop(
     kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     never = threading.Event()
-    monkeypatch.setattr(result_store.Copy, "put", lambda *_: never.wait())
+    monkeypatch.setattr(result_store.Copy, "copy_new", lambda *_: never.wait())
     monkeypatch.setattr(result_store, "STOPPED_SECONDS", 0.1)
     with (
         pytest.raises(StoppedError),

@@ -27,7 +27,7 @@ from flyte_ddp.storage.digest_list import SUMS
 def content_identity(source: str, asked_as: str = "data_source") -> str:
     """SHA-256 (hex) that changes with the content of ``source``; empty for an empty one.
 
-    A local file or directory is read whole. Of S3 and Google's storage it takes names, sizes and ETags of everything
+    A local file or directory is read whole. Of object storage it takes names, sizes and ETags of everything
     under the prefix; of an HTTP server the file's ETag or time of change with its size, or the ``SHA256SUMS`` of a
     directory that has one.
 

@@ -39,7 +39,7 @@ def shards() -> None:
 @click.option("--classes", type=Path, help="A file with the classes' names, one a line; 0, 1, 2 ... without it.")
 @PROGRESS
 def create(urls: tuple[str, ...], output: Path, name: str, classes: Path | None, progress: str) -> None:
-    """Read shards (paths, s3://, gs://, http://; {000..127} stands for a range) and write their index."""
+    """Read shards (paths, s3://, gs://, az://, http://; {000..127} stands for a range) and write their index."""
     from flyte_ddp.shards.scanning import create_index
 
     index = create_index(urls, output, name=name, classes=lines_of(classes), progress=progress)
@@ -123,8 +123,9 @@ def pack(
 ) -> None:
     """Pack SOURCE into shards and an index in FOLDER.
 
-    SOURCE is a folder or prefix of images (class/name.jpg; a path, s3:// or gs://), the name of a data set (digits,
-    mnist, fashion_mnist, cifar10), or package.module:callable for a pair (train, test) of torch-style data sets.
+    SOURCE is a folder or prefix of images (class/name.jpg; a path, s3://, gs:// or az://), the name of a data set
+    (digits, mnist, fashion_mnist, cifar10), or package.module:callable for a pair (train, test) of torch-style data
+    sets.
     """
     from flyte_ddp.shards.packing import pack_source
 

@@ -231,7 +231,7 @@ def pack_image_folder(address: str, folder: Path, **options: Any) -> ShardIndex:
     """Packs the images ``class/name.jpg`` below a folder or prefix, as they are, with the classes' numbers.
 
     Args:
-        address: a path, or s3:// or gs://.
+        address: a path, or s3://, gs:// or az://.
         options: of :func:`pack`.
 
     Raises:

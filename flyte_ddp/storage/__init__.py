@@ -1,4 +1,4 @@
-"""Reading files and listing folders, wherever they are: a path, file://, http(s)://, s3:// or gs://.
+"""Reading, listing and writing files, wherever they are: a path, file://, http(s)://, s3://, gs:// or az://.
 
 Every wait is bounded, and every failure is an :class:`UnavailableError` that says whether it is worth another try.
 """
@@ -6,10 +6,10 @@ Every wait is bounded, and every failure is an :class:`UnavailableError` that sa
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import Protocol
 
-from flyte_ddp.storage import gcs, http, local, s3
+from flyte_ddp.storage import local
 from flyte_ddp.storage.addresses import as_in, join, local_path, parent, resolve, scheme
 from flyte_ddp.storage.content import Content, Entry, Span, check_length
 from flyte_ddp.storage.failures import AlteredError, MissingError, UnavailableError
@@ -18,10 +18,8 @@ from flyte_ddp.storage.retries import AllFailedError, retried, with_retries
 __all__ = [
     "AllFailedError",
     "AlteredError",
-    "Content",
     "Entry",
     "MissingError",
-    "Span",
     "UnavailableError",
     "as_in",
     "check_length",
@@ -30,6 +28,7 @@ __all__ = [
     "local_path",
     "open_file",
     "parent",
+    "put",
     "read",
     "resolve",
     "retried",
@@ -51,20 +50,32 @@ class Storage(Protocol):
     def list_files(self, address: str) -> Iterator[Entry]:
         """All files below a folder or prefix."""
 
+    def put(self, address: str, content: bytes) -> None:
+        """Writes a file."""
 
-STORAGES: dict[str, Storage] = {"file": local, "http": http, "https": http, "s3": s3, "gs": gcs}
+
+def storage_of(address: str) -> Storage:
+    """Where it is; what reads from there is imported when it is needed."""
+    kind = scheme(address)
+    if kind == "file":
+        return local
+    if kind in ("http", "https"):
+        from flyte_ddp.storage import http
+
+        return http
+    from flyte_ddp.storage import objects
+
+    return objects
 
 
-@contextmanager
-def open_file(address: str, span: Span | None = None) -> Iterator[Content]:
+def open_file(address: str, span: Span | None = None) -> AbstractContextManager[Content]:
     """Opens a file, or a span of it, for one pass over its bytes as they are stored, without decompression.
 
     Raises:
         UnavailableError: also while the bytes are read.
         UserError: an address of no known kind.
     """
-    with STORAGES[scheme(address)].open_file(address, span) as content:
-        yield content
+    return storage_of(address).open_file(address, span)
 
 
 def read(address: str, span: Span | None = None, *, tag: str = "") -> bytes:
@@ -93,7 +104,7 @@ def stat(address: str) -> Entry:
         UnavailableError: it is not there, or cannot be asked for.
         UserError: an address of no known kind.
     """
-    return STORAGES[scheme(address)].stat(address)
+    return storage_of(address).stat(address)
 
 
 def list_files(address: str) -> Iterator[Entry]:
@@ -103,4 +114,14 @@ def list_files(address: str) -> Iterator[Entry]:
         UnavailableError: also while the list is read; on an HTTP server it is a file ``SHA256SUMS`` in the folder.
         UserError: an address of no known kind.
     """
-    yield from STORAGES[scheme(address)].list_files(address)
+    return storage_of(address).list_files(address)
+
+
+def put(address: str, content: bytes) -> None:
+    """Writes a file, which appears whole, in the place of one that was there before.
+
+    Raises:
+        UnavailableError, OSError: it cannot be written.
+        UserError: an address of no known kind, or of a web server.
+    """
+    storage_of(address).put(address, content)

@@ -9,11 +9,11 @@ from urllib.parse import quote, unquote, urlsplit
 
 from flyte_ddp.errors import UserError
 
-SCHEMES = ("file", "http", "https", "s3", "gs")
+SCHEMES = ("file", "http", "https", "s3", "gs", "az")
 
 
 def scheme(address: str) -> str:
-    """``file`` (also for plain paths), ``http``, ``https``, ``s3`` or ``gs``.
+    """``file`` (also for plain paths), ``http``, ``https``, ``s3``, ``gs`` or ``az``.
 
     Raises:
         UserError: any other scheme, or no server or bucket after it.
@@ -21,12 +21,11 @@ def scheme(address: str) -> str:
     found = address.partition("://")[0].lower() if "://" in address else "file"
     if found not in SCHEMES:
         raise UserError(
-            f"address {address!r}: must be a path, or start with file://, s3://, gs://, https:// or http://"
+            f"address {address!r}: must be a path, or start with file://, s3://, gs://, az://, https:// or http://"
         )
     if found != "file" and not address.partition("://")[2].partition("/")[0]:
-        raise UserError(
-            f"address {address!r}: must name a {'bucket' if found in ('s3', 'gs') else 'server'} after {found}://"
-        )
+        named = {"s3": "bucket", "gs": "bucket", "az": "container"}.get(found, "server")
+        raise UserError(f"address {address!r}: must name a {named} after {found}://")
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from stat import S_ISREG
 from typing import BinaryIO
 
@@ -16,10 +17,8 @@ from flyte_ddp.storage.failures import MissingError, UnavailableError
 @contextmanager
 def open_file(address: str, span: Span | None) -> Iterator[Content]:
     """:func:`flyte_ddp.storage.open_file` for a path."""
-    path = local_path(address)
-    assert path is not None
     try:
-        file = path.open("rb")
+        file = path_of(address).open("rb")
     except (FileNotFoundError, NotADirectoryError):
         raise MissingError("no such file") from None
     except OSError as error:
@@ -29,6 +28,13 @@ def open_file(address: str, span: Span | None) -> Iterator[Content]:
         start, end = span or (0, size)
         file.seek(start)
         yield Content(max(0, min(end, size) - start), pieces(file, end - start))
+
+
+def path_of(address: str) -> Path:
+    """The path that a local address means."""
+    path = local_path(address)
+    assert path is not None
+    return path
 
 
 def pieces(file: BinaryIO, length: int) -> Iterator[bytes]:
@@ -43,18 +49,25 @@ def pieces(file: BinaryIO, length: int) -> Iterator[bytes]:
 
 def stat(address: str) -> Entry:
     """:func:`flyte_ddp.storage.stat` for a path."""
-    path = local_path(address)
-    assert path is not None
+    path = path_of(address)
     if not path.is_file():
         raise MissingError("no such file")
     status = path.stat()
     return Entry("", status.st_size, f"{status.st_mtime_ns}")
 
 
+def put(address: str, content: bytes) -> None:
+    """:func:`flyte_ddp.storage.put` for a path."""
+    path = path_of(address)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.tmp")
+    partial.write_bytes(content)
+    partial.replace(path)
+
+
 def list_files(address: str) -> Iterator[Entry]:
     """:func:`flyte_ddp.storage.list_files` for a directory; links are followed, hidden files and folders left out."""
-    root = local_path(address)
-    assert root is not None
+    root = path_of(address)
     if not root.is_dir():
         raise MissingError("no such directory")
     found: list[Entry] = []

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 from file_server import FileServer, file_server
-from surroundings import s3_environment
+from surroundings import azure_environment, s3_environment
 
-KINDS = ["path", "file", "http", "s3", "gs"]
+OBJECTS = ["s3", "gs", "az"]
+KINDS = ["path", "file", "http", *OBJECTS]
 
 
 @dataclass(frozen=True)
@@ -38,13 +39,13 @@ def place_of(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     """An empty folder."""
     with file_server() as server:
         s3_environment(server.url, monkeypatch)
+        azure_environment(server.url, monkeypatch)
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
         addresses = {
             "path": str(folder),
             "file": f"file://{folder}",
             "http": f"{server.url}/bucket/folder",
-            "s3": "s3://bucket/folder",
-            "gs": "gs://bucket/folder",
+            **{scheme: f"{scheme}://bucket/folder" for scheme in OBJECTS},
         }
         prefix = "" if kind in ("path", "file") else "bucket/folder/"
         yield Place(addresses[kind], folder, server, prefix)

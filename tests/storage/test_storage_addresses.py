@@ -20,6 +20,7 @@ from flyte_ddp.storage import join, local_path, parent, resolve, scheme
         ("s3://bucket/a//b#c?d/x.json", "s3://bucket/a//b#c?d"),
         ("s3://bucket/x.json", "s3://bucket"),
         ("gs://bucket/a/x.json", "gs://bucket/a"),
+        ("az://container/a/x.json", "az://container/a"),
     ],
 )
 def test_the_folder_of_a_file(address: str, folder: str) -> None:
@@ -65,7 +66,9 @@ def test_paths_are_absolute_and_know_the_home(tmp_path: Path, monkeypatch: pytes
     assert local_path("S3://a/b") is None
 
 
-@pytest.mark.parametrize("address", ["ftp://h/x", "pipe:cat http://h/x", "s3://", "gs:///x", "http:///x", "://x"])
+@pytest.mark.parametrize(
+    "address", ["ftp://h/x", "pipe:cat http://h/x", "s3://", "gs:///x", "az:///x", "http:///x", "://x"]
+)
 def test_addresses_of_no_known_kind(address: str) -> None:
     with pytest.raises(UserError, match=r"^address '"):
         scheme(address)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import tempfile
@@ -11,11 +12,12 @@ from pathlib import Path
 
 import pytest
 import trustme
+from file_server import file_server
 from s3_server import DEADLINE, RCLONE, S3Server, s3_server, started
 from surroundings import clean, s3_environment
 
 from flyte_ddp import storage
-from flyte_ddp.storage import MissingError, UnavailableError, s3
+from flyte_ddp.storage import MissingError, UnavailableError
 
 MANY = 1205  # objects; a page has at most 1,000
 
@@ -69,7 +71,6 @@ def test_with_the_right_key_a_list_has_all_pages(keyed: S3Server, monkeypatch: p
     found = list(storage.list_files("s3://many/in"))
     assert [(entry.name, entry.size) for entry in found] == [(f"{n:04d}.jpg", len(str(n))) for n in range(MANY)]
     assert storage.read("s3://many/in/1204.jpg") == b"1204"
-    assert storage.read("s3://many/in/1204.jpg", (1, 3)) == b"20"
     with pytest.raises(MissingError, match="HTTP 404 NoSuchBucket"):
         list(storage.list_files("s3://no-such-bucket/in"))
 
@@ -85,12 +86,12 @@ def test_keys_of_any_characters_are_signed_as_the_server_does(tmp_path: Path, mo
             monkeypatch.setenv(name, value)
         for name in names:
             assert storage.read(f"s3://odd/{name}") == name.encode()
-        assert s3.access().buckets.proved == {"odd"}
 
 
 def test_a_server_with_a_certificate_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     authority, certificate, key = trustme.CA(), tmp_path / "certificate.pem", tmp_path / "key.pem"
-    authority.cert_pem.write_to_path(str(tmp_path / "authority.pem"))
+    bundle = trustme.CA().cert_pem.bytes() + authority.cert_pem.bytes()
+    (tmp_path / "authorities.pem").write_bytes(bundle)
     issued = authority.issue_cert("127.0.0.1")
     issued.cert_chain_pems[0].write_to_path(str(certificate))
     issued.private_key_pem.write_to_path(str(key))
@@ -100,12 +101,11 @@ def test_a_server_with_a_certificate_of_its_own(tmp_path: Path, monkeypatch: pyt
         assert server.endpoint.startswith("https://")
         for name, value in server.aws_environment().items():
             monkeypatch.setenv(name, value)
-        with pytest.raises(UnavailableError, match="certificate verify failed") as caught:
+        with pytest.raises(UnavailableError, match=f"verify failed: UnknownIssuer by {server.endpoint}") as caught:
             storage.read("s3://bucket/x")
         assert not caught.value.transient
-        monkeypatch.setenv("AWS_CA_BUNDLE", str(tmp_path / "authority.pem"))
+        monkeypatch.setenv("AWS_CA_BUNDLE", str(tmp_path / "authorities.pem"))
         assert storage.read("s3://bucket/x") == b"content"
-        assert s3.access().buckets.proved == {"bucket"}
         for wrong, words in {tmp_path / "gone": "No such file", key: "has none in PEM's format"}.items():
             monkeypatch.setenv("AWS_CA_BUNDLE", str(wrong))
             with pytest.raises(UnavailableError, match=f"{wrong}: {words}"):
@@ -136,9 +136,38 @@ def test_where_everybody_may_read_no_key_is_needed(open_server: str, monkeypatch
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", open_server)
     for scheme in ("s3", "gs"):
         assert storage.read(f"{scheme}://few/x") == b"content"
-        assert storage.read(f"{scheme}://few/x", (3, 7)) == b"tent"
+        with pytest.raises(UnavailableError, match="ignores Range"):  # rclone sends the part, but as "200 OK"
+            storage.read(f"{scheme}://few/x", (3, 7))
         assert storage.stat(f"{scheme}://few/x").size == 7
         found = list(storage.list_files(f"{scheme}://many/in"))
         assert [(entry.name, entry.size) for entry in found] == [(f"{n:04d}.jpg", len(str(n))) for n in range(MANY)]
         with pytest.raises(MissingError, match="HTTP 404"):
             storage.read(f"{scheme}://few/y")
+
+
+def test_keys_of_a_profiles_process(keyed: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And its endpoint; as SSO and roles, botocore alone knows them."""
+    keys = {"Version": 1, "AccessKeyId": keyed.access_key, "SecretAccessKey": keyed.secret_key}
+    (tmp_path / "keys.json").write_text(json.dumps(keys))
+    profile = f"credential_process = cat {tmp_path}/keys.json\nendpoint_url = {keyed.endpoint}\nregion = eu-west-1\n"
+    (tmp_path / "config").write_text(f"[profile mine]\n{profile}")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_PROFILE", "mine")
+    assert storage.read("s3://few/x") == b"content"
+    (tmp_path / "keys.json").unlink()
+    monkeypatch.setenv("AWS_SDK_UA_APP_ID", "makes a new store")
+    with pytest.raises(UnavailableError, match="No such file"):
+        storage.read("s3://few/x")
+
+
+def test_keys_of_a_machines_role(keyed: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    s3_environment(keyed.endpoint, monkeypatch)
+    with file_server() as metadata:
+        role = "latest/meta-data/iam/security-credentials/"
+        keys = {"AccessKeyId": keyed.access_key, "SecretAccessKey": keyed.secret_key, "Token": None}
+        until = {"Code": "Success", "Expiration": "2099-01-01T00:00:00Z"}
+        metadata.files = {role: b"reader", f"{role}reader": json.dumps(keys | until).encode()}
+        monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "false")
+        monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", metadata.url)
+        assert storage.read("s3://few/x") == b"content"
+        assert metadata.counts[f"{role}reader"] == 1
