@@ -217,7 +217,7 @@ def test_a_comment_for_all_files_is_no_matter() -> None:
         (header_of("a.jpg", tarfile.BLKTYPE), "a device"),
         (header_of("a.jpg", tarfile.FIFOTYPE), "a device"),
         (header_of("a.jpg", tarfile.GNUTYPE_SPARSE), "a sparse file"),
-        (header_of("a.jpg", b"0", pax_headers={"GNU.sparse.major": "1", "GNU.sparse.minor": "0"}), "a sparse file"),
+        (header_of("a.jpg", b"0", pax_headers={"GNU.sparse.map": "0,1", "GNU.sparse.size": "1"}), "a sparse file"),
         (header_of("/etc/a.jpg", b"0"), "'/etc/a.jpg' leads out"),
         (header_of("../a.jpg", b"0"), "leads out"),
         (header_of("b/../../a.jpg", b"0"), "leads out"),
