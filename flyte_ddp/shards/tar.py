@@ -117,7 +117,7 @@ class Archive:
                 yield found
                 self.skip(archive.offset - self.place)
                 found = Header.fromtarfile(archive)
-        except tarfile.EOFHeaderError:
+        except tarfile.EOFHeaderError:  # type: ignore[attr-defined]  # not in the documentation
             pass
         except UserError:
             raise
