@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from flyte_ddp import sampling
+from flyte_ddp.catalog import IMAGES
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import ImageArrays, open_prepared
 from flyte_ddp.markup import card, cards, page, percent, section, settings, table, text
 from flyte_ddp.shards.dataset import Sample
-from flyte_ddp.shards.decoding import IMAGES
 from flyte_ddp.shards.index import ShardIndex, read_index
 from flyte_ddp.shards.inspection import read_sample
 

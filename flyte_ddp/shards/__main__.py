@@ -126,7 +126,7 @@ def pack(
     SOURCE is a folder or prefix of images (class/name.jpg; a path, s3:// or gs://), the name of a data set (digits,
     mnist, fashion_mnist, cifar10), or package.module:callable for a pair (train, test) of torch-style data sets.
     """
-    from flyte_ddp.shards.packing import pack_source
+    from flyte_ddp.datasets.packing import pack_source
 
     index = pack_source(
         source,

@@ -18,8 +18,8 @@ from mounts import ALONE, need_mounts
 from PIL import Image
 
 from flyte_ddp.datasets import arrays, fetch, fetching, fingerprint, is_whole, open_arrays, open_prepared
+from flyte_ddp.datasets.packing import pack_source
 from flyte_ddp.errors import UserError
-from flyte_ddp.shards.packing import pack_source
 
 
 def test_a_second_fetch_does_nothing(tiny: Tiny, server: FileServer, tmp_path: Path) -> None:

@@ -331,7 +331,7 @@ DAMAGE: dict[str, tuple[Damage, list[str]]] = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_verifying_finds(damage: str, tmp_path: Path) -> None:
-    from flyte_ddp.shards.packing import pack_image_folder
+    from flyte_ddp.datasets.packing import pack_image_folder
 
     pack_image_folder(str(write_files(tmp_path / "images", FILES)), tmp_path / "out", per_shard=5, progress="off")
     apply, expected = DAMAGE[damage]
