@@ -20,6 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp import sampling
+from flyte_ddp.catalog import encoded_kind
+from flyte_ddp.config import Hyperparameters
 from flyte_ddp.sampling import Indices
 
 TEST_FRACTION = 0.1  # held out for testing where no test set is given
@@ -118,7 +120,7 @@ class WholeShardSplits:
         return np.arange(self.sizes[split][shard])
 
 
-class ShardOrder:
+class ShardOrder(sampling.Order):
     """One split of a data set of shards.
 
     Args:
@@ -129,7 +131,6 @@ class ShardOrder:
             Of shards that have less than one sample for their weight some give none, always the same ones.
         seed: of the order.
         lanes: how many shards a batch is drawn from.
-        remote: whether it is worth while to fetch shards ahead.
     """
 
     def __init__(
@@ -139,10 +140,8 @@ class ShardOrder:
         weights: NDArray[np.float64],
         seed: int = 0,
         lanes: int = 1,
-        *,
-        remote: bool = True,
     ) -> None:
-        self.splits, self.split, self.seed, self.lanes, self.remote = splits, split, seed, lanes, remote
+        self.splits, self.split, self.seed, self.lanes = splits, split, seed, lanes
         self.available = splits.sizes[split]
         self.taken = spread_by_weight(self.available, weights)
         self.total = int(self.taken.sum())
@@ -168,7 +167,7 @@ class ShardOrder:
             position = end
         return np.concatenate(found) if found else np.empty(0, dtype=np.int64)
 
-    def beside(self, sample: int) -> Indices:
+    def substitutes(self, sample: int) -> Indices:
         """The split's samples in the shard of this one."""
         shard = int(np.searchsorted(self.firsts, sample, side="right")) - 1
         samples: Indices = self.firsts[shard] + self.members(shard)
@@ -184,10 +183,8 @@ class ShardOrder:
         parts = [self.stretch(epoch, start, end) for start, end in self.lane_places(batch_size, number)]
         return np.concatenate(parts)
 
-    def reach(self, batch_size: int, *, mixed: bool) -> int:
+    def lookahead(self, batch_size: int, *, mixed: bool) -> int:
         """As many batches as a shard lasts: while one is read the next one is fetched."""
-        if not self.remote:
-            return 0
         longest = int(self.taken.max()) if mixed else int(self.available.max())
         return -(-longest // max(1, batch_size // self.lanes if mixed else batch_size))
 
@@ -239,6 +236,28 @@ class ShardOrder:
         mixed = sampling.random_stream(sampling.WITHIN, self.seed, epoch, shard).permutation(numbers)
         samples: Indices = self.firsts[shard] + mixed
         return samples
+
+
+def shard_orders(
+    counts: NDArray[np.int64],
+    weights: NDArray[np.float64],
+    hp: Hyperparameters,
+    test_fraction: float,
+) -> dict[str, ShardOrder]:
+    """The orders of all splits of a training with these hyperparameters; of a stream each has shards of its own.
+
+    Args:
+        counts: [shards] samples.
+        weights: [shards] of training; the other splits have each sample once.
+        test_fraction: held out for testing; 0 where there is a ``test_dataset``.
+    """
+    kind = WholeShardSplits if encoded_kind(hp.dataset) == "stream" else ShardSplits
+    splits, even = kind(counts, hp.validation_fraction, test_fraction, hp.seed), np.ones(len(counts))
+    return {
+        "training": ShardOrder(splits, "training", weights, hp.seed, hp.shuffle_shards),
+        "validation": ShardOrder(splits, "validation", even),
+        "test": ShardOrder(splits, "test", even),
+    }
 
 
 def spread_by_weight(available: NDArray[np.int64], weights: NDArray[np.float64]) -> NDArray[np.int64]:
