@@ -17,9 +17,8 @@ from flyte_ddp.datasets.cifar10 import CIFAR10
 from flyte_ddp.datasets.custom import CustomSet
 from flyte_ddp.datasets.digits import Digits
 from flyte_ddp.datasets.encoded_set import looked_up, write_encoded_set
-from flyte_ddp.datasets.fashion_mnist import FASHION_MNIST
 from flyte_ddp.datasets.identity import digest_of
-from flyte_ddp.datasets.mnist import MNIST
+from flyte_ddp.datasets.mnist import FASHION_MNIST, MNIST
 from flyte_ddp.datasets.prepared import open_prepared
 from flyte_ddp.datasets.progress import MODES, Progress, size
 from flyte_ddp.errors import UserError, unknown_name
