@@ -82,38 +82,26 @@ class ShardSplits:
         return numbers
 
 
-@dataclass(frozen=True, eq=False)
-class WholeShardSplits:
+class WholeShardSplits(ShardSplits):
     """Whole shards for training, validation and testing, as a stream can only be read shard by shard.
 
-    Of each fraction that is not 0 there is at least one shard. The arguments are those of :class:`ShardSplits`.
+    Of each fraction that is not 0 there is at least one shard.
     """
 
-    counts: NDArray[np.int64]
-    validation_fraction: float
-    test_fraction: float
-    seed: int
-
     @functools.cached_property
-    def shards(self) -> dict[str, NDArray[np.int64]]:
-        """The numbers of each split's shards, ascending."""
-        rest, found = np.arange(len(self.counts)), {}
+    def sizes(self) -> dict[str, NDArray[np.int64]]:
+        """[shards] the number of samples of each split."""
+        rest, shards = np.arange(len(self.counts)), {}
         for split, fraction, seed, purpose in (
             ("test", self.test_fraction, 0, sampling.TEST),
             ("validation", self.validation_fraction, self.seed, sampling.SPLIT),
         ):
             mixed = sampling.random_stream(purpose, seed).permutation(rest)
             held_out = max(1, round(fraction * len(rest))) if fraction else 0
-            found[split], rest = np.sort(mixed[:held_out]), np.sort(mixed[held_out:])
-        return {**found, "training": rest}
-
-    @functools.cached_property
-    def sizes(self) -> dict[str, NDArray[np.int64]]:
-        """[shards] the number of samples of each split."""
-        return {
-            split: np.where(np.isin(np.arange(len(self.counts)), shards), self.counts, 0)
-            for split, shards in self.shards.items()
-        }
+            shards[split], rest = mixed[:held_out], np.sort(mixed[held_out:])
+        shards["training"] = rest
+        every = np.arange(len(self.counts))
+        return {split: np.where(np.isin(every, own), self.counts, 0) for split, own in shards.items()}
 
     def samples(self, shard: int, split: str) -> NDArray[np.int64]:
         """Numbers within the shard of the split's samples: all of them, or none."""
@@ -135,7 +123,7 @@ class ShardOrder(sampling.Order):
 
     def __init__(
         self,
-        splits: ShardSplits | WholeShardSplits,
+        splits: ShardSplits,
         split: str,
         weights: NDArray[np.float64],
         seed: int = 0,

@@ -10,6 +10,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,7 +21,7 @@ from flyte_ddp.shards.decoding import decode_sample
 from flyte_ddp.shards.index import Shard, ShardIndex, read_index
 from flyte_ddp.shards.locks import unlock
 from flyte_ddp.shards.samples import SampleTable, tabulate
-from flyte_ddp.shards.tar import BLOCK, DamagedShardError, Member, members
+from flyte_ddp.shards.tar import BLOCK, DamagedShardError, members
 from flyte_ddp.shards.verification import failed
 
 MOST_OPEN = 32  # shards that one process keeps open, each with its table of samples
@@ -74,29 +75,35 @@ class OpenShard:
             DamagedShardError: they are not where the table says.
             UserError: the file cannot be read.
         """
-        found = self.table.members(sample)
         try:
-            return found[0].key, {
-                member.extension: self.content(member)
-                for member in found
-                if wanted is None or member.extension in wanted
-            }
+            return read_members(self.shard, self.table, sample, partial(read_at, self.file), wanted)
         except OSError as error:
             raise failed(self.shard, error) from None
 
-    def content(self, member: Member) -> bytes:
-        """A member's content."""
-        content = member.content(read_at(self.file, member.offset - BLOCK, BLOCK + member.size))
-        if content is None:
-            raise DamagedShardError(
-                f"shard {self.shard.url}: damaged at byte {member.offset:,}, where {member.key}{member.extension} "
-                "should be; copy it again, or renew the index"
-            )
-        return content
+
+def read_members(
+    shard: Shard,
+    table: SampleTable,
+    sample: int,
+    read: Callable[[int, int], bytes],
+    wanted: Container[str] | None = None,
+) -> tuple[str, dict[str, bytes]]:
+    """See :meth:`OpenShard.read`; ``read`` gives bytes of the shard, by their place and number."""
+    contents = {}
+    for member in table.members(sample):
+        if wanted is None or member.extension in wanted:
+            content = member.content(read(member.offset - BLOCK, BLOCK + member.size))
+            if content is None:
+                raise DamagedShardError(
+                    f"shard {shard.url}: damaged at byte {member.offset:,}, where {member.key}{member.extension} "
+                    "should be; copy it again, or renew the index"
+                )
+            contents[member.extension] = content
+    return table.keys[sample], contents
 
 
 def read_at(file: int, start: int, length: int) -> bytes:
-    """So many bytes, or as many as there are; the system gives no more than 2 GB at a time."""
+    """So many bytes of a file, or as many as there are; the system gives no more than 2 GB at a time."""
     content = piece = os.pread(file, length, start)
     while piece and len(content) < length:
         piece = os.pread(file, length - len(content), start + len(content))

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from flyte_ddp import sampling
 from flyte_ddp.errors import UserError
-from flyte_ddp.shard_order import ShardOrder, ShardSplits, WholeShardSplits, lanes_of_rank
+from flyte_ddp.shard_order import ShardOrder, ShardSplits, lanes_of_rank
 
 Counts = NDArray[np.int64]
 
@@ -183,7 +183,7 @@ def plan_epoch(
     )
 
 
-def evaluated(splits: ShardSplits | WholeShardSplits, sizes: Counts, gang: Gang, batch_size: int) -> Counts:
+def evaluated(splits: ShardSplits, sizes: Counts, gang: Gang, batch_size: int) -> Counts:
     """[nodes] bytes of the shards that an evaluation needs on each node, which has a stretch of each split."""
     total = np.zeros(gang.nodes, dtype=np.int64)
     for split in ("validation", "test"):
