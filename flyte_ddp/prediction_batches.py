@@ -81,7 +81,9 @@ def pixels_of(path: Path, spec: InputSpec, crop: str, bad: BadSamples) -> Tensor
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}); remove it, or make it readable") from error
     try:
-        return middle_of(content, spec.height) if crop == MIDDLE else whole_image(content, spec.channels)
+        if crop != MIDDLE:
+            return whole_image(content, spec.channels)
+        return torch.from_numpy(cropping.squared(decode(content), spec.height))  # as evaluations in training had it
     except DecodingError as error:
         bad.add(str(path), str(error))
         return None
@@ -92,13 +94,6 @@ def whole_image(content: bytes, channels: int) -> Tensor:
     with opened(content) as image:
         pixels = np.array(eight_bits(image).convert("L" if channels == 1 else "RGB"))
     return torch.from_numpy(pixels.reshape(*pixels.shape[:2], channels))
-
-
-def middle_of(content: bytes, size: int) -> Tensor:
-    """The middle of an image as training has seen it in evaluations: uint8 [size, size, 3]."""
-    pixels = decode(content)
-    height, width, _ = pixels.shape
-    return torch.from_numpy(cropping.resized(pixels, cropping.middle_crop(height, width), size))
 
 
 def array_batches(arrays: ImageArrays, request: Request) -> Iterator[Batch]:

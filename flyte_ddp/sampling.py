@@ -108,10 +108,14 @@ def looking_ahead(items: Iterable[Item], number: int, begin: Callable[[Item], ob
 
 def share(items: Indices, part: int, parts: int) -> Indices:
     """The ``part``-th of ``parts`` consecutive slices, whose lengths differ by one at most, the longer ones first."""
-    start, end = (part_ * (len(items) // parts) + min(part_, len(items) % parts) for part_ in (part, part + 1))
-    return items[start:end]
+    return items[share_start(len(items), part, parts) : share_start(len(items), part + 1, parts)]
+
+
+def share_start(length: int, part: int, parts: int) -> int:
+    """Where that slice begins, of so many items; the one after the last at their end."""
+    return part * (length // parts) + min(part, length % parts)
 
 
 def share_length(length: int, part: int, parts: int) -> int:
-    """How long that slice is, of so many items."""
+    """How long that slice is."""
     return length // parts + (part < length % parts)

@@ -139,7 +139,6 @@ class ShardOrder(sampling.Order):
         self.members = functools.lru_cache(maxsize=4 * lanes + 4)(self._members)
         self.mixed = functools.lru_cache(maxsize=4 * lanes + 4)(self._mixed)
         self.sequence = functools.lru_cache(maxsize=2)(self._sequence)
-        self.lane_starts = functools.lru_cache(maxsize=2)(self._lane_starts)
 
     def __len__(self) -> int:
         return self.total
@@ -184,7 +183,7 @@ class ShardOrder(sampling.Order):
         begins = starts + number * each
         yield from zip(begins.tolist(), (begins + parts).tolist(), strict=True)
 
-    def _lane_starts(self, batch_size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def lane_starts(self, batch_size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """[lanes] where each lane begins in the epoch's sequence, and how many samples it gives a full batch."""
         full, ragged = divmod(self.total, batch_size)
         lanes = min(self.lanes, batch_size)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.catalog import encoded_kind
-from flyte_ddp.datasets.arrays import DESCRIPTION, flush, read_description, write_array
+from flyte_ddp.datasets.arrays import DESCRIPTION, read_description, write_array, write_json
 from flyte_ddp.datasets.identity import digest_of
 from flyte_ddp.datasets.image_folder import ImageList, list_images
 from flyte_ddp.errors import UserError
@@ -65,10 +65,7 @@ def write_encoded_set(data: EncodedSet, folder: Path, origin: dict[str, str]) ->
         source = getattr(data, split)
         if isinstance(source, ShardIndex):
             parts = [[part.name, part.weight] for part in source.parts]
-            content = {"name": source.name, "parts": parts, "shards": source.shards}
-            with (folder / f"{split}.json").open("w", encoding="utf-8") as file:
-                file.write(json.dumps(content))  # json.dump would go through all of it in Python
-                flush(file)
+            write_json(folder / f"{split}.json", {"name": source.name, "parts": parts, "shards": source.shards})
         elif source is not None:
             names = "".join(source.names).encode("utf-8", "surrogateescape")
             lengths = [len(name.encode("utf-8", "surrogateescape")) for name in source.names]
@@ -87,9 +84,7 @@ def write_encoded_set(data: EncodedSet, folder: Path, origin: dict[str, str]) ->
         "addresses": {split: source.address for split, source in sources.items() if isinstance(source, ImageList)},
         **origin,
     }
-    with (folder / DESCRIPTION).open("w", encoding="utf-8") as file:
-        json.dump(described, file, indent=1)
-        flush(file)
+    write_json(folder / DESCRIPTION, described, indent=1)
 
 
 def open_encoded_set(folder: Path) -> EncodedSet:

@@ -59,9 +59,8 @@ class Gang:
 
     def places(self, node: int, items: int) -> tuple[int, int]:
         """Where the shares of a node's ranks begin and end in so many items, of which each rank has a slice."""
-        first, last = (rank * self.ranks_per_node for rank in (node, node + 1))
-        each, more = divmod(items, self.ranks)
-        return first * each + min(first, more), last * each + min(last, more)
+        first, last = node * self.ranks_per_node, (node + 1) * self.ranks_per_node
+        return sampling.share_start(items, first, self.ranks), sampling.share_start(items, last, self.ranks)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -215,7 +215,9 @@ def test_a_sample_of_a_server_that_gives_no_parts_or_without_tables(server: File
     assert read_sample(str(index), 3) == expected
     create_index([f"{server.url}/0.tar"], index, progress="off")
     server.files["0.tar"] = shard_bytes(samples(5, seed=1))
-    with pytest.raises(UserError, match=r"0\.tar: damaged at byte [\d,]+, where .* should be; copy it again, or renew the index"):
+    with pytest.raises(
+        UserError, match=r"0\.tar: damaged at byte [\d,]+, where .* should be; copy it again, or renew the index"
+    ):
         read_sample(str(index), 3)
 
 
