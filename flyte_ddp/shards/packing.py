@@ -12,7 +12,7 @@ import shutil
 import signal
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -98,16 +98,16 @@ def workspace_of(index: Path) -> Iterator[Path]:
         UserError: it cannot be made, or another process is packing there.
     """
     workspace = index.with_name(f".{index.stem}.packing")
-    try:
-        workspace.mkdir(parents=True, exist_ok=True)
-        held = os.open(workspace, os.O_RDONLY)
-    except OSError as error:
-        raise UserError(f"cannot write {index}: {error.strerror}; choose another folder") from None
-    try:
+    with ExitStack() as stack:
         try:
+            workspace.mkdir(parents=True, exist_ok=True)
+            held = os.open(workspace, os.O_RDONLY)
+            stack.callback(os.close, held)
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"{index}: another process is packing it; wait for its end, or take another name") from None
+        except OSError as error:
+            raise UserError(f"cannot write {index}: {error.strerror}; choose another folder") from None
         settle(workspace, index)
         clear(workspace)
         try:
@@ -117,8 +117,6 @@ def workspace_of(index: Path) -> Iterator[Path]:
                 clear(workspace)
                 with suppress(OSError):
                     workspace.rmdir()
-    finally:
-        os.close(held)
 
 
 def clear(workspace: Path) -> None:
