@@ -39,7 +39,8 @@ def test_the_plan_is_what_happens(counts, nodes, ranks, batch_size, lanes, epoch
     splits, weights = ShardSplits(counts, 0.1, 0.2, 0), np.resize([1.0, weight], len(counts))
     order = ShardOrder(splits, "training", weights, 0, lanes)
     assume(len(order) and batch_size >= nodes * ranks)
-    plan = plan_epoch(order, sizes, Gang(nodes=nodes, ranks_per_node=ranks), batch_size, epoch, test_batch_size=3)
+    hp = Hyperparameters(batch_size=batch_size, test_batch_size=3)
+    plan = plan_epoch(order, sizes, Gang(nodes=nodes, ranks_per_node=ranks), hp, epoch)
     shard_of = np.repeat(np.arange(len(counts)), counts)
     samples, read, steps = np.zeros(nodes * ranks, dtype=int), [set[int]() for _ in range(nodes)], 0
     for batch in order.batches(epoch, batch_size):

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp import sampling
+from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.shard_order import ShardOrder, ShardSplits, lanes_of_rank
 
@@ -128,29 +129,20 @@ class EpochPlan:
         return "\n".join(f"{name:<18} {value}" for name, value in rows.items())
 
 
-def plan_epoch(
-    order: ShardOrder,
-    sizes: Counts | None,
-    gang: Gang,
-    batch_size: int,
-    epoch: int = 0,
-    *,
-    accumulation_steps: int = 1,
-    test_batch_size: int = 250,
-) -> EpochPlan:
+def plan_epoch(order: ShardOrder, sizes: Counts | None, gang: Gang, hp: Hyperparameters, epoch: int = 0) -> EpochPlan:
     """Computes what each node reads in an epoch.
 
     Args:
         order: the order of training.
         sizes: bytes of each shard, [shards]; None if they are not known.
         gang: nodes and ranks.
-        batch_size: samples of a global batch, over all ranks.
+        hp: with ``batch_size``, ``accumulation_steps`` and ``test_batch_size``.
         epoch: which one.
-        accumulation_steps, test_batch_size: as the hyperparameters.
 
     Raises:
         UserError: there are no samples, or fewer in a batch than there are ranks.
     """
+    batch_size = hp.batch_size
     if not len(order):
         raise UserError("the shards have no samples for training; lower validation_fraction, or take other shards")
     if batch_size < gang.ranks:
@@ -173,12 +165,12 @@ def plan_epoch(
     if sizes is None:
         return plan
     bytes_read = np.array([sizes[shards].sum() for shards in read])
-    wanted = cache_wanted(sizes, gang, order.lanes, min(accumulation_steps, batch_size))
+    wanted = cache_wanted(sizes, gang, order.lanes, min(hp.accumulation_steps, batch_size))
     return replace(
         plan,
         bytes_read=bytes_read,
         bytes_cached=np.minimum(wanted, bytes_read),
-        bytes_evaluated=evaluated(order.splits, sizes, gang, test_batch_size),
+        bytes_evaluated=evaluated(order.splits, sizes, gang, hp.test_batch_size),
     )
 
 

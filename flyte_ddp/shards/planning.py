@@ -51,14 +51,7 @@ def planned_epoch(
     names = ("batch_size", "shuffle_shards", "accumulation_steps", "validation_fraction", "seed")
     hp = Hyperparameters(dataset="shards:planned", **{name: getattr(request, name) for name in names})
     order = shard_orders(counts, weights, hp, request.test_fraction)["training"]
-    return plan_epoch(
-        order,
-        sizes,
-        gang,
-        hp.batch_size,
-        accumulation_steps=hp.accumulation_steps,
-        test_batch_size=hp.test_batch_size,
-    ).describe()
+    return plan_epoch(order, sizes, gang, hp).describe()
 
 
 def described(request: PlanRequest) -> tuple[NDArray[np.int64], NDArray[np.int64] | None, NDArray[np.float64]]:
