@@ -235,6 +235,20 @@ def test_what_is_no_plain_file_below_the_folder_is_refused(header: tarfile.TarIn
         assert len(caught.value.message.splitlines()) == 1
 
 
+@pytest.mark.parametrize("form", ["gnu", "posix"])
+def test_sparse_files_of_gnu_tar_are_refused(tmp_path: Path, form: str) -> None:
+    with (tmp_path / "a.b").open("wb") as file:
+        file.write(b"x")
+        file.truncate(1 << 20)
+    command = ["tar", "--sparse", "--format", form, "-cf", tmp_path / "x.tar", "-C", tmp_path, "a.b"]
+    subprocess.run(command, check=True)
+    content = (tmp_path / "x.tar").read_bytes()
+    assert len(content) < 1 << 19
+    for file in (io.BytesIO(content), Stream(content)):
+        with pytest.raises(UserError, match=r"^shard x\.tar: has '.*a\.b', a link, a device or a sparse file"):
+            list(members(file, "x.tar"))
+
+
 def test_duplicates_name_shard_key_and_extension() -> None:
     twice = tar_bytes([("a.jpg", b"1"), ("a.cls", b"2"), ("a.jpg", b"3")])
     with pytest.raises(UserError, match=r"^shard x\.tar: sample 'a' has two members \.jpg"):
