@@ -104,8 +104,7 @@ def ours(order: dict[str, Any], folder: Path, *, normalise: bool = True) -> Epoc
 
     def epoch(number: int) -> Iterator[Tensor]:
         batches = training.order.batches(number, hp.batch_size)
-        reach = training.order.reach(hp.batch_size, mixed=True)
-        for samples in training.loading_ahead(batches, lambda batch: [batch], number, reach):
+        for samples in training.loading_ahead(batches, lambda batch: [batch], number, hp.batch_size):
             images, _ = training.gather(samples, number)
             yield prepare(images, SPEC) if normalise else images
 

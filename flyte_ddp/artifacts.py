@@ -145,7 +145,7 @@ def described_input(spec: InputSpec, crop: str) -> dict[str, Any]:
         "mean": list(spec.mean),
         "std": list(spec.std),
         "crop": crop,
-# In the order in which they are used; docs/model.md has them as a program.
+        # In the order in which they are used; docs/model.md has them as a program.
         "upright": True,  # an image is turned as its EXIF data say
         "mode": {1: "L", 3: "RGB"}.get(spec.channels, ""),  # in Pillow's words: grey, or colours in this order
         "crop_share": EVALUATION_SHARE if middle else None,  # of the shorter side: the middle square's

@@ -82,19 +82,12 @@ def pixels_of(path: Path, spec: InputSpec, crop: str, bad: BadSamples) -> Tensor
         raise UserError(f"{path} cannot be read ({error.strerror}); remove it, or make it readable") from error
     try:
         if crop == MIDDLE:
-            return middle_of(content, spec.height)
+            return torch.from_numpy(cropping.squared(decode(content), spec.height))  # as evaluations in training had it
         pixels = with_pillow(content, "L" if spec.channels == 1 else "RGB")
         return torch.from_numpy(pixels.reshape(*pixels.shape[:2], spec.channels))
     except DecodingError as error:
         bad.add(str(path), str(error))
         return None
-
-
-def middle_of(content: bytes, size: int) -> Tensor:
-    """The middle of an image as training has seen it in evaluations: uint8 [size, size, 3]."""
-    pixels = decode(content)
-    height, width, _ = pixels.shape
-    return torch.from_numpy(cropping.resized(pixels, cropping.middle_crop(height, width), size))
 
 
 def array_batches(arrays: ImageArrays, request: Request) -> Iterator[Batch]:

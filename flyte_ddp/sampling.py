@@ -64,12 +64,13 @@ class Order(Protocol):
     def batches(self, epoch: int, batch_size: int, first: int = 0) -> Iterator[Indices]:
         """An epoch's global batches, from the ``first``-th one on; the last one may be smaller."""
 
-    def reach(self, batch_size: int, *, mixed: bool) -> int:
+    def lookahead(self, batch_size: int, *, mixed: bool) -> int:  # noqa: ARG002
         """How many batches ahead the files are worth fetching, in an epoch's order or in the split's own."""
+        return 0
 
 
 @dataclass(frozen=True)
-class ListedOrder:
+class ListedOrder(Order):
     """Samples that are listed one by one, all mixed in each epoch."""
 
     listed: Indices
@@ -82,7 +83,7 @@ class ListedOrder:
         """Those listed there."""
         return self.listed[place]
 
-    def beside(self, sample: int) -> Indices:  # noqa: ARG002
+    def substitutes(self, sample: int) -> Indices:  # noqa: ARG002
         """All samples: each is as near as any other."""
         return self.listed
 
@@ -91,10 +92,6 @@ class ListedOrder:
         order = epoch_order(self.listed, self.seed, epoch)
         for start in range(first * batch_size, len(order), batch_size):
             yield order[start : start + batch_size]
-
-    def reach(self, batch_size: int, *, mixed: bool) -> int:  # noqa: ARG002
-        """Each sample is a file of its own, or in memory."""
-        return 0
 
 
 def looking_ahead(items: Iterable[Item], number: int, begin: Callable[[Item], object]) -> Iterator[Item]:
@@ -111,10 +108,14 @@ def looking_ahead(items: Iterable[Item], number: int, begin: Callable[[Item], ob
 
 def share(items: Indices, part: int, parts: int) -> Indices:
     """The ``part``-th of ``parts`` consecutive slices, whose lengths differ by one at most, the longer ones first."""
-    start, end = (part_ * (len(items) // parts) + min(part_, len(items) % parts) for part_ in (part, part + 1))
-    return items[start:end]
+    return items[share_start(len(items), part, parts) : share_start(len(items), part + 1, parts)]
+
+
+def share_start(length: int, part: int, parts: int) -> int:
+    """Where that slice begins, of so many items; the one after the last at their end."""
+    return part * (length // parts) + min(part, length % parts)
 
 
 def share_length(length: int, part: int, parts: int) -> int:
-    """How long that slice is, of so many items."""
+    """How long that slice is."""
     return length // parts + (part < length % parts)

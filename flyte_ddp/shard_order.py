@@ -20,6 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp import sampling
+from flyte_ddp.catalog import encoded_kind
+from flyte_ddp.config import Hyperparameters
 from flyte_ddp.sampling import Indices
 
 TEST_FRACTION = 0.1  # held out for testing where no test set is given
@@ -80,45 +82,33 @@ class ShardSplits:
         return numbers
 
 
-@dataclass(frozen=True, eq=False)
-class WholeShardSplits:
+class WholeShardSplits(ShardSplits):
     """Whole shards for training, validation and testing, as a stream can only be read shard by shard.
 
-    Of each fraction that is not 0 there is at least one shard. The arguments are those of :class:`ShardSplits`.
+    Of each fraction that is not 0 there is at least one shard.
     """
 
-    counts: NDArray[np.int64]
-    validation_fraction: float
-    test_fraction: float
-    seed: int
-
     @functools.cached_property
-    def shards(self) -> dict[str, NDArray[np.int64]]:
-        """The numbers of each split's shards, ascending."""
-        rest, found = np.arange(len(self.counts)), {}
+    def sizes(self) -> dict[str, NDArray[np.int64]]:
+        """[shards] the number of samples of each split."""
+        rest, shards = np.arange(len(self.counts)), {}
         for split, fraction, seed, purpose in (
             ("test", self.test_fraction, 0, sampling.TEST),
             ("validation", self.validation_fraction, self.seed, sampling.SPLIT),
         ):
             mixed = sampling.random_stream(purpose, seed).permutation(rest)
             held_out = max(1, round(fraction * len(rest))) if fraction else 0
-            found[split], rest = np.sort(mixed[:held_out]), np.sort(mixed[held_out:])
-        return {**found, "training": rest}
-
-    @functools.cached_property
-    def sizes(self) -> dict[str, NDArray[np.int64]]:
-        """[shards] the number of samples of each split."""
-        return {
-            split: np.where(np.isin(np.arange(len(self.counts)), shards), self.counts, 0)
-            for split, shards in self.shards.items()
-        }
+            shards[split], rest = mixed[:held_out], np.sort(mixed[held_out:])
+        shards["training"] = rest
+        every = np.arange(len(self.counts))
+        return {split: np.where(np.isin(every, own), self.counts, 0) for split, own in shards.items()}
 
     def samples(self, shard: int, split: str) -> NDArray[np.int64]:
         """Numbers within the shard of the split's samples: all of them, or none."""
         return np.arange(self.sizes[split][shard])
 
 
-class ShardOrder:
+class ShardOrder(sampling.Order):
     """One split of a data set of shards.
 
     Args:
@@ -129,20 +119,17 @@ class ShardOrder:
             Of shards that have less than one sample for their weight some give none, always the same ones.
         seed: of the order.
         lanes: how many shards a batch is drawn from.
-        remote: whether it is worth while to fetch shards ahead.
     """
 
     def __init__(
         self,
-        splits: ShardSplits | WholeShardSplits,
+        splits: ShardSplits,
         split: str,
         weights: NDArray[np.float64],
         seed: int = 0,
         lanes: int = 1,
-        *,
-        remote: bool = True,
     ) -> None:
-        self.splits, self.split, self.seed, self.lanes, self.remote = splits, split, seed, lanes, remote
+        self.splits, self.split, self.seed, self.lanes = splits, split, seed, lanes
         self.available = splits.sizes[split]
         self.taken = spread_by_weight(self.available, weights)
         self.total = int(self.taken.sum())
@@ -152,7 +139,6 @@ class ShardOrder:
         self.members = functools.lru_cache(maxsize=4 * lanes + 4)(self._members)
         self.mixed = functools.lru_cache(maxsize=4 * lanes + 4)(self._mixed)
         self.sequence = functools.lru_cache(maxsize=2)(self._sequence)
-        self.lane_starts = functools.lru_cache(maxsize=2)(self._lane_starts)
 
     def __len__(self) -> int:
         return self.total
@@ -168,7 +154,7 @@ class ShardOrder:
             position = end
         return np.concatenate(found) if found else np.empty(0, dtype=np.int64)
 
-    def beside(self, sample: int) -> Indices:
+    def substitutes(self, sample: int) -> Indices:
         """The split's samples in the shard of this one."""
         shard = int(np.searchsorted(self.firsts, sample, side="right")) - 1
         samples: Indices = self.firsts[shard] + self.members(shard)
@@ -184,10 +170,8 @@ class ShardOrder:
         parts = [self.stretch(epoch, start, end) for start, end in self.lane_places(batch_size, number)]
         return np.concatenate(parts)
 
-    def reach(self, batch_size: int, *, mixed: bool) -> int:
+    def lookahead(self, batch_size: int, *, mixed: bool) -> int:
         """As many batches as a shard lasts: while one is read the next one is fetched."""
-        if not self.remote:
-            return 0
         longest = int(self.taken.max()) if mixed else int(self.available.max())
         return -(-longest // max(1, batch_size // self.lanes if mixed else batch_size))
 
@@ -199,7 +183,7 @@ class ShardOrder:
         begins = starts + number * each
         yield from zip(begins.tolist(), (begins + parts).tolist(), strict=True)
 
-    def _lane_starts(self, batch_size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def lane_starts(self, batch_size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """[lanes] where each lane begins in the epoch's sequence, and how many samples it gives a full batch."""
         full, ragged = divmod(self.total, batch_size)
         lanes = min(self.lanes, batch_size)
@@ -239,6 +223,28 @@ class ShardOrder:
         mixed = sampling.random_stream(sampling.WITHIN, self.seed, epoch, shard).permutation(numbers)
         samples: Indices = self.firsts[shard] + mixed
         return samples
+
+
+def shard_orders(
+    counts: NDArray[np.int64],
+    weights: NDArray[np.float64],
+    hp: Hyperparameters,
+    test_fraction: float,
+) -> dict[str, ShardOrder]:
+    """The orders of all splits of a training with these hyperparameters; of a stream each has shards of its own.
+
+    Args:
+        counts: [shards] samples.
+        weights: [shards] of training; the other splits have each sample once.
+        test_fraction: held out for testing; 0 where there is a ``test_dataset``.
+    """
+    kind = WholeShardSplits if encoded_kind(hp.dataset) == "stream" else ShardSplits
+    splits, even = kind(counts, hp.validation_fraction, test_fraction, hp.seed), np.ones(len(counts))
+    return {
+        "training": ShardOrder(splits, "training", weights, hp.seed, hp.shuffle_shards),
+        "validation": ShardOrder(splits, "validation", even),
+        "test": ShardOrder(splits, "test", even),
+    }
 
 
 def spread_by_weight(available: NDArray[np.int64], weights: NDArray[np.float64]) -> NDArray[np.int64]:

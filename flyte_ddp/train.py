@@ -54,7 +54,7 @@ def train(job: Job, offer_saving: Callable[[Callable[[], int]], None] = lambda _
                     train_step(state, batch, recorder)
                 state.loss_watch.catch_up()
                 evaluation = evaluate_splits(state) if evaluation_is_due(state) else None
-                check_bad_samples(state.splits, hp)
+                check_bad_samples(state.splits.facts(), hp.bad_samples)
                 with state.changing():
                     state.epoch += 1
                     if evaluation is not None:
@@ -70,12 +70,11 @@ def batches_to_do(state: TrainingState) -> Iterator[sampling.Indices]:
     done = state.step - epoch * sampling.steps_per_epoch(len(training), state.hp.batch_size)
     batches = training.order.batches(epoch, state.hp.batch_size, first=done)
     wanted = itertools.islice(batches, state.total_steps - state.step)
-    reach = training.order.reach(state.hp.batch_size, mixed=True)
 
     def samples_of(batch: sampling.Indices) -> list[sampling.Indices]:
         return [share.samples for share in own_shares(batch, state.hp.accumulation_steps)]
 
-    return training.loading_ahead(wanted, samples_of, epoch, reach)
+    return training.loading_ahead(wanted, samples_of, epoch, state.hp.batch_size)
 
 
 def train_step(state: TrainingState, batch: sampling.Indices, recorder: Recorder) -> None:

@@ -29,7 +29,7 @@ def pack_shards(
 
     Their order is mixed by the seed, or their own.
     """
-    from flyte_ddp.shards.packing import pack_source
+    from flyte_ddp.datasets.packing import pack_source
 
     pods.check_code()
     if order not in ("mixed", "own"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ def png(number: int) -> bytes:
     return buffer.getvalue()
 
 
-class Images:
+class Images(Reader):
     """A reader of grey images, whose shade is their number; some are damaged, and some are never read to their end."""
 
     def __init__(self, bad: set[int], endless: set[int] = frozenset()) -> None:
@@ -46,23 +46,11 @@ class Images:
             self.over.wait(DEADLINE)
         return Encoded(b"no image" if sample in self.bad else png(sample), sample % 10, f"sample {sample}")
 
-    def begin(self, sample: int) -> None:
-        """Read when it is decoded."""
-
     def heal(self, sample: int) -> None:
         self.heals[sample] += 1
 
-    def expect(self, samples: Indices) -> None:
-        """Nothing to fetch."""
 
-    def fetched(self) -> Mapping[str, int]:
-        return {}
-
-    def close(self) -> None:
-        """Nothing to close."""
-
-
-def loader(images: Reader, beside: Callable[[int], Indices], bad_samples: int, threads: int = 1) -> EncodedImages:
+def loader(images: Reader, substitutes: Callable[[int], Indices], bad_samples: int, threads: int = 1) -> EncodedImages:
     return EncodedImages(
         images,
         size=8,
@@ -70,7 +58,7 @@ def loader(images: Reader, beside: Callable[[int], Indices], bad_samples: int, t
         seed=0,
         classes=10,
         bad=BadSamples(bad_samples),
-        beside=beside,
+        substitutes=substitutes,
         threads=threads,
         device=torch.device("cpu"),
     )
@@ -107,7 +95,7 @@ def test_a_decoder_is_one_thread_also_where_torch_uses_more() -> None:
     here = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        loading = loader(Images(bad=set()), ListedOrder(np.arange(10)).beside, bad_samples=0)
+        loading = loader(Images(bad=set()), ListedOrder(np.arange(10)).substitutes, bad_samples=0)
         assert loading.pool.submit(torch.get_num_threads).result() == 1
         assert torch.get_num_threads() == 3
         loading.close()
@@ -117,7 +105,7 @@ def test_a_decoder_is_one_thread_also_where_torch_uses_more() -> None:
 
 def test_a_sample_is_found_damaged_once() -> None:
     images = Images(bad={3})
-    loading = loader(images, ListedOrder(np.arange(10)).beside, bad_samples=1)
+    loading = loader(images, ListedOrder(np.arange(10)).substitutes, bad_samples=1)
     for _ in range(5):
         assert loading.gather(np.array([2, 3, 9]), None)[0][:, 0, 0, 0].tolist() == [2, 4, 9]
     assert images.heals == {3: 1}
@@ -125,7 +113,7 @@ def test_a_sample_is_found_damaged_once() -> None:
 
 
 def test_none_that_could_stand_in() -> None:
-    loading = loader(Images(bad={3, 4, 5}), ListedOrder(np.array([3, 4, 5])).beside, bad_samples=9)
+    loading = loader(Images(bad={3, 4, 5}), ListedOrder(np.array([3, 4, 5])).substitutes, bad_samples=9)
     with pytest.raises(UserError, match=r"^sample 4: neither this nor any of the 3 samples beside it can be decoded"):
         loading.gather(np.array([4]), None)
     loading.close()
@@ -138,7 +126,7 @@ def test_images_of_a_store_are_asked_for_at_the_same_time(server: FileServer, mo
     listed = list_images("s3://bucket")
     server.before_answer = threading.Barrier(16)
     order = ListedOrder(np.arange(16))
-    loading = loader(FileImages(listed), order.beside, bad_samples=0)
+    loading = loader(FileImages(listed), order.substitutes, bad_samples=0)
     pixels, _ = loading.gather(np.arange(16), None)
     assert sorted(pixels[:, 0, 0, 0].tolist()) == list(range(16))
     loading.close()
@@ -146,7 +134,7 @@ def test_images_of_a_store_are_asked_for_at_the_same_time(server: FileServer, mo
 
 def test_an_error_does_not_wait_for_what_is_being_read() -> None:
     images = Images(bad={1}, endless={2})
-    loading = loader(images, ListedOrder(np.arange(3)).beside, bad_samples=0, threads=2)
+    loading = loader(images, ListedOrder(np.arange(3)).substitutes, bad_samples=0, threads=2)
     loading.prefetch(np.array([2]), None)
     assert images.begun.wait(DEADLINE)
     with pytest.raises(UserError, match=r"^sample 1 cannot be decoded"):

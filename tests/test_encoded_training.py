@@ -33,6 +33,7 @@ from flyte_ddp import models
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, fingerprint
 from flyte_ddp.datasets.image_folder import list_images
+from flyte_ddp.datasets.packing import pack_image_folder, pack_source
 from flyte_ddp.datasets.prepared import check_prepared
 from flyte_ddp.errors import RankError, UnreachableError, UserError
 from flyte_ddp.images import InputSpec
@@ -44,7 +45,6 @@ from flyte_ddp.settings import Settings
 from flyte_ddp.shard_order import ShardOrder, ShardSplits
 from flyte_ddp.shards.dataset import ShardDataset
 from flyte_ddp.shards.joining import join_indexes
-from flyte_ddp.shards.packing import pack_image_folder, pack_source
 from flyte_ddp.storage import retries
 
 SIDE = 16

@@ -16,14 +16,12 @@ from hypothesis import strategies as st
 from flyte_ddp import sampling
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
-from flyte_ddp.loading.opening import orders_of
-from flyte_ddp.shard_order import ShardOrder, ShardSplits
+from flyte_ddp.shard_order import ShardOrder, ShardSplits, shard_orders
 from flyte_ddp.shards.__main__ import shards as shards_command
-from flyte_ddp.shards.epoch_plan import plan_epoch
+from flyte_ddp.shards.epoch_plan import Gang, plan_epoch
 from flyte_ddp.shards.index import read_index
 from flyte_ddp.shards.plan_request import PlanRequest
 from flyte_ddp.shards.planning import planned
-from flyte_ddp.shards.stream_readers import Gang
 
 
 @given(
@@ -41,7 +39,8 @@ def test_the_plan_is_what_happens(counts, nodes, ranks, batch_size, lanes, epoch
     splits, weights = ShardSplits(counts, 0.1, 0.2, 0), np.resize([1.0, weight], len(counts))
     order = ShardOrder(splits, "training", weights, 0, lanes)
     assume(len(order) and batch_size >= nodes * ranks)
-    plan = plan_epoch(order, sizes, Gang(nodes=nodes, ranks_per_node=ranks), batch_size, epoch, test_batch_size=3)
+    hp = Hyperparameters(batch_size=batch_size, test_batch_size=3)
+    plan = plan_epoch(order, sizes, Gang(nodes=nodes, ranks_per_node=ranks), hp, epoch)
     shard_of = np.repeat(np.arange(len(counts)), counts)
     samples, read, steps = np.zeros(nodes * ranks, dtype=int), [set[int]() for _ in range(nodes)], 0
     for batch in order.batches(epoch, batch_size):
@@ -79,7 +78,8 @@ def test_the_command_plans_what_training_does(tmp_path: Path, test_dataset: str,
     parts = [{"source_url": f"{tmp_path}/one.json", "weight": 3}, {"source_url": f"{tmp_path}/two.json", "weight": 0.5}]
     (tmp_path / "both.json").write_text(json.dumps({"wids_version": 1, "datasets": parts}))
     hp = Hyperparameters(dataset=f"shards:{tmp_path}/both.json", test_dataset=test_dataset, batch_size=100)
-    order = orders_of(read_index(str(tmp_path / "both.json")), hp, test_fraction)["training"]
+    index = read_index(str(tmp_path / "both.json"))
+    order = shard_orders(index.counts, index.weights, hp, test_fraction)["training"]
     command = ["plan", str(tmp_path / "both.json"), "--batch-size", "100", "--test-fraction", str(test_fraction)]
     said = CliRunner().invoke(shards_command, command)
     assert said.exit_code == 0

@@ -22,15 +22,16 @@ from processes import living_with
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
+from flyte_ddp.datasets.packing import pack_source
 from flyte_ddp.errors import UserError
 from flyte_ddp.json_lines import read_records
-from flyte_ddp.loading.streams import Decoded, Passes, RankStream, Samples, StreamImages, StreamOrder
+from flyte_ddp.loading.streams import RankStream, StreamImages, StreamOrder, images_of, passes_of, samples_of
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.settings import Settings
 from flyte_ddp.shards.cache import ShardCache
 from flyte_ddp.shards.dataset import ShardReader
 from flyte_ddp.shards.index import ShardIndex, read_index
-from flyte_ddp.shards.packing import pack, pack_source
+from flyte_ddp.shards.packing import pack
 
 PER_SHARD = 75
 
@@ -50,19 +51,10 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def options_of(shards: Path, **changes) -> RankStream:
     index = read_index(str(shards / "train.json"))
-    options = RankStream(
-        index=index,
-        cache=ShardCache(shards / "no cache"),
-        rank=0,
-        workers=0,
-        buffer=50,
-        size=8,
-        crop="none",
-        seed=0,
-        classes=10,
-        bad_samples=0,
-    )
-    return replace(options, **changes)
+    of_hp = {name: value for name, value in changes.items() if hasattr(BASE, name)}
+    hp = replace(BASE, shuffle_buffer=50, **of_hp)
+    options = RankStream(index, ShardCache(shards / "no cache"), hp, rank=0, workers=0, size=8, classes=10)
+    return replace(options, **{name: value for name, value in changes.items() if name not in of_hp})
 
 
 def quiet(folder: Path, **settings) -> Settings:
@@ -81,10 +73,10 @@ def train(hp: Hyperparameters, folder: Path, launch=None, **settings) -> Result:
 
 def test_a_pass_reads_every_shard_once_from_its_beginning_and_each_pass_in_another_order(shards: Path) -> None:
     options = options_of(shards)
-    passes = [[shard for _, shard in itertools.islice(Passes(options)(), 20 * n, 20 * (n + 1))] for n in range(3)]
+    passes = [[shard for _, shard in itertools.islice(passes_of(options), 20 * n, 20 * (n + 1))] for n in range(3)]
     assert all(sorted(found) == list(range(20)) for found in passes)
     assert len({tuple(found) for found in passes}) == 3
-    stored = itertools.islice(Samples(options)(iter([(0, 7), (0, 3)])), 2 * PER_SHARD)
+    stored = itertools.islice(samples_of(options, iter([(0, 7), (0, 3)])), 2 * PER_SHARD)
     samples = [found.sample.name for found in stored]
     assert len(set(samples)) == 2 * PER_SHARD
     assert all("train-000007" in name for name in samples[:PER_SHARD])
@@ -107,12 +99,12 @@ def test_samples_are_mixed_beyond_shards_and_come_once_a_pass(shards: Path, tmp_
 
     Image.new("RGB", (8, 8)).save(shards / "one.png")
     pack(sample, 300, tmp_path, classes=[str(n) for n in range(300)], per_shard=30, seed=None, progress="off")
-    options = options_of(tmp_path, classes=300, buffer=100)
+    options = options_of(tmp_path, classes=300, shuffle_buffer=100)
     images = StreamImages(options, torch.device("cpu"))
     batches = labels_of(images, 40)
     again = labels_of(StreamImages(options, torch.device("cpu")), 40)
     assert batches == again  # a function of the seed
-    assert batches != labels_of(StreamImages(replace(options, seed=1), torch.device("cpu")), 40)
+    assert batches != labels_of(StreamImages(replace(options, hp=replace(options.hp, seed=1)), torch.device("cpu")), 40)
     assert len({label // 30 for label in batches[3]}) >= 4  # of several shards
     counts = Counter(itertools.chain(*batches))
     # 1,200 samples of 300: four passes, but for what is still in the two buffers.
@@ -228,8 +220,8 @@ def test_an_image_that_is_damaged_in_the_cache_is_fetched_again(
     content = bytearray(cached.read_bytes())
     content[content.index(b"IDAT") + 8] ^= 0xFF  # of the first image's pixels
     cached.write_bytes(content)
-    [(healed, _)] = itertools.islice(Decoded(options)(Samples(options)(iter([(0, 0)]))), 1)
-    [(whole, _)] = itertools.islice(Decoded(options)(Samples(options_of(shards))(iter([(0, 0)]))), 1)
+    [(healed, _)] = itertools.islice(images_of(options, samples_of(options, iter([(0, 0)]))), 1)
+    [(whole, _)] = itertools.islice(images_of(options, samples_of(options_of(shards), iter([(0, 0)]))), 1)
     assert torch.equal(healed, whole)
     assert server.counts[options.index.shards[0].url.rpartition("/")[2]] == 2
 

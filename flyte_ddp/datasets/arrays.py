@@ -179,13 +179,13 @@ def write_arrays(arrays: ImageArrays, folder: Path, origin: dict[str, str]) -> N
         "digest": content_digest(arrays),
         **origin,
     }
-    write_description(folder, description)
+    write_json(folder / DESCRIPTION, description, indent=1)
 
 
-def write_description(folder: Path, description: dict[str, Any]) -> None:
-    """Puts ``dataset.json`` into the folder."""
-    with (folder / DESCRIPTION).open("w", encoding="utf-8") as file:
-        json.dump(description, file, indent=1)
+def write_json(path: Path, content: Any, indent: int | None = None) -> None:
+    """Content as JSON; not by json.dump, which would go through all of it in Python."""
+    with path.open("w", encoding="utf-8") as file:
+        file.write(json.dumps(content, indent=indent))
         sync(file)
 
 

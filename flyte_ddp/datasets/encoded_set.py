@@ -15,16 +15,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.catalog import encoded_kind
-from flyte_ddp.datasets.arrays import read_description, write_array, write_description
+from flyte_ddp.datasets.arrays import DESCRIPTION, read_description, write_array, write_json
 from flyte_ddp.datasets.identity import digest_of
 from flyte_ddp.datasets.image_folder import ImageList, list_images
 from flyte_ddp.errors import UserError
-from flyte_ddp.files import sync
 from flyte_ddp.shards.index import Part, Shard, ShardIndex, many_objects, read_index
 
 IMAGE_FOLDER = "image_folder"
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's images, as torchvision's models take them
 SPLITS = ("train", "test")
+COLUMNS = ("labels", "sizes", "tags")  # of a list of images, beside their names
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,18 +65,14 @@ def write_encoded_set(data: EncodedSet, folder: Path, origin: dict[str, str]) ->
         source = getattr(data, split)
         if isinstance(source, ShardIndex):
             parts = [[part.name, part.weight] for part in source.parts]
-            content = {"name": source.name, "parts": parts, "shards": source.shards}
-            with (folder / f"{split}.json").open("w", encoding="utf-8") as file:
-                file.write(json.dumps(content))  # json.dump would go through all of it in Python
-                sync(file)
+            write_json(folder / f"{split}.json", {"name": source.name, "parts": parts, "shards": source.shards})
         elif source is not None:
             names = "".join(source.names).encode("utf-8", "surrogateescape")
             lengths = [len(name.encode("utf-8", "surrogateescape")) for name in source.names]
             write_array(folder / f"{split}_names.npy", np.frombuffer(names, np.uint8))
             write_array(folder / f"{split}_name_ends.npy", np.cumsum(lengths, dtype=np.int64))
-            write_array(folder / f"{split}_labels.npy", source.labels)
-            write_array(folder / f"{split}_sizes.npy", source.sizes)
-            write_array(folder / f"{split}_tags.npy", source.tags)
+            for column in COLUMNS:
+                write_array(folder / f"{split}_{column}.npy", getattr(source, column))
     sources = {split: getattr(data, split) for split in SPLITS}
     described = {
         "name": data.name,
@@ -88,7 +84,7 @@ def write_encoded_set(data: EncodedSet, folder: Path, origin: dict[str, str]) ->
         "addresses": {split: source.address for split, source in sources.items() if isinstance(source, ImageList)},
         **origin,
     }
-    write_description(folder, described)
+    write_json(folder / DESCRIPTION, described, indent=1)
 
 
 def open_encoded_set(folder: Path) -> EncodedSet:
@@ -99,34 +95,23 @@ def open_encoded_set(folder: Path) -> EncodedSet:
     """
     described = read_description(folder)
     try:
-        classes = tuple(described["classes"])
-        opened = open_list if described["kind"] == IMAGE_FOLDER else open_shards
-        train = opened(folder, "train", described, classes)
-        if train is None:
-            raise FileNotFoundError("there is no list of training samples")
-        test = opened(folder, "test", described, classes)
-        if test is None and described.get("test_dataset"):
-            raise FileNotFoundError("there is no list of test samples")
-        data = EncodedSet(described["name"], classes, described["digest"], train, test)
+        train, test = (open_split(folder, split, described) for split in SPLITS)
+        if train is None or (test is None and described.get("test_dataset")):
+            raise FileNotFoundError("there is no list of samples")
+        data = EncodedSet(described["name"], tuple(described["classes"]), described["digest"], train, test)
         return replace(data, mean=tuple(described["mean"]), std=tuple(described["std"]))
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{folder}: the prepared data set is damaged ({error}); fetch it again") from error
 
 
-def open_shards(folder: Path, split: str, described: dict[str, Any], classes: tuple[str, ...]) -> ShardIndex | None:
-    """The index of a split, if there is one."""
-    del described
-    path = folder / f"{split}.json"
-    if not path.exists():
-        return None
-    with many_objects():
-        content = json.loads(path.read_bytes())
-        shards = [Shard._make([*row[:-1], tuple(row[-1]) if row[-1] else None]) for row in content["shards"]]
-    return ShardIndex(content["name"], shards, tuple(Part(*part) for part in content["parts"]), classes)
-
-
-def open_list(folder: Path, split: str, described: dict[str, Any], classes: tuple[str, ...]) -> ImageList | None:
-    """The list of a split's files, if there is one."""
+def open_split(folder: Path, split: str, described: dict[str, Any]) -> ShardIndex | ImageList | None:
+    """The index of a split, or the list of its files, if there is one."""
+    classes, index = tuple(described["classes"]), folder / f"{split}.json"
+    if index.exists():
+        with many_objects():
+            content = json.loads(index.read_bytes())
+            shards = [Shard._make([*row[:-1], tuple(row[-1]) if row[-1] else None]) for row in content["shards"]]
+        return ShardIndex(content["name"], shards, tuple(Part(*part) for part in content["parts"]), classes)
     if split not in described["addresses"]:
         return None
 
@@ -135,8 +120,7 @@ def open_list(folder: Path, split: str, described: dict[str, Any], classes: tupl
         return loaded
 
     names = Names(column("names"), column("name_ends"))
-    columns = (column(name) for name in ("labels", "sizes", "tags"))
-    return ImageList(described["addresses"][split], classes, names, *columns)
+    return ImageList(described["addresses"][split], classes, names, *map(column, COLUMNS))
 
 
 class Names(Sequence[str]):

@@ -9,36 +9,21 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
 
 from flyte_ddp.catalog import DATASET_FORMS, encoded_kind
-from flyte_ddp.datasets.arrays import ImageArrays, read_description, total_bytes, write_arrays
+from flyte_ddp.datasets.arrays import read_description, total_bytes, write_arrays
 from flyte_ddp.datasets.cifar10 import CIFAR10
 from flyte_ddp.datasets.custom import CustomSet
 from flyte_ddp.datasets.digits import Digits
 from flyte_ddp.datasets.encoded_set import looked_up, write_encoded_set
-from flyte_ddp.datasets.fashion_mnist import FASHION_MNIST
 from flyte_ddp.datasets.identity import digest_of
-from flyte_ddp.datasets.mnist import MNIST
+from flyte_ddp.datasets.mnist import FASHION_MNIST, MNIST
 from flyte_ddp.datasets.prepared import open_prepared
+from flyte_ddp.datasets.published import PublishedSet
 from flyte_ddp.errors import UserError, unknown_name
 from flyte_ddp.progress import MODES, Progress, size
 
-
-class Dataset(Protocol):
-    """What each data set's own file provides."""
-
-    @property
-    def needed_bytes(self) -> int:
-        """Room on the disk for the prepared folder; 0 where it is not known beforehand."""
-
-    def fingerprint(self, source: str) -> str:
-        """A short text that changes when the content does."""
-
-    def load(self, source: str, workspace: Path, progress: Progress) -> tuple[ImageArrays, str]:
-        """The arrays and where they came from; ``workspace`` is an empty folder for downloads."""
-
-
+Dataset = Digits | PublishedSet | CustomSet
 DATASETS: dict[str, Dataset] = {
     "digits": Digits(),
     "mnist": MNIST,

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp import storage
+from flyte_ddp.catalog import IMAGES
 from flyte_ddp.errors import UserError
-from flyte_ddp.shards.decoding import IMAGES
 
 SUFFIXES = tuple(f".{kind}" for kind in IMAGES)
 LISTED = 10  # classes whose numbers of images are told one by one

@@ -1,4 +1,4 @@
-"""Opening a prepared data set, of whatever kind."""
+"""Opening a prepared data set, of whatever kind, and what can be said of it before a rank starts."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from flyte_ddp.datasets.arrays import ImageArrays, open_arrays, read_description
 from flyte_ddp.datasets.encoded_set import EncodedSet, open_encoded_set
 from flyte_ddp.datasets.image_folder import ImageList
 from flyte_ddp.errors import UserError
-from flyte_ddp.shard_order import TEST_FRACTION, ShardSplits, WholeShardSplits
-from flyte_ddp.shards.epoch_plan import cache_wanted
+from flyte_ddp.sampling import Indices, ListedOrder
+from flyte_ddp.shard_order import TEST_FRACTION, ShardOrder, ShardSplits, shard_orders
+from flyte_ddp.shards.epoch_plan import Gang, cache_wanted
 from flyte_ddp.shards.index import ShardIndex
-from flyte_ddp.shards.stream_readers import Gang
 
 PreparedSet = ImageArrays | EncodedSet
+SampleOrder = ListedOrder | ShardOrder  # of samples that have numbers, unlike those of a stream
 
 
 def open_prepared(folder: Path) -> PreparedSet:
@@ -29,6 +30,37 @@ def open_prepared(folder: Path) -> PreparedSet:
         UserError: it is no such folder, or damaged.
     """
     return open_encoded_set(folder) if read_description(folder).get("kind") else open_arrays(folder)
+
+
+def orders_of(data: PreparedSet, hp: Hyperparameters) -> dict[str, SampleOrder]:
+    """The samples of the splits training, validation and test, each in its order.
+
+    Without a test set of its own a tenth of encoded images is for testing, whatever the seed is.
+    """
+    if isinstance(data, ImageArrays):
+        tests: Indices = np.arange(len(data.test_labels), dtype=np.int32)
+        return listed_orders(np.arange(len(data.train_labels), dtype=np.int32), hp) | {"test": ListedOrder(tests)}
+    test_fraction = TEST_FRACTION if data.test is None else 0.0
+    orders: dict[str, SampleOrder]
+    if isinstance(data.train, ShardIndex):
+        orders = {**shard_orders(data.train.counts, data.train.weights, hp, test_fraction)}
+    else:
+        rest, tests = sampling.split_indices(len(data.train.names), test_fraction, 0, sampling.TEST)
+        orders = listed_orders(rest, hp) | {"test": ListedOrder(tests)}
+    return orders if data.test is None else orders | {"test": whole(data.test)}
+
+
+def listed_orders(samples: Indices, hp: Hyperparameters) -> dict[str, SampleOrder]:
+    """Of samples that are not for testing, a part, chosen at random, is for validation."""
+    training, validation = sampling.split_indices(len(samples), hp.validation_fraction, hp.seed)
+    return {"training": ListedOrder(samples[training], hp.seed), "validation": ListedOrder(samples[validation])}
+
+
+def whole(source: ShardIndex | ImageList) -> SampleOrder:
+    """All samples, in their own order."""
+    if isinstance(source, ImageList):
+        return ListedOrder(np.arange(len(source.names), dtype=np.int64))
+    return ShardOrder(ShardSplits(source.counts, 0.0, 0.0, 0), "training", np.ones(len(source.shards)))
 
 
 def check_prepared(
@@ -45,14 +77,23 @@ def check_prepared(
     """
     data = open_prepared(folder)
     class_names(data, hp)
-    check_samples(data, hp)
+    orders = orders_of(data, hp)
+    if not len(orders["training"]) and len(orders["validation"]):
+        raise UserError(
+            f"validation_fraction={hp.validation_fraction:g}: holds out all {len(orders['validation']):,} samples "
+            f"that dataset={hp.dataset!r} has for training; lower it, or give more samples"
+        )
+    for split, purpose in (("training", "training"), ("test", "testing")):
+        if not len(orders[split]):
+            raise no_samples(hp.dataset, purpose)
     if not isinstance(data, EncodedSet):
         return []
     if not isinstance(data.train, ShardIndex):
         lists = (source for source in (data.train, data.test) if isinstance(source, ImageList))
         return [line for source in lists for line in source.describe()]
     if encoded_kind(hp.dataset) == "stream":
-        check_stream(data.train, hp, own_test=data.test is not None, ranks=ranks, workers=workers)
+        assert isinstance(orders["training"], ShardOrder)
+        check_stream(data.train, hp, int(np.count_nonzero(orders["training"].available)), ranks, max(1, workers))
         return []
     return cautions(data.train, hp, Gang(nodes=1, ranks_per_node=ranks), cache_bytes)
 
@@ -73,7 +114,7 @@ def cautions(index: ShardIndex, hp: Hyperparameters, gang: Gang, cache_bytes: in
     return []
 
 
-def check_stream(index: ShardIndex, hp: Hyperparameters, *, own_test: bool, ranks: int, workers: int) -> None:
+def check_stream(index: ShardIndex, hp: Hyperparameters, shards: int, ranks: int, workers: int) -> None:
     """Refuses, before a rank starts, a stream of which some worker would have nothing, or whose parts have weights.
 
     Raises:
@@ -87,51 +128,11 @@ def check_stream(index: ShardIndex, hp: Hyperparameters, *, own_test: bool, rank
                 f"dataset={hp.dataset!r}: its part {part.name!r} has weight {part.weight:g}, and a stream goes through "
                 "all parts alike; take shards:ADDRESS, or an index without weights"
             )
-    splits = WholeShardSplits(index.counts, hp.validation_fraction, 0.0 if own_test else TEST_FRACTION, hp.seed)
-    training, readers = np.count_nonzero(splits.sizes["training"]), ranks * max(1, workers)
-    if training < readers:
+    if shards < ranks * workers:
         raise UserError(
-            f"dataset={hp.dataset!r}: has {training} shards for training, read by {ranks} ranks x {max(1, workers)} "
-            "workers: each needs one; make more shards, or lower num_ranks or FLYTE_DDP_LOADER_THREADS"
+            f"dataset={hp.dataset!r}: has {shards} shards for training, read by {ranks} ranks x {workers} workers: "
+            "each needs one; make more shards, or lower num_ranks or FLYTE_DDP_LOADER_THREADS"
         )
-
-
-def check_samples(data: PreparedSet, hp: Hyperparameters) -> None:
-    """Refuses, before a rank starts, hyperparameters that leave no samples to train on, or to test on.
-
-    Raises:
-        UserError: with the numbers.
-    """
-    training, held_out, test = split_sizes(data, hp)
-    if not training and held_out:
-        raise UserError(
-            f"validation_fraction={hp.validation_fraction:g}: holds out all {held_out:,} samples that dataset="
-            f"{hp.dataset!r} has for training; lower it, or give more samples"
-        )
-    for count, purpose in ((training, "training"), (test, "testing")):
-        if not count:
-            raise no_samples(hp.dataset, purpose)
-
-
-def split_sizes(data: PreparedSet, hp: Hyperparameters) -> tuple[int, int, int]:
-    """Samples for training, validation and testing."""
-    if isinstance(data, ImageArrays):
-        samples = len(data.train_labels)
-        validation = sampling.held_out(samples, hp.validation_fraction)
-        return samples - validation, validation, len(data.test_labels)
-    test_fraction = TEST_FRACTION if data.test is None else 0.0
-    if isinstance(data.train, ShardIndex):
-        kind = WholeShardSplits if encoded_kind(hp.dataset) == "stream" else ShardSplits
-        sizes = kind(data.train.counts, hp.validation_fraction, test_fraction, hp.seed).sizes
-        training, validation, test = (int(sizes[split].sum()) for split in ("training", "validation", "test"))
-    else:
-        test = sampling.held_out(len(data.train.names), test_fraction)
-        rest = len(data.train.names) - test
-        validation = sampling.held_out(rest, hp.validation_fraction)
-        training = rest - validation
-    if data.test is not None:
-        test = int(data.test.counts.sum()) if isinstance(data.test, ShardIndex) else len(data.test.names)
-    return training, validation, test
 
 
 def no_samples(dataset: str, purpose: str) -> UserError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +10,6 @@ from pathlib import Path
 from typing import NoReturn
 
 from flyte_ddp.datasets.arrays import ImageArrays, image_arrays
-from flyte_ddp.datasets.download import Expected, download
 from flyte_ddp.datasets.identity import digest_of
 from flyte_ddp.errors import UnreachableError, UserError
 from flyte_ddp.progress import Progress
@@ -18,10 +18,13 @@ from flyte_ddp.storage import (
     AlteredError,
     MissingError,
     UnavailableError,
+    check_length,
     join,
     local_path,
+    open_file,
     read,
     retried,
+    with_retries,
 )
 from flyte_ddp.storage.digest_list import SUMS, read_sums
 
@@ -84,10 +87,27 @@ def get(
     progress: Progress,
 ) -> str:
     """Puts one file into ``folder`` and returns the directory or mirror that it came from."""
-    expected = Expected("sha256", (sums[file.name],)) if sums else Expected("md5", (file.md5, *file.repacked))
+    algorithm, digests = ("sha256", [sums[file.name]]) if sums else ("md5", [file.md5, *file.repacked])
+
+    def transfer(address: str) -> str:
+        digest, place = hashlib.new(algorithm, usedforsecurity=False), address.removesuffix(file.name)
+        remote = local_path(address) is None
+        with open_file(address) as found, (folder / file.name).open("wb") as target:
+            with progress.track(f"{file.name} from {place}", found.size, "B") as advance:
+                for chunk in found.chunks:
+                    target.write(chunk)
+                    digest.update(chunk)
+                    advance(len(chunk))
+            received = target.tell()
+        check_length(received, found.size, remote=remote)
+        if digest.hexdigest() not in digests:
+            what = f"{algorithm} {digest.hexdigest()} ({received:,} bytes) instead of {digests[0]}"
+            raise AlteredError(what, transient=remote)
+        return place.rstrip("/")
+
     places = [source] if source else usual_places(dataset)
     try:
-        address = download(file.name, [join(place, file.name) for place in places], expected, folder, progress)
+        return with_retries(file.name, [join(place, file.name) for place in places], transfer, progress.note)
     except AllFailedError as error:
         if source:
             [failure] = error.failures.values()
@@ -97,7 +117,6 @@ def get(
             f"{dataset.name}: cannot get {file.name} ({error}); check the network, or set data_source to a directory "
             "or mirror that holds it"
         ) from None
-    return address.removesuffix(file.name).rstrip("/")
 
 
 def usual_places(dataset: PublishedSet) -> list[str]:

@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flyte_ddp.augmentation import augment
-from flyte_ddp.loading.facts import Facts
+from flyte_ddp.loading.split import Images
 from flyte_ddp.sampling import Indices
 
 
 @dataclass(frozen=True)
-class ArrayImages:
+class ArrayImages(Images):
     """Arrays that all ranks map into memory together.
 
     On a CPU a batch is gathered straight from the memory-mapped file, so that ranks share one copy in the page cache.
@@ -26,7 +26,6 @@ class ArrayImages:
     labels: NDArray[np.int64] | Tensor  # [N]
     augment: str = "none"
     seed: int = 0
-    batches_ahead: int = 0
 
     def gather(self, samples: Indices, epoch: int | None = None) -> tuple[Tensor, Tensor]:
         """Images uint8 [n, H, W, C] and labels int64 [n] of these rows of the arrays."""
@@ -40,23 +39,6 @@ class ArrayImages:
         if epoch is not None:
             images = augment(images, self.augment, seed=self.seed, epoch=epoch, samples=samples)
         return images, labels
-
-    def names(self, samples: Indices) -> list[str]:  # noqa: ARG002
-        """They have none."""
-        return []
-
-    def prefetch(self, samples: Indices, epoch: int | None) -> None:
-        """There is nothing to wait for."""
-
-    def expect(self, samples: Indices) -> None:
-        """There is nothing to fetch."""
-
-    def facts(self) -> Facts:
-        """There is nothing to say."""
-        return Facts()
-
-    def close(self) -> None:
-        """The arrays are closed when nobody has them any more."""
 
 
 def on_device(

@@ -77,3 +77,10 @@ def resized(pixels: Pixels, crop: Crop, size: int) -> Pixels:
         squares = squares.flip(-1)
     square: Pixels = squares[0].permute(1, 2, 0).numpy()
     return square
+
+
+def squared(pixels: Pixels, size: int, draws: NDArray[np.float64] | None = None) -> Pixels:
+    """The random part of an image [H, W, 3] that one sample's draws choose, else its middle: [size, size, 3]."""
+    height, width, _ = pixels.shape
+    crop = middle_crop(height, width) if draws is None else random_crop(draws, height, width)
+    return resized(pixels, crop, size)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import KW_ONLY, dataclass
+from typing import NamedTuple
 
 import numpy as np
 import threadpoolctl
@@ -17,9 +17,9 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.loading import cropping
 from flyte_ddp.loading.decoding import DecodingError, Pixels, decode, decoder_name
 from flyte_ddp.loading.facts import Facts
+from flyte_ddp.loading.split import Images
 from flyte_ddp.sampling import Indices
 
-AHEAD = 2  # batches that are loaded while one is trained on
 SAMPLES_A_TASK = 8  # at most: it makes little of a task's own cost
 
 
@@ -33,11 +33,14 @@ class Encoded:
     key: str = ""
 
 
-class Reader(Protocol):
-    """Gives stored images; several threads may ask at the same time."""
+class Reader:
+    """Gives stored images; several threads may ask at the same time. What a reader has no use for does nothing."""
+
+    fetches = False  # see :class:`flyte_ddp.loading.split.Images`
 
     def read(self, sample: int) -> Encoded:
         """The image with that number."""
+        raise NotImplementedError
 
     def begin(self, sample: int) -> Future[Encoded] | None:
         """Begins to read an image, if that takes long without being work."""
@@ -50,6 +53,7 @@ class Reader(Protocol):
 
     def fetched(self) -> Mapping[str, int]:
         """How often each file that is kept was fetched, by its address."""
+        return {}
 
     def close(self) -> None:
         """Ends what was begun, and closes files."""
@@ -79,7 +83,17 @@ class BadSamples:
             )
 
 
-class EncodedImages:
+class Batch(NamedTuple):
+    """A batch in the making: whole when all tasks are done."""
+
+    images: Tensor
+    labels: Tensor
+    tasks: list[Future[None]]
+    keys: dict[int, str]
+
+
+@dataclass(eq=False)
+class EncodedImages(Images):
     """Decodes, crops and, for training, augments images.
 
     Args:
@@ -89,36 +103,29 @@ class EncodedImages:
         seed: of the random parts.
         classes: their number; a label must be below it.
         bad: takes samples into account that cannot be decoded; in the place of each is the next one that can.
-        beside: the samples, ascending, of which one may stand in for a sample, which is among them.
+        substitutes: the samples, ascending, of which one may stand in for a sample, which is among them.
         threads: that decode.
         device: where batches go.
     """
 
-    def __init__(
-        self,
-        reader: Reader,
-        *,
-        size: int,
-        crop: str,
-        seed: int,
-        classes: int,
-        bad: BadSamples,
-        beside: Callable[[int], Indices],
-        threads: int,
-        device: torch.device,
-    ) -> None:
-        self.reader, self.size, self.crop, self.seed, self.classes = reader, size, crop, seed, classes
-        self.device, self.bad, self.beside = device, bad, beside
+    reader: Reader
+    _: KW_ONLY
+    size: int
+    crop: str
+    seed: int
+    classes: int
+    bad: BadSamples
+    substitutes: Callable[[int], Indices]
+    threads: int
+    device: torch.device
+    batches_ahead = 2  # enough to keep the threads at work while a batch is waited for
+
+    def __post_init__(self) -> None:
+        self.fetches = self.reader.fetches
         self.replaced: set[int] = set()  # samples for which others stand in
         self.keys: dict[int, str] = {}  # of the batch that was gathered last
-        self.threads = threads
-        self.pool = ThreadPoolExecutor(threads, thread_name_prefix="decoder", initializer=work_alone)
+        self.pool = ThreadPoolExecutor(self.threads, thread_name_prefix="decoder", initializer=work_alone)
         self.pending: dict[tuple[int | None, bytes], Batch] = {}
-
-    @property
-    def batches_ahead(self) -> int:
-        """Enough to keep the threads at work while a batch is waited for."""
-        return AHEAD
 
     def names(self, samples: Indices) -> list[str]:
         """Of files, or of samples in their shards; of the batch that was gathered last."""
@@ -155,20 +162,13 @@ class EncodedImages:
         augmented = epoch is not None and self.crop == "resized_crop"
         draws = cropping.draw(self.seed, epoch or 0, samples) if augmented else None
         coming = [self.reader.begin(sample) for sample in samples.tolist()]
-
         pixels, classes, keys = images.numpy(), labels.numpy(), dict[int, str]()
 
         def load(places: range) -> None:
             for place in places:
                 sample = int(samples[place])
                 image, classes[place], keys[sample] = self.image(sample, coming[place])
-                height, width, _ = image.shape
-                crop = (
-                    cropping.random_crop(draws[place], height, width)
-                    if draws is not None
-                    else cropping.middle_crop(height, width)
-                )
-                pixels[place] = cropping.resized(image, crop, self.size)
+                pixels[place] = cropping.squared(image, self.size, None if draws is None else draws[place])
 
         size = max(1, min(SAMPLES_A_TASK, len(samples) // (2 * self.threads)))  # so that no thread is without one
         starts = range(0, len(samples), size)
@@ -178,16 +178,13 @@ class EncodedImages:
     def image(self, sample: int, coming: Future[Encoded] | None) -> tuple[Pixels, int, str]:
         """A decoded image, its label and its key; in the place of one that is damaged, the next one of its split."""
         found = coming.result() if coming is not None else self.reader.read(sample)
-        loaded = self.decoded(sample, found)
-        if loaded is not None:
+        if loaded := self.decoded(sample, found):
             return *loaded, found.key
         self.replaced.add(sample)
-        others = self.beside(sample)
+        others = self.substitutes(sample)
         place = int(np.searchsorted(others, sample))
-        for step in range(1, len(others)):
-            other = int(others[(place + step) % len(others)])
-            loaded = self.decoded(other, self.reader.read(other))
-            if loaded is not None:
+        for other in [*others[place + 1 :].tolist(), *others[:place].tolist()]:
+            if loaded := self.decoded(other, self.reader.read(other)):
                 return *loaded, found.key
         raise UserError(f"{found.name}: neither this nor any of the {len(others)} samples beside it can be decoded")
 
@@ -196,23 +193,19 @@ class EncodedImages:
         return checked_label(self.reader.read(sample), self.classes)
 
     def decoded(self, sample: int, found: Encoded) -> tuple[Pixels, int] | None:
-        """Pixels and label; None of a sample that is damaged where it comes from, and not only in our copy."""
-        label = checked_label(found, self.classes)
+        """Pixels and label; None of a sample that is damaged where it comes from."""
         if found.name in self.bad.names:
             return None
+
+        def healed() -> Encoded:
+            self.reader.heal(sample)
+            return self.reader.read(sample)
+
         try:
-            return decode(found.content), label
+            return decoded(found, self.classes, healed)
         except DecodingError as error:
-            failure = error
-        self.reader.heal(sample)
-        again = self.reader.read(sample)
-        if again.content != found.content:  # healed now, or by another thread or rank
-            try:
-                return decode(again.content), checked_label(again, self.classes)
-            except DecodingError as error:
-                failure = error
-        self.bad.add(found.name, str(failure))
-        return None
+            self.bad.add(found.name, str(error))
+            return None
 
     def facts(self) -> Facts:
         """Decoder, samples that cannot be decoded, and shards that were fetched."""
@@ -230,6 +223,26 @@ def work_alone() -> None:
     threadpoolctl.threadpool_limits(1, user_api="openmp")
 
 
+def decoded(found: Encoded, classes: int, healed: Callable[[], Encoded]) -> tuple[Pixels, int]:
+    """The pixels and the label of an image.
+
+    Args:
+        healed: reads it again, after our copy of the file that it is in was replaced if that is damaged.
+
+    Raises:
+        DecodingError: it is damaged where it comes from.
+        UserError: the label is not a class's.
+    """
+    label = checked_label(found, classes)
+    try:
+        return decode(found.content), label
+    except DecodingError:
+        again = healed()
+        if again.content == found.content:  # else it was healed now, or by another thread or rank
+            raise
+    return decode(again.content), checked_label(again, classes)
+
+
 def checked_label(found: Encoded, classes: int) -> int:
     """The label, which is a class's number.
 
@@ -242,13 +255,3 @@ def checked_label(found: Encoded, classes: int) -> int:
             "mend it, or set num_classes"
         )
     return found.label
-
-
-@dataclass(frozen=True)
-class Batch:
-    """A batch in the making: whole when all tasks are done."""
-
-    images: Tensor
-    labels: Tensor
-    tasks: list[Future[None]]
-    keys: dict[int, str]

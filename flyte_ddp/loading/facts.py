@@ -5,14 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from flyte_ddp.config import Hyperparameters
 from flyte_ddp.distributed import objects_of_all_ranks
 from flyte_ddp.errors import UserError
-
-if TYPE_CHECKING:
-    from flyte_ddp.loading.opening import Splits
 
 FEW = 5  # names that are given
 
@@ -52,24 +47,27 @@ def together(parts: Iterable[Facts]) -> Facts:
     """The facts of several sources, or ranks."""
     parts = list(parts)
     decoder = next((part.decoder for part in parts if part.decoder), "")
-    fetched: Counter[str] = Counter()
-    for part in parts:
-        fetched.update(part.fetched)
+    fetched = sum((Counter(part.fetched) for part in parts), Counter[str]())
     return Facts(decoder, frozenset().union(*(part.bad for part in parts)), fetched)
 
 
-def check_bad_samples(splits: Splits, hp: Hyperparameters) -> None:
+def of_all_ranks(facts: Facts) -> Facts:
+    """On every rank the facts of all; all must call it."""
+    return together(objects_of_all_ranks(facts))
+
+
+def check_bad_samples(facts: Facts, allowed: int) -> None:
     """After an epoch, in which the ranks together have seen all samples; all ranks must call it.
 
     Raises:
         UserError: more of them than are allowed are bad, though no rank has met so many.
     """
-    if hp.bad_samples == 0:
+    if not allowed:
         return  # a rank has said so at once
-    bad = of_all_ranks(splits.facts()).bad
-    if len(bad) > hp.bad_samples:
+    bad = of_all_ranks(facts).bad
+    if len(bad) > allowed:
         raise UserError(
-            f"{few(bad)} cannot be decoded; {len(bad):,} such samples, and bad_samples={hp.bad_samples} are allowed; "
+            f"{few(bad)} cannot be decoded; {len(bad):,} such samples, and bad_samples={allowed} are allowed; "
             "mend or remove them, or allow more"
         )
 
@@ -78,8 +76,3 @@ def few(names: Iterable[str]) -> str:
     """The first of many names."""
     listed = sorted(names)
     return ", ".join(listed[:FEW]) + (", ..." if len(listed) > FEW else "")
-
-
-def of_all_ranks(facts: Facts) -> Facts:
-    """On every rank the facts of all; all must call it."""
-    return together(objects_of_all_ranks(facts))

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from flyte_ddp import storage
 from flyte_ddp.datasets.image_folder import ImageList
-from flyte_ddp.loading.encoded import Encoded
-from flyte_ddp.sampling import Indices
+from flyte_ddp.loading.encoded import Encoded, Reader
 
 CONNECTIONS = 32  # requests of one rank at the same time: each takes tens of milliseconds, of which it works for one
 
 
-class FileImages:
-    """Reads the images of a list."""
+class FileImages(Reader):
+    """Reads the images of a list, of which no copies are kept."""
 
     def __init__(self, images: ImageList) -> None:
         self.images = images
@@ -34,16 +32,6 @@ class FileImages:
         content = self.images.read(sample)
         name, label = str(self.images.names[sample]), int(self.images.labels[sample])
         return Encoded(content, label, f"image {self.images.address_of(sample)}", name)
-
-    def heal(self, sample: int) -> None:
-        """No copies are kept."""
-
-    def expect(self, samples: Indices) -> None:
-        """Each image is fetched when it is to be decoded."""
-
-    def fetched(self) -> Mapping[str, int]:
-        """No copies are kept."""
-        return {}
 
     def close(self) -> None:
         """Ends the requests that have not been made."""

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
+from flyte_ddp.catalog import IMAGES
 from flyte_ddp.errors import UserError
-from flyte_ddp.loading.encoded import Encoded
+from flyte_ddp.loading.encoded import Encoded, Reader
 from flyte_ddp.sampling import Indices
 from flyte_ddp.shards.dataset import ShardReader
-from flyte_ddp.shards.decoding import IMAGES
 
 EXTENSIONS = tuple(f".{kind}" for kind in IMAGES)
 WANTED = frozenset((*EXTENSIONS, ".cls"))
 
 
-class ShardImages:
-    """Reads images and labels from shards, of which so many are fetched ahead."""
+class ShardImages(Reader):
+    """Reads images and labels from shards."""
 
-    def __init__(self, reader: ShardReader, ahead: int) -> None:
-        self.reader, self.prefetch = reader, ShardPrefetch(reader, ahead)
+    def __init__(self, reader: ShardReader) -> None:
+        self.reader, self.fetches = reader, bool(reader.index.remote.any())
 
     def read(self, sample: int) -> Encoded:
         """An image, encoded, and its label.
@@ -29,24 +28,20 @@ class ShardImages:
         Raises:
             UserError: the shard cannot be had, or the sample has no image or no label.
         """
-        shard, _ = self.reader.index.locate(sample)
         key, contents = self.reader.read(sample, WANTED)
-        self.prefetch.arrived_at(shard)
         if len(contents) < 2:  # the error says what else there is
             key, contents = self.reader.read(sample)
+        shard, _ = self.reader.index.locate(sample)
         return encoded_sample(key, contents, self.reader.index.shards[shard].url)
 
     def heal(self, sample: int) -> None:
         """Has the cache look at its copy of the shard, and fetch it again if it is damaged."""
         self.reader.heal(sample)
 
-    def begin(self, sample: int) -> None:
-        """An image is read from its shard when it is decoded."""
-
     def expect(self, samples: Indices) -> None:
         """Begins to fetch the shards that these samples are in, if they are not here."""
         shards = np.unique(np.searchsorted(self.reader.index.ends, samples, side="right"))
-        self.prefetch.want(shards[self.reader.index.remote[shards]].tolist())
+        self.reader.prefetch(shards[self.reader.index.remote[shards]].tolist())
 
     def fetched(self) -> Mapping[str, int]:
         """How often each shard was fetched."""
@@ -73,36 +68,3 @@ def encoded_sample(key: str, contents: Mapping[str, bytes], shard: str) -> Encod
         return Encoded(image, int(contents[".cls"]), name, key)
     except ValueError:
         raise UserError(f"{name}: its .cls is {contents['.cls'][:20]!r}; must be the number of a class") from None
-
-
-class ShardPrefetch:
-    """Has shards fetched before they are read, and no more than so many, as more would fill a small cache."""
-
-    def __init__(self, reader: ShardReader, most: int) -> None:
-        self.reader, self.most = reader, most
-        self.lock = threading.Lock()
-        self.wanted: dict[int, None] = {}  # not begun with, in the order in which they will be read
-        self.ahead: set[int] = set()  # fetched, or being fetched, and not read from yet
-
-    def want(self, shards: Iterable[int]) -> None:
-        """Takes in that these will be read next after those that it knows of."""
-        with self.lock:
-            self.wanted |= {shard: None for shard in shards if shard not in self.ahead}
-            self.go_on()
-
-    def arrived_at(self, shard: int) -> None:
-        """Takes in that a shard is being read."""
-        if shard in self.ahead or shard in self.wanted:
-            with self.lock:
-                self.ahead.discard(shard)
-                self.wanted.pop(shard, None)
-                self.go_on()
-
-    def go_on(self) -> None:
-        """Begins with as many as there is room for; under the lock."""
-        while self.wanted and len(self.ahead) < self.most:
-            shard = next(iter(self.wanted))
-            del self.wanted[shard]
-            if shard not in self.reader.ours.shards:
-                self.ahead.add(shard)
-                self.reader.prefetch([shard])

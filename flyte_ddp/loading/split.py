@@ -4,26 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from torch import Tensor
 
 from flyte_ddp import sampling
-from flyte_ddp.loading.facts import Facts
+from flyte_ddp.loading.facts import Facts, together
 from flyte_ddp.sampling import Indices, Order
 
 Item = TypeVar("Item")
 
 
-class Images(Protocol):
-    """Where images come from."""
+class Images:
+    """Where images come from. What a source has no use for does nothing."""
+
+    batches_ahead = 0  # how many it is worth to prefetch
+    fetches = False  # whether files are fetched as a whole, some time before they are needed
 
     def gather(self, samples: Indices, epoch: int | None) -> tuple[Tensor, Tensor]:
         """Images uint8 [n, H, W, C] and labels int64 [n] on the device; augmented for an epoch, or as they are."""
+        raise NotImplementedError
 
-    def names(self, samples: Indices) -> list[str]:
+    def names(self, samples: Indices) -> list[str]:  # noqa: ARG002
         """What samples of the batch that was gathered last are called where they are; nothing without names."""
+        return []
 
     def prefetch(self, samples: Indices, epoch: int | None) -> None:
         """Begins to load what :meth:`gather` will be asked for."""
@@ -33,13 +38,10 @@ class Images(Protocol):
 
     def facts(self) -> Facts:
         """What the report is to say."""
+        return Facts()
 
     def close(self) -> None:
         """Ends what was begun, and closes files."""
-
-    @property
-    def batches_ahead(self) -> int:
-        """How many batches it is worth to prefetch."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,7 @@ class Split:
         numbers = sampling.share(np.arange(-(-len(self) // batch_size)), part, parts).tolist()
         places = [slice(number * batch_size, min((number + 1) * batch_size, len(self))) for number in numbers]
         wanted = ((place, self.order.samples(place)) for place in places)
-        reach = self.order.reach(batch_size, mixed=False)
-        for place, samples in self.loading_ahead(wanted, lambda item: [item[1]], None, reach):
+        for place, samples in self.loading_ahead(wanted, lambda item: [item[1]], None, batch_size):
             yield place, *self.gather(samples)
 
     def loading_ahead(
@@ -79,13 +80,13 @@ class Split:
         wanted: Iterator[Item],
         samples_of: Callable[[Item], Iterable[Indices]],
         epoch: int | None,
-        reach: int,
+        batch_size: int,
     ) -> Iterator[Item]:
         """Hands on what is wanted, while it loads what comes next and fetches the files that come after that.
 
         Args:
             samples_of: the samples of an item that this rank will gather, in as many parts.
-            reach: how many items ahead to fetch files.
+            epoch: that they are for; None for those of :meth:`batches`.
         """
 
         def expect(item: Item) -> None:
@@ -96,5 +97,31 @@ class Split:
             for samples in samples_of(item):
                 self.source.prefetch(samples, epoch)
 
-        expected = sampling.looking_ahead(wanted, reach, expect)
+        lookahead = self.order.lookahead(batch_size, mixed=epoch is not None) if self.source.fetches else 0
+        expected = sampling.looking_ahead(wanted, lookahead, expect)
         return sampling.looking_ahead(expected, self.source.batches_ahead, prefetch)
+
+
+@dataclass(frozen=True)
+class Splits:
+    """The three splits, and what images are like in them: [H, W, C]."""
+
+    training: Split
+    validation: Split
+    test: Split
+    shape: tuple[int, int, int]
+
+    @property
+    def sources(self) -> list[Images]:
+        """Where the images of all splits come from."""
+        splits = (self.training, self.validation, self.test)
+        return list({id(split.source): split.source for split in splits}.values())
+
+    def facts(self) -> Facts:
+        """About the images that this rank has loaded."""
+        return together(source.facts() for source in self.sources)
+
+    def close(self) -> None:
+        """Ends the threads that load images, and closes files."""
+        for source in self.sources:
+            source.close()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from flyte_ddp import sampling
+from flyte_ddp.catalog import IMAGES
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import ImageArrays, open_prepared
 from flyte_ddp.formatting import percent
@@ -16,7 +17,6 @@ from flyte_ddp.report.figures import Picture
 from flyte_ddp.report.page import rendered
 from flyte_ddp.report.report import settings
 from flyte_ddp.shards.dataset import Sample
-from flyte_ddp.shards.decoding import is_image
 from flyte_ddp.shards.index import ShardIndex, read_index
 from flyte_ddp.shards.inspection import read_sample
 
@@ -80,7 +80,8 @@ def pictured(index: ShardIndex, sample: Sample) -> Picture:
     if name.isdecimal() and int(name) < len(index.classes):
         name = index.classes[int(name)]
     try:
-        return Picture(key, with_pillow(next((sample[kind] for kind in sample if is_image(kind)), b"")), truth=name)
+        content = next((value for kind, value in sample.items() if kind.lower().rpartition(".")[2] in IMAGES), b"")
+        return Picture(key, with_pillow(content), truth=name)
     except DecodingError as error:
         return Picture(key, None, problem=str(error))
 

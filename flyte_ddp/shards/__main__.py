@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ import click
 from flyte_ddp.errors import UserError
 from flyte_ddp.formatting import counted
 from flyte_ddp.progress import MODES
+from flyte_ddp.shards.plan_request import PlanRequest
 
 if TYPE_CHECKING:
     from flyte_ddp.shards.index import ShardIndex
@@ -127,7 +129,7 @@ def pack(
     (digits, mnist, fashion_mnist, cifar10), or package.module:callable for a pair (train, test) of torch-style data
     sets.
     """
-    from flyte_ddp.shards.packing import pack_source
+    from flyte_ddp.datasets.packing import pack_source
 
     index = pack_source(
         source,
@@ -141,37 +143,21 @@ def pack(
     click.echo(f"{folder / name}.json: {sizes(index)}")
 
 
-@shards.command()
-@click.argument("index", required=False)
-@click.option("--shards", "shards_", type=int, help="Number of shards, in place of an index.")
-@click.option("--samples", type=int, help="Samples of each of these.")
-@click.option("--size", type=int, help="Bytes of each of these.")
-@click.option("--nodes", default=1)
-@click.option("--ranks", default=1, help="Ranks of each node.")
-@click.option("--batch-size", default=128, help="Of all ranks together; with --stream of each one.")
-@click.option("--shuffle-shards", default=16, help="As the hyperparameter.")
-@click.option("--accumulation-steps", default=1, help="As the hyperparameter.")
-@click.option("--validation-fraction", default=0.1, help="As the hyperparameter.")
-@click.option("--test-fraction", default=0.1, help="Held out for testing; 0 where there is a test_dataset.")
-@click.option("--seed", default=0, help="As the hyperparameter.")
-@click.option("--stream", is_flag=True, help="Plan a stream in webdataset's way, as simdist.py does.")
-@click.option("--workers", default=0, help="Of a stream: loader processes of each rank.")
-@click.option("--nbatches", type=int, help="Of a stream: cut each rank off after so many batches.")
-@click.option("--partial", is_flag=True, help="Of a stream: keep batches that are not full.")
-@click.option("--repeat", default=1, help="Of a stream: how many times the loader is gone through.")
-@click.option("--dsrepeat", default=1, help="Of a stream: how many times each worker goes through its shards.")
-@click.option("--showsplits", is_flag=True, help="Of a stream: list the shards of each worker.")
-@click.option("--showopen", is_flag=True, help="Of a stream: list the shards in the order in which workers open them.")
-def plan(*, shards_: int | None, **options: Any) -> None:
+def plan(**options: Any) -> None:
     """Say how many batches each rank gets, what is read and cached, and whether DDP would hang; nothing is opened.
 
     INDEX is an index; --shards, --samples and --size stand for one.
     """
-    from flyte_ddp.shards.plan_request import PlanRequest
     from flyte_ddp.shards.planning import planned
 
-    for line in planned(PlanRequest(shards=shards_, **options)):
+    for line in planned(PlanRequest(**options)):
         click.echo(line)
+
+
+for entry in reversed(fields(PlanRequest)[1:]):
+    flags = {"is_flag": True} if entry.default is False else {"type": int} if entry.default is None else {}
+    click.option(f"--{entry.name.replace('_', '-')}", default=entry.default, **flags, **entry.metadata)(plan)
+shards.command()(click.argument("index", required=False)(plan))
 
 
 def lines_of(path: Path | None) -> list[str]:

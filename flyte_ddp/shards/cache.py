@@ -17,7 +17,7 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,11 +40,6 @@ class CacheFullError(UserError):
     """The shards that are being read leave no room for another one; there is some when that is over."""
 
 
-def silent(text: str) -> None:
-    """Says nothing; unlike a lambda it can go to a spawned process."""
-    del text
-
-
 @dataclass(frozen=True)
 class ShardCache:
     """A folder of fetched shards.
@@ -52,14 +47,12 @@ class ShardCache:
     Args:
         folder: made if it is not there.
         limit: most bytes that it may hold; None sets no limit but the disk's.
-        note: is told what goes wrong and is tried again.
         fetched: how often this process has fetched each shard, by its address.
         compared: marks of the shards on this machine that this process knows to be what their index says.
     """
 
     folder: Path
     limit: int | None = None
-    note: Callable[[str], object] = field(default=silent, compare=False)
     fetched: Counter[str] = field(default_factory=Counter, compare=False)
     compared: set[str] = field(default_factory=set, compare=False)
 
@@ -75,13 +68,19 @@ class ShardCache:
         if path is not None:
             return open_local(path, shard, self.folder, self.compared)
         with unusable_explained(self.folder):
-            file = opened(self.path_of(shard))
-            if file is None or wrong_size(file, shard):
-                if file is not None:
-                    file.close()
+            file = self.kept(shard)
+            if file is None:
                 return self.fetch(shard)
             mark_used(file.fileno())
             return file
+
+    def kept(self, shard: Shard) -> BinaryIO | None:
+        """The shard as it was fetched before; None if it is not there, or not as long as it must be."""
+        file = opened(self.path_of(shard))
+        if file is not None and wrong_size(file, shard):
+            file.close()
+            return None
+        return file
 
     def holds(self, shard: Shard) -> bool:
         """Whether the shard is here already."""
@@ -93,32 +92,17 @@ class ShardCache:
         Args:
             damaged: it could not be read, which counts where the index has no digest.
         """
-        if storage.local_path(shard.url) is not None:
-            return False
-        if not os.access(self.folder, os.W_OK):
+        if storage.local_path(shard.url) is not None or not os.access(self.folder, os.W_OK):
             return False
         with unusable_explained(self.folder), self.locked(shard):
-            file = opened(self.path_of(shard))
-            if file is None:
-                return True  # somebody else has
-            with file:
-                if not self.is_damaged(file, shard, damaged=damaged):
-                    return False
-                self.remove_damaged(shard)
-                return True
-
-    def is_damaged(self, file: BinaryIO, shard: Shard, *, damaged: bool) -> bool:
-        """Whether a file in the cache is not what was fetched."""
-        if wrong_size(file, shard):
+            file = self.kept(shard)
+            if file is not None:
+                with file:
+                    wanted = shard.sha256 or shard.md5
+                    if digest_of(file, shard) == wanted if wanted else not damaged:
+                        return False
+            self.path_of(shard).unlink(missing_ok=True)  # even if somebody reads it, or has removed it by now
             return True
-        if not (shard.sha256 or shard.md5):
-            return damaged
-        return digest_of(file, shard) != (shard.sha256 or shard.md5)
-
-    def remove_damaged(self, shard: Shard) -> None:
-        """Removes a shard, even one that somebody reads."""
-        self.note(f"{shard.url}: the copy in {self.folder} was damaged; it is fetched again")
-        self.path_of(shard).unlink(missing_ok=True)
 
     def path_of(self, shard: Shard) -> Path:
         """Where the shard is kept: a name that no shard of another address or content has."""
@@ -130,29 +114,21 @@ class ShardCache:
         path = self.path_of(shard)
         part = path.with_suffix(PARTIAL)
         with self.locked(shard):
-            file = opened(path)
-            if file is not None:
-                if not wrong_size(file, shard):
-                    return file
-                file.close()
-                self.remove_damaged(shard)
+            if file := self.kept(shard):
+                return file
+            path.unlink(missing_ok=True)  # a copy that is damaged
             try:
                 with part.open("wb", buffering=0) as target:  # what a killed download has left is gone by that
                     if shard.size >= 0:
                         self.reserve(target, shard.size)
-                    self.download(shard, target)
+                    storage.retried(shard.url, lambda _: self.transfer(shard, target))
                     os.fsync(target.fileno())  # so that a power cut cannot leave the name without the content
                 self.fetched[shard.url] += 1
                 return self.put_in_place(part, path)
+            except storage.UnavailableError as failure:
+                raise failed(shard, failure) from None
             finally:
                 part.unlink(missing_ok=True)
-
-    def download(self, shard: Shard, target: io.FileIO) -> None:
-        """Puts the shard into an open file, in several tries if need be."""
-        try:
-            storage.retried(shard.url, lambda _: self.transfer(shard, target), self.note)
-        except storage.UnavailableError as failure:
-            raise failed(shard, failure) from None
 
     def transfer(self, shard: Shard, target: io.FileIO) -> None:
         """One try to download a shard."""

@@ -9,7 +9,8 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,7 +21,7 @@ from flyte_ddp.shards.decoding import decode_sample
 from flyte_ddp.shards.index import Shard, ShardIndex, read_index
 from flyte_ddp.shards.locks import unlock
 from flyte_ddp.shards.samples import SampleTable, tabulate
-from flyte_ddp.shards.tar import BLOCK, DamagedShardError, Member, members
+from flyte_ddp.shards.tar import BLOCK, DamagedShardError, members
 from flyte_ddp.shards.verification import failed
 
 MOST_OPEN = 32  # shards that one process keeps open, each with its table of samples
@@ -44,7 +45,6 @@ class OpenShard:
         self.shard, self.table = shard, table
         self.file = os.dup(file.fileno())
         weakref.finalize(self, os.close, self.file)
-        file.close()
         self.cached = storage.local_path(shard.url) is None
         self.users, self.marked = 1, time.monotonic()
         self.lock = threading.Lock()
@@ -75,29 +75,35 @@ class OpenShard:
             DamagedShardError: they are not where the table says.
             UserError: the file cannot be read.
         """
-        found = self.table.members(sample)
         try:
-            return found[0].key, {
-                member.extension: self.content(member)
-                for member in found
-                if wanted is None or member.extension in wanted
-            }
+            return read_members(self.shard, self.table, sample, partial(read_at, self.file), wanted)
         except OSError as error:
             raise failed(self.shard, error) from None
 
-    def content(self, member: Member) -> bytes:
-        """A member's content."""
-        content = member.content(read_at(self.file, member.offset - BLOCK, BLOCK + member.size))
-        if content is None:
-            raise DamagedShardError(
-                f"shard {self.shard.url}: damaged at byte {member.offset:,}, where {member.key}{member.extension} "
-                "should be; copy it again, or renew the index"
-            )
-        return content
+
+def read_members(
+    shard: Shard,
+    table: SampleTable,
+    sample: int,
+    read: Callable[[int, int], bytes],
+    wanted: Container[str] | None = None,
+) -> tuple[str, dict[str, bytes]]:
+    """See :meth:`OpenShard.read`; ``read`` gives bytes of the shard, by their place and number."""
+    contents = {}
+    for member in table.members(sample):
+        if wanted is None or member.extension in wanted:
+            content = member.content(read(member.offset - BLOCK, BLOCK + member.size))
+            if content is None:
+                raise DamagedShardError(
+                    f"shard {shard.url}: damaged at byte {member.offset:,}, where {member.key}{member.extension} "
+                    "should be; copy it again, or renew the index"
+                )
+            contents[member.extension] = content
+    return table.keys[sample], contents
 
 
 def read_at(file: int, start: int, length: int) -> bytes:
-    """So many bytes, or as many as there are; the system gives no more than 2 GB at a time."""
+    """So many bytes of a file, or as many as there are; the system gives no more than 2 GB at a time."""
     content = piece = os.pread(file, length, start)
     while piece and len(content) < length:
         piece = os.pread(file, length - len(content), start + len(content))
@@ -106,14 +112,15 @@ def read_at(file: int, start: int, length: int) -> bytes:
 
 
 class OpenShards:
-    """The shards that one process has open."""
+    """The shards that one process has open, and those that it is to fetch."""
 
     def __init__(self) -> None:
         self.process = os.getpid()
         self.lock = threading.Lock()
         self.opening: dict[int, threading.Lock] = {}
         self.shards: OrderedDict[int, OpenShard] = OrderedDict()  # used last comes last
-        self.ahead: set[int] = set()  # to be fetched
+        self.wanted: dict[int, None] = {}  # not begun with, in the order in which they will be read
+        self.ahead: set[int] = set()  # fetched, or being fetched, and not read from yet
         self.fetching = threading.Semaphore(FETCHED_AHEAD)
 
     def begin(self, number: int) -> OpenShard | None:
@@ -142,17 +149,17 @@ class ShardReader:
         index: of the shards.
         cache: for shards that are not on this machine.
         most_open: how many shards it keeps open.
+        most_ahead: how many it fetches before they are read, as more would fill a small cache.
     """
 
-    def __init__(self, index: ShardIndex, cache: ShardCache, most_open: int = MOST_OPEN) -> None:
-        self.index, self.cache, self.most_open = index, cache, most_open
+    def __init__(
+        self, index: ShardIndex, cache: ShardCache, most_open: int = MOST_OPEN, most_ahead: int = FETCHED_AHEAD
+    ) -> None:
+        self.index, self.cache, self.most_open, self.most_ahead = index, cache, most_open, most_ahead
         self.open_shards = OpenShards()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"index": self.index, "cache": self.cache, "most_open": self.most_open}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ShardReader, (self.index, self.cache, self.most_open, self.most_ahead)
 
     @property
     def ours(self) -> OpenShards:
@@ -194,6 +201,12 @@ class ShardReader:
         """A shard, fetched if it is not here, that nobody removes until the end of the block."""
         shard = self.begin(number)
         try:
+            ours = self.ours
+            if number in ours.ahead or number in ours.wanted:
+                with ours.lock:
+                    ours.ahead.discard(number)
+                    ours.wanted.pop(number, None)
+                self.prefetch([])
             yield shard
         finally:
             shard.end()
@@ -213,28 +226,25 @@ class ShardReader:
             return shard
 
     def prefetch(self, numbers: Iterable[int]) -> None:
-        """Begins to fetch shards that will be needed, in this order; what fails is said to those who read them."""
+        """Has shards fetched that will be read next after those it knows of; what fails is said to those who read."""
         ours = self.ours
-        for number in numbers:
-            with ours.lock:
-                if number in ours.ahead or self.cache.holds(self.index.shards[number]):
+        with ours.lock:
+            ours.wanted |= {number: None for number in numbers if number not in ours.ahead}
+            while ours.wanted and len(ours.ahead) < self.most_ahead:
+                number = next(iter(ours.wanted))
+                del ours.wanted[number]
+                if number in ours.shards:
                     continue
                 ours.ahead.add(number)
-            # A daemon: nobody waits for it at the end of a process, and a download can be cut off at any time.
-            name = f"prefetch {number}"
-            threading.Thread(target=self.fetch, args=(ours, number), name=name, daemon=True).start()
+                if not self.cache.holds(self.index.shards[number]):
+                    # A daemon: nobody waits for it at the end of a process, and a download can be cut off at any time.
+                    name = f"prefetch {number}"
+                    threading.Thread(target=self.fetch, args=(ours, number), name=name, daemon=True).start()
 
     def fetch(self, ours: OpenShards, number: int) -> None:
         """Fetches a shard ahead of its use."""
-        with ours.fetching:
-            try:
-                with self.cache.open(self.index.shards[number]) as file:
-                    unlock(file.fileno())
-            except UserError:
-                pass
-            finally:
-                with ours.lock:
-                    ours.ahead.discard(number)
+        with ours.fetching, suppress(UserError), self.cache.open(self.index.shards[number]) as file:
+            unlock(file.fileno())
 
     def close(self, number: int | None = None) -> None:
         """Closes a shard, or all; those in use when that is over."""
@@ -252,24 +262,19 @@ def open_shard(shard: Shard, cache: ShardCache) -> OpenShard:
         DamagedShardError: it is damaged.
         UserError: it cannot be had, or has another number of samples than the index says.
     """
-    file = opened_when_there_is_room(shard, cache)
-    try:
-        table = stored_table(shard._replace(size=os.fstat(file.fileno()).st_size))
-        if table is None:
-            table = tabulate((member for member, _ in members(file, shard.url)), shard.url)
-    except OSError as error:
-        file.close()
-        raise failed(shard, error) from None
-    except BaseException:
-        file.close()
-        raise
-    if len(table) != shard.samples:
-        file.close()
-        raise UserError(
-            f"shard {shard.url}: has {len(table):,} samples and not the {shard.samples:,} that the index says; "
-            "renew the index: python -m flyte_ddp.shards create"
-        )
-    return OpenShard(shard, file, table)
+    with opened_when_there_is_room(shard, cache) as file:
+        try:
+            table = stored_table(shard._replace(size=os.fstat(file.fileno()).st_size))
+            if table is None:
+                table = tabulate((member for member, _ in members(file, shard.url)), shard.url)
+        except OSError as error:
+            raise failed(shard, error) from None
+        if len(table) != shard.samples:
+            raise UserError(
+                f"shard {shard.url}: has {len(table):,} samples and not the {shard.samples:,} that the index says; "
+                "renew the index: python -m flyte_ddp.shards create"
+            )
+        return OpenShard(shard, file, table)
 
 
 def opened_when_there_is_room(shard: Shard, cache: ShardCache) -> BinaryIO:

@@ -7,9 +7,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from flyte_ddp.catalog import IMAGES
 from flyte_ddp.errors import UserError
-
-IMAGES = ("jpg", "jpeg", "png", "ppm", "pgm", "pbm", "pnm", "webp", "bmp", "gif", "tif", "tiff")
 
 
 def image(content: bytes) -> Any:

@@ -7,9 +7,9 @@ each node reads and has to keep.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,9 +17,51 @@ from numpy.typing import NDArray
 from flyte_ddp import sampling
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
-from flyte_ddp.shard_order import ShardOrder, ShardSplits, WholeShardSplits, lanes_of_rank
-from flyte_ddp.shards.stream_plan import Bounds
-from flyte_ddp.shards.stream_readers import Gang
+from flyte_ddp.shard_order import ShardOrder, ShardSplits, lanes_of_rank
+
+Counts = NDArray[np.int64]
+
+
+class Bounds(NamedTuple):
+    """Two numbers that another is certain not to be outside of; it is exact where they are equal."""
+
+    least: int
+    most: int
+
+    def __str__(self) -> str:
+        return f"{self.least:,}" if self.least == self.most else f"{self.least:,} to {self.most:,}"
+
+
+def bounds(numbers: Counts) -> Bounds:
+    """From the least of them to the most."""
+    return Bounds(int(numbers.min()), int(numbers.max()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gang:
+    """The ranks of a run; those of a node are consecutive.
+
+    Raises:
+        UserError: a number is below 1.
+    """
+
+    nodes: int = 1
+    ranks_per_node: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "ranks_per_node"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name}={getattr(self, name)}: must be at least 1")
+
+    @property
+    def ranks(self) -> int:
+        """In all."""
+        return self.nodes * self.ranks_per_node
+
+    def places(self, node: int, items: int) -> tuple[int, int]:
+        """Where the shares of a node's ranks begin and end in so many items, of which each rank has a slice."""
+        first, last = node * self.ranks_per_node, (node + 1) * self.ranks_per_node
+        return sampling.share_start(items, first, self.ranks), sampling.share_start(items, last, self.ranks)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -30,53 +72,56 @@ class EpochPlan:
         gang: nodes and ranks.
         batch_size: samples of a global batch.
         samples: in an epoch.
-        steps: global batches of an epoch; each rank has a share of every one.
-        ragged: samples in the last one, if it is smaller; else 0.
+        weighted: whether some samples come more often than others.
         shards: that each node reads in the planned epoch, [nodes].
         bytes_read: by each node in the planned epoch, [nodes], each shard once; None if the sizes are not known.
         bytes_cached: that each node should have room for, so that training fetches no shard twice, [nodes]; None
             likewise.
         bytes_evaluated: that an evaluation reads from on each node, as it holds out a part of each shard, [nodes].
-
     """
 
     gang: Gang
     batch_size: int
     samples: int
-    steps: int
-    ragged: int
-    shards: NDArray[np.int64]
-    bytes_read: NDArray[np.int64] | None
-    bytes_cached: NDArray[np.int64] | None
-    bytes_evaluated: NDArray[np.int64] | None = None
-    weighted: bool = False
+    weighted: bool
+    shards: Counts
+    bytes_read: Counts | None = None
+    bytes_cached: Counts | None = None
+    bytes_evaluated: Counts | None = None
+
+    @property
+    def steps(self) -> int:
+        """Global batches of an epoch; each rank has a share of every one."""
+        return sampling.steps_per_epoch(self.samples, self.batch_size)
 
     def share(self, rank: int) -> int:
         """How many samples of an epoch a rank gets."""
-        full = self.samples // self.batch_size
-        each, last = (sampling.share_length(length, rank, self.gang.ranks) for length in (self.batch_size, self.ragged))
+        full, ragged = divmod(self.samples, self.batch_size)
+        each, last = (sampling.share_length(length, rank, self.gang.ranks) for length in (self.batch_size, ragged))
         return full * each + last
 
     def describe(self) -> str:
         """The plan for people."""
-        gang, ranks = self.gang, self.gang.ranks
+        gang, ranks, ragged = self.gang, self.gang.ranks, self.samples % self.batch_size
+        last = f", the last of {ragged:,} samples" if ragged else ""
         shares = Bounds(self.share(ranks - 1), self.share(0))
         rows = {
             "ranks": f"{gang.nodes:,} nodes x {gang.ranks_per_node:,} = {ranks:,}",
-            "steps an epoch": f"{self.steps:,} on every rank"
-            + (f", the last of {self.ragged:,} samples" if self.ragged else ""),
+            "steps an epoch": f"{self.steps:,} on every rank{last}",
             "samples": f"{self.samples:,} an epoch; {shares} a rank",
             "dropped, repeated": "as the weights say" if self.weighted else "none, each sample comes once",
-            "shards a node": f"{Bounds(self.shards.min(), self.shards.max())} of an epoch",
+            "shards a node": f"{bounds(self.shards)} of an epoch",
         }
-        rows_of_bytes = {
+        of_nodes = {
             "bytes read": self.bytes_read,
             "cache wanted": self.bytes_cached,
             "an evaluation": self.bytes_evaluated,
         }
-        for what, numbers in rows_of_bytes.items():
-            if numbers is not None and numbers.any():
-                rows[what] = f"{Bounds(numbers.min(), numbers.max())} bytes a node"
+        rows |= {
+            what: f"{bounds(numbers)} bytes a node"
+            for what, numbers in of_nodes.items()
+            if numbers is not None and numbers.any()
+        }
         if any(" to " in value for value in rows.values()):
             rows["a range"] = "from the rank or node with the least to the one with the most"
         if self.bytes_evaluated is not None and not self.bytes_evaluated.all() and self.bytes_evaluated.any():
@@ -84,29 +129,20 @@ class EpochPlan:
         return "\n".join(f"{name:<18} {value}" for name, value in rows.items())
 
 
-def plan_epoch(
-    order: ShardOrder,
-    sizes: NDArray[np.int64] | None,
-    gang: Gang,
-    batch_size: int,
-    epoch: int = 0,
-    *,
-    accumulation_steps: int = 1,
-    test_batch_size: int = 250,
-) -> EpochPlan:
+def plan_epoch(order: ShardOrder, sizes: Counts | None, gang: Gang, hp: Hyperparameters, epoch: int = 0) -> EpochPlan:
     """Computes what each node reads in an epoch.
 
     Args:
         order: the order of training.
         sizes: bytes of each shard, [shards]; None if they are not known.
         gang: nodes and ranks.
-        batch_size: samples of a global batch, over all ranks.
+        hp: with ``batch_size``, ``accumulation_steps`` and ``test_batch_size``.
         epoch: which one.
-        accumulation_steps, test_batch_size: as the hyperparameters.
 
     Raises:
         UserError: there are no samples, or fewer in a batch than there are ranks.
     """
+    batch_size = hp.batch_size
     if not len(order):
         raise UserError("the shards have no samples for training; lower validation_fraction, or take other shards")
     if batch_size < gang.ranks:
@@ -114,37 +150,38 @@ def plan_epoch(
             f"batch_size={batch_size}: must be at least the number of ranks, {gang.ranks:,}, so that each has a "
             "sample; raise it or take fewer ranks"
         )
-    ragged, found = ragged_shards(order, batch_size, gang, epoch), []
-    for node in range(gang.nodes):
-        shards = np.unique(np.concatenate([*shards_of(order, batch_size, gang, node, epoch), ragged[node]]))
-        found.append((len(shards), 0 if sizes is None else int(sizes[shards].sum())))
-    counts, read = (np.array(column, dtype=np.int64) for column in zip(*found, strict=True))
-    parts = min(accumulation_steps, batch_size)
-    wanted = 0 if sizes is None else cache_wanted(sizes, gang, order.lanes, parts)
-    return EpochPlan(
+    ragged = ragged_shards(order, batch_size, gang, epoch)
+    read = [
+        np.unique(np.concatenate([*shards_of(order, batch_size, gang, node, epoch), ragged[node]]))
+        for node in range(gang.nodes)
+    ]
+    plan = EpochPlan(
         gang=gang,
         batch_size=batch_size,
         samples=len(order),
-        steps=sampling.steps_per_epoch(len(order), batch_size),
-        ragged=len(order) % batch_size,
-        shards=counts,
-        bytes_read=None if sizes is None else read,
-        bytes_cached=None if sizes is None else np.minimum(wanted, read),
-        bytes_evaluated=None if sizes is None else evaluated(order.splits, sizes, gang, test_batch_size),
         weighted=bool((order.taken != order.available).any()),
+        shards=np.array([len(shards) for shards in read]),
+    )
+    if sizes is None:
+        return plan
+    bytes_read = np.array([sizes[shards].sum() for shards in read])
+    wanted = cache_wanted(sizes, gang, order.lanes, min(hp.accumulation_steps, batch_size))
+    return replace(
+        plan,
+        bytes_read=bytes_read,
+        bytes_cached=np.minimum(wanted, bytes_read),
+        bytes_evaluated=evaluated(order.splits, sizes, gang, hp.test_batch_size),
     )
 
 
-def evaluated(
-    splits: ShardSplits | WholeShardSplits, sizes: NDArray[np.int64], gang: Gang, batch_size: int
-) -> NDArray[np.int64]:
+def evaluated(splits: ShardSplits, sizes: Counts, gang: Gang, batch_size: int) -> Counts:
     """[nodes] bytes of the shards that an evaluation needs on each node, which has a stretch of each split."""
     total = np.zeros(gang.nodes, dtype=np.int64)
     for split in ("validation", "test"):
         ends = np.cumsum(splits.sizes[split])
         batches = -(-int(ends[-1]) // batch_size)
         for node in range(gang.nodes):
-            first, last = (first_place(batches, rank * gang.ranks_per_node, gang.ranks) for rank in (node, node + 1))
+            first, last = gang.places(node, batches)
             start, end = first * batch_size, min(last * batch_size, int(ends[-1]))
             if start < end:
                 needed = slice(np.searchsorted(ends, start, "right"), np.searchsorted(ends, end - 1, "right") + 1)
@@ -152,7 +189,7 @@ def evaluated(
     return total
 
 
-def cache_wanted(sizes: NDArray[np.int64], gang: Gang, lanes: int, parts: int = 1) -> int:
+def cache_wanted(sizes: Counts, gang: Gang, lanes: int, parts: int = 1) -> int:
     """Bytes that a node should have room for at the most, so that training fetches no shard twice in an epoch.
 
     That is for the shards of the lanes that each rank reads from, and as many that may be on their way.
@@ -160,10 +197,10 @@ def cache_wanted(sizes: NDArray[np.int64], gang: Gang, lanes: int, parts: int = 
     return 2 * gang.ranks_per_node * lanes_of_rank(lanes, gang.ranks, parts) * int(sizes.max())
 
 
-def shards_of(order: ShardOrder, batch_size: int, gang: Gang, node: int, epoch: int) -> Iterator[NDArray[np.int64]]:
+def shards_of(order: ShardOrder, batch_size: int, gang: Gang, node: int, epoch: int) -> Iterator[Counts]:
     """The shards that a node reads for the full batches of an epoch, lane by lane."""
     full = len(order) // batch_size
-    first, last = (first_place(batch_size, rank * gang.ranks_per_node, gang.ranks) for rank in (node, node + 1))
+    first, last = gang.places(node, batch_size)
     starts, each = order.lane_starts(batch_size)
     ends = np.cumsum(each)  # of the lanes' parts in a full batch
     own = range(int(np.searchsorted(ends, first, "right")), int(np.searchsorted(ends, last - 1, "right")) + 1)
@@ -174,18 +211,15 @@ def shards_of(order: ShardOrder, batch_size: int, gang: Gang, node: int, epoch: 
         yield touched(order, epoch, stretch, part, of_node)
 
 
-def ragged_shards(order: ShardOrder, batch_size: int, gang: Gang, epoch: int) -> list[NDArray[np.int64]]:
+def ragged_shards(order: ShardOrder, batch_size: int, gang: Gang, epoch: int) -> list[Counts]:
     """[nodes] the shards that each node reads for a last batch that is smaller than the others."""
     full, ragged = divmod(len(order), batch_size)
     samples = order.batch(epoch, batch_size, full) if ragged else np.empty(0, dtype=np.int64)
     shards = np.searchsorted(np.cumsum(order.splits.counts), samples, side="right")
-    cuts = [first_place(ragged, node * gang.ranks_per_node, gang.ranks) for node in range(gang.nodes + 1)]
-    return [shards[start:end] for start, end in itertools.pairwise(cuts)]
+    return [shards[slice(*gang.places(node, ragged))] for node in range(gang.nodes)]
 
 
-def touched(
-    order: ShardOrder, epoch: int, stretch: tuple[int, int], each: int, part: tuple[int, int]
-) -> NDArray[np.int64]:
+def touched(order: ShardOrder, epoch: int, stretch: tuple[int, int], each: int, part: tuple[int, int]) -> Counts:
     """The shards of a stretch of the epoch's sequence from which that part of every ``each`` samples is taken."""
     (start, end), (low, high) = stretch, part
     shards, ends = order.sequence(epoch)
@@ -196,42 +230,5 @@ def touched(
     # Either all phases come up in the shard, or those from the first one on, beyond `each` as well.
     here = (phases < high) & (phases + lengths > low)
     later = phases + lengths > each + low
-    chosen: NDArray[np.int64] = shards[places][(lengths >= each) | here | later]
+    chosen: Counts = shards[places][(lengths >= each) | here | later]
     return chosen
-
-
-def first_place(batch_size: int, rank: int, ranks: int) -> int:
-    """Where in a batch the share of a rank begins."""
-    return rank * (batch_size // ranks) + min(rank, batch_size % ranks)
-
-
-def plan_training(
-    counts: NDArray[np.int64],
-    sizes: NDArray[np.int64] | None,
-    weights: NDArray[np.float64],
-    gang: Gang,
-    hp: Hyperparameters,
-    *,
-    test_fraction: float,
-) -> EpochPlan:
-    """:func:`plan_epoch` of a training with these hyperparameters.
-
-    Args:
-        counts, sizes, weights: [shards] samples; bytes, None if they are not known; weights of their parts.
-        test_fraction: held out for testing; 0 where there is a ``test_dataset``.
-
-    Raises:
-        UserError: there are no samples, or fewer in a batch than there are ranks; a fraction that is none.
-    """
-    if not 0 <= test_fraction < 1:
-        raise UserError(f"test_fraction={test_fraction}: must be at least 0 and below 1")
-    splits = ShardSplits(counts, hp.validation_fraction, test_fraction, hp.seed)
-    order = ShardOrder(splits, "training", weights, hp.seed, hp.shuffle_shards)
-    return plan_epoch(
-        order,
-        sizes,
-        gang,
-        hp.batch_size,
-        accumulation_steps=hp.accumulation_steps,
-        test_batch_size=hp.test_batch_size,
-    )

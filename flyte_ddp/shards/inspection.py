@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import tempfile
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 from flyte_ddp import storage
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replacing
-from flyte_ddp.shards.dataset import Sample, ShardDataset, described, stored_table
-from flyte_ddp.shards.index import Shard, read_index
-from flyte_ddp.shards.tar import BLOCK
+from flyte_ddp.shards.dataset import Sample, ShardDataset, described, read_members, stored_table
+from flyte_ddp.shards.index import read_index
 
 
 def read_sample(address: str, number: int) -> Sample:
@@ -25,33 +25,16 @@ def read_sample(address: str, number: int) -> Sample:
         raise UserError(f"sample {number}: the index has {len(index):,}, so it must be 0..{len(index) - 1}")
     found, inside = index.locate(number)
     shard = index.shards[found]
-    part = read_part(shard, inside)
-    if part is None:
-        with tempfile.TemporaryDirectory() as folder:
-            return ShardDataset(index, folder, decode=False).stored(number)
-    key, contents = part
-    return described(index, number, key, contents)
 
+    def read(start: int, length: int) -> bytes:
+        return storage.retried(shard.url, partial(storage.read, span=(start, start + length)))
 
-def read_part(shard: Shard, inside: int) -> tuple[str, dict[str, bytes]] | None:
-    """A sample's key and members from a shard of which nothing else is read; None where that cannot be done."""
     table = stored_table(shard)
-    if table is None or len(table) != shard.samples:
-        return None
-    contents = {}
-    for member in table.members(inside):
-        span = (member.offset - BLOCK, member.offset + member.size)
-        try:
-            stored = storage.retried(shard.url, partial(storage.read, span=span))
-        except storage.UnavailableError:  # it may be a server that gives no parts of files; if not, it will be said
-            return None
-        content = member.content(stored)
-        if content is None:
-            raise UserError(
-                f"shard {shard.url}: is not the one that the index is of; copy it again, or renew the index"
-            )
-        contents[member.extension] = content
-    return table.keys[inside], contents
+    if table is not None and len(table) == shard.samples:
+        with suppress(storage.UnavailableError):  # a server may give no parts of files; if it is else, it will be said
+            return described(index, number, *read_members(shard, table, inside, read))
+    with tempfile.TemporaryDirectory() as folder:
+        return ShardDataset(index, folder, decode=False).stored(number)
 
 
 def write_members(key: str, members: dict[str, bytes], folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Packing samples into shards: a folder of images, or a data set of images and labels."""
+"""Packing samples into shards."""
 
 from __future__ import annotations
 
@@ -11,11 +11,8 @@ import re
 import shutil
 import signal
 import tarfile
-import tempfile
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -101,16 +98,16 @@ def workspace_of(index: Path) -> Iterator[Path]:
         UserError: it cannot be made, or another process is packing there.
     """
     workspace = index.with_name(f".{index.stem}.packing")
-    try:
-        workspace.mkdir(parents=True, exist_ok=True)
-        held = os.open(workspace, os.O_RDONLY)
-    except OSError as error:
-        raise UserError(f"cannot write {index}: {error.strerror}; choose another folder") from None
-    try:
+    with ExitStack() as stack:
         try:
+            workspace.mkdir(parents=True, exist_ok=True)
+            held = os.open(workspace, os.O_RDONLY)
+            stack.callback(os.close, held)
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"{index}: another process is packing it; wait for its end, or take another name") from None
+        except OSError as error:
+            raise UserError(f"cannot write {index}: {error.strerror}; choose another folder") from None
         settle(workspace, index)
         clear(workspace)
         try:
@@ -120,8 +117,6 @@ def workspace_of(index: Path) -> Iterator[Path]:
                 clear(workspace)
                 with suppress(OSError):
                     workspace.rmdir()
-    finally:
-        os.close(held)
 
 
 def clear(workspace: Path) -> None:
@@ -225,121 +220,3 @@ def write_shard(path: Path, samples: Iterable[tuple[str, Members]], advance: Cal
                 header.size = len(content)
                 tar.addfile(header, io.BytesIO(content))
             advance(1)
-
-
-def pack_image_folder(address: str, folder: Path, **options: Any) -> ShardIndex:
-    """Packs the images ``class/name.jpg`` below a folder or prefix, as they are, with the classes' numbers.
-
-    Args:
-        address: a path, or s3://, gs:// or az://.
-        options: of :func:`pack`.
-
-    Raises:
-        UserError: there are no images in it, or they cannot be read.
-    """
-    from flyte_ddp.datasets.image_folder import list_images
-
-    found = list_images(address)
-    for line in found.describe():
-        Progress(options.get("progress", "auto")).note(line)
-    keys = keys_of(found.names)
-
-    def sample(number: int) -> tuple[str, Members]:
-        extension = found.names[number].rpartition(".")[2].lower()
-        return keys[number], {f".{extension}": found.read(number), ".cls": str(found.labels[number]).encode()}
-
-    return pack(sample, len(found.names), folder, classes=found.classes, **options)
-
-
-def keys_of(names: Iterable[str]) -> list[str]:
-    """A key for each file, all different: its name without the extension and, as a key ends at a dot, without dots."""
-    keys: dict[str, None] = {}
-    for name in names:
-        stem, _, extension = name.rpartition(".")
-        place, _, last = stem.rpartition("/")
-        key = f"{place}/{last.replace('.', '%2E')}"
-        while key in keys:  # there is a.png beside a.jpg
-            key += f"%2E{extension}"
-        keys[key] = None
-    return list(keys)
-
-
-def pack_images(samples: Any, folder: Path, *, classes: Sequence[str] = (), **options: Any) -> ShardIndex:
-    """Packs a map-style data set of (image, label), such as torchvision's, as PNG: without loss.
-
-    Args:
-        samples: has ``len()`` and gives an image and a label for each number. Images are as for training on a data set
-            of one's own (:func:`flyte_ddp.datasets.custom.collect`), of any size.
-        classes: the classes' names; those that the data set has itself, if none are given.
-        options: of :func:`pack`.
-
-    Raises:
-        UserError: it is no such data set.
-    """
-    from PIL import Image
-
-    from flyte_ddp.datasets.custom import pixels_and_label
-
-    what = f"{type(samples).__name__} to pack"
-    try:
-        count = len(samples)
-    except TypeError:
-        raise UserError(f"{what}: has no len(); it must be a map-style data set") from None
-    width = len(str(count - 1))
-    one_at_a_time = threading.Lock()  # a data set need not be made for several threads
-
-    def sample(number: int) -> tuple[str, Members]:
-        try:
-            with one_at_a_time:
-                pixels, label = pixels_and_label(what, number, samples[number])
-        except OSError as error:
-            raise UserError(f"{what}: sample {number} cannot be read ({error})") from error
-        if pixels.shape[2] not in (1, 3, 4):
-            raise UserError(f"{what}: image {number} has {pixels.shape[2]} channels; must have 1, 3 or 4")
-        buffer = io.BytesIO()
-        Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels).save(buffer, "PNG")
-        return f"{number:0{width}d}", {".png": buffer.getvalue(), ".cls": str(label).encode()}
-
-    named = classes or getattr(samples, "classes", ())
-    return pack(sample, count, folder, classes=[str(label) for label in named], **options)
-
-
-def pack_source(source: str, folder: Path, *, split: str = "train", **options: Any) -> ShardIndex:
-    """Packs whatever ``source`` names: a folder or prefix of images, a data set by its name, or a user's own.
-
-    Args:
-        source: as on the command line (``python -m flyte_ddp.shards pack --help``).
-        split: train or test, of a data set that has both.
-        options: of :func:`pack`.
-    """
-    from flyte_ddp import catalog
-    from flyte_ddp.datasets import fetch, open_arrays
-    from flyte_ddp.user_code import SPEC, load_callable
-
-    if source in catalog.DATASETS:
-        with tempfile.TemporaryDirectory(prefix="flyte-ddp.") as data:
-            arrays = open_arrays(fetch(source, "", Path(data) / source, progress="off"))
-            images, labels = (getattr(arrays, f"{split}_{what}") for what in ("images", "labels"))
-            return pack_images(Pairs(images, labels), folder, classes=arrays.classes, **options)
-    if SPEC.fullmatch(source):
-        both = load_callable(source)("")
-        if not isinstance(both, (tuple, list)) or len(both) != 2:
-            raise UserError(f"{source}: returned {type(both).__name__}; must return a pair (train, test) of data sets")
-        return pack_images(both[split == "test"], folder, **options)
-    if split != "train":
-        raise UserError(f"split={split!r}: a folder of images is one split; give the folder of the one that you want")
-    return pack_image_folder(source, folder, **options)
-
-
-@dataclass(frozen=True, eq=False)
-class Pairs:
-    """Arrays as a map-style data set."""
-
-    images: Any
-    labels: Any
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, number: int) -> tuple[Any, int]:
-        return self.images[number], int(self.labels[number])

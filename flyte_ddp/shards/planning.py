@@ -9,11 +9,11 @@ from numpy.typing import NDArray
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
-from flyte_ddp.shards.epoch_plan import plan_training
+from flyte_ddp.shard_order import shard_orders
+from flyte_ddp.shards.epoch_plan import Gang, plan_epoch
 from flyte_ddp.shards.index import read_index
 from flyte_ddp.shards.plan_request import PlanRequest
-from flyte_ddp.shards.stream_plan import plan_streams
-from flyte_ddp.shards.stream_readers import Gang, StreamOptions
+from flyte_ddp.shards.stream_plan import StreamOptions, plan_streams
 
 
 def planned(request: PlanRequest) -> Iterator[str]:
@@ -25,34 +25,33 @@ def planned(request: PlanRequest) -> Iterator[str]:
     counts, sizes, weights = described(request)
     gang = Gang(nodes=request.nodes, ranks_per_node=request.ranks)
     if not request.stream:
-        hp = Hyperparameters(
-            dataset=f"shards:{request.index or 'planned'}",
-            batch_size=request.batch_size,
-            shuffle_shards=request.shuffle_shards,
-            accumulation_steps=request.accumulation_steps,
-            validation_fraction=request.validation_fraction,
-            seed=request.seed,
-        )
-        plan = plan_training(counts, sizes, weights, gang, hp, test_fraction=request.test_fraction)
-        yield plan.describe()
+        yield planned_epoch(request, counts, sizes, weights, gang)
         return
-    options = StreamOptions(
-        batch_size=request.batch_size,
-        workers=request.workers,
-        nbatches=request.nbatches,
-        partial=request.partial,
-        repeat=request.repeat,
-        dsrepeat=request.dsrepeat,
-    )
-    stream = plan_streams(counts, sizes, gang, options)
-    yield stream.describe()
+    names = ("batch_size", "workers", "nbatches", "partial", "repeat", "dsrepeat")
+    stream = plan_streams(counts, sizes, gang, StreamOptions(**{name: getattr(request, name) for name in names}))
+    yield "\n".join(stream.describe())
     for rank, reader, shards in stream.splits() if request.showsplits or request.showopen else ():
         if request.showsplits:
             yield f"rank {rank} worker {reader}: {len(shards)} shards: {', '.join(map(str, shards))}"
-        if request.showopen:
-            for number, shard in stream.openings(rank, reader):
-                yield f"rank {rank} worker {reader} pass {number} opens shard {shard}"
+        for number in range(int(stream.passes[rank, reader])) if request.showopen else ():
+            yield from (f"rank {rank} worker {reader} pass {number} opens shard {shard}" for shard in shards)
     stream.refuse()
+
+
+def planned_epoch(
+    request: PlanRequest,
+    counts: NDArray[np.int64],
+    sizes: NDArray[np.int64] | None,
+    weights: NDArray[np.float64],
+    gang: Gang,
+) -> str:
+    """The plan of an epoch of training, from [shards] samples, bytes and weights."""
+    if not 0 <= request.test_fraction < 1:
+        raise UserError(f"test_fraction={request.test_fraction}: must be at least 0 and below 1")
+    names = ("batch_size", "shuffle_shards", "accumulation_steps", "validation_fraction", "seed")
+    hp = Hyperparameters(dataset="shards:planned", **{name: getattr(request, name) for name in names})
+    order = shard_orders(counts, weights, hp, request.test_fraction)["training"]
+    return plan_epoch(order, sizes, gang, hp).describe()
 
 
 def described(request: PlanRequest) -> tuple[NDArray[np.int64], NDArray[np.int64] | None, NDArray[np.float64]]:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from flyte_ddp import storage
 from flyte_ddp.errors import UserError
@@ -39,7 +37,7 @@ class Scanned:
     labels: int
 
 
-class HashedStream(io.RawIOBase):
+class HashedStream:
     """Chunks of bytes as a file that can be read once, and the digests and the number of those read so far."""
 
     def __init__(self, chunks: Iterator[bytes]) -> None:
@@ -48,29 +46,24 @@ class HashedStream(io.RawIOBase):
         self.md5, self.sha256 = hashlib.md5(usedforsecurity=False), hashlib.sha256()
         self.count = 0
 
-    def readable(self) -> bool:
-        """It is."""
-        return True
+    def seekable(self) -> bool:
+        """It is not."""
+        return False
 
-    def readinto(self, buffer: Any) -> int:
-        """Reads as much as there is at once."""
-        while not self.rest:
-            chunk = next(self.chunks, None)
-            if chunk is None:
-                return 0
+    def read(self, length: int) -> bytes:
+        """At most so many bytes; none at the end."""
+        while not self.rest and (chunk := next(self.chunks, None)) is not None:
             self.md5.update(chunk)
             self.sha256.update(chunk)
             self.count += len(chunk)
             self.rest = memoryview(chunk)
-        length = min(len(buffer), len(self.rest))
-        buffer[:length] = self.rest[:length]
-        self.rest = self.rest[length:]
-        return length
+        piece, self.rest = bytes(self.rest[:length]), self.rest[length:]
+        return piece
 
 
 def scan(
     url: str,
-    check: Callable[[Member, bytes], None] | None = None,
+    check: Callable[[Member, bytes], None] = lambda _, __: None,
     wanted: Callable[[str], bool] = lambda extension: extension == ".cls",
 ) -> Scanned:
     """Reads a shard once, from its start to its end.
@@ -83,22 +76,17 @@ def scan(
     """
 
     def once(address: str) -> Scanned:
+        found, labels = [], 0
         with storage.open_file(address) as file:
             stream = HashedStream(file.chunks)
-            labels = 0
-
-            def found() -> Iterator[Member]:
-                nonlocal labels
-                for member, content in members(stream, url, wanted):  # type: ignore[arg-type]
-                    if content is not None:
-                        if member.extension == ".cls":
-                            labels = max(labels, label_of(member, content, url) + 1)
-                        if check is not None:
-                            check(member, content)
-                    yield member
-
-            table = tabulate(found(), url)
+            for member, content in members(stream, url, wanted):  # type: ignore[arg-type]
+                found.append(member)
+                if content is not None:
+                    if member.extension == ".cls":
+                        labels = max(labels, label_of(member, content, url) + 1)
+                    check(member, content)
         check_length(stream.count, file.size, remote=storage.local_path(address) is None)
+        table = tabulate(found, url)
         shard = Shard(url, len(table), stream.count, stream.md5.hexdigest(), stream.sha256.hexdigest())
         return Scanned(shard, table, labels)
 
@@ -170,30 +158,17 @@ def index_shards(
     if len(set(shards)) < len(shards):
         twice = next(url for url in shards if shards.count(url) > 1)
         raise UserError(f"shard {twice} is given twice; give each one once")
+    tables = tables_of(output)
+    start, listed, labels = 0, [], 0
     with (
         in_parallel(scan, shards, THREADS) as scanned,
-        Progress(progress).track("reading", len(shards), "shards") as done,
+        Progress(progress).track("reading", len(shards), "shards") as advance,
+        replacing(tables) as file,
     ):
-        return write_index(scanned, output, name=name, classes=classes, advance=done, packed=packed)
-
-
-def write_index(
-    scanned: Iterable[Scanned],
-    output: Path,
-    *,
-    name: str,
-    classes: Sequence[str],
-    advance: Callable[[int], object] = lambda _: None,
-    packed: bool = False,
-) -> ShardIndex:
-    """Writes the index of shards that were read, and their tables of samples before it."""
-    tables = tables_of(output)
-    start, shards, labels = 0, [], 0
-    with replacing(tables) as file:
         for found in scanned:
             content = found.table.to_bytes()
             file.write(content)
-            shards.append(found.shard._replace(table=(str(tables), start, len(content), digest_of(content))))
+            listed.append(found.shard._replace(table=(str(tables), start, len(content), digest_of(content))))
             start += len(content)
             labels = max(labels, found.labels)
             advance(1)
@@ -202,16 +177,14 @@ def write_index(
                     f"shard {found.shard.url}: has label {found.labels - 1}, and with {len(classes)} classes labels "
                     f"are 0..{len(classes) - 1}; mend the sample, or the list of classes"
                 )
-        if not any(shard.samples for shard in shards):
-            raise UserError(
-                f"shard {shards[0].url}: has no samples, and there are none in the others; check the addresses"
-            )
+        if not any(shard.samples for shard in listed):
+            raise UserError(f"shard {shards[0]}: has no samples, and there are none in the others; check the addresses")
         if not classes and labels > MOST_CLASSES:
             raise UserError(
                 f"a label is {labels - 1:,}: with more than {MOST_CLASSES:,} classes give their names (--classes)"
             )
     named = tuple(classes) or tuple(str(label) for label in range(labels))
-    index = ShardIndex(name or output.stem, shards, (Part(name or output.stem),), named)
+    index = ShardIndex(name or output.stem, listed, (Part(name or output.stem),), named)
     with replacing(output) as file:
         file.write(index_json(index, str(output.parent), tables.name, packed=packed))
     return index

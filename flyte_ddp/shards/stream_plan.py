@@ -1,48 +1,67 @@
 """What every rank gets when a sharded data set is read as a stream, computed from the shards' lengths alone.
 
 The counterpart of ``simdist.py`` (tmbdev-archive/wds-distributed), which runs all the loaders to count their batches.
-The rules are webdataset's (1.0.2) and torch's: shards are dealt to ranks and then to each rank's workers, each worker
-shuffles and batches its own samples, and repeats that; the loader takes batches of its workers in turn, is repeated
-itself, and is cut off after ``nbatches``. Shuffling the shards within a worker changes the order they are opened in,
-and no number here.
+The rules are webdataset's (1.0.2) and torch's: shard ``i`` goes to rank ``i % ranks``, and there to reader ``i // ranks
+% readers``: a worker of the rank's loader, or the rank's own process where it has none. Each reader cuts its samples
+into batches, pass by pass; the loader takes one batch of each in turn, leaving out those that have ended, is repeated
+itself, and is cut off after ``nbatches``. Shuffling changes which samples those are, and no number here.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.shards.stream_readers import (
-    Counts,
-    Gang,
-    StreamOptions,
-    begun_passes,
-    by_reader,
-    checked,
-    first_batches,
-    reader_shards,
-    refuse_idle_readers,
-    sizes_in_order,
-)
-
-__all__ = ["Bounds", "Counts", "Gang", "StreamOptions", "StreamPlan", "Suggestions", "plan_streams"]
+from flyte_ddp.shards.epoch_plan import Bounds, Counts, Gang, bounds
 
 
-class Bounds(NamedTuple):
-    """Two numbers that another is certain not to be outside of; it is exact where they are equal."""
+@dataclass(frozen=True, kw_only=True)
+class StreamOptions:
+    """How each rank's loader reads its shards; the names are simdist.py's.
 
-    least: int
-    most: int
+    Args:
+        batch_size: samples of a batch.
+        workers: processes of each loader; with 0 the rank's own process reads.
+        nbatches: batches after which a loader is cut off; None takes all there are.
+        partial: whether the smaller batch that ends a reader's pass is kept; otherwise its samples are dropped.
+        repeat: passes of the loader.
+        dsrepeat: passes of each reader over its shards, in each pass of the loader.
 
-    def __str__(self) -> str:
-        return f"{self.least:,}" if self.least == self.most else f"{self.least:,} to {self.most:,}"
+    Raises:
+        UserError: a number is out of range.
+    """
+
+    batch_size: int
+    workers: int
+    nbatches: int | None = None
+    partial: bool = False
+    repeat: int = 1
+    dsrepeat: int = 1
+
+    def __post_init__(self) -> None:
+        for name, least in {"batch_size": 1, "workers": 0, "nbatches": 1, "repeat": 1, "dsrepeat": 1}.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise UserError(f"{name}={value}: must be at least {least}")
+
+    @property
+    def readers(self) -> int:
+        """Of each rank."""
+        return max(self.workers, 1)
+
+    def pass_batches(self, samples: Counts) -> Counts:
+        """Batches that readers with so many samples give in one pass; any shape."""
+        return -(-samples // self.batch_size) if self.partial else samples // self.batch_size
+
+    def planned_batches(self, samples: Counts) -> Counts:
+        """Batches of each rank up to nbatches, [ranks], from its readers' samples, [ranks, readers]."""
+        batches = self.repeat * self.dsrepeat * np.asarray(self.pass_batches(samples).sum(axis=1))
+        return batches if self.nbatches is None else np.minimum(batches, self.nbatches)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +74,6 @@ class Suggestions:
         workers: the nearest numbers below and above that do it with these very shards; none above twice as many.
         fewer_shards: the nearest number of shards, not above the present one, that divides evenly; None if that is 0.
         more_shards: the nearest that is not below. Both presume shards with equal numbers of samples.
-
     """
 
     nbatches: int | None
@@ -65,15 +83,12 @@ class Suggestions:
     more_shards: int
 
     def __str__(self) -> str:
-        ways = []
-        if self.nbatches is not None:
-            ways.append(f"nbatches={self.nbatches}")
+        ways = [] if self.nbatches is None else [f"nbatches={self.nbatches}"]
         if self.repeated is not None:
             ways.append("nbatches={} with dsrepeat={}".format(*self.repeated))
         ways += [f"workers={workers}" for workers in self.workers]
-        shards = " or ".join(
-            f"{number:,}" for number in sorted({self.fewer_shards or self.more_shards, self.more_shards})
-        )
+        numbers = sorted({self.fewer_shards or self.more_shards, self.more_shards})
+        shards = " or ".join(f"{number:,}" for number in numbers)
         return ", or ".join([*ways, f"{shards} shards with equal numbers of samples"])
 
 
@@ -101,7 +116,6 @@ class StreamPlan:
         bytes_read: by each node, without a cache, [nodes]: all shards in all passes. Exact where nbatches cuts nothing
             off; where it does, the rest of a reader's last pass may stay unread. None if the sizes are not known.
         bytes_cached: by each node that keeps what it reads, [nodes]: the shards of its ranks, each once.
-
     """
 
     options: StreamOptions
@@ -135,11 +149,6 @@ class StreamPlan:
         return Bounds(delivered - int(self.distinct_most.sum()), delivered - int(self.distinct_least.sum()))
 
     @property
-    def pass_samples(self) -> Counts:
-        """Samples that each reader delivers in a pass that nbatches does not cut, [ranks, readers]."""
-        return np.minimum(self.options.pass_batches(self.samples) * self.options.batch_size, self.samples)
-
-    @property
     def hangs(self) -> bool:
         """Whether ranks get different numbers of batches: with DDP, those with more wait for the others for ever."""
         return bool(self.batches.min() != self.batches.max())
@@ -155,41 +164,11 @@ class StreamPlan:
         first = next(kinds)
         return any(not np.array_equal(kind, first) for kind in kinds)
 
-    @property
-    def consistent(self) -> bool:
-        """simdist.py's own criterion: whether all ranks have the same numbers of batches of each size, in any order."""
-        first = self.batch_sizes(0)
-        return all(self.batch_sizes(rank) == first for rank in range(1, self.gang.ranks))
-
-    def batch_sizes(self, rank: int) -> Counter[int]:
-        """How many batches of each size a rank gets."""
-        partial = self.partial_batches[rank]
-        counts = Counter({self.options.batch_size: int(self.batches[rank] - partial.sum())})
-        for samples, number in zip(self.samples[rank].tolist(), partial.tolist(), strict=True):
-            counts[samples % self.options.batch_size] += number
-        return +counts
-
-    def sizes_in_order(self, rank: int) -> Counts:
-        """The sizes of the batches that a rank gets, in their order, [batches of the rank]."""
-        return sizes_in_order(self.samples[rank], self.options, int(self.batches[rank]))
-
     def splits(self) -> Iterator[tuple[int, int, range]]:
-        """Each rank and reader with its shards, as places in the list (``--showsplits``)."""
-        for rank, reader in np.ndindex(self.samples.shape):
-            yield rank, reader, self.reader_shards(rank, reader)
-
-    def reader_shards(self, rank: int, reader: int) -> range:
-        """A reader's shards, as places in the list, in the order in which it opens them unless it shuffles them."""
-        return reader_shards(rank, reader, self.gang.ranks, self.options.readers, len(self.shard_samples))
-
-    def openings(self, rank: int, reader: int) -> Iterator[tuple[int, int]]:
-        """Each shard that a reader opens, in order, after the number of its pass, from 0 (``--showopen``).
-
-        Readers run side by side, so what different ones open is in no order.
-        """
-        for number in range(int(self.passes[rank, reader])):
-            for shard in self.reader_shards(rank, reader):
-                yield number, shard
+        """Each rank and reader with its shards, as places in the list, in the order in which they are opened."""
+        ranks, readers = self.samples.shape
+        for rank, reader in np.ndindex(ranks, readers):
+            yield rank, reader, range(rank + reader * ranks, len(self.shard_samples), ranks * readers)
 
     def suggestions(self) -> Suggestions:
         """Nearby numbers that make all ranks get the same number of batches."""
@@ -197,23 +176,17 @@ class StreamPlan:
         shortest = options.repeat * int(options.pass_batches(self.samples).sum(axis=1).min())
         longest = int(self.batches.max())
         shards, divisor = len(self.shard_samples), self.samples.size
+        nearby = (range(options.readers - 1, 0, -1), range(options.readers + 1, 2 * options.readers + 1))
+        found = (next(filter(self._works_with, numbers), None) for numbers in nearby)
         return Suggestions(
             nbatches=int(self.batches.min()) or None,
             repeated=(longest, -(-longest // shortest)) if shortest else None,
-            workers=self._nearby_workers(),
+            workers=tuple(workers for workers in found if workers is not None),
             fewer_shards=shards // divisor * divisor or None,
             more_shards=-(-shards // divisor) * divisor,
         )
 
-    def _nearby_workers(self) -> tuple[int, ...]:
-        present = self.options.readers
-        below = next(filter(self._works_with, range(present - 1, 0, -1)), None)
-        above = next(filter(self._works_with, range(present + 1, 2 * present + 1)), None)
-        return tuple(workers for workers in (below, above) if workers is not None)
-
     def _works_with(self, workers: int) -> bool:
-        if len(self.shard_samples) < self.gang.ranks * workers:
-            return False
         samples = by_reader(self.shard_samples, self.gang.ranks, workers)
         batches = dataclasses.replace(self.options, workers=workers).planned_batches(samples)
         return bool(samples.all() and batches.min() == batches.max() > 0)
@@ -223,7 +196,6 @@ class StreamPlan:
 
         Raises:
             UserError: DDP would hang, or have nothing to do.
-
         """
         if not self.batches.any():
             raise UserError(
@@ -232,40 +204,34 @@ class StreamPlan:
             )
         if self.hangs:
             raise UserError(
-                f"the ranks get {Bounds(self.batches.min(), self.batches.max())} batches: DDP hangs unless all get "
-                f"the same number; take {self.suggestions()}"
+                f"the ranks get {bounds(self.batches)} batches: DDP hangs unless all get the same number; "
+                f"take {self.suggestions()}"
             )
 
-    def describe(self, limit: int = 8) -> str:
+    def describe(self, limit: int = 8) -> Iterator[str]:
         """The plan for people: a table of the first ``limit`` ranks, what it comes to, and the verdict."""
         gang, options = self.gang, self.options
-        headline = (
+        yield (
             f"{len(self.shard_samples):,} shards with {self.samples.sum():,} samples; nodes x ranks x workers = "
             f"{gang.nodes:,} x {gang.ranks_per_node:,} x {options.workers:,}; batches of {options.batch_size:,}"
         )
-        return "\n".join([headline, *self._table(limit), *self._totals(), *self._verdict()])
-
-    def _table(self, limit: int) -> Iterator[str]:
         row = "{:>6}{:>10}{:>14}{:>11}{:>9}{:>14}".format
         yield row("rank", "shards", "samples", "batches", "partial", "delivered")
         columns = (self.samples, self.reader_batches, self.partial_batches, self.delivered)
-        for rank in range(min(limit, self.gang.ranks)):
-            shards = len(range(rank, len(self.shard_samples), self.gang.ranks))
+        for rank in range(min(limit, gang.ranks)):
+            shards = len(range(rank, len(self.shard_samples), gang.ranks))
             yield row(rank, f"{shards:,}", *(f"{column[rank].sum():,}" for column in columns))
         if (others := self.batches[limit:]).size:
-            yield f"and {others.size:,} more with {Bounds(others.min(), others.max())} batches each"
-
-    def _totals(self) -> Iterator[str]:
+            yield f"and {others.size:,} more with {bounds(others)} batches each"
         yield f"samples delivered: {self.delivered.sum():,}; never: {self.dropped}; more than once: {self.repeated}"
-        for what, numbers in {"without a cache": self.bytes_read, "with one": self.bytes_cached}.items():
-            if numbers is not None:
-                yield f"bytes that a node reads {what}: {Bounds(numbers.min(), numbers.max())}"
+        read = {"without a cache": self.bytes_read, "with one": self.bytes_cached}
+        of_nodes = {what: bounds(numbers) for what, numbers in read.items() if numbers is not None}
+        for what, number in of_nodes.items():
+            yield f"bytes that a node reads {what}: {number}"
         if self.dropped.least != self.dropped.most:
             yield "a range of samples: the fewest and the most that it can be, as a shuffle decides where nbatches cuts"
-        if any(column is not None and column.min() != column.max() for column in (self.bytes_read, self.bytes_cached)):
+        if any(number.least != number.most for number in of_nodes.values()):
             yield "a range of bytes: from the node that reads least to the one that reads most"
-
-    def _verdict(self) -> Iterator[str]:
         if self.hangs:
             yield f"DDP would hang, as ranks get different numbers of batches; take {self.suggestions()}"
         elif self.batches.any():
@@ -286,13 +252,10 @@ def plan_streams(samples: Counts, sizes: Counts | None, gang: Gang, options: Str
         options: of each rank's loader.
 
     Raises:
-        UserError: there are no shards, numbers are negative or missing, or a worker would have no samples. webdataset
-            itself raises "No samples found in dataset" in such a worker.
-
+        UserError: a worker would have no samples. webdataset itself raises "No samples found in dataset" in it.
     """
-    shard_samples = checked(samples, "samples")
-    by_readers = by_reader(shard_samples, gang.ranks, options.readers)
-    refuse_idle_readers(by_readers, len(shard_samples))
+    by_readers = by_reader(samples, gang.ranks, options.readers)
+    refuse_idle_readers(by_readers, len(samples))
     in_pass = options.pass_batches(by_readers)
     available = options.dsrepeat * in_pass.sum(axis=1)  # in one pass of the loader
     whole, rest = np.divmod(options.planned_batches(by_readers), np.maximum(available, 1))
@@ -304,15 +267,18 @@ def plan_streams(samples: Counts, sizes: Counts | None, gang: Gang, options: Str
     partial_batches = ended * (remainder > 0) * options.partial
     delivered = options.batch_size * (batches - partial_batches) + remainder * partial_batches
     longest_pass = options.batch_size * np.minimum(in_pass, batches)
-    passes = begun_passes(in_pass, in_cut, whole, rest, options.dsrepeat)
+    # All workers start to read when a pass of the loader begins, even those whose turn does not come. And webdataset
+    # repeats nothing that has given nothing: neither a worker without a batch nor a loader without one.
+    last = np.maximum(-(-in_cut // np.maximum(in_pass, 1)), 1) * (rest > 0)[:, None]
+    passes = np.maximum(whole[:, None] * np.where(in_pass > 0, options.dsrepeat, 1) + last, 1)
     read = cached = None
     if sizes is not None:
-        reader_sizes = by_reader(checked(sizes, "sizes", len(shard_samples)), gang.ranks, options.readers)
+        reader_sizes = by_reader(sizes, gang.ranks, options.readers)
         read, cached = (total.reshape(gang.nodes, -1).sum(axis=1) for total in (reader_sizes * passes, reader_sizes))
     return StreamPlan(
         options=options,
         gang=gang,
-        shard_samples=shard_samples,
+        shard_samples=samples,
         samples=by_readers,
         reader_batches=batches,
         partial_batches=partial_batches,
@@ -322,4 +288,65 @@ def plan_streams(samples: Counts, sizes: Counts | None, gang: Gang, options: Str
         passes=passes,
         bytes_read=read,
         bytes_cached=cached,
+    )
+
+
+def by_reader(values: Counts, ranks: int, readers: int) -> Counts:
+    """Sums over each reader's shards: [shards] to [ranks, readers]."""
+    rounds = -(-len(values) // (ranks * readers))
+    padded = np.zeros(rounds * ranks * readers, dtype=np.int64)
+    padded[: len(values)] = values
+    return np.asarray(padded.reshape(rounds, readers, ranks).sum(axis=0).T)
+
+
+def first_batches(counts: Counts, taken: Counts) -> Counts:
+    """How many of a rank's first batches come from each of its readers, [ranks, readers].
+
+    Args:
+        counts: batches that each reader has, [ranks, readers].
+        taken: how many of them the loader takes, [ranks]; no more than there are.
+    """
+    rounds = np.zeros_like(taken)  # the most, of each of which no reader is left out that has a batch, found bit by bit
+    for bit in range(int(counts.max()).bit_length(), -1, -1):
+        more = rounds + (1 << bit)
+        rounds = np.where(np.minimum(counts, more[:, None]).sum(axis=1) <= taken, more, rounds)
+    parts = np.minimum(counts, rounds[:, None])
+    # What is left of the last round goes to the first of those that are not at their end.
+    running, left = counts > rounds[:, None], taken - parts.sum(axis=1)
+    return np.asarray(parts + (running & (np.cumsum(running, axis=1) <= left[:, None])))
+
+
+def sizes_in_order(samples: Counts, options: StreamOptions, steps: int) -> Counts:
+    """The sizes of the first batches that a loader gives, in their order, [steps].
+
+    Args:
+        samples: of each of the rank's readers, [readers].
+        options: of the loader; it begins anew as often as the number of steps takes.
+        steps: how many batches.
+    """
+    in_pass = options.pass_batches(samples)
+    counts = np.minimum(in_pass * options.dsrepeat, steps)
+    reader = np.repeat(np.arange(len(samples)), counts)
+    turn = np.arange(len(reader)) - np.repeat(np.cumsum(counts) - counts, counts)
+    ends_pass = (turn + 1) % in_pass[reader] == 0
+    rest = samples[reader] - (in_pass[reader] - 1) * options.batch_size
+    sizes = np.where(ends_pass & options.partial, rest, options.batch_size)
+    return np.resize(sizes[np.lexsort((reader, turn))], steps)
+
+
+def refuse_idle_readers(samples: Counts, shards: int) -> None:
+    """Refuses to plan for readers without samples, [ranks, readers]: webdataset raises an error in them."""
+    if samples.all():
+        return
+    ranks, readers = samples.shape
+    if shards < samples.size:
+        fix = f"at most {shards // ranks} workers" if shards >= ranks else f"at most {shards:,} ranks"
+        raise UserError(
+            f"{shards:,} shards for ranks x workers = {ranks:,} x {readers}: webdataset ends with an error in a worker "
+            f"without samples; take {fix}, or at least {samples.size:,} shards"
+        )
+    rank, reader = np.argwhere(samples == 0)[0]
+    raise UserError(
+        f"all shards of rank {rank}'s worker {reader} are empty: webdataset ends with an error in a worker without "
+        "samples; leave out empty shards, or take fewer workers"
     )

@@ -29,30 +29,20 @@ def open_local(path: Path, shard: Shard, cache: Path, compared: set[str]) -> Bin
         DamagedShardError: it has another length or digest.
         UserError: it cannot be read.
     """
-    file = open_in_place(path, shard)
-    try:
-        compare_once(file, path, shard, cache, compared)
-    except BaseException:
-        file.close()
-        raise
-    return file
-
-
-def open_in_place(path: Path, shard: Shard) -> BinaryIO:
-    """A shard that is on this machine."""
-    try:
-        if not stat.S_ISREG(path.stat().st_mode):  # a device, or a pipe, may have no end
-            raise UserError(f"shard {shard.url}: is no plain file; check the address")
-        file = path.open("rb")
-    except OSError as error:
-        raise failed(shard, error) from None
-    if wrong_size(file, shard):
-        found = os.fstat(file.fileno()).st_size
-        file.close()
-        raise DamagedShardError(
-            f"shard {shard.url}: has {found:,} bytes and not the {shard.size:,} that the index says; "
-            "copy it again, or renew the index"
-        )
+    with ExitStack() as on_failure:
+        try:
+            if not stat.S_ISREG(path.stat().st_mode):  # a device, or a pipe, may have no end
+                raise UserError(f"shard {shard.url}: is no plain file; check the address")
+            file = on_failure.enter_context(path.open("rb"))
+            if wrong_size(file, shard):
+                raise DamagedShardError(
+                    f"shard {shard.url}: has {os.fstat(file.fileno()).st_size:,} bytes and not the {shard.size:,} that "
+                    "the index says; copy it again, or renew the index"
+                )
+            compare_once(file, path, shard, cache, compared)
+        except OSError as error:
+            raise failed(shard, error) from None
+        on_failure.pop_all()
     return file
 
 
@@ -60,9 +50,6 @@ def compare_once(file: BinaryIO, path: Path, shard: Shard, cache: Path, compared
     """Compares a shard with its digest in the index, as long as its size and times stay only once.
 
     What was compared is remembered by empty files in the cache; where that cannot be written to, by this process.
-
-    Raises:
-        DamagedShardError: it has another digest.
     """
     wanted = shard.sha256 or shard.md5
     status = os.fstat(file.fileno())
@@ -77,15 +64,10 @@ def compare_once(file: BinaryIO, path: Path, shard: Shard, cache: Path, compared
             stack.enter_context(exclusive(cache / "locks", stripe(mark)))  # others wait, and then need not do it again
             marked.parent.mkdir(exist_ok=True)
         if not marked.exists():
-            try:
-                found = digest_of(file, shard)
-            except OSError as error:
-                raise failed(shard, error) from None
-            if found != wanted:
-                kind = new_digest(shard).name
+            if (found := digest_of(file, shard)) != wanted:
                 raise DamagedShardError(
-                    f"shard {shard.url}: its {kind} is {found} and not the {wanted} that the index says, so it is "
-                    "damaged, or another one; copy it again, or renew the index"
+                    f"shard {shard.url}: its {new_digest(shard).name} is {found} and not the {wanted} that the index "
+                    "says, so it is damaged, or another one; copy it again, or renew the index"
                 )
             file.seek(0)
             with suppress(OSError):

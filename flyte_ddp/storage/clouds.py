@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ def aws(bucket: str) -> Any:
     def credential() -> dict[str, Any]:
         frozen = credentials.get_frozen_credentials()
         names = {"access_key_id": frozen.access_key, "secret_access_key": frozen.secret_key, "token": frozen.token}
-        return {**names, "expires_at": datetime.now(timezone.utc) + CREDENTIALS_KEPT}
+        return {**names, "expires_at": datetime.now(UTC) + CREDENTIALS_KEPT}
 
     try:
         if credentials := session.get_credentials():
@@ -83,7 +83,7 @@ def google(bucket: str) -> Any:
         if not credentials.valid:
             credentials.refresh(Request())  # type: ignore[no-untyped-call]
         until = credentials.expiry
-        return {"token": credentials.token, "expires_at": until and until.replace(tzinfo=timezone.utc)}
+        return {"token": credentials.token, "expires_at": until and until.replace(tzinfo=UTC)}
 
     # What writes has a credential in any case: without one obstore would ask the machine's metadata server.
     anonymous = common() | {"skip_signature": True, "credential_provider": lambda: {"token": "-", "expires_at": None}}

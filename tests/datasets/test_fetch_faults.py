@@ -12,10 +12,8 @@ from file_server import FileServer
 from mnist_files import NAMES, Tiny, assert_tiny, leftovers
 
 from flyte_ddp.datasets import DATASETS, fetch, fingerprint
-from flyte_ddp.datasets.download import Expected, download
 from flyte_ddp.errors import UserError
-from flyte_ddp.progress import Progress
-from flyte_ddp.storage import AllFailedError, failures
+from flyte_ddp.storage import failures
 
 
 @pytest.mark.parametrize("fault", [500, 503, 429, 408, "truncate", "alter", "gzip"])
@@ -81,18 +79,6 @@ def test_an_altered_file_is_named_with_both_digests_and_the_fix(tiny: Tiny, tmp_
     assert NAMES[3] in caught.value.message
     assert "sha256sum * > SHA256SUMS" in caught.value.message
     assert leftovers(tmp_path) == ["mirror"]
-
-
-@pytest.mark.parametrize("fault", ["truncate", "alter", 404])
-def test_a_failed_download_leaves_no_part_of_the_file(
-    tiny: Tiny, server: FileServer, tmp_path: Path, fault: int | str
-) -> None:
-    """Also where the folder, unlike that of a fetch, stays."""
-    server.files, server.faults = tiny.files, {NAMES[0]: [fault] * 9}
-    expected = Expected("md5", (tiny.dataset.files[0].md5,))
-    with pytest.raises(AllFailedError):
-        download(NAMES[0], [f"{server.url}/{NAMES[0]}"], expected, tmp_path, Progress("off"))
-    assert leftovers(tmp_path) == []
 
 
 def test_the_next_public_address_is_asked_when_one_fails(

@@ -16,8 +16,7 @@ from mnist_files import DEBIAN, NAMES, Tiny, assert_tiny, leftovers, sums, tiny_
 from flyte_ddp import catalog
 from flyte_ddp.datasets import DATASETS, fetch, fingerprint, open_arrays
 from flyte_ddp.datasets.cifar10 import CIFAR10
-from flyte_ddp.datasets.fashion_mnist import FASHION_MNIST
-from flyte_ddp.datasets.mnist import MNIST
+from flyte_ddp.datasets.mnist import FASHION_MNIST, MNIST
 from flyte_ddp.errors import UserError
 
 

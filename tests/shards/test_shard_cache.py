@@ -192,13 +192,11 @@ def test_a_fault_that_passes_is_retried(
     server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, digest: str, fault: int | str
 ) -> None:
     monkeypatch.setattr(failures, "READ_TIMEOUT", 0.2 if fault in ("hang", "stall") else 20.0)
-    said: list[str] = []
-    cache = ShardCache(tmp_path, note=said.append)
+    cache = ShardCache(tmp_path)
     shard = serve(server, "x.tar", blob(0), digest=digest)
     server.faults["x.tar"] = [fault]
     assert content_of(cache, shard) == blob(0)
     assert server.counts == {"x.tar": 2}
-    assert [shard.url in text and "next try in" in text for text in said] == [True]
     assert sizes_in(tmp_path) == {cache.path_of(shard).name: 20_000}
 
 
@@ -371,15 +369,13 @@ def test_what_others_keep_in_the_folder_stays(server: FileServer, tmp_path: Path
 
 
 def test_healing_fetches_only_what_is_damaged(server: FileServer, tmp_path: Path) -> None:
-    said: list[str] = []
-    cache = ShardCache(tmp_path, note=said.append)
+    cache = ShardCache(tmp_path)
     shard = serve(server, "x.tar", blob(0))
     assert content_of(cache, shard) == blob(0)
     assert not cache.heal(shard)
     path = cache.path_of(shard)
     path.write_bytes(b"\0" + path.read_bytes()[1:])
     assert cache.heal(shard)
-    assert [shard.url in text and "damaged" in text for text in said] == [True]
     assert content_of(cache, shard) == blob(0)
     without = serve(server, "x.tar", blob(0), digest="")
     assert content_of(cache, without) == blob(0)

@@ -27,11 +27,12 @@ from surroundings import s3_environment
 from tars import shard_bytes
 
 from flyte_ddp.datasets.image_folder import list_images
+from flyte_ddp.datasets.packing import pack_image_folder, pack_images, pack_source
 from flyte_ddp.errors import UserError
 from flyte_ddp.shards import packing
 from flyte_ddp.shards.dataset import ShardDataset
 from flyte_ddp.shards.index import ShardIndex
-from flyte_ddp.shards.packing import pack, pack_image_folder, pack_images, pack_source
+from flyte_ddp.shards.packing import pack
 from flyte_ddp.shards.scanning import create_index, tables_of, verify_index
 
 NAMES = [

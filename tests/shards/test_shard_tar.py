@@ -217,7 +217,7 @@ def test_a_comment_for_all_files_is_no_matter() -> None:
         (header_of("a.jpg", tarfile.BLKTYPE), "a device"),
         (header_of("a.jpg", tarfile.FIFOTYPE), "a device"),
         (header_of("a.jpg", tarfile.GNUTYPE_SPARSE), "a sparse file"),
-        (header_of("a.jpg", b"0", pax_headers={"GNU.sparse.major": "1", "GNU.sparse.minor": "0"}), "a sparse file"),
+        (header_of("a.jpg", b"0", pax_headers={"GNU.sparse.map": "0,1", "GNU.sparse.size": "1"}), "a sparse file"),
         (header_of("/etc/a.jpg", b"0"), "'/etc/a.jpg' leads out"),
         (header_of("../a.jpg", b"0"), "leads out"),
         (header_of("b/../../a.jpg", b"0"), "leads out"),
@@ -233,6 +233,20 @@ def test_what_is_no_plain_file_below_the_folder_is_refused(header: tarfile.TarIn
         with pytest.raises(UserError, match=f"^shard x.tar: .*{said}.*") as caught:
             list(members(file, "x.tar"))
         assert len(caught.value.message.splitlines()) == 1
+
+
+@pytest.mark.parametrize("form", ["gnu", "posix"])
+def test_sparse_files_of_gnu_tar_are_refused(tmp_path: Path, form: str) -> None:
+    with (tmp_path / "a.b").open("wb") as file:
+        file.write(b"x")
+        file.truncate(1 << 20)
+    command = ["tar", "--sparse", "--format", form, "-cf", tmp_path / "x.tar", "-C", tmp_path, "a.b"]
+    subprocess.run(command, check=True)
+    content = (tmp_path / "x.tar").read_bytes()
+    assert len(content) < 1 << 19
+    for file in (io.BytesIO(content), Stream(content)):
+        with pytest.raises(UserError, match=r"^shard x\.tar: has '.*a\.b', a link, a device or a sparse file"):
+            list(members(file, "x.tar"))
 
 
 def test_duplicates_name_shard_key_and_extension() -> None:
