@@ -26,7 +26,7 @@ from file_server import FileServer, file_server
 from PIL import Image
 from plain_loop import train_plainly
 from s3_server import s3_server
-from surroundings import s3_environment
+from surroundings import azure_environment, s3_environment
 from torchvision.transforms import v2
 
 from flyte_ddp import models
@@ -223,11 +223,12 @@ def test_shards_far_away_go_through_a_cache_smaller_than_the_data(tmp_path: Path
     assert 0 < int(found[1]) <= sum(1 for times in fetched.values() if times > 1)
 
 
-@pytest.mark.parametrize("scheme", ["file", "http", "s3", "gs"])
+@pytest.mark.parametrize("scheme", ["file", "http", "s3", "gs", "az"])
 def test_shards_of_any_storage_give_the_same_model(
     scheme: str, shards: Path, server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     s3_environment(server.url, monkeypatch)
+    azure_environment(server.url, monkeypatch)
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
     server.files = {f"bucket/{path.name}": path.read_bytes() for path in shards.iterdir() if path.is_file()}
     start = {"file": f"file://{shards}", "http": f"{server.url}/bucket"}.get(scheme, f"{scheme}://bucket")
