@@ -52,7 +52,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def options_of(shards: Path, **changes) -> RankStream:
     index = read_index(str(shards / "train.json"))
     of_hp = {name: value for name, value in changes.items() if hasattr(BASE, name)}
-    hp = replace(BASE, shuffle_buffer=50, **of_hp)
+    hp = replace(BASE, **{"shuffle_buffer": 50, **of_hp})
     options = RankStream(index, ShardCache(shards / "no cache"), hp, rank=0, workers=0, size=8, classes=10)
     return replace(options, **{name: value for name, value in changes.items() if name not in of_hp})
 
