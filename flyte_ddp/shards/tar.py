@@ -11,7 +11,6 @@ import re
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator
-from pathlib import PurePosixPath
 from typing import IO, NamedTuple
 
 from flyte_ddp.errors import UserError
@@ -161,8 +160,7 @@ class Archive:
                 f"shard {self.shard}: has {found.name!r}, a link, a device or a sparse file; pack plain files only "
                 "(tar --dereference --hard-dereference)"
             )
-        path = PurePosixPath(found.name)
-        if path.is_absolute() or ".." in path.parts:
+        if found.name.startswith("/") or ".." in found.name.split("/"):
             raise UserError(
                 f"shard {self.shard}: the name {found.name!r} leads out of its folder; pack with relative names"
             )
