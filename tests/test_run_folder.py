@@ -14,9 +14,10 @@ import pytest
 from faulty_runs import saved
 from interruptions import ended_before_each_change
 
-from flyte_ddp import artifacts, checkpoint, report, results, run, tracking, train
+from flyte_ddp import artifacts, checkpoint, results, run, tracking, train
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import RankError, StoppedError
+from flyte_ddp.report import report
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.run_folder import METRICS, OUTPUTS, UNFINISHED, is_finished, settle
 from flyte_ddp.settings import Settings
