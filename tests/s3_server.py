@@ -51,7 +51,7 @@ def s3_server(folder: Path, *options: str) -> Iterator[S3Server]:
     access_key, secret_key = "loopback-test-key", "loopback-test-secret"
     with tempfile.TemporaryDirectory() as home:
         log = Path(home) / "log"
-        command = [str(RCLONE), "serve", "s3", str(folder), "--addr", "127.0.0.1:0", "--dir-cache-time", "1ns"]
+        command = [str(RCLONE), "serve", "s3", str(folder), "--addr", "127.0.0.1:0", "--dir-cache-time", "100us"]
         command += ["--auth-key", f"{access_key},{secret_key}", "--config", str(Path(home) / "none.conf"), *options]
         with log.open("wb") as output:
             process = subprocess.Popen(command, stdout=output, stderr=output, env={**os.environ, "HOME": home})
