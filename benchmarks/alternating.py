@@ -30,7 +30,7 @@ from flyte_ddp.training_state import TrainingState
 ACCOUNT = "FLYTE_DDP_COST_ACCOUNT"  # environment: where to
 
 
-CHANGING, KEEP = TrainingState.changing, Buffers.keep
+MUTATION, KEEP = TrainingState.mutation, Buffers.keep
 LOOK, EPOCH_DONE, WRITE = LossWatch.look, Checkpointer.epoch_done, Checkpointer._write
 seconds: defaultdict[str, float] = defaultdict(float)
 current = {"epoch": 0}
@@ -50,13 +50,13 @@ def timed(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def changing(state: TrainingState) -> Iterator[None]:
+def mutation(state: TrainingState) -> Iterator[None]:
     current["epoch"] = state.epoch
     if not guarded(state.epoch):
         yield
         return
     with timed("lock"):
-        around = CHANGING(state)
+        around = MUTATION(state)
         around.__enter__()
     yield
     with timed("lock"):
@@ -69,10 +69,10 @@ def keep(buffers: Buffers) -> None:
             KEEP(buffers)
 
 
-def look(watch: LossWatch, loss_sum: Tensor, forward: Callable[[], object]) -> None:
-    if guarded(watch.state.epoch):
+def look(watch: LossWatch, epoch: int, step: int, loss_sum: Tensor, forward: Callable[[], object]) -> None:
+    if guarded(epoch):
         with timed("loss"):
-            LOOK(watch, loss_sum, forward)
+            LOOK(watch, epoch, step, loss_sum, forward)
 
 
 def epoch_done(checkpoints: Checkpointer) -> None:
@@ -92,7 +92,7 @@ def alternate() -> None:
     """Changes the library in this process, which is a rank."""
     patched: Any
     for patched, functions in (
-        (TrainingState, {"changing": changing}),
+        (TrainingState, {"mutation": mutation}),
         (Buffers, {"keep": keep}),
         (LossWatch, {"look": look}),
         (Checkpointer, {"epoch_done": epoch_done, "_write": write}),

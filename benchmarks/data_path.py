@@ -27,15 +27,18 @@ from torch.nn import functional
 from benchmarks.measuring import Options, Result, Target, interleaved
 from benchmarks.running import fashion_mnist, run_python
 from flyte_ddp import sampling
+from flyte_ddp.checkpointing import Run
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.cpu import Bf16
 from flyte_ddp.datasets import open_arrays
+from flyte_ddp.diagnosis import LossWatch
 from flyte_ddp.hardware import bf16_support, detect
 from flyte_ddp.job import Job
 from flyte_ddp.launch.place import Place
 from flyte_ddp.launch.rank import join_process_group, keep_freed_memory
 from flyte_ddp.recording import Recorder
 from flyte_ddp.run import identity_of
+from flyte_ddp.selection import Selection
 from flyte_ddp.settings import Settings
 from flyte_ddp.train import batches_to_do, train_step
 from flyte_ddp.training_state import TrainingState
@@ -107,9 +110,10 @@ def run_rank(rank: int, order: dict[str, Any], records: str) -> None:
     store = distributed.FileStore(str(folder / "store"), hp.num_ranks)  # type: ignore[attr-defined]
     join_process_group(job, Place(rank, hp.num_ranks, device=rank), store)
     arrays = open_arrays(job.data)
-    state = TrainingState.create(hp, job.hardware, arrays, None)
-    with Recorder(job, arrays, state) as recorder:
-        kinds = {"ours": ours(state, recorder), "resident": resident(state, True), "alone": resident(state, False)}
+    state = TrainingState(hp, job.hardware, arrays, None)
+    with Recorder(job, state.clock, state.device, state.total_steps, state.steps_per_epoch) as recorder:
+        run = Run(state, Selection(hp), recorder, LossWatch(state.model, state.optimizer, hp, a_step_later=False))
+        kinds = {"ours": ours(run), "resident": resident(state, True), "alone": resident(state, False)}
         rates: dict[str, list[float]] = {kind: [] for kind in kinds}
         account: dict[str, float] = {}
         for block in range(order["blocks"] + 1):
@@ -138,13 +142,13 @@ def rate(steps: Iterator[int], number: int) -> float:
     return samples / (time.perf_counter() - begin)
 
 
-def ours(state: TrainingState, recorder: Recorder) -> Iterator[int]:
+def ours(run: Run) -> Iterator[int]:
     """The library's steps with their records; yields each global batch's number of samples."""
     while True:
-        for batch in batches_to_do(state):
-            train_step(state, batch, recorder)
+        for batch in batches_to_do(run.state):
+            train_step(run, batch)
             yield len(batch)
-        state.epoch += 1
+        run.state.epoch += 1
 
 
 def resident(state: TrainingState, synchronised: bool) -> Iterator[int]:

@@ -20,6 +20,7 @@ from torch.multiprocessing.spawn import spawn
 
 from benchmarks.measuring import Options, Result, Target, interleaved
 from benchmarks.running import run_python
+from flyte_ddp.clock import Clock
 from flyte_ddp.launch.rank import keep_freed_memory
 from flyte_ddp.strategies import GradientSync, synchronised
 
@@ -59,7 +60,7 @@ def run_rank(rank: int, order: dict[str, Any], folder: str) -> None:
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     found: dict[str, dict[str, list[float]]] = {}
     for width in order["widths"]:
-        sides = {name: synchronised(network(width), name, torch.device("cpu")) for name in STRATEGIES}
+        sides = {name: synchronised(network(width), name, Clock()) for name in STRATEGIES}
         sides[ALONE] = GradientSync(network(width))
         found[width] = {name: [] for name in sides}
         inputs = torch.randn(SAMPLES, width)

@@ -1,4 +1,4 @@
-"""In what arithmetic a run trains: what the same run may round otherwise by. Needs no torch, but to look at devices."""
+"""What decides how a run rounds: number of ranks, devices, precision. Imports torch only to look at devices."""
 
 from __future__ import annotations
 
@@ -12,14 +12,7 @@ from flyte_ddp.hardware import Hardware
 if TYPE_CHECKING:
     import torch
 
-LABELS = {
-    "num_ranks": "ranks",
-    "devices": "devices",
-    "precision": "precision",
-    "threads": "threads of each rank",
-    "channels_last": "channels last",
-    "strategy": "strategy",
-}
+LABELS = {"num_ranks": "ranks", "threads": "threads of each rank", "channels_last": "channels last"}
 
 
 @dataclass(frozen=True)
@@ -36,24 +29,21 @@ class Arithmetic:
     def changes(self, before: Iterable[Arithmetic]) -> str:
         """In words what was different; empty if nothing was."""
         words = []
-        for name, label in LABELS.items():
-            now = getattr(self, name)
+        for name, now in vars(self).items():
             earlier = [*dict.fromkeys(getattr(one, name) for one in before)]
             if "" not in (now, *earlier) and earlier != [now]:
-                words.append(f"{label} {' and '.join(map(str, earlier))}, now {now}")
+                words.append(f"{LABELS.get(name, name)} {' and '.join(map(str, earlier))}, now {now}")
         return "; ".join(words)
 
 
 def of_this_run(hardware: Hardware, device: torch.device) -> Arithmetic:
     """What this run trains in; all ranks call it."""
     import torch
-    import torch.distributed as dist
+
+    from flyte_ddp.distributed import objects_of_all_ranks
 
     own = torch.cuda.get_device_name(device) if device.type == "cuda" else str(read_cpu())
-    devices = [own]
-    if dist.is_initialized():
-        devices *= dist.get_world_size()
-        dist.all_gather_object(devices, own)
+    devices = objects_of_all_ranks(own)
     return Arithmetic(
         num_ranks=len(devices),
         devices=", ".join(devices if len(set(devices)) > 1 else devices[:1]),

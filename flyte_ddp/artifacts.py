@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,9 @@ MIDDLE = "middle"  # the model has been evaluated with the middle of images, as 
 
 
 def save_model(folder: Path, state_dict: Mapping[str, Tensor], sidecar: Mapping[str, Any]) -> tuple[Path, Path]:
-    """Writes ``model.pt`` and ``model.json`` into ``folder``: both, or neither.
+    """Writes ``model.pt`` and ``model.json`` into ``folder``, which is made: both, or neither.
 
     Args:
-        folder: where to; made if it is not there.
         state_dict: of the model itself, not of the wrapper that DDP or torch.compile put around it.
         sidecar: JSON-able; ``format`` and ``digests.weights`` (SHA-256 of ``model.pt``) are added to it.
 
@@ -80,8 +80,9 @@ def load_model(
     try:
         digest = file_digest(model_path)
     except OSError as error:
-        fix = "give the model.pt of a finished run"
-        raise UserError(f"cannot read model {model_path}: {error.strerror}; {fix}") from error
+        raise UserError(
+            f"cannot read model {model_path}: {error.strerror}; give the model.pt of a finished run"
+        ) from error
     if digest != sidecar["digests"]["weights"]:
         raise UserError(
             f"{model_path} is damaged or not the model of {sidecar_path}: its SHA-256 is {digest[:12]}..., "
@@ -102,36 +103,26 @@ def load_model(
 
 def read_sidecar(path: Path) -> dict[str, Any]:
     """The checked contents of ``model.json``."""
+    fix = "give the model.json of a finished run"
     try:
         sidecar = json.loads(path.read_bytes())
     except OSError as error:
-        raise UserError(
-            f"cannot read sidecar {path}: {error.strerror}; give the model.json of a finished run"
-        ) from error
+        raise UserError(f"cannot read sidecar {path}: {error.strerror}; {fix}") from error
     except ValueError as error:
-        raise UserError(f"sidecar {path} is not JSON ({error}); give the model.json of a finished run") from error
+        raise UserError(f"sidecar {path} is not JSON ({error}); {fix}") from error
     found = sidecar.get("format") if isinstance(sidecar, dict) else None
     if found != FORMAT:
-        raise UserError(f"sidecar {path} has format {found!r}: it must be {FORMAT!r}; give the model.json of a run")
-    try:
-        input_spec(sidecar)
-        complete = len(sidecar["classes"]) > 0 and bool(sidecar["model"]) and bool(sidecar["digests"]["weights"])
-    except (KeyError, TypeError):
-        complete = False
-    if not complete:
-        raise UserError(
-            f"sidecar {path} is incomplete: needs model, classes, input and digests; take it from the run again"
-        )
-    return dict(sidecar)
-
-
-def input_crop(sidecar: Mapping[str, Any]) -> str:
-    """Which part of an image the sidecar's model takes: ``middle``, or all of it (empty)."""
-    return str(sidecar["input"].get("crop", ""))
+        raise UserError(f"sidecar {path} has format {found!r}: it must be {FORMAT!r}; {fix}")
+    with suppress(KeyError, TypeError):
+        if input_spec(sidecar) and sidecar["classes"] and sidecar["model"] and sidecar["digests"]["weights"]:
+            return dict(sidecar)
+    raise UserError(
+        f"sidecar {path} is incomplete: needs model, classes, input and digests; take it from the run again"
+    )
 
 
 def described_input(spec: InputSpec, crop: str) -> dict[str, Any]:
-    """What a model takes, and as numbers all that is done to an image before, for programs that have not this library.
+    """What a model takes, and as numbers all that is done to an image before, for programs without this library.
 
     Args:
         spec: the model's input.
@@ -159,10 +150,4 @@ def described_input(spec: InputSpec, crop: str) -> dict[str, Any]:
 def input_spec(sidecar: Mapping[str, Any]) -> InputSpec:
     """What the sidecar's model takes."""
     values = sidecar["input"]
-    return InputSpec(
-        channels=values["channels"],
-        height=values["height"],
-        width=values["width"],
-        mean=tuple(values["mean"]),
-        std=tuple(values["std"]),
-    )
+    return InputSpec(values["channels"], values["height"], values["width"], tuple(values["mean"]), tuple(values["std"]))

@@ -43,15 +43,12 @@ def synchronise_batch_norm(model: nn.Module, this_pass: TrainingPass, *, on_one_
     most = max(2 * cast("int", module.num_features) + 2 for module in found)
     gather: Gather = NodeGather(most) if on_one_machine else distributed.gather
     for number, module in enumerate(found):
-        module.__class__ = over_all_ranks(type(module))  # the same state, other arithmetic
+        kind = type(module)
+        # DDP refuses what is a SyncBatchNorm on a CPU.
+        kinds = (GlobalBatchNorm,) if issubclass(kind, nn.SyncBatchNorm) else (GlobalBatchNorm, kind)
+        # The same state, other arithmetic. Models ask for a layer's class and name, such as to keep some frozen.
+        module.__class__ = type(kind.__name__, kinds, {"__qualname__": kind.__qualname__})
         module.gather, module.this_pass, module.number = gather, this_pass, number  # type: ignore[assignment]
-
-
-def over_all_ranks(kind: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of the same name, as models ask what a layer is, such as those that keep some in evaluation mode."""
-    # DDP refuses what is a SyncBatchNorm on a CPU.
-    kinds = (GlobalBatchNorm,) if issubclass(kind, nn.SyncBatchNorm) else (GlobalBatchNorm, kind)
-    return type(kind.__name__, kinds, {"__qualname__": kind.__qualname__})
 
 
 def has_separate_statistics(model: nn.Module, synchronised: bool) -> bool:
@@ -200,14 +197,10 @@ def averaged_running_statistics(model: nn.Module, samples: int) -> list[tuple[Te
 
     Where statistics are synchronised they are the same on all ranks already, and not among these.
     """
-    separate = [
-        module
-        for module in model.modules()
-        if isinstance(module, _BatchNorm) and not isinstance(module, GlobalBatchNorm)
-    ]
     statistics = [
         statistic
-        for module in separate
+        for module in model.modules()
+        if isinstance(module, _BatchNorm) and not isinstance(module, GlobalBatchNorm)
         for statistic in (module.running_mean, module.running_var)
         if statistic is not None
     ]

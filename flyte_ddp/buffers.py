@@ -151,14 +151,14 @@ class Buffers:
         """The model's ``state_dict`` as it was after a step."""
         return {name: self.after_step.get(name, value) for name, value in state_dict.items()}
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """For a checkpoint, beside the ``state_dict`` of the model."""
         values = {name: self.after_step[name] for name in self.changing if name in self.after_step}
         found = {"changing": self.changing, "late": self.late, "attributes": self.attributes}
         return {**found, "values": values, "marks_of_attributes": self.marks_of_attributes}
 
-    def go_on(self, state: Mapping[str, Any], model: nn.Module, saved: Collection[str]) -> None:
-        """Continues where :meth:`state` was called; gives the model, or its average, what changes.
+    def load_state_dict(self, state: Mapping[str, Any], model: nn.Module, saved: Collection[str]) -> None:
+        """Continues where :meth:`state_dict` was called; gives the model, or its average, what changes.
 
         Args:
             saved: names in the model's ``state_dict``.

@@ -13,13 +13,11 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from flyte_ddp import results
 from flyte_ddp.arithmetic import Arithmetic
-from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import HashingFile, replacing
 
@@ -31,30 +29,18 @@ DIGEST_LINE = len(f"{FORMAT} {'0' * 64}\n")
 
 @dataclass(frozen=True)
 class Identity:
-    """What a checkpoint belongs to: only a run with the same can go on from it."""
+    """What a checkpoint belongs to: only a run with the same identity can resume from it.
 
-    hyperparameters: dict[str, Any]
-    data: str
+    The number of ranks is left out, because it changes who computes and not what is computed. So is what the ranks run
+    on, which changes what is computed by rounding alone: see :mod:`flyte_ddp.arithmetic`.
+    """
+
+    hyperparameters: dict[str, Any]  # without num_ranks
+    data: str  # content digest of the prepared data; the next three likewise
     code: str
     user_code: str
     initial_weights: str
-    releases: str = ""
-
-
-def identity(
-    hp: Hyperparameters, *, data: str, code: str, user_code: str = "", initial_weights: str = "", releases: str = ""
-) -> Identity:
-    """Of a run; the number of ranks is left out, because it changes who computes and not what is computed.
-
-    So is what the ranks run on, which changes what is computed by rounding alone: see :mod:`flyte_ddp.arithmetic`.
-
-    Args:
-        data: content digest of the prepared data; ``code``, ``user_code`` and ``initial_weights`` likewise.
-        releases: of torch and torchvision.
-
-    """
-    values = {name: value for name, value in hp.to_dict().items() if name != "num_ranks"}
-    return Identity(values, data, code, user_code, initial_weights, releases)
+    releases: str  # of torch and torchvision
 
 
 @dataclass(frozen=True)
@@ -118,33 +104,14 @@ def read(path: Path) -> Checkpoint | None:
                 return None
             file.seek(DIGEST_LINE)
             header = json.loads(file.readline())
-            offset = file.tell() + header["metrics_bytes"]
-            check_header(header, most_bytes=path.stat().st_size - file.tell())
-            metrics = file.read(header["metrics_bytes"])
-            identity = Identity(**header["identity"])
-            trained_in = tuple(Arithmetic(**entry) for entry in header["trained_in"])
-    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+            metrics = file.read(header.pop("metrics_bytes"))
+            identity = Identity(**header.pop("identity"))
+            trained_in = tuple(Arithmetic(**entry) for entry in header.pop("trained_in"))
+            return Checkpoint(
+                path, **header, identity=identity, trained_in=trained_in, metrics=metrics, offset=file.tell()
+            )
+    except (OSError, ValueError, KeyError, TypeError):
         return None
-    return Checkpoint(
-        path=path,
-        epoch=header["epoch"],
-        step=header["step"],
-        trained_in=trained_in,
-        time=header["time"],
-        identity=identity,
-        metrics=metrics,
-        offset=offset,
-    )
-
-
-def check_header(header: Any, most_bytes: int) -> None:
-    """Raises one of many errors for a header that :func:`write` has not written."""
-    counts = [header[name] for name in ("epoch", "step", "metrics_bytes")]
-    right = all(isinstance(count, int) and count >= 0 for count in counts) and counts[-1] <= most_bytes
-    right = right and bool(header["trained_in"]) and isinstance(header["identity"]["hyperparameters"], dict)
-    if not right:
-        raise ValueError(header)
-    datetime.fromtimestamp(header["time"])  # noqa: DTZ006 (as a person is told)
 
 
 def state_in(checkpoint: Checkpoint) -> io.BytesIO:
@@ -154,7 +121,7 @@ def state_in(checkpoint: Checkpoint) -> io.BytesIO:
         return io.BytesIO(file.read())
 
 
-def go_on_from(run_folder: Path, run: Identity) -> Checkpoint | None:
+def load_latest(run_folder: Path, run: Identity) -> Checkpoint | None:
     """The run's newest checkpoint, if there is one; its metrics are then as they were when that was written.
 
     Without one, there are no metrics, and no intermediate results.
@@ -170,33 +137,24 @@ def go_on_from(run_folder: Path, run: Identity) -> Checkpoint | None:
         file.write(found.metrics if found else b"")
     if found is None:
         shutil.rmtree(run_folder / results.FOLDER, ignore_errors=True)
-    return replace(found, metrics=b"") if found else None  # the ranks have no use for them
+        return None
+    return replace(found, metrics=b"")  # the ranks have no use for them
 
 
 def check_belongs(checkpoint: Checkpoint, run: Identity) -> None:
-    """Refuses a checkpoint of another run.
-
-    Raises:
-        UserError: what is different.
-
-    """
+    """Refuses, with what is different, a checkpoint of another run."""
     theirs, ours = asdict(checkpoint.identity), asdict(run)
-    if theirs == ours:
-        return
+    before, now = theirs.pop("hyperparameters"), ours.pop("hyperparameters")
+    words = {"code": "code of flyte_ddp", "user_code": "code of the model", "initial_weights": "initial weights"}
     reasons = [
-        f"{name}={theirs['hyperparameters'].get(name)!r}, now {ours['hyperparameters'].get(name)!r}"
-        for name in {**theirs["hyperparameters"], **ours["hyperparameters"]}
-        if theirs["hyperparameters"].get(name) != ours["hyperparameters"].get(name)
+        f"{name}={before.get(name)!r}, now {now.get(name)!r}"
+        for name in {**before, **now}
+        if before.get(name) != now.get(name)
+    ] + [
+        f"other {words.get(name, name)} ({was}, now {ours[name]})" for name, was in theirs.items() if was != ours[name]
     ]
-    words = {
-        "data": "other data",
-        "code": "other code of flyte_ddp",
-        "user_code": "other code of the model",
-        "initial_weights": "other initial weights",
-        "releases": "other releases",
-    }
-    reasons += [f"{what} ({theirs[key]}, now {ours[key]})" for key, what in words.items() if theirs[key] != ours[key]]
-    raise UserError(
-        f"{checkpoint.path} belongs to another run: {'; '.join(reasons)}; "
-        "go back to what it was made with, or delete it to begin anew"
-    )
+    if reasons:
+        raise UserError(
+            f"{checkpoint.path} belongs to another run: {'; '.join(reasons)}; "
+            "go back to what it was made with, or delete it to restart from scratch"
+        )

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from flyte_ddp import checkpoint
+from flyte_ddp.diagnosis import LossWatch
 from flyte_ddp.distributed import rank
-from flyte_ddp.evaluate import Evaluation
 from flyte_ddp.job import Job
 from flyte_ddp.recording import Recorder
 from flyte_ddp.selection import Selection
@@ -33,6 +33,7 @@ class Run:
     state: TrainingState
     selection: Selection
     recorder: Recorder
+    loss_watch: LossWatch
 
 
 @dataclass(frozen=True)
@@ -50,32 +51,25 @@ def take(run: Run) -> Snapshot | None:
 
     None if a step failed when it had changed a part of the state.
     """
-    state, selection, recorder = run.state, run.selection, run.recorder
+    state, selection = run.state, run.selection
     with state.lock:
-        if state.torn:
+        if state.inconsistent:
             return None
         values = {
             "model": state.buffers.after_step_in(state.model.state_dict()),
-            "buffers": state.buffers.state(),
+            "buffers": state.buffers.state_dict(),
             "average": state.average.state_dict() if state.average else None,
             "optimizer": state.optimizer.state_dict(),
-            "spoiled": state.loss_watch.spoiled,
+            "saw_non_finite": run.loss_watch.saw_non_finite,
             "draws": state.this_pass.draws,
             "seconds": dict(state.clock.seconds),
             "total_seconds": state.clock.total(),
-            "waited": state.sync.waited,
-            "selection": {
-                "best_loss": selection.best_loss,
-                "evaluations_since_best": selection.evaluations_since_best,
-                "stopped": selection.stopped,
-                "epoch": selection.epoch,
-                "test": vars(selection.test) if selection.epoch else None,
-            },
-            "recorder": recorder.so_far(),
+            "selection": selection.state_dict(),
+            "recorder": run.recorder.state_dict(),
         }
         # Those are a copy already, which nothing changes.
         best = selection.weights if selection.epoch and state.hp.keep == "best" else None
-        return Snapshot(state.epoch, state.step, recorder.log.size(), {**copied(values), "best": best})
+        return Snapshot(state.epoch, state.step, run.recorder.log.size(), {**copied(values), "best": best})
 
 
 def copied(value: Any) -> Any:
@@ -91,10 +85,10 @@ def copied(value: Any) -> Any:
 
 def restore(run: Run, found: checkpoint.Checkpoint) -> None:
     """Puts a run, on every rank, where the checkpoint was taken."""
-    state, selection, recorder = run.state, run.selection, run.recorder
+    state = run.state
     values = torch.load(checkpoint.state_in(found), map_location="cpu", weights_only=True)
     for model in (state.model, *([state.average.module] if state.average else [])):
-        state.buffers.go_on(values["buffers"], model, saved=values["model"].keys())
+        state.buffers.load_state_dict(values["buffers"], model, saved=values["model"].keys())
     state.model.load_state_dict(values["model"])
     if state.average is not None:
         state.average.load_state_dict(values["average"])
@@ -105,14 +99,8 @@ def restore(run: Run, found: checkpoint.Checkpoint) -> None:
     state.this_pass.draws = values["draws"]
     state.clock.seconds.update(values["seconds"])
     state.clock.started -= values["total_seconds"]
-    state.sync.waited = values["waited"]
-    saved = values["selection"]
-    selection.best_loss, selection.stopped, selection.epoch = saved["best_loss"], saved["stopped"], saved["epoch"]
-    selection.evaluations_since_best = saved["evaluations_since_best"]
-    if selection.epoch:
-        selection.test = Evaluation(**saved["test"])
-        selection.weights = values["best"] or state.kept_model().state_dict()
-    recorder.go_on(values["recorder"])
+    run.selection.load_state_dict(values["selection"], values["best"] or state.kept_model().state_dict())
+    run.recorder.load_state_dict(values["recorder"])
 
 
 class Checkpointer:
@@ -168,7 +156,7 @@ class Checkpointer:
         return self.saved[0]
 
     def _save(self, *, now: bool) -> None:
-        """Writes the state as it is now, if that is asked for and worth going on from; else what waits for it."""
+        """Writes the state as it is now, if that is asked for and worth resuming from; else what waits for it."""
         waiting, self.pending = self.pending, None
         try:
             for snapshot in (take(self.run) if now else None, waiting):
@@ -177,22 +165,21 @@ class Checkpointer:
                     self.saved = (snapshot.step, snapshot.epoch)
         except Exception as error:
             if not self.told:
-                print(f"no checkpoint: {error}; training goes on", file=sys.stderr, flush=True)
+                print(f"could not write checkpoint: {error}; training continues", file=sys.stderr, flush=True)
             self.told = True
 
     def _write(self, snapshot: Snapshot) -> None:
         with (self.job.run_folder / "metrics.jsonl").open("rb") as file:
             metrics = file.read(snapshot.metrics_bytes)
         before = self.job.checkpoint.trained_in if self.job.checkpoint else ()
-        now = self.run.recorder.arithmetic
-        about = {
+        description = {
             "epoch": snapshot.epoch,
             "step": snapshot.step,
-            "trained_in": [asdict(one) for one in (*before, *([] if now in before else [now]))],
+            "trained_in": [asdict(one) for one in dict.fromkeys((*before, self.run.recorder.arithmetic))],
             "time": time.time(),
         }
         checkpoint.write(
-            next(self.slots), about, self.job.identity, metrics, lambda file: torch.save(snapshot.values, file)
+            next(self.slots), description, self.job.identity, metrics, lambda file: torch.save(snapshot.values, file)
         )
 
     def _work(self) -> None:
@@ -205,7 +192,7 @@ class Checkpointer:
                 self._save(now=not closed and self.pending is None)
 
     def _is_good(self, snapshot: Snapshot) -> bool:
-        """Whether it is worth going on from: of a step that went wrong it may be the weights that show it first."""
+        """Whether it is worth resuming from: of a step that went wrong it may be the weights that show it first."""
         saved = snapshot.values["model"]  # a model may leave out what is frozen
         weights = (saved[name] for name, _ in self.run.state.model.named_parameters() if name in saved)
-        return not snapshot.values["spoiled"] and all(bool(value.isfinite().all()) for value in weights)
+        return not snapshot.values["saw_non_finite"] and all(bool(value.isfinite().all()) for value in weights)

@@ -37,8 +37,8 @@ def seconds(number: float) -> timedelta:
 def wait_for(device: torch.device) -> None:
     """Waits until a device has done all that it was given so far; returns at once for a CPU.
 
-    NCCL's collectives do not hold up the host, but whatever fetches a number that depends on one does (``item()``,
-    ``cpu()``), and that wait has no limit. So this goes before it.
+    NCCL's collectives do not block the host, but fetching a number that depends on one does (``item()``, ``cpu()``),
+    without a time limit. So call this before.
 
     Raises:
         CollectiveTimeoutError: it was not done within the time limit of collectives: another rank did not come.
@@ -51,11 +51,11 @@ def wait_for(device: torch.device) -> None:
 
 
 def wait_for_event(event: torch.cuda.Event) -> None:
-    """The same for what was given to the device before the event was recorded."""
-    deadline = time.monotonic() + timeout()
+    """The same for what the device was given before the event was recorded."""
+    deadline = time.monotonic() + _timeout
     while not event.query():  # type: ignore[no-untyped-call]
         if time.monotonic() > deadline:
-            raise CollectiveTimeoutError(f"the GPU waited for other ranks for {timeout():g} s")
+            raise CollectiveTimeoutError(f"the GPU waited for other ranks for {_timeout:g} s")
         time.sleep(POLL_SECONDS)
 
 
@@ -98,14 +98,14 @@ def copy_from_rank_0(tensors: Iterable[Tensor]) -> None:
 
 
 def from_rank_0(value: Value) -> Value:
-    """What rank 0 calls this with; small, as it is pickled."""
+    """Rank 0's value, on all ranks; small, as it is pickled."""
     values = [value]
     dist.broadcast_object_list(values, src=0)
     return values[0]
 
 
 def objects_of_all_ranks(value: Value) -> list[Value]:
-    """What each rank calls this with, in the order of the ranks; small, as it is pickled."""
+    """Each rank's value, in the order of the ranks; small, as it is pickled."""
     if not dist.is_initialized():
         return [value]
     values = [value] * world_size()

@@ -19,20 +19,17 @@ from flyte_ddp.loading.split import Split
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Metrics of one split.
-
-    ``losses`` (fp64 [N]) and ``guesses`` (int64 [N]) are those of each sample, in the split's order, on the CPU.
-    """
+    """Metrics of one split; the tensors [N] are those of each sample, in the split's order, on the CPU."""
 
     loss: float
     accuracy: float
-    losses: Tensor
-    guesses: Tensor
+    losses: Tensor  # fp64
+    predictions: Tensor  # int64, as is the truth
     truth: Tensor
 
     def confusion(self, num_classes: int) -> Tensor:
-        """int64 [classes, classes]: how often a truth (row) was taken for a guess (column)."""
-        pairs = self.truth * num_classes + self.guesses
+        """int64 [classes, classes]: how often a truth (row) was taken for a prediction (column)."""
+        pairs = self.truth * num_classes + self.predictions
         return torch.bincount(pairs, minlength=num_classes**2).reshape(num_classes, num_classes)
 
 
@@ -46,7 +43,7 @@ def evaluate(predict: Callable[[Tensor], Tensor], images: Split, batch_size: int
         RuntimeError: a sample was not counted exactly once.
 
     """
-    # Rows: loss, guess, truth, times counted. Each sample is written by one rank, so the sum over ranks is exact.
+    # Rows: loss, prediction, truth, times counted. Each sample is written by one rank, so the sum over ranks is exact.
     table = torch.zeros(4, len(images), dtype=torch.float64, device=device)
     with torch.no_grad():  # no inference_mode: a tensor that a model keeps from here may be of use in training
         for place, batch, labels in images.batches(batch_size, rank(), world_size()):
@@ -57,15 +54,14 @@ def evaluate(predict: Callable[[Tensor], Tensor], images: Split, batch_size: int
             table[3, place] += 1
     sum_over_ranks(table)
     wait_for(device)
-    losses, guesses, truth, counted = table.cpu()
+    losses, predictions, truth, counted = table.cpu()
     if not bool((counted == 1).all()):
         raise RuntimeError(f"evaluation counted {int((counted != 1).sum())} of {len(images)} samples not exactly once")
-    correct = (guesses == truth).sum().item()
     count = max(1, len(images))
     return Evaluation(
         loss=losses.sum().item() / count,
-        accuracy=correct / count,
+        accuracy=(predictions == truth).sum().item() / count,
         losses=losses,
-        guesses=guesses.long(),
+        predictions=predictions.long(),
         truth=truth.long(),
     )

@@ -39,27 +39,24 @@ def prepare(
         [N, spec.channels, spec.height, spec.width].
 
     """
-    batch = prepared(images, spec, dtype).contiguous(memory_format=memory_format)
-    if memory_format == torch.contiguous_format:
-        # One channel is contiguous in both orders, and torch goes by the strides: it would take it for channels-last,
-        # and so would all that follows, where `x.view(len(x), -1)` then fails.
-        batch = batch.flatten(1).view(batch.shape)
-    return batch
-
-
-def prepared(images: Tensor, spec: InputSpec, dtype: torch.dtype) -> Tensor:
-    """See :func:`prepare`; in channels-last order, as a stored batch is."""
     scale, shift = normalisation(spec, images.device, dtype)
     batch = images.to(dtype, memory_format=torch.contiguous_format)
     if batch.shape[1:] == (spec.height, spec.width, spec.channels):
         rows = batch.flatten(2)  # whole rows of pixels at a time, and not with an inner loop over three channels
         torch.addcmul(shift.repeat(spec.width), rows, scale.repeat(spec.width), out=rows)
-        return batch.permute(0, 3, 1, 2)
-    batch = batch.permute(0, 3, 1, 2)
-    if batch.shape[2:] != (spec.height, spec.width):
-        batch = functional.interpolate(batch, (spec.height, spec.width), mode="bilinear", antialias=True)
-    # A grey image broadcasts against a normalisation of three channels, which makes it RGB in the same pass.
-    return torch.addcmul(shift[:, None, None], batch, scale[:, None, None])
+        batch = batch.permute(0, 3, 1, 2)
+    else:
+        batch = batch.permute(0, 3, 1, 2)
+        if batch.shape[2:] != (spec.height, spec.width):
+            batch = functional.interpolate(batch, (spec.height, spec.width), mode="bilinear", antialias=True)
+        # A grey image broadcasts against a normalisation of three channels, which makes it RGB in the same pass.
+        batch = torch.addcmul(shift[:, None, None], batch, scale[:, None, None])
+    batch = batch.contiguous(memory_format=memory_format)
+    if memory_format == torch.contiguous_format:
+        # One channel is contiguous in both orders, and torch goes by the strides: it would take it for channels-last,
+        # and so would all that follows, where `x.view(len(x), -1)` then fails.
+        batch = batch.flatten(1).view(batch.shape)
+    return batch
 
 
 @functools.lru_cache(maxsize=8)

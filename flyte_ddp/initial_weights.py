@@ -23,11 +23,7 @@ WHAT_IT_IS = "give a file that torch.save has written, with the weights as tenso
 
 
 def identity(init_from: str) -> str:
-    """SHA-256 (hex) that changes with the file; empty without one.
-
-    Raises:
-        UserError: it is not there or cannot be read.
-    """
+    """SHA-256 (hex) that changes with the file; empty without one; UserError if it cannot be read."""
     if init_from:
         local_file(init_from)
     return content_identity(init_from, "init_from")
@@ -35,10 +31,9 @@ def identity(init_from: str) -> str:
 
 @contextmanager
 def fetched(init_from: str, folder: Path) -> Iterator[Path | None]:
-    """A local path with the contents of ``init_from``; None if that is empty.
+    """A local path with the contents of ``init_from``, a path or a URI; None if that is empty.
 
     Args:
-        init_from: a path or a URI.
         folder: where a temporary file may be put.
 
     Raises:
@@ -61,11 +56,7 @@ def fetched(init_from: str, folder: Path) -> Iterator[Path | None]:
 
 
 def local_file(init_from: str) -> Path | None:
-    """Its path, where it is on this machine.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Its path, where it is on this machine; UserError if there is no such file."""
     path = storage.local_path(init_from)
     if path is not None and not path.is_file():
         what = "is a folder" if path.is_dir() else "there is no such file"
@@ -116,18 +107,16 @@ def weights_in(path: Path, init_from: str) -> dict[str, Tensor]:
                 "any code; save its state_dict alone, by torch.save"
             ) from None
         raise UserError(f"init_from={init_from!r}: is not a file of weights, or a damaged one; {WHAT_IT_IS}") from None
-    while isinstance(content, Mapping) and (inner := next((k for k in WRAPPINGS if is_mapping(content, k)), None)):
-        content = content[inner]
+    inner = content
+    while inner is not None:
+        content = inner
+        held = [content.get(key) for key in WRAPPINGS] if isinstance(content, Mapping) else []
+        inner = next((each for each in held if isinstance(each, Mapping)), None)
     tensors = content.items() if isinstance(content, Mapping) else ()
     found = {str(name): value for name, value in tensors if isinstance(value, torch.Tensor)}
     if not found:
         raise UserError(f"init_from={init_from!r}: has no tensors with names; {WHAT_IT_IS}")
     return found
-
-
-def is_mapping(content: Mapping[Any, Any], key: str) -> bool:
-    """Whether there is a mapping under the key."""
-    return isinstance(content.get(key), Mapping)
 
 
 def without_prefix(given: dict[str, Tensor], own: Collection[str]) -> dict[str, Tensor]:
@@ -161,18 +150,15 @@ def misfit(wanted: Mapping[str, Tensor], given: Mapping[str, Tensor], hp: Hyperp
     """The error for tensors that are not those of the model by their names and shapes, or for another reason."""
     # What BatchNorm counts, and old files do not have, is no reason.
     missing = [name for name in wanted if name not in given and not name.endswith("num_batches_tracked")]
-    strange = [name for name in given if name not in wanted]
+    unknown = [name for name in given if name not in wanted]
     resized = [name for name in wanted if name in given and given[name].shape != wanted[name].shape]
-    differing = [*missing, *strange, *resized]
-    said = [
-        f"{name} is {list(given[name].shape)} there and {list(wanted[name].shape)} in the model"
-        for name in resized[:NAMED]
-    ]
-    said += [f"{len(resized) - NAMED:,} more are of other shapes"] if len(resized) > NAMED else []
+    shapes = [f"{name} is {[*given[name].shape]} there and {[*wanted[name].shape]} in the model" for name in resized]
+    said = [some(shapes, NAMED)] if resized else []
     said += [f"it has no {some(missing, NAMED)}"] if missing else []
-    said += [f"the model has no {some(strange, NAMED)}"] if strange else []
-    modules = list(dict.fromkeys(name.rpartition(".")[0] or name for name in differing))
+    said += [f"the model has no {some(unknown, NAMED)}"] if unknown else []
     said = said or [" ".join(reason.split())]
+    differing = [*missing, *unknown, *resized]
+    modules = list(dict.fromkeys(name.rpartition(".")[0] or name for name in differing))
     few = 0 < len(modules) <= NAMED and len(differing) < len(wanted)
     parts = ",".join([*parts_of(hp.init_skip), *modules])
     fix = f"to begin with these from the seed, set init_skip={parts!r}" if few else "give weights of this model"
@@ -181,5 +167,4 @@ def misfit(wanted: Mapping[str, Tensor], given: Mapping[str, Tensor], hp: Hyperp
 
 def some(names: Collection[str], most: int) -> str:
     """The first of many names."""
-    listed = list(names)[:most]
-    return ", ".join(listed) + (f" and {len(names) - most:,} more" if len(names) > most else "")
+    return ", ".join([*names][:most]) + (f" and {len(names) - most:,} more" if len(names) > most else "")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from dataclasses import replace
 from io import BytesIO
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,36 +15,27 @@ from flyte_ddp.errors import UserError, unknown_name
 from flyte_ddp.images import InputSpec
 
 
-def input_spec(
-    model: str, *, channels: int, height: int, width: int, mean: tuple[float, ...], std: tuple[float, ...], size: int
-) -> InputSpec:
-    """The input that ``model`` gets from images of ``channels`` x ``height`` x ``width``, resized to ``size`` if not 0.
+def input_spec(model: str, images: InputSpec, size: int) -> InputSpec:
+    """The input that ``model`` gets from such images, resized to ``size`` if that is not 0.
 
     Raises:
         UserError: images that the model cannot take, with the sizes that it can.
 
     """
-    if size:
-        height = width = size
-    catalog.check_image_size(model, height, width)
-    if model in catalog.TORCHVISION_MODELS:
-        if channels == 1:
-            channels, mean, std = 3, mean * 3, std * 3
-        elif channels != 3:
+    spec = replace(images, height=size or images.height, width=size or images.width)
+    catalog.check_image_size(model, spec.height, spec.width)
+    if model in catalog.TORCHVISION_MODELS and spec.channels != 3:
+        if spec.channels != 1:
             raise UserError(
-                f"model {model!r} cannot take images of {channels} channels: torchvision's models take 1 or 3; "
+                f"model {model!r} cannot take images of {spec.channels} channels: torchvision's models take 1 or 3; "
                 "use small_cnn or a model of your own"
             )
-    return InputSpec(channels=channels, height=height, width=width, mean=mean, std=std)
+        return replace(spec, channels=3, mean=spec.mean * 3, std=spec.std * 3)
+    return spec
 
 
 def build(name: str, num_classes: int, spec: InputSpec) -> nn.Module:
-    """Makes the model with freshly initialised weights, from the global random state of torch, Python and NumPy.
-
-    Args:
-        name: as in ``Hyperparameters.model``.
-        num_classes: width of the output.
-        spec: the input, from :func:`input_spec`.
+    """Makes the model ``name`` with fresh weights, from the global random state of torch, Python and NumPy.
 
     Returns:
         A module that maps float32 [N, spec.channels, spec.height, spec.width] to logits [N, num_classes].
@@ -79,28 +70,17 @@ def check_model(name: str, model: nn.Module) -> None:
                 "dense; leave sparse=False"
             )
     for key, value in model.state_dict().items():
-        if refused := refused_in(value):
+        try:
+            file = BytesIO()
+            torch.save(None if isinstance(value, Tensor) else value, file)
+            file.seek(0)
+            torch.load(file, weights_only=True)
+        except Exception:  # of pickle's or of a class's own
             raise UserError(
-                f"model {name!r} has a {refused} in {key}: torch.load(weights_only=True) refuses it; keep only "
-                "tensors, numbers, text, None, and dicts, lists, tuples and sets of them there"
-            )
-
-
-def refused_in(value: object) -> str:
-    """The type of the first part of what is in a ``state_dict`` that cannot be loaded again; empty if all can be."""
-    if type(value) in (dict, OrderedDict, list, tuple, set):
-        parts = [*value.keys(), *value.values()] if isinstance(value, dict) else cast("Iterable[object]", value)
-        return next((refused for part in parts if (refused := refused_in(part))), "")
-    if isinstance(value, Tensor):
-        return ""
-    file = BytesIO()
-    try:
-        torch.save(value, file)
-        file.seek(0)
-        torch.load(file, weights_only=True)
-    except Exception:  # of pickle's or of a class's own
-        return f"{type(value).__module__}.{type(value).__qualname__}"
-    return ""
+                f"model {name!r} has a {type(value).__module__}.{type(value).__qualname__} in {key}: "
+                "torch.load(weights_only=True) refuses it; keep only tensors, numbers, text, None, and dicts, lists, "
+                "tuples and sets of them there"
+            ) from None
 
 
 def check_output(model: str, logits: object, expected: tuple[int, int]) -> None:
@@ -160,9 +140,7 @@ class Tutorial(nn.Module):
 
 
 class SmallCNN(nn.Module):
-    """Two convolutions, the first with stride 2, and a hidden layer.
-
-    It has 207,034 parameters on 1x28x28 images of 10 classes.
+    """Two convolutions, the first of stride 2, and a hidden layer: 207,034 parameters on 1x28x28 images of 10 classes.
 
     No layer writes at full resolution, which makes a step about twice as fast as the tutorial's network on a CPU.
     """

@@ -11,7 +11,8 @@ import mmap
 import os
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -28,7 +29,8 @@ Piece = tuple[int, torch.dtype]  # number of elements, and their type
 class NodeMemory:
     """Memory that all ranks of the process group map, as uint8 [size] in ``bytes``; zeros at first.
 
-    All ranks make it together, with the same size.
+    All ranks make it together, with the same size. ``peers`` are connections by rank: rank 0's to all others, another
+    rank's to rank 0, which hands the memory on through them, as an open file that has no name.
     """
 
     def __init__(self, size: int) -> None:
@@ -36,10 +38,39 @@ class NodeMemory:
 
         Raises:
             OSError: the ranks are not on one machine, or the memory cannot be had.
+            RuntimeError: a rank has ended, or did not come within the time limit of collectives.
 
         """
-        memory, self.peers = share(max(size, 1))
-        self.bytes = torch.frombuffer(memory, dtype=torch.uint8)
+        self.peers: dict[int, socket.socket] = {}
+        with peer_errors("a rank", timeout()):
+            file = self._offer(max(size, 1)) if rank() == 0 else self._accept()
+        self.bytes = torch.frombuffer(mmap.mmap(file, max(size, 1)), dtype=torch.uint8)
+        os.close(file)
+
+    def _offer(self, size: int) -> int:
+        # A name that starts with \0 is in no file system, and found by processes of the same network namespace only.
+        address = f"\0flyte-ddp-{secrets.token_hex(16)}"
+        file = os.memfd_create("flyte-ddp")
+        os.ftruncate(file, size)
+        with new_socket() as listener:
+            listener.bind(address)
+            listener.listen(world_size())
+            from_rank_0(address)
+            while len(self.peers) < world_size() - 1:
+                peer, _ = listener.accept()
+                peer.settimeout(timeout())
+                self.peers[int(receive(peer))] = peer
+                socket.send_fds(peer, [b"memory"], [file])
+        return file
+
+    def _accept(self) -> int:
+        self.peers[0] = peer = new_socket()
+        peer.connect(from_rank_0(""))
+        peer.send(str(rank()).encode())
+        _, files, _, _ = socket.recv_fds(peer, LONGEST_MESSAGE, 1)
+        if not files:
+            raise ConnectionResetError
+        return files[0]
 
     def barrier(self) -> None:
         """Returns once all ranks have called it; each then sees what the others wrote before.
@@ -51,12 +82,14 @@ class NodeMemory:
 
         """
         for other, peer in self.peers.items():
-            if rank() != 0:
-                send(peer, other)
-            receive(peer, other)
+            with peer_errors(f"rank {other}", peer.gettimeout()):
+                if rank() != 0:
+                    peer.send(b"here")
+                receive(peer)
         if rank() == 0:
             for other, peer in self.peers.items():
-                send(peer, other)
+                with peer_errors(f"rank {other}", peer.gettimeout()):
+                    peer.send(b"here")
 
 
 class NodeGather:
@@ -99,62 +132,6 @@ def cut(memory: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
     ]
 
 
-def share(size: int) -> tuple[mmap.mmap, dict[int, socket.socket]]:
-    """Memory of ``size`` bytes, and connections by rank: rank 0's to all others, another's to rank 0.
-
-    Rank 0 hands the memory on through the connections, as an open file that has no name.
-
-    Raises:
-        RuntimeError: a rank has ended, or did not come within the time limit of collectives.
-
-    """
-    try:
-        return shared_by_rank_0(size) if rank() == 0 else shared_with_rank_0(size)
-    except TimeoutError:
-        raise CollectiveTimeoutError(f"a rank did not come within {timeout():g} s") from None
-    except ConnectionError:
-        raise PeerGoneError("a rank has ended while others waited for it") from None
-
-
-def shared_by_rank_0(size: int) -> tuple[mmap.mmap, dict[int, socket.socket]]:
-    """See :func:`share`."""
-    # A name that starts with \0 is in no file system, and found by processes of the same network namespace only.
-    address = f"\0flyte-ddp-{secrets.token_hex(16)}"
-    peers: dict[int, socket.socket] = {}
-    file = os.memfd_create("flyte-ddp")
-    os.ftruncate(file, size)
-    with new_socket() as listener:
-        listener.bind(address)
-        listener.listen(world_size())
-        from_rank_0(address)
-        while len(peers) < world_size() - 1:
-            peer, _ = listener.accept()
-            peer.settimeout(timeout())
-            if not (number := peer.recv(LONGEST_MESSAGE)):
-                raise ConnectionResetError
-            peers[int(number)] = peer
-            socket.send_fds(peer, [b"memory"], [file])
-    return mapped(file, size), peers
-
-
-def shared_with_rank_0(size: int) -> tuple[mmap.mmap, dict[int, socket.socket]]:
-    """See :func:`share`."""
-    peer = new_socket()
-    peer.connect(from_rank_0(""))
-    peer.send(str(rank()).encode())
-    _, files, _, _ = socket.recv_fds(peer, LONGEST_MESSAGE, 1)
-    if not files:
-        raise ConnectionResetError
-    return mapped(files[0], size), {0: peer}
-
-
-def mapped(file: int, size: int) -> mmap.mmap:
-    """An open file's contents; the file is closed."""
-    memory = mmap.mmap(file, size)
-    os.close(file)
-    return memory
-
-
 def new_socket() -> socket.socket:
     """A socket between processes of one machine, which keeps messages apart."""
     made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -162,26 +139,19 @@ def new_socket() -> socket.socket:
     return made
 
 
-def send(peer: socket.socket, other: int) -> None:
-    """Tells another rank that this one is here, or raises RuntimeError if that has ended."""
-    try:
-        peer.send(b"here")
-    except ConnectionError:
-        raise gone(other) from None
+def receive(peer: socket.socket) -> bytes:
+    """The next message; ConnectionResetError if the peer has ended."""
+    if not (message := peer.recv(LONGEST_MESSAGE)):
+        raise ConnectionResetError
+    return message
 
 
-def receive(peer: socket.socket, other: int) -> None:
-    """Waits until another rank is here, or raises RuntimeError if it has ended or does not come."""
+@contextmanager
+def peer_errors(who: str, limit: float | None) -> Iterator[None]:
+    """Turns errors of sockets into those that say which rank was waited for."""
     try:
-        message = peer.recv(LONGEST_MESSAGE)
+        yield
     except TimeoutError:
-        raise CollectiveTimeoutError(f"rank {other} did not come within {peer.gettimeout():g} s") from None
+        raise CollectiveTimeoutError(f"{who} did not come within {limit:g} s") from None
     except ConnectionError:
-        message = b""
-    if not message:
-        raise gone(other)
-
-
-def gone(other: int) -> PeerGoneError:
-    """The error for a rank whose connection is closed."""
-    return PeerGoneError(f"rank {other} has ended while others waited for it")
+        raise PeerGoneError(f"{who} has ended while others waited for it") from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -25,21 +25,15 @@ def make_optimizer(parameters: Iterable[nn.Parameter], hp: Hyperparameters) -> t
     parameters = [parameter for parameter in parameters if parameter.requires_grad]
     fused = True if all(parameter.is_floating_point() for parameter in parameters) else None
     # A tensor learning rate would be needed under torch.compile only; the schedule sets a plain number at each step.
-    if hp.optimizer == "sgd":
-        sgd = without_compiler(torch.optim.SGD)(
-            parameters,
-            lr=hp.learning_rate,
-            momentum=hp.momentum,
-            weight_decay=hp.weight_decay,
-            nesterov=hp.nesterov,
-            fused=fused,
-        )
-        if hp.momentum:  # fused SGD fails on parameters that get their first gradient later than others
-            for parameter in parameters:
-                sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        return sgd
-    adam = without_compiler(torch.optim.AdamW if hp.optimizer == "adamw" else torch.optim.Adam)
-    return adam(parameters, lr=hp.learning_rate, betas=(hp.momentum, 0.999), weight_decay=hp.weight_decay, fused=fused)
+    options: dict[str, Any] = {"lr": hp.learning_rate, "weight_decay": hp.weight_decay, "fused": fused}
+    if hp.optimizer != "sgd":
+        adam = without_compiler(torch.optim.AdamW if hp.optimizer == "adamw" else torch.optim.Adam)
+        return adam(parameters, betas=(hp.momentum, 0.999), **options)
+    sgd = without_compiler(torch.optim.SGD)(parameters, momentum=hp.momentum, nesterov=hp.nesterov, **options)
+    if hp.momentum:  # fused SGD fails on parameters that get their first gradient later than others
+        for parameter in parameters:
+            sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return sgd
 
 
 def without_compiler(kind: type[Kind]) -> type[Kind]:
@@ -56,7 +50,7 @@ def clip_norm(hp: Hyperparameters) -> float:
     """The largest norm of a gradient; 0 for no clipping.
 
     Without normalisation between its layers a network's loss explodes on photos at the default learning rate, or stays
-    at that of a guess (measured on five sets of generated ones).
+    at that of random predictions (measured on five sets of generated ones).
     """
     if hp.grad_clip_norm >= 0:
         return hp.grad_clip_norm

@@ -39,8 +39,8 @@ def predict(
     """Writes a CSV table with one row for each image, and beside it a page (HTML) with the first ones as pictures.
 
     Its columns are ``id`` (path below ``images``; of a data set the file's name, the key in a shard, or the index in
-    the test split), ``guess`` (the likeliest class), ``truth`` (for a data set), ``score`` (the guess's probability)
-    and ``score_<class>`` for every class. In the row of an image that cannot be decoded guess and scores are empty.
+    the test split), ``prediction`` (the likeliest class), ``truth`` (for a data set), ``score`` (the prediction's
+    probability) and ``score_<class>`` for every class. An image that cannot be decoded has no prediction and no scores.
 
     Args:
         model_path: ``model.pt`` of a run.
@@ -71,19 +71,18 @@ def predict(
         bad_samples = sidecar.get("hyperparameters", {}).get("bad_samples", 0)
     request = Request(artifacts.input_spec(sidecar), batch_size, device, BadSamples(bad_samples))
     if images is not None:
-        batches = folder_batches(images, request, artifacts.input_crop(sidecar))
+        batches = folder_batches(images, request, crop=sidecar["input"].get("crop", ""))
     elif dataset is not None:
         data = open_prepared(dataset)
         if isinstance(data, ImageArrays):
             batches = array_batches(data, request)
         else:
             batches = encoded_batches(data, request, classes=classes, settings=settings)
-
     truth_column = ["truth"] if dataset is not None else []
     with replacing(output) as file, torch.no_grad():
         # surrogateescape: file names that are not UTF-8 go through as they are.
         table = csv.writer(codecs.getwriter("utf-8")(file, "surrogateescape"), lineterminator="\n")
-        table.writerow(["id", "guess", *truth_column, "score", *(f"score_{name}" for name in classes)])
+        table.writerow(["id", "prediction", *truth_column, "score", *(f"score_{name}" for name in classes)])
         first = FirstPredictions()
         for batch in batches:
             rows = [*rows_of(batch, model, classes)]
@@ -93,7 +92,7 @@ def predict(
         file.write(first.page(output.stem).encode("ascii"))
     if bad := request.bad.names:
         listed = few(f"{name} ({reason})" for name, reason in bad.items())
-        note = f"without a guess, as they cannot be decoded: {len(bad):,} of the images, {listed}"
+        note = f"no prediction for {len(bad):,} image(s), which cannot be decoded: {listed}"
         Progress(settings.progress).note(note)
     return output
 
@@ -108,16 +107,12 @@ def pictures(inputs: Tensor, spec: InputSpec) -> Iterator[NDArray[np.uint8]]:
 
 def rows_of(batch: Batch, model: nn.Module, classes: Sequence[str]) -> Iterator[list[str]]:
     """The table's row for each sample of a batch."""
-    answers = iter(answered(model, batch.inputs, classes))
-    for row, name in enumerate(batch.ids):
-        guess, *numbers = next(answers) if batch.decoded[row] else [""] * (2 + len(classes))
-        yield [name, guess, *([] if batch.truths is None else [batch.truths[row]]), *numbers]
-
-
-def answered(model: nn.Module, inputs: Tensor, classes: Sequence[str]) -> list[list[str]]:
-    """For each image the guess, its probability, and those of all classes; no model is asked about no image at all."""
-    if not len(inputs):
-        return []
-    logits = model(inputs).float()
-    rows = zip(logits.argmax(dim=1).tolist(), torch.softmax(logits, dim=1).tolist(), strict=True)
-    return [[classes[guess], *(f"{score:.6g}" for score in (scores[guess], *scores))] for guess, scores in rows]
+    # No model is asked about no image at all.
+    logits = model(batch.inputs).float() if len(batch.inputs) else torch.empty(0, len(classes))
+    answers = zip(logits.argmax(dim=1).tolist(), torch.softmax(logits, dim=1).tolist(), strict=True)
+    for row, (name, decoded) in enumerate(zip(batch.ids, batch.decoded, strict=True)):
+        prediction, *numbers = [""] * (2 + len(classes))
+        if decoded:
+            best, scores = next(answers)
+            prediction, numbers = classes[best], [f"{score:.6g}" for score in (scores[best], *scores)]
+        yield [name, prediction, *([] if batch.truths is None else [batch.truths[row]]), *numbers]

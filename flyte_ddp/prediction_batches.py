@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,19 +24,12 @@ from flyte_ddp.settings import Settings
 
 
 class Batch(NamedTuple):
-    """Samples to predict.
-
-    Args:
-        ids: of all of them.
-        truths: of all of them, if they are known.
-        decoded: whether each could be decoded.
-        inputs: of those that could: float32 [n, C, H, W] on the device.
-    """
+    """Samples to predict."""
 
     ids: Sequence[str]
-    truths: Sequence[str] | None
-    decoded: Sequence[bool]
-    inputs: Tensor
+    truths: Sequence[str] | None  # of all of them, if they are known
+    decoded: Sequence[bool]  # whether each could be
+    inputs: Tensor  # of those that could: float32 [n, C, H, W] on the device
 
 
 class Request(NamedTuple):
@@ -65,7 +59,7 @@ def folder_batches(folder: Path, request: Request, crop: str) -> Iterator[Batch]
 
 
 def image_paths(folder: Path) -> list[Path]:
-    """Every image file below a folder, sorted; which these are is as for training."""
+    """Every image file below a folder, sorted, by the rules of training."""
     if not folder.is_dir():
         raise UserError(f"images={folder}: must be a folder of images")
     paths = [folder / entry.name for entry in files_below(str(folder.absolute())) if is_image(entry.name)]
@@ -75,7 +69,7 @@ def image_paths(folder: Path) -> list[Path]:
 
 
 def pixels_of(path: Path, spec: InputSpec, crop: str, bad: BadSamples) -> Tensor | None:
-    """One image file as uint8 [H, W, C], or None if it cannot be decoded, of which so many are allowed."""
+    """One image file as uint8 [H, W, C]; None if it cannot be decoded, while ``bad`` allows that."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -110,7 +104,7 @@ def array_batches(arrays: ImageArrays, request: Request) -> Iterator[Batch]:
 def encoded_batches(
     data: EncodedSet, request: Request, *, classes: Sequence[str], settings: Settings
 ) -> Iterator[Batch]:
-    """The test split of shards, or of a folder of images, as training has it."""
+    """The test split of shards, or of a folder of images, as training evaluates it."""
     spec, batch_size, device, bad = request
     if spec.channels != 3 or spec.height != spec.width:
         raise UserError(
@@ -121,14 +115,12 @@ def encoded_batches(
     tests = open_tests(data, spec.height, len(names), bad, device=device, settings=settings)
     images = tests.source
     assert isinstance(images, EncodedImages)
-    try:
+    with closing(images):
         for place, pixels, labels in tests.batches(batch_size, 0, 1):
             samples = tests.order.samples(place)
             decoded = [sample not in images.replaced for sample in samples.tolist()]
             truths = [
-                names[label if good else images.label(sample)]  # and not that of what stood in for it
+                names[label if good else images.label(sample)]  # not that of its substitute
                 for label, good, sample in zip(labels.tolist(), decoded, samples.tolist(), strict=True)
             ]
             yield Batch(tests.names(samples), truths, decoded, prepare(pixels[torch.tensor(decoded)], spec))
-    finally:
-        tests.source.close()

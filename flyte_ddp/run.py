@@ -150,8 +150,8 @@ def take_over(run_folder: Path) -> None:
 
 def identity_of(hp: Hyperparameters, data: Path) -> checkpoint.Identity:
     """What a checkpoint must belong to."""
-    return checkpoint.identity(
-        hp,
+    return checkpoint.Identity(
+        {name: value for name, value in hp.to_dict().items() if name != "num_ranks"},
         data=read_description(data)["digest"],
         code=library_digest(),
         user_code=user_source_digest(hp.model) if ":" in hp.model else "",
@@ -167,7 +167,7 @@ def begin_or_go_on(folder: Path, run: checkpoint.Identity, settings: Settings) -
         UserError: a checkpoint of another run.
 
     """
-    found = checkpoint.go_on_from(folder, run)
+    found = checkpoint.load_latest(folder, run)
     if found is not None and settings.progress != "off":
         when = datetime.fromtimestamp(found.time).strftime("%Y-%m-%d %H:%M:%S")  # noqa: DTZ006 (for a person, here)
         print(f"going on after step {found.step:,}, saved {when}", file=sys.stderr, flush=True)

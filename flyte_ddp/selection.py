@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING
+from typing import Any
 
 from torch import Tensor
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.evaluate import Evaluation
 
-if TYPE_CHECKING:
-    from flyte_ddp.training_state import TrainingState
+SAVED = ("best_loss", "evaluations_since_best", "stopped", "epoch")
 
 
 class Selection:
@@ -21,25 +20,34 @@ class Selection:
         self.hp = hp
         self.best_loss = float("inf")
         self.evaluations_since_best = 0
-        self.stopped = ""
+        self.stopped = ""  # why training stops early
         self.epoch = 0
         self.test: Evaluation
         self.weights: dict[str, Tensor]
 
-    def consider(self, epoch: int, validation: Evaluation, test: Evaluation, state: TrainingState) -> bool:
-        """Takes in an evaluation after ``epoch`` epochs; returns whether training should stop early."""
+    def consider(self, epoch: int, validation: Evaluation, test: Evaluation, weights: dict[str, Tensor]) -> None:
+        """Takes in an evaluation after ``epoch`` epochs, and the weights that were evaluated."""
         better = validation.loss < self.best_loss
         if better:
             self.best_loss, self.evaluations_since_best = validation.loss, 0
         else:
             self.evaluations_since_best += 1
         if better or self.hp.keep != "best":
-            weights = state.kept_model().state_dict()
-            # Training goes on changing these tensors; only `best` must outlive that.
+            # Training continues to change these tensors; only `best` must outlive that.
             self.weights = copy.deepcopy(weights) if self.hp.keep == "best" else weights
             self.epoch, self.test = epoch, test
         if 0 < self.hp.early_stop_patience <= self.evaluations_since_best:
             self.stopped = (
                 f"after epoch {epoch}: no better validation loss in {self.evaluations_since_best} evaluation(s)"
             )
-        return bool(self.stopped)
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint: all but the weights."""
+        return {name: getattr(self, name) for name in SAVED} | {"test": vars(self.test) if self.epoch else None}
+
+    def load_state_dict(self, saved: dict[str, Any], weights: dict[str, Tensor]) -> None:
+        """Restores what :meth:`state_dict` returned, with the weights that were kept."""
+        for name in SAVED:
+            setattr(self, name, saved[name])
+        if self.epoch:
+            self.test, self.weights = Evaluation(**saved["test"]), weights

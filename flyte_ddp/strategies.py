@@ -18,14 +18,14 @@ from torch._C._distributed_c10d import GradBucket  # what torch.distributed re-e
 from torch.nn.parallel import DistributedDataParallel
 
 from flyte_ddp.batch_norm import GlobalBatchNorm
-from flyte_ddp.clock import Clock, clock_for
+from flyte_ddp.clock import Clock
 from flyte_ddp.distributed import copy_from_rank_0, rank, sum_over_ranks, wait_for, world_size
 from flyte_ddp.dropout import SampleDropout
 from flyte_ddp.errors import UserError
 from flyte_ddp.node_memory import NodeMemory, Piece, cut, sizes
 
 BUCKET_BYTES = 16 << 20  # of one rank's gradients
-WAITED = "waited"
+WAITED = "waited"  # on a clock: seconds of backward passes, for communication that no computation hid
 
 
 class GradientSync:
@@ -34,18 +34,8 @@ class GradientSync:
     This one is for a single rank, which has nothing to do for that.
     """
 
-    def __init__(self, model: nn.Module, clock: Clock | None = None) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.clock = clock or Clock()
-
-    @property
-    def waited(self) -> float:
-        """Seconds that backward passes spent on communication that no computation hid."""
-        return self.clock.seconds[WAITED]
-
-    @waited.setter
-    def waited(self, seconds: float) -> None:
-        self.clock.seconds[WAITED] = seconds
 
     def __call__(self, images: Tensor) -> Tensor:
         """The model's output for this rank's share of a batch."""
@@ -158,14 +148,16 @@ def places(parameters: Sequence[nn.Parameter]) -> list[Piece]:
 class DDPSync(GradientSync):
     """torch's DistributedDataParallel, on any backend and over machines."""
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        super().__init__(model, clock_for(device))
+    def __init__(self, model: nn.Module, clock: Clock) -> None:
+        super().__init__(model)
+        self.clock = clock
+        device = next(model.parameters()).device
         self.last_bucket_started: Any = None
         # A kernel for one channel has two equally good memory orders, of which DDP expects the other one.
         warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
         warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
         warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
-        self.parallel = DistributedDataParallel(
+        self.model = self.parallel = DistributedDataParallel(
             model,
             device_ids=[device] if device.type == "cuda" else None,
             gradient_as_bucket_view=True,
@@ -176,11 +168,6 @@ class DDPSync(GradientSync):
             find_unused_parameters=True,
         )
         self.parallel.register_comm_hook(self, average_over_ranks)
-
-    def __call__(self, images: Tensor) -> Tensor:
-        """See :class:`GradientSync`."""
-        output: Tensor = self.parallel(images)
-        return output
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
@@ -214,7 +201,7 @@ class HooksSync(GradientSync):
         self.order = [parameter for parameter in model.parameters() if parameter.requires_grad][::-1]
         self.position = {cast("Tensor", parameter): place for place, parameter in enumerate(self.order)}
         self.started: list[dist.Work] = []
-        self.ready: set[nn.Parameter] = set()
+        self.ready: set[Tensor] = set()
         self.last = False
         for parameter in self.order:
             parameter.register_post_accumulate_grad_hook(self.gradient_is_there)  # type: ignore[no-untyped-call]
@@ -224,7 +211,7 @@ class HooksSync(GradientSync):
         if self.last:
             if self.position[parameter] < len(self.started):
                 raise gradient_came_twice("hooks", "use_reentrant=False")
-            self.ready.add(cast("nn.Parameter", parameter))
+            self.ready.add(parameter)
             while len(self.started) < len(self.order) and self.order[len(self.started)] in self.ready:
                 self.start_next()
 
@@ -243,14 +230,11 @@ class HooksSync(GradientSync):
 
     def combine(self, loss_sum: Tensor) -> Tensor:
         """See :class:`GradientSync`; a gradient that no rank has becomes None again, as on a single rank."""
-        has_gradient = torch.tensor([parameter.grad is not None for parameter in self.order]).to(
-            self.order[0].device, torch.int32
-        )
+        has_gradient = torch.tensor([parameter.grad is not None for parameter in self.order], dtype=torch.int32)
+        has_gradient = has_gradient.to(loss_sum.device)
         while len(self.started) < len(self.order):
             self.start_next()
-        self.started.append(dist.all_reduce(has_gradient, async_op=True))
-        self.started.append(dist.all_reduce(loss_sum, async_op=True))
-        for work in self.started:
+        for work in (*self.started, *(dist.all_reduce(numbers, async_op=True) for numbers in (has_gradient, loss_sum))):
             work.wait()
         wait_for(loss_sum.device)
         for parameter, ranks_with_gradient in zip(self.order, has_gradient.tolist(), strict=True):
@@ -279,12 +263,12 @@ def average_over_ranks(sync: DDPSync, bucket: GradBucket) -> torch.futures.Futur
     return future.then(lambda done: done.value()[0].div_(world_size()))
 
 
-def synchronised(model: nn.Module, strategy: str, device: torch.device) -> GradientSync:
+def synchronised(model: nn.Module, strategy: str, clock: Clock) -> GradientSync:
     """The model with the strategy of that name; a single rank needs none."""
     if world_size() == 1:
         return GradientSync(model)
     if strategy == "ddp":
-        return DDPSync(model, device)
+        return DDPSync(model, clock)
     return SharedMemorySync(model) if strategy == "shared_memory" else HooksSync(model)
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, nullcontext
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -15,14 +17,15 @@ from torch.nn.utils import clip_grad_norm_
 from flyte_ddp import models, sampling
 from flyte_ddp.batch_norm import averaged_running_statistics
 from flyte_ddp.checkpointing import Checkpointer, Run, restore
-from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import open_prepared
+from flyte_ddp.diagnosis import LossWatch, not_finite
 from flyte_ddp.distributed import rank, world_size
 from flyte_ddp.errors import UserError
 from flyte_ddp.evaluate import Evaluation, evaluate
 from flyte_ddp.job import Job
 from flyte_ddp.loading.facts import check_bad_samples
 from flyte_ddp.optimisation import clip_norm, learning_rate
+from flyte_ddp.outputs import write_outputs, write_start
 from flyte_ddp.recording import Recorder
 from flyte_ddp.selection import Selection
 from flyte_ddp.training_state import TrainingState
@@ -41,33 +44,31 @@ def train(job: Job, offer_saving: Callable[[Callable[[], int]], None] = lambda _
     """
     hp = job.hp
     data = open_prepared(job.data)
-    state = TrainingState.create(hp, job.hardware, data, job.initial_weights, job.settings)
-    selection = Selection(hp)
-    with closing(state.splits), Recorder(job, data, state) as recorder:
-        run = Run(state, selection, recorder)
+    state = TrainingState(hp, job.hardware, data, job.initial_weights, job.settings)
+    loss_watch = LossWatch(state.model, state.optimizer, hp, a_step_later=state.device.type == "cuda")
+    recorder = Recorder(job, state.clock, state.device, state.total_steps, state.steps_per_epoch)
+    run = Run(state, Selection(hp), recorder, loss_watch)
+    with closing(state.splits), recorder:
+        write_start(job, data, state, recorder)
         if job.checkpoint is not None:
             restore(run, job.checkpoint)
         with Checkpointer(job, run) as checkpoints:
             offer_saving(checkpoints.save)
-            while state.epoch < state.epochs and not selection.stopped:
+            while state.epoch < state.epochs and not run.selection.stopped:
                 for batch in batches_to_do(state):
-                    train_step(state, batch, recorder)
-                state.loss_watch.catch_up()
+                    train_step(run, batch)
+                loss_watch.catch_up()
                 evaluation = evaluate_splits(state) if evaluation_is_due(state) else None
                 check_bad_samples(state.splits.facts(), hp.bad_samples)
-                with state.changing():
-                    state.epoch += 1
-                    if evaluation is not None:
-                        recorder.evaluation(state.epoch, state.step, *evaluation)
-                        selection.consider(state.epoch, *evaluation, state)
+                finish_epoch(run, evaluation)
                 checkpoints.epoch_done()
-        recorder.finish(selection)
+        write_outputs(job, data, state, run.selection, recorder)
 
 
 def batches_to_do(state: TrainingState) -> Iterator[sampling.Indices]:
     """The current epoch's global batches that no step has been done on yet."""
     epoch, training = state.epoch, state.training
-    done = state.step - epoch * sampling.steps_per_epoch(len(training), state.hp.batch_size)
+    done = state.step - epoch * state.steps_per_epoch
     batches = training.order.batches(epoch, state.hp.batch_size, first=done)
     wanted = itertools.islice(batches, state.total_steps - state.step)
 
@@ -77,17 +78,20 @@ def batches_to_do(state: TrainingState) -> Iterator[sampling.Indices]:
     return training.loading_ahead(wanted, samples_of, epoch, state.hp.batch_size)
 
 
-def train_step(state: TrainingState, batch: sampling.Indices, recorder: Recorder) -> None:
+def train_step(run: Run, batch: sampling.Indices) -> None:
     """One optimiser step on a global batch, which is recorded.
 
     Args:
         batch: [B] positions in the training set, the same on all ranks.
 
     """
+    state = run.state
     loss_sum = compute_gradients(state, batch)
-    with state.changing():
+    run.loss_watch.look(state.epoch, state.step + 1, loss_sum, lambda: forward_again(state, batch))
+    with state.mutation():
         apply_gradients(state)
-        recorder.training(state.epoch, state.step, loss_sum, len(batch))
+        rate = state.optimizer.param_groups[0]["lr"]
+        run.recorder.training(state.epoch, state.step, loss_sum, len(batch), rate)
 
 
 def compute_gradients(state: TrainingState, batch: sampling.Indices) -> Tensor:
@@ -100,7 +104,7 @@ def compute_gradients(state: TrainingState, batch: sampling.Indices) -> Tensor:
         The sum of all ranks' losses, an fp64 scalar on the device.
 
     Raises:
-        UserError: an output that does not fit, or a loss that is not finite.
+        UserError: an output that does not fit.
 
     """
     hp = state.hp
@@ -115,9 +119,9 @@ def compute_gradients(state: TrainingState, batch: sampling.Indices) -> Tensor:
             nullcontext() if share.counts else state.buffers.untouched(),
         ):
             logits = forward(state, state.sync, images, share)
-            loss = functional.cross_entropy(
-                at_least_fp32(logits), labels, reduction="sum", label_smoothing=hp.label_smoothing
-            )
+            # bf16, which autocast or a user's model may return, is too coarse for a loss.
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            loss = functional.cross_entropy(logits, labels, reduction="sum", label_smoothing=hp.label_smoothing)
             if not share.counts:
                 loss = 0.0 * loss
             (loss * world_size() / len(batch)).backward()  # type: ignore[no-untyped-call]
@@ -126,7 +130,6 @@ def compute_gradients(state: TrainingState, batch: sampling.Indices) -> Tensor:
     with state.clock("communication"):
         loss_sum = state.sync.combine(loss_sum)
         state.buffers.passes_done(state.step)
-    state.loss_watch.look(loss_sum, lambda: forward_again(state, batch))
     return loss_sum
 
 
@@ -151,6 +154,18 @@ def own_shares(batch: sampling.Indices, parts: int) -> list[Share]:
     return shares
 
 
+def own_samples(state: TrainingState) -> int:
+    """How many samples this rank has trained on, as if the number of ranks had always been this one."""
+    hp = state.hp
+    full, ragged = divmod(len(state.training), hp.batch_size)
+    epochs, steps = divmod(state.step, state.steps_per_epoch)
+
+    def of_batch(length: int) -> int:
+        return sum(len(share.samples) for share in own_shares(np.arange(length), hp.accumulation_steps) if share.counts)
+
+    return (epochs * full + steps) * of_batch(hp.batch_size) + epochs * of_batch(ragged)
+
+
 def prepared(state: TrainingState, samples: sampling.Indices) -> tuple[Tensor, Tensor]:
     """The model's input for these samples, augmented for the current epoch, and their labels."""
     images, labels = state.training.gather(samples, state.epoch)
@@ -159,10 +174,20 @@ def prepared(state: TrainingState, samples: sampling.Indices) -> tuple[Tensor, T
 
 def forward(state: TrainingState, model: Callable[[Tensor], Tensor], images: Tensor, share: Share) -> Tensor:
     """Logits [n, classes] of this rank's samples, in training."""
-    state.this_pass.begin(state.hp.seed, state.epoch, share.samples, state.device, counts=share.counts)
-    with state.autocast(), batch_norm_errors(state.hp):
-        logits = model(images)
-    models.check_output(state.hp.model, logits, (len(share.samples), state.num_classes))
+    hp = state.hp
+    state.this_pass.begin(hp.seed, state.epoch, share.samples, state.device, counts=share.counts)
+    try:
+        with state.autocast():
+            logits = model(images)
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        raise UserError(
+            f"batch_size={hp.batch_size}: leaves a batch in which BatchNorm in model {hp.model!r} gets a single value "
+            "a channel, and it needs two; choose a batch_size with another remainder, or a larger image_size"
+            + ("" if hp.sync_batchnorm else ", or sync_batchnorm=true")
+        ) from None
+    models.check_output(hp.model, logits, (len(share.samples), state.num_classes))
     return logits
 
 
@@ -197,8 +222,8 @@ def evaluate_splits(state: TrainingState) -> tuple[Evaluation, Evaluation]:
         state.buffers.look()
         if (kept := state.kept_model()) is not state.model:
             state.buffers.share(kept)  # what is found late has an average of each rank's own until then
-        averaged = averaged_running_statistics(kept, state.own_samples())
-        with state.changing():
+        averaged = averaged_running_statistics(kept, own_samples(state))
+        with state.mutation():
             for statistic, average in averaged:
                 statistic.copy_(average)
             state.buffers.keep()
@@ -210,21 +235,19 @@ def evaluate_splits(state: TrainingState) -> tuple[Evaluation, Evaluation]:
     return validation, test
 
 
-def at_least_fp32(logits: Tensor) -> Tensor:
-    """bf16, which autocast or a user's model may return, is too coarse for a loss."""
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+def finish_epoch(run: Run, evaluation: tuple[Evaluation, Evaluation] | None) -> None:
+    """Counts the epoch, and takes in its evaluation of the validation and the test split, if it had one.
 
-
-@contextmanager
-def batch_norm_errors(hp: Hyperparameters) -> Iterator[None]:
-    """Turns BatchNorm's refusal of a single value for each channel, which it cannot normalise, into a UserError."""
-    try:
-        yield
-    except ValueError as error:
-        if "more than 1 value per channel" not in str(error):
-            raise
-        raise UserError(
-            f"batch_size={hp.batch_size}: leaves a batch in which BatchNorm in model {hp.model!r} gets a single value "
-            "a channel, and it needs two; choose a batch_size with another remainder, or a larger image_size"
-            + ("" if hp.sync_batchnorm else ", or sync_batchnorm=true")
-        ) from None
+    The last steps may have led astray after their own losses had been checked: UserError.
+    """
+    state = run.state
+    with state.mutation():
+        state.epoch += 1
+        if evaluation is not None:
+            for measured in evaluation:
+                if not math.isfinite(measured.loss):
+                    raise not_finite(
+                        state.model, state.hp, measured.loss, state.epoch - 1, state.step, weights_of=state.step
+                    )
+            run.recorder.evaluation(state.epoch, state.step, *evaluation, state.model)
+            run.selection.consider(state.epoch, *evaluation, state.kept_model().state_dict())

@@ -26,7 +26,7 @@ class TrainingPass:
     """
 
     def __init__(self, *, may_draw: bool = True) -> None:
-        """``may_draw``: whether the model may draw random numbers; to provide for that takes tens of microseconds."""
+        """``may_draw``: whether the model may draw random numbers; seeding for that takes tens of microseconds."""
         self.may_draw = may_draw
         self.keys = torch.zeros(0, dtype=torch.int64)
         self.counts = True

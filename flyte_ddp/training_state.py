@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -17,62 +17,39 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from flyte_ddp import catalog, models, sampling, user_source
 from flyte_ddp.batch_norm import synchronise_batch_norm
 from flyte_ddp.buffers import Buffers, overwrite, writable
-from flyte_ddp.clock import Clock, clock_for
+from flyte_ddp.clock import clock_for
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.prepared import PreparedSet, class_names
-from flyte_ddp.diagnosis import LossWatch
-from flyte_ddp.distributed import rank, world_size
+from flyte_ddp.distributed import world_size
 from flyte_ddp.dropout import derive_dropout_from_samples
 from flyte_ddp.hardware import Hardware
 from flyte_ddp.images import InputSpec, prepare
 from flyte_ddp.initial_weights import load_initial_weights
-from flyte_ddp.loading import Split, Splits, open_splits
+from flyte_ddp.loading import open_splits
 from flyte_ddp.optimisation import make_optimizer
 from flyte_ddp.settings import Settings
-from flyte_ddp.strategies import GradientSync, compiled, synchronised
+from flyte_ddp.strategies import compiled, synchronised
 from flyte_ddp.training_pass import TrainingPass
 
 Tensors = tuple[Tensor, ...] | list[Tensor]
 
 
-@dataclass
 class TrainingState:
-    """The objects of one rank; ``model`` is the bare module, ``sync`` the same module with synchronised gradients."""
+    """The objects of one rank: ``model`` is the bare module, ``sync`` the same module with synchronised gradients.
 
-    hp: Hyperparameters
-    hardware: Hardware
-    device: torch.device
-    dtype: torch.dtype  # of weights and images
-    spec: InputSpec
-    num_classes: int
-    splits: Splits
-    total_steps: int
-    model: nn.Module
-    sync: GradientSync
-    optimizer: torch.optim.Optimizer
-    average: AveragedModel | None
-    this_pass: TrainingPass
-    buffers: Buffers
-    clock: Clock
-    files_not_seen: list[str]  # that the model's code comes from, and its digest does not cover
-    step: int = 0  # optimiser steps that are done
-    epoch: int = 0  # epochs that are done, with their evaluation
-    loss_watch: LossWatch = field(init=False)
-    lock: threading.Lock = field(default_factory=threading.Lock)  # for a look at it, as `changing` is for a change
-    torn: bool = False
+    ``step`` counts the optimiser steps that are done, ``epoch`` the epochs, with their evaluation. ``inconsistent``
+    says that a change has failed half way. ``files_not_seen`` are those that the model's code comes from, and that
+    its digest does not cover.
+    """
 
-    def __post_init__(self) -> None:
-        self.loss_watch = LossWatch(self, a_step_later=self.device.type == "cuda")
-
-    @classmethod
-    def create(
-        cls,
+    def __init__(
+        self,
         hp: Hyperparameters,
         hardware: Hardware,
         data: PreparedSet,
         initial_weights: Path | None,
         settings: Settings | None = None,
-    ) -> TrainingState:
+    ) -> None:
         """Builds everything from the seed.
 
         Raises:
@@ -80,102 +57,57 @@ class TrainingState:
                 fit it.
 
         """
+        self.hp, self.hardware = hp, hardware
+        self.step = self.epoch = 0
+        self.lock = threading.Lock()  # for a look at it, as `mutation` is for a change
+        self.inconsistent = False
         on_gpu = hardware.device_type == "cuda"
-        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         torch.manual_seed(hp.seed)
         random.seed(hp.seed)  # a model may draw from any of them when it is made
         np.random.seed(hp.seed)  # noqa: NPY002
         if hp.deterministic:
             torch.use_deterministic_algorithms(True)
-        classes = len(class_names(data, hp))
-        splits = open_splits(data, hp, hardware, device, settings or Settings())
-        height, width, channels = splits.shape
-        spec = models.input_spec(
-            hp.model,
-            channels=channels,
-            height=height,
-            width=width,
-            mean=data.mean,
-            std=data.std,
-            size=hp.image_size,
-        )
+        self.num_classes = len(class_names(data, hp))
+        self.splits = open_splits(data, hp, hardware, self.device, settings or Settings())
+        self.training, self.validation, self.test = self.splits.training, self.splits.validation, self.splits.test
+        self.steps_per_epoch = sampling.steps_per_epoch(len(self.training), hp.batch_size)
+        self.total_steps = min(hp.epochs * self.steps_per_epoch, hp.max_steps or sys.maxsize)
+        self.epochs = -(-self.total_steps // self.steps_per_epoch)  # the last one may end early
+        height, width, channels = self.splits.shape
+        images = InputSpec(channels, height, width, data.mean, data.std)
+        self.spec = models.input_spec(hp.model, images, size=hp.image_size)
         own_files = user_source.own_files(hp.model)
-        model = models.build(hp.model, classes, spec)
-        layers_from = {type(module).__module__ for module in model.modules()}
+        model = models.build(hp.model, self.num_classes, self.spec)
+        self.files_not_seen = user_source.not_among(
+            own_files, hp.model, {type(module).__module__ for module in model.modules()}
+        )
         models.check_model(hp.model, model)
         if initial_weights is not None:
             load_initial_weights(model, initial_weights, hp)
-        dtype = torch.float64 if hardware.precision == "fp64" else torch.float32
-        memory_format = torch.channels_last if hardware.channels_last else torch.contiguous_format
-        if dtype == torch.float64:
+        self.dtype = torch.float64 if hardware.precision == "fp64" else torch.float32
+        if self.dtype == torch.float64:
             model.double()  # in fp32 a model is what it is: it may have buffers of other types, also complex ones
-        model = model.to(device).to(memory_format=memory_format)
-        this_pass = TrainingPass(may_draw=hp.model not in catalog.SMALL_MODELS)
-        derive_dropout_from_samples(model, this_pass)
+        self.memory_format = torch.channels_last if hardware.channels_last else torch.contiguous_format
+        self.model = model = model.to(self.device).to(memory_format=self.memory_format)
+        self.this_pass = TrainingPass(may_draw=hp.model not in catalog.SMALL_MODELS)
+        derive_dropout_from_samples(model, self.this_pass)
         if hp.sync_batchnorm and world_size() > 1:
-            synchronise_batch_norm(model, this_pass, on_one_machine=hardware.strategy == "shared_memory")
+            synchronise_batch_norm(model, self.this_pass, on_one_machine=hardware.strategy == "shared_memory")
         model.train()  # as every loop does: models override it to keep some layers in evaluation mode
-        steps = hp.epochs * sampling.steps_per_epoch(len(splits.training), hp.batch_size)
-        return cls(
-            hp=hp,
-            hardware=hardware,
-            device=device,
-            dtype=dtype,
-            spec=spec,
-            num_classes=classes,
-            splits=splits,
-            total_steps=min(steps, hp.max_steps or steps),
-            model=model,
-            sync=synchronised(compiled(model) if hp.compile else model, hardware.strategy, device),
-            optimizer=make_optimizer(model.parameters(), hp),
-            average=moving_average(model, hp.ema_decay) if hp.ema_decay else None,
-            this_pass=this_pass,
-            buffers=Buffers(model),
-            clock=clock_for(device),
-            files_not_seen=user_source.not_among(own_files, hp.model, layers_from),
-        )
-
-    @property
-    def training(self) -> Split:
-        """The samples that the model is trained on."""
-        return self.splits.training
-
-    @property
-    def validation(self) -> Split:
-        """Those held out to choose by; there may be none."""
-        return self.splits.validation
-
-    @property
-    def test(self) -> Split:
-        """Those that results are reported for."""
-        return self.splits.test
-
-    @property
-    def epochs(self) -> int:
-        """How many epochs the run has; the last one may end early."""
-        return -(-self.total_steps // sampling.steps_per_epoch(len(self.training), self.hp.batch_size))
+        self.clock = clock_for(self.device)
+        self.sync = synchronised(compiled(model) if hp.compile else model, hardware.strategy, self.clock)
+        self.optimizer = make_optimizer(model.parameters(), hp)
+        self.average = moving_average(model, hp.ema_decay) if hp.ema_decay else None
+        self.buffers = Buffers(model)
 
     @contextmanager
-    def changing(self) -> Iterator[None]:
-        """Goes around each change, so that a checkpoint sees all of it or nothing; one that fails leaves ``torn``."""
+    def mutation(self) -> Iterator[None]:
+        """Goes around each change, so that a checkpoint sees all of it, or nothing if it fails half way."""
         with self.lock:
-            self.torn = True
+            self.inconsistent = True
             yield
-            self.torn = False
-
-    def own_samples(self) -> int:
-        """How many samples this rank has trained on, as if the number of ranks had always been this one."""
-        full, ragged = divmod(len(self.training), self.hp.batch_size)
-        epochs, steps = divmod(self.step, sampling.steps_per_epoch(len(self.training), self.hp.batch_size))
-
-        def of_batch(length: int) -> int:
-            return sum(
-                sampling.share_length(sampling.share_length(length, part, parts), rank(), world_size())
-                for parts in [max(1, min(self.hp.accumulation_steps, length))]
-                for part in range(parts)
-            )
-
-        return (epochs * full + steps) * of_batch(self.hp.batch_size) + epochs * of_batch(ragged)
+            self.inconsistent = False
 
     def autocast(self) -> AbstractContextManager[object]:
         """Mixed precision for training's forward pass."""
@@ -183,8 +115,7 @@ class TrainingState:
 
     def prepare(self, images: Tensor) -> Tensor:
         """uint8 [N, H, W, C] to the model's input, in the memory order that the run uses."""
-        order = torch.channels_last if self.hardware.channels_last else torch.contiguous_format
-        return prepare(images, self.spec, self.dtype, order)
+        return prepare(images, self.spec, self.dtype, self.memory_format)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -201,10 +132,8 @@ class TrainingState:
     def predict(self, images: Tensor) -> Tensor:
         """Logits [N, classes] of the weights that would be kept now, for uint8 images [N, H, W, C].
 
-        It goes into :meth:`evaluating`. An output that does not fit is a UserError.
-
-        bf16 is for training only: evaluation's metrics are those of the saved model. One that draws random numbers here
-        too draws the same ones for each batch, whatever was computed before, and by whichever rank.
+        Call it inside :meth:`evaluating`. An output that does not fit is a UserError. A model that draws random numbers
+        here, too, draws the same ones for each batch, whatever was computed before, and by whichever rank.
         """
         model = self.kept_model()
         self.this_pass.begin(self.hp.seed, 0, np.arange(len(images)), self.device)
@@ -215,8 +144,7 @@ class TrainingState:
 
     def kept_model(self) -> nn.Module:
         """The module whose weights would be kept now: the moving average, if the run keeps that."""
-        if self.hp.keep == "ema":
-            assert self.average is not None
+        if self.hp.keep == "ema" and self.average is not None:
             averaged: nn.Module = self.average.module
             return averaged
         return self.model

@@ -31,15 +31,11 @@ ANY_SIZE = {model for model, side in catalog.TORCHVISION_MODELS.items() if side 
 
 
 def spec_for(model: str, side: int, *, channels: int = 1, width: int | None = None) -> InputSpec:
-    return models.input_spec(
-        model,
-        channels=channels,
-        height=side,
-        width=width or side,
-        mean=(0.5,) * channels,
-        std=(0.5,) * channels,
-        size=0,
-    )
+    return models.input_spec(model, images(channels, side, width or side), size=0)
+
+
+def images(channels: int, height: int, width: int) -> InputSpec:
+    return InputSpec(channels, height, width, (0.5,) * channels, (0.5,) * channels)
 
 
 def marked(names: list[str]) -> list[Any]:
@@ -156,7 +152,7 @@ def test_the_size_that_a_message_names_is_taken(height: int, width: int) -> None
         found = re.search(r"set image_size=(\d+)$", message)
         assert found, message
         side = int(found[1])
-        taken = models.input_spec(model, channels=1, height=height, width=width, mean=(0.5,), std=(0.5,), size=side)
+        taken = models.input_spec(model, images(1, height, width), size=side)
         assert (taken.height, taken.width) == (side, side)
     assert refused
 

@@ -12,14 +12,13 @@ import torch
 from faulty_runs import saved
 from torch import nn
 
-from flyte_ddp import checkpoint
+from flyte_ddp import checkpoint, train
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.diagnosis import LossWatch, no_better_than_guessing
+from flyte_ddp.diagnosis import LossWatch, no_better_than_random
 from flyte_ddp.errors import UserError
 from flyte_ddp.json_lines import read_records
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
-from flyte_ddp.training_state import TrainingState
 
 QUIET = Settings(progress="off", wandb_mode="disabled", checkpoint_seconds=0.1)
 BAD_STEP = 17  # in the second epoch, of 14 steps
@@ -75,8 +74,7 @@ def activation(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module
 @pytest.fixture
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss is looked at a step later."""
-    later = lambda state: setattr(state, "loss_watch", LossWatch(state, a_step_later=True))  # noqa: E731
-    monkeypatch.setattr(TrainingState, "__post_init__", later)
+    monkeypatch.setattr(train, "LossWatch", lambda *of, a_step_later: LossWatch(*of, a_step_later=True))  # noqa: ARG005
 
 
 @pytest.mark.parametrize("last", ["of the run", "of an epoch"])
@@ -148,7 +146,9 @@ def test_a_run_that_has_learned_nothing_says_so(
     hp = Hyperparameters(epochs=3, learning_rate=1e-6, precision="fp32", num_ranks=num_ranks)
     run_training(hp, digits, tmp_path / "run", replace(QUIET, progress="lines"))
     [said] = end_of(tmp_path / "run")["notes"]
-    assert re.match(r"The training loss ended at 2\.\d+, and guessing has 2\.30\d: nothing was learned\.", said)
+    assert re.match(
+        r"The training loss ended at 2\.\d+, and random predictions have 2\.30\d: nothing was learned\.", said
+    )
     assert "Lower learning_rate (now 1e-06) or set grad_clip_norm" in said
     assert said in capfd.readouterr().err
     assert "nothing was learned" in (tmp_path / "run/report.html").read_text()
@@ -163,8 +163,8 @@ def test_one_that_has_learned_or_was_a_trial_does_not(
     assert "nothing was learned" not in capfd.readouterr().err
 
 
-def test_a_guess_knows_how_common_classes_are() -> None:
+def test_random_predictions_know_how_common_classes_are() -> None:
     labels = torch.tensor([0] * 90 + [1] * 10)
-    assert no_better_than_guessing(0.33, labels, Hyperparameters())  # the entropy is 0.325
-    assert not no_better_than_guessing(0.30, labels, Hyperparameters())
-    assert not no_better_than_guessing(0.0, torch.zeros(5, dtype=torch.int64), Hyperparameters())  # of a single class
+    assert no_better_than_random(0.33, labels, Hyperparameters())  # the entropy is 0.325
+    assert not no_better_than_random(0.30, labels, Hyperparameters())
+    assert not no_better_than_random(0.0, torch.zeros(5, dtype=torch.int64), Hyperparameters())  # of a single class

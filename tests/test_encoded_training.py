@@ -619,7 +619,7 @@ class TestPredictions:
 
     def accuracy(self, table: Path) -> float:
         rows = self.rows(table)
-        return sum(row["guess"] == row["truth"] for row in rows) / len(rows)
+        return sum(row["prediction"] == row["truth"] for row in rows) / len(rows)
 
     def test_of_what_was_held_out(self, shards: Path, tmp_path: Path) -> None:
         """Whatever the seed, and the share for validation, were."""
@@ -662,7 +662,7 @@ class TestPredictions:
 
     @pytest.mark.parametrize("kind", ["image_folder", "shards"])
     def test_of_images_that_cannot_be_decoded(self, kind: str, tmp_path: Path) -> None:
-        """They have their names, and their own truth, and not those, or the guess, of what stands in elsewhere."""
+        """They have their names, and their own truth, and not those, or the prediction, of what stands in elsewhere."""
         folder, tests = labelled(tmp_path / "images"), labelled(tmp_path / "tests", 12)
         result = train(replace(BASE, dataset=f"image_folder:{folder}", batch_size=9, epochs=1), tmp_path)
         for name in ("red/6.jpg", "green/10.jpg"):
@@ -684,7 +684,9 @@ class TestPredictions:
         found = rows(2)
         assert {name: row["truth"] for name, row in found.items()} == {name: name.partition("/")[0] for name in found}
         assert len(found) == 12
-        empty = {name for name, row in found.items() if not row["guess"] and not row["score"] and not row["score_red"]}
+        empty = {
+            name for name, row in found.items() if not row["prediction"] and not row["score"] and not row["score_red"]
+        }
         assert empty == {"red/6", "green/10"}
 
     def test_a_model_of_other_images(self, shards: Path, digits: Path, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def evaluate_in_ranks(folder: Path) -> None:
     found = {}
     for size in SIZES:
         hp = Hyperparameters(**{**HP.to_dict(), "test_batch_size": size, "num_ranks": world_size()})
-        state = TrainingState.create(hp, detect(hp), arrays, None)
+        state = TrainingState(hp, detect(hp), arrays, None)
         found[size] = [vars(split) for split in evaluate_splits(state)]
     if rank() == 0:
         torch.save(found, folder / "found.pt")
@@ -48,7 +48,7 @@ def test_metrics_are_the_same_on_any_number_of_ranks(tmp_path: Path) -> None:
         for one, *others in zip(*(found[ranks][size] for ranks in found), strict=True):
             for other in others:
                 assert (one["loss"], one["accuracy"]) == (other["loss"], other["accuracy"])
-                assert all(torch.equal(one[key], other[key]) for key in ("losses", "guesses", "truth"))
+                assert all(torch.equal(one[key], other[key]) for key in ("losses", "predictions", "truth"))
         _, test = found[1][size]
         assert torch.equal(test["truth"], torch.tensor(arrays.test_labels))
 

@@ -60,7 +60,7 @@ def train_in_ranks(folder: Path) -> None:
     ranks = torch.distributed.get_world_size()
     for (name, case), strategy in itertools.product(CASES.items(), STRATEGIES[ranks]):
         hp = replace(case, strategy=strategy, num_ranks=ranks)
-        state = TrainingState.create(hp, detect(hp), arrays, None)
+        state = TrainingState(hp, detect(hp), arrays, None)
         losses, states = [], []
         for _, batch in zip(range(STEPS), batches(hp, state.training.order.samples(slice(None))), strict=False):
             losses.append(compute_gradients(state, batch).item() / len(batch))

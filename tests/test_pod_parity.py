@@ -235,13 +235,13 @@ def test_the_model_predicts(cluster: Cluster, trained: PodEnded) -> None:
     assert ended.outputs, ended.log
     with cluster.stored(ended.outputs["table"].scalar.blob.uri).open() as file:
         rows = list(csv.DictReader(file))
-    right = sum(row["guess"] == row["truth"] for row in rows) / len(rows)
+    correct = sum(row["prediction"] == row["truth"] for row in rows) / len(rows)
     assert ended.deck is not None
-    assert f"{100 * right:.2f}" in ended.deck
+    assert f"{100 * correct:.2f}" in ended.deck
     assert ended.deck.count("data:image/png") == 24
     assert len(ended.deck) < 300_000
     sidecar = json.loads(cluster.stored(trained.outputs["sidecar"].scalar.blob.uri).read_text())
-    assert right == pytest.approx(sidecar["metrics"]["test_accuracy"])
+    assert correct == pytest.approx(sidecar["metrics"]["test_accuracy"])
 
 
 @pytest.mark.parametrize(

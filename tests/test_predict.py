@@ -50,7 +50,7 @@ def linear_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def save(folder: Path, spec: InputSpec, seed: int = 0) -> tuple[Path, Path]:
-    """Random weights, whose guesses differ from image to image."""
+    """Random weights, whose predictions differ from image to image."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(len(CLASSES), spec.channels * 16 * 16, generator=generator) / 20
     state = {"1.weight": weight, "1.bias": torch.randn(len(CLASSES), generator=generator)}
@@ -78,11 +78,11 @@ def scores_of(rows: list[dict[str, str]]) -> torch.Tensor:
     return torch.tensor([[float(row[f"score_{name}"]) for name in CLASSES] for row in rows])
 
 
-def check_guesses(rows: list[dict[str, str]], scores: torch.Tensor) -> None:
+def check_predictions(rows: list[dict[str, str]], scores: torch.Tensor) -> None:
     assert torch.allclose(scores_of(rows), scores, atol=1e-5)
-    assert [row["guess"] for row in rows] == [CLASSES[k] for k in scores.argmax(1)]
+    assert [row["prediction"] for row in rows] == [CLASSES[k] for k in scores.argmax(1)]
     assert torch.allclose(torch.tensor([float(row["score"]) for row in rows]), scores.max(1).values, atol=1e-5)
-    assert len({row["guess"] for row in rows}) > 1, "one guess for all would hide an error"
+    assert len({row["prediction"] for row in rows}) > 1, "one prediction for all would hide an error"
 
 
 def noise(*shape: int) -> np.ndarray[Any, Any]:
@@ -141,8 +141,8 @@ def test_a_folder_is_predicted_file_by_file_in_the_order_of_paths(
     rows = read_table(output)
     order = sorted(range(len(names)), key=lambda k: names[k].split("/"))
     assert [row["id"] for row in rows] == [names[k] for k in order]
-    assert list(rows[0]) == ["id", "guess", "score", *(f"score_{name}" for name in CLASSES)]
-    check_guesses(rows, expected_scores(grey_model, images[order], GREY))
+    assert list(rows[0]) == ["id", "prediction", "score", *(f"score_{name}" for name in CLASSES)]
+    check_predictions(rows, expected_scores(grey_model, images[order], GREY))
     assert [path.name for path in output.parent.iterdir()] == ["table.csv", "table.html"]
 
 
@@ -165,7 +165,7 @@ def test_a_data_set_is_predicted_with_truths(tmp_path: Path, channels: int, spec
     rows = read_table(output)
     assert [row["id"] for row in rows] == [str(k) for k in range(23)]
     assert [row["truth"] for row in rows] == [CLASSES[k % 3] for k in range(23)]
-    check_guesses(rows, expected_scores(paths, np.repeat(blocks(23, channels), spec.channels // channels, 3), spec))
+    check_predictions(rows, expected_scores(paths, np.repeat(blocks(23, channels), spec.channels // channels, 3), spec))
 
 
 def test_colour_is_made_grey_and_grey_is_made_colour_as_pillow_does(
@@ -180,7 +180,7 @@ def test_colour_is_made_grey_and_grey_is_made_colour_as_pillow_does(
 
     colour_model = save(tmp_path / "colour", RGB)
     rows = read_table(predict(*colour_model, images=folder, dataset=None, output=tmp_path / "rgb.csv"))
-    check_guesses(rows, expected_scores(colour_model, colour, RGB))
+    check_predictions(rows, expected_scores(colour_model, colour, RGB))
 
 
 def test_images_of_any_size_are_resized(grey_model: tuple[Path, Path], folder: Path, tmp_path: Path) -> None:
@@ -256,7 +256,7 @@ def test_outside_this_package_ten_lines_of_the_readme_prepare_an_image(
 
     found = scores(program["prepare"])
     assert [row["id"] for row in rows] == [path.name for path in photos]
-    assert [row["guess"] for row in rows] == [CLASSES[guess] for guess in found.argmax(1)]
+    assert [row["prediction"] for row in rows] == [CLASSES[best] for best in found.argmax(1)]
     assert torch.allclose(scores_of(rows), found, atol=0.002 if kind == "photos" else 1e-5)
 
     # What people do who are not told: all of the image, without antialiasing, gives other predictions.
@@ -343,9 +343,9 @@ def test_images_that_cannot_be_decoded_are_named_and_do_not_stop_the_others(
     assert [row["id"] for row in rows] == names
     bad = [row for row in rows if row["id"] in ("b.png", "c.png", "notes.png")]
     assert all(value == "" for row in bad for name, value in row.items() if name != "id")
-    check_guesses([row for row in rows if row not in bad], expected_scores(grey_model, images, GREY))
+    check_predictions([row for row in rows if row not in bad], expected_scores(grey_model, images, GREY))
     said = capfd.readouterr().err
-    assert "without a guess, as they cannot be decoded: 3 of the images, " in said
+    assert "no prediction for 3 image(s), which cannot be decoded: " in said
     assert f"{folder}/b.png (of no known format)" in said
     with pytest.raises(UserError, match="bad_samples=-1: must be at least 0"):
         predict(*grey_model, **options, bad_samples=-1)
@@ -359,7 +359,7 @@ def test_by_default_as_many_are_allowed_as_in_training(
     sidecar = json.loads(grey_model[1].read_text()) | {"hyperparameters": {"bad_samples": 1}}
     grey_model[1].write_text(json.dumps(sidecar))
     rows = read_table(predict(*grey_model, images=folder, dataset=None, output=tmp_path / "table.csv"))
-    assert [(row["id"], bool(row["guess"])) for row in rows] == [("fine.png", True), ("notes.png", False)]
+    assert [(row["id"], bool(row["prediction"])) for row in rows] == [("fine.png", True), ("notes.png", False)]
 
 
 def test_channels_that_the_model_does_not_take_are_refused(

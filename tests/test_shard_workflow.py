@@ -57,7 +57,7 @@ def test_from_a_folder_of_images_to_a_model(tmp_path: Path) -> None:
     ]
     assert "dark/0.png cannot be decoded: of no known format; mend or remove it, or allow some" in predicted[0].panel
     assert predicted[1].exit_code == 0, predicted[1].output
-    assert "without a guess, as they cannot be decoded: 1 of the images, " in predicted[1].output
+    assert "no prediction for 1 image(s), which cannot be decoded: " in predicted[1].output
     (table,) = (tmp_path / "runs").glob("predictions-*/predictions.csv")
     rows = table.read_text().splitlines()
     assert len(rows) == 61

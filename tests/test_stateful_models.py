@@ -51,7 +51,7 @@ def first_batches(order: sampling.Order) -> list[sampling.Indices]:
 
 
 def after_steps(hp: Hyperparameters, data: Path) -> TrainingState:
-    state = TrainingState.create(hp, detect(hp), open_arrays(data), None)
+    state = TrainingState(hp, detect(hp), open_arrays(data), None)
     for batch in first_batches(state.training.order):
         compute_gradients(state, batch)
         apply_gradients(state)
@@ -435,7 +435,7 @@ def stages_in_ranks(folder: Path) -> None:
     for keep in ("last", "ema"):
         hp = replace(BASE, model="stateful_models:stages", num_ranks=world_size(), validation_fraction=0.0)
         hp = replace(hp, test_batch_size=1000, ema_decay=0.9, keep=keep)
-        state = TrainingState.create(hp, detect(hp), open_arrays(folder / "digits"), None)
+        state = TrainingState(hp, detect(hp), open_arrays(folder / "digits"), None)
         assert state.model.stage == 1
         for evaluations in (1, 2):
             evaluate_splits(state)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch import nn
 
+from flyte_ddp.clock import Clock
 from flyte_ddp.distributed import copy_from_rank_0
 from flyte_ddp.node_memory import NodeMemory
 from flyte_ddp.strategies import BUCKET_BYTES, SharedMemorySync, synchronised
@@ -139,7 +140,7 @@ class UsesSome(nn.Module):
 def use_different_parameters(_: Path) -> None:
     for strategy in ("ddp", "hooks", "shared_memory"):
         model = UsesSome()
-        sync = synchronised(model, strategy, torch.device("cpu"))
+        sync = synchronised(model, strategy, Clock())
         for step in range(3):
             model.zero_grad()
             for last in (False, True):  # the gradients of both are added up
@@ -177,7 +178,7 @@ def take_the_same_step_again(_: Path) -> None:
     factors = torch.randn(5000, generator=torch.Generator().manual_seed(dist.get_rank()))
     for strategy in ("ddp", "hooks", "shared_memory"):
         model = UsedInAnotherOrder()
-        sync = synchronised(model, strategy, torch.device("cpu"))
+        sync = synchronised(model, strategy, Clock())
         steps = []
         for _ in range(3):
             model.zero_grad()

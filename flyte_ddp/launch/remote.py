@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 from pathlib import Path
 from typing import Any
 
-from flyte_ddp.checkpoint import go_on_from
+from flyte_ddp.checkpoint import load_latest
 from flyte_ddp.code_digest import library_digest
 from flyte_ddp.errors import RankError, UnreachableError, UserError
 from flyte_ddp.job import Job
@@ -327,7 +327,7 @@ class Meeting:
 
 def from_newest_checkpoint(job: Job, why: str) -> Job:
     """The job as it goes on from its newest checkpoint, which is said with the reason."""
-    found = go_on_from(job.run_folder, job.identity)
+    found = load_latest(job.run_folder, job.identity)
     if job.settings.progress != "off":
         what = f"going on after step {found.step:,}" if found else "beginning anew"
         print(f"{why}; {what}", file=sys.stderr, flush=True)
