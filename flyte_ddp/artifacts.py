@@ -51,19 +51,17 @@ def save_model(folder: Path, state_dict: Mapping[str, Tensor], sidecar: Mapping[
 
 
 def portable(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies on the CPU in plain row-major order, each with a storage of its own.
+    """Copies on the CPU in plain row-major order, each with a storage of its own; a module's extra state as it is.
 
     A view would be saved with all of the storage that it looks into, and a channels-last tensor in an order that other
     frameworks do not expect.
     """
 
     def copied(value: Tensor) -> Tensor:
-        if not isinstance(value, Tensor):  # a module's extra state
-            return value
         own = value.detach().cpu()
         return own.clone(memory_format=torch.contiguous_format) if own.layout == torch.strided else own.clone()
 
-    return {name: copied(value) for name, value in state_dict.items()}
+    return {name: copied(value) if isinstance(value, Tensor) else value for name, value in state_dict.items()}
 
 
 def load_model(
@@ -124,9 +122,7 @@ def read_sidecar(path: Path) -> dict[str, Any]:
 def described_input(spec: InputSpec, crop: str) -> dict[str, Any]:
     """What a model takes, and as numbers all that is done to an image before, for programs without this library.
 
-    Args:
-        spec: the model's input.
-        crop: ``middle``, or empty for all of an image.
+    ``crop`` is ``middle``, or empty for all of an image.
     """
     middle = crop == MIDDLE
     return {

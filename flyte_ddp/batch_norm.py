@@ -29,12 +29,8 @@ Gather = Callable[[Tensor], Tensor]  # fp64 [n] of each rank to [ranks, n] on al
 def synchronise_batch_norm(model: nn.Module, this_pass: TrainingPass, *, on_one_machine: bool) -> None:
     """Has every BatchNorm of the model, in place, normalise training batches by the statistics of all ranks together.
 
-    Parameters, buffers, hooks and ``state_dict`` stay what they are, and so does what a layer is an instance of.
-
-    Args:
-        this_pass: says of each pass whether this rank's samples count.
-        on_one_machine: the ranks are CPU processes of one machine, and may talk through shared memory.
-
+    Parameters, buffers, hooks and ``state_dict`` stay what they are, and so does what a layer is an instance of. Ranks
+    that are ``on_one_machine`` exchange through shared memory.
     """
     # Modules that torch.jit has made have no forward of their class.
     found = [module for module in model.modules() if getattr(type(module), "forward", None) in KNOWN]
@@ -58,7 +54,7 @@ def has_separate_statistics(model: nn.Module, synchronised: bool) -> bool:
 
 
 class GlobalBatchNorm(_BatchNorm):
-    """BatchNorm over the samples of all ranks. Every rank takes part in each training pass."""
+    """BatchNorm over the samples of all ranks, every one of which takes part in each training pass."""
 
     gather: Gather
     this_pass: TrainingPass
@@ -81,10 +77,10 @@ class GlobalBatchNorm(_BatchNorm):
         return Normalise.apply(input, self.weight, self.bias, self)  # type: ignore[no-any-return]
 
     def exchange(self, numbers: Tensor, *, backward: bool = False) -> Tensor:
-        """Fp64 [n] of each rank to [ranks, n] on all, which are in this pass of this layer.
+        """Fp64 [n] of each rank to [ranks, n] on all, which must be in this pass of this layer.
 
         Raises:
-            UserError: some are elsewhere. On a GPU, which looking would hold up, they wait until the time limit.
+            UserError: some are elsewhere. On a GPU, where the check would wait, they run into the time limit.
 
         """
         place = numbers.new_full((1,), -1 - self.number if backward else 1 + self.number)
@@ -117,10 +113,10 @@ class Normalise(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, weight: Tensor | None, bias: Tensor | None, layer: GlobalBatchNorm) -> Tensor:
-        """[N, C, ...] normalised; takes the statistics into the layer's running ones.
+        """[N, C, ...] normalised; updates the layer's running statistics.
 
-        That is done here, because torch.utils.checkpoint, when it runs a block again, leaves it when the last tensor of
-        the block is saved: torch's own layers have updated theirs by then.
+        They are updated before tensors are saved: torch.utils.checkpoint, when it runs a block again, leaves it as soon
+        as its last tensor is saved, when torch's own layers have updated theirs.
         """
         ctx.counts = layer.this_pass.counts and values.numel() > 0
         mean, variance, count = global_statistics(values, layer.exchange, taking_part=ctx.counts)

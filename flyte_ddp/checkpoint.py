@@ -66,16 +66,12 @@ def slots(folder: Path, newest: Path | None) -> Iterator[Path]:
 def write(
     path: Path, description: Mapping[str, Any], identity: Identity, metrics: bytes, save: Callable[[Any], object]
 ) -> None:
-    """Writes a checkpoint in place of an older one.
+    """Writes a checkpoint in place of an older one; UserError if the disk is full.
 
     Args:
-        path: from :func:`slots`.
         description: ``epoch``, ``step``, ``trained_in`` and ``time``.
         metrics: contents of metrics.jsonl up to this step.
         save: writes the state into a file.
-
-    Raises:
-        UserError: the disk is full, or the folder cannot be written to.
 
     """
     header = {**description, "identity": asdict(identity), "metrics_bytes": len(metrics)}
@@ -122,13 +118,10 @@ def state_in(checkpoint: Checkpoint) -> io.BytesIO:
 
 
 def load_latest(run_folder: Path, run: Identity) -> Checkpoint | None:
-    """The run's newest checkpoint, if there is one; its metrics are then as they were when that was written.
+    """The run's newest checkpoint, if there is one; UserError if it is of another run.
 
-    Without one, there are no metrics, and no intermediate results.
-
-    Raises:
-        UserError: a checkpoint of another run.
-
+    The run's metrics are then as they were when it was written. Without one, there are no metrics, and no intermediate
+    results.
     """
     found = newest_of(run_folder / FOLDER)
     if found is not None:

@@ -43,11 +43,9 @@ class LossWatch:
         self.pending: Step | None = None
 
     def look(self, epoch: int, step: int, loss_sum: Tensor, forward: Callable[[], object]) -> None:
-        """Takes in the loss of the step that is being done.
+        """Takes in the loss, of all ranks, of the step that is being done (``step`` counts from 1, ``epoch`` from 0).
 
         Args:
-            epoch: counts from 0; ``step`` counts from 1.
-            loss_sum: of all ranks, an fp64 scalar on the device.
             forward: does the step's forward passes again, on all ranks alike.
 
         Raises:
@@ -86,14 +84,7 @@ class LossWatch:
 def not_finite(
     model: nn.Module, hp: Hyperparameters, loss: float, epoch: int, step: int, *, weights_of: int, activation: str = ""
 ) -> UserError:
-    """The error for a loss that is NaN or infinite.
-
-    Args:
-        epoch: counted from 0, as in metrics.jsonl; ``step`` counts from 1.
-        weights_of: the step that made the weights with which the loss was computed.
-        activation: from :func:`first_activation`.
-
-    """
+    """The error for a loss that is NaN or infinite; ``weights_of`` is the step that made the weights it came from."""
     # The weight nearest to the output: its gradient came first.
     broken = [name for name, parameter in model.named_parameters() if not bool(parameter.isfinite().all())]
     where = ""
@@ -108,11 +99,9 @@ def not_finite(
 
 
 def no_better_than_random(loss: float, labels: Tensor, hp: Hyperparameters) -> str:
-    """What to say of a training that has learned nothing; empty if it has.
+    """What to say of a training that ended with such a loss, if it has learned nothing; else empty.
 
-    Args:
-        loss: of training, at its end.
-        labels: [N] of samples that stand for all; predictions by how common each class is have their entropy for loss.
+    Predictions by how common each class is among ``labels`` [N] have the entropy of these shares for loss.
     """
     shares = labels.bincount().double() / len(labels)
     random_loss = -torch.special.xlogy(shares, shares).sum().item()

@@ -33,7 +33,6 @@ def prepare(
         images: uint8 [N, H, W, C], on the device where the result is wanted.
         spec: the model's input; its ``channels`` are C, or 3 where C is 1.
         dtype: of the result, and of the arithmetic.
-        memory_format: of the result.
 
     Returns:
         [N, spec.channels, spec.height, spec.width].

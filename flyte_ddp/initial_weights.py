@@ -31,10 +31,7 @@ def identity(init_from: str) -> str:
 
 @contextmanager
 def fetched(init_from: str, folder: Path) -> Iterator[Path | None]:
-    """A local path with the contents of ``init_from``, a path or a URI; None if that is empty.
-
-    Args:
-        folder: where a temporary file may be put.
+    """A local path, perhaps a temporary one in ``folder``, with the contents of ``init_from``; None if that is empty.
 
     Raises:
         UserError: it is not there or cannot be read.
@@ -65,12 +62,7 @@ def local_file(init_from: str) -> Path | None:
 
 
 def load_initial_weights(model: nn.Module, path: Path, hp: Hyperparameters) -> None:
-    """Loads the weights of a file into a fresh model, but for the parts that ``init_skip`` leaves out.
-
-    Raises:
-        UserError: the file has no weights, or they do not fit.
-
-    """
+    """Loads a file's weights into a fresh model, but for the parts in ``init_skip``; UserError if they do not fit."""
     own = model.state_dict()
     stored = weights_in(path, hp.init_from)
     parts = parts_of(hp.init_skip)
@@ -91,11 +83,7 @@ def load_initial_weights(model: nn.Module, path: Path, hp: Hyperparameters) -> N
 
 
 def weights_in(path: Path, init_from: str) -> dict[str, Tensor]:
-    """The tensors of a state_dict, or of a checkpoint that has one in it, by their names.
-
-    Raises:
-        UserError: there are none in the file, or it could only be read by running code that it brings along.
-    """
+    """The tensors in a file by their names; UserError if there are none, or reading them could run code."""
     import torch  # the launcher, which only fetches, does without
 
     try:
@@ -107,16 +95,20 @@ def weights_in(path: Path, init_from: str) -> dict[str, Tensor]:
                 "any code; save its state_dict alone, by torch.save"
             ) from None
         raise UserError(f"init_from={init_from!r}: is not a file of weights, or a damaged one; {WHAT_IT_IS}") from None
-    inner = content
-    while inner is not None:
-        content = inner
-        held = [content.get(key) for key in WRAPPINGS] if isinstance(content, Mapping) else []
-        inner = next((each for each in held if isinstance(each, Mapping)), None)
-    tensors = content.items() if isinstance(content, Mapping) else ()
-    found = {str(name): value for name, value in tensors if isinstance(value, torch.Tensor)}
+    found = {str(name): value for name, value in state_dict_in(content).items() if isinstance(value, torch.Tensor)}
     if not found:
         raise UserError(f"init_from={init_from!r}: has no tensors with names; {WHAT_IT_IS}")
     return found
+
+
+def state_dict_in(content: Any) -> Mapping[Any, Any]:
+    """The content itself, or what a checkpoint holds under one of the usual names; empty if it is no mapping."""
+    if not isinstance(content, Mapping):
+        return {}
+    for key in WRAPPINGS:
+        if isinstance(content.get(key), Mapping):
+            return state_dict_in(content[key])
+    return content
 
 
 def without_prefix(given: dict[str, Tensor], own: Collection[str]) -> dict[str, Tensor]:

@@ -27,24 +27,23 @@ Piece = tuple[int, torch.dtype]  # number of elements, and their type
 
 
 class NodeMemory:
-    """Memory that all ranks of the process group map, as uint8 [size] in ``bytes``; zeros at first.
+    """Memory that all ranks of the process group map: two halves, each uint8 [size], of zeros at first.
+
+    The halves are used in turn: who is ahead fills one while others still read the other. Before a rank comes back to
+    that one it has passed a barrier that the others reach only after reading.
 
     All ranks make it together, with the same size. ``peers`` are connections by rank: rank 0's to all others, another
     rank's to rank 0, which hands the memory on through them, as an open file that has no name.
     """
 
     def __init__(self, size: int) -> None:
-        """Makes ``size`` bytes, at least one.
-
-        Raises:
-            OSError: the ranks are not on one machine, or the memory cannot be had.
-            RuntimeError: a rank has ended, or did not come within the time limit of collectives.
-
-        """
+        """Makes two halves of ``size`` bytes, at least one; OSError if the ranks are not on one machine."""
         self.peers: dict[int, socket.socket] = {}
+        size = max(size, 1)
         with peer_errors("a rank", timeout()):
-            file = self._offer(max(size, 1)) if rank() == 0 else self._accept()
-        self.bytes = torch.frombuffer(mmap.mmap(file, max(size, 1)), dtype=torch.uint8)
+            file = self._offer(2 * size) if rank() == 0 else self._accept()
+        self.halves = torch.frombuffer(mmap.mmap(file, 2 * size), dtype=torch.uint8).view(2, size)
+        self.turn = 0  # which half is being filled
         os.close(file)
 
     def _offer(self, size: int) -> int:
@@ -73,7 +72,7 @@ class NodeMemory:
         return files[0]
 
     def barrier(self) -> None:
-        """Returns once all ranks have called it; each then sees what the others wrote before.
+        """Returns once all ranks have called it; each then sees what the others wrote. The other half's turn follows.
 
         Every rank sends a message to rank 0 and gets one back: two wake-ups, where the backend's barrier takes more.
 
@@ -90,6 +89,7 @@ class NodeMemory:
             for other, peer in self.peers.items():
                 with peer_errors(f"rank {other}", peer.gettimeout()):
                     peer.send(b"here")
+        self.turn = 1 - self.turn
 
 
 class NodeGather:
@@ -100,15 +100,12 @@ class NodeGather:
 
     def __init__(self, most: int) -> None:
         """Makes places for at most so many numbers of each rank."""
-        # Two sets of places, used in turn: see SharedMemorySync.
-        self.memory = NodeMemory(2 * world_size() * most * torch.float64.itemsize)
-        self.places = self.memory.bytes.view(torch.float64).view(2, world_size(), most)
-        self.turn = 0
+        self.memory = NodeMemory(world_size() * most * torch.float64.itemsize)
+        self.places = self.memory.halves.view(torch.float64).view(2, world_size(), most)
 
     def __call__(self, numbers: Tensor) -> Tensor:
         """fp64 [n] to fp64 [ranks, n]; n is the same on all ranks."""
-        places = self.places[self.turn, :, : numbers.numel()]
-        self.turn = 1 - self.turn
+        places = self.places[self.memory.turn, :, : numbers.numel()]
         places[rank()] = numbers
         self.memory.barrier()
         return places.clone()

@@ -48,15 +48,7 @@ class GradientSync:
         yield
 
     def combine(self, loss_sum: Tensor) -> Tensor:
-        """Ends a step's communication: averages over the ranks what backward passes left, and adds up the loss.
-
-        Args:
-            loss_sum: fp64 scalar, the sum of this rank's losses.
-
-        Returns:
-            The sum of all ranks' losses, the same bits on all of them.
-
-        """
+        """Averages over the ranks what backward passes left, and adds up the loss: fp64 scalars, the same on all."""
         return loss_sum
 
 
@@ -72,20 +64,14 @@ class SharedMemorySync(GradientSync):
         copy_from_rank_0([*model.parameters(), *model.buffers()])
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.numel()]
         groups = in_buckets(trained, bucket_bytes) or [[]]
-        # Two sets of places, used in turn: who is ahead fills one while others still read the other. Before it comes
-        # back to that one it has passed a barrier that they reach only after reading.
-        size = max(sum(sizes(places(group))) for group in groups)
-        self.memory = NodeMemory(2 * size)
-        sets = self.memory.bytes[:size], self.memory.bytes[size : 2 * size]
-        self.buckets = [[SharedBucket(group, places_of_set) for places_of_set in sets] for group in groups]
-        self.turn = 0
+        self.memory = NodeMemory(max(sum(sizes(places(group))) for group in groups))
+        self.buckets = [[SharedBucket(group, half) for half in self.memory.halves] for group in groups]
 
     @torch.no_grad()
     def combine(self, loss_sum: Tensor) -> Tensor:
         """See :class:`GradientSync`; a gradient that no rank has stays None, as on a single rank."""
-        for in_either_set in self.buckets:
-            bucket = in_either_set[self.turn]
-            self.turn = 1 - self.turn
+        for in_either_half in self.buckets:
+            bucket = in_either_half[self.memory.turn]
             bucket.put(loss_sum)
             self.memory.barrier()
             bucket.average()
@@ -128,13 +114,13 @@ class SharedBucket:
 def in_buckets(parameters: Sequence[nn.Parameter], most_bytes: int) -> list[list[nn.Parameter]]:
     """Cuts a sequence into groups of at most so many bytes; a larger parameter is a group of its own."""
     groups: list[list[nn.Parameter]] = []
-    room = 0
+    free = 0
     for parameter in parameters:
-        if parameter.nbytes > room:
+        if parameter.nbytes > free:
             groups.append([])
-            room = most_bytes
+            free = most_bytes
         groups[-1].append(parameter)
-        room -= parameter.nbytes
+        free -= parameter.nbytes
     return groups
 
 

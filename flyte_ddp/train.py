@@ -79,12 +79,7 @@ def batches_to_do(state: TrainingState) -> Iterator[sampling.Indices]:
 
 
 def train_step(run: Run, batch: sampling.Indices) -> None:
-    """One optimiser step on a global batch, which is recorded.
-
-    Args:
-        batch: [B] positions in the training set, the same on all ranks.
-
-    """
+    """One optimiser step on a global batch [B] of positions in the training set, which is recorded."""
     state = run.state
     loss_sum = compute_gradients(state, batch)
     run.loss_watch.look(state.epoch, state.step + 1, loss_sum, lambda: forward_again(state, batch))
@@ -95,16 +90,10 @@ def train_step(run: Run, batch: sampling.Indices) -> None:
 
 
 def compute_gradients(state: TrainingState, batch: sampling.Indices) -> Tensor:
-    """Forward and backward pass over a global batch, of which this rank computes its share.
-
-    Args:
-        batch: [B] positions in the training set, the same on all ranks.
+    """Forward and backward pass over a global batch [B], of which this rank computes its share.
 
     Returns:
         The sum of all ranks' losses, an fp64 scalar on the device.
-
-    Raises:
-        UserError: an output that does not fit.
 
     """
     hp = state.hp

@@ -37,9 +37,7 @@ Tensors = tuple[Tensor, ...] | list[Tensor]
 class TrainingState:
     """The objects of one rank: ``model`` is the bare module, ``sync`` the same module with synchronised gradients.
 
-    ``step`` counts the optimiser steps that are done, ``epoch`` the epochs, with their evaluation. ``inconsistent``
-    says that a change has failed half way. ``files_not_seen`` are those that the model's code comes from, and that
-    its digest does not cover.
+    ``files_not_seen`` are those that the model's code comes from, and that its digest does not cover.
     """
 
     def __init__(
@@ -53,14 +51,14 @@ class TrainingState:
         """Builds everything from the seed.
 
         Raises:
-            UserError: images that the model cannot take, a model that cannot be trained, or initial weights that do not
-                fit it.
+            UserError: images that the model cannot take, a model that cannot be trained, weights that do not fit it.
 
         """
         self.hp, self.hardware = hp, hardware
-        self.step = self.epoch = 0
+        self.step = 0  # optimiser steps that are done
+        self.epoch = 0  # epochs that are done, with their evaluation
         self.lock = threading.Lock()  # for a look at it, as `mutation` is for a change
-        self.inconsistent = False
+        self.inconsistent = False  # a change has failed half way
         on_gpu = hardware.device_type == "cuda"
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         torch.manual_seed(hp.seed)

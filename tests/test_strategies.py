@@ -39,7 +39,7 @@ def average_random_gradients(_: Path, bucket_bytes: int = BUCKET_BYTES) -> None:
     model = nn.ParameterList(parameters())
     generator = torch.Generator().manual_seed(dist.get_rank())
     sync = SharedMemorySync(model, bucket_bytes)
-    for _ in range(5):  # the two sets of places are used in turn
+    for _ in range(5):  # the two halves are used in turn
         for parameter in model:
             # In whatever order in memory the backward pass leaves it.
             parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
@@ -68,7 +68,7 @@ def average_in_buckets(_: Path) -> None:
 def share_little(_: Path) -> None:
     model = nn.ParameterList([nn.Parameter(torch.zeros(1000)) for _ in range(100)])
     for bucket_bytes, most in ((4000, 1), (8192, 2), (1, 1)):
-        shared = SharedMemorySync(model, bucket_bytes).memory.bytes.numel()
+        shared = SharedMemorySync(model, bucket_bytes).memory.halves.numel()
         assert 2 * RANKS * most * 4000 <= shared <= 2 * RANKS * most * 4000 * 1.1
 
 
