@@ -94,9 +94,9 @@ def newest_of(folder: Path) -> Checkpoint | None:
 def read(path: Path) -> Checkpoint | None:
     """The checkpoint in a file; None if there is none, or it is damaged."""
     try:
-        with path.open("rb", buffering=0) as whole, io.BufferedReader(whole) as file:
-            digest_line = whole.read(DIGEST_LINE)
-            if digest_line != f"{FORMAT} {hashlib.file_digest(whole, 'sha256').hexdigest()}\n".encode():
+        with path.open("rb") as file:
+            digest_line = file.read(DIGEST_LINE)
+            if digest_line != f"{FORMAT} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode():
                 return None
             file.seek(DIGEST_LINE)
             header = json.loads(file.readline())

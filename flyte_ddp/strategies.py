@@ -8,7 +8,7 @@ layer's own) counts once and not once for each rank.
 # No "from __future__ import annotations" here: DDP checks a communication hook's annotations, and wants real types.
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -42,10 +42,9 @@ class GradientSync:
         output: Tensor = self.model(images)
         return output
 
-    @contextmanager
-    def micro_batch(self, *, last: bool) -> Iterator[None]:  # noqa: ARG002
+    def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:  # noqa: ARG002
         """Goes around forward and backward of one micro-batch; all but the last of a step only accumulate."""
-        yield
+        return nullcontext()
 
     def combine(self, loss_sum: Tensor) -> Tensor:
         """Averages over the ranks what backward passes left, and adds up the loss: fp64 scalars, the same on all."""
@@ -208,11 +207,10 @@ class HooksSync(GradientSync):
             parameter.grad = torch.zeros_like(parameter)
         self.started.append(dist.all_reduce(parameter.grad, async_op=True))
 
-    @contextmanager
-    def micro_batch(self, *, last: bool) -> Iterator[None]:
+    def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
         """See :class:`GradientSync`."""
         self.last = last
-        yield
+        return nullcontext()
 
     def combine(self, loss_sum: Tensor) -> Tensor:
         """See :class:`GradientSync`; a gradient that no rank has becomes None again, as on a single rank."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -83,11 +83,12 @@ class TrainingPass:
         return (shifted(bits, 40).float() / 2**24).view(-1, *shape)
 
 
-class Generators:
+class Generators(NamedTuple):
     """A random generator of torch (on the CPU), one of Python and one of NumPy; modules stand for their own."""
 
-    def __init__(self, of_torch: torch.Generator, of_python: Any, of_numpy: Any) -> None:
-        self.of_torch, self.of_python, self.of_numpy = of_torch, of_python, of_numpy
+    of_torch: torch.Generator
+    of_python: Any
+    of_numpy: Any
 
     def seed(self, seed: int) -> None:
         """Seeds all three."""
