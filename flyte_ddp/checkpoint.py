@@ -1,7 +1,7 @@
 """Checkpoints on disk: two files, written in turn, so that a good one is there whatever happens to the other.
 
-A file is its SHA-256, a line of JSON that says what it belongs to and how far it got, the metrics so far, and what
-torch saved. All but the last can be read without torch.
+A file holds its SHA-256, a header (a line of JSON), the metrics so far, and what torch saved. All but the last can be
+read without torch.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def write(
 
 
 def newest_of(folder: Path) -> Checkpoint | None:
-    """The newest checkpoint that is whole; damaged ones are passed over."""
+    """The newest checkpoint that is whole; damaged ones are skipped."""
     found = [checkpoint for name in SLOTS if (checkpoint := read(folder / name)) is not None]
     return max(found, key=lambda checkpoint: (checkpoint.step, checkpoint.epoch), default=None)
 

@@ -1,6 +1,6 @@
 """When a run's state is saved, and what belongs to it. Rank 0 saves, from a thread of its own.
 
-Random numbers are functions of the position (seed, epoch, step, sample), so the position stands for their state.
+Random numbers are functions of the position (seed, epoch, step, sample), so no state of theirs is saved.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Checkpointer:
         self.wake = threading.Event()
         self.pending: Snapshot | None = None
         self.closed = False
-        self.told = False
+        self.reported = False  # that one could not be written
         self.active = rank() == 0 and job.settings.checkpoint_seconds > 0
         self.thread = threading.Thread(target=self._work, name="checkpoints", daemon=True)
 
@@ -138,7 +138,7 @@ class Checkpointer:
                 self.active = False
 
     def epoch_done(self) -> None:
-        """Takes a copy of the state and has it written; one that still waits for that is left out."""
+        """Takes a copy of the state, to be written; it replaces one that still waits."""
         if self.active:
             self.pending = take(self.run)
             self.wake.set()
@@ -156,7 +156,7 @@ class Checkpointer:
         return self.saved[0]
 
     def _save(self, *, now: bool) -> None:
-        """Writes the state as it is now, if that is asked for and worth resuming from; else what waits for it."""
+        """Writes the state as it is ``now``, if it is worth resuming from; else the copy that waits to be written."""
         waiting, self.pending = self.pending, None
         try:
             for snapshot in (take(self.run) if now else None, waiting):
@@ -164,9 +164,9 @@ class Checkpointer:
                     self._write(snapshot)
                     self.saved = (snapshot.step, snapshot.epoch)
         except Exception as error:
-            if not self.told:
+            if not self.reported:
                 print(f"could not write checkpoint: {error}; training continues", file=sys.stderr, flush=True)
-            self.told = True
+            self.reported = True
 
     def _write(self, snapshot: Snapshot) -> None:
         with (self.job.run_folder / "metrics.jsonl").open("rb") as file:

@@ -49,7 +49,7 @@ class Clock:
 
     def mark(self, name: str) -> Any:
         """This moment, for :meth:`add`."""
-        if self.event is None or name == "evaluation":  # which waits for the device itself, and is asked for at once
+        if self.event is None or name == "evaluation":  # which waits for the device itself
             return time.perf_counter()
         event = self.event()
         event.record()

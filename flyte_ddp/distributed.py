@@ -19,7 +19,7 @@ _timeout = 600.0
 
 
 def set_timeout(limit: float) -> None:
-    """Sets how many seconds this rank waits for others outside torch's own collectives, as process groups have it."""
+    """Sets how many seconds this rank waits for others outside torch's own collectives."""
     global _timeout  # noqa: PLW0603 (a property of the process, as the process group is)
     _timeout = limit
 

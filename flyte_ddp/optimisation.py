@@ -39,7 +39,7 @@ def make_optimizer(parameters: Iterable[nn.Parameter], hp: Hyperparameters) -> t
 def without_compiler(kind: type[Kind]) -> type[Kind]:
     """This optimiser of torch's without the decorators around some of its methods.
 
-    They import torch's compiler, which takes a second, to have it leave these methods alone.
+    The decorators import torch's compiler, which takes a second, only to keep it out of these methods.
     """
     methods = {name: inspect.unwrap(getattr(kind, name)) for name in IMPORT_COMPILER}
     methods["step"] = torch.no_grad()(methods["step"])

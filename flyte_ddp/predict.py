@@ -45,7 +45,7 @@ def predict(
     Args:
         model_path: ``model.pt`` of a run.
         sidecar_path: ``model.json`` of the same run.
-        images: a folder of images, searched at all depths; files of other types and hidden ones are passed over.
+        images: a folder of images, searched at all depths; other files and hidden ones are skipped.
         dataset: a prepared data set's folder, whose test split is predicted. Give this or ``images``.
         output: the table's path.
         batch_size: images in memory at a time.

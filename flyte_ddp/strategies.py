@@ -55,7 +55,7 @@ class SharedMemorySync(GradientSync):
     """For CPU ranks of one machine: each puts its gradients where all can read them, and averages those of all.
 
     gloo goes through TCP even on one machine, and its threads need the cores that compute. All ranks add in the same
-    order, and so get the same bits. What is shared grows with the largest parameter, not with the model.
+    order, and so get the same bits. The shared memory grows with the largest parameter, not with the model.
     """
 
     def __init__(self, model: nn.Module, bucket_bytes: int = BUCKET_BYTES) -> None:

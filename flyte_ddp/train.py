@@ -35,8 +35,8 @@ def train(job: Job, offer_saving: Callable[[Callable[[], int]], None] = lambda _
     """Trains, evaluates every ``eval_interval`` epochs, and leaves metrics, model and sidecar in the run folder.
 
     Args:
-        offer_saving: is given a function that whoever watches over this rank may call, from any thread, to have a
-            checkpoint written at once; it returns the step of the newest one, 0 without any.
+        offer_saving: gets a function that writes a checkpoint at once, from any thread, and returns the step of the
+            newest one, 0 without any.
 
     Raises:
         UserError: a model whose output does not fit the classes, a loss that is not finite, weights that do not fit.
@@ -46,10 +46,12 @@ def train(job: Job, offer_saving: Callable[[Callable[[], int]], None] = lambda _
     data = open_prepared(job.data)
     state = TrainingState(hp, job.hardware, data, job.initial_weights, job.settings)
     loss_watch = LossWatch(state.model, state.optimizer, hp, a_step_later=state.device.type == "cuda")
-    recorder = Recorder(job, state.clock, state.device, state.total_steps, state.steps_per_epoch)
-    run = Run(state, Selection(hp), recorder, loss_watch)
-    with closing(state.splits), recorder:
+    with (
+        closing(state.splits),
+        Recorder(job, state.clock, state.device, state.total_steps, state.steps_per_epoch) as recorder,
+    ):
         write_start(job, data, state, recorder)
+        run = Run(state, Selection(hp), recorder, loss_watch)
         if job.checkpoint is not None:
             restore(run, job.checkpoint)
         with Checkpointer(job, run) as checkpoints:
@@ -123,9 +125,9 @@ def compute_gradients(state: TrainingState, batch: sampling.Indices) -> Tensor:
 
 
 class Share(NamedTuple):
-    """A rank's part of a micro-batch. A rank without one takes a sample of another's, which does not count.
+    """A rank's part of a micro-batch. A rank without one takes a sample of another rank, which does not count.
 
-    No model gets an empty batch, on which much of what is usual fails, and every rank takes part in each exchange.
+    Many models fail on an empty batch, and every rank must take part in each exchange.
     """
 
     samples: sampling.Indices
@@ -227,7 +229,7 @@ def evaluate_splits(state: TrainingState) -> tuple[Evaluation, Evaluation]:
 def finish_epoch(run: Run, evaluation: tuple[Evaluation, Evaluation] | None) -> None:
     """Counts the epoch, and takes in its evaluation of the validation and the test split, if it had one.
 
-    The last steps may have led astray after their own losses had been checked: UserError.
+    Raises UserError for a loss that is not finite: the last steps may break weights after their losses were checked.
     """
     state = run.state
     with state.mutation():
