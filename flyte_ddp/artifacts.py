@@ -35,7 +35,6 @@ def save_model(folder: Path, state_dict: Mapping[str, Tensor], sidecar: Mapping[
 
     Raises:
         UserError: the disk is full, or the folder cannot be written to.
-
     """
     model_path, sidecar_path = folder / "model.pt", folder / "model.json"
     # The sidecar's name appears last: where it is, the weights are. Both contents are on the disk before either name.
@@ -72,7 +71,6 @@ def load_model(
     Raises:
         UserError: a file is missing or damaged, the two do not belong together, or the model that the sidecar names
             does not take these weights any more.
-
     """
     sidecar = read_sidecar(sidecar_path)
     try:

@@ -48,7 +48,6 @@ def augment(images: Tensor, kind: str, *, seed: int, epoch: int, samples: Indice
 
     Returns:
         uint8 [N, H, W, C] on the same device.
-
     """
     if kind == "none":
         return images

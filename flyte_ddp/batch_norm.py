@@ -69,7 +69,6 @@ class GlobalBatchNorm(_BatchNorm):
 
         Raises:
             ValueError: the ranks have a single value for each channel together.
-
         """
         self._check_input_dim(input)
         if not self.training:
@@ -81,7 +80,6 @@ class GlobalBatchNorm(_BatchNorm):
 
         Raises:
             UserError: some are elsewhere. On a GPU, where the check would wait, they run into the time limit.
-
         """
         place = numbers.new_full((1,), -1 - self.number if backward else 1 + self.number)
         of_ranks = self.gather(torch.cat([place, numbers]))

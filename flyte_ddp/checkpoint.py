@@ -72,7 +72,6 @@ def write(
         description: ``epoch``, ``step``, ``trained_in`` and ``time``.
         metrics: contents of metrics.jsonl up to this step.
         save: writes the state into a file.
-
     """
     header = {**description, "identity": asdict(identity), "metrics_bytes": len(metrics)}
     with replacing(path) as file:

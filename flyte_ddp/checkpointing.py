@@ -148,7 +148,6 @@ class Checkpointer:
 
         Returns:
             The step of the newest checkpoint; 0 if there is none.
-
         """
         with self.writing:
             if self.active:

@@ -50,7 +50,6 @@ class LossWatch:
 
         Raises:
             UserError: the loss is not finite; with the first weight or activation that is not.
-
         """
         arrived = torch.cuda.Event() if loss_sum.is_cuda else None  # type: ignore[no-untyped-call]
         now = Step(epoch, step, loss_sum.to("cpu", non_blocking=True), forward, arrived)

@@ -42,7 +42,6 @@ def wait_for(device: torch.device) -> None:
 
     Raises:
         CollectiveTimeoutError: it was not done within the time limit of collectives: another rank did not come.
-
     """
     if device.type == "cuda":
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -41,7 +41,6 @@ def evaluate(predict: Callable[[Tensor], Tensor], images: Split, batch_size: int
 
     Raises:
         RuntimeError: a sample was not counted exactly once.
-
     """
     # Rows: loss, prediction, truth, times counted. Each sample is written by one rank, so the sum over ranks is exact.
     table = torch.zeros(4, len(images), dtype=torch.float64, device=device)

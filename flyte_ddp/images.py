@@ -36,7 +36,6 @@ def prepare(
 
     Returns:
         [N, spec.channels, spec.height, spec.width].
-
     """
     scale, shift = normalisation(spec, images.device, dtype)
     batch = images.to(dtype, memory_format=torch.contiguous_format)

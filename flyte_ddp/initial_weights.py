@@ -35,7 +35,6 @@ def fetched(init_from: str, folder: Path) -> Iterator[Path | None]:
 
     Raises:
         UserError: it is not there or cannot be read.
-
     """
     path = local_file(init_from) if init_from else None
     if path is not None or not init_from:

@@ -20,7 +20,6 @@ def input_spec(model: str, images: InputSpec, size: int) -> InputSpec:
 
     Raises:
         UserError: images that the model cannot take, with the sizes that it can.
-
     """
     spec = replace(images, height=size or images.height, width=size or images.width)
     catalog.check_image_size(model, spec.height, spec.width)
@@ -39,7 +38,6 @@ def build(name: str, num_classes: int, spec: InputSpec) -> nn.Module:
 
     Returns:
         A module that maps float32 [N, spec.channels, spec.height, spec.width] to logits [N, num_classes].
-
     """
     if ":" in name:
         from flyte_ddp.user_code import load_callable

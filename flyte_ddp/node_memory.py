@@ -78,7 +78,6 @@ class NodeMemory:
 
         Raises:
             RuntimeError: a rank has ended, or did not come within the time limit of collectives.
-
         """
         for other, peer in self.peers.items():
             with peer_errors(f"rank {other}", peer.gettimeout()):

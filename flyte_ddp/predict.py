@@ -55,7 +55,6 @@ def predict(
     Raises:
         UserError: a missing, damaged or mismatched model; no images, one that cannot be read, or too many that cannot
             be decoded; images whose channels the model does not take; an output that cannot be written.
-
     """
     if (images is None) == (dataset is None):
         raise UserError(f"images={images}, dataset={dataset}: give exactly one of the two")

@@ -40,7 +40,6 @@ def train(job: Job, offer_saving: Callable[[Callable[[], int]], None] = lambda _
 
     Raises:
         UserError: a model whose output does not fit the classes, a loss that is not finite, weights that do not fit.
-
     """
     hp = job.hp
     data = open_prepared(job.data)
@@ -96,7 +95,6 @@ def compute_gradients(state: TrainingState, batch: sampling.Indices) -> Tensor:
 
     Returns:
         The sum of all ranks' losses, an fp64 scalar on the device.
-
     """
     hp = state.hp
     loss_sum = torch.zeros((), dtype=torch.float64, device=state.device)

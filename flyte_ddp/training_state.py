@@ -52,7 +52,6 @@ class TrainingState:
 
         Raises:
             UserError: images that the model cannot take, a model that cannot be trained, weights that do not fit it.
-
         """
         self.hp, self.hardware = hp, hardware
         self.step = 0  # optimiser steps that are done
