@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable
 from dataclasses import replace
 from io import BytesIO
@@ -67,17 +68,17 @@ def check_model(name: str, model: nn.Module) -> None:
                 f"model {name!r} has layer {place or type(module).__name__} with sparse=True: gradients are averaged "
                 "dense; leave sparse=False"
             )
-    for key, value in model.state_dict().items():
+    extra = {key: value for key, value in model.state_dict().items() if not isinstance(value, Tensor)}
+    for key, value in extra.items():
+        file = BytesIO()
         try:
-            file = BytesIO()
-            torch.save(None if isinstance(value, Tensor) else value, file)
+            torch.save(value, file)
             file.seek(0)
             torch.load(file, weights_only=True)
         except Exception:  # of pickle's or of a class's own
             raise UserError(
-                f"model {name!r} has a {type(value).__module__}.{type(value).__qualname__} in {key}: "
-                "torch.load(weights_only=True) refuses it; keep only tensors, numbers, text, None, and dicts, lists, "
-                "tuples and sets of them there"
+                f"model {name!r} has {reprlib.repr(value)} in {key}: torch.load(weights_only=True) refuses it; keep only "
+                "tensors, numbers, text, None, and dicts, lists, tuples and sets of them there"
             ) from None
 
 
