@@ -77,8 +77,8 @@ def check_model(name: str, model: nn.Module) -> None:
             torch.load(file, weights_only=True)
         except Exception:  # of pickle's or of a class's own
             raise UserError(
-                f"model {name!r} has {reprlib.repr(value)} in {key}: torch.load(weights_only=True) refuses it; keep only "
-                "tensors, numbers, text, None, and dicts, lists, tuples and sets of them there"
+                f"model {name!r} has {reprlib.repr(value)} in {key}: torch.load(weights_only=True) refuses it; keep "
+                "only tensors, numbers, text, None, and dicts, lists, tuples and sets of them there"
             ) from None
 
 
