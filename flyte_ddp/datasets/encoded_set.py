@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,6 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.shards.index import Part, Shard, ShardIndex, many_objects, read_index
 
 IMAGE_FOLDER = "image_folder"
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's images, as torchvision's models take them
 SPLITS = ("train", "test")
 COLUMNS = ("labels", "sizes", "tags")  # of a list of images, beside their names
 
@@ -36,8 +35,8 @@ class EncodedSet:
     digest: str
     train: ShardIndex | ImageList
     test: ShardIndex | ImageList | None
-    mean: tuple[float, ...] = MEAN
-    std: tuple[float, ...] = STD
+    mean: ClassVar[tuple[float, ...]] = (0.485, 0.456, 0.406)  # of ImageNet's images, as torchvision's models take them
+    std: ClassVar[tuple[float, ...]] = (0.229, 0.224, 0.225)
 
 
 def looked_up(dataset: str, test_dataset: str) -> EncodedSet:
@@ -67,24 +66,21 @@ def write_encoded_set(data: EncodedSet, folder: Path, origin: dict[str, str]) ->
             parts = [[part.name, part.weight] for part in source.parts]
             write_json(folder / f"{split}.json", {"name": source.name, "parts": parts, "shards": source.shards})
         elif source is not None:
-            names = "".join(source.names).encode("utf-8", "surrogateescape")
-            lengths = [len(name.encode("utf-8", "surrogateescape")) for name in source.names]
-            write_array(folder / f"{split}_names.npy", np.frombuffer(names, np.uint8))
-            write_array(folder / f"{split}_name_ends.npy", np.cumsum(lengths, dtype=np.int64))
+            names = [name.encode("utf-8", "surrogateescape") for name in source.names]
+            write_array(folder / f"{split}_names.npy", np.frombuffer(b"".join(names), np.uint8))
+            write_array(folder / f"{split}_name_ends.npy", np.cumsum([*map(len, names)], dtype=np.int64))
             for column in COLUMNS:
                 write_array(folder / f"{split}_{column}.npy", getattr(source, column))
-    sources = {split: getattr(data, split) for split in SPLITS}
-    described = {
+    lists = {split: getattr(data, split) for split in SPLITS if isinstance(getattr(data, split), ImageList)}
+    description = {
         "name": data.name,
         "classes": data.classes,
         "digest": data.digest,
-        "mean": data.mean,
-        "std": data.std,
         "kind": encoded_kind(data.name),
-        "addresses": {split: source.address for split, source in sources.items() if isinstance(source, ImageList)},
+        "addresses": {split: images.address for split, images in lists.items()},
         **origin,
     }
-    write_json(folder / DESCRIPTION, described, indent=1)
+    write_json(folder / DESCRIPTION, description, indent=1)
 
 
 def open_encoded_set(folder: Path) -> EncodedSet:
@@ -98,8 +94,7 @@ def open_encoded_set(folder: Path) -> EncodedSet:
         train, test = (open_split(folder, split, described) for split in SPLITS)
         if train is None or (test is None and described.get("test_dataset")):
             raise FileNotFoundError("there is no list of samples")
-        data = EncodedSet(described["name"], tuple(described["classes"]), described["digest"], train, test)
-        return replace(data, mean=tuple(described["mean"]), std=tuple(described["std"]))
+        return EncodedSet(described["name"], tuple(described["classes"]), described["digest"], train, test)
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{folder}: the prepared data set is damaged ({error}); fetch it again") from error
 

@@ -25,6 +25,7 @@ FILES = (
     "t10k-images-idx3-ubyte.gz",
     "t10k-labels-idx1-ubyte.gz",
 )
+WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
 
 def read_idx(path: Path) -> Images:
@@ -72,20 +73,8 @@ MNIST = PublishedSet(
         ("ec29112dd5afa0611ce80d1b7f02629c",),
     ),
     addresses=("https://ossci-datasets.s3.amazonaws.com/mnist", "http://yann.lecun.com/exdb/mnist"),
-    classes=(
-        "0 - zero",
-        "1 - one",
-        "2 - two",
-        "3 - three",
-        "4 - four",
-        "5 - five",
-        "6 - six",
-        "7 - seven",
-        "8 - eight",
-        "9 - nine",
-    ),
+    classes=tuple(f"{digit} - {word}" for digit, word in enumerate(WORDS)),
     read=read_mnist_files,
-    needed_bytes=70_000 * (28 * 28 + 8),
 )
 
 # The second digest is that of Debian's copy, where the gzip header lacks name and time of the original while the
@@ -99,19 +88,7 @@ FASHION_MNIST = PublishedSet(
         ("bb300cfdad3c16e7a12a480ee83cd310", "0d30e22e447f3c33dab9ed536400ac01"),
     ),
     addresses=("http://fashion-mnist.s3-website.eu-central-1.amazonaws.com",),
-    classes=(
-        "T-shirt/top",
-        "Trouser",
-        "Pullover",
-        "Dress",
-        "Coat",
-        "Sandal",
-        "Shirt",
-        "Sneaker",
-        "Bag",
-        "Ankle boot",
-    ),
+    classes=("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
     read=read_mnist_files,
-    needed_bytes=MNIST.needed_bytes,
     system_folder="/usr/share/datasets/fashion-mnist",  # Debian's package dataset-fashion-mnist
 )
