@@ -69,7 +69,7 @@ def send_what_pods_need(chosen: RunLevelParams) -> None:
 
 @contextmanager
 def in_panels(context: click.Context) -> Iterator[None]:
-    """Turns what a person can mend into an error that is shown as a panel; anything else stays as it is."""
+    """Turns what a person can fix into an error that is shown as a panel; anything else stays as it is."""
     try:
         yield
     except KeyboardInterrupt as error:
@@ -107,34 +107,21 @@ def unreadable(error: Exception) -> UserError | None:
     from flytekit.clis.sdk_in_container.run import YamlFileReadingCommand
     from flytekit.interaction.click_types import JsonParamType
 
-    for frame in cluster.frames(error):
+    for frame in reversed(cluster.frames(error)):
         if frame.f_code is JsonParamType._parse.__code__:
-            return unreadable_json(error, frame.f_locals["param"].opts[0], str(frame.f_locals["value"]))
-    if any(frame.f_code is YamlFileReadingCommand.parse_args.__code__ for frame in cluster.frames(error)):
-        return unreadable_inputs_file(error)
-    return None
-
-
-def unreadable_json(error: Exception, option: str, value: str) -> UserError | None:
-    """Of an option that takes JSON, or a file of JSON or YAML."""
-    if reason := why_no_text(error):
-        return UserError(f"{option} {value}: {reason}; it must be a JSON object, or a file that holds one")
-    if not isinstance(error, click.BadParameter) or value.lstrip().startswith(("{", "[")):
-        return None
-    if Path(value).exists():
-        return UserError(f"{option} {value}: is not valid JSON: {error.message.rpartition('error: ')[2]}")
-    return UserError(f"{option} {value}: there is no such file, and it is no JSON object such as '{{\"epochs\": 3}}'")
-
-
-def unreadable_inputs_file(error: Exception) -> UserError | None:
-    """Of ``--inputs-file``, which flytekit reads before click looks at the arguments."""
-    path = after("--inputs-file")
-    if path is None:
-        return UserError("--inputs-file: a file must follow") if isinstance(error, IndexError) else None
-    if isinstance(error, AttributeError):
-        return UserError(f"--inputs-file {path}: must hold an object of inputs by their names, such as {EXAMPLE}")
-    if reason := why_no_text(error):
-        return UserError(f"--inputs-file {path}: {reason}; it must be a file of JSON or YAML, such as {EXAMPLE}")
+            option, value, example = frame.f_locals["param"].opts[0], str(frame.f_locals["value"]), '{"epochs": 3}'
+            reason = why_no_text(error) or why_no_json(error, value)
+        elif frame.f_code is YamlFileReadingCommand.parse_args.__code__:  # in which flytekit also parses all else
+            option, value, example = "--inputs-file", after("--inputs-file") or "", EXAMPLE
+            if not value:
+                return UserError("--inputs-file: a file must follow") if isinstance(error, IndexError) else None
+            reason = why_no_text(error)
+            if isinstance(error, AttributeError):  # of a list, say, which has no items() of names
+                reason = "holds no object of inputs by their names"
+        else:
+            continue
+        must = f"it must be a JSON object such as {example}, or a file that holds one"
+        return UserError(f"{option} {value}: {reason}; {must}") if reason else None
     return None
 
 
@@ -167,6 +154,13 @@ def why_no_text(error: Exception) -> str:
         where = f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"
         return f"is not valid YAML: {error.problem}, {where}"
     return f"is not valid YAML: {error}" if isinstance(error, yaml.YAMLError) else ""
+
+
+def why_no_json(error: Exception, value: str) -> str:
+    """What is wrong with a file of JSON, or with its name; empty where click says enough."""
+    if not isinstance(error, click.BadParameter) or value.lstrip().startswith(("{", "[")):
+        return ""
+    return f"is not valid JSON: {error.message.rpartition('error: ')[2]}" if Path(value).exists() else "no such file"
 
 
 def unknown_option(error: Exception) -> UserError | None:

@@ -62,7 +62,7 @@ class ElasticTrainingTask(PytorchElasticFunctionTask):  # type: ignore[misc]
         if places.is_local():  # where there is one node, and no profile says how many ranks there may be
             self.min_nodes = self.max_nodes = 1
             self.task_config.nproc_per_node = detect(inputs["hp"]).num_ranks
-        with recovery.retried(), where_it_goes_on(inputs["run_version"]):
+        with recovery.guarded(), where_it_goes_on(inputs["run_version"]):
             try:
                 with known_to_workers(), main_script_hidden(), log_kept_quiet(), one_of_several():
                     result = super()._execute(**inputs)
@@ -131,7 +131,7 @@ def elastic() -> ElasticTraining:
 
 
 @recovery.mistakes_in_inputs
-@task(task_config=elastic(), **pods.training_pod(), cache=pods.by_run(), enable_deck=True, deck_fields=())
+@task(task_config=elastic(), **pods.training_pod())
 def train_on_elastic(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -> TrainingOutputs:
     """Train a model with distributed data parallelism on torch Elastic, on one node or several.
 
@@ -144,7 +144,7 @@ def train_on_elastic(hp: Hyperparameters, data: FlyteDirectory, run_version: str
     with elastic.recorded():
         if elastic.is_leader():
             return trained(hp, data, run_version, on_elastic)  # type: ignore[return-value]  # see _execute
-        with recovery.retried():
+        with recovery.guarded():
             elastic.follow(lambda folder: download(data, folder))
     return None  # type: ignore[return-value]  # of which the plugin makes nothing
 

@@ -12,7 +12,7 @@ from flyte_ddp.report import report
 from flyte_ddp.run_folder import UNFINISHED
 from tasks import places
 
-SECONDS = 30.0  # between two looks at the metrics
+SECONDS = 30.0  # between two pages
 LAST_SECONDS = 5.0  # to wait, at most, for a page that is on its way
 NAME = "Training report"
 
@@ -41,21 +41,17 @@ def live_deck(run_folder: Path) -> Iterator[None]:
             deck.page = report.render(run_folder / UNFINISHED, run_folder.name, failure)
         Deck.publish()
 
-    def show_changes() -> None:
-        shown: object = object()
+    def keep_showing() -> None:
         while not stop.is_set():
             with suppress(Exception):
-                now = last_change(run_folder / UNFINISHED / "metrics.jsonl")
-                if now != shown:
-                    show()
-                    shown = now
+                show()
             stop.wait(SECONDS)
 
     def stop_showing() -> None:
         stop.set()
         renewing.join(LAST_SECONDS)  # or an older page might come after the last one
 
-    renewing = background(show_changes)
+    renewing = background(keep_showing)
     try:
         yield
     except BaseException as error:
@@ -65,11 +61,6 @@ def live_deck(run_folder: Path) -> Iterator[None]:
         raise
     stop_showing()
     deck.page = (run_folder / "report.html").read_text(encoding="ascii")
-
-
-def last_change(path: Path) -> int:
-    """Of a file, in nanoseconds; 0 without one."""
-    return path.stat().st_mtime_ns if path.exists() else 0
 
 
 def background(work: Callable[[], None]) -> threading.Thread:

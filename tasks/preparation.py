@@ -28,17 +28,16 @@ class CheckedInputs(NamedTuple):
 NO_SCHEDULE = datetime(1970, 1, 1, tzinfo=UTC)  # kickoff time of a retraining that no schedule started
 
 
-@task(**pods.data_pod(), retries=2, cache=pods.by_content(ignored_inputs=("data_source",)))
-@recovery.retried()
+@task(**pods.data_pod(), cache=pods.by_content(ignored_inputs=("data_source",)))
+@recovery.guarded()
 def fetch_dataset(dataset: str, data_source: str, test_dataset: str, data_version: str) -> FlyteDirectory:
     """Download, verify and prepare a data set, once for each version of its content."""
-    pods.check_code()
     return prepared(dataset, data_source, test_dataset, data_version)
 
 
 @recovery.mistakes_in_inputs
-@dynamic(**pods.light_pod(), retries=2, enable_deck=True, deck_fields=())
-@recovery.retried()
+@dynamic(**pods.light_pod(), **pods.WITH_DECK)
+@recovery.guarded()
 def check_inputs(hp: Hyperparameters, kickoff_time: Optional[datetime] = None, engine: str = "") -> CheckedInputs:
     """Check hyperparameters, identify the run, and see to the data, before any GPU pod starts.
 
@@ -49,7 +48,6 @@ def check_inputs(hp: Hyperparameters, kickoff_time: Optional[datetime] = None, e
     Never cached. Its outputs change exactly when training has to run again: with the data, the code, the weights to
     start from, or the kickoff time of a schedule that retrains at every tick.
     """
-    pods.check_code()
     identity.check_known_image_size(hp)
     hardware.check_requested(hp, *pods.nodes_and_ranks(engine))
     fingerprint = datasets.fingerprint(hp.dataset, hp.data_source, hp.test_dataset)

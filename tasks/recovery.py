@@ -18,7 +18,7 @@ from flyte_ddp.errors import RankError, StoppedError, UnreachableError, UserErro
 from flyte_ddp.run_folder import UNFINISHED
 from flyte_ddp.run_lock import release_reserved
 from flyte_ddp.signals import postponed
-from tasks import places
+from tasks import places, pods
 from tasks.checkpoint_store import CheckpointStore
 
 POLL_SECONDS = 0.5
@@ -26,8 +26,8 @@ AnyTask = TypeVar("AnyTask", bound=PythonTask)
 
 
 @contextmanager
-def retried() -> Iterator[None]:
-    """Goes around a task, or all of its body: tells Flyte after which failures the same run is worth another try.
+def guarded() -> Iterator[None]:
+    """Goes around a task's body: checks the pod's code, and tells Flyte after which failures another try is worth it.
 
     Flyte counts any exception as final that does not say otherwise, and a pod that ends on SIGTERM without a word as
     well as one that never said why; ``retries`` and ``interruptible`` would mean nothing.
@@ -36,6 +36,7 @@ def retried() -> Iterator[None]:
     if threading.current_thread() is threading.main_thread():
         before = signal.signal(signal.SIGTERM, stop)
     try:
+        pods.check_code()
         yield
     except BaseException as error:
         release_reserved()  # for training, which will not come

@@ -33,7 +33,7 @@ Train = Callable[[Hyperparameters, Path, Path, Settings], Result]  # of data, in
 
 
 @recovery.mistakes_in_inputs
-@task(**pods.training_pod(), cache=pods.by_run(), enable_deck=True, deck_fields=())
+@task(**pods.training_pod())
 def train_model(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -> TrainingOutputs:
     """Train a model with distributed data parallelism on all GPUs of one pod.
 
@@ -45,8 +45,7 @@ def train_model(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -> 
 
 def trained(hp: Hyperparameters, data: FlyteDirectory, run_version: str, train: Train) -> Result:
     """What all training tasks do, whatever starts the ranks."""
-    with recovery.retried():
-        pods.check_code()
+    with recovery.guarded():
         run = places.without_token(run_version)
         folder = places.folder_for(run)
         result = finished_before(run)

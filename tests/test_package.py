@@ -137,15 +137,6 @@ def test_a_profile_can_ask_for_a_type_of_gpu(made: Callable[..., Package]) -> No
     assert not template.security_context.secrets
 
 
-def test_a_type_of_gpu_that_flyte_does_not_know() -> None:
-    from tasks.pods import PROFILES, accelerator
-
-    for profile in PROFILES.values():
-        assert (accelerator(profile.gpu_type) is None) == (profile.gpu_type is None)
-    with pytest.raises(UserError, match=r"gpu_type='nvidia-t4': did you mean '.*'\? Flyte knows .*nvidia-tesla-t4"):
-        accelerator("nvidia-t4")
-
-
 def test_an_unknown_profile_is_refused_with_the_choices(tmp_path: Path) -> None:
     ended, package = packaged.make(tmp_path, FLYTE_DDP_PROFILE="sandbux")
     assert ended.exit_code == 1

@@ -260,7 +260,7 @@ class TestInAPod:
 
     @staticmethod
     def attempt(folder: Path, work: Callable[[Path], object]) -> None:
-        with recovery.retried(), recovery.checkpoints_kept(folder, "run"):
+        with recovery.guarded(), recovery.checkpoints_kept(folder, "run"):
             work(folder / UNFINISHED / FOLDER)
 
     def test_what_was_saved_last_is_sent(self, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,7 +316,7 @@ class TestInAPod:
 
 
 def test_what_flyte_tries_again() -> None:
-    with pytest.raises(recovery.FlyteRecoverableException, match="no answer"), recovery.retried():
+    with pytest.raises(recovery.FlyteRecoverableException, match="no answer"), recovery.guarded():
         raise UnreachableError("no answer")
-    with pytest.raises(UserError, match="wrong"), recovery.retried():
+    with pytest.raises(UserError, match="wrong"), recovery.guarded():
         raise UserError("wrong")
