@@ -24,7 +24,6 @@ def load_callable(spec: str) -> Callable[..., Any]:
     Raises:
         UserError: a malformed spec, or no such module, attribute or callable. What the module itself raises while it
             is imported comes through unchanged, unless it is an import that fails, or no Python.
-
     """
     module_name, attribute = split(spec)
     search_working_directory()

@@ -25,7 +25,7 @@ SAVED, STARTED, ENDED, DONE = "saved", "started", "ended", "done"  # kinds of fi
 KEPT = 2  # checkpoints of an execution
 DONE_SECONDS = 3600.0  # an execution with a result may still be handing it over
 FUTILE_ATTEMPTS = 2  # that got no further; there is no third
-NOTHING_SAID = "it was killed, as a pod is whose memory is full"
+NOTHING_SAID = "it was killed, as a pod is that runs out of memory"
 PAUSES = (1.0, 4.0, 10.0)  # seconds between tries; within the time that a pod has after SIGTERM
 Returned = TypeVar("Returned")
 
@@ -70,8 +70,8 @@ class CheckpointStore:
         folder: of the run.
         execution: the id of this one.
         attempt: the number of this one in it, from 0.
-        days: after which a file is nobody's.
-        anew: whether nothing is taken up that other executions have left.
+        days: after which a file is removed.
+        from_scratch: whether checkpoints of other executions are passed over.
     """
 
     files: Any
@@ -79,7 +79,7 @@ class CheckpointStore:
     execution: str
     attempt: int
     days: float = 14.0
-    anew: bool = False
+    from_scratch: bool = False
 
     @classmethod
     def of_this_pod(cls, run: str) -> "CheckpointStore":
@@ -94,7 +94,7 @@ class CheckpointStore:
             execution=execution,
             attempt=int(os.environ.get("FLYTE_ATTEMPT_NUMBER") or 0),
             days=float(os.environ.get(pods.CHECKPOINT_DAYS_VARIABLE) or cls.days),
-            anew=bool(os.environ.get(pods.ANEW_VARIABLE)),
+            from_scratch=bool(os.environ.get(pods.FROM_SCRATCH_VARIABLE)),
         )
 
     def begin(self, path: Path) -> None:
@@ -104,7 +104,6 @@ class CheckpointStore:
             UserError: one attempt after the other got no further than where it began.
             UnreachableError: the store did not answer in several tries.
             PermissionError: it may not be read, or not be written to.
-
         """
         entries = tried(self.listed)
         step = self.bring(entries, path)
@@ -116,12 +115,12 @@ class CheckpointStore:
         entries = self.entries_in(self.folder)
         done = {entry.execution for entry in entries if entry.kind == DONE} - {self.execution}
         found = [entry for entry in entries if entry.execution not in done]
-        if self.anew:
+        if self.from_scratch:
             found = [entry for entry in found if entry.execution == self.execution]
         return sorted(found, key=lambda entry: (entry.step, entry.epoch, entry.time), reverse=True)
 
     def sweep(self, stopped: Callable[[], bool] = lambda: False) -> None:
-        """Removes what is nobody's any more, of this run and all others beside it, until it is stopped."""
+        """Removes the files of all runs in this project that nobody will continue, until it is stopped."""
         now = time.time()
         entries = self.entries_in(posixpath.dirname(self.folder))
         done = {entry.folder for entry in entries if entry.kind == DONE and now - entry.time > DONE_SECONDS}
@@ -160,7 +159,12 @@ class CheckpointStore:
             return
         ends = [entry for entry in mine if (entry.kind, entry.attempt) == (ENDED, last[-1])]
         why = tried(lambda: self.files.cat_file(ends[0].path).decode()) if ends else NOTHING_SAID
-        advice = f"; {more_memory()}" if "memory" in why else ""
+        advice, profile = "", pods.chosen_profile()
+        if "memory" in why:
+            memory = pods.PROFILES[profile].memory
+            advice = (
+                f"; profile {profile!r} gives {memory}: take one with more, fewer num_ranks, or a smaller batch_size"
+            )
         raise UserError(
             f"{FUTILE_ATTEMPTS} attempts got no further than step {step:,}, where they began, so no other one is made; "
             f"the last one: {why}{advice}"
@@ -171,7 +175,6 @@ class CheckpointStore:
 
         Raises:
             FileNotFoundError: it is not there any more.
-
         """
         found = checkpoint.read(path)
         if found is None:
@@ -212,20 +215,12 @@ def beside_outputs(raw_output_prefix: str) -> str:
     return posixpath.join(posixpath.dirname(posixpath.dirname(raw_output_prefix.rstrip("/"))), "flyte-ddp-checkpoints")
 
 
-def more_memory() -> str:
-    """What there is, and what to do where that is too little."""
-    name = pods.chosen_profile()
-    given = pods.PROFILES[name].memory
-    return f"profile {name!r} gives {given}: take one with more, fewer num_ranks, or a smaller batch_size"
-
-
 def tried(action: Callable[[], Returned]) -> Returned:
     """What it returns, in one of several tries.
 
     Raises:
         UnreachableError: none of them went well.
         PermissionError, FileNotFoundError: another try would end likewise.
-
     """
     for pause in (*PAUSES, None):
         try:

@@ -64,7 +64,7 @@ def send_what_pods_need(chosen: RunLevelParams) -> None:
     remote = chosen.remote_instance()
     remote.register_script = partial(remote.register_script, envs=pods.settings_digest())
     if chosen.overwrite_cache:  # the engine does not tell a pod
-        chosen.envvars = {**(chosen.envvars or {}), pods.ANEW_VARIABLE: "yes"}
+        chosen.envvars = {**(chosen.envvars or {}), pods.FROM_SCRATCH_VARIABLE: "yes"}
 
 
 @contextmanager

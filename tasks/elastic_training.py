@@ -41,7 +41,7 @@ class ElasticTrainingTask(PytorchElasticFunctionTask):  # type: ignore[misc]
 
     The plugin has SIGTERM end the task without outputs and without an error: Flyte then knows nothing to retry. It
     takes a worker that was killed for a mistake in the code. And a lost pod is the end of its PyTorchJob; here the
-    operator has another one take its place, and the ranks of all pods go on from the checkpoint.
+    operator has another one take its place, and the ranks of all pods continue from the checkpoint.
     """
 
     def get_custom(self, settings: SerializationSettings) -> Any:

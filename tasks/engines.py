@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+from contextlib import suppress
 
 from flyte_ddp.errors import how_to_install
 
@@ -18,19 +19,13 @@ def installed(name: str) -> bool:
 
     Args:
         name: of the engine, and of our extra.
-
     """
-    missing = [module for module in NEEDED[name] if not is_there(module)]
-    if missing:
+    for module in NEEDED[name]:
+        with suppress(ModuleNotFoundError):  # not even the package that it would be in
+            if importlib.util.find_spec(module) is not None:
+                continue
         workflow = f"{name}_training_wf"
-        left_out[workflow] = f"{workflow} is left out, as {missing[0]} is not installed: {how_to_install(name)}"
+        left_out[workflow] = f"{workflow} is left out, as {module} is not installed: {how_to_install(name)}"
         print(left_out[workflow], file=sys.stderr, flush=True)
-    return not missing
-
-
-def is_there(module: str) -> bool:
-    """Whether a module could be imported."""
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # not even the package that it would be in
         return False
+    return True

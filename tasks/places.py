@@ -46,7 +46,7 @@ def folder_for(name: str) -> Path:
 def free_run(name: str) -> str:
     """The run's name; with a number, locally, while another process is at the same run.
 
-    Locally its folder is reserved, unless it holds the answer already: nobody would let go of it.
+    Locally its folder is reserved, unless it holds the result already: then no training would release it.
     """
     if not is_local():
         return name
@@ -57,8 +57,10 @@ def free_run(name: str) -> str:
                 break
         except OSError as error:
             raise not_writable(error) from None
-        print(f"{from_here(folder_for(candidate))}: another process is at this run, so it is made anew beside it")
-    if settle(folder_for(candidate)) and not asked_anew():
+        print(
+            f"{from_here(folder_for(candidate))}: another process is at this run, so this one gets a folder of its own"
+        )
+    if settle(folder_for(candidate)) and not asked_to_retrain():
         release(folder_for(candidate))
     return candidate
 
@@ -68,7 +70,6 @@ def with_token(name: str, *, complete: bool) -> str:
 
     Args:
         complete: whether all files that a cached result would point to are there.
-
     """
     if not is_local():
         return name
@@ -84,8 +85,8 @@ def with_token(name: str, *, complete: bool) -> str:
         raise not_writable(error) from None
 
 
-def asked_anew() -> bool:
-    """Whether a local run is to do all over again: ``pyflyte run --overwrite-cache``, or Flyte's local cache is off."""
+def asked_to_retrain() -> bool:
+    """Whether a local run always retrains: by ``pyflyte run --overwrite-cache``, or as Flyte's local cache is off."""
     cache = LocalConfig.auto()
     return cache.cache_overwrite or not cache.cache_enabled
 
@@ -133,6 +134,6 @@ def tell(headline: str, files: Mapping[Path, str]) -> None:
 def not_writable(error: OSError) -> UserError:
     """The error for a runs folder in which nothing can be made."""
     return UserError(
-        f"runs folder {runs_folder()}: {error.strerror}; it must be writable, so mend its permissions or set "
+        f"runs folder {runs_folder()}: {error.strerror}; it must be writable, so fix its permissions or set "
         "FLYTE_DDP_RUNS to another folder"
     )

@@ -33,7 +33,7 @@ CHECKPOINTS_VARIABLE = "FLYTE_DDP_CHECKPOINTS"  # where in the blob store; empty
 CHECKPOINT_DAYS_VARIABLE = "FLYTE_DDP_CHECKPOINT_DAYS"
 NOTIFY_VARIABLE = "FLYTE_DDP_NOTIFY"
 SETTINGS_VARIABLE = "FLYTE_DDP_SETTINGS"
-ANEW_VARIABLE = "FLYTE_DDP_ANEW"  # set for an execution that is to train from the first step
+FROM_SCRATCH_VARIABLE = "FLYTE_DDP_FROM_SCRATCH"  # set for an execution that is to train from the first step
 RESULTS_VARIABLE = "FLYTE_DDP_RESULTS"
 CARRIED = (  # into training pods, as they are set at registration
     "FLYTE_DDP_TIMEOUT",
@@ -243,7 +243,6 @@ def nodes() -> tuple[int, int]:
 
     Raises:
         UserError: ``FLYTE_DDP_NODES`` is neither a number nor a range such as 2:4.
-
     """
     text = os.environ.get(NODES_VARIABLE) or "1"
     least, _, most = text.partition(":")
@@ -273,7 +272,6 @@ def nodes_and_ranks(engine: str) -> tuple[int, int, int]:
 
     Raises:
         UserError: another engine.
-
     """
     if not engine:
         return 1, 0, 0
@@ -289,7 +287,6 @@ def quantity(text: str) -> Decimal:
 
     Raises:
         UserError: it is none, or not positive.
-
     """
     found = re.fullmatch(r"(\d+\.?\d*|\.\d+)(?:([eE][+-]?\d+)|([KMGTPE]i|[numkMGTPE])?)", text)
     if found is None or not Decimal(found[1]):
@@ -316,7 +313,6 @@ def wandb_secret() -> Optional[Secret]:
 
     Raises:
         UserError: it is neither.
-
     """
     default = DEFAULT_SECRET if PROFILES[chosen_profile()].gpus else "off"
     name = os.environ.get(SECRET_VARIABLE) or default
@@ -338,7 +334,6 @@ def check_code() -> None:
 
     Raises:
         UserError: an image with a stale copy of the library.
-
     """
     registered = os.environ.get(CODE_VARIABLE)
     if registered is not None and registered != (here := library_digest()):

@@ -34,7 +34,7 @@ def predict_images(
 ) -> Predictions:
     """Classify a folder of images, or the test split of a data set, into a table (CSV) of predictions.
 
-    So many images may be impossible to decode, which then have no guess; by default as many as in the model's training.
+    So many images may be impossible to decode, which then have no prediction; by default as many as in training.
     """
     from flyte_ddp.predict import predict
 

@@ -1,7 +1,6 @@
 """Tasks that come before training: check what was asked for, and fetch the data set."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple, Optional
@@ -74,18 +73,12 @@ def show_plan(hp: Hyperparameters, data: Optional[Path], run: str) -> None:
         return
     from flyte_ddp.report import previews
 
-    with suppress(Exception), as_of_a_task():  # a run goes on without its page
+    context = FlyteContextManager.current_context()
+    # As a task's own: of tasks that may make nodes flytekit writes no pages, in or after their body.
+    state = context.execution_state.with_params(mode=ExecutionState.Mode.TASK_EXECUTION)
+    with suppress(Exception), FlyteContextManager.with_context(context.with_execution_state(state)):
         Deck("What is trained", previews.of_run(hp, data, run))
         Deck.publish()
-
-
-@contextmanager
-def as_of_a_task() -> Iterator[None]:
-    """A context in which flytekit writes pages: it does not of tasks that may make nodes, in or after their body."""
-    context = FlyteContextManager.current_context()
-    state = context.execution_state.with_params(mode=ExecutionState.Mode.TASK_EXECUTION)
-    with FlyteContextManager.with_context(context.with_execution_state(state)):
-        yield
 
 
 def prepared(dataset: str, data_source: str, test_dataset: str, data_version: str) -> FlyteDirectory:

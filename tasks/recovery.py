@@ -122,7 +122,7 @@ class Sender:
         self.store, self.folder = store, folder
         self.sent = {name: self.mark(name) for name in SLOTS}  # what is there came from the store
         self.stop = threading.Event()
-        self.told = False
+        self.reported = False
 
     def run(self) -> None:
         """Sends until it is stopped; first it tidies up, which training need not wait for."""
@@ -132,7 +132,7 @@ class Sender:
             self.send_new()
 
     def send_new(self) -> None:
-        """Sends those that have changed; a failure is told, and tried again the next time."""
+        """Sends those that have changed; a failure is reported once, and tried again the next time."""
         for name in SLOTS:
             # Under a second name the file stays as it is while a newer one takes its place.
             link = self.folder / ".sending" / name
@@ -147,9 +147,9 @@ class Sender:
             except FileNotFoundError:  # none yet, or the run is over and has removed them
                 continue
             except Exception as error:
-                if not self.told:
-                    print(f"checkpoint {name} could not be sent: {error}; training goes on", flush=True)
-                self.told = True
+                if not self.reported:
+                    print(f"checkpoint {name} could not be sent: {error}; training continues", flush=True)
+                self.reported = True
             finally:
                 link.unlink(missing_ok=True)
 

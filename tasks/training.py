@@ -61,9 +61,9 @@ def finished_before(run_version: str) -> Result | None:
     Its launching process was killed, say, or another task of ours has trained it.
     """
     folder = places.folder_for(places.without_token(run_version))
-    if not places.is_local() or places.asked_anew() or not is_finished(folder):
+    if not places.is_local() or places.asked_to_retrain() or not is_finished(folder):
         return None
-    print(f"{from_here(folder)}: is finished already; --overwrite-cache trains it anew", flush=True)
+    print(f"{from_here(folder)}: is finished already; --overwrite-cache trains it again", flush=True)
     return read_result(folder)
 
 

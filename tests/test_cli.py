@@ -129,7 +129,7 @@ def test_a_run_that_flytes_cache_missed_is_not_made_again(tmp_path: Path) -> Non
     shutil.rmtree(tmp_path / "home")
     again = train(TINY, home=tmp_path / "home", runs=tmp_path / "runs")
     assert outputs(again) == files
-    assert "is finished already; --overwrite-cache trains it anew" in again.output
+    assert "is finished already; --overwrite-cache trains it again" in again.output
     assert state(tmp_path / "runs") == before
     assert outputs(train(TINY, home=tmp_path / "home", runs=tmp_path / "runs")) == files
     assert state(tmp_path / "runs") == before

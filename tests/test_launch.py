@@ -147,7 +147,7 @@ def test_an_active_version_comes_before_the_newest_and_a_named_one_before_both(
 
 def test_training_anew_reaches_cache_and_pod(launch: Any, admin: FakeFlyteAdmin) -> None:
     assert launch("--overwrite-cache", "--no-wait").exit_code == 0
-    assert (admin.executions[-1].spec.overwrite_cache, variables(admin)) == (True, {"FLYTE_DDP_ANEW": "yes"})
+    assert (admin.executions[-1].spec.overwrite_cache, variables(admin)) == (True, {"FLYTE_DDP_FROM_SCRATCH": "yes"})
 
 
 @pytest.mark.parametrize(

@@ -443,5 +443,5 @@ def test_executions_that_have_a_result_or_are_not_wanted_are_passed_over(
     assert resumed(cluster, cluster.run(TRAIN, inputs, execution="first", attempt=1))[-1] > 0, "lost before Flyte knew"
     assert resumed(cluster, cluster.run(TRAIN, inputs, execution="second")) == [0]
     cluster.run(TRAIN, inputs, execution="aborted", during=take_the_pod_away)
-    asked = {"FLYTE_DDP_ANEW": "yes"}
+    asked = {"FLYTE_DDP_FROM_SCRATCH": "yes"}
     assert resumed(cluster, cluster.run(TRAIN, inputs, execution="third", environment=asked)) == [0]

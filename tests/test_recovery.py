@@ -140,7 +140,7 @@ def test_a_new_execution_goes_on_where_the_last_one_stopped(store: CheckpointSto
     other.end(None)
     assert begun(replace(store, attempt=1), tmp_path / "1") == 5, "of one that is done nothing is taken"
     assert begun(replace(other, attempt=1), tmp_path / "2b") == 6, "unless it is lost before it has handed over"
-    assert begun(replace(store, execution="three", anew=True), tmp_path / "3") == 0
+    assert begun(replace(store, execution="three", from_scratch=True), tmp_path / "3") == 0
 
 
 def test_a_damaged_one_is_passed_over(store: CheckpointStore, base: Path, tmp_path: Path) -> None:

@@ -53,6 +53,8 @@ def collect(spec: str, result: Any, progress: Progress) -> ImageArrays:
             f"dataset={spec!r}: returned {type(result).__name__}; must return flyte_ddp.datasets.image_arrays(...) or "
             "a pair (training set, test set)"
         )
+    four: list[Any]
+    classes: Any
     try:
         if isinstance(result, ImageArrays):
             classes, four = result.classes, [getattr(result, name) for name in ARRAYS]
@@ -60,7 +62,7 @@ def collect(spec: str, result: Any, progress: Progress) -> ImageArrays:
             train, test = result
             four = [*materialise("training set", train, progress), *materialise("test set", test, progress)]
             classes = getattr(train, "classes", None) or range(max(*four[1], *four[3]) + 1)
-        return image_arrays(*four, list(classes), name=spec)
+        return image_arrays(*four, classes=list(classes), name=spec)
     except UserError as error:
         raise UserError(f"dataset={spec!r}: {error.message}") from error
 
