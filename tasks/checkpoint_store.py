@@ -159,15 +159,13 @@ class CheckpointStore:
             return
         ends = [entry for entry in mine if (entry.kind, entry.attempt) == (ENDED, last[-1])]
         why = tried(lambda: self.files.cat_file(ends[0].path).decode()) if ends else NOTHING_SAID
-        advice, profile = "", pods.chosen_profile()
         if "memory" in why:
-            memory = pods.PROFILES[profile].memory
-            advice = (
-                f"; profile {profile!r} gives {memory}: take one with more, fewer num_ranks, or a smaller batch_size"
-            )
+            name = pods.chosen_profile()
+            given = f"profile {name!r} gives {pods.PROFILES[name].memory}"
+            why += f"; {given}: take one with more, fewer num_ranks, or a smaller batch_size"
         raise UserError(
             f"{FUTILE_ATTEMPTS} attempts got no further than step {step:,}, where they began, so no other one is made; "
-            f"the last one: {why}{advice}"
+            f"the last one: {why}"
         )
 
     def send(self, path: Path) -> None:

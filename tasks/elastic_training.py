@@ -100,8 +100,7 @@ def where_it_goes_on(run_version: str) -> Iterator[None]:
 def known_to_workers() -> Iterator[None]:
     """Has workers find this project, and know whether they are a local run's and where its folders are."""
     where = {
-        places.WORKER_OF: "local" if places.is_local() else "pod",
-        places.FOLDER_OF: str(current_context().working_directory),
+        places.POD_FOLDER: "" if places.is_local() else str(current_context().working_directory),
         **run_lock.held_for_children(),
     }
     os.environ.update(where)

@@ -24,22 +24,22 @@ from flyte_ddp.run_folder import settle
 from flyte_ddp.run_lock import release, reserve
 from flyte_ddp.settings import runs_folder
 
-WORKER_OF = "FLYTE_DDP_WORKER_OF"  # set in Elastic's workers: a local run, or a pod
-FOLDER_OF = "FLYTE_DDP_FOLDER_OF"  # likewise: the working directory of the task, of which workers have others
+# Set in Elastic's workers: the pod's working directory, of which workers have others; empty in a local run.
+POD_FOLDER = "FLYTE_DDP_POD_FOLDER"
 FileType = TypeVar("FileType", bound=FlyteFile)
 
 
 def is_local() -> bool:
     """Whether the task runs on somebody's machine (``pyflyte run``) and not in a pod."""
-    if WORKER_OF in os.environ:  # which Flyte's context does not tell in the workers that Elastic starts
-        return os.environ[WORKER_OF] == "local"
+    if POD_FOLDER in os.environ:  # Flyte's context does not say it in the workers that Elastic starts
+        return not os.environ[POD_FOLDER]
     state = FlyteContextManager.current_context().execution_state
     return state is None or state.is_local_execution()
 
 
 def folder_for(name: str) -> Path:
     """The folder called ``name``: under the runs folder locally, else under the pod's working directory."""
-    base = runs_folder() if is_local() else Path(os.environ.get(FOLDER_OF) or current_context().working_directory)
+    base = runs_folder() if is_local() else Path(os.environ.get(POD_FOLDER) or current_context().working_directory)
     return base / name
 
 

@@ -46,7 +46,7 @@ CARRIED = (  # into training pods, as they are set at registration
     CHECKPOINTS_VARIABLE,
     CHECKPOINT_DAYS_VARIABLE,
 )
-WITH_DECK = {"enable_deck": True, "deck_fields": ()}  # the pages that a task makes itself, and no others
+WITH_DECK: dict[str, Any] = {"enable_deck": True, "deck_fields": ()}  # the pages that a task makes itself, and no others
 ENGINES = ("elastic", "ray", "dask")
 LOSSES = 100  # of a training pod, each after some progress; see CheckpointStore.stop_if_futile for the others
 ENGINE_RETRIES = 2  # an engine's own, on the hosts that it has; Flyte's would set up another cluster
@@ -230,8 +230,9 @@ def cache_limit() -> dict[str, str]:
 
 def resources_of(profile: Profile, parts: int = 1) -> Resources:
     """Those of the profile, or one of so many equal parts of them."""
+    thousandths = max(1, int(quantity(profile.cpu) / parts * 1000))
     return Resources(
-        cpu=in_cores(quantity(profile.cpu) / parts),
+        cpu=f"{thousandths}m" if thousandths % 1000 else f"{thousandths // 1000}",
         mem=f"{in_bytes(profile.memory) // parts // 2**20}Mi" if parts > 1 else profile.memory,
         gpu=str(profile.gpus // parts) if profile.gpus else None,
         ephemeral_storage=profile.ephemeral_storage,
@@ -293,12 +294,6 @@ def quantity(text: str) -> Decimal:
         raise UserError(f"quantity {text!r} (tasks/pods.py): must be one of Kubernetes', such as 8, 3500m, 20Gi or 20G")
     number, exponent, suffix = found.groups()
     return Decimal(f"{number}{exponent or ''}") * UNITS[suffix or ""]
-
-
-def in_cores(cpu: Decimal) -> str:
-    """As Kubernetes writes it: 4, or in thousandths."""
-    thousandths = max(1, int(cpu * 1000))
-    return f"{thousandths}m" if thousandths % 1000 else str(thousandths // 1000)
 
 
 def in_bytes(text: str) -> int:

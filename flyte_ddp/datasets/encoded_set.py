@@ -22,7 +22,6 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.shards.index import Part, Shard, ShardIndex, many_objects, read_index
 
 IMAGE_FOLDER = "image_folder"
-SPLITS = ("train", "test")
 COLUMNS = ("labels", "sizes", "tags")  # of a list of images, beside their names
 
 
@@ -60,8 +59,7 @@ def looked_up(dataset: str, test_dataset: str) -> EncodedSet:
 
 def write_encoded_set(data: EncodedSet, folder: Path, origin: dict[str, str]) -> None:
     """Puts what is known of the data set into an existing folder; the description comes last."""
-    for split in SPLITS:
-        source = getattr(data, split)
+    for split, source in {"train": data.train, "test": data.test}.items():
         if isinstance(source, ShardIndex):
             parts = [[part.name, part.weight] for part in source.parts]
             write_json(folder / f"{split}.json", {"name": source.name, "parts": parts, "shards": source.shards})
@@ -71,15 +69,7 @@ def write_encoded_set(data: EncodedSet, folder: Path, origin: dict[str, str]) ->
             write_array(folder / f"{split}_name_ends.npy", np.cumsum([*map(len, names)], dtype=np.int64))
             for column in COLUMNS:
                 write_array(folder / f"{split}_{column}.npy", getattr(source, column))
-    lists = {split: getattr(data, split) for split in SPLITS if isinstance(getattr(data, split), ImageList)}
-    description = {
-        "name": data.name,
-        "classes": data.classes,
-        "digest": data.digest,
-        "kind": encoded_kind(data.name),
-        "addresses": {split: images.address for split, images in lists.items()},
-        **origin,
-    }
+    description = {"name": data.name, "classes": data.classes, "digest": data.digest, **origin}
     write_json(folder / DESCRIPTION, description, indent=1)
 
 
@@ -91,31 +81,28 @@ def open_encoded_set(folder: Path) -> EncodedSet:
     """
     described = read_description(folder)
     try:
-        train, test = (open_split(folder, split, described) for split in SPLITS)
-        if train is None or (test is None and described.get("test_dataset")):
-            raise FileNotFoundError("there is no list of samples")
-        return EncodedSet(described["name"], tuple(described["classes"]), described["digest"], train, test)
+        classes, tests = tuple(described["classes"]), described["test_dataset"]
+        train = open_split(folder, "train", described["name"], classes)
+        test = open_split(folder, "test", tests, classes) if tests else None
+        return EncodedSet(described["name"], classes, described["digest"], train, test)
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{folder}: the prepared data set is damaged ({error}); fetch it again") from error
 
 
-def open_split(folder: Path, split: str, described: dict[str, Any]) -> ShardIndex | ImageList | None:
-    """The index of a split, or the list of its files, if there is one."""
-    classes, index = tuple(described["classes"]), folder / f"{split}.json"
-    if index.exists():
+def open_split(folder: Path, split: str, dataset: str, classes: tuple[str, ...]) -> ShardIndex | ImageList:
+    """The index of a split, or the list of its files."""
+    if encoded_kind(dataset) != IMAGE_FOLDER:
         with many_objects():
-            content = json.loads(index.read_bytes())
+            content = json.loads((folder / f"{split}.json").read_bytes())
             shards = [Shard._make([*row[:-1], tuple(row[-1]) if row[-1] else None]) for row in content["shards"]]
         return ShardIndex(content["name"], shards, tuple(Part(*part) for part in content["parts"]), classes)
-    if split not in described["addresses"]:
-        return None
 
     def column(name: str) -> NDArray[Any]:
         loaded: NDArray[Any] = np.load(folder / f"{split}_{name}.npy", mmap_mode="r", allow_pickle=False)
         return loaded
 
     names = Names(column("names"), column("name_ends"))
-    return ImageList(described["addresses"][split], classes, names, *map(column, COLUMNS))
+    return ImageList(dataset.partition(":")[2], classes, names, *map(column, COLUMNS))
 
 
 class Names(Sequence[str]):

@@ -29,7 +29,8 @@ def open_prepared(folder: Path) -> PreparedSet:
     Raises:
         UserError: it is no such folder, or damaged.
     """
-    return open_encoded_set(folder) if read_description(folder).get("kind") else open_arrays(folder)
+    encoded = encoded_kind(str(read_description(folder).get("name")))
+    return open_encoded_set(folder) if encoded else open_arrays(folder)
 
 
 def orders_of(data: PreparedSet, hp: Hyperparameters) -> dict[str, SampleOrder]:
