@@ -1,8 +1,8 @@
-"""A run's checkpoints in the blob store, for whoever trains it next: another attempt, or another execution.
+"""A run's checkpoints in the blob store, for the next attempt, and for other executions of the same run.
 
-Flyte's own place for checkpoints shows an attempt what the one before it has left, and a new execution nothing. Here
-each attempt writes files under names of its own, so that two at the same time never mix, and begins with the newest
-checkpoint that is whole, whoever wrote it. The files of a run are BASE/RUN/EXECUTION/KIND-ATTEMPT-STEP-EPOCH-TIME.
+With flytekit's own checkpoints an attempt sees only those of the attempt before it, and a new execution none. Here each
+attempt writes files under its own names, so that two at the same time never mix, and begins with the newest whole
+checkpoint of any. The files of a run are BASE/RUN/EXECUTION/KIND-ATTEMPT-STEP-EPOCH-TIME.
 """
 
 import os
@@ -63,7 +63,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class CheckpointStore:
-    """The files of one run.
+    """The files of one run, for an attempt at it.
 
     Args:
         files: of the blob store, as fsspec has it.
@@ -83,7 +83,7 @@ class CheckpointStore:
 
     @classmethod
     def of_this_pod(cls, run: str) -> "CheckpointStore":
-        """The one that Flyte's variables, and those of the registration, lead to."""
+        """The one that the pod's environment names."""
         access = FlyteContextManager.current_context().file_access
         address = os.environ.get(pods.CHECKPOINTS_VARIABLE) or beside_outputs(access.raw_output_prefix)
         variables = [os.environ[f"FLYTE_INTERNAL_EXECUTION_{name}"] for name in ("PROJECT", "DOMAIN", "ID")]

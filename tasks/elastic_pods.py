@@ -1,4 +1,4 @@
-"""Elastic in pods of a PyTorchJob: which of them may end when, and how one that takes a lost one's place comes in."""
+"""Elastic in pods of a PyTorchJob: which of them may end when, and how one joins in a lost pod's place."""
 
 import atexit
 import os
@@ -22,12 +22,12 @@ HANDING_OVER_SECONDS = 600.0  # for rank 0's pod to send its outputs
 
 @contextmanager
 def one_of_several() -> Iterator[None]:
-    """In a pod of several, has a lost pod be no end of the others, and rank 0's be the first that ends.
+    """In a pod of several: the others survive a lost pod, and rank 0's pod is the first that ends.
 
-    That ends the job, and the operator deletes those that still run.
+    That ends the job, and the operator deletes the pods that still run.
 
     Raises:
-        UnreachableError: the others did not come.
+        UnreachableError: the others did not join.
     """
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -38,7 +38,7 @@ def one_of_several() -> Iterator[None]:
         return
     store = os.environ[STORE]
     try:
-        with newcomers_let_in():
+        with address_published_each_time():
             yield
     except (IgnoreOutputs, recovery.Sigterm) as ended:
         if isinstance(ended, recovery.Sigterm) or isinstance(ended.__context__, SignalException):
@@ -59,28 +59,28 @@ def one_of_several() -> Iterator[None]:
 
 
 @contextmanager
-def newcomers_let_in() -> Iterator[None]:
-    """Has each meeting's rank 0 say where it is.
+def address_published_each_time() -> Iterator[None]:
+    """Has rank 0 publish its address at each rendezvous.
 
-    torch's says so once and remembers it; one that comes to a later meeting, in a lost pod's place, would wait for it.
+    torch publishes it once; a pod that joins a later rendezvous, in a lost pod's place, would wait for it.
     """
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler as Handler
 
-    meet = Handler.next_rendezvous
+    original = Handler.next_rendezvous
 
-    def meet_anew(handler: Handler) -> Any:
+    def next_rendezvous(handler: Handler) -> Any:
         handler._bootstrap_store_info = None
-        return meet(handler)
+        return original(handler)
 
-    Handler.next_rendezvous = meet_anew  # type: ignore[assignment, method-assign]
+    Handler.next_rendezvous = next_rendezvous  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
-        Handler.next_rendezvous = meet  # type: ignore[method-assign]
+        Handler.next_rendezvous = original  # type: ignore[method-assign]
 
 
 def leave_to_the_operator(reason: str, code: int) -> NoReturn:
-    """Ends this process without a word to Flyte, for which the attempt goes on."""
+    """Ends this process without an error for Flyte, to which the attempt continues."""
     print(f"{reason}; the operator starts another one in this one's place", file=sys.stderr, flush=True)
     os._exit(code)
 

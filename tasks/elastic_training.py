@@ -84,7 +84,7 @@ TaskPlugins.register_pythontask_plugin(ElasticTraining, ElasticTrainingTask)
 @contextmanager
 def where_it_goes_on(run_version: str) -> Iterator[None]:
     """Has a local run's error say that, which neither Elastic nor a worker that is not rank 0 knows."""
-    folder = places.folder_for(places.without_token(run_version))
+    folder = places.folder_for(run_version)
     try:
         yield
     except BaseException as error:

@@ -26,13 +26,8 @@ class HyperparametersTransformer(DataclassTransformer):  # type: ignore[misc]  #
     def get_literal_type(self, t: type[Hyperparameters]) -> LiteralType:
         """The type as Flyte stores it."""
         found = super().get_literal_type(t)
-        form = {"$ref": f"#/definitions/{NAME}", "definitions": {NAME: schema()}}
-        return LiteralType(
-            simple=found.simple,
-            metadata={**(found.metadata or {}), **form},
-            structure=found.structure,
-            annotation=found.annotation,
-        )
+        found.metadata |= {"$ref": f"#/definitions/{NAME}", "definitions": {NAME: schema()}}
+        return found
 
     def guess_python_type(self, literal_type: LiteralType) -> type[Hyperparameters]:
         """Of such a type."""

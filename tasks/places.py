@@ -38,9 +38,9 @@ def is_local() -> bool:
 
 
 def folder_for(name: str) -> Path:
-    """The folder called ``name``: under the runs folder locally, else under the pod's working directory."""
+    """The folder called ``name``, with or without its token: under the runs folder locally, else under the pod's."""
     base = runs_folder() if is_local() else Path(os.environ.get(POD_FOLDER) or current_context().working_directory)
-    return base / name
+    return base / name.partition("@")[0]
 
 
 def free_run(name: str) -> str:
@@ -52,14 +52,10 @@ def free_run(name: str) -> str:
         return name
     for number in itertools.count(1):
         candidate = name if number == 1 else f"{name}-{number}"
-        try:
+        with must_be_writable():
             if reserve(folder_for(candidate)):
                 break
-        except OSError as error:
-            raise not_writable(error) from None
-        print(
-            f"{from_here(folder_for(candidate))}: another process is at this run, so this one gets a folder of its own"
-        )
+        print(f"{from_here(folder_for(candidate))}: another process is at this run; this one gets a folder of its own")
     if settle(folder_for(candidate)) and not asked_to_retrain():
         release(folder_for(candidate))
     return candidate
@@ -74,26 +70,19 @@ def with_token(name: str, *, complete: bool) -> str:
     if not is_local():
         return name
     path = runs_folder() / ".tokens" / name.replace("/", "-")
-    try:
+    with must_be_writable():
         if not complete or not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             fresh = path.with_name(f"{path.name}.{os.getpid()}")
             fresh.write_text(secrets.token_hex(8))
             fresh.replace(path)
         return f"{name}@{path.read_text()}"
-    except OSError as error:
-        raise not_writable(error) from None
 
 
 def asked_to_retrain() -> bool:
     """Whether a local run always retrains: by ``pyflyte run --overwrite-cache``, or as Flyte's local cache is off."""
     cache = LocalConfig.auto()
     return cache.cache_overwrite or not cache.cache_enabled
-
-
-def without_token(name: str) -> str:
-    """The folder's name again."""
-    return name.partition("@")[0]
 
 
 def file(kind: type[FileType], path: Path) -> FileType:
@@ -110,10 +99,8 @@ def directory(path: Path) -> FlyteDirectory:
 def new_folder(name: str) -> Iterator[Path]:
     """An empty folder whose name starts with ``name`` and the time; it goes if nothing was put into it."""
     folder = folder_for(f"{name}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}")
-    try:
+    with must_be_writable():
         folder.mkdir(parents=True)
-    except OSError as error:
-        raise not_writable(error) from None
     try:
         yield folder
     finally:
@@ -131,9 +118,13 @@ def tell(headline: str, files: Mapping[Path, str]) -> None:
             print(f"  {path.name:<{width}}  {what}", flush=True)
 
 
-def not_writable(error: OSError) -> UserError:
-    """The error for a runs folder in which nothing can be made."""
-    return UserError(
-        f"runs folder {runs_folder()}: {error.strerror}; it must be writable, so fix its permissions or set "
-        "FLYTE_DDP_RUNS to another folder"
-    )
+@contextmanager
+def must_be_writable() -> Iterator[None]:
+    """Turns an error of writing into the runs folder into the user's."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"runs folder {runs_folder()}: {error.strerror}; it must be writable, so fix its permissions or set "
+            "FLYTE_DDP_RUNS to another folder"
+        ) from None

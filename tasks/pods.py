@@ -14,7 +14,6 @@ from decimal import Decimal
 from typing import Any, Optional
 
 from flytekit import Cache, Resources, Secret
-from flytekit.core.cache import VersionParameters
 from flytekit.extras import accelerators
 from flytekit.extras.accelerators import BaseAccelerator
 
@@ -46,8 +45,10 @@ CARRIED = (  # into training pods, as they are set at registration
     CHECKPOINTS_VARIABLE,
     CHECKPOINT_DAYS_VARIABLE,
 )
-WITH_DECK: dict[str, Any] = {"enable_deck": True, "deck_fields": ()}  # the pages that a task makes itself, and no others
-ENGINES = ("elastic", "ray", "dask")
+WITH_DECK: dict[str, Any] = {
+    "enable_deck": True,
+    "deck_fields": (),
+}  # of pages that a task makes itself
 LOSSES = 100  # of a training pod, each after some progress; see CheckpointStore.stop_if_futile for the others
 ENGINE_RETRIES = 2  # an engine's own, on the hosts that it has; Flyte's would set up another cluster
 UNITS = {  # of Kubernetes' quantities
@@ -121,14 +122,6 @@ def chosen_profile() -> str:
     if name not in PROFILES:
         raise unknown_name(PROFILE_VARIABLE, name, PROFILES)
     return name
-
-
-class LibrarySources:
-    """Cache policy: the digest of the library's sources, so that changed code is never served old results."""
-
-    def get_version(self, salt: str, params: VersionParameters[Any, Any]) -> str:  # noqa: ARG002 (flytekit's interface)
-        """The digest; salt, function and image play no part."""
-        return library_digest()
 
 
 def pod_environment() -> dict[str, str]:
@@ -276,11 +269,11 @@ def nodes_and_ranks(engine: str) -> tuple[int, int, int]:
     """
     if not engine:
         return 1, 0, 0
-    if engine not in ENGINES:
-        raise unknown_name("engine", engine, ENGINES)
     most, profile = nodes()[1], PROFILES[chosen_profile()]
-    capacity = {"elastic": 0, "ray": math.ceil(quantity(profile.cpu)), "dask": max(1, profile.gpus)}[engine]
-    return most, most * ranks_of_elastic() if engine == "elastic" else 0, most * capacity
+    capacities = {"elastic": 0, "ray": math.ceil(quantity(profile.cpu)), "dask": max(1, profile.gpus)}
+    if engine not in capacities:
+        raise unknown_name("engine", engine, capacities)
+    return most, most * ranks_of_elastic() if engine == "elastic" else 0, most * capacities[engine]
 
 
 def quantity(text: str) -> Decimal:
@@ -321,7 +314,7 @@ def wandb_secret() -> Optional[Secret]:
 
 def by_content(ignored_inputs: tuple[str, ...] = ()) -> Cache:
     """Caching by inputs and the library's sources; identical executions at the same time run once."""
-    return Cache(policies=[LibrarySources()], ignored_inputs=ignored_inputs, serialize=True)
+    return Cache(version=library_digest(), ignored_inputs=ignored_inputs, serialize=True)
 
 
 def check_code() -> None:

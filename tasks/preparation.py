@@ -83,6 +83,6 @@ def show_plan(hp: Hyperparameters, data: Optional[Path], run: str) -> None:
 
 def prepared(dataset: str, data_source: str, test_dataset: str, data_version: str) -> FlyteDirectory:
     """The folder of a data set, made where it is not there."""
-    folder = places.folder_for(places.without_token(data_version))
+    folder = places.folder_for(data_version)
     progress = from_environment().progress
     return places.directory(datasets.fetch(dataset, data_source, folder, test_dataset=test_dataset, progress=progress))

@@ -83,14 +83,14 @@ def stop(*_: object) -> None:
 
 
 @contextmanager
-def checkpoints_kept(run_folder: Path, run: str) -> Iterator[None]:
+def checkpoints_kept(run_folder: Path) -> Iterator[None]:
     """In a pod: brings the run's newest checkpoint, and sends this attempt's to where others will find them."""
     if places.is_local():
         yield
         return
     folder = run_folder / UNFINISHED / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
-    store = CheckpointStore.of_this_pod(run)
+    store = CheckpointStore.of_this_pod(run_folder.name)
     try:
         with postponed(signal.SIGTERM):
             store.begin(folder / SLOTS[0])

@@ -46,12 +46,11 @@ def train_model(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -> 
 def trained(hp: Hyperparameters, data: FlyteDirectory, run_version: str, train: Train) -> Result:
     """What all training tasks do, whatever starts the ranks."""
     with recovery.guarded():
-        run = places.without_token(run_version)
-        folder = places.folder_for(run)
-        result = finished_before(run)
+        folder = places.folder_for(run_version)
+        result = finished_before(run_version)
         if result is None:
-            with live_deck(folder), unsent_kept(folder), recovery.checkpoints_kept(folder, run):
-                result = train(hp, Path(data.download()), folder, settings(run))
+            with live_deck(folder), unsent_kept(folder), recovery.checkpoints_kept(folder):
+                result = train(hp, Path(data.download()), folder, settings(folder.name))
     return result
 
 
@@ -60,7 +59,7 @@ def finished_before(run_version: str) -> Result | None:
 
     Its launching process was killed, say, or another task of ours has trained it.
     """
-    folder = places.folder_for(places.without_token(run_version))
+    folder = places.folder_for(run_version)
     if not places.is_local() or places.asked_to_retrain() or not is_finished(folder):
         return None
     print(f"{from_here(folder)}: is finished already; --overwrite-cache trains it again", flush=True)

@@ -260,8 +260,8 @@ class TestInAPod:
 
     @staticmethod
     def attempt(folder: Path, work: Callable[[Path], object]) -> None:
-        with recovery.guarded(), recovery.checkpoints_kept(folder, "run"):
-            work(folder / UNFINISHED / FOLDER)
+        with recovery.guarded(), recovery.checkpoints_kept(folder / "run"):
+            work(folder / "run" / UNFINISHED / FOLDER)
 
     def test_what_was_saved_last_is_sent(self, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         abandoned = base.parent / "p/d/another/execution"

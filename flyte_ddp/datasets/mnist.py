@@ -8,7 +8,6 @@ order. FashionMNIST (Xiao, Rasul, Vollgraf: arXiv 1708.07747) has taken it over.
 from __future__ import annotations
 
 import gzip
-import math
 import struct
 import zlib
 from pathlib import Path
@@ -25,6 +24,7 @@ FILES = (
     "t10k-images-idx3-ubyte.gz",
     "t10k-labels-idx1-ubyte.gz",
 )
+UNSIGNED_BYTES = b"\x00\x00\x08"
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
 
@@ -36,20 +36,14 @@ def read_idx(path: Path) -> Images:
     """
     try:
         content = gzip.decompress(path.read_bytes())
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise UserError(f"{path.name}: not a whole gzip file ({error})") from error
-    dimensions = content[3] if content[:3] == b"\x00\x00\x08" and len(content) > 3 else 0
-    start = 4 + 4 * dimensions
-    if dimensions == 0 or len(content) < start:
-        raise UserError(
-            f"{path.name}: not an IDX file of unsigned bytes, it begins with {content[:4].hex() or 'nothing'}"
-        )
-    shape = struct.unpack(f">{dimensions}I", content[4:start])
-    if len(content) - start != math.prod(shape):
-        raise UserError(
-            f"{path.name}: has {len(content) - start:,} values, but its header says {' x '.join(map(str, shape))}"
-        )
-    return np.frombuffer(content, dtype=np.uint8, offset=start).reshape(shape)
+        kind, dimensions = struct.unpack_from(">3sB", content)
+        shape = struct.unpack_from(f">{dimensions}I", content, 4)
+        array = np.frombuffer(content, dtype=np.uint8, offset=4 + 4 * dimensions).reshape(shape)
+    except (OSError, EOFError, zlib.error, struct.error, ValueError) as error:
+        raise UserError(f"{path.name}: not a whole, gzipped IDX file of unsigned bytes ({error})") from error
+    if kind != UNSIGNED_BYTES:
+        raise UserError(f"{path.name}: not an IDX file of unsigned bytes, it begins with {kind.hex()}")
+    return array
 
 
 def read_mnist_files(folder: Path) -> tuple[Images, Images, Images, Images]:
