@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -118,7 +117,7 @@ def fetch(dataset: str, source: str, folder: Path, *, test_dataset: str = "", pr
 
 
 def refuse_source(dataset: str, source: str) -> None:
-    """An address is in the name already."""
+    """Refuses a source for a data set whose name has the address already."""
     if source:
         raise UserError(f"data_source={source!r}: dataset={dataset!r} says where its data are; leave data_source empty")
 
@@ -153,15 +152,12 @@ def is_whole(folder: Path) -> bool:
 @contextmanager
 def workspace_beside(folder: Path) -> Iterator[Path]:
     """A temporary folder on the same file system, removed in the end unless it was renamed."""
+    workspace = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}")  # mkdtemp's are for one user alone
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        workspace = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        workspace.mkdir(parents=True)
     except OSError as error:
         raise UserError(f"{folder}: cannot be written ({error.strerror}); choose a folder that can") from error
     try:
-        mask = os.umask(0)
-        os.umask(mask)
-        workspace.chmod(0o777 & ~mask)  # mkdtemp's are private, and the data set is to be shared
         yield workspace
     finally:
         shutil.rmtree(workspace, ignore_errors=True)

@@ -67,10 +67,10 @@ def whole(source: ShardIndex | ImageList) -> SampleOrder:
 def check_prepared(
     folder: Path, hp: Hyperparameters, *, ranks: int, workers: int, cache_bytes: int | None = None
 ) -> list[str]:
-    """Refuses, before a rank starts, what ranks would not know what to do with.
+    """Refuses, before a rank starts, a data set that cannot be trained on.
 
     Returns:
-        What the user should know: what a folder of images holds, and what is likely not meant.
+        What the user should know: what a folder of images holds, and warnings.
 
     Raises:
         UserError: the number of classes is not known, no samples are left for training or testing, or a stream has too
@@ -96,11 +96,11 @@ def check_prepared(
         assert isinstance(orders["training"], ShardOrder)
         check_stream(data.train, hp, int(np.count_nonzero(orders["training"].available)), ranks, max(1, workers))
         return []
-    return cautions(data.train, hp, Gang(nodes=1, ranks_per_node=ranks), cache_bytes)
+    return cache_warnings(data.train, hp, Gang(nodes=1, ranks_per_node=ranks), cache_bytes)
 
 
-def cautions(index: ShardIndex, hp: Hyperparameters, gang: Gang, cache_bytes: int | None) -> list[str]:
-    """That the cache is too small, if it is, for shards that are far away."""
+def cache_warnings(index: ShardIndex, hp: Hyperparameters, gang: Gang, cache_bytes: int | None) -> list[str]:
+    """Says that the cache is too small for remote shards, if it is."""
     sizes = index.sizes
     if cache_bytes is None or not index.remote.any() or (sizes < 0).any() or cache_bytes >= sizes.sum():
         return []
