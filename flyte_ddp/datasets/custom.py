@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from flyte_ddp.datasets.arrays import ARRAYS, ImageArrays, Images, image_arrays, sized
+from flyte_ddp.datasets.arrays import ImageArrays, Images, image_arrays, sized
 from flyte_ddp.datasets.identity import content_identity, digest_of
 from flyte_ddp.errors import UserError
 from flyte_ddp.progress import Progress
@@ -53,14 +53,15 @@ def collect(spec: str, result: Any, progress: Progress) -> ImageArrays:
             f"dataset={spec!r}: returned {type(result).__name__}; must return flyte_ddp.datasets.image_arrays(...) or "
             "a pair (training set, test set)"
         )
-    four: list[Any]
+    four: tuple[Any, Any, Any, Any]
     classes: Any
     try:
         if isinstance(result, ImageArrays):
-            classes, four = result.classes, [getattr(result, name) for name in ARRAYS]
+            four = (result.train_images, result.train_labels, result.test_images, result.test_labels)
+            classes = result.classes
         else:
             train, test = result
-            four = [*materialise("training set", train, progress), *materialise("test set", test, progress)]
+            four = (*materialise("training set", train, progress), *materialise("test set", test, progress))
             classes = getattr(train, "classes", None) or range(max(*four[1], *four[3]) + 1)
         return image_arrays(*four, classes=list(classes), name=spec)
     except UserError as error:
