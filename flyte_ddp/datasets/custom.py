@@ -53,17 +53,14 @@ def collect(spec: str, result: Any, progress: Progress) -> ImageArrays:
             f"dataset={spec!r}: returned {type(result).__name__}; must return flyte_ddp.datasets.image_arrays(...) or "
             "a pair (training set, test set)"
         )
-    four: tuple[Any, Any, Any, Any]
-    classes: Any
     try:
         if isinstance(result, ImageArrays):
             four = (result.train_images, result.train_labels, result.test_images, result.test_labels)
-            classes = result.classes
-        else:
-            train, test = result
-            four = (*materialise("training set", train, progress), *materialise("test set", test, progress))
-            classes = getattr(train, "classes", None) or range(max(*four[1], *four[3]) + 1)
-        return image_arrays(*four, classes=list(classes), name=spec)
+            return image_arrays(*four, classes=result.classes, name=spec)
+        train_images, train_labels = materialise("training set", result[0], progress)
+        test_images, test_labels = materialise("test set", result[1], progress)
+        classes = getattr(result[0], "classes", None) or range(max(*train_labels, *test_labels) + 1)
+        return image_arrays(train_images, train_labels, test_images, test_labels, list(classes), name=spec)
     except UserError as error:
         raise UserError(f"dataset={spec!r}: {error.message}") from error
 
