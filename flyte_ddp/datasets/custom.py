@@ -59,7 +59,7 @@ def collect(spec: str, result: Any, progress: Progress) -> ImageArrays:
             return image_arrays(*four, classes=result.classes, name=spec)
         train_images, train_labels = materialise("training set", result[0], progress)
         test_images, test_labels = materialise("test set", result[1], progress)
-        classes = getattr(result[0], "classes", None) or range(max(*train_labels, *test_labels) + 1)
+        classes = getattr(result[0], "classes", None) or map(str, range(max(*train_labels, *test_labels) + 1))
         return image_arrays(train_images, train_labels, test_images, test_labels, list(classes), name=spec)
     except UserError as error:
         raise UserError(f"dataset={spec!r}: {error.message}") from error
