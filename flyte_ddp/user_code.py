@@ -1,4 +1,4 @@
-"""Code of the user's own, named ``package.module:callable``: importing it."""
+"""Importing the user's own code, named ``package.module:callable``."""
 
 from __future__ import annotations
 

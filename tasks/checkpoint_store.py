@@ -24,7 +24,7 @@ from tasks import pods
 SAVED, STARTED, ENDED, DONE = "saved", "started", "ended", "done"  # kinds of files
 KEPT = 2  # checkpoints of an execution
 DONE_SECONDS = 3600.0  # an execution with a result may still be handing it over
-FUTILE_ATTEMPTS = 2  # that got no further; there is no third
+FUTILE_ATTEMPTS = 2  # without progress; there is no third
 NOTHING_SAID = "it was killed, as a pod is that runs out of memory"
 PAUSES = (1.0, 4.0, 10.0)  # seconds between tries; within the time that a pod has after SIGTERM
 Returned = TypeVar("Returned")
@@ -42,17 +42,17 @@ class Entry(NamedTuple):
 
     @property
     def path(self) -> str:
-        """Its address."""
+        """The file's address."""
         return f"{self.folder}/{self.kind}-{self.attempt}-{self.step}-{self.epoch}-{self.time}"
 
     @property
     def execution(self) -> str:
-        """Whose it is."""
+        """The id of the execution that wrote it."""
         return posixpath.basename(self.folder)
 
     @classmethod
     def at(cls, path: str) -> Optional["Entry"]:
-        """What a name says; None for a file that is none of ours."""
+        """Parses a file's name; None for a file that is none of ours."""
         folder, name = posixpath.split(path)
         kind, *numbers = name.split("-")
         if kind not in (SAVED, STARTED, ENDED, DONE) or len(numbers) != 4 or not all(map(str.isdecimal, numbers)):
@@ -98,7 +98,7 @@ class CheckpointStore:
         )
 
     def begin(self, path: Path) -> None:
-        """Brings the newest whole checkpoint to ``path``, if there is one, and notes where this attempt begins.
+        """Downloads the newest whole checkpoint to ``path``, if there is one, and records where this attempt begins.
 
         Raises:
             UserError: one attempt after the other got no further than where it began.
@@ -106,7 +106,7 @@ class CheckpointStore:
             PermissionError: it may not be read, or not be written to.
         """
         entries = tried(self.listed)
-        step = self.bring(entries, path)
+        step = self.fetch_newest(entries, path)
         self.stop_if_futile(entries, step)
         tried(partial(self.note, STARTED, step))
 
@@ -131,13 +131,13 @@ class CheckpointStore:
                 self.remove(entry)
 
     def entries_in(self, folder: str) -> list[Entry]:
-        """The files below it."""
+        """The files below a folder."""
         self.files.invalidate_cache()
         return [entry for path in self.files.find(folder) if (entry := Entry.at(path)) is not None]
 
-    def bring(self, entries: list[Entry], path: Path) -> int:
+    def fetch_newest(self, entries: list[Entry], path: Path) -> int:
         """Downloads the newest checkpoint that is whole, unless it is here; returns its step, 0 if there is none."""
-        here = checkpoint.newest_of(path.parent)  # where Elastic has started the ranks once more
+        here = checkpoint.newest_of(path.parent)  # where Elastic has restarted the ranks
         for entry in entries:
             if entry.kind == SAVED and (here is None or (entry.step, entry.epoch) > (here.step, here.epoch)):
                 with suppress(FileNotFoundError):  # its attempt has just replaced it
@@ -151,7 +151,7 @@ class CheckpointStore:
         return found.step if found else 0
 
     def stop_if_futile(self, entries: list[Entry], step: int) -> None:
-        """Refuses another attempt after some that were lost where they began; see :meth:`begin`."""
+        """Refuses another attempt after some that made no progress; see :meth:`begin`."""
         mine = [entry for entry in entries if entry.execution == self.execution and entry.attempt < self.attempt]
         began = {entry.attempt: entry.step for entry in mine if entry.kind == STARTED}  # the first time
         last = sorted(began)[-FUTILE_ATTEMPTS:]
@@ -178,17 +178,17 @@ class CheckpointStore:
         if found is None:
             raise FileNotFoundError(path)
         self.files.put_file(str(path), self.entry(SAVED, found.step, found.epoch).path)
-        self.keep(KEPT)
+        self.keep_newest(KEPT)
 
     def end(self, error: BaseException | None) -> None:
-        """Notes how the attempt has ended: with a result, or with an error."""
+        """Records how the attempt has ended: with a result, or with an error."""
         if error is None:
             self.note(DONE, 0)
-            self.keep(1)  # until the result is in Flyte's hands: this pod may be lost before
+            self.keep_newest(1)  # until Flyte has the result: this pod may be lost before
         else:
             self.note(ENDED, 0, str(error))
 
-    def keep(self, number: int) -> None:
+    def keep_newest(self, number: int) -> None:
         """Removes all but the newest checkpoints of this execution."""
         mine = [entry for entry in self.listed() if (entry.execution, entry.kind) == (self.execution, SAVED)]
         for entry in mine[number:]:
@@ -199,22 +199,22 @@ class CheckpointStore:
         self.files.pipe_file(self.entry(kind, step).path, (text or kind).encode(errors="replace"))
 
     def remove(self, entry: Entry) -> None:
-        """Removes a file, if that is allowed, and somebody else has not done so."""
+        """Removes a file, if that is allowed and no one else has removed it."""
         with suppress(OSError):
             self.files.rm_file(entry.path)
 
     def entry(self, kind: str, step: int, epoch: int = 0) -> Entry:
-        """A new file of this attempt's."""
+        """Names a new file of this attempt."""
         return Entry(posixpath.join(self.folder, self.execution), kind, self.attempt, step, epoch, int(time.time()))
 
 
 def beside_outputs(raw_output_prefix: str) -> str:
-    """Where all executions find the same: Flyte gives each attempt PREFIX/XX/EXECUTION-NODE-ATTEMPT for its outputs."""
+    """An address that all executions share: Flyte gives an attempt PREFIX/XX/EXECUTION-NODE-ATTEMPT for its outputs."""
     return posixpath.join(posixpath.dirname(posixpath.dirname(raw_output_prefix.rstrip("/"))), "flyte-ddp-checkpoints")
 
 
 def tried(action: Callable[[], Returned]) -> Returned:
-    """What it returns, in one of several tries.
+    """The result of an action, which is tried several times.
 
     Raises:
         UnreachableError: none of them went well.

@@ -41,7 +41,7 @@ EXAMPLE = '{"hp": {"epochs": 3}}'
 
 
 def watch() -> None:
-    """Does this for the ``pyflyte`` command that imports our modules; in a pod, or without a command, nothing."""
+    """Sets this up for the ``pyflyte`` command that imports our modules; does nothing in a pod or without a command."""
     context = click.get_current_context(silent=True)
     if context is not None and context.find_root().invoked_subcommand in ("run", "register", "package"):
         context.with_resource(in_panels(context))
@@ -63,7 +63,7 @@ def send_what_pods_need(chosen: RunLevelParams) -> None:
         chosen.copy = CopyFileDetection.ALL
     remote = chosen.remote_instance()
     remote.register_script = partial(remote.register_script, envs=pods.settings_digest())
-    if chosen.overwrite_cache:  # the engine does not tell a pod
+    if chosen.overwrite_cache:  # Flyte does not tell pods
         chosen.envvars = {**(chosen.envvars or {}), pods.FROM_SCRATCH_VARIABLE: "yes"}
 
 
@@ -88,7 +88,7 @@ def in_panels(context: click.Context) -> Iterator[None]:
 
 
 def for_shell(said: str) -> str:
-    """A message for somebody who gave a command, and can give it again."""
+    """A message for a person at a terminal: the same run is the same command."""
     return said.replace("the same run ", "the same command ")
 
 
@@ -164,7 +164,7 @@ def why_no_json(error: Exception, value: str) -> str:
 
 
 def unknown_option(error: Exception) -> UserError | None:
-    """The error for an option, or a key of an inputs file, that there is not; None where click says enough."""
+    """The error for an unknown option, or key of an inputs file; None where click says enough."""
     if not isinstance(error, click.NoSuchOption):
         return None
     name, path = error.option_name.lstrip("-"), after("--inputs-file")
@@ -185,7 +185,7 @@ def after(option: str) -> str | None:
 
 
 def remove_folders_at_end() -> None:
-    """Has this process, at its end, remove the temporary folders that flytekit makes for it, and leaves behind.
+    """Makes this process remove, at its end, the temporary folders that flytekit makes and leaves behind.
 
     No output of ours is there. A process that multiprocessing has started ends without Python's own ``atexit``.
     """

@@ -17,7 +17,7 @@ from tasks import recovery
 
 STORE = "PET_RDZV_ENDPOINT"  # host and port of Elastic's store, set by the operator in pods of a PyTorchJob
 MEET_SECONDS = 900  # for all pods to run
-HANDING_OVER_SECONDS = 600.0  # for rank 0's pod to send its outputs
+UPLOAD_SECONDS = 600.0  # for rank 0's pod to upload its outputs
 
 
 @contextmanager
@@ -43,7 +43,7 @@ def one_of_several() -> Iterator[None]:
     except (IgnoreOutputs, recovery.Sigterm) as ended:
         if isinstance(ended, recovery.Sigterm) or isinstance(ended.__context__, SignalException):
             leave_to_the_operator("this pod is to end", 128 + signal.SIGTERM)
-        atexit.register(wait_to_be_deleted)  # rank 0's outputs are still to come
+        atexit.register(wait_to_be_deleted)  # rank 0 has not uploaded its outputs yet
         raise
     except RendezvousTimeoutError:
         raise UnreachableError(
@@ -54,7 +54,7 @@ def one_of_several() -> Iterator[None]:
         leave_to_the_operator(f"Elastic's store at {store} is gone ({type(lost).__name__})", 1)
     except BaseException:
         if store.rpartition(":")[0] != socket.gethostname():  # the first of the pods is rank 0's, by their names
-            atexit.register(wait_to_be_deleted)  # it may still send a checkpoint
+            atexit.register(wait_to_be_deleted)  # it may still upload a checkpoint
         raise
 
 
@@ -86,6 +86,6 @@ def leave_to_the_operator(reason: str, code: int) -> NoReturn:
 
 
 def wait_to_be_deleted() -> None:
-    """Until SIGTERM, or for longer than rank 0's pod needs."""
+    """Waits for SIGTERM, or for longer than rank 0's pod needs."""
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-    time.sleep(HANDING_OVER_SECONDS)
+    time.sleep(UPLOAD_SECONDS)

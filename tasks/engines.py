@@ -1,4 +1,4 @@
-"""Engines that are optional: what each needs, and what is said where that is not installed."""
+"""Optional engines: what each needs, and the message where that is not installed."""
 
 import importlib.util
 import sys
@@ -15,13 +15,13 @@ left_out: dict[str, str] = {}  # workflows, and what to install for them
 
 
 def installed(name: str) -> bool:
-    """Whether an engine is there; where it is not, says which workflow is left out, and how to have it.
+    """Whether an engine is installed; if not, says which workflow is left out, and how to install it.
 
     Args:
         name: of the engine, and of our extra.
     """
     for module in NEEDED[name]:
-        with suppress(ModuleNotFoundError):  # not even the package that it would be in
+        with suppress(ModuleNotFoundError):  # its parent package is missing
             if importlib.util.find_spec(module) is not None:
                 continue
         workflow = f"{name}_training_wf"

@@ -30,7 +30,7 @@ class HyperparametersTransformer(DataclassTransformer):  # type: ignore[misc]  #
         return found
 
     def guess_python_type(self, literal_type: LiteralType) -> type[Hyperparameters]:
-        """Of such a type."""
+        """The dataclass of such a type."""
         if literal_type.metadata and NAME in literal_type.metadata.get("definitions", {}):
             return Hyperparameters
         raise ValueError(f"{literal_type} is not the type of hyperparameters")
@@ -45,7 +45,7 @@ def schema() -> dict[str, Any]:
 
 
 def described(field: "dataclasses.Field[Any]") -> dict[str, Any]:
-    """One of them."""
+    """The schema of a field."""
     assert isinstance(field.type, type)
     found = {**KINDS[field.type], "title": field.name, "default": field.default, "description": field.metadata["doc"]}
     choices = field.metadata["choices"]

@@ -24,13 +24,13 @@ class LiveDeck(Deck):  # type: ignore[misc]  # which flytekit leaves untyped
 
     @property
     def html(self) -> str:
-        """What is shown."""
+        """The page."""
         return self.page
 
 
 @contextmanager
 def live_deck(run_folder: Path) -> Iterator[None]:
-    """Shows a run while it goes on, and why it has failed; nothing of this ever holds it up or makes it fail."""
+    """Shows a run while it trains, and why it has failed; this never delays the run or makes it fail."""
     if places.is_local():
         yield
         return
@@ -64,7 +64,7 @@ def live_deck(run_folder: Path) -> Iterator[None]:
 
 
 def background(work: Callable[[], None]) -> threading.Thread:
-    """Starts a thread that knows Flyte's context, and does not hold up the end of the process."""
+    """Starts a daemon thread that has Flyte's context."""
     thread = threading.Thread(target=contextvars.copy_context().run, args=(work,), name="deck", daemon=True)
     thread.start()
     return thread

@@ -24,7 +24,7 @@ from flyte_ddp.run_folder import settle
 from flyte_ddp.run_lock import release, reserve
 from flyte_ddp.settings import runs_folder
 
-# Set in Elastic's workers: the pod's working directory, of which workers have others; empty in a local run.
+# Set in Elastic's workers: the working directory of the pod's task, as workers have others; empty in a local run.
 POD_FOLDER = "FLYTE_DDP_POD_FOLDER"
 FileType = TypeVar("FileType", bound=FlyteFile)
 
@@ -44,7 +44,7 @@ def folder_for(name: str) -> Path:
 
 
 def free_run(name: str) -> str:
-    """The run's name; with a number, locally, while another process is at the same run.
+    """The run's name; locally with a number, while another process trains the same run.
 
     Locally its folder is reserved, unless it holds the result already: then no training would release it.
     """
@@ -97,7 +97,7 @@ def directory(path: Path) -> FlyteDirectory:
 
 @contextmanager
 def new_folder(name: str) -> Iterator[Path]:
-    """An empty folder whose name starts with ``name`` and the time; it goes if nothing was put into it."""
+    """An empty folder whose name starts with ``name`` and the time; it is removed if it stays empty."""
     folder = folder_for(f"{name}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}")
     with must_be_writable():
         folder.mkdir(parents=True)
@@ -109,7 +109,7 @@ def new_folder(name: str) -> Iterator[Path]:
 
 
 def tell(headline: str, files: Mapping[Path, str]) -> None:
-    """Says, at the end of a local run, what was made, all of it in one folder, and where."""
+    """Prints, at the end of a local run, which files were made, and in which folder."""
     if is_local():
         [folder] = {path.parent for path in files}
         width = max(len(path.name) for path in files)
@@ -120,7 +120,7 @@ def tell(headline: str, files: Mapping[Path, str]) -> None:
 
 @contextmanager
 def must_be_writable() -> Iterator[None]:
-    """Turns an error of writing into the runs folder into the user's."""
+    """Turns an OSError in the runs folder into the user's error."""
     try:
         yield
     except OSError as error:

@@ -49,7 +49,7 @@ WITH_DECK: dict[str, Any] = {
     "enable_deck": True,
     "deck_fields": (),
 }  # of pages that a task makes itself
-LOSSES = 100  # of a training pod, each after some progress; see CheckpointStore.stop_if_futile for the others
+LOSSES = 100  # of a training pod, each after some progress; without any see CheckpointStore.stop_if_futile
 ENGINE_RETRIES = 2  # an engine's own, on the hosts that it has; Flyte's would set up another cluster
 UNITS = {  # of Kubernetes' quantities
     "": Decimal(1),
@@ -125,7 +125,7 @@ def chosen_profile() -> str:
 
 
 def pod_environment() -> dict[str, str]:
-    """What every pod knows of its registration."""
+    """What every pod is told of its registration."""
     name = chosen_profile()
     return {
         CODE_VARIABLE: library_digest(),
@@ -136,7 +136,7 @@ def pod_environment() -> dict[str, str]:
 
 
 def settings_digest() -> dict[str, str]:
-    """A variable that tells registrations with other settings apart, as flytekit makes versions of such variables."""
+    """A variable that differs between settings: flytekit makes a registration's version of such variables."""
     ours = {**training_environment(), NOTIFY_VARIABLE: os.environ.get(NOTIFY_VARIABLE, "")}
     text = "\n".join(f"{name}={value}" for name, value in sorted(ours.items()))
     return {SETTINGS_VARIABLE: hashlib.sha256(text.encode()).hexdigest()[:12]}
@@ -195,7 +195,7 @@ def launching_pod(resources: Resources) -> dict[str, Any]:
         "interruptible": profile.interruptible,
         "timeout": timedelta(hours=24),
         "retries": LOSSES,
-        "cache": by_content(ignored_inputs=("data",)),  # whose address is another one each time; run_version has theirs
+        "cache": by_content(ignored_inputs=("data",)),  # whose address always differs; run_version has their version
         **WITH_DECK,
     }
 
@@ -216,13 +216,13 @@ def training_environment() -> dict[str, str]:
 
 
 def cache_limit() -> dict[str, str]:
-    """How much of fetched shards a pod of the profile keeps: as set at registration, or half of its disk."""
+    """The size of the cache of shards in a pod of the profile: as set at registration, or half of its disk."""
     storage = in_bytes(PROFILES[chosen_profile()].ephemeral_storage)
     return {CACHE_VARIABLE: os.environ.get(CACHE_VARIABLE) or str(storage // 2)}
 
 
 def resources_of(profile: Profile, parts: int = 1) -> Resources:
-    """Those of the profile, or one of so many equal parts of them."""
+    """The profile's resources, or one of several equal parts of them."""
     thousandths = max(1, int(quantity(profile.cpu) / parts * 1000))
     return Resources(
         cpu=f"{thousandths}m" if thousandths % 1000 else f"{thousandths // 1000}",

@@ -38,7 +38,7 @@ def fetch_dataset(dataset: str, data_source: str, test_dataset: str, data_versio
 @dynamic(**pods.light_pod(), **pods.WITH_DECK)
 @recovery.guarded()
 def check_inputs(hp: Hyperparameters, kickoff_time: Optional[datetime] = None, engine: str = "") -> CheckedInputs:
-    """Check hyperparameters, identify the run, and see to the data, before any GPU pod starts.
+    """Check hyperparameters, identify the run, and prepare the data, before any GPU pod starts.
 
     The engine (elastic, ray or dask; none for training in one pod) decides how many GPUs there will be. Of data that
     are not downloaded as a whole (the digits, shards, streams, image folders) there is little to prepare, so that it is
@@ -74,7 +74,7 @@ def show_plan(hp: Hyperparameters, data: Optional[Path], run: str) -> None:
     from flyte_ddp.report import previews
 
     context = FlyteContextManager.current_context()
-    # As a task's own: of tasks that may make nodes flytekit writes no pages, in or after their body.
+    # flytekit writes no pages of dynamic tasks, so the context says that this is an ordinary one.
     state = context.execution_state.with_params(mode=ExecutionState.Mode.TASK_EXECUTION)
     with suppress(Exception), FlyteContextManager.with_context(context.with_execution_state(state)):
         Deck("What is trained", previews.of_run(hp, data, run))
@@ -82,7 +82,7 @@ def show_plan(hp: Hyperparameters, data: Optional[Path], run: str) -> None:
 
 
 def prepared(dataset: str, data_source: str, test_dataset: str, data_version: str) -> FlyteDirectory:
-    """The folder of a data set, made where it is not there."""
+    """The folder of a data set, which is fetched if it is not there."""
     folder = places.folder_for(data_version)
     progress = from_environment().progress
     return places.directory(datasets.fetch(dataset, data_source, folder, test_dataset=test_dataset, progress=progress))

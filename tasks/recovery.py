@@ -39,7 +39,7 @@ def guarded() -> Iterator[None]:
         pods.check_code()
         yield
     except BaseException as error:
-        release_reserved()  # for training, which will not come
+        release_reserved()  # no training will follow
         if not isinstance(error, (RankError, StoppedError, UnreachableError, Sigterm)):
             raise
         failure = StoppedError("SIGTERM", step=None) if isinstance(error, Sigterm) else error
@@ -52,9 +52,9 @@ def guarded() -> Iterator[None]:
 
 
 def mistakes_in_inputs(task: AnyTask) -> AnyTask:
-    """Goes above ``@task``: in a pod inputs that are refused are the user's mistake, as they are where a task finds it.
+    """Goes above ``@task``: in a pod refused inputs are the user's mistake, as they are in a task's body.
 
-    flytekit counts whatever goes wrong before the task's own code to the system.
+    flytekit counts errors before the task's body as the system's.
     """
     dispatch_execute = task.dispatch_execute
 
@@ -62,7 +62,7 @@ def mistakes_in_inputs(task: AnyTask) -> AnyTask:
         try:
             return dispatch_execute(*args, **kwargs)
         except FlyteNonRecoverableSystemException as error:
-            mistake = error.value  # in whose place flytekit may have put one of its own
+            mistake = error.value  # which flytekit may have wrapped in one of its own
             while mistake is not None and not isinstance(mistake, UserError):
                 mistake = mistake.__cause__ or mistake.__context__
             if mistake is None:
@@ -84,7 +84,7 @@ def stop(*_: object) -> None:
 
 @contextmanager
 def checkpoints_kept(run_folder: Path) -> Iterator[None]:
-    """In a pod: brings the run's newest checkpoint, and sends this attempt's to where others will find them."""
+    """In a pod: downloads the run's newest checkpoint, and uploads those of this attempt."""
     if places.is_local():
         yield
         return
@@ -111,28 +111,28 @@ def checkpoints_kept(run_folder: Path) -> Iterator[None]:
         sender.stop.set()
         thread.join()
         sender.send_new()
-        with suppress(Exception):  # a result is one without it
+        with suppress(Exception):  # the result counts without it
             store.end(ended)
 
 
 class Sender:
-    """Sends checkpoints when they have been replaced by newer ones."""
+    """Uploads new checkpoints."""
 
     def __init__(self, store: CheckpointStore, folder: Path) -> None:
         self.store, self.folder = store, folder
-        self.sent = {name: self.mark(name) for name in SLOTS}  # what is there came from the store
+        self.sent = {name: self.mark(name) for name in SLOTS}  # what is there was downloaded
         self.stop = threading.Event()
         self.reported = False
 
     def run(self) -> None:
-        """Sends until it is stopped; first it tidies up, which training need not wait for."""
-        with suppress(Exception):  # somebody else will do it
+        """Uploads until it is stopped; first removes old files, for which training does not wait."""
+        with suppress(Exception):  # the next pod will do it
             self.store.sweep(self.stop.is_set)
         while not self.stop.wait(POLL_SECONDS):
             self.send_new()
 
     def send_new(self) -> None:
-        """Sends those that have changed; a failure is reported once, and tried again the next time."""
+        """Uploads checkpoints that have changed; a failure is reported once, and tried again the next time."""
         for name in SLOTS:
             # Under a second name the file stays as it is while a newer one takes its place.
             link = self.folder / ".sending" / name
@@ -154,7 +154,7 @@ class Sender:
                 link.unlink(missing_ok=True)
 
     def mark(self, name: str) -> tuple[int, int] | None:
-        """What tells a file from another of its name; None without one."""
+        """Identifies a file among those of its name; None if there is none."""
         with suppress(FileNotFoundError):
             found = (self.folder / name).stat()
             return found.st_ino, found.st_mtime_ns

@@ -104,11 +104,7 @@ def verify_packed(packed: FlyteDirectory, name: str = "train") -> PackedShards:
 
 
 def refuse_problems(index: str, problems: list[str]) -> None:
-    """Fails with the first of them.
-
-    Raises:
-        UserError: There are problems.
-    """
+    """Raises UserError with the first problems, if there are any."""
     if problems:
         raise UserError("\n".join([f"index {index}: {len(problems)} problems", *problems[:20]]))
 

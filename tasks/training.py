@@ -20,7 +20,7 @@ from tasks.tracking import settings, unsent_kept
 
 
 class TrainingOutputs(NamedTuple):
-    """What a finished training hands on."""
+    """What training returns."""
 
     epoch_accuracies: List[float]
     model_state: PythonPickledFile
@@ -55,9 +55,9 @@ def trained(hp: Hyperparameters, data: FlyteDirectory, run_version: str, train: 
 
 
 def finished_before(run_version: str) -> Result | None:
-    """Locally, the result of this very run where that has come to its end, but not as far as Flyte's cache.
+    """Locally, the result of this run if it is finished, but unknown to Flyte's cache.
 
-    Its launching process was killed, say, or another task of ours has trained it.
+    Its launching process was killed at the very end, say, or another launcher has trained it.
     """
     folder = places.folder_for(run_version)
     if not places.is_local() or places.asked_to_retrain() or not is_finished(folder):
@@ -67,7 +67,7 @@ def finished_before(run_version: str) -> Result | None:
 
 
 def outputs(result: Result) -> TrainingOutputs:
-    """What they return; in a local run, it is said where that is."""
+    """What training tasks return; a local run prints where it is."""
     places.tell(
         f"test accuracy {result.test_accuracy:.2%}; made in",
         {

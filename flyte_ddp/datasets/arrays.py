@@ -122,7 +122,7 @@ def checked_labels(name: str, values: Any, samples: int, classes: int) -> Labels
 
 
 def sized(shape: Sequence[int]) -> str:
-    """[H, W, C] as people write it."""
+    """A shape as text, such as 28x28x1."""
     return "x".join(str(side) for side in shape)
 
 

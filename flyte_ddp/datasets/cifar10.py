@@ -31,7 +31,7 @@ class BatchUnpickler(pickle.Unpickler):
     """Reads arrays, lists and text only: a mirror with digests of its own could otherwise run code here."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """The few allowed ones."""
+        """A class or function that a batch may refer to."""
         if (module, name) not in ALLOWED_GLOBALS:
             raise UserError(f"{ARCHIVE}: asks for {module}.{name}, which a batch of images does not need; refused")
         return super().find_class(module, name)

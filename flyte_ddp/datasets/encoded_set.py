@@ -58,7 +58,7 @@ def looked_up(dataset: str, test_dataset: str) -> EncodedSet:
 
 
 def write_encoded_set(data: EncodedSet, folder: Path, origin: dict[str, str]) -> None:
-    """Puts what is known of the data set into an existing folder; the description comes last."""
+    """Writes the data set's indexes or lists into an existing folder; the description comes last."""
     for split, source in {"train": data.train, "test": data.test}.items():
         if isinstance(source, ShardIndex):
             parts = [[part.name, part.weight] for part in source.parts]

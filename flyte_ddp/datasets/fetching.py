@@ -57,7 +57,7 @@ def fingerprint(dataset: str, source: str, test_dataset: str = "") -> str:
 
 
 def is_quickly_prepared(dataset: str) -> bool:
-    """Whether :func:`fetch` has next to nothing to download: what is here already, an index, or a list of files."""
+    """Whether :func:`fetch` has little to download: an index, a list of files, or nothing."""
     return bool(encoded_kind(dataset)) or dataset == "digits"
 
 

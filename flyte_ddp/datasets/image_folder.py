@@ -15,7 +15,7 @@ from flyte_ddp.datasets.identity import digest_of
 from flyte_ddp.errors import UserError
 
 SUFFIXES = tuple(f".{kind}" for kind in IMAGES)
-LISTED = 10  # classes whose numbers of images are told one by one
+LISTED = 10  # classes at most whose numbers of images are listed
 TRAINING_PARTS = ("train", "training")
 PARTS = (*TRAINING_PARTS, "test", "testing", "val", "valid", "validation", "dev", "eval", "evaluation")
 
@@ -60,7 +60,7 @@ class ImageList:
             raise failure.explained(f"image {address}: {reason}; run again to list what is there now") from None
 
     def describe(self) -> list[str]:
-        """What there is, and what there likely should not be, for people."""
+        """Lines for the user: what the folder holds, and warnings."""
         counts = np.bincount(self.labels, minlength=len(self.classes)).tolist()
         if len(counts) > LISTED:
             numbers = f"with {min(counts):,} to {max(counts):,} images each"

@@ -1,4 +1,4 @@
-"""Opening a prepared data set, of whatever kind, and what can be said of it before a rank starts."""
+"""Opening a prepared data set of any kind, and checking it before a rank starts."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def cache_warnings(index: ShardIndex, hp: Hyperparameters, gang: Gang, cache_byt
 
 
 def check_stream(index: ShardIndex, hp: Hyperparameters, shards: int, ranks: int, workers: int) -> None:
-    """Refuses, before a rank starts, a stream of which some worker would have nothing, or whose parts have weights.
+    """Refuses, before a rank starts, a stream with too few shards for its workers, or whose parts have weights.
 
     Raises:
         UserError: with the numbers.
