@@ -112,10 +112,10 @@ def unreadable(error: Exception) -> UserError | None:
             option, value, example = frame.f_locals["param"].opts[0], str(frame.f_locals["value"]), '{"epochs": 3}'
             reason = why_no_text(error) or why_no_json(error, value)
         elif frame.f_code is YamlFileReadingCommand.parse_args.__code__:  # in which flytekit also parses all else
-            option, value, example = "--inputs-file", after("--inputs-file") or "", EXAMPLE
-            if not value:
+            option, given, example = "--inputs-file", after("--inputs-file"), EXAMPLE
+            if given is None:
                 return UserError("--inputs-file: a file must follow") if isinstance(error, IndexError) else None
-            reason = why_no_text(error)
+            value, reason = given, why_no_text(error)
             if isinstance(error, AttributeError):  # of a list, say, which has no items() of names
                 reason = "holds no object of inputs by their names"
         else:
