@@ -45,10 +45,7 @@ CARRIED = (  # into training pods, as they are set at registration
     CHECKPOINTS_VARIABLE,
     CHECKPOINT_DAYS_VARIABLE,
 )
-WITH_DECK: dict[str, Any] = {
-    "enable_deck": True,
-    "deck_fields": (),
-}  # of pages that a task makes itself
+WITH_DECK: dict[str, Any] = {"enable_deck": True, "deck_fields": ()}  # with pages of the task's own only
 LOSSES = 100  # of a training pod, each after some progress; without any see CheckpointStore.stop_if_futile
 ENGINE_RETRIES = 2  # an engine's own, on the hosts that it has; Flyte's would set up another cluster
 UNITS = {  # of Kubernetes' quantities
