@@ -120,7 +120,7 @@ def unreadable(error: Exception) -> UserError | None:
                 reason = "holds no object of inputs by their names"
         else:
             continue
-        must = f"it must be a JSON object such as {example}, or a file that holds one"
+        must = f"it must be a JSON object such as {example}, or a file of JSON or YAML that holds one"
         return UserError(f"{option} {value}: {reason}; {must}") if reason else None
     return None
 
