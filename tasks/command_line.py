@@ -160,7 +160,11 @@ def why_no_json(error: Exception, value: str) -> str:
     """What is wrong with a file of JSON, or with its name; empty where click says enough."""
     if not isinstance(error, click.BadParameter) or value.lstrip().startswith(("{", "[")):
         return ""
-    return f"is not valid JSON: {error.message.rpartition('error: ')[2]}" if Path(value).exists() else "no such file"
+    return (
+        f"is not valid JSON: {error.message.rpartition('error: ')[2]}"
+        if Path(value).exists()
+        else "there is no such file"
+    )
 
 
 def unknown_option(error: Exception) -> UserError | None:
