@@ -160,11 +160,9 @@ def why_no_json(error: Exception, value: str) -> str:
     """What is wrong with a file of JSON, or with its name; empty where click says enough."""
     if not isinstance(error, click.BadParameter) or value.lstrip().startswith(("{", "[")):
         return ""
-    return (
-        f"is not valid JSON: {error.message.rpartition('error: ')[2]}"
-        if Path(value).exists()
-        else "there is no such file"
-    )
+    if not Path(value).exists():
+        return "there is no such file"
+    return f"is not valid JSON: {error.message.rpartition('error: ')[2]}"
 
 
 def unknown_option(error: Exception) -> UserError | None:
