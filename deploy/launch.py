@@ -32,7 +32,7 @@ from flyte_ddp.files import replacing
 from flyte_ddp.report.report import last_record_in
 from tasks.cluster import CALL_SECONDS
 from tasks.command_line import in_panels
-from tasks.pods import ANEW_VARIABLE
+from tasks.pods import FROM_SCRATCH_VARIABLE
 
 AWAY_SECONDS = 600.0  # that it may be away while an execution is waited for
 PAUSE_SECONDS = 15.0  # at most, between two looks at an execution, and at least between two at a training's figures
@@ -65,12 +65,12 @@ class InSentences(click.Command):
 @click.option("--project", default="flytesnacks", show_default=True)
 @click.option("--domain", default="development", show_default=True)
 @click.option("--version", help="Of the launch plan; without: the active one, else the newest.")
-@click.option("--overwrite-cache", is_flag=True, help="Train anew, from the first step.")
+@click.option("--overwrite-cache", is_flag=True, help="Train again, from the first step.")
 @click.option("--no-wait", is_flag=True, help="End when it is launched.")
 @click.option("--download", "folder", type=click.Path(file_okay=False, path_type=Path), help="For model and report.")
 def launch(*, name: str, hp: Hyperparameters | None, config: str, version: str | None, **options: Any) -> None:
     """Launch the launch plan NAME, wait for the execution, and say what it has made and where that is."""
-    folder, anew = options["folder"], options["overwrite_cache"]
+    folder, from_scratch = options["folder"], options["overwrite_cache"]
     if options["no_wait"] and folder:
         raise UserError("--download: with --no-wait there is nothing to download yet; leave one of them out")
     remote = FlyteRemote(configuration(config), default_project=options["project"], default_domain=options["domain"])
@@ -80,8 +80,8 @@ def launch(*, name: str, hp: Hyperparameters | None, config: str, version: str |
         plan,
         inputs={} if hp is None else {"hp": hp},
         type_hints={"hp": Hyperparameters},
-        overwrite_cache=anew,
-        envs={ANEW_VARIABLE: "yes"} if anew else None,
+        overwrite_cache=from_scratch,
+        envs={FROM_SCRATCH_VARIABLE: "yes"} if from_scratch else None,
     )
     where = execution.execution_url
     click.echo(f"launched {name} {plan.id.version}: {where}")

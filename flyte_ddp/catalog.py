@@ -21,91 +21,6 @@ IMAGES = ("jpg", "jpeg", "png", "ppm", "pgm", "pbm", "pnm", "webp", "bmp", "gif"
 # The two small CNNs with the smallest image side that they take.
 SMALL_MODELS: dict[str, int] = {"small_cnn": 8, "tutorial": 16}
 
-# torchvision's image classifiers: the smallest image side, in pixels, with which a forward pass in training mode works.
-# Models that take any size are given 8, below which nothing is left to see.
-TORCHVISION_MODELS: dict[str, int] = {
-    "alexnet": 63,
-    "convnext_base": 32,
-    "convnext_large": 32,
-    "convnext_small": 32,
-    "convnext_tiny": 32,
-    "densenet121": 29,
-    "densenet161": 29,
-    "densenet169": 29,
-    "densenet201": 29,
-    "efficientnet_b0": 8,
-    "efficientnet_b1": 8,
-    "efficientnet_b2": 8,
-    "efficientnet_b3": 8,
-    "efficientnet_b4": 8,
-    "efficientnet_b5": 8,
-    "efficientnet_b6": 8,
-    "efficientnet_b7": 8,
-    "efficientnet_v2_l": 8,
-    "efficientnet_v2_m": 8,
-    "efficientnet_v2_s": 8,
-    "googlenet": 15,
-    "inception_v3": 75,
-    "maxvit_t": 224,
-    "mnasnet0_5": 8,
-    "mnasnet0_75": 8,
-    "mnasnet1_0": 8,
-    "mnasnet1_3": 8,
-    "mobilenet_v2": 8,
-    "mobilenet_v3_large": 8,
-    "mobilenet_v3_small": 8,
-    "regnet_x_16gf": 8,
-    "regnet_x_1_6gf": 8,
-    "regnet_x_32gf": 8,
-    "regnet_x_3_2gf": 8,
-    "regnet_x_400mf": 8,
-    "regnet_x_800mf": 8,
-    "regnet_x_8gf": 8,
-    "regnet_y_128gf": 8,
-    "regnet_y_16gf": 8,
-    "regnet_y_1_6gf": 8,
-    "regnet_y_32gf": 8,
-    "regnet_y_3_2gf": 8,
-    "regnet_y_400mf": 8,
-    "regnet_y_800mf": 8,
-    "regnet_y_8gf": 8,
-    "resnet101": 8,
-    "resnet152": 8,
-    "resnet18": 8,
-    "resnet34": 8,
-    "resnet50": 8,
-    "resnext101_32x8d": 8,
-    "resnext101_64x4d": 8,
-    "resnext50_32x4d": 8,
-    "shufflenet_v2_x0_5": 8,
-    "shufflenet_v2_x1_0": 8,
-    "shufflenet_v2_x1_5": 8,
-    "shufflenet_v2_x2_0": 8,
-    "squeezenet1_0": 21,
-    "squeezenet1_1": 17,
-    "swin_b": 8,
-    "swin_s": 8,
-    "swin_t": 8,
-    "swin_v2_b": 8,
-    "swin_v2_s": 8,
-    "swin_v2_t": 8,
-    "vgg11": 32,
-    "vgg11_bn": 32,
-    "vgg13": 32,
-    "vgg13_bn": 32,
-    "vgg16": 32,
-    "vgg16_bn": 32,
-    "vgg19": 32,
-    "vgg19_bn": 32,
-    "vit_b_16": 16,
-    "vit_b_32": 32,
-    "vit_h_14": 14,
-    "vit_l_16": 16,
-    "vit_l_32": 32,
-    "wide_resnet101_2": 8,
-    "wide_resnet50_2": 8,
-}
-
 # Side lengths that must divide the image side: transformers that cut images into patches or windows of a fixed size.
 SIZE_MULTIPLES: dict[str, int] = {
     "maxvit_t": 224,
@@ -116,25 +31,47 @@ SIZE_MULTIPLES: dict[str, int] = {
     "vit_l_32": 32,
 }
 
-# Prefixes of torchvision's other model families, with the reason why they cannot be trained here.
-UNSUPPORTED_PREFIXES: dict[str, str] = {
-    "quantized_": "quantised models are for inference only; train the model of the same name without 'quantized_'",
-    "deeplabv3_": "it segments images and this package trains classifiers",
-    "fcn_": "it segments images and this package trains classifiers",
-    "lraspp_": "it segments images and this package trains classifiers",
-    "fasterrcnn_": "it detects objects and this package trains classifiers",
-    "fcos_": "it detects objects and this package trains classifiers",
-    "keypointrcnn_": "it detects key points and this package trains classifiers",
-    "maskrcnn_": "it detects objects and this package trains classifiers",
-    "retinanet_": "it detects objects and this package trains classifiers",
-    "ssd": "it detects objects and this package trains classifiers",
-    "raft_": "it estimates optical flow and this package trains classifiers",
-    "mc3_": "it takes video and this package trains on images",
-    "mvit_": "it takes video and this package trains on images",
-    "r2plus1d_": "it takes video and this package trains on images",
-    "r3d_": "it takes video and this package trains on images",
-    "s3d": "it takes video and this package trains on images",
-    "swin3d_": "it takes video and this package trains on images",
+# The smallest image side, in pixels, with which a forward pass in training mode works, by families of models.
+SMALLEST_SIDES: dict[str, int] = {
+    "alexnet": 63,
+    "convnext": 32,
+    "densenet": 29,
+    "googlenet": 15,
+    "inception": 75,
+    "squeezenet1_0": 21,
+    "squeezenet1_1": 17,
+    "vgg": 32,
+    **SIZE_MULTIPLES,
+}
+ANY_SIDE = 8  # for models that take any size: below it nothing is left to see
+
+TORCHVISION_CLASSIFIERS = """
+    alexnet convnext_base convnext_large convnext_small convnext_tiny densenet121 densenet161 densenet169 densenet201
+    efficientnet_b0 efficientnet_b1 efficientnet_b2 efficientnet_b3 efficientnet_b4 efficientnet_b5 efficientnet_b6
+    efficientnet_b7 efficientnet_v2_l efficientnet_v2_m efficientnet_v2_s googlenet inception_v3 maxvit_t mnasnet0_5
+    mnasnet0_75 mnasnet1_0 mnasnet1_3 mobilenet_v2 mobilenet_v3_large mobilenet_v3_small regnet_x_16gf regnet_x_1_6gf
+    regnet_x_32gf regnet_x_3_2gf regnet_x_400mf regnet_x_800mf regnet_x_8gf regnet_y_128gf regnet_y_16gf regnet_y_1_6gf
+    regnet_y_32gf regnet_y_3_2gf regnet_y_400mf regnet_y_800mf regnet_y_8gf resnet101 resnet152 resnet18 resnet34
+    resnet50 resnext101_32x8d resnext101_64x4d resnext50_32x4d shufflenet_v2_x0_5 shufflenet_v2_x1_0 shufflenet_v2_x1_5
+    shufflenet_v2_x2_0 squeezenet1_0 squeezenet1_1 swin_b swin_s swin_t swin_v2_b swin_v2_s swin_v2_t vgg11 vgg11_bn
+    vgg13 vgg13_bn vgg16 vgg16_bn vgg19 vgg19_bn vit_b_16 vit_b_32 vit_h_14 vit_l_16 vit_l_32 wide_resnet101_2
+    wide_resnet50_2
+    """.split()  # noqa: SIM905
+
+# torchvision's image classifiers, each with its smallest image side.
+TORCHVISION_MODELS: dict[str, int] = {
+    model: next((side for family, side in SMALLEST_SIDES.items() if model.startswith(family)), ANY_SIDE)
+    for model in TORCHVISION_CLASSIFIERS
+}
+
+# Prefixes of torchvision's other model families, by the reason why they cannot be trained here.
+UNSUPPORTED_PREFIXES: dict[str, tuple[str, ...]] = {
+    "quantised models are for inference only; train the model of the same name without 'quantized_'": ("quantized_",),
+    "it segments images and this package trains classifiers": ("deeplabv3_", "fcn_", "lraspp_"),
+    "it detects objects and this package trains classifiers": ("fasterrcnn_", "fcos_", "retinanet_", "ssd"),
+    "it detects objects or key points and this package trains classifiers": ("keypointrcnn_", "maskrcnn_"),
+    "it estimates optical flow and this package trains classifiers": ("raft_",),
+    "it takes video and this package trains on images": ("mc3_", "mvit_", "r2plus1d_", "r3d_", "s3d", "swin3d_"),
 }
 
 MODELS: tuple[str, ...] = (*SMALL_MODELS, *TORCHVISION_MODELS)
@@ -165,5 +102,5 @@ def check_image_size(model: str, height: int, width: int) -> None:
 
 
 def why_unsupported(model: str) -> str | None:
-    """The reason why a model of torchvision cannot be used, or None for a name that is not known to be such a one."""
-    return next((reason for prefix, reason in UNSUPPORTED_PREFIXES.items() if model.startswith(prefix)), None)
+    """The reason why a model of torchvision cannot be used; None for other names."""
+    return next((reason for reason, prefixes in UNSUPPORTED_PREFIXES.items() if model.startswith(prefixes)), None)

@@ -1,4 +1,4 @@
-"""Code of the user's own, named ``package.module:callable``: importing it."""
+"""Importing the user's own code, named ``package.module:callable``."""
 
 from __future__ import annotations
 
@@ -24,21 +24,17 @@ def load_callable(spec: str) -> Callable[..., Any]:
     Raises:
         UserError: a malformed spec, or no such module, attribute or callable. What the module itself raises while it
             is imported comes through unchanged, unless it is an import that fails, or no Python.
-
     """
     module_name, attribute = split(spec)
     search_working_directory()
     try:
         module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name and f"{module_name}.".startswith(f"{error.name}."):
-            raise not_found(spec, error.name) from None
-        raise UserError(f"{spec!r}: importing {module_name} failed: {error}; install what it needs") from error
-    except ImportError as error:
-        raise UserError(f"{spec!r}: importing {module_name} failed: {error}") from error
-    except SyntaxError as error:
-        where = f"{error.filename}, line {error.lineno}"
-        raise UserError(f"{spec!r}: importing {module_name} failed: {where}: {error.msg}; correct it") from None
+    except (ImportError, SyntaxError) as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing and f"{module_name}.".startswith(f"{missing}."):
+            raise not_found(spec, missing) from None
+        fix = "install what it needs" if missing else "correct it"
+        raise UserError(f"{spec!r}: importing {module_name} failed: {error}; {fix}") from error
     try:
         found = getattr(module, attribute)
     except AttributeError:

@@ -29,7 +29,6 @@ def user_source_digest(spec: str) -> str:
 
     Raises:
         UserError: a malformed spec, or no such top-level module.
-
     """
     lines = (f"{name} {hashlib.sha256(content).hexdigest()}" for name, _, content in user_sources(spec))
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
@@ -49,7 +48,6 @@ def not_among(known: set[Path], spec: str, modules: Iterable[str]) -> list[str]:
     Args:
         known: from :func:`own_files`, before the code was loaded, which may change where modules are looked for.
         modules: names in ``sys.modules``, such as of those that the model's layers are from.
-
     """
     if ":" not in spec:
         return []
@@ -91,7 +89,6 @@ def user_sources(spec: str) -> Iterator[tuple[str, Path, bytes]]:
 
     Raises:
         UserError: a malformed spec, or no such top-level module.
-
     """
     top = split(spec)[0].partition(".")[0]
     search_working_directory()

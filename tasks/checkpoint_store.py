@@ -1,8 +1,8 @@
-"""A run's checkpoints in the blob store, for whoever trains it next: another attempt, or another execution.
+"""A run's checkpoints in the blob store, for the next attempt, and for other executions of the same run.
 
-Flyte's own place for checkpoints shows an attempt what the one before it has left, and a new execution nothing. Here
-each attempt writes files under names of its own, so that two at the same time never mix, and begins with the newest
-checkpoint that is whole, whoever wrote it. The files of a run are BASE/RUN/EXECUTION/KIND-ATTEMPT-STEP-EPOCH-TIME.
+With flytekit's own checkpoints an attempt sees only those of the attempt before it, and a new execution none. Here each
+attempt writes files under its own names, so that two at the same time never mix, and begins with the newest whole
+checkpoint of any. The files of a run are BASE/RUN/EXECUTION/KIND-ATTEMPT-STEP-EPOCH-TIME.
 """
 
 import os
@@ -24,8 +24,8 @@ from tasks import pods
 SAVED, STARTED, ENDED, DONE = "saved", "started", "ended", "done"  # kinds of files
 KEPT = 2  # checkpoints of an execution
 DONE_SECONDS = 3600.0  # an execution with a result may still be handing it over
-FUTILE_ATTEMPTS = 2  # that got no further; there is no third
-NOTHING_SAID = "it was killed, as a pod is whose memory is full"
+FUTILE_ATTEMPTS = 2  # without progress; there is no third
+NOTHING_SAID = "it was killed, as a pod is that runs out of memory"
 PAUSES = (1.0, 4.0, 10.0)  # seconds between tries; within the time that a pod has after SIGTERM
 Returned = TypeVar("Returned")
 
@@ -42,17 +42,17 @@ class Entry(NamedTuple):
 
     @property
     def path(self) -> str:
-        """Its address."""
+        """The file's address."""
         return f"{self.folder}/{self.kind}-{self.attempt}-{self.step}-{self.epoch}-{self.time}"
 
     @property
     def execution(self) -> str:
-        """Whose it is."""
+        """The id of the execution that wrote it."""
         return posixpath.basename(self.folder)
 
     @classmethod
     def at(cls, path: str) -> Optional["Entry"]:
-        """What a name says; None for a file that is none of ours."""
+        """Parses a file's name; None for a file that is none of ours."""
         folder, name = posixpath.split(path)
         kind, *numbers = name.split("-")
         if kind not in (SAVED, STARTED, ENDED, DONE) or len(numbers) != 4 or not all(map(str.isdecimal, numbers)):
@@ -63,15 +63,15 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class CheckpointStore:
-    """The files of one run.
+    """The files of one run, for an attempt at it.
 
     Args:
         files: of the blob store, as fsspec has it.
         folder: of the run.
         execution: the id of this one.
         attempt: the number of this one in it, from 0.
-        days: after which a file is nobody's.
-        anew: whether nothing is taken up that other executions have left.
+        days: after which a file is removed.
+        from_scratch: whether checkpoints of other executions are passed over.
     """
 
     files: Any
@@ -79,11 +79,11 @@ class CheckpointStore:
     execution: str
     attempt: int
     days: float = 14.0
-    anew: bool = False
+    from_scratch: bool = False
 
     @classmethod
     def of_this_pod(cls, run: str) -> "CheckpointStore":
-        """The one that Flyte's variables, and those of the registration, lead to."""
+        """The one that the pod's environment names."""
         access = FlyteContextManager.current_context().file_access
         address = os.environ.get(pods.CHECKPOINTS_VARIABLE) or beside_outputs(access.raw_output_prefix)
         variables = [os.environ[f"FLYTE_INTERNAL_EXECUTION_{name}"] for name in ("PROJECT", "DOMAIN", "ID")]
@@ -94,20 +94,19 @@ class CheckpointStore:
             execution=execution,
             attempt=int(os.environ.get("FLYTE_ATTEMPT_NUMBER") or 0),
             days=float(os.environ.get(pods.CHECKPOINT_DAYS_VARIABLE) or cls.days),
-            anew=bool(os.environ.get(pods.ANEW_VARIABLE)),
+            from_scratch=bool(os.environ.get(pods.FROM_SCRATCH_VARIABLE)),
         )
 
     def begin(self, path: Path) -> None:
-        """Brings the newest whole checkpoint to ``path``, if there is one, and notes where this attempt begins.
+        """Downloads the newest whole checkpoint to ``path``, if there is one, and records where this attempt begins.
 
         Raises:
             UserError: one attempt after the other got no further than where it began.
             UnreachableError: the store did not answer in several tries.
             PermissionError: it may not be read, or not be written to.
-
         """
         entries = tried(self.listed)
-        step = self.bring(entries, path)
+        step = self.fetch_newest(entries, path)
         self.stop_if_futile(entries, step)
         tried(partial(self.note, STARTED, step))
 
@@ -116,12 +115,12 @@ class CheckpointStore:
         entries = self.entries_in(self.folder)
         done = {entry.execution for entry in entries if entry.kind == DONE} - {self.execution}
         found = [entry for entry in entries if entry.execution not in done]
-        if self.anew:
+        if self.from_scratch:
             found = [entry for entry in found if entry.execution == self.execution]
         return sorted(found, key=lambda entry: (entry.step, entry.epoch, entry.time), reverse=True)
 
     def sweep(self, stopped: Callable[[], bool] = lambda: False) -> None:
-        """Removes what is nobody's any more, of this run and all others beside it, until it is stopped."""
+        """Removes the files of all runs in this project that nobody will continue, until it is stopped."""
         now = time.time()
         entries = self.entries_in(posixpath.dirname(self.folder))
         done = {entry.folder for entry in entries if entry.kind == DONE and now - entry.time > DONE_SECONDS}
@@ -132,13 +131,13 @@ class CheckpointStore:
                 self.remove(entry)
 
     def entries_in(self, folder: str) -> list[Entry]:
-        """The files below it."""
+        """The files below a folder."""
         self.files.invalidate_cache()
         return [entry for path in self.files.find(folder) if (entry := Entry.at(path)) is not None]
 
-    def bring(self, entries: list[Entry], path: Path) -> int:
+    def fetch_newest(self, entries: list[Entry], path: Path) -> int:
         """Downloads the newest checkpoint that is whole, unless it is here; returns its step, 0 if there is none."""
-        here = checkpoint.newest_of(path.parent)  # where Elastic has started the ranks once more
+        here = checkpoint.newest_of(path.parent)  # where Elastic has restarted the ranks
         for entry in entries:
             if entry.kind == SAVED and (here is None or (entry.step, entry.epoch) > (here.step, here.epoch)):
                 with suppress(FileNotFoundError):  # its attempt has just replaced it
@@ -152,7 +151,7 @@ class CheckpointStore:
         return found.step if found else 0
 
     def stop_if_futile(self, entries: list[Entry], step: int) -> None:
-        """Refuses another attempt after some that were lost where they began; see :meth:`begin`."""
+        """Refuses another attempt after some that made no progress; see :meth:`begin`."""
         mine = [entry for entry in entries if entry.execution == self.execution and entry.attempt < self.attempt]
         began = {entry.attempt: entry.step for entry in mine if entry.kind == STARTED}  # the first time
         last = sorted(began)[-FUTILE_ATTEMPTS:]
@@ -160,10 +159,13 @@ class CheckpointStore:
             return
         ends = [entry for entry in mine if (entry.kind, entry.attempt) == (ENDED, last[-1])]
         why = tried(lambda: self.files.cat_file(ends[0].path).decode()) if ends else NOTHING_SAID
-        advice = f"; {more_memory()}" if "memory" in why else ""
+        if "memory" in why:
+            name = pods.chosen_profile()
+            given = f"profile {name!r} gives {pods.PROFILES[name].memory}"
+            why += f"; {given}: take one with more, fewer num_ranks, or a smaller batch_size"
         raise UserError(
             f"{FUTILE_ATTEMPTS} attempts got no further than step {step:,}, where they began, so no other one is made; "
-            f"the last one: {why}{advice}"
+            f"the last one: {why}"
         )
 
     def send(self, path: Path) -> None:
@@ -171,23 +173,22 @@ class CheckpointStore:
 
         Raises:
             FileNotFoundError: it is not there any more.
-
         """
         found = checkpoint.read(path)
         if found is None:
             raise FileNotFoundError(path)
         self.files.put_file(str(path), self.entry(SAVED, found.step, found.epoch).path)
-        self.keep(KEPT)
+        self.keep_newest(KEPT)
 
     def end(self, error: BaseException | None) -> None:
-        """Notes how the attempt has ended: with a result, or with an error."""
+        """Records how the attempt has ended: with a result, or with an error."""
         if error is None:
             self.note(DONE, 0)
-            self.keep(1)  # until the result is in Flyte's hands: this pod may be lost before
+            self.keep_newest(1)  # until Flyte has the result: this pod may be lost before
         else:
             self.note(ENDED, 0, str(error))
 
-    def keep(self, number: int) -> None:
+    def keep_newest(self, number: int) -> None:
         """Removes all but the newest checkpoints of this execution."""
         mine = [entry for entry in self.listed() if (entry.execution, entry.kind) == (self.execution, SAVED)]
         for entry in mine[number:]:
@@ -198,34 +199,26 @@ class CheckpointStore:
         self.files.pipe_file(self.entry(kind, step).path, (text or kind).encode(errors="replace"))
 
     def remove(self, entry: Entry) -> None:
-        """Removes a file, if that is allowed, and somebody else has not done so."""
+        """Removes a file, if that is allowed and no one else has removed it."""
         with suppress(OSError):
             self.files.rm_file(entry.path)
 
     def entry(self, kind: str, step: int, epoch: int = 0) -> Entry:
-        """A new file of this attempt's."""
+        """Names a new file of this attempt."""
         return Entry(posixpath.join(self.folder, self.execution), kind, self.attempt, step, epoch, int(time.time()))
 
 
 def beside_outputs(raw_output_prefix: str) -> str:
-    """Where all executions find the same: Flyte gives each attempt PREFIX/XX/EXECUTION-NODE-ATTEMPT for its outputs."""
+    """An address that all executions share: Flyte gives an attempt PREFIX/XX/EXECUTION-NODE-ATTEMPT for its outputs."""
     return posixpath.join(posixpath.dirname(posixpath.dirname(raw_output_prefix.rstrip("/"))), "flyte-ddp-checkpoints")
 
 
-def more_memory() -> str:
-    """What there is, and what to do where that is too little."""
-    name = pods.chosen_profile()
-    given = pods.PROFILES[name].memory
-    return f"profile {name!r} gives {given}: take one with more, fewer num_ranks, or a smaller batch_size"
-
-
 def tried(action: Callable[[], Returned]) -> Returned:
-    """What it returns, in one of several tries.
+    """The result of an action, which is tried several times.
 
     Raises:
         UnreachableError: none of them went well.
         PermissionError, FileNotFoundError: another try would end likewise.
-
     """
     for pause in (*PAUSES, None):
         try:

@@ -1,4 +1,4 @@
-"""What a Flyte cluster answers where it does not do what it was asked for, in a sentence each."""
+"""Failed calls to a Flyte cluster, each explained in a sentence."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from types import FrameType
 
 from flyte_ddp.errors import UnreachableError, UserError
 
-CALL_SECONDS = 30.0  # that a cluster has for an answer
+CALL_SECONDS = 30.0  # that a cluster has to answer a call
 
 
 def refusal(error: BaseException | None, config: str | None) -> UserError | None:
-    """The error for a call to the cluster that has failed; None if that is not what happened.
+    """The error for a failed call to the cluster; None if no call has failed.
 
     Args:
-        error: what was raised, also in the course of another one.
+        error: what was raised, or an error that a failed call has caused.
         config: the file that names the cluster.
     """
     from flytekit.clients.grpc_utils.wrap_exception_interceptor import RetryExceptionWrapperInterceptor
@@ -28,7 +28,7 @@ def refusal(error: BaseException | None, config: str | None) -> UserError | None
 
 
 def explained(error: BaseException, endpoint: str, config: str) -> UserError:
-    """The sentence for what flytekit has made of a failed call."""
+    """The sentence for the error that flytekit raises for a failed call."""
     import grpc
     from flytekit.exceptions.system import FlyteSystemUnavailableException
     from flytekit.exceptions.user import FlyteTimeout

@@ -41,7 +41,7 @@ EXAMPLE = '{"hp": {"epochs": 3}}'
 
 
 def watch() -> None:
-    """Does this for the ``pyflyte`` command that imports our modules; in a pod, or without a command, nothing."""
+    """Sets this up for the ``pyflyte`` command that imports our modules; does nothing in a pod or without a command."""
     context = click.get_current_context(silent=True)
     if context is not None and context.find_root().invoked_subcommand in ("run", "register", "package"):
         context.with_resource(in_panels(context))
@@ -63,13 +63,13 @@ def send_what_pods_need(chosen: RunLevelParams) -> None:
         chosen.copy = CopyFileDetection.ALL
     remote = chosen.remote_instance()
     remote.register_script = partial(remote.register_script, envs=pods.settings_digest())
-    if chosen.overwrite_cache:  # the engine does not tell a pod
-        chosen.envvars = {**(chosen.envvars or {}), pods.ANEW_VARIABLE: "yes"}
+    if chosen.overwrite_cache:  # Flyte does not tell pods
+        chosen.envvars = {**(chosen.envvars or {}), pods.FROM_SCRATCH_VARIABLE: "yes"}
 
 
 @contextmanager
 def in_panels(context: click.Context) -> Iterator[None]:
-    """Turns what a person can mend into an error that is shown as a panel; anything else stays as it is."""
+    """Turns what a person can fix into an error that is shown as a panel; anything else stays as it is."""
     try:
         yield
     except KeyboardInterrupt as error:
@@ -88,7 +88,7 @@ def in_panels(context: click.Context) -> Iterator[None]:
 
 
 def for_shell(said: str) -> str:
-    """A message for somebody who gave a command, and can give it again."""
+    """A message for a person at a terminal: the same run is the same command."""
     return said.replace("the same run ", "the same command ")
 
 
@@ -107,34 +107,21 @@ def unreadable(error: Exception) -> UserError | None:
     from flytekit.clis.sdk_in_container.run import YamlFileReadingCommand
     from flytekit.interaction.click_types import JsonParamType
 
-    for frame in cluster.frames(error):
+    for frame in reversed(cluster.frames(error)):
         if frame.f_code is JsonParamType._parse.__code__:
-            return unreadable_json(error, frame.f_locals["param"].opts[0], str(frame.f_locals["value"]))
-    if any(frame.f_code is YamlFileReadingCommand.parse_args.__code__ for frame in cluster.frames(error)):
-        return unreadable_inputs_file(error)
-    return None
-
-
-def unreadable_json(error: Exception, option: str, value: str) -> UserError | None:
-    """Of an option that takes JSON, or a file of JSON or YAML."""
-    if reason := why_no_text(error):
-        return UserError(f"{option} {value}: {reason}; it must be a JSON object, or a file that holds one")
-    if not isinstance(error, click.BadParameter) or value.lstrip().startswith(("{", "[")):
-        return None
-    if Path(value).exists():
-        return UserError(f"{option} {value}: is not valid JSON: {error.message.rpartition('error: ')[2]}")
-    return UserError(f"{option} {value}: there is no such file, and it is no JSON object such as '{{\"epochs\": 3}}'")
-
-
-def unreadable_inputs_file(error: Exception) -> UserError | None:
-    """Of ``--inputs-file``, which flytekit reads before click looks at the arguments."""
-    path = after("--inputs-file")
-    if path is None:
-        return UserError("--inputs-file: a file must follow") if isinstance(error, IndexError) else None
-    if isinstance(error, AttributeError):
-        return UserError(f"--inputs-file {path}: must hold an object of inputs by their names, such as {EXAMPLE}")
-    if reason := why_no_text(error):
-        return UserError(f"--inputs-file {path}: {reason}; it must be a file of JSON or YAML, such as {EXAMPLE}")
+            option, value, example = frame.f_locals["param"].opts[0], str(frame.f_locals["value"]), '{"epochs": 3}'
+            reason = why_no_text(error) or why_no_json(error, value)
+        elif frame.f_code is YamlFileReadingCommand.parse_args.__code__:  # in which flytekit also parses all else
+            option, given, example = "--inputs-file", after("--inputs-file"), EXAMPLE
+            if given is None:
+                return UserError("--inputs-file: a file must follow") if isinstance(error, IndexError) else None
+            value, reason = given, why_no_text(error)
+            if isinstance(error, AttributeError):  # of a list, say, which has no items() of names
+                reason = "holds no object of inputs by their names"
+        else:
+            continue
+        must = f"it must be a JSON object such as {example}, or a file of JSON or YAML that holds one"
+        return UserError(f"{option} {value}: {reason}; {must}") if reason else None
     return None
 
 
@@ -169,8 +156,17 @@ def why_no_text(error: Exception) -> str:
     return f"is not valid YAML: {error}" if isinstance(error, yaml.YAMLError) else ""
 
 
+def why_no_json(error: Exception, value: str) -> str:
+    """What is wrong with a file of JSON, or with its name; empty where click says enough."""
+    if not isinstance(error, click.BadParameter) or value.lstrip().startswith(("{", "[")):
+        return ""
+    if not Path(value).exists():
+        return "there is no such file"
+    return f"is not valid JSON: {error.message.rpartition('error: ')[2]}"
+
+
 def unknown_option(error: Exception) -> UserError | None:
-    """The error for an option, or a key of an inputs file, that there is not; None where click says enough."""
+    """The error for an unknown option, or key of an inputs file; None where click says enough."""
     if not isinstance(error, click.NoSuchOption):
         return None
     name, path = error.option_name.lstrip("-"), after("--inputs-file")
@@ -191,7 +187,7 @@ def after(option: str) -> str | None:
 
 
 def remove_folders_at_end() -> None:
-    """Has this process, at its end, remove the temporary folders that flytekit makes for it, and leaves behind.
+    """Makes this process remove, at its end, the temporary folders that flytekit makes and leaves behind.
 
     No output of ours is there. A process that multiprocessing has started ends without Python's own ``atexit``.
     """

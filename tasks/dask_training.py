@@ -24,8 +24,8 @@ def cluster() -> Dask:
     """A scheduler, and a worker for each rank."""
     worker = pods.resources_of(PROFILE, RANKS_EACH)
     return Dask(
-        scheduler=Scheduler(requests=SCHEDULER, limits=SCHEDULER),
-        workers=WorkerGroup(number_of_workers=WORKERS, requests=worker, limits=worker),
+        scheduler=Scheduler(**pods.exactly(SCHEDULER)),
+        workers=WorkerGroup(number_of_workers=WORKERS, **pods.exactly(worker)),
     )
 
 
@@ -34,9 +34,6 @@ def cluster() -> Dask:
     task_config=cluster(),
     **pods.launching_pod(RUNNER),
     shared_memory=PROFILE.shared_memory,  # of the workers; the plugin makes all pods from one
-    cache=pods.by_run(),
-    enable_deck=True,
-    deck_fields=(),
 )
 def train_on_dask(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -> TrainingOutputs:
     """Train a model with distributed data parallelism on a Dask cluster, one rank to a worker.

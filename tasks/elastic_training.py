@@ -37,15 +37,15 @@ class ElasticTraining(Elastic):  # type: ignore[misc]
 
 
 class ElasticTrainingTask(PytorchElasticFunctionTask):  # type: ignore[misc]
-    """The plugin's task, but for what it makes of an end that is no good one, of rank 0's result, and of lost pods.
+    """The plugin's task with another treatment of failures, of rank 0's result, and of lost pods.
 
-    The plugin has SIGTERM end the task without outputs and without an error: Flyte then knows nothing to retry. It
-    takes a worker that was killed for a mistake in the code. And a lost pod is the end of its PyTorchJob; here the
-    operator has another one take its place, and the ranks of all pods go on from the checkpoint.
+    With the plugin SIGTERM ends the task without outputs and without an error, so that Flyte does not retry it. It
+    counts a killed worker as a mistake in the code. And a lost pod ends its PyTorchJob; here the operator replaces the
+    pod, and the ranks of all pods continue from the checkpoint.
     """
 
     def get_custom(self, settings: SerializationSettings) -> Any:
-        """See above; the plugin's configuration cannot say it."""
+        """Has lost pods replaced, for which the plugin's configuration has no option."""
         custom = super().get_custom(settings)
         if custom:
             custom["workerReplicas"]["restartPolicy"] = "RESTART_POLICY_ON_FAILURE"
@@ -62,7 +62,7 @@ class ElasticTrainingTask(PytorchElasticFunctionTask):  # type: ignore[misc]
         if places.is_local():  # where there is one node, and no profile says how many ranks there may be
             self.min_nodes = self.max_nodes = 1
             self.task_config.nproc_per_node = detect(inputs["hp"]).num_ranks
-        with recovery.retried(), where_it_goes_on(inputs["run_version"]):
+        with recovery.guarded(), where_it_goes_on(inputs["run_version"]):
             try:
                 with known_to_workers(), main_script_hidden(), log_kept_quiet(), one_of_several():
                     result = super()._execute(**inputs)
@@ -74,7 +74,7 @@ class ElasticTrainingTask(PytorchElasticFunctionTask):  # type: ignore[misc]
                     raise
                 raise stopped_by(stopped.sigval, step=None) from None
             finally:
-                run_lock.release_reserved()  # held for rank 0, in a process of its own
+                run_lock.release_reserved()  # held for rank 0, which is another process
         return outputs(result)
 
 
@@ -83,8 +83,8 @@ TaskPlugins.register_pythontask_plugin(ElasticTraining, ElasticTrainingTask)
 
 @contextmanager
 def where_it_goes_on(run_version: str) -> Iterator[None]:
-    """Has a local run's error say that, which neither Elastic nor a worker that is not rank 0 knows."""
-    folder = places.folder_for(places.without_token(run_version))
+    """Adds to a local run's error where it continues: neither Elastic nor workers other than rank 0 know that."""
+    folder = places.folder_for(run_version)
     try:
         yield
     except BaseException as error:
@@ -98,10 +98,9 @@ def where_it_goes_on(run_version: str) -> Iterator[None]:
 
 @contextmanager
 def known_to_workers() -> Iterator[None]:
-    """Has workers find this project, and know whether they are a local run's and where its folders are."""
+    """Tells workers where this project is, whether the run is local, and where its folders are."""
     where = {
-        places.WORKER_OF: "local" if places.is_local() else "pod",
-        places.FOLDER_OF: str(current_context().working_directory),
+        places.POD_FOLDER: "" if places.is_local() else str(current_context().working_directory),
         **run_lock.held_for_children(),
     }
     os.environ.update(where)
@@ -115,7 +114,7 @@ def known_to_workers() -> Iterator[None]:
 
 
 def elastic() -> ElasticTraining:
-    """As many nodes as were asked for."""
+    """Elastic on as many nodes as were asked for."""
     least, most = pods.nodes()
     return ElasticTraining(
         nnodes=most if least == most else f"{least}:{most}",
@@ -124,14 +123,14 @@ def elastic() -> ElasticTraining:
         monitor_interval=1,
         increase_shared_mem=False,  # shared_memory of the task is what it should be
         rdzv_configs=dict.fromkeys(("timeout", "join_timeout", "read_timeout"), MEET_SECONDS),
-        # Pods that have ended keep their logs. The limit is for containers, so that one that ends at once does not
-        # begin for ever: Flyte then makes another attempt.
+        # Pods that have ended keep their logs. The limit is for containers, so that one that ends at once is not
+        # restarted for ever: Flyte then makes another attempt.
         run_policy=RunPolicy(clean_pod_policy=CleanPodPolicy.RUNNING, backoff_limit=pods.ENGINE_RETRIES * most),
     )
 
 
 @recovery.mistakes_in_inputs
-@task(task_config=elastic(), **pods.training_pod(), cache=pods.by_run(), enable_deck=True, deck_fields=())
+@task(task_config=elastic(), **pods.training_pod())
 def train_on_elastic(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -> TrainingOutputs:
     """Train a model with distributed data parallelism on torch Elastic, on one node or several.
 
@@ -144,7 +143,7 @@ def train_on_elastic(hp: Hyperparameters, data: FlyteDirectory, run_version: str
     with elastic.recorded():
         if elastic.is_leader():
             return trained(hp, data, run_version, on_elastic)  # type: ignore[return-value]  # see _execute
-        with recovery.retried():
+        with recovery.guarded():
             elastic.follow(lambda folder: download(data, folder))
     return None  # type: ignore[return-value]  # of which the plugin makes nothing
 

@@ -1,7 +1,8 @@
-"""Engines that are optional: what each needs, and what is said where that is not installed."""
+"""Optional engines: what each needs, and the message where that is not installed."""
 
 import importlib.util
 import sys
+from contextlib import suppress
 
 from flyte_ddp.errors import how_to_install
 
@@ -14,23 +15,17 @@ left_out: dict[str, str] = {}  # workflows, and what to install for them
 
 
 def installed(name: str) -> bool:
-    """Whether an engine is there; where it is not, says which workflow is left out, and how to have it.
+    """Whether an engine is installed; if not, says which workflow is left out, and how to install it.
 
     Args:
         name: of the engine, and of our extra.
-
     """
-    missing = [module for module in NEEDED[name] if not is_there(module)]
-    if missing:
+    for module in NEEDED[name]:
+        with suppress(ModuleNotFoundError):  # its parent package is missing
+            if importlib.util.find_spec(module) is not None:
+                continue
         workflow = f"{name}_training_wf"
-        left_out[workflow] = f"{workflow} is left out, as {missing[0]} is not installed: {how_to_install(name)}"
+        left_out[workflow] = f"{workflow} is left out, as {module} is not installed: {how_to_install(name)}"
         print(left_out[workflow], file=sys.stderr, flush=True)
-    return not missing
-
-
-def is_there(module: str) -> bool:
-    """Whether a module could be imported."""
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # not even the package that it would be in
         return False
+    return True

@@ -26,16 +26,11 @@ class HyperparametersTransformer(DataclassTransformer):  # type: ignore[misc]  #
     def get_literal_type(self, t: type[Hyperparameters]) -> LiteralType:
         """The type as Flyte stores it."""
         found = super().get_literal_type(t)
-        form = {"$ref": f"#/definitions/{NAME}", "definitions": {NAME: schema()}}
-        return LiteralType(
-            simple=found.simple,
-            metadata={**(found.metadata or {}), **form},
-            structure=found.structure,
-            annotation=found.annotation,
-        )
+        found.metadata |= {"$ref": f"#/definitions/{NAME}", "definitions": {NAME: schema()}}
+        return found
 
     def guess_python_type(self, literal_type: LiteralType) -> type[Hyperparameters]:
-        """Of such a type."""
+        """The dataclass of such a type."""
         if literal_type.metadata and NAME in literal_type.metadata.get("definitions", {}):
             return Hyperparameters
         raise ValueError(f"{literal_type} is not the type of hyperparameters")
@@ -50,7 +45,7 @@ def schema() -> dict[str, Any]:
 
 
 def described(field: "dataclasses.Field[Any]") -> dict[str, Any]:
-    """One of them."""
+    """The schema of a field."""
     assert isinstance(field.type, type)
     found = {**KINDS[field.type], "title": field.name, "default": field.default, "description": field.metadata["doc"]}
     choices = field.metadata["choices"]

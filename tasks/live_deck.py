@@ -12,7 +12,7 @@ from flyte_ddp.report import report
 from flyte_ddp.run_folder import UNFINISHED
 from tasks import places
 
-SECONDS = 30.0  # between two looks at the metrics
+SECONDS = 30.0  # between two pages
 LAST_SECONDS = 5.0  # to wait, at most, for a page that is on its way
 NAME = "Training report"
 
@@ -24,13 +24,13 @@ class LiveDeck(Deck):  # type: ignore[misc]  # which flytekit leaves untyped
 
     @property
     def html(self) -> str:
-        """What is shown."""
+        """The page."""
         return self.page
 
 
 @contextmanager
 def live_deck(run_folder: Path) -> Iterator[None]:
-    """Shows a run while it goes on, and why it has failed; nothing of this ever holds it up or makes it fail."""
+    """Shows a run while it trains, and why it has failed; this never delays the run or makes it fail."""
     if places.is_local():
         yield
         return
@@ -41,21 +41,17 @@ def live_deck(run_folder: Path) -> Iterator[None]:
             deck.page = report.render(run_folder / UNFINISHED, run_folder.name, failure)
         Deck.publish()
 
-    def show_changes() -> None:
-        shown: object = object()
+    def keep_showing() -> None:
         while not stop.is_set():
             with suppress(Exception):
-                now = last_change(run_folder / UNFINISHED / "metrics.jsonl")
-                if now != shown:
-                    show()
-                    shown = now
+                show()
             stop.wait(SECONDS)
 
     def stop_showing() -> None:
         stop.set()
         renewing.join(LAST_SECONDS)  # or an older page might come after the last one
 
-    renewing = background(show_changes)
+    renewing = background(keep_showing)
     try:
         yield
     except BaseException as error:
@@ -67,13 +63,8 @@ def live_deck(run_folder: Path) -> Iterator[None]:
     deck.page = (run_folder / "report.html").read_text(encoding="ascii")
 
 
-def last_change(path: Path) -> int:
-    """Of a file, in nanoseconds; 0 without one."""
-    return path.stat().st_mtime_ns if path.exists() else 0
-
-
 def background(work: Callable[[], None]) -> threading.Thread:
-    """Starts a thread that knows Flyte's context, and does not hold up the end of the process."""
+    """Starts a daemon thread that has Flyte's context."""
     thread = threading.Thread(target=contextvars.copy_context().run, args=(work,), name="deck", daemon=True)
     thread.start()
     return thread

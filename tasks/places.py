@@ -24,41 +24,39 @@ from flyte_ddp.run_folder import settle
 from flyte_ddp.run_lock import release, reserve
 from flyte_ddp.settings import runs_folder
 
-WORKER_OF = "FLYTE_DDP_WORKER_OF"  # set in Elastic's workers: a local run, or a pod
-FOLDER_OF = "FLYTE_DDP_FOLDER_OF"  # likewise: the working directory of the task, of which workers have others
+# Set in Elastic's workers: the working directory of the pod's task, as workers have others; empty in a local run.
+POD_FOLDER = "FLYTE_DDP_POD_FOLDER"
 FileType = TypeVar("FileType", bound=FlyteFile)
 
 
 def is_local() -> bool:
     """Whether the task runs on somebody's machine (``pyflyte run``) and not in a pod."""
-    if WORKER_OF in os.environ:  # which Flyte's context does not tell in the workers that Elastic starts
-        return os.environ[WORKER_OF] == "local"
+    if POD_FOLDER in os.environ:  # Flyte's context does not say it in the workers that Elastic starts
+        return not os.environ[POD_FOLDER]
     state = FlyteContextManager.current_context().execution_state
     return state is None or state.is_local_execution()
 
 
 def folder_for(name: str) -> Path:
-    """The folder called ``name``: under the runs folder locally, else under the pod's working directory."""
-    base = runs_folder() if is_local() else Path(os.environ.get(FOLDER_OF) or current_context().working_directory)
-    return base / name
+    """The folder called ``name``, with or without its token: under the runs folder locally, else under the pod's."""
+    base = runs_folder() if is_local() else Path(os.environ.get(POD_FOLDER) or current_context().working_directory)
+    return base / name.partition("@")[0]
 
 
 def free_run(name: str) -> str:
-    """The run's name; with a number, locally, while another process is at the same run.
+    """The run's name; locally with a number, while another process trains the same run.
 
-    Locally its folder is reserved, unless it holds the answer already: nobody would let go of it.
+    Locally its folder is reserved, unless it holds the result already: then no training would release it.
     """
     if not is_local():
         return name
     for number in itertools.count(1):
         candidate = name if number == 1 else f"{name}-{number}"
-        try:
+        with must_be_writable():
             if reserve(folder_for(candidate)):
                 break
-        except OSError as error:
-            raise not_writable(error) from None
-        print(f"{from_here(folder_for(candidate))}: another process is at this run, so it is made anew beside it")
-    if settle(folder_for(candidate)) and not asked_anew():
+        print(f"{from_here(folder_for(candidate))}: another process is at this run; this one gets a folder of its own")
+    if settle(folder_for(candidate)) and not asked_to_retrain():
         release(folder_for(candidate))
     return candidate
 
@@ -68,31 +66,23 @@ def with_token(name: str, *, complete: bool) -> str:
 
     Args:
         complete: whether all files that a cached result would point to are there.
-
     """
     if not is_local():
         return name
     path = runs_folder() / ".tokens" / name.replace("/", "-")
-    try:
+    with must_be_writable():
         if not complete or not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             fresh = path.with_name(f"{path.name}.{os.getpid()}")
             fresh.write_text(secrets.token_hex(8))
             fresh.replace(path)
         return f"{name}@{path.read_text()}"
-    except OSError as error:
-        raise not_writable(error) from None
 
 
-def asked_anew() -> bool:
-    """Whether a local run is to do all over again: ``pyflyte run --overwrite-cache``, or Flyte's local cache is off."""
+def asked_to_retrain() -> bool:
+    """Whether a local run always retrains: by ``pyflyte run --overwrite-cache``, or as Flyte's local cache is off."""
     cache = LocalConfig.auto()
     return cache.cache_overwrite or not cache.cache_enabled
-
-
-def without_token(name: str) -> str:
-    """The folder's name again."""
-    return name.partition("@")[0]
 
 
 def file(kind: type[FileType], path: Path) -> FileType:
@@ -107,12 +97,10 @@ def directory(path: Path) -> FlyteDirectory:
 
 @contextmanager
 def new_folder(name: str) -> Iterator[Path]:
-    """An empty folder whose name starts with ``name`` and the time; it goes if nothing was put into it."""
+    """An empty folder whose name starts with ``name`` and the time; it is removed if it stays empty."""
     folder = folder_for(f"{name}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}")
-    try:
+    with must_be_writable():
         folder.mkdir(parents=True)
-    except OSError as error:
-        raise not_writable(error) from None
     try:
         yield folder
     finally:
@@ -121,7 +109,7 @@ def new_folder(name: str) -> Iterator[Path]:
 
 
 def tell(headline: str, files: Mapping[Path, str]) -> None:
-    """Says, at the end of a local run, what was made, all of it in one folder, and where."""
+    """Prints, at the end of a local run, which files were made, and in which folder."""
     if is_local():
         [folder] = {path.parent for path in files}
         width = max(len(path.name) for path in files)
@@ -130,9 +118,13 @@ def tell(headline: str, files: Mapping[Path, str]) -> None:
             print(f"  {path.name:<{width}}  {what}", flush=True)
 
 
-def not_writable(error: OSError) -> UserError:
-    """The error for a runs folder in which nothing can be made."""
-    return UserError(
-        f"runs folder {runs_folder()}: {error.strerror}; it must be writable, so mend its permissions or set "
-        "FLYTE_DDP_RUNS to another folder"
-    )
+@contextmanager
+def must_be_writable() -> Iterator[None]:
+    """Turns an OSError in the runs folder into the user's error."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"runs folder {runs_folder()}: {error.strerror}; it must be writable, so fix its permissions or set "
+            "FLYTE_DDP_RUNS to another folder"
+        ) from None

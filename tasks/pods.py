@@ -4,7 +4,6 @@ The profile is chosen at registration (``FLYTE_DDP_PROFILE``) and carried into t
 that what was requested and what training expects come from the same line of the table.
 """
 
-import difflib
 import hashlib
 import math
 import os
@@ -15,9 +14,8 @@ from decimal import Decimal
 from typing import Any, Optional
 
 from flytekit import Cache, Resources, Secret
-from flytekit.core.cache import VersionParameters
 from flytekit.extras import accelerators
-from flytekit.extras.accelerators import BaseAccelerator, GPUAccelerator, MultiInstanceGPUAccelerator
+from flytekit.extras.accelerators import BaseAccelerator
 
 from flyte_ddp.code_digest import library_digest
 from flyte_ddp.errors import UserError, unknown_name
@@ -34,9 +32,21 @@ CHECKPOINTS_VARIABLE = "FLYTE_DDP_CHECKPOINTS"  # where in the blob store; empty
 CHECKPOINT_DAYS_VARIABLE = "FLYTE_DDP_CHECKPOINT_DAYS"
 NOTIFY_VARIABLE = "FLYTE_DDP_NOTIFY"
 SETTINGS_VARIABLE = "FLYTE_DDP_SETTINGS"
-ANEW_VARIABLE = "FLYTE_DDP_ANEW"  # set for an execution that is to train from the first step
-ENGINES = ("elastic", "ray", "dask")
-LOSSES = 100  # of a training pod, each after some progress; see CheckpointStore.stop_if_futile for the others
+FROM_SCRATCH_VARIABLE = "FLYTE_DDP_FROM_SCRATCH"  # set for an execution that is to train from the first step
+RESULTS_VARIABLE = "FLYTE_DDP_RESULTS"
+CARRIED = (  # into training pods, as they are set at registration
+    "FLYTE_DDP_TIMEOUT",
+    "WANDB_PROJECT",
+    "WANDB_ENTITY",
+    "WANDB_MODE",
+    "WANDB_BASE_URL",
+    "FLYTE_DDP_WANDB_TABLE_ROWS",
+    RESULTS_VARIABLE,
+    CHECKPOINTS_VARIABLE,
+    CHECKPOINT_DAYS_VARIABLE,
+)
+WITH_DECK: dict[str, Any] = {"enable_deck": True, "deck_fields": ()}  # with pages of the task's own only
+LOSSES = 100  # of a training pod, each after some progress; without any see CheckpointStore.stop_if_futile
 ENGINE_RETRIES = 2  # an engine's own, on the hosts that it has; Flyte's would set up another cluster
 UNITS = {  # of Kubernetes' quantities
     "": Decimal(1),
@@ -48,7 +58,7 @@ UNITS = {  # of Kubernetes' quantities
 
 @dataclass(frozen=True)
 class Profile:
-    """Resources of the training pod; requests and limits are the same, so that pods are not evicted for memory."""
+    """Resources of the training pod."""
 
     gpus: int
     cpu: str
@@ -56,7 +66,7 @@ class Profile:
     ephemeral_storage: str
     shared_memory: str  # size of /dev/shm, over which NCCL talks between GPUs that have no direct link
     data: Resources  # of pods that fetch, pack and check data, whose disk must hold all of it
-    gpu_type: Optional[str] = None  # one of flytekit.extras.accelerators, such as nvidia-l4; None takes any
+    gpu_type: Optional[BaseAccelerator[Any]] = None  # of flytekit.extras.accelerators, such as L4; None takes any
     pod_template: Optional[str] = None  # in the cluster (deploy/pod-template.yaml): tolerations, grace period
     interruptible: Optional[bool] = None  # True: train on nodes that may be taken away; None: as launched
 
@@ -96,7 +106,7 @@ PROFILES: dict[str, Profile] = {
         ephemeral_storage="200Gi",
         shared_memory="32Gi",
         data=Resources(cpu="4", mem="16Gi", ephemeral_storage="500Gi"),
-        gpu_type="nvidia-tesla-a100",
+        gpu_type=accelerators.A100,
         pod_template="flyte-ddp-gpu",
     ),
 }
@@ -111,16 +121,8 @@ def chosen_profile() -> str:
     return name
 
 
-class LibrarySources:
-    """Cache policy: the digest of the library's sources, so that changed code is never served old results."""
-
-    def get_version(self, salt: str, params: VersionParameters[Any, Any]) -> str:  # noqa: ARG002 (flytekit's interface)
-        """The digest; salt, function and image play no part."""
-        return library_digest()
-
-
 def pod_environment() -> dict[str, str]:
-    """What every pod knows of its registration."""
+    """What every pod is told of its registration."""
     name = chosen_profile()
     return {
         CODE_VARIABLE: library_digest(),
@@ -131,8 +133,8 @@ def pod_environment() -> dict[str, str]:
 
 
 def settings_digest() -> dict[str, str]:
-    """A variable that tells registrations with other settings apart, as flytekit makes versions of such variables."""
-    ours = {**pod_environment(), **for_training()["environment"], NOTIFY_VARIABLE: os.environ.get(NOTIFY_VARIABLE, "")}
+    """A variable that differs between settings: flytekit makes a registration's version of such variables."""
+    ours = {**training_environment(), NOTIFY_VARIABLE: os.environ.get(NOTIFY_VARIABLE, "")}
     text = "\n".join(f"{name}={value}" for name, value in sorted(ours.items()))
     return {SETTINGS_VARIABLE: hashlib.sha256(text.encode()).hexdigest()[:12]}
 
@@ -144,17 +146,17 @@ def light_pod() -> dict[str, Any]:
         "limits": Resources(cpu="2", mem="4Gi", ephemeral_storage="4Gi"),
         "environment": pod_environment(),
         "timeout": timedelta(hours=1),
+        "retries": 2,
     }
 
 
 def data_pod() -> dict[str, Any]:
     """Options of a task through which all data go: it fetches, packs, indexes or checks them, without GPUs."""
-    resources = PROFILES[chosen_profile()].data
     return {
-        "requests": resources,
-        "limits": resources,
+        **exactly(PROFILES[chosen_profile()].data),
         "environment": pod_environment(),
         "timeout": timedelta(hours=24),
+        "retries": 2,
     }
 
 
@@ -162,84 +164,69 @@ def prediction_pod() -> dict[str, Any]:
     """Options of the prediction task: one of the profile's GPUs with its share of the rest, or all of it without."""
     profile = PROFILES[chosen_profile()]
     return {
-        **on_the_profiles_nodes(parts=max(1, profile.gpus)),
+        **exactly(resources_of(profile, parts=max(1, profile.gpus))),
+        "accelerator": profile.gpu_type,
+        "pod_template_name": profile.pod_template,
         "environment": {**pod_environment(), **cache_limit(), REQUESTED_GPUS: str(min(1, profile.gpus))},
         "timeout": timedelta(hours=24),
+        "retries": 2,
+        **WITH_DECK,
     }
 
 
 def training_pod() -> dict[str, Any]:
-    """Options of the training task, from the chosen profile."""
-    shared_memory = PROFILES[chosen_profile()].shared_memory
-    return {**on_the_profiles_nodes(), "shared_memory": shared_memory, **for_training()}
-
-
-def on_the_profiles_nodes(parts: int = 1) -> dict[str, Any]:
-    """Options of a pod with the profile's resources, or one of so many equal parts of them."""
+    """Options of a training task whose ranks are in its own pod."""
     profile = PROFILES[chosen_profile()]
-    resources = resources_of(profile, parts)
-    return {
-        "requests": resources,
-        "limits": resources,
-        "accelerator": accelerator(profile.gpu_type),
-        "pod_template_name": profile.pod_template,
-    }
-
-
-def for_training() -> dict[str, Any]:
-    """Options of every training task, wherever its ranks are."""
-    return {
-        "environment": {**pod_environment(), **tracking_environment(), **cache_limit(), **checkpoint_places()},
-        "secret_requests": [wandb_secret()] if wandb_secret() else [],
-        "interruptible": PROFILES[chosen_profile()].interruptible,
-        "timeout": timedelta(hours=24),
-        "retries": LOSSES,
-    }
-
-
-def checkpoint_places() -> dict[str, str]:
-    """Where training pods keep checkpoints, and for how long, as set at registration."""
-    return {name: os.environ[name] for name in (CHECKPOINTS_VARIABLE, CHECKPOINT_DAYS_VARIABLE) if os.environ.get(name)}
-
-
-def cache_limit() -> dict[str, str]:
-    """How much of fetched shards a pod of the profile keeps: as set at registration, or half of its disk."""
-    storage = in_bytes(PROFILES[chosen_profile()].ephemeral_storage)
-    return {CACHE_VARIABLE: os.environ.get(CACHE_VARIABLE) or str(storage // 2)}
+    resources = resources_of(profile)
+    return {**launching_pod(resources), "accelerator": profile.gpu_type, "shared_memory": profile.shared_memory}
 
 
 def launching_pod(resources: Resources) -> dict[str, Any]:
     """Options of a training task whose ranks are in other pods: it launches them, keeps the run folder, and reports."""
-    template = PROFILES[chosen_profile()].pod_template
-    return {"requests": resources, "limits": resources, "pod_template_name": template, **for_training()}
+    profile, secret = PROFILES[chosen_profile()], wandb_secret()
+    return {
+        **exactly(resources),
+        "pod_template_name": profile.pod_template,
+        "environment": training_environment(),
+        "secret_requests": [secret] if secret else [],
+        "interruptible": profile.interruptible,
+        "timeout": timedelta(hours=24),
+        "retries": LOSSES,
+        "cache": by_content(ignored_inputs=("data",)),  # whose address always differs; run_version has their version
+        **WITH_DECK,
+    }
+
+
+def exactly(resources: Resources) -> dict[str, Resources]:
+    """Requests and limits that are the same, so that pods are not evicted for memory."""
+    return {"requests": resources, "limits": resources}
+
+
+def training_environment() -> dict[str, str]:
+    """What a training pod is told besides: how long to wait, where to log, and where results and checkpoints go."""
+    carried = {name: os.environ[name] for name in CARRIED if os.environ.get(name)}
+    if "://" not in carried.get(RESULTS_VARIABLE, ""):  # a folder of this machine's would go with the pod
+        carried.pop(RESULTS_VARIABLE, None)
+    secret = wandb_secret()
+    named = f"{secret.group}/{secret.key}" if secret else "off"
+    return {**pod_environment(), **cache_limit(), **carried, SECRET_VARIABLE: named}
+
+
+def cache_limit() -> dict[str, str]:
+    """The size of the cache of shards in a pod of the profile: as set at registration, or half of its disk."""
+    storage = in_bytes(PROFILES[chosen_profile()].ephemeral_storage)
+    return {CACHE_VARIABLE: os.environ.get(CACHE_VARIABLE) or str(storage // 2)}
 
 
 def resources_of(profile: Profile, parts: int = 1) -> Resources:
-    """Those of the profile, or one of so many equal parts of them."""
+    """The profile's resources, or one of several equal parts of them."""
+    thousandths = max(1, int(quantity(profile.cpu) / parts * 1000))
     return Resources(
-        cpu=in_cores(quantity(profile.cpu) / parts),
+        cpu=f"{thousandths}m" if thousandths % 1000 else f"{thousandths // 1000}",
         mem=f"{in_bytes(profile.memory) // parts // 2**20}Mi" if parts > 1 else profile.memory,
         gpu=str(profile.gpus // parts) if profile.gpus else None,
         ephemeral_storage=profile.ephemeral_storage,
     )
-
-
-def accelerator(gpu_type: Optional[str]) -> Optional[BaseAccelerator]:
-    """The type of GPU to ask for; None takes any.
-
-    Raises:
-        UserError: Flyte has no such type; no node would ever fit.
-
-    """
-    if gpu_type is None:
-        return None
-    kinds = (GPUAccelerator, MultiInstanceGPUAccelerator)
-    known = {each.to_flyte_idl().device for each in vars(accelerators).values() if isinstance(each, kinds)}
-    if gpu_type not in known:
-        near = difflib.get_close_matches(gpu_type, known, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise UserError(f"gpu_type={gpu_type!r}: {hint}Flyte knows {', '.join(sorted(known))}")
-    return GPUAccelerator(gpu_type)
 
 
 def nodes() -> tuple[int, int]:
@@ -247,7 +234,6 @@ def nodes() -> tuple[int, int]:
 
     Raises:
         UserError: ``FLYTE_DDP_NODES`` is neither a number nor a range such as 2:4.
-
     """
     text = os.environ.get(NODES_VARIABLE) or "1"
     least, _, most = text.partition(":")
@@ -267,25 +253,24 @@ def ranks_of_elastic() -> int:
 
 
 def nodes_and_ranks(engine: str) -> tuple[int, int, int]:
-    """What a training task asks for: nodes, at most, and ranks where ``num_ranks`` does not decide; 0 where it does.
+    """What a training task asks for: nodes at most, ranks where ``num_ranks`` does not decide, and a limit on ranks.
 
     Args:
         engine: elastic, ray or dask; empty for training in one pod.
 
     Returns:
-        As the last of three, the ranks without GPUs that there is room for; 0 for any number.
+        Of the ranks 0 where ``num_ranks`` decides; of their limit without GPUs 0 where there is none.
 
     Raises:
-        UserError: another one.
-
+        UserError: another engine.
     """
     if not engine:
         return 1, 0, 0
-    if engine not in ENGINES:
-        raise unknown_name("engine", engine, ENGINES)
     most, profile = nodes()[1], PROFILES[chosen_profile()]
-    room = {"elastic": 0, "ray": math.ceil(quantity(profile.cpu)), "dask": max(1, profile.gpus)}[engine]
-    return most, most * ranks_of_elastic() if engine == "elastic" else 0, most * room
+    capacities = {"elastic": 0, "ray": math.ceil(quantity(profile.cpu)), "dask": max(1, profile.gpus)}
+    if engine not in capacities:
+        raise unknown_name("engine", engine, capacities)
+    return most, most * ranks_of_elastic() if engine == "elastic" else 0, most * capacities[engine]
 
 
 def quantity(text: str) -> Decimal:
@@ -293,19 +278,12 @@ def quantity(text: str) -> Decimal:
 
     Raises:
         UserError: it is none, or not positive.
-
     """
     found = re.fullmatch(r"(\d+\.?\d*|\.\d+)(?:([eE][+-]?\d+)|([KMGTPE]i|[numkMGTPE])?)", text)
     if found is None or not Decimal(found[1]):
         raise UserError(f"quantity {text!r} (tasks/pods.py): must be one of Kubernetes', such as 8, 3500m, 20Gi or 20G")
     number, exponent, suffix = found.groups()
     return Decimal(f"{number}{exponent or ''}") * UNITS[suffix or ""]
-
-
-def in_cores(cpu: Decimal) -> str:
-    """As Kubernetes writes it: 4, or in thousandths."""
-    thousandths = max(1, int(cpu * 1000))
-    return f"{thousandths}m" if thousandths % 1000 else str(thousandths // 1000)
 
 
 def in_bytes(text: str) -> int:
@@ -320,7 +298,6 @@ def wandb_secret() -> Optional[Secret]:
 
     Raises:
         UserError: it is neither.
-
     """
     default = DEFAULT_SECRET if PROFILES[chosen_profile()].gpus else "off"
     name = os.environ.get(SECRET_VARIABLE) or default
@@ -332,32 +309,9 @@ def wandb_secret() -> Optional[Secret]:
     return Secret(group=group, key=key, mount_requirement=Secret.MountType.ENV_VAR)
 
 
-def tracking_environment() -> dict[str, str]:
-    """How long a training pod waits, and where it logs and copies results to, as set at registration."""
-    names = (
-        "FLYTE_DDP_TIMEOUT",
-        "WANDB_PROJECT",
-        "WANDB_ENTITY",
-        "WANDB_MODE",
-        "WANDB_BASE_URL",
-        "FLYTE_DDP_WANDB_TABLE_ROWS",
-    )
-    chosen = {name: os.environ[name] for name in names if os.environ.get(name)}
-    results = os.environ.get("FLYTE_DDP_RESULTS", "")
-    if "://" in results:  # a folder of this machine's would go with the pod
-        chosen["FLYTE_DDP_RESULTS"] = results
-    secret = wandb_secret()
-    return {**chosen, SECRET_VARIABLE: f"{secret.group}/{secret.key}" if secret else "off"}
-
-
-def by_run() -> Cache:
-    """Caching of training: the run's version holds the data's, whose address is another one each time."""
-    return by_content(ignored_inputs=("data",))
-
-
 def by_content(ignored_inputs: tuple[str, ...] = ()) -> Cache:
-    """Caching by inputs and sources; identical executions at the same time run once."""
-    return Cache(policies=[LibrarySources()], ignored_inputs=ignored_inputs, serialize=True)
+    """Caching by inputs and the library's sources; identical executions at the same time run once."""
+    return Cache(version=library_digest(), ignored_inputs=ignored_inputs, serialize=True)
 
 
 def check_code() -> None:
@@ -365,10 +319,9 @@ def check_code() -> None:
 
     Raises:
         UserError: an image with a stale copy of the library.
-
     """
-    registered, here = os.environ.get(CODE_VARIABLE), library_digest()
-    if registered is not None and registered != here:
+    registered = os.environ.get(CODE_VARIABLE)
+    if registered is not None and registered != (here := library_digest()):
         raise UserError(
             f"this pod runs library sources {here} but {registered} were registered: the image holds another copy; "
             "register with deploy/register.sh, which sends all sources along, or rebuild the image"

@@ -1,7 +1,6 @@
 """Tasks that come before training: check what was asked for, and fetch the data set."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple, Optional
@@ -28,19 +27,18 @@ class CheckedInputs(NamedTuple):
 NO_SCHEDULE = datetime(1970, 1, 1, tzinfo=UTC)  # kickoff time of a retraining that no schedule started
 
 
-@task(**pods.data_pod(), retries=2, cache=pods.by_content(ignored_inputs=("data_source",)))
-@recovery.retried()
+@task(**pods.data_pod(), cache=pods.by_content(ignored_inputs=("data_source",)))
+@recovery.guarded()
 def fetch_dataset(dataset: str, data_source: str, test_dataset: str, data_version: str) -> FlyteDirectory:
     """Download, verify and prepare a data set, once for each version of its content."""
-    pods.check_code()
     return prepared(dataset, data_source, test_dataset, data_version)
 
 
 @recovery.mistakes_in_inputs
-@dynamic(**pods.light_pod(), retries=2, enable_deck=True, deck_fields=())
-@recovery.retried()
+@dynamic(**pods.light_pod(), **pods.WITH_DECK)
+@recovery.guarded()
 def check_inputs(hp: Hyperparameters, kickoff_time: Optional[datetime] = None, engine: str = "") -> CheckedInputs:
-    """Check hyperparameters, identify the run, and see to the data, before any GPU pod starts.
+    """Check hyperparameters, identify the run, and prepare the data, before any GPU pod starts.
 
     The engine (elastic, ray or dask; none for training in one pod) decides how many GPUs there will be. Of data that
     are not downloaded as a whole (the digits, shards, streams, image folders) there is little to prepare, so that it is
@@ -49,7 +47,6 @@ def check_inputs(hp: Hyperparameters, kickoff_time: Optional[datetime] = None, e
     Never cached. Its outputs change exactly when training has to run again: with the data, the code, the weights to
     start from, or the kickoff time of a schedule that retrains at every tick.
     """
-    pods.check_code()
     identity.check_known_image_size(hp)
     hardware.check_requested(hp, *pods.nodes_and_ranks(engine))
     fingerprint = datasets.fingerprint(hp.dataset, hp.data_source, hp.test_dataset)
@@ -76,22 +73,16 @@ def show_plan(hp: Hyperparameters, data: Optional[Path], run: str) -> None:
         return
     from flyte_ddp.report import previews
 
-    with suppress(Exception), as_of_a_task():  # a run goes on without its page
+    context = FlyteContextManager.current_context()
+    # flytekit writes no pages of dynamic tasks, so the context says that this is an ordinary one.
+    state = context.execution_state.with_params(mode=ExecutionState.Mode.TASK_EXECUTION)
+    with suppress(Exception), FlyteContextManager.with_context(context.with_execution_state(state)):
         Deck("What is trained", previews.of_run(hp, data, run))
         Deck.publish()
 
 
-@contextmanager
-def as_of_a_task() -> Iterator[None]:
-    """A context in which flytekit writes pages: it does not of tasks that may make nodes, in or after their body."""
-    context = FlyteContextManager.current_context()
-    state = context.execution_state.with_params(mode=ExecutionState.Mode.TASK_EXECUTION)
-    with FlyteContextManager.with_context(context.with_execution_state(state)):
-        yield
-
-
 def prepared(dataset: str, data_source: str, test_dataset: str, data_version: str) -> FlyteDirectory:
-    """The folder of a data set, made where it is not there."""
-    folder = places.folder_for(places.without_token(data_version))
+    """The folder of a data set, which is fetched if it is not there."""
+    folder = places.folder_for(data_version)
     progress = from_environment().progress
     return places.directory(datasets.fetch(dataset, data_source, folder, test_dataset=test_dataset, progress=progress))

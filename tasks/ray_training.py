@@ -26,7 +26,7 @@ def cluster() -> RayJobConfig:
     KubeRay starts the job when all nodes are there, so that a range would mean nothing.
     """
     return RayJobConfig(
-        head_node_config=HeadNodeConfig({"num-cpus": "0"}, requests=HEAD, limits=HEAD),
+        head_node_config=HeadNodeConfig({"num-cpus": "0"}, **pods.exactly(HEAD)),
         worker_node_config=[
             WorkerNodeConfig(
                 "ranks",
@@ -50,8 +50,9 @@ def of_a_node() -> PodTemplate:
     if profile.gpus:
         resources["nvidia.com/gpu"] = str(profile.gpus)
     if profile.gpu_type:  # as Flyte does for pods of tasks
-        taint = {"key": GPU_LABEL, "operator": "Equal", "value": profile.gpu_type, "effect": "NoSchedule"}
-        spec = {"nodeSelector": {GPU_LABEL: profile.gpu_type}, "tolerations": [taint]}
+        device = profile.gpu_type.to_flyte_idl().device
+        taint = {"key": GPU_LABEL, "operator": "Equal", "value": device, "effect": "NoSchedule"}
+        spec = {"nodeSelector": {GPU_LABEL: device}, "tolerations": [taint]}
     spec["volumes"] = [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": profile.shared_memory}}]
     spec["containers"] = [
         {
@@ -64,7 +65,7 @@ def of_a_node() -> PodTemplate:
 
 
 @recovery.mistakes_in_inputs
-@task(task_config=cluster(), **pods.launching_pod(SUBMITTER), cache=pods.by_run(), enable_deck=True, deck_fields=())
+@task(task_config=cluster(), **pods.launching_pod(SUBMITTER))
 def train_on_ray(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -> TrainingOutputs:
     """Train a model with distributed data parallelism on a Ray cluster, a GPU for each rank, or CPUs.
 

@@ -18,7 +18,7 @@ from flyte_ddp.errors import RankError, StoppedError, UnreachableError, UserErro
 from flyte_ddp.run_folder import UNFINISHED
 from flyte_ddp.run_lock import release_reserved
 from flyte_ddp.signals import postponed
-from tasks import places
+from tasks import places, pods
 from tasks.checkpoint_store import CheckpointStore
 
 POLL_SECONDS = 0.5
@@ -26,8 +26,8 @@ AnyTask = TypeVar("AnyTask", bound=PythonTask)
 
 
 @contextmanager
-def retried() -> Iterator[None]:
-    """Goes around a task, or all of its body: tells Flyte after which failures the same run is worth another try.
+def guarded() -> Iterator[None]:
+    """Goes around a task's body: checks the pod's code, and tells Flyte after which failures another try is worth it.
 
     Flyte counts any exception as final that does not say otherwise, and a pod that ends on SIGTERM without a word as
     well as one that never said why; ``retries`` and ``interruptible`` would mean nothing.
@@ -36,9 +36,10 @@ def retried() -> Iterator[None]:
     if threading.current_thread() is threading.main_thread():
         before = signal.signal(signal.SIGTERM, stop)
     try:
+        pods.check_code()
         yield
     except BaseException as error:
-        release_reserved()  # for training, which will not come
+        release_reserved()  # no training will follow
         if not isinstance(error, (RankError, StoppedError, UnreachableError, Sigterm)):
             raise
         failure = StoppedError("SIGTERM", step=None) if isinstance(error, Sigterm) else error
@@ -51,9 +52,9 @@ def retried() -> Iterator[None]:
 
 
 def mistakes_in_inputs(task: AnyTask) -> AnyTask:
-    """Goes above ``@task``: in a pod inputs that are refused are the user's mistake, as they are where a task finds it.
+    """Goes above ``@task``: in a pod refused inputs are the user's mistake, as they are in a task's body.
 
-    flytekit counts whatever goes wrong before the task's own code to the system.
+    flytekit counts errors before the task's body as the system's.
     """
     dispatch_execute = task.dispatch_execute
 
@@ -61,7 +62,7 @@ def mistakes_in_inputs(task: AnyTask) -> AnyTask:
         try:
             return dispatch_execute(*args, **kwargs)
         except FlyteNonRecoverableSystemException as error:
-            mistake = error.value  # in whose place flytekit may have put one of its own
+            mistake = error.value  # which flytekit may have wrapped in one of its own
             while mistake is not None and not isinstance(mistake, UserError):
                 mistake = mistake.__cause__ or mistake.__context__
             if mistake is None:
@@ -82,14 +83,14 @@ def stop(*_: object) -> None:
 
 
 @contextmanager
-def checkpoints_kept(run_folder: Path, run: str) -> Iterator[None]:
-    """In a pod: brings the run's newest checkpoint, and sends this attempt's to where others will find them."""
+def checkpoints_kept(run_folder: Path) -> Iterator[None]:
+    """In a pod: downloads the run's newest checkpoint, and uploads those of this attempt."""
     if places.is_local():
         yield
         return
     folder = run_folder / UNFINISHED / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
-    store = CheckpointStore.of_this_pod(run)
+    store = CheckpointStore.of_this_pod(run_folder.name)
     try:
         with postponed(signal.SIGTERM):
             store.begin(folder / SLOTS[0])
@@ -110,28 +111,28 @@ def checkpoints_kept(run_folder: Path, run: str) -> Iterator[None]:
         sender.stop.set()
         thread.join()
         sender.send_new()
-        with suppress(Exception):  # a result is one without it
+        with suppress(Exception):  # the result counts without it
             store.end(ended)
 
 
 class Sender:
-    """Sends checkpoints when they have been replaced by newer ones."""
+    """Uploads new checkpoints."""
 
     def __init__(self, store: CheckpointStore, folder: Path) -> None:
         self.store, self.folder = store, folder
-        self.sent = {name: self.mark(name) for name in SLOTS}  # what is there came from the store
+        self.sent = {name: self.mark(name) for name in SLOTS}  # what is there was downloaded
         self.stop = threading.Event()
-        self.told = False
+        self.reported = False
 
     def run(self) -> None:
-        """Sends until it is stopped; first it tidies up, which training need not wait for."""
-        with suppress(Exception):  # somebody else will do it
+        """Uploads until it is stopped; first removes old files, for which training does not wait."""
+        with suppress(Exception):  # the next pod will do it
             self.store.sweep(self.stop.is_set)
         while not self.stop.wait(POLL_SECONDS):
             self.send_new()
 
     def send_new(self) -> None:
-        """Sends those that have changed; a failure is told, and tried again the next time."""
+        """Uploads checkpoints that have changed; a failure is reported once, and tried again the next time."""
         for name in SLOTS:
             # Under a second name the file stays as it is while a newer one takes its place.
             link = self.folder / ".sending" / name
@@ -146,14 +147,14 @@ class Sender:
             except FileNotFoundError:  # none yet, or the run is over and has removed them
                 continue
             except Exception as error:
-                if not self.told:
-                    print(f"checkpoint {name} could not be sent: {error}; training goes on", flush=True)
-                self.told = True
+                if not self.reported:
+                    print(f"checkpoint {name} could not be sent: {error}; training continues", flush=True)
+                self.reported = True
             finally:
                 link.unlink(missing_ok=True)
 
     def mark(self, name: str) -> tuple[int, int] | None:
-        """What tells a file from another of its name; None without one."""
+        """Identifies a file among those of its name; None if there is none."""
         with suppress(FileNotFoundError):
             found = (self.folder / name).stat()
             return found.st_ino, found.st_mtime_ns

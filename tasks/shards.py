@@ -15,8 +15,8 @@ from flyte_ddp.shards.plan_request import PlanRequest
 from tasks import places, pods, recovery
 
 
-@task(**pods.data_pod(), retries=2)
-@recovery.retried()
+@task(**pods.data_pod())
+@recovery.guarded()
 def pack_shards(
     source: str,
     split: str = "train",
@@ -31,7 +31,6 @@ def pack_shards(
     """
     from flyte_ddp.datasets.packing import pack_source
 
-    pods.check_code()
     if order not in ("mixed", "own"):
         raise unknown_name("order", order, ("mixed", "own"))
     with places.new_folder("shards") as folder:
@@ -48,13 +47,12 @@ def pack_shards(
     return places.directory(folder)
 
 
-@task(**pods.data_pod(), retries=2)
-@recovery.retried()
+@task(**pods.data_pod())
+@recovery.guarded()
 def index_shards(urls: List[str], name: str = "train", classes: Optional[List[str]] = None) -> FlyteDirectory:
     """Read shards and make their index; {000..127} in an address stands for a range of numbers."""
     from flyte_ddp.shards.scanning import create_index
 
-    pods.check_code()
     progress = from_environment().progress
     with places.new_folder("index") as folder:
         create_index(urls, folder / f"{name}.json", name=name, classes=classes or [], progress=progress)
@@ -62,26 +60,24 @@ def index_shards(urls: List[str], name: str = "train", classes: Optional[List[st
     return places.directory(folder)
 
 
-@task(**pods.light_pod(), retries=2)
-@recovery.retried()
+@task(**pods.light_pod())
+@recovery.guarded()
 def join_shards(indexes: List[str], weights: Optional[List[float]] = None, name: str = "train") -> FlyteDirectory:
     """Make one index that refers to several: an epoch goes through each so many times as its weight says."""
     from flyte_ddp.shards.joining import join_indexes
 
-    pods.check_code()
     with places.new_folder("index") as folder:
         join_indexes(indexes, folder / f"{name}.json", weights=weights or [], name=name)
     places.tell("joined in", {folder / f"{name}.json": "the index"})
     return places.directory(folder)
 
 
-@task(**pods.data_pod(), retries=2)
-@recovery.retried()
+@task(**pods.data_pod())
+@recovery.guarded()
 def verify_shards(index: str, decode: bool = False) -> str:
     """Read all shards of an index and fail if anything is not as it says."""
     from flyte_ddp.shards.scanning import verify_index
 
-    pods.check_code()
     refuse_problems(index, verify_index(index, decode=decode, progress=from_environment().progress))
     return f"{index}: all is as it says"
 
@@ -93,14 +89,13 @@ class PackedShards(NamedTuple):
     dataset: str
 
 
-@task(**pods.data_pod(), retries=2, enable_deck=True, deck_fields=())
-@recovery.retried()
+@task(**pods.data_pod(), **pods.WITH_DECK)
+@recovery.guarded()
 def verify_packed(packed: FlyteDirectory, name: str = "train") -> PackedShards:
     """Check shards where they were put, and hand them on with the name of the data set that they are."""
     from flyte_ddp.report import previews
     from flyte_ddp.shards.scanning import verify_index
 
-    pods.check_code()
     index = f"{str(packed.remote_source or packed.path).rstrip('/')}/{name}.json"
     refuse_problems(index, verify_index(index, decode=True, progress=from_environment().progress))
     if not places.is_local():
@@ -109,32 +104,26 @@ def verify_packed(packed: FlyteDirectory, name: str = "train") -> PackedShards:
 
 
 def refuse_problems(index: str, problems: list[str]) -> None:
-    """Fails with the first of them.
-
-    Raises:
-        UserError: There are problems.
-    """
+    """Raises UserError with the first problems, if there are any."""
     if problems:
         raise UserError("\n".join([f"index {index}: {len(problems)} problems", *problems[:20]]))
 
 
-@task(**pods.light_pod(), retries=2)
-@recovery.retried()
+@task(**pods.light_pod())
+@recovery.guarded()
 def show_shards(index: str) -> str:
     """Say what an index holds; no shard is opened."""
     from flyte_ddp.shards.index import read_index
 
-    pods.check_code()
     return "\n".join(f"{key}: {value}" for key, value in read_index(index).summary().items())
 
 
-@task(**pods.light_pod(), retries=2)
-@recovery.retried()
+@task(**pods.light_pod())
+@recovery.guarded()
 def sample_shards(index: str, number: int) -> FlyteDirectory:
     """Get one sample of an index: its members as files."""
     from flyte_ddp.shards.inspection import read_sample, write_members
 
-    pods.check_code()
     sample = read_sample(index, number)
     members = {name: value for name, value in sample.items() if isinstance(value, bytes)}
     with places.new_folder("sample") as folder:
@@ -143,11 +132,10 @@ def sample_shards(index: str, number: int) -> FlyteDirectory:
     return places.directory(folder)
 
 
-@task(**pods.light_pod(), retries=2)
-@recovery.retried()
+@task(**pods.light_pod())
+@recovery.guarded()
 def plan_shards(request: PlanRequest) -> str:
     """Say how many batches each rank gets, what nodes read and cache, and whether DDP would hang."""
     from flyte_ddp.shards.planning import planned
 
-    pods.check_code()
     return "\n".join(planned(request))

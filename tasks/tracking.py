@@ -33,13 +33,13 @@ def settings(run: str) -> Settings:
 
 
 def kept_at() -> str:
-    """Where a pod leaves what it could not send to wandb's server: with its outputs."""
+    """Where a pod uploads what it could not send to wandb's server: beside its outputs."""
     return posixpath.join(FlyteContextManager.current_context().file_access.raw_output_prefix, "wandb")
 
 
 @contextmanager
 def unsent_kept(run_folder: Path) -> Iterator[None]:
-    """In a pod, whose folders go with it: puts wandb's folder there in the end, if it could not be sent."""
+    """In a pod: uploads wandb's folder at the end of the run, if wandb could not send it."""
     try:
         yield
     finally:

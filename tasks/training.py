@@ -20,7 +20,7 @@ from tasks.tracking import settings, unsent_kept
 
 
 class TrainingOutputs(NamedTuple):
-    """What a finished training hands on."""
+    """What training returns."""
 
     epoch_accuracies: List[float]
     model_state: PythonPickledFile
@@ -33,7 +33,7 @@ Train = Callable[[Hyperparameters, Path, Path, Settings], Result]  # of data, in
 
 
 @recovery.mistakes_in_inputs
-@task(**pods.training_pod(), cache=pods.by_run(), enable_deck=True, deck_fields=())
+@task(**pods.training_pod())
 def train_model(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -> TrainingOutputs:
     """Train a model with distributed data parallelism on all GPUs of one pod.
 
@@ -45,31 +45,29 @@ def train_model(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -> 
 
 def trained(hp: Hyperparameters, data: FlyteDirectory, run_version: str, train: Train) -> Result:
     """What all training tasks do, whatever starts the ranks."""
-    with recovery.retried():
-        pods.check_code()
-        run = places.without_token(run_version)
-        folder = places.folder_for(run)
-        result = finished_before(run)
+    with recovery.guarded():
+        folder = places.folder_for(run_version)
+        result = finished_before(run_version)
         if result is None:
-            with live_deck(folder), unsent_kept(folder), recovery.checkpoints_kept(folder, run):
-                result = train(hp, Path(data.download()), folder, settings(run))
+            with live_deck(folder), unsent_kept(folder), recovery.checkpoints_kept(folder):
+                result = train(hp, Path(data.download()), folder, settings(folder.name))
     return result
 
 
 def finished_before(run_version: str) -> Result | None:
-    """Locally, the result of this very run where that has come to its end, but not as far as Flyte's cache.
+    """Locally, the result of this run if it is finished, but unknown to Flyte's cache.
 
-    Its launching process was killed, say, or another task of ours has trained it.
+    Its launching process was killed at the very end, say, or another launcher has trained it.
     """
-    folder = places.folder_for(places.without_token(run_version))
-    if not places.is_local() or places.asked_anew() or not is_finished(folder):
+    folder = places.folder_for(run_version)
+    if not places.is_local() or places.asked_to_retrain() or not is_finished(folder):
         return None
-    print(f"{from_here(folder)}: is finished already; --overwrite-cache trains it anew", flush=True)
+    print(f"{from_here(folder)}: is finished already; --overwrite-cache trains it again", flush=True)
     return read_result(folder)
 
 
 def outputs(result: Result) -> TrainingOutputs:
-    """What they return; in a local run, it is said where that is."""
+    """What training tasks return; a local run prints where it is."""
     places.tell(
         f"test accuracy {result.test_accuracy:.2%}; made in",
         {

@@ -145,7 +145,7 @@ def test_pods_of_ray_are_as_the_profile_says(made: Callable[..., Package]) -> No
     given = {"cpu": profile.cpu, "memory": profile.memory, "ephemeral-storage": profile.ephemeral_storage}
     [ranks] = worker["spec"]["containers"]
     assert ranks["resources"]["limits"] == ranks["resources"]["requests"] == {**given, "nvidia.com/gpu": "8"}
-    assert worker["spec"]["nodeSelector"] == {"k8s.amazonaws.com/accelerator": profile.gpu_type}
+    assert worker["spec"]["nodeSelector"] == {"k8s.amazonaws.com/accelerator": "nvidia-tesla-a100"}
     [memory] = worker["spec"]["volumes"]
     assert memory["emptyDir"] == {"medium": "Memory", "sizeLimit": profile.shared_memory}
     assert ranks["volumeMounts"] == [{"name": memory["name"], "mountPath": "/dev/shm"}]

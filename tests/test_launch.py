@@ -147,7 +147,7 @@ def test_an_active_version_comes_before_the_newest_and_a_named_one_before_both(
 
 def test_training_anew_reaches_cache_and_pod(launch: Any, admin: FakeFlyteAdmin) -> None:
     assert launch("--overwrite-cache", "--no-wait").exit_code == 0
-    assert (admin.executions[-1].spec.overwrite_cache, variables(admin)) == (True, {"FLYTE_DDP_ANEW": "yes"})
+    assert (admin.executions[-1].spec.overwrite_cache, variables(admin)) == (True, {"FLYTE_DDP_FROM_SCRATCH": "yes"})
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_training_anew_reaches_cache_and_pod(launch: Any, admin: FakeFlyteAdmin)
         (["--hp", '{"epochs": 0}'], "epochs=0: must be at least 1"),
         (["--hp", '{"epoch": 3}'], "unknown hyperparameter 'epoch': did you mean 'epochs'?"),
         (["--hp", "[3]"], "hyperparameters must be a JSON object, got [3]"),
-        (["--hp", "nowhere.json"], "--hp nowhere.json: there is no such file, and it is no JSON object such as"),
+        (["--hp", "nowhere.json"], "--hp nowhere.json: there is no such file; it must be a JSON object such as"),
         (["--epochs", "3"], "--epochs: epochs is a hyperparameter, and these are given as in --hp '{\"epochs\": 3}'"),
         (["--no-wait", "--download", "x"], "--download: with --no-wait there is nothing to download yet"),
         (["--version", "other"], "unknown version 'other': did you mean 'older'? choose one of newer, older"),

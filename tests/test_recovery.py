@@ -140,7 +140,7 @@ def test_a_new_execution_goes_on_where_the_last_one_stopped(store: CheckpointSto
     other.end(None)
     assert begun(replace(store, attempt=1), tmp_path / "1") == 5, "of one that is done nothing is taken"
     assert begun(replace(other, attempt=1), tmp_path / "2b") == 6, "unless it is lost before it has handed over"
-    assert begun(replace(store, execution="three", anew=True), tmp_path / "3") == 0
+    assert begun(replace(store, execution="three", from_scratch=True), tmp_path / "3") == 0
 
 
 def test_a_damaged_one_is_passed_over(store: CheckpointStore, base: Path, tmp_path: Path) -> None:
@@ -260,8 +260,8 @@ class TestInAPod:
 
     @staticmethod
     def attempt(folder: Path, work: Callable[[Path], object]) -> None:
-        with recovery.retried(), recovery.checkpoints_kept(folder, "run"):
-            work(folder / UNFINISHED / FOLDER)
+        with recovery.guarded(), recovery.checkpoints_kept(folder / "run"):
+            work(folder / "run" / UNFINISHED / FOLDER)
 
     def test_what_was_saved_last_is_sent(self, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         abandoned = base.parent / "p/d/another/execution"
@@ -316,7 +316,7 @@ class TestInAPod:
 
 
 def test_what_flyte_tries_again() -> None:
-    with pytest.raises(recovery.FlyteRecoverableException, match="no answer"), recovery.retried():
+    with pytest.raises(recovery.FlyteRecoverableException, match="no answer"), recovery.guarded():
         raise UnreachableError("no answer")
-    with pytest.raises(UserError, match="wrong"), recovery.retried():
+    with pytest.raises(UserError, match="wrong"), recovery.guarded():
         raise UserError("wrong")

@@ -84,5 +84,5 @@ def test_training_anew_reaches_the_pod(tmp_path: Path) -> None:
         run_remotely(admin, tmp_path, FLYTE_DDP_PROFILE="sandbox")
         run_remotely(admin, tmp_path, "--overwrite-cache", FLYTE_DDP_PROFILE="sandbox")
     variables = [{pair.key: pair.value for pair in each.spec.envs.values} for each in admin.executions]
-    assert variables == [{}, {"FLYTE_DDP_ANEW": "yes"}]
+    assert variables == [{}, {"FLYTE_DDP_FROM_SCRATCH": "yes"}]
     assert [each.spec.overwrite_cache for each in admin.executions] == [False, True]

@@ -115,7 +115,7 @@ def test_a_run_is_reserved_only_if_training_will_come(tmp_path: Path, monkeypatc
     monkeypatch.setattr(places, "is_local", lambda: True)
     assert places.free_run("new") == "new"
     assert not is_free(tmp_path / "new")
-    with pytest.raises(UserError, match="no data"), recovery.retried():
+    with pytest.raises(UserError, match="no data"), recovery.guarded():
         raise UserError("no data")
     assert is_free(tmp_path / "new")
     folder = finished(tmp_path / "old")

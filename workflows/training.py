@@ -31,7 +31,7 @@ def training_wf(hp: Hyperparameters = Hyperparameters()) -> TrainingOutputs:
 
 @workflow
 def retraining_wf(hp: Hyperparameters = Hyperparameters(), kickoff_time: datetime = NO_SCHEDULE) -> TrainingOutputs:
-    """Train an image classifier anew for each kickoff time, even if nothing else has changed.
+    """Train an image classifier again for each kickoff time, even if nothing else has changed.
 
     In: hp as of training_wf; kickoff_time, which a schedule fills in. Started by hand it stays 1 January 1970, which
     means now. Out: as of training_wf.

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ Labels = NDArray[np.int64]
 
 ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")
 DESCRIPTION = "dataset.json"
-CHUNK_BYTES = 4 << 20  # what one pass over an array holds in memory beyond the array itself
+CHUNK_BYTES = 4 << 20  # of images that are counted at a time, because counting takes eight times their memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +84,11 @@ def image_arrays(
 
 
 def checked_images(name: str, values: Any) -> Images:
-    """uint8 [N, H, W, C] in C order, or the error that says what is wrong with the values."""
+    """uint8 [N, H, W, C] in C order.
+
+    Raises:
+        UserError: what is wrong with the values.
+    """
     images = np.asarray(values)
     if images.dtype != np.uint8:
         raise UserError(f"{name}: must be uint8 with values 0..255, got {images.dtype}; scale and convert them")
@@ -99,7 +102,11 @@ def checked_images(name: str, values: Any) -> Images:
 
 
 def checked_labels(name: str, values: Any, samples: int, classes: int) -> Labels:
-    """int64 [samples] in 0..classes-1, or the error that says what is wrong with the values."""
+    """int64 [samples] in 0..classes-1.
+
+    Raises:
+        UserError: what is wrong with the values.
+    """
     labels = np.asarray(values)
     if labels.dtype.kind not in "iu":
         raise UserError(f"{name}: must be whole numbers, got {labels.dtype}")
@@ -115,15 +122,8 @@ def checked_labels(name: str, values: Any, samples: int, classes: int) -> Labels
 
 
 def sized(shape: Sequence[int]) -> str:
-    """[H, W, C] as people write it."""
+    """A shape as text, such as 28x28x1."""
     return "x".join(str(side) for side in shape)
-
-
-def chunks(array: NDArray[Any]) -> Iterator[NDArray[Any]]:
-    """The array's rows, a few megabytes at a time."""
-    rows = max(1, CHUNK_BYTES * len(array) // max(1, array.nbytes))
-    for start in range(0, len(array), rows):
-        yield array[start : start + rows]
 
 
 def normalisation(images: Images) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -137,9 +137,10 @@ def normalisation(images: Images) -> tuple[tuple[float, ...], tuple[float, ...]]
     """
     channels = images.shape[3]
     counts = np.zeros((channels, 256), dtype=np.int64)
-    for chunk in chunks(images):
+    rows = max(1, CHUNK_BYTES * len(images) // images.nbytes)
+    for start in range(0, len(images), rows):
         for channel in range(channels):
-            counts[channel] += np.bincount(chunk[..., channel].ravel(), minlength=256)
+            counts[channel] += np.bincount(images[start : start + rows, ..., channel].ravel(), minlength=256)
     mean, std = [], []
     for row in counts.tolist():
         pixels = sum(row)
@@ -157,8 +158,7 @@ def content_digest(arrays: ImageArrays) -> str:
     for name in ARRAYS:
         array = getattr(arrays, name)
         digest.update(f"\n{name} {array.dtype.str} {array.shape}\n".encode())
-        for chunk in chunks(array):
-            digest.update(chunk.reshape(-1).data)
+        digest.update(array.reshape(-1).data)
     return digest.hexdigest()
 
 
@@ -183,18 +183,17 @@ def write_arrays(arrays: ImageArrays, folder: Path, origin: dict[str, str]) -> N
 
 
 def write_json(path: Path, content: Any, indent: int | None = None) -> None:
-    """Content as JSON; not by json.dump, which would go through all of it in Python."""
+    """Writes content as JSON; not by json.dump, which would go through all of it in Python."""
     with path.open("w", encoding="utf-8") as file:
         file.write(json.dumps(content, indent=indent))
         sync(file)
 
 
 def write_array(path: Path, array: NDArray[Any]) -> None:
-    """The array as a ``.npy`` file; not by numpy.save, whose error for a full disk has no errno."""
+    """Writes an array in C order as ``.npy`` file; not by numpy.save, whose error for a full disk has no errno."""
     with path.open("wb") as file:
         np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
-        for chunk in chunks(array):
-            file.write(chunk.data)
+        file.write(array.data)
         sync(file)
 
 
@@ -222,18 +221,15 @@ def open_arrays(folder: Path) -> ImageArrays:
 def read_description(folder: Path) -> dict[str, Any]:
     """What ``dataset.json`` says."""
     try:
-        description = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
+        return dict(json.loads((folder / DESCRIPTION).read_text(encoding="utf-8")))
     except FileNotFoundError:
         raise UserError(
             f"{folder}: is not a prepared data set, there is no {DESCRIPTION} in it; fetch one there"
         ) from None
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise UserError(f"{folder}: {DESCRIPTION} is damaged ({error}); delete the folder and fetch it again") from None
-    if not isinstance(description, dict):
-        raise UserError(f"{folder}: {DESCRIPTION} is damaged; delete the folder and fetch it again")
-    return description
 
 
 def total_bytes(arrays: ImageArrays) -> int:
     """Size of the four arrays, which is what the prepared folder takes on the disk."""
-    return sum(getattr(arrays, field.name).nbytes for field in dataclasses.fields(arrays) if field.name in ARRAYS)
+    return sum(getattr(arrays, name).nbytes for name in ARRAYS)

@@ -23,7 +23,6 @@ class CustomSet:
     """``spec`` names the callable; it is called with the data source as text and returns what :func:`collect` takes."""
 
     spec: str
-    needed_bytes: int = 0  # known only once the data are there
 
     def fingerprint(self, source: str) -> str:
         """Names the user's code and the content of the source, without importing the one or copying the other."""
@@ -49,27 +48,21 @@ def collect(spec: str, result: Any, progress: Progress) -> ImageArrays:
     Raises:
         UserError: anything else.
     """
+    if not isinstance(result, ImageArrays) and not (isinstance(result, (tuple, list)) and len(result) == 2):
+        raise UserError(
+            f"dataset={spec!r}: returned {type(result).__name__}; must return flyte_ddp.datasets.image_arrays(...) or "
+            "a pair (training set, test set)"
+        )
     try:
-        return gathered(spec, result, progress)
+        if isinstance(result, ImageArrays):
+            four = (result.train_images, result.train_labels, result.test_images, result.test_labels)
+            return image_arrays(*four, classes=result.classes, name=spec)
+        train_images, train_labels = materialise("training set", result[0], progress)
+        test_images, test_labels = materialise("test set", result[1], progress)
+        classes = getattr(result[0], "classes", None) or map(str, range(max(*train_labels, *test_labels) + 1))
+        return image_arrays(train_images, train_labels, test_images, test_labels, list(classes), name=spec)
     except UserError as error:
         raise UserError(f"dataset={spec!r}: {error.message}") from error
-
-
-def gathered(name: str, result: Any, progress: Progress) -> ImageArrays:
-    """:func:`collect`, with errors that do not yet say whose data set it is."""
-    if isinstance(result, ImageArrays):
-        four = (result.train_images, result.train_labels, result.test_images, result.test_labels)
-        return image_arrays(*four, classes=result.classes, name=name)
-    if not isinstance(result, (tuple, list)) or len(result) != 2:
-        raise UserError(
-            f"returned {type(result).__name__}; must return flyte_ddp.datasets.image_arrays(...) or a pair "
-            "(training set, test set)"
-        )
-    train_images, train_labels = materialise("training set", result[0], progress)
-    test_images, test_labels = materialise("test set", result[1], progress)
-    highest = max(*train_labels, *test_labels)
-    classes = getattr(result[0], "classes", None) or [str(label) for label in range(highest + 1)]
-    return image_arrays(train_images, train_labels, test_images, test_labels, list(classes), name=name)
 
 
 def materialise(which: str, samples: Any, progress: Progress) -> tuple[Images, list[int]]:

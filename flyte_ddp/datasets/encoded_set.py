@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,8 +22,6 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.shards.index import Part, Shard, ShardIndex, many_objects, read_index
 
 IMAGE_FOLDER = "image_folder"
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's images, as torchvision's models take them
-SPLITS = ("train", "test")
 COLUMNS = ("labels", "sizes", "tags")  # of a list of images, beside their names
 
 
@@ -36,8 +34,8 @@ class EncodedSet:
     digest: str
     train: ShardIndex | ImageList
     test: ShardIndex | ImageList | None
-    mean: tuple[float, ...] = MEAN
-    std: tuple[float, ...] = STD
+    mean: ClassVar[tuple[float, ...]] = (0.485, 0.456, 0.406)  # of ImageNet's images, as torchvision's models take them
+    std: ClassVar[tuple[float, ...]] = (0.229, 0.224, 0.225)
 
 
 def looked_up(dataset: str, test_dataset: str) -> EncodedSet:
@@ -60,31 +58,19 @@ def looked_up(dataset: str, test_dataset: str) -> EncodedSet:
 
 
 def write_encoded_set(data: EncodedSet, folder: Path, origin: dict[str, str]) -> None:
-    """Puts what is known of the data set into an existing folder; the description comes last."""
-    for split in SPLITS:
-        source = getattr(data, split)
+    """Writes the data set's indexes or lists into an existing folder; the description comes last."""
+    for split, source in {"train": data.train, "test": data.test}.items():
         if isinstance(source, ShardIndex):
             parts = [[part.name, part.weight] for part in source.parts]
             write_json(folder / f"{split}.json", {"name": source.name, "parts": parts, "shards": source.shards})
         elif source is not None:
-            names = "".join(source.names).encode("utf-8", "surrogateescape")
-            lengths = [len(name.encode("utf-8", "surrogateescape")) for name in source.names]
-            write_array(folder / f"{split}_names.npy", np.frombuffer(names, np.uint8))
-            write_array(folder / f"{split}_name_ends.npy", np.cumsum(lengths, dtype=np.int64))
+            names = [name.encode("utf-8", "surrogateescape") for name in source.names]
+            write_array(folder / f"{split}_names.npy", np.frombuffer(b"".join(names), np.uint8))
+            write_array(folder / f"{split}_name_ends.npy", np.cumsum([*map(len, names)], dtype=np.int64))
             for column in COLUMNS:
                 write_array(folder / f"{split}_{column}.npy", getattr(source, column))
-    sources = {split: getattr(data, split) for split in SPLITS}
-    described = {
-        "name": data.name,
-        "classes": data.classes,
-        "digest": data.digest,
-        "mean": data.mean,
-        "std": data.std,
-        "kind": encoded_kind(data.name),
-        "addresses": {split: source.address for split, source in sources.items() if isinstance(source, ImageList)},
-        **origin,
-    }
-    write_json(folder / DESCRIPTION, described, indent=1)
+    description = {"name": data.name, "classes": data.classes, "digest": data.digest, **origin}
+    write_json(folder / DESCRIPTION, description, indent=1)
 
 
 def open_encoded_set(folder: Path) -> EncodedSet:
@@ -95,32 +81,28 @@ def open_encoded_set(folder: Path) -> EncodedSet:
     """
     described = read_description(folder)
     try:
-        train, test = (open_split(folder, split, described) for split in SPLITS)
-        if train is None or (test is None and described.get("test_dataset")):
-            raise FileNotFoundError("there is no list of samples")
-        data = EncodedSet(described["name"], tuple(described["classes"]), described["digest"], train, test)
-        return replace(data, mean=tuple(described["mean"]), std=tuple(described["std"]))
+        classes, tests = tuple(described["classes"]), described["test_dataset"]
+        train = open_split(folder, "train", described["name"], classes)
+        test = open_split(folder, "test", tests, classes) if tests else None
+        return EncodedSet(described["name"], classes, described["digest"], train, test)
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{folder}: the prepared data set is damaged ({error}); fetch it again") from error
 
 
-def open_split(folder: Path, split: str, described: dict[str, Any]) -> ShardIndex | ImageList | None:
-    """The index of a split, or the list of its files, if there is one."""
-    classes, index = tuple(described["classes"]), folder / f"{split}.json"
-    if index.exists():
+def open_split(folder: Path, split: str, dataset: str, classes: tuple[str, ...]) -> ShardIndex | ImageList:
+    """The index of a split, or the list of its files."""
+    if encoded_kind(dataset) != IMAGE_FOLDER:
         with many_objects():
-            content = json.loads(index.read_bytes())
+            content = json.loads((folder / f"{split}.json").read_bytes())
             shards = [Shard._make([*row[:-1], tuple(row[-1]) if row[-1] else None]) for row in content["shards"]]
         return ShardIndex(content["name"], shards, tuple(Part(*part) for part in content["parts"]), classes)
-    if split not in described["addresses"]:
-        return None
 
     def column(name: str) -> NDArray[Any]:
         loaded: NDArray[Any] = np.load(folder / f"{split}_{name}.npy", mmap_mode="r", allow_pickle=False)
         return loaded
 
     names = Names(column("names"), column("name_ends"))
-    return ImageList(described["addresses"][split], classes, names, *map(column, COLUMNS))
+    return ImageList(dataset.partition(":")[2], classes, names, *map(column, COLUMNS))
 
 
 class Names(Sequence[str]):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
-import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,25 +12,25 @@ from flyte_ddp.catalog import DATASET_FORMS, encoded_kind
 from flyte_ddp.datasets.arrays import read_description, total_bytes, write_arrays
 from flyte_ddp.datasets.cifar10 import CIFAR10
 from flyte_ddp.datasets.custom import CustomSet
-from flyte_ddp.datasets.digits import Digits
+from flyte_ddp.datasets.digits import DIGITS
 from flyte_ddp.datasets.encoded_set import looked_up, write_encoded_set
 from flyte_ddp.datasets.identity import digest_of
 from flyte_ddp.datasets.mnist import FASHION_MNIST, MNIST
 from flyte_ddp.datasets.prepared import open_prepared
 from flyte_ddp.datasets.published import PublishedSet
 from flyte_ddp.errors import UserError, unknown_name
+from flyte_ddp.files import DISK_FULL
 from flyte_ddp.progress import MODES, Progress, size
 
-Dataset = Digits | PublishedSet | CustomSet
-DATASETS: dict[str, Dataset] = {
-    "digits": Digits(),
+DATASETS: dict[str, PublishedSet] = {
+    "digits": DIGITS,
     "mnist": MNIST,
     "fashion_mnist": FASHION_MNIST,
     "cifar10": CIFAR10,
 }
 
 
-def named(dataset: str) -> Dataset:
+def named(dataset: str) -> PublishedSet | CustomSet:
     """The data set of that name, or the user's own for ``package.module:callable``."""
     if ":" in dataset:
         return CustomSet(dataset)
@@ -59,7 +57,7 @@ def fingerprint(dataset: str, source: str, test_dataset: str = "") -> str:
 
 
 def is_quickly_prepared(dataset: str) -> bool:
-    """Whether :func:`fetch` has next to nothing to download: what is here already, an index, or a list of files."""
+    """Whether :func:`fetch` has little to download: an index, a list of files, or nothing."""
     return bool(encoded_kind(dataset)) or dataset == "digits"
 
 
@@ -90,16 +88,22 @@ def fetch(dataset: str, source: str, folder: Path, *, test_dataset: str = "", pr
     if is_prepared(folder, dataset, asked):
         return folder
     with workspace_beside(folder) as workspace:
-        if encoded_kind(dataset):
-            refuse_source(dataset, source)
-            with full_disk_explained(folder, dataset, 0):
+        needed = ""
+        try:
+            if encoded_kind(dataset):
+                refuse_source(dataset, source)
                 write_encoded_set(looked_up(dataset, test_dataset), workspace, asked)
-        else:
-            chosen = named(dataset)
-            with full_disk_explained(folder, dataset, chosen.needed_bytes):
-                arrays, origin = chosen.load(source, workspace, Progress(progress))
-            with full_disk_explained(folder, dataset, total_bytes(arrays)):
+            else:
+                arrays, origin = named(dataset).load(source, workspace, Progress(progress))
+                needed = f"{dataset} needs {size(total_bytes(arrays))}, "
                 write_arrays(arrays, workspace, {"source": origin, **asked})
+        except OSError as error:
+            if error.errno not in DISK_FULL:
+                raise
+            free = size(shutil.disk_usage(workspace).free)
+            raise UserError(
+                f"{folder}: the disk is full ({needed}{free} are free there); free some space or choose another folder"
+            ) from error
         try:
             workspace.rename(folder)
         except OSError:
@@ -113,7 +117,7 @@ def fetch(dataset: str, source: str, folder: Path, *, test_dataset: str = "", pr
 
 
 def refuse_source(dataset: str, source: str) -> None:
-    """An address is in the name already."""
+    """Refuses a source for a data set whose name has the address already."""
     if source:
         raise UserError(f"data_source={source!r}: dataset={dataset!r} says where its data are; leave data_source empty")
 
@@ -148,30 +152,12 @@ def is_whole(folder: Path) -> bool:
 @contextmanager
 def workspace_beside(folder: Path) -> Iterator[Path]:
     """A temporary folder on the same file system, removed in the end unless it was renamed."""
+    workspace = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}")  # mkdtemp's are for one user alone
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        workspace = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        workspace.mkdir(parents=True)
     except OSError as error:
         raise UserError(f"{folder}: cannot be written ({error.strerror}); choose a folder that can") from error
     try:
-        mask = os.umask(0)
-        os.umask(mask)
-        workspace.chmod(0o777 & ~mask)  # mkdtemp's are private, and the data set is to be shared
         yield workspace
     finally:
         shutil.rmtree(workspace, ignore_errors=True)
-
-
-@contextmanager
-def full_disk_explained(folder: Path, dataset: str, needed: int) -> Iterator[None]:
-    """Turns the error of a full disk (or quota) into the user's, with the size that is needed."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        need = f"{dataset} needs {size(needed)}, " if needed else ""
-        free = size(shutil.disk_usage(folder.parent).free)
-        raise UserError(
-            f"{folder}: the disk is full ({need}{free} are free there); free some space or choose another folder"
-        ) from error

@@ -54,7 +54,7 @@ def content_identity(source: str, asked_as: str = "data_source") -> str:
 
 def digest_of(lines: Iterable[str]) -> str:
     """SHA-256 (hex) of lines of text."""
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def local_identity(source: str, path: Path) -> str:

@@ -11,12 +11,13 @@ from numpy.typing import NDArray
 
 from flyte_ddp import storage
 from flyte_ddp.catalog import IMAGES
+from flyte_ddp.datasets.identity import digest_of
 from flyte_ddp.errors import UserError
 
 SUFFIXES = tuple(f".{kind}" for kind in IMAGES)
-LISTED = 10  # classes whose numbers of images are told one by one
+LISTED = 10  # classes at most whose numbers of images are listed
 TRAINING_PARTS = ("train", "training")
-OTHER_PARTS = ("test", "testing", "val", "valid", "validation", "dev", "eval", "evaluation")
+PARTS = (*TRAINING_PARTS, "test", "testing", "val", "valid", "validation", "dev", "eval", "evaluation")
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,23 +41,26 @@ class ImageList:
         Raises:
             UserError: it cannot be read, or is not the one that was listed.
         """
-        address, size, tag = self.address_of(number), int(self.sizes[number]), self.tags[number].decode()
-        hint = "run again to list what is there now"
+        size, tag = int(self.sizes[number]), self.tags[number].decode()
+
+        def read(address: str) -> bytes:
+            content = storage.read(address, tag=tag if size >= 0 else "")
+            if size < 0 and hashlib.sha256(content).hexdigest() != tag:
+                raise storage.AlteredError("does not have the SHA-256 of the list")
+            if 0 <= size != len(content):
+                raise storage.AlteredError(f"has {len(content):,} bytes, and {size:,} when it was listed")
+            return content
+
+        address = self.address_of(number)
         try:
-            content = storage.retried(address, lambda where: storage.read(where, tag=tag if size >= 0 else ""))
-        except storage.AlteredError as failure:
-            raise UserError(f"image {address}: {failure}; {hint}") from None
+            return storage.retried(address, read)
         except storage.UnavailableError as failure:
-            message = f"image {address}: cannot be read ({failure}), though it was listed"
-            raise failure.explained(f"{message}; {hint}") from None
-        if size < 0 and hashlib.sha256(content).hexdigest() != tag:
-            raise UserError(f"image {address}: does not have the SHA-256 of the list; {hint}")
-        if size >= 0 and len(content) != size:
-            raise UserError(f"image {address}: has {len(content):,} bytes, and {size:,} when it was listed; {hint}")
-        return content
+            altered = isinstance(failure, storage.AlteredError)
+            reason = f"{failure}" if altered else f"cannot be read ({failure}), though it was listed"
+            raise failure.explained(f"image {address}: {reason}; run again to list what is there now") from None
 
     def describe(self) -> list[str]:
-        """What there is, and what there likely should not be, for people."""
+        """Lines for the user: what the folder holds, and warnings."""
         counts = np.bincount(self.labels, minlength=len(self.classes)).tolist()
         if len(counts) > LISTED:
             numbers = f"with {min(counts):,} to {max(counts):,} images each"
@@ -64,18 +68,14 @@ class ImageList:
             numbers = ", ".join(f"{name} {count:,}" for name, count in zip(self.classes, counts, strict=True))
         kinds = "1 class" if len(counts) == 1 else f"{len(counts):,} classes"
         said = [f"image folder {self.address}: {len(self.labels):,} images of {kinds} ({numbers})"]
-        parts = [name for name in self.classes if name.lower() in (*TRAINING_PARTS, *OTHER_PARTS)]
-        training = next((name for name in parts if name.lower() in TRAINING_PARTS), "")
-        if parts == [*self.classes] or (training and len(parts) > 1):
-            others = [name for name in parts if name != training]
-            fix = " and ".join(
-                f"{key}=image_folder:{storage.join(self.address, name)}"
-                for key, name in (("dataset", training), ("test_dataset", next(iter(others), "")))
-                if name
-            )
+        parts = [name for name in self.classes if name.lower() in PARTS]
+        parts.sort(key=lambda name: name.lower() not in TRAINING_PARTS)
+        if len(parts) > 1:
+            train, test = (f"image_folder:{storage.join(self.address, name)}" for name in parts[:2])
             said.append(
                 f"warning: image folder {self.address}: {', '.join(parts)} look like parts of a data set, and are "
-                f"taken for classes, as the first folders are; if they are parts, set {fix}"
+                f"taken for classes, as the first folders are; if they are parts, set dataset={train} and "
+                f"test_dataset={test}"
             )
         elif len(counts) == 1:
             said.append(
@@ -88,8 +88,7 @@ class ImageList:
     def digest(self) -> str:
         """SHA-256 (hex) of names, sizes and tags."""
         rows = zip(self.names, self.sizes.tolist(), self.tags.tolist(), strict=True)
-        lines = "\n".join(f"{name} {size} {tag.decode()}" for name, size, tag in rows)
-        return hashlib.sha256(lines.encode("utf-8", "surrogateescape")).hexdigest()
+        return digest_of(f"{name} {size} {tag.decode()}" for name, size, tag in rows)
 
 
 def list_images(address: str) -> ImageList:

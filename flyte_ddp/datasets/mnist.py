@@ -8,7 +8,6 @@ order. FashionMNIST (Xiao, Rasul, Vollgraf: arXiv 1708.07747) has taken it over.
 from __future__ import annotations
 
 import gzip
-import math
 import struct
 import zlib
 from pathlib import Path
@@ -25,6 +24,8 @@ FILES = (
     "t10k-images-idx3-ubyte.gz",
     "t10k-labels-idx1-ubyte.gz",
 )
+UNSIGNED_BYTES = b"\x00\x00\x08"
+WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
 
 def read_idx(path: Path) -> Images:
@@ -35,20 +36,14 @@ def read_idx(path: Path) -> Images:
     """
     try:
         content = gzip.decompress(path.read_bytes())
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise UserError(f"{path.name}: not a whole gzip file ({error})") from error
-    dimensions = content[3] if content[:3] == b"\x00\x00\x08" and len(content) > 3 else 0
-    start = 4 + 4 * dimensions
-    if dimensions == 0 or len(content) < start:
-        raise UserError(
-            f"{path.name}: not an IDX file of unsigned bytes, it begins with {content[:4].hex() or 'nothing'}"
-        )
-    shape = struct.unpack(f">{dimensions}I", content[4:start])
-    if len(content) - start != math.prod(shape):
-        raise UserError(
-            f"{path.name}: has {len(content) - start:,} values, but its header says {' x '.join(map(str, shape))}"
-        )
-    return np.frombuffer(content, dtype=np.uint8, offset=start).reshape(shape)
+        kind, dimensions = struct.unpack_from(">3sB", content)
+        shape = struct.unpack_from(f">{dimensions}I", content, 4)
+        array = np.frombuffer(content, dtype=np.uint8, offset=4 + 4 * dimensions).reshape(shape)
+    except (OSError, EOFError, zlib.error, struct.error, ValueError) as error:
+        raise UserError(f"{path.name}: not a whole, gzipped IDX file of unsigned bytes ({error})") from error
+    if kind != UNSIGNED_BYTES:
+        raise UserError(f"{path.name}: not an IDX file of unsigned bytes, it begins with {kind.hex()}")
+    return array
 
 
 def read_mnist_files(folder: Path) -> tuple[Images, Images, Images, Images]:
@@ -72,20 +67,8 @@ MNIST = PublishedSet(
         ("ec29112dd5afa0611ce80d1b7f02629c",),
     ),
     addresses=("https://ossci-datasets.s3.amazonaws.com/mnist", "http://yann.lecun.com/exdb/mnist"),
-    classes=(
-        "0 - zero",
-        "1 - one",
-        "2 - two",
-        "3 - three",
-        "4 - four",
-        "5 - five",
-        "6 - six",
-        "7 - seven",
-        "8 - eight",
-        "9 - nine",
-    ),
+    classes=tuple(f"{digit} - {word}" for digit, word in enumerate(WORDS)),
     read=read_mnist_files,
-    needed_bytes=70_000 * (28 * 28 + 8),
 )
 
 # The second digest is that of Debian's copy, where the gzip header lacks name and time of the original while the
@@ -99,19 +82,7 @@ FASHION_MNIST = PublishedSet(
         ("bb300cfdad3c16e7a12a480ee83cd310", "0d30e22e447f3c33dab9ed536400ac01"),
     ),
     addresses=("http://fashion-mnist.s3-website.eu-central-1.amazonaws.com",),
-    classes=(
-        "T-shirt/top",
-        "Trouser",
-        "Pullover",
-        "Dress",
-        "Coat",
-        "Sandal",
-        "Shirt",
-        "Sneaker",
-        "Bag",
-        "Ankle boot",
-    ),
+    classes=("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
     read=read_mnist_files,
-    needed_bytes=MNIST.needed_bytes,
     system_folder="/usr/share/datasets/fashion-mnist",  # Debian's package dataset-fashion-mnist
 )

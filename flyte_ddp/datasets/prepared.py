@@ -1,4 +1,4 @@
-"""Opening a prepared data set, of whatever kind, and what can be said of it before a rank starts."""
+"""Opening a prepared data set of any kind, and checking it before a rank starts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def open_prepared(folder: Path) -> PreparedSet:
     Raises:
         UserError: it is no such folder, or damaged.
     """
-    return open_encoded_set(folder) if read_description(folder).get("kind") else open_arrays(folder)
+    encoded = encoded_kind(str(read_description(folder).get("name")))
+    return open_encoded_set(folder) if encoded else open_arrays(folder)
 
 
 def orders_of(data: PreparedSet, hp: Hyperparameters) -> dict[str, SampleOrder]:
@@ -66,10 +67,10 @@ def whole(source: ShardIndex | ImageList) -> SampleOrder:
 def check_prepared(
     folder: Path, hp: Hyperparameters, *, ranks: int, workers: int, cache_bytes: int | None = None
 ) -> list[str]:
-    """Refuses, before a rank starts, what ranks would not know what to do with.
+    """Refuses, before a rank starts, a data set that cannot be trained on.
 
     Returns:
-        What the user should know: what a folder of images holds, and what is likely not meant.
+        What the user should know: what a folder of images holds, and warnings.
 
     Raises:
         UserError: the number of classes is not known, no samples are left for training or testing, or a stream has too
@@ -95,11 +96,11 @@ def check_prepared(
         assert isinstance(orders["training"], ShardOrder)
         check_stream(data.train, hp, int(np.count_nonzero(orders["training"].available)), ranks, max(1, workers))
         return []
-    return cautions(data.train, hp, Gang(nodes=1, ranks_per_node=ranks), cache_bytes)
+    return cache_warnings(data.train, hp, Gang(nodes=1, ranks_per_node=ranks), cache_bytes)
 
 
-def cautions(index: ShardIndex, hp: Hyperparameters, gang: Gang, cache_bytes: int | None) -> list[str]:
-    """That the cache is too small, if it is, for shards that are far away."""
+def cache_warnings(index: ShardIndex, hp: Hyperparameters, gang: Gang, cache_bytes: int | None) -> list[str]:
+    """Says that the cache is too small for remote shards, if it is."""
     sizes = index.sizes
     if cache_bytes is None or not index.remote.any() or (sizes < 0).any() or cache_bytes >= sizes.sum():
         return []
@@ -115,7 +116,7 @@ def cautions(index: ShardIndex, hp: Hyperparameters, gang: Gang, cache_bytes: in
 
 
 def check_stream(index: ShardIndex, hp: Hyperparameters, shards: int, ranks: int, workers: int) -> None:
-    """Refuses, before a rank starts, a stream of which some worker would have nothing, or whose parts have weights.
+    """Refuses, before a rank starts, a stream with too few shards for its workers, or whose parts have weights.
 
     Raises:
         UserError: with the numbers.

@@ -7,14 +7,12 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 from flyte_ddp.datasets.arrays import ImageArrays, image_arrays
 from flyte_ddp.datasets.identity import digest_of
-from flyte_ddp.errors import UnreachableError, UserError
+from flyte_ddp.errors import UserError
 from flyte_ddp.progress import Progress
 from flyte_ddp.storage import (
-    AllFailedError,
     AlteredError,
     MissingError,
     UnavailableError,
@@ -24,7 +22,6 @@ from flyte_ddp.storage import (
     open_file,
     read,
     retried,
-    with_retries,
 )
 from flyte_ddp.storage.digest_list import SUMS, read_sums
 
@@ -45,8 +42,7 @@ class PublishedSet:
     """A published data set.
 
     ``addresses`` are directories that hold the files, tried in order after ``system_folder``, where a package of the
-    operating system puts them. ``read`` takes the folder with the verified files. ``needed_bytes`` is what the prepared
-    folder takes on the disk.
+    operating system or of Python puts them. ``read`` takes the folder with the verified files.
     """
 
     name: str
@@ -54,18 +50,16 @@ class PublishedSet:
     addresses: tuple[str, ...]
     classes: tuple[str, ...]
     read: Callable[[Path], Arrays]
-    needed_bytes: int
     system_folder: str = ""
 
     def fingerprint(self, source: str) -> str:
         """Names the content by the digests that its files must have; of a mirror only ``SHA256SUMS`` is read."""
-        sums = mirror_digests(self, source, Progress()) if source else None
-        lines = [f"{file.name} {sums[file.name] if sums else file.md5}" for file in self.files]
-        return f"{self.name}-{digest_of(lines)[:16]}"
+        sums = mirror_digests(self, source, Progress())
+        return f"{self.name}-{digest_of(f'{file.name} {sums.get(file.name, file.md5)}' for file in self.files)[:16]}"
 
     def load(self, source: str, workspace: Path, progress: Progress) -> tuple[ImageArrays, str]:
         """Gets the files into ``workspace``, checks them, reads them and removes them."""
-        sums = mirror_digests(self, source, progress) if source else None
+        sums = mirror_digests(self, source, progress)
         raw = workspace / "raw"
         raw.mkdir()
         used = [get(self, file, source, sums, raw, progress=progress) for file in self.files]
@@ -78,13 +72,7 @@ class PublishedSet:
 
 
 def get(
-    dataset: PublishedSet,
-    file: PublishedFile,
-    source: str,
-    sums: dict[str, str] | None,
-    folder: Path,
-    *,
-    progress: Progress,
+    dataset: PublishedSet, file: PublishedFile, source: str, sums: dict[str, str], folder: Path, *, progress: Progress
 ) -> str:
     """Puts one file into ``folder`` and returns the directory or mirror that it came from."""
     algorithm, digests = ("sha256", [sums[file.name]]) if sums else ("md5", [file.md5, *file.repacked])
@@ -105,43 +93,38 @@ def get(
             raise AlteredError(what, transient=remote)
         return place.rstrip("/")
 
-    places = [source] if source else usual_places(dataset)
+    system = [dataset.system_folder] if dataset.system_folder and Path(dataset.system_folder).is_dir() else []
+    usual = [join(place, file.name) for place in (*system, *dataset.addresses)]
     try:
-        return with_retries(file.name, [join(place, file.name) for place in places], transfer, progress.note)
-    except AllFailedError as error:
+        return retried(join(source, file.name) if source else usual, transfer, progress.note)
+    except UnavailableError as failure:
         if source:
-            [failure] = error.failures.values()
-            explain(dataset, file.name, source, failure, own_digests=bool(sums))
-        kind = UnreachableError if any(failure.transient for failure in error.failures.values()) else UserError
-        raise kind(
-            f"{dataset.name}: cannot get {file.name} ({error}); check the network, or set data_source to a directory "
+            raise mirror_error(dataset, file.name, source, failure) from None
+        raise failure.explained(
+            f"{dataset.name}: cannot get {file.name} ({failure}); check the network, or set data_source to a directory "
             "or mirror that holds it"
         ) from None
 
 
-def usual_places(dataset: PublishedSet) -> list[str]:
-    """Where to look without a mirror: the system's copy, if there is one, then the public addresses."""
-    system = [dataset.system_folder] if dataset.system_folder and Path(dataset.system_folder).is_dir() else []
-    return [*system, *dataset.addresses]
-
-
-def mirror_digests(dataset: PublishedSet, source: str, progress: Progress) -> dict[str, str] | None:
-    """SHA-256 of each file as the mirror's ``SHA256SUMS`` has it, or None where the mirror has no such file.
+def mirror_digests(dataset: PublishedSet, source: str, progress: Progress) -> dict[str, str]:
+    """SHA-256 of each file as the mirror's ``SHA256SUMS`` has it; empty where there is no mirror or no such file.
 
     With it a team serves data of its own in a published data set's format behind an address that does not change.
 
     Raises:
         UserError: the mirror is not there, or its ``SHA256SUMS`` leaves a file out.
     """
+    if not source:
+        return {}
     path = local_path(source)
     if path is not None and not path.is_dir():
         raise UserError(f"data_source={source!r}: there is no such directory; give one that holds {names(dataset)}")
     try:
         content = retried(join(source, SUMS), read, progress.note)
     except MissingError:
-        return None
+        return {}
     except UnavailableError as failure:
-        explain(dataset, SUMS, source, failure, own_digests=False)
+        raise mirror_error(dataset, SUMS, source, failure) from None
     found = read_sums(content)
     for file in dataset.files:
         if file.name not in found:
@@ -152,22 +135,17 @@ def mirror_digests(dataset: PublishedSet, source: str, progress: Progress) -> di
     return found
 
 
-def explain(dataset: PublishedSet, name: str, source: str, failure: UnavailableError, *, own_digests: bool) -> NoReturn:
-    """Raises the error for a mirror that failed."""
+def mirror_error(dataset: PublishedSet, name: str, source: str, failure: UnavailableError) -> UserError:
+    """The error for a mirror that failed."""
     where = f"data_source={source!r}"
     if isinstance(failure, MissingError):
-        raise UserError(f"{where}: has no {name} ({failure}); it must hold {names(dataset)}") from None
-    if isinstance(failure, AlteredError) and own_digests:
-        raise UserError(
-            f"{where}: {name} is damaged or {SUMS} there is out of date: {failure}; copy the file again or renew {SUMS}"
-        ) from None
+        return UserError(f"{where}: has no {name} ({failure}); it must hold {names(dataset)}")
     if isinstance(failure, AlteredError):
-        raise UserError(
-            f"{where}: {name} is damaged or altered: {failure}, its published digest; copy it again, or, if your data "
-            f"are meant to differ, publish their digests beside them: sha256sum * > {SUMS}"
-        ) from None
-    message = f"{where}: cannot read {name}: {failure}; check the address, and that the server is up"
-    raise failure.explained(message) from None
+        return UserError(
+            f"{where}: {name} is damaged or altered: {failure}; copy it again, or, if your data are meant to differ, "
+            f"publish their digests beside them: sha256sum * > {SUMS}"
+        )
+    return failure.explained(f"{where}: cannot read {name}: {failure}; check the address, and that the server is up")
 
 
 def names(dataset: PublishedSet) -> str:

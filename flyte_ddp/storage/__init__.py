@@ -13,10 +13,9 @@ from flyte_ddp.storage import local
 from flyte_ddp.storage.addresses import as_in, join, local_path, parent, resolve, scheme
 from flyte_ddp.storage.content import Content, Entry, Span, check_length
 from flyte_ddp.storage.failures import AlteredError, MissingError, UnavailableError
-from flyte_ddp.storage.retries import AllFailedError, retried, with_retries
+from flyte_ddp.storage.retries import retried
 
 __all__ = [
-    "AllFailedError",
     "AlteredError",
     "Entry",
     "MissingError",
@@ -34,7 +33,6 @@ __all__ = [
     "retried",
     "scheme",
     "stat",
-    "with_retries",
 ]
 
 

@@ -84,7 +84,7 @@ def resolve(base: str, address: str) -> str:
 
 
 def leads_out(name: str) -> bool:
-    """Whether the name of a file in a folder is not that of one in it."""
+    """Whether the name of a file in a list leads out of the listed folder."""
     return name.startswith("/") or ".." in name.split("/")
 
 

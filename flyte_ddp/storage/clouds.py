@@ -1,4 +1,4 @@
-"""Where the clouds' objects are and who asks for them: stores of obstore's, set as each cloud's own tools would be."""
+"""obstore's stores for S3, Google and Azure, with the endpoints and credentials of each cloud's own tools."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How reading fails, and what bounds it."""
+"""The errors of reading, and its timeouts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class AlteredError(UnavailableError):
 
 
 def refusal(status: int, detail: str) -> UnavailableError:
-    """What an HTTP status means for us; S3 speaks HTTP too."""
+    """The error for an HTTP status."""
     reason = f"HTTP {status} {detail}".strip()
     if status in (403, 404, 410):
         return MissingError(reason)
@@ -38,7 +38,7 @@ def refusal(status: int, detail: str) -> UnavailableError:
 
 
 def root_cause(error: BaseException) -> str:
-    """The innermost error's own words: what libraries wrap around it names their objects and fills a page."""
+    """The innermost error's message: the errors that libraries wrap around it are long and name their objects."""
     if "ConnectTimeout" in type(error).__name__:
         return f"no connection within {CONNECT_TIMEOUT:g} s"
     if "ReadTimeout" in type(error).__name__:

@@ -38,7 +38,7 @@ def path_of(address: str) -> Path:
 
 
 def pieces(file: BinaryIO, length: int) -> Iterator[bytes]:
-    """So many bytes from where the file is, or as many as there are."""
+    """The next ``length`` bytes of the file, or fewer at its end."""
     try:
         while length > 0 and (piece := file.read(min(length, CHUNK_BYTES))):
             length -= len(piece)

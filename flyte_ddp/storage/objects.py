@@ -71,7 +71,7 @@ def put(address: str, content: bytes) -> None:
 
 
 def ask(address: str, action: Callable[[Any, str], Result]) -> Result:
-    """What ``action`` gives for the store and the key of an object, or the error in our words."""
+    """The result of ``action`` for an object's store and key; its errors become an UnavailableError."""
     bucket, _, key = address.partition("://")[2].partition("/")
     store = None
     try:
@@ -84,7 +84,7 @@ def ask(address: str, action: Callable[[Any, str], Result]) -> Result:
 
 
 def failure(error: Exception, *, anonymous: bool = False) -> UnavailableError:
-    """What obstore's error means for us; its text has all there is to know."""
+    """The UnavailableError for an error of obstore's, whose text tells what kind it is."""
     text = str(error)
     status, cause, server = STATUS.search(text), CAUSE.search(text), SERVER.search(text)
     if status and "TokenRequest" not in text:

@@ -15,30 +15,22 @@ FIRST_DELAY = 1.0  # seconds; doubled each time
 Result = TypeVar("Result")
 
 
-class AllFailedError(Exception):
-    """No place had the file; ``failures`` has the last failure of each."""
-
-    def __init__(self, failures: dict[str, UnavailableError]) -> None:
-        super().__init__("; ".join(f"{address}: {error}" for address, error in failures.items()))
-        self.failures = failures
-
-
-def with_retries(
-    name: str, addresses: Sequence[str], action: Callable[[str], Result], note: Callable[[str], object] = lambda _: None
+def retried(
+    addresses: str | Sequence[str], action: Callable[[str], Result], note: Callable[[str], object] = lambda _: None
 ) -> Result:
-    """The result of ``action`` for the first address for which it succeeds.
+    """The result of ``action`` for the address, or for the first of several for which it succeeds.
 
     A round tries all addresses in order, and between rounds there is a pause that doubles, shortened at random so that
     many pods don't come back together. Left out of later rounds are addresses that failed for good, or whose file was
     altered twice (once may have been the network).
 
     Args:
-        name: of what is wanted, for ``note``, which is told of each pause.
+        note: is told of each pause, and why.
 
     Raises:
-        AllFailedError: no address gave a result.
+        UnavailableError: the last failure; for a list of addresses, what was wrong with each.
     """
-    remaining = list(addresses)
+    remaining = [addresses] if isinstance(addresses, str) else [*addresses]
     failures: dict[str, UnavailableError] = {}
     for attempt in range(ATTEMPTS):
         for address in tuple(remaining):
@@ -52,18 +44,9 @@ def with_retries(
         if not remaining or attempt + 1 == ATTEMPTS:
             break
         delay = FIRST_DELAY * 2**attempt * random.uniform(0.5, 1.0)
-        note(f"{name}: {failures[remaining[0]]}; next try in {delay:.1f} s")
+        note(f"{remaining[0]}: {failures[remaining[0]]}; next try in {delay:.1f} s")
         time.sleep(delay)
-    raise AllFailedError(failures)
-
-
-def retried(address: str, action: Callable[[str], Result], note: Callable[[str], object] = lambda _: None) -> Result:
-    """:func:`with_retries` where there is one address only.
-
-    Raises:
-        UnavailableError: the last failure.
-    """
-    try:
-        return with_retries(address, [address], action, note)
-    except AllFailedError as error:
-        raise error.failures[address] from None
+    if isinstance(addresses, str):
+        raise failures[addresses] from None
+    reasons = "; ".join(f"{address}: {failure}" for address, failure in failures.items())
+    raise UnavailableError(reasons, transient=any(failure.transient for failure in failures.values()))

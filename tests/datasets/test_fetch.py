@@ -219,7 +219,7 @@ def test_the_digits_are_scikit_learns(tmp_path: Path) -> None:
     assert (images.min(), images.max()) == (0, 255)
     np.testing.assert_array_equal(np.concatenate([ours.train_labels, ours.test_labels]), bunch.target)
     assert (len(ours.train_images), len(ours.test_images)) == (1_500, 297)
-    with pytest.raises(UserError, match=r"data_source='elsewhere'.*leave data_source empty"):
+    with pytest.raises(UserError, match=r"data_source='elsewhere': there is no such directory.*digits\.csv\.gz"):
         fetch("digits", "elsewhere", tmp_path / "other", progress="off")
 
 

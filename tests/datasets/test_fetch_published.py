@@ -111,7 +111,9 @@ def test_a_mirror_may_publish_digests_of_data_of_its_own(tiny: Tiny, server: Fil
 def test_a_file_that_differs_from_its_mirrors_digest_is_an_error(tiny: Tiny, tmp_path: Path) -> None:
     mirror = tiny.write(tmp_path / "mirror")
     (mirror / "SHA256SUMS").write_bytes(sums(tiny_files(seed=1)[1]))
-    with pytest.raises(UserError, match="SHA256SUMS there is out of date"):
+    with pytest.raises(
+        UserError, match=r"damaged or altered: sha256 .*if your data are meant to differ, .*sha256sum \* > SHA256SUMS"
+    ):
         fetch("mnist", str(mirror), tmp_path / "data", progress="off")
 
 
@@ -139,17 +141,17 @@ def test_the_fingerprint_changes_exactly_with_the_mirrors_digests(tiny: Tiny, tm
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"no gzip at all", "not a whole gzip file"),
-        (gzip.compress(b"\x00\x00\x08\x03" + bytes(12) + b"x", mtime=0), "its header says"),
-        (gzip.compress(b"some text", mtime=0), "not an IDX file"),
-        (gzip.compress(b"", mtime=0), "nothing"),
+        (b"no gzip at all", "Not a gzipped file"),
+        (gzip.compress(b"\x00\x00\x08\x03" + bytes(12) + b"x", mtime=0), "cannot reshape array"),
+        (gzip.compress(b"\x00\x00\x0d\x01\x00\x00\x00\x04text", mtime=0), "not an IDX file of .* begins with 00000d"),
+        (gzip.compress(b"", mtime=0), "requires a buffer of at least 4 bytes"),
     ],
 )
 def test_a_file_of_another_format_is_named(tiny: Tiny, tmp_path: Path, content: bytes, said: str) -> None:
     """Only a mirror with digests of its own can get so far."""
     files = {**tiny.files, NAMES[0]: content}
     mirror = Tiny(tiny.dataset, tiny.arrays, {**files, "SHA256SUMS": sums(files)}).write(tmp_path / "mirror")
-    with pytest.raises(UserError, match=f"{NAMES[0]}.*{said}"):
+    with pytest.raises(UserError, match=f"{NAMES[0]}: not an? .*{said}"):
         fetch("mnist", str(mirror), tmp_path / "data", progress="off")
     assert leftovers(tmp_path) == ["mirror"]
 

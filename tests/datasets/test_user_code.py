@@ -89,7 +89,7 @@ def test_what_the_users_module_needs_is_named(project: Path) -> None:
 
 def test_what_is_no_python_is_named_with_its_line(project: Path) -> None:
     (project / "users_slip.py").write_text("import os\ndef model(:\n    pass\n")
-    with pytest.raises(UserError, match=r"importing users_slip failed: .*users_slip\.py, line 2: "):
+    with pytest.raises(UserError, match=r"importing users_slip failed: .*\(users_slip\.py, line 2\); correct it"):
         load_callable("users_slip:model")
 
 

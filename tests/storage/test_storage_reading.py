@@ -19,7 +19,6 @@ from surroundings import azure_environment, s3_environment
 from flyte_ddp import storage
 from flyte_ddp.errors import UserError
 from flyte_ddp.storage import (
-    AllFailedError,
     AlteredError,
     Entry,
     MissingError,
@@ -194,9 +193,9 @@ def test_a_fault_that_passes_is_retried(place: Place, monkeypatch: pytest.Monkey
     address = place.put("x", CONTENT)
     place.server.faults[f"{place.prefix}x"] = [fault]
     said: list[str] = []
-    assert storage.with_retries("the file", [address], storage.read, said.append) == CONTENT
+    assert storage.retried(address, storage.read, said.append) == CONTENT
     assert len(place.server.requests) == 2
-    assert [text.startswith("the file: ") for text in said] == [True]
+    assert [text.startswith(f"{address}: ") for text in said] == [True]
 
 
 @remote
@@ -205,8 +204,8 @@ def test_a_fault_that_stays_is_an_error(place: Place, fault: int | str, tries: i
     address = place.put("x", CONTENT)
     assert storage.read(place.put("y", CONTENT)) == CONTENT  # which shows that the place can be asked in our way
     place.server.faults[f"{place.prefix}x"] = [fault] * 9
-    with pytest.raises(AllFailedError, match=f"^{address}: " + (f"HTTP {fault}" if fault != "reset" else "")):
-        storage.with_retries("the file", [address], storage.read)
+    with pytest.raises(UnavailableError, match=f"^{address}: " + (f"HTTP {fault}" if fault != "reset" else "")):
+        storage.retried([address], storage.read)
     assert len(place.server.requests) == 1 + tries
 
 
@@ -221,10 +220,10 @@ def test_a_list_that_fails_halfway_is_read_again(place: Place, fault: int | str)
     def names(address: str) -> list[str]:
         return [entry.name for entry in storage.list_files(address)]
 
-    assert storage.with_retries("the list", [place.address], names) == ["0", "1", "2", "3", "4"]
+    assert storage.retried(place.address, names) == ["0", "1", "2", "3", "4"]
     place.server.faults = {"bucket": [404], "bucket/": [404]}
-    with pytest.raises(AllFailedError, match="HTTP 404"):
-        storage.with_retries("the list", [place.address], names)
+    with pytest.raises(UnavailableError, match="HTTP 404"):
+        storage.retried(place.address, names)
 
 
 @remote
@@ -360,8 +359,8 @@ def test_settings_of_s3_that_cannot_work(
     s3_environment(server.url, monkeypatch)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(AllFailedError, match=said):
-        storage.with_retries("x", ["s3://bucket/x"], storage.read)
+    with pytest.raises(UnavailableError, match=said):
+        storage.retried("s3://bucket/x", storage.read)
     assert server.requests == []
 
 
@@ -470,8 +469,8 @@ def test_pauses_grow_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(_: str) -> None:
         raise UnavailableError("no", transient=True)
 
-    with pytest.raises(AllFailedError):
-        storage.with_retries("x", ["a", "b"], fails)
+    with pytest.raises(UnavailableError, match=r"^a: no; b: no$"):
+        storage.retried(["a", "b"], fails)
     assert [4 <= waited[0] <= 8, 8 <= waited[1] <= 16, 16 <= waited[2] <= 32] == [True] * 3
     assert len(waited) == 3
 
