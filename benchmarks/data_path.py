@@ -32,8 +32,8 @@ from flyte_ddp.cpu import Bf16
 from flyte_ddp.datasets import open_arrays
 from flyte_ddp.hardware import bf16_support, detect
 from flyte_ddp.job import Job
-from flyte_ddp.launch.place import Place
 from flyte_ddp.launch.rank import join_process_group, keep_freed_memory
+from flyte_ddp.launch.rank_info import RankInfo
 from flyte_ddp.recording import Recorder
 from flyte_ddp.run import identity_of
 from flyte_ddp.settings import Settings
@@ -105,7 +105,7 @@ def run_rank(rank: int, order: dict[str, Any], records: str) -> None:
     torch.set_num_threads(job.hardware.threads)
     keep_freed_memory()
     store = distributed.FileStore(str(folder / "store"), hp.num_ranks)  # type: ignore[attr-defined]
-    join_process_group(job, Place(rank, hp.num_ranks, device=rank), store)
+    join_process_group(job, RankInfo(rank, hp.num_ranks, local_rank=rank), store)
     arrays = open_arrays(job.data)
     state = TrainingState.create(hp, job.hardware, arrays, None)
     with Recorder(job, arrays, state) as recorder:

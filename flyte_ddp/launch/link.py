@@ -42,8 +42,7 @@ class Link:
 
     Args:
         pipe: to the launcher.
-        saved: the step of the checkpoint that the run goes on from, where that is known already; 0 without one.
-
+        saved: step of the checkpoint that the run goes on from, where that is known already; 0 without one.
     """
 
     def __init__(self, pipe: Connection, saved: int = 0) -> None:
@@ -73,12 +72,7 @@ class Link:
         return job
 
     def address(self, timeout: float) -> tuple[str, int]:
-        """Where the ranks meet, from rank 0 by way of the launcher: host and port.
-
-        Raises:
-            CollectiveTimeoutError: it did not come within so many seconds.
-
-        """
+        """Rank 0's host and port, from rank 0 by way of the launcher; CollectiveTimeoutError after so many seconds."""
         try:
             return self._addresses.get(timeout=timeout)
         except queue.Empty:
