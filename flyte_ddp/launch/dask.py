@@ -52,7 +52,7 @@ def launch(job: Job, *, num_ranks: int, client: Any = None, retries: int = 0, fo
         there = workers_of(cluster)
         workers = chosen(there, cluster.processing(), num_ranks)
         refuse_other_versions(cluster, workers)
-        devices = numbered(workers, ask(cluster, visible_devices, workers=workers))
+        devices = numbered(workers, ask(cluster, os.getenv, DEVICES, workers=workers))
         files, run = sources.packed(job.hp, folder), by_value(agent.run_with)
         scheduler = cluster.scheduler.address.rpartition("//")[2].rpartition(":")[0]
         with open_rendezvous(job, get_ip(scheduler)) as rendezvous:
@@ -105,7 +105,7 @@ def hardware(hp: Hyperparameters, client: Any, *, coming: int = 0, seconds: floa
 
 
 def ask(client: Any, function: Callable[..., Any], *arguments: Any, workers: Sequence[str] | None = None) -> Any:
-    """What a function of this library returns on each of these workers, or on all."""
+    """What a function, which may be this library's, returns on each of these workers, or on all."""
     with answering(client):
         return client.run(by_value(function), *arguments, workers=workers)
 
@@ -225,11 +225,6 @@ def chosen(workers: Mapping[str, Any], busy: Mapping[str, Any], num_ranks: int) 
             "add workers, or lower num_ranks"
         )
     return ordered[:num_ranks]
-
-
-def visible_devices() -> str | None:
-    """What a worker sees of its host's GPUs."""
-    return os.environ.get(DEVICES)
 
 
 def numbered(workers: Sequence[str], visible: Mapping[str, str | None]) -> list[int]:
