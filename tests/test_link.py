@@ -24,7 +24,7 @@ def test_before_training_the_newest_checkpoint_is_the_one_that_was_found() -> No
     ours, theirs = Pipe()
     OPEN.append(ours)
     Link(theirs)
-    ours.send({"kind": "job", "job": b"", "saved": 7})
+    ours.send({"kind": "job", "job": b"", "saved": 7, "network": ""})
     ours.send({"kind": "save"})
     assert ours.poll(10)
     assert ours.recv() == {"kind": "saved", "step": 7}

@@ -48,8 +48,7 @@ class Link:
     def __init__(self, pipe: Connection, saved: int = 0) -> None:
         self._pipe = pipe
         self._sending = threading.Lock()
-        self._jobs: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self._network = ""
+        self._jobs: queue.SimpleQueue[tuple[bytes, str]] = queue.SimpleQueue()
         self._addresses: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
         self._save: Callable[[], int] = lambda: saved
         threading.Thread(target=self._listen, name="launcher", daemon=True).start()
@@ -65,9 +64,9 @@ class Link:
 
     def job(self) -> Job:
         """What there is to do, when the launcher has said so."""
-        pickled = self._jobs.get()
-        if self._network:
-            use_network(self._network)
+        pickled, network = self._jobs.get()
+        if network:
+            use_network(network)
         job: Job = pickle.loads(pickled)  # here, not while the main thread imports things, too
         return job
 
@@ -97,9 +96,7 @@ class Link:
         if message["kind"] == "job":
             saved: int = message["saved"]
             self._save = lambda: saved
-            self._jobs.put(message["job"])
-        elif message["kind"] == "network":
-            self._network = message["host"]
+            self._jobs.put((message["job"], message["network"]))
         elif message["kind"] == "address":
             self._addresses.put((message["host"], message["port"]))
         elif message["kind"] == "save":

@@ -32,7 +32,7 @@ def proxy_rank(handle: RankHandle, ticket: JoinTicket) -> bool:
         pipe, shares = join(ticket)
         with folder_of(ticket.run_folder, shares) as folder, stop_requests() as stop:
             job, host = received(pipe, folder, shares=shares)
-            handle.send("network", host=host)
+            handle.network = host
             mirror = None if shares or handle.rank else Mirror(folder, pipe.send)
             try:
                 handle.hand_over(replace(job, data=prepared_here(job)))
@@ -74,18 +74,15 @@ def received(pipe: Connection, folder: Path, *, shares: bool) -> tuple[Job, str]
 
     Raises RunOverError if there is no job any more, EOFError or OSError if the launcher is gone.
     """
-    host = ""
     while (message := pipe.recv())["kind"] != "job":
         if message["kind"] == "over":
             raise RunOverError(message["error"])
-        if message["kind"] == "network":
-            host = message["host"]
-        elif message["kind"] == "file":
+        if message["kind"] == "file":
             name = Path(message["name"]).name
             take_piece(folder, {**message, "name": name}, (name,))
     job: Job = pickle.loads(message["job"])
     if shares:
-        return job, host
+        return job, message["network"]
     found, weights = job.checkpoint, job.initial_weights
     own = replace(
         job,
@@ -93,7 +90,7 @@ def received(pipe: Connection, folder: Path, *, shares: bool) -> tuple[Job, str]
         checkpoint=replace(found, path=folder / found.path.name) if found else None,
         initial_weights=folder / weights.name if weights else None,
     )
-    return own, host
+    return own, message["network"]
 
 
 def relay(handle: RankHandle, pipe: Connection, stop: StopRequest, mirror: Mirror | None) -> bool:

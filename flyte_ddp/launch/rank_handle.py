@@ -28,6 +28,7 @@ class RankHandle:
 
     def __init__(self, rank: int, pipe: Connection, host: str) -> None:
         self.rank, self.pipe, self.host = rank, pipe, host
+        self.network = ""  # address of the interface that it should talk over to other ranks, if that matters
         self.error: dict[str, Any] | None = None
         self.completed = False
         self.saved: int | None = None  # step of the checkpoint that it was asked for
@@ -69,7 +70,7 @@ class RankHandle:
         """Tells the rank what there is to do."""
         self.keeper = results.Keeper(job.run_folder)
         self.resumes_after = job.checkpoint.step if job.checkpoint else 0
-        self.send("job", job=pickle.dumps(job), saved=self.resumes_after)
+        self.send("job", job=pickle.dumps(job), saved=self.resumes_after, network=self.network)
 
     def send(self, kind: str, **values: Any) -> None:
         """Tells the rank something, if it is still there."""

@@ -93,7 +93,7 @@ class RemoteHandle(RankHandle):
 
     def __init__(self, rank: int, pipe: Connection, host: str, folder: Path | None) -> None:
         super().__init__(rank, pipe, host)
-        self.folder = folder
+        self.network, self.folder = host, folder
         self.early: list[dict[str, Any]] = []
 
     @property
@@ -118,8 +118,7 @@ class RemoteHandle(RankHandle):
                 yield message
 
     def hand_over(self, job: Job) -> None:
-        """Sends the job, and before it what else the agent must have: its address, and files of a folder not shared."""
-        self.send("network", host=self.host)
+        """Sends the job, and before it the files that the agent must have of a folder not shared."""
         if self.folder is not None:
             with suppress(OSError):  # one that is lost is noticed by whoever listens to it
                 send_file(self.pipe, job.run_folder / APPENDED, APPENDED)
