@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import connection
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, NoReturn
@@ -85,8 +86,9 @@ class ForkedHandle(ProcessHandle):
 
     def close(self) -> None:
         """See :class:`RankHandle`. Forks have the server's sentinel, too: it is ready when all have ended."""
-        if self.process.is_alive():
-            self.process.join(JOIN_SECONDS)
+        if connection.wait([self.process.sentinel], JOIN_SECONDS):
+            self.process.join()
+        else:
             self.process.kill()
         for end in (self.pipe, self.stacks, self.exit_pipe):
             end.close()
