@@ -34,8 +34,8 @@ from flyte_ddp.datasets import open_arrays
 from flyte_ddp.diagnosis import LossWatch
 from flyte_ddp.hardware import bf16_support, detect
 from flyte_ddp.job import Job
-from flyte_ddp.launch.place import Place
 from flyte_ddp.launch.rank import join_process_group, keep_freed_memory
+from flyte_ddp.launch.rank_info import RankInfo
 from flyte_ddp.recording import Recorder
 from flyte_ddp.run import identity_of
 from flyte_ddp.selection import Selection
@@ -108,7 +108,7 @@ def run_rank(rank: int, order: dict[str, Any], records: str) -> None:
     torch.set_num_threads(job.hardware.threads)
     keep_freed_memory()
     store = distributed.FileStore(str(folder / "store"), hp.num_ranks)  # type: ignore[attr-defined]
-    join_process_group(job, Place(rank, hp.num_ranks, device=rank), store)
+    join_process_group(job, RankInfo(rank, hp.num_ranks, local_rank=rank), store)
     arrays = open_arrays(job.data)
     state = TrainingState(hp, job.hardware, arrays, None)
     with Recorder(job, state.clock, state.device, state.total_steps, state.steps_per_epoch) as recorder:

@@ -19,7 +19,7 @@ import numpy as np
 
 from flyte_ddp.datasets import ImageArrays, fetch, open_arrays
 from flyte_ddp.datasets.arrays import write_arrays
-from flyte_ddp.launch.offspring import living_trees
+from flyte_ddp.process import living_trees
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_SECONDS = 900.0  # for one run; a hang ends as a failure of its benchmark

@@ -22,7 +22,7 @@ from subprocess import DEVNULL, Popen, TimeoutExpired
 from typing import Any
 
 from flyte_ddp.errors import from_here
-from flyte_ddp.launch.offspring import kill_trees
+from flyte_ddp.process import kill_trees
 from flyte_ddp.run_folder import METRICS
 from flyte_ddp.settings import Settings
 from flyte_ddp.wandb_feed import NOT_SENT, POLL_SECONDS, opened

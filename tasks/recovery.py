@@ -15,9 +15,9 @@ from flytekit.exceptions.user import FlyteRecoverableException, FlyteUserRuntime
 
 from flyte_ddp.checkpoint import FOLDER, SLOTS
 from flyte_ddp.errors import RankError, StoppedError, UnreachableError, UserError
+from flyte_ddp.process import postponed
 from flyte_ddp.run_folder import UNFINISHED
 from flyte_ddp.run_lock import release_reserved
-from flyte_ddp.signals import postponed
 from tasks import places, pods
 from tasks.checkpoint_store import CheckpointStore
 

@@ -88,10 +88,10 @@ def test_a_rank_that_hangs_is_named_with_its_stack(
 HANGS_EARLY = """
 from flyte_ddp.launch import rank_process
 run_and_report = rank_process.run_and_report
-def hang_at_the_start(place, link):
-    while place.rank == int(os.environ["HANGS_EARLY"]):
+def hang_at_the_start(info, link):
+    while info.rank == int(os.environ["HANGS_EARLY"]):
         time.sleep(0.01)
-    return run_and_report(place, link)
+    return run_and_report(info, link)
 rank_process.run_and_report = hang_at_the_start
 """
 

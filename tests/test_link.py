@@ -14,8 +14,8 @@ import torch
 from flyte_ddp import distributed
 from flyte_ddp.errors import CollectiveTimeoutError, PeerGoneError, UserError
 from flyte_ddp.launch.failures import first_failure
-from flyte_ddp.launch.gang import Member
 from flyte_ddp.launch.link import Link, cause, described
+from flyte_ddp.launch.rank_handle import RankHandle
 
 OPEN: list[Connection] = []  # a rank ends with its launcher's end of the pipe, and this process must not
 
@@ -24,7 +24,7 @@ def test_before_training_the_newest_checkpoint_is_the_one_that_was_found() -> No
     ours, theirs = Pipe()
     OPEN.append(ours)
     Link(theirs)
-    ours.send({"kind": "job", "job": b"", "saved": 7})
+    ours.send({"kind": "job", "job": b"", "saved": 7, "network": ""})
     ours.send({"kind": "save"})
     assert ours.poll(10)
     assert ours.recv() == {"kind": "saved", "step": 7}
@@ -33,12 +33,12 @@ def test_before_training_the_newest_checkpoint_is_the_one_that_was_found() -> No
 def test_a_rank_that_talks_without_pause_leaves_time_for_others() -> None:
     """And what one has said before its end is all heard."""
     ours, theirs = Pipe()
-    member = Member(0, ours, "127.0.0.1")
+    handle = RankHandle(0, ours, "127.0.0.1")
     for number in range(250):
         theirs.send({"kind": "result", "number": number})
-    assert [message["number"] for message in member.messages()] == [*range(100)]
-    member.exitcode = 0
-    assert [message["number"] for message in member.messages()] == [*range(100, 250)]
+    assert [message["number"] for message in handle.messages()] == [*range(100)]
+    handle.exitcode = 0
+    assert [message["number"] for message in handle.messages()] == [*range(100, 250)]
 
 
 def test_rank_0_that_does_not_come_is_not_waited_for_without_end() -> None:
@@ -107,30 +107,30 @@ def test_of_a_long_error_head_and_tail_are_told() -> None:
     assert described(raised(ValueError("all of it")))["message"] == "all of it"
 
 
-def member(rank: int, exit_code: int | None = None, kind: str = "", time: float = 0.0, **values: Any) -> Any:
+def handle(rank: int, exit_code: int | None = None, kind: str = "", time: float = 0.0, **values: Any) -> Any:
     error = {"cause": kind, "type": "E", "message": f"of {rank}", "traceback": "", "time": time} if kind else None
     values = {"exitcode": exit_code, "error": error, "completed": False, "lost": False, "host": "h", **values}
     return SimpleNamespace(rank=rank, **values)
 
 
 @pytest.mark.parametrize(
-    ("gang", "words"),
+    ("group", "words"),
     [
-        ([member(0, 1, "peer"), member(1, -signal.SIGKILL)], "rank 1 was killed by SIGKILL"),
-        ([member(0, -signal.SIGABRT), member(1, -signal.SIGSEGV)], "rank 1 was killed by SIGSEGV"),
-        ([member(0, -signal.SIGABRT), member(1, 0)], "rank 1 ended with exit code 0"),
-        ([member(0, -signal.SIGABRT), member(1, 1, "own")], "rank 1: E: of 1"),
-        ([member(0, 1, "peer"), member(1, -signal.SIGABRT)], "rank 1 was killed by SIGABRT"),
-        ([member(0, 1, "own", 2.0), member(1, 1, "own", 1.0)], "rank 1: E: of 1"),
-        ([member(0, 1, "peer"), member(1, 1, "mistake")], "of 1"),
+        ([handle(0, 1, "peer"), handle(1, -signal.SIGKILL)], "rank 1 was killed by SIGKILL"),
+        ([handle(0, -signal.SIGABRT), handle(1, -signal.SIGSEGV)], "rank 1 was killed by SIGSEGV"),
+        ([handle(0, -signal.SIGABRT), handle(1, 0)], "rank 1 ended with exit code 0"),
+        ([handle(0, -signal.SIGABRT), handle(1, 1, "own")], "rank 1: E: of 1"),
+        ([handle(0, 1, "peer"), handle(1, -signal.SIGABRT)], "rank 1 was killed by SIGABRT"),
+        ([handle(0, 1, "own", 2.0), handle(1, 1, "own", 1.0)], "rank 1: E: of 1"),
+        ([handle(0, 1, "peer"), handle(1, 1, "mistake")], "of 1"),
         (
-            [member(0, 1, "peer"), member(1, lost=True)],
-            "rank 1 ended without a word before it had finished",
+            [handle(0, 1, "peer"), handle(1, lost=True)],
+            "rank 1 exited without reporting an error before it had finished",
         ),
     ],
 )
-def test_the_first_to_fail_is_blamed(gang: list[Any], words: str) -> None:
-    assert str(first_failure(gang, 600.0)).startswith(words)
+def test_the_first_to_fail_is_blamed(group: list[Any], words: str) -> None:
+    assert str(first_failure(group, 600.0)).startswith(words)
 
 
 class Event:

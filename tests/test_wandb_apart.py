@@ -19,7 +19,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.job import Job
 from flyte_ddp.json_lines import read_records
 from flyte_ddp.launch import single
-from flyte_ddp.launch.offspring import kill_trees
+from flyte_ddp.process import kill_trees
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.settings import Settings
 

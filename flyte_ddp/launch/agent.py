@@ -1,4 +1,4 @@
-"""Stands for a rank on its host: ``python -m flyte_ddp.launch.agent``, with an :class:`Invitation` on its input.
+"""A rank's agent on its host: ``python -m flyte_ddp.launch.agent``, with a :class:`JoinTicket` on its input.
 
 A process of its own, so that the rank that it starts has a parent whose signals and children are nobody else's: Dask's
 workers must not have children, and run tasks off their main threads. It ends with whoever started it, and the rank
@@ -15,77 +15,66 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from flyte_ddp.launch.gang import Member, end
-from flyte_ddp.launch.offspring import end_offspring, take_in_orphans
 from flyte_ddp.launch.processes import start
 from flyte_ddp.launch.sources import unpacked
+from flyte_ddp.launch.supervisor import end
+from flyte_ddp.process import become_subreaper, kill_descendants
 
 if TYPE_CHECKING:
-    from flyte_ddp.launch.remote import Invitation
+    from flyte_ddp.launch.rank_handle import RankHandle
+    from flyte_ddp.launch.rendezvous import JoinTicket
 
 
 class RankEndedError(RuntimeError):
-    """An agent's rank did not come to its end. The launcher knows why; the engine may try again."""
+    """An agent's rank failed. The launcher knows why; the engine may try again."""
 
 
-def run(invitation: Invitation) -> None:
-    """Starts an agent and waits for its end. What an engine calls where a rank is to be.
-
-    Raises:
-        RankEndedError: it was not a good one.
-    """
-    start_agent(in_words(invitation))
+def run(ticket: JoinTicket) -> None:
+    """Starts an agent and waits for its end: what an engine calls where a rank is to be."""
+    start_agent(in_words(ticket))
 
 
 def run_with(sources: bytes, words: bytes, below: str) -> None:
     """The same on a host that need not have this library, where this function comes by value.
 
-    Args:
-        sources: from :func:`flyte_ddp.launch.sources.packed`.
-        words: from :func:`in_words`.
-        below: a folder of that host's, for the sources.
+    Puts the sources, which are :func:`packed`, into a folder of its own below that one.
     """
-    with unpacked(sources, below) as (folder, places):
-        start_agent(words, folder, places)
+    with unpacked(sources, below) as (folder, path):
+        start_agent(words, folder, path)
 
 
-def in_words(invitation: Invitation) -> bytes:
-    """What an agent gets on its input; first comes the place, with which it starts its rank."""
-    return pickle.dumps(invitation.place) + pickle.dumps(invitation)
+def in_words(ticket: JoinTicket) -> bytes:
+    """What an agent gets on its input; first comes what it starts its rank with."""
+    return pickle.dumps(ticket.info) + pickle.dumps(ticket)
 
 
-def start_agent(words: bytes, folder: str | None = None, places: Sequence[str] = ()) -> None:
-    """See :func:`run`.
-
-    Args:
-        folder: the agent's working directory, where Python looks for modules first; None: this process's.
-        places: where it looks for them then, before it does so where this process does.
-    """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [*places, *sys.path]))}
+def start_agent(words: bytes, folder: str | None = None, path: Sequence[str] = ()) -> None:
+    """See :func:`run`. Python looks for modules in the agent's working directory, then in ``path``, then as here."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [*path, *sys.path]))}
     command = [sys.executable, "-m", "flyte_ddp.launch.agent"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, cwd=folder) as process:
         assert process.stdin is not None
         process.stdin.write(words)
         process.stdin.flush()  # and it stays open: its end is the end of this process
         if process.wait():
-            raise RankEndedError("the rank did not come to its end")
+            raise RankEndedError("the rank failed")
 
 
 def main() -> None:
     """The process's first function."""
-    take_in_orphans()  # of its rank, so that it can end all that the rank has started
-    place = pickle.load(sys.stdin.buffer)
-    gang: list[Member] = []
+    become_subreaper()  # so that it can end all that its rank has started
+    info = pickle.load(sys.stdin.buffer)
+    group: list[RankHandle] = []
     try:
-        start(gang, place)  # first of all: it takes its time to import torch, in which this process gets its job
-        from flyte_ddp.launch.standing import stand_for
+        start(group, info)  # first of all: it takes its time to import torch, in which this process gets its job
+        from flyte_ddp.launch.proxy import proxy_rank
 
-        invitation = pickle.load(sys.stdin.buffer)
+        ticket = pickle.load(sys.stdin.buffer)
         threading.Thread(target=end_with_parent, name="parent", daemon=True).start()
-        code = 0 if stand_for(gang[0], invitation) else 1
+        code = 0 if proxy_rank(group[0], ticket) else 1
     finally:
-        end(gang)
-        end_offspring()
+        end(group)
+        kill_descendants()
     sys.exit(code)
 
 
@@ -93,7 +82,7 @@ def end_with_parent() -> None:
     """Ends this process, its rank, and what that has started, when the one that started it has ended."""
     while os.read(sys.stdin.fileno(), 1):
         pass
-    end_offspring()
+    kill_descendants()
     os._exit(1)
 
 

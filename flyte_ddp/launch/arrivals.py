@@ -1,4 +1,4 @@
-"""Who comes to a launcher's port: agents, who know the run's key, and strangers, who must not hold anything up."""
+"""Who connects to a launcher's port: agents, who know the run's key, and strangers, who must not hold anything up."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ import os
 import queue
 import socket
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from multiprocessing import Pipe, connection
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from flyte_ddp.launch.network import cut_off_after, is_loopback, keep_alive, shut
 
 HELLO_SECONDS = 10.0  # in all, for one that has connected to prove that it knows the key and to say who it is
 HELLO_BYTES = 4096
-MOST_AT_ONCE = 64  # others wait until one of those has been let in or turned away
+HELLO = {"rank": int, "host": str, "shares": bool, "code": str}
+MOST_AT_ONCE = 64  # others wait until one of those has been accepted or refused
 POLL_SECONDS = 0.1
 
 
@@ -32,7 +33,7 @@ class Arrival:
     code: str  # digest of its library
     pipe: Connection
     seen_at: str  # its address as the launcher sees it
-    reached_at: str  # the launcher's address that it came to
+    reached_at: str  # the launcher's address that it connected to
 
     @property
     def is_here(self) -> bool:
@@ -40,8 +41,16 @@ class Arrival:
         return is_loopback(self.seen_at) or self.seen_at == self.reached_at
 
 
+def fields_of(text: bytes, kinds: Mapping[str, type]) -> dict[str, Any]:
+    """The values of these names and types in a JSON object; raises anything for what a stranger may have sent."""
+    found = json.loads(text)
+    if not isinstance(found, dict) or any(type(found.get(name)) is not kind for name, kind in kinds.items()):
+        raise ValueError("not from an agent")
+    return {name: found[name] for name in kinds}
+
+
 class Door:
-    """Lets agents in as they come, each by a thread of its own; a context manager.
+    """Accepts agents as they connect, each by a thread of its own; a context manager.
 
     Args:
         server: listens.
@@ -50,13 +59,13 @@ class Door:
 
     def __init__(self, server: socket.socket, key: bytes) -> None:
         self.server, self.key = server, key
-        self.arrived: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
-        self.guests: set[socket.socket] = set()
-        self.room = threading.Semaphore(MOST_AT_ONCE)
-        self.lock = threading.Lock()  # for guests, and for being closed
+        self.accepted: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
+        self.unproven: set[socket.socket] = set()
+        self.capacity = threading.Semaphore(MOST_AT_ONCE)
+        self.lock = threading.Lock()  # for those who have proven nothing yet, and for being closed
         self.closed = threading.Event()
         self.waker, self.wake = Pipe(duplex=False)
-        self.thread = threading.Thread(target=self.let_in, name="door", daemon=True)
+        self.thread = threading.Thread(target=self.accept, name="door", daemon=True)
 
     def __enter__(self) -> Self:
         self.server.settimeout(POLL_SECONDS)
@@ -67,43 +76,43 @@ class Door:
         with self.lock:
             self.closed.set()
             self.wake.close()
-            for guest in self.guests:
-                shut(guest)
+            for connected in self.unproven:
+                shut(connected)
         self.thread.join()
         self.waker.close()
         for arrival in self.arrivals(0.0):
             arrival.pipe.close()
 
     def arrivals(self, seconds: float = POLL_SECONDS) -> list[Arrival]:
-        """Those let in since the last call; waits so long for one."""
+        """Those accepted since the last call; waits so long for one."""
         found: list[Arrival] = []
         try:
             while True:
-                found.append(self.arrived.get(timeout=0.0 if found else seconds))
+                found.append(self.accepted.get(timeout=0.0 if found else seconds))
         except queue.Empty:
             return found
 
-    def let_in(self) -> None:
+    def accept(self) -> None:
         """The thread's function."""
         while self.waker not in connection.wait([self.server, self.waker]):
-            if not self.room.acquire(timeout=POLL_SECONDS):
+            if not self.capacity.acquire(timeout=POLL_SECONDS):
                 continue
             try:
-                guest, _ = self.server.accept()
-            except OSError as error:  # who had come is gone, or too many files are open
-                self.room.release()
+                connected, _ = self.server.accept()
+            except OSError as error:  # who had connected is gone, or too many files are open
+                self.capacity.release()
                 if not isinstance(error, TimeoutError):
                     self.closed.wait(POLL_SECONDS)
                 continue
             with self.lock:
-                self.guests.add(guest)
-            threading.Thread(target=self.receive, args=(guest,), name="guest", daemon=True).start()
+                self.unproven.add(connected)
+            threading.Thread(target=self.receive, args=(connected,), name="arrival", daemon=True).start()
 
-    def receive(self, guest: socket.socket) -> None:
-        """Lets one in, or turns it away."""
-        pipe = Connection(os.dup(guest.fileno()))
+    def receive(self, connected: socket.socket) -> None:
+        """Accepts one who is an agent, and ends any other connection."""
+        pipe = Connection(os.dup(connected.fileno()))
         try:
-            arrival = self.greeted(guest, pipe)
+            arrival = self.greeted(connected, pipe)
         except Exception:  # whatever a stranger may bring about
             pipe.close()
         else:
@@ -111,31 +120,27 @@ class Door:
                 if self.closed.is_set():
                     pipe.close()
                 else:
-                    self.arrived.put(arrival)
+                    self.accepted.put(arrival)
         finally:
             with self.lock:
-                self.guests.discard(guest)
-            guest.close()
-            self.room.release()
+                self.unproven.discard(connected)
+            connected.close()
+            self.capacity.release()
 
-    def greeted(self, guest: socket.socket, pipe: Connection) -> Arrival:
+    def greeted(self, connected: socket.socket, pipe: Connection) -> Arrival:
         """Who it is; unpickles nothing, and raises anything for a stranger."""
         if self.closed.is_set():
             raise EOFError
-        keep_alive(guest)
-        with cut_off_after(guest, HELLO_SECONDS):
+        keep_alive(connected)
+        with cut_off_after(connected, HELLO_SECONDS):
             deliver_challenge(pipe, self.key)
             answer_challenge(pipe, self.key)
-            said = json.loads(pipe.recv_bytes(HELLO_BYTES))
-        fields = {"rank": int, "host": str, "shares": bool, "code": str}
-        if not isinstance(said, dict) or any(type(said.get(name)) is not kind for name, kind in fields.items()):
-            raise ValueError("no agent's hello")
-        about = {name: said[name] for name in fields}
-        return Arrival(**about, pipe=pipe, seen_at=guest.getpeername()[0], reached_at=guest.getsockname()[0])
+            said = fields_of(pipe.recv_bytes(HELLO_BYTES), HELLO)
+        return Arrival(**said, pipe=pipe, seen_at=connected.getpeername()[0], reached_at=connected.getsockname()[0])
 
 
 def launchers_host(arrivals: Iterable[Arrival]) -> str:
-    """Under which address ranks on the launcher's host can be reached by all who have come.
+    """Under which address ranks on the launcher's host can be reached by all who have connected.
 
     That is not always what they say themselves: they may have come over the loopback.
     """

@@ -16,10 +16,10 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UnreachableError, UserError, needing
 from flyte_ddp.hardware import MOST_CPU_RANKS, Hardware
 from flyte_ddp.job import Job
-from flyte_ddp.launch import agent, room, sources
-from flyte_ddp.launch.place import Place
+from flyte_ddp.launch import agent, capacity, sources
 from flyte_ddp.launch.processes import main_script_hidden
-from flyte_ddp.launch.remote import JOIN_SECONDS, meeting_place
+from flyte_ddp.launch.rank_info import RankInfo
+from flyte_ddp.launch.rendezvous import JOIN_SECONDS, open_rendezvous
 
 SCHEDULER = "DASK_SCHEDULER_ADDRESS"  # Dask's own variable
 REACH_SECONDS = 10
@@ -41,13 +41,6 @@ def launch(job: Job, *, num_ranks: int, client: Any = None, retries: int = 0, fo
         retries: Dask's own: how often it starts a task once more when it has failed. All ranks then go on from the
             newest checkpoint. Each rank stays on its worker, so that a lost worker ends the run.
         folder: see :func:`flyte_ddp.launch.sources.packed`.
-
-    Raises:
-        UserError: the user's mistake, as the rank that failed first reported it, or workers of another version.
-        UnreachableError: there is no scheduler, there are too few workers, or they cannot reach this host.
-        RankError: any other failure of a rank, named by the rank that failed first.
-        StoppedError: the process got SIGTERM; for Ctrl-C it is a KeyboardInterrupt.
-
     """
     with needing("dask"):
         from dask import annotate  # type: ignore[attr-defined]
@@ -59,22 +52,22 @@ def launch(job: Job, *, num_ranks: int, client: Any = None, retries: int = 0, fo
         there = workers_of(cluster)
         workers = chosen(there, cluster.processing(), num_ranks)
         refuse_other_versions(cluster, workers)
-        devices = numbered(workers, ask(cluster, visible_devices, workers=workers))
+        devices = numbered(workers, ask(cluster, os.getenv, DEVICES, workers=workers))
         files, run = sources.packed(job.hp, folder), by_value(agent.run_with)
         scheduler = cluster.scheduler.address.rpartition("//")[2].rpartition(":")[0]
-        with meeting_place(job, get_ip(scheduler)) as meeting:
+        with open_rendezvous(job, get_ip(scheduler)) as rendezvous:
             tasks = []
             for rank, worker in enumerate(workers):
-                words = agent.in_words(meeting.invitation(Place(rank, num_ranks, devices[rank])))
+                words = agent.in_words(rendezvous.ticket(RankInfo(rank, num_ranks, devices[rank])))
                 with annotate(workers=[worker], allow_other_workers=False, retries=retries):
                     tasks.append(delayed(run, pure=False)(files, words, there[worker]["local_directory"]))
-            # In one go, so that of two runs at the same time no worker takes the other's rank first.
+            # All at once, so that of two runs at the same time no worker takes the other's rank first.
             futures: list[Any] = cluster.compute(tasks, optimize_graph=False)
             try:
-                meeting.run(num_ranks, lambda: refuse_failed(futures, workers, workers_of(cluster)))
+                rendezvous.run(num_ranks, lambda: refuse_failed(futures, workers, workers_of(cluster)))
             finally:
                 # Agents end by themselves when nobody listens any more; those of workers that are gone have ended.
-                meeting.close()
+                rendezvous.close()
                 with suppress(Exception):  # in time, or there is no scheduler any more
                     wait(futures, timeout=JOIN_SECONDS)
                 with suppress(OSError):
@@ -94,15 +87,15 @@ def hardware(hp: Hyperparameters, client: Any, *, coming: int = 0, seconds: floa
         UnreachableError: workers that have not come.
     """
     if coming:
-        wanted = room.limited(hp, coming, f"the Dask cluster has {coming} workers", coming, exact=True)
-        room.awaited(lambda: len(workers_of(client)), wanted, "workers of the Dask cluster", seconds)
+        wanted = capacity.clamp_ranks(hp, coming, f"the Dask cluster has {coming} workers", coming, exact=True)
+        capacity.awaited(lambda: len(workers_of(client)), wanted, "workers of the Dask cluster", seconds)
     workers = workers_of(client)
     refuse_other_versions(client, workers)
     gpus = ask(client, machine.visible_gpus)
-    device = room.device_type(hp, bool(gpus) and all(gpus.values()), "not all workers of the Dask cluster have one")
+    device = capacity.device_type(hp, bool(gpus) and all(gpus.values()), "not all workers of the Dask cluster have one")
     there = coming or len(workers)
     most = there if device == "cuda" else min(there, hp.batch_size)
-    num_ranks = room.limited(hp, there, f"the Dask cluster has {there} workers", most, exact=coming > 0)
+    num_ranks = capacity.clamp_ranks(hp, there, f"the Dask cluster has {there} workers", most, exact=coming > 0)
     used = chosen(workers, client.processing(), num_ranks)
     cores = ask(client, machine.cores, workers=used)
     bf16 = ask(client, machine.bf16_support, device, workers=used)
@@ -112,7 +105,7 @@ def hardware(hp: Hyperparameters, client: Any, *, coming: int = 0, seconds: floa
 
 
 def ask(client: Any, function: Callable[..., Any], *arguments: Any, workers: Sequence[str] | None = None) -> Any:
-    """What a function of this library returns on each of these workers, or on all."""
+    """What a function, which may be this library's, returns on each of these workers, or on all."""
     with answering(client):
         return client.run(by_value(function), *arguments, workers=workers)
 
@@ -196,11 +189,7 @@ def connected(client: Any = None, num_ranks: int = 0, seconds: float | None = No
 
 
 def workers_of(client: Any) -> dict[str, Any]:
-    """What the scheduler knows of each worker, by address.
-
-    Raises:
-        UnreachableError: it does not answer.
-    """
+    """What the scheduler knows of each worker, by address."""
     with answering(client):
         workers: dict[str, Any] = client.sync(client.scheduler.identity, n_workers=-1)["workers"]
     return workers
@@ -221,11 +210,8 @@ def chosen(workers: Mapping[str, Any], busy: Mapping[str, Any], num_ranks: int) 
     """The addresses of so many workers: of as few hosts as possible, those of a host side by side.
 
     Args:
-        workers: by address, with their ``host``.
+        workers: by address, with their ``host``; UnreachableError if they are fewer.
         busy: what each of them works at; workers that are at something are taken only if others do not suffice.
-
-    Raises:
-        UnreachableError: there are fewer.
     """
     idle = [address for address in workers if not busy.get(address)]
     hosts: dict[str, list[str]] = defaultdict(list)
@@ -239,11 +225,6 @@ def chosen(workers: Mapping[str, Any], busy: Mapping[str, Any], num_ranks: int) 
             "add workers, or lower num_ranks"
         )
     return ordered[:num_ranks]
-
-
-def visible_devices() -> str | None:
-    """What a worker sees of its host's GPUs."""
-    return os.environ.get(DEVICES)
 
 
 def numbered(workers: Sequence[str], visible: Mapping[str, str | None]) -> list[int]:

@@ -1,7 +1,7 @@
 """Launches ranks with torch Elastic, whose workers are the ranks: started here, by ``torchrun``, or by Flyte's plugin.
 
-Elastic starts workers, finds out which rank each is, ends all of a host when one has ended badly, and starts all anew
-as often as it may. What ranks do in its workers is in elastic_rank.py.
+Elastic starts workers, finds out which rank each is, ends all of a host when one has failed, and starts all again as
+often as it may. What ranks do in its workers is in elastic_rank.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import secrets
 import signal
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +24,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import RankError, StoppedError, UserError
 from flyte_ddp.hardware import Hardware
 from flyte_ddp.job import Job
-from flyte_ddp.launch import room
+from flyte_ddp.launch import capacity
 from flyte_ddp.launch.elastic_rank import (
     ERROR_SUFFIX,
     KEY_VARIABLE,
@@ -37,10 +36,10 @@ from flyte_ddp.launch.elastic_rank import (
     recorded,
 )
 from flyte_ddp.launch.failures import was_killed
-from flyte_ddp.launch.offspring import ended_with_the_block
 from flyte_ddp.launch.processes import main_script_hidden
-from flyte_ddp.launch.remote import from_newest_checkpoint
+from flyte_ddp.launch.rendezvous import from_newest_checkpoint
 from flyte_ddp.launch.stopping import stopped_by
+from flyte_ddp.process import descendants_killed_at_end, signal_handlers
 
 __all__ = ["failure", "follow", "hardware", "is_leader", "launch", "log_kept_quiet", "recorded"]
 
@@ -50,14 +49,8 @@ def launch(job: Job, *, num_ranks: int, max_restarts: int = 0) -> None:
 
     Args:
         num_ranks: of workers of its own.
-        max_restarts: Elastic's own, of those: how often all are started anew when one has failed. The run then goes on
-            from its newest checkpoint.
-
-    Raises:
-        UserError: the user's mistake, as the rank that failed first reported it.
-        RankError: any other failure of a rank, named by the rank that failed first.
-        StoppedError: the process got SIGTERM; for Ctrl-C it is a KeyboardInterrupt.
-
+        max_restarts: Elastic's own, of those: how often all are started again when one has failed. The run then goes
+            on from its newest checkpoint.
     """
     if RUN_ID in os.environ:
         lead(job)
@@ -77,7 +70,7 @@ def hardware(hp: Hyperparameters) -> Hardware:
         print(message, file=sys.stderr, flush=True)
     gpus = machine.visible_gpus()
     lack = f"this host has {gpus} for {on_this_host} workers of Elastic's"
-    device = room.device_type(hp, gpus >= on_this_host, lack)
+    device = capacity.device_type(hp, gpus >= on_this_host, lack)
     threads = max(1, machine.cores() // on_this_host)
     return machine.decide(hp, device, num_ranks, threads=threads, bf16=machine.bf16_support(device))
 
@@ -93,7 +86,7 @@ def start(job: Job, num_ranks: int, max_restarts: int) -> None:
         surroundings_kept(),
         tempfile.TemporaryDirectory(prefix="flyte-ddp-elastic-") as logs,
         main_script_hidden(),
-        ended_with_the_block(),
+        descendants_killed_at_end(),
     ):
         config = LaunchConfig(
             min_nodes=1,
@@ -124,22 +117,18 @@ def worker(job: Job, key: str) -> None:
             follow()
             return
         if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
-            job = from_newest_checkpoint(job, "Elastic has started all ranks anew")
+            job = from_newest_checkpoint(job, "Elastic has started all ranks again")
         lead(job)
 
 
 def failure(error: Any) -> BaseException:
-    """What a worker raised, or how it ended.
-
-    Args:
-        error: Elastic's ChildFailedError.
-    """
+    """What a worker raised, or how it ended, by Elastic's ChildFailedError."""
     rank, first = error.get_first_failure()
     if first.exitcode < 0:
         return was_killed(rank, signal.Signals(-first.exitcode))
     try:
         raised = pickle.loads(Path(first.error_file).with_suffix(ERROR_SUFFIX).read_bytes())
-    except Exception:  # an exception of a user's own may fail in any way when it is made anew
+    except Exception:  # an exception of a user's own may fail in any way when it is made again
         raised = None
     if isinstance(raised, (UserError, RankError, StoppedError)):
         return raised
@@ -163,15 +152,12 @@ def log_kept_quiet() -> Iterator[None]:
 @contextmanager
 def surroundings_kept() -> Iterator[None]:
     """Puts back what Elastic changes in this process: handlers of signals, and environment."""
-    environment = dict(os.environ)
-    in_main = threading.current_thread() is threading.main_thread()
+    names = {*os.environ}
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-    handlers = {number: signal.getsignal(number) for number in numbers}
     try:
-        yield
+        with signal_handlers({number: signal.getsignal(number) for number in numbers}):
+            yield
     finally:
-        for name in os.environ.keys() - environment.keys():
+        for name in os.environ.keys() - names:
             if name.startswith(("TORCHELASTIC_", "TORCH_")):
                 del os.environ[name]
-        for number, handler in handlers.items() if in_main else ():
-            signal.signal(number, handler)

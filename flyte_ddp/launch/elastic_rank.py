@@ -1,6 +1,6 @@
-"""What torch Elastic's workers do, which are the ranks: rank 0 leads, the others follow, and all hear the same verdict.
+"""What torch Elastic's workers do, which are the ranks: rank 0 leads, the others follow, and all hear the same outcome.
 
-A thread of rank 0 watches over all ranks as other launchers do, as Elastic knows of each host's workers only that one
+A thread of rank 0 supervises all ranks as other launchers do, as Elastic knows of each host's workers only that one
 has ended, and by its clock a victim may end first. What it finds is told to all ranks, and each raises it, so that
 every host reports the same.
 """
@@ -27,25 +27,26 @@ from typing import Any
 
 from flyte_ddp.errors import RankError, StoppedError, UnreachableError, UserError
 from flyte_ddp.job import Job
+from flyte_ddp.launch.arrivals import fields_of
 from flyte_ddp.launch.host_data import prepared_here
 from flyte_ddp.launch.link import Link
 from flyte_ddp.launch.network import own_addresses, use_network
-from flyte_ddp.launch.offspring import end_offspring, ended_with_the_block
-from flyte_ddp.launch.place import Place
-from flyte_ddp.launch.rank_process import set_name
-from flyte_ddp.launch.remote import Invitation, Meeting, come, meeting_place
-from flyte_ddp.launch.standing import RunOverError, folder_of, received
+from flyte_ddp.launch.proxy import RunOverError, folder_of, received
+from flyte_ddp.launch.rank_info import RankInfo
+from flyte_ddp.launch.rendezvous import JoinTicket, Rendezvous, join, open_rendezvous
 from flyte_ddp.launch.stopping import SIGNALS, handed_on
+from flyte_ddp.process import descendants_killed_at_end, kill_descendants, set_name
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 ERROR_SUFFIX = ".pickle"  # of what is left beside it
 TICKET = "flyte-ddp ticket"
+TICKET_FIELDS = {"hosts": list, "port": int, "run_folder": str, "mark": str, "nonce": str}
 RUN_ID = "TORCHELASTIC_RUN_ID"  # set in the processes that Elastic starts
 KEY_VARIABLE = "FLYTE_DDP_ELASTIC_KEY"
 LOOPBACK = "127.0.0.1"
 MOST_HOSTS = 16
-VERDICT_SECONDS = 30.0  # to hear what became of the run: more than its launcher takes to find out
-LEADER_SECONDS = 3600.0  # for rank 0 to let others in, which has to fetch the data first
+OUTCOME_SECONDS = 30.0  # to hear what became of the run: more than its launcher takes to find out
+LEADER_SECONDS = 3600.0  # for rank 0 to accept others, which has to fetch the data first
 UNWIND_SECONDS = (2.0, 10.0)  # for a rank to come back from what it is doing when the run has failed, and for rank 0
 NOTICE_SECONDS = 1.0  # for Elastic to find a worker of its own that was killed, before others end
 POLL_SECONDS = 0.1
@@ -57,25 +58,25 @@ def is_leader() -> bool:
 
 
 def lead(job: Job) -> None:
-    """What rank 0 does: a thread watches over all ranks while this one is what it is."""
+    """What rank 0 does: a thread supervises all ranks while this one is what it is."""
     store = group_store(job.settings.timeout)
-    place = own_place()
-    alone = place.world_size == int(os.environ["LOCAL_WORLD_SIZE"])  # then nobody else need hear of it
+    info = own_info()
+    alone = info.world_size == int(os.environ["LOCAL_WORLD_SIZE"])  # then nobody else need hear of it
     hosts = (LOOPBACK,) if alone else own_addresses()
     nonce = secrets.token_hex(16)
-    with meeting_place(job, *hosts, listen=LOOPBACK if alone else "", key=key_of(nonce), only_once=True) as meeting:
-        invitation = meeting.invitation(place)
-        store.set(TICKET, ticket(invitation, nonce))
-        thread = threading.Thread(target=watch_over, args=(meeting, place.world_size), name="launcher", daemon=True)
+    with open_rendezvous(job, *hosts, listen=LOOPBACK if alone else "", key=key_of(nonce), only_once=True) as here:
+        ticket = here.ticket(info)
+        store.set(TICKET, ticket_as_json(ticket, nonce))
+        thread = threading.Thread(target=supervise, args=(here, info.world_size), name="launcher", daemon=True)
         thread.start()
-        take_part(place, job.run_folder, come(replace(invitation, hosts=(LOOPBACK,))))
+        take_part(ticket, join(replace(ticket, hosts=(LOOPBACK,))))
         thread.join()
 
 
-def watch_over(meeting: Meeting, num_ranks: int) -> None:
+def supervise(rendezvous: Rendezvous, num_ranks: int) -> None:
     """What the launcher's thread does; its ranks are told what it raises."""
     with suppress(UserError, RankError, StoppedError, KeyboardInterrupt):
-        meeting.run(num_ranks, lambda: None)
+        rendezvous.run(num_ranks, lambda: None)
 
 
 def follow(fetch_into: Callable[[Path], object] | None = None, timeout: float = LEADER_SECONDS) -> None:
@@ -86,76 +87,62 @@ def follow(fetch_into: Callable[[Path], object] | None = None, timeout: float = 
         timeout: seconds to wait for rank 0, which first has its data come, and prepares the run.
 
     Raises:
-        UnreachableError: rank 0 does not let this one in.
+        UnreachableError: this rank cannot connect to rank 0.
     """
     store = group_store(timeout)
-    place = own_place()
+    info = own_info()
     tried: set[str] = set()
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
-        if store.check([TICKET]):  # and not store.get, in which no signal would be handled
-            invitation = invited(store.get(TICKET), place)
+        # Not store.get at once, in which no signal would be handled.
+        if store.check([TICKET]) and (ticket := ticket_from_json(store.get(TICKET), info)) is not None:
+            tried.update(ticket.hosts)
             # Refused where the ticket is the run's before this one, in a store that is kept.
             with suppress(OSError, EOFError, AuthenticationError):
-                tried.update(invitation.hosts if invitation else ())
-                if invitation:
-                    arrival = come(invitation)
-                    break
+                joined = join(ticket)
+                break
         time.sleep(POLL_SECONDS)
     else:
-        known = f"under none of {', '.join(sorted(tried))}" if tried else "and said nowhere where it is"
+        known = f"under none of {', '.join(sorted(tried))}" if tried else "which said nowhere where it is"
         raise UnreachableError(
-            f"rank 0 did not let rank {place.rank} in within {timeout:g} s, {known}: its host must be reachable from "
-            f"this one at any port, and {KEY_VARIABLE} the same on both, if it is set"
+            f"rank {info.rank} could not connect to rank 0 within {timeout:g} s, {known}: its host must be reachable "
+            f"from this one at any port, and {KEY_VARIABLE} the same on both, if it is set"
         )
-    take_part(place, invitation.run_folder, arrival, fetch_into)
+    take_part(ticket, joined, fetch_into)
 
 
-def own_place() -> Place:
+def own_info() -> RankInfo:
     """Which rank this worker is."""
-    return Place(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
+    return RankInfo(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
 
 
 def key_of(nonce: str) -> bytes:
     """What proves that somebody belongs to this run: made of what all of its workers have in their environment.
 
-    That is the user's own secret, or Elastic's run id, which is none: it stands in the store as well.
-
-    Args:
-        nonce: of this meeting, so that nobody comes to another one.
+    That is the user's own secret, or Elastic's run id, which is none: it stands in the store as well. The nonce is of
+    this rendezvous, so that nobody comes to another one.
     """
     secret = os.environ.get(KEY_VARIABLE) or os.environ[RUN_ID]
     return hmac.digest(secret.encode(), nonce.encode(), "sha256")
 
 
-def ticket(invitation: Invitation, nonce: str) -> str:
-    """What the store is told of an invitation; the key is not in it."""
-    return json.dumps(
-        {
-            "hosts": invitation.hosts,
-            "port": invitation.port,
-            "run_folder": str(invitation.run_folder),
-            "mark": invitation.mark,
-            "nonce": nonce,
-        }
-    )
+def ticket_as_json(ticket: JoinTicket, nonce: str) -> str:
+    """What the store is told; the key is not in it."""
+    values = (ticket.hosts, ticket.port, str(ticket.run_folder), ticket.mark, nonce)
+    return json.dumps(dict(zip(TICKET_FIELDS, values, strict=True)))
 
 
-def invited(text: bytes, place: Place) -> Invitation | None:
-    """The invitation that a ticket stands for; None if it is no ticket, as anybody can write into the store."""
+def ticket_from_json(text: bytes, info: RankInfo) -> JoinTicket | None:
+    """The ticket of this rank; None if the text is none, as anybody can write into the store."""
     try:
-        told = json.loads(text)
-        hosts, port, nonce = told["hosts"], told["port"], told["nonce"]
-        run_folder, mark = Path(told["run_folder"]), Path(told["mark"]).name
+        hosts, port, run_folder, mark, nonce = fields_of(text, TICKET_FIELDS).values()
     except Exception:  # of the many that a text made for it can bring about
         return None
-    if not isinstance(hosts, list) or not all(isinstance(host, str) for host in hosts):
-        return None
-    if not isinstance(port, int) or not 0 < port < 1 << 16 or not isinstance(nonce, str):
+    if not all(isinstance(host, str) for host in hosts) or not 0 < port < 1 << 16:
         return None
     # Others reach MASTER_ADDR, as the store is there, and where it is not rank 0's host, nobody there knows the key.
     reachable = tuple(dict.fromkeys((os.environ["MASTER_ADDR"], *hosts[:MOST_HOSTS])))
-    return Invitation(place, reachable, port, key_of(nonce), run_folder, mark)
+    return JoinTicket(info, reachable, port, key_of(nonce), Path(run_folder), Path(mark).name)
 
 
 def group_store(timeout: float) -> Any:
@@ -168,51 +155,40 @@ def group_store(timeout: float) -> Any:
 
 
 def take_part(
-    place: Place,
-    shared: Path,
-    arrival: tuple[Connection, bool],
-    fetch_into: Callable[[Path], object] | None = None,
+    ticket: JoinTicket, joined: tuple[Connection, bool], fetch_into: Callable[[Path], object] | None = None
 ) -> None:
-    """Runs this worker's rank to the end of the run; raises what became of it where that is not its completion.
-
-    Args:
-        place: which rank it is.
-        shared: the run folder where that is shared.
-        arrival: what :func:`come` returns.
-        fetch_into: see :func:`follow`.
-    """
+    """Runs this worker's rank to the end of the run; raises what became of it where that is not its completion."""
     from flyte_ddp.launch.rank import run_rank
 
-    set_name(f"rank {place.rank}")
-    pipe, shares = arrival
-    with folder_of(shared, shares) as folder, ended_with_the_block():
+    info, (pipe, shares) = ticket.info, joined
+    set_name(f"rank {info.rank}")
+    with folder_of(ticket.run_folder, shares) as folder, descendants_killed_at_end():
         try:
             job, host = received(pipe, folder, shares=shares)
         except RunOverError as told:
-            raise (told.verdict or rank_0_is_gone()) from None
+            raise (told.outcome or rank_0_is_gone()) from None
         except (EOFError, OSError):
             raise rank_0_is_gone() from None
         use_network(host)
-        link = WorkerLink(pipe, place.rank, saved=job.checkpoint.step if job.checkpoint else 0)
+        link = WorkerLink(pipe, info.rank, saved=job.checkpoint.step if job.checkpoint else 0)
         with handed_on(SIGNALS, lambda: link.send("stop")):
             try:
-                run_rank(replace(job, data=prepared_here(job, fetch_into)), place, link.offer_saving, link)
+                run_rank(replace(job, data=prepared_here(job, fetch_into)), info, link.offer_saving, link)
             except BaseException as error:
                 link.report(error)
                 link.send("exit", code=1)
-                raise link.verdict() or error from None
+                raise link.outcome() or error from None
             link.send("completed")
             link.send("exit", code=0)
-            verdict = link.verdict()
-            if verdict is not None:
-                raise verdict
+            if (outcome := link.outcome()) is not None:
+                raise outcome
 
 
 class WorkerLink(Link):
     """The connection of a rank whose process is Elastic's: what the launcher finds is raised here, by every rank."""
 
     def __init__(self, pipe: Connection, rank: int, saved: int) -> None:
-        self.verdicts: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        self.outcomes: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self.main = threading.get_ident()
         self.rank = rank
         self.heard = False
@@ -233,25 +209,25 @@ class WorkerLink(Link):
         """See :class:`Link`."""
         self.end(rank_0_is_gone())
 
-    def end(self, verdict: BaseException | None) -> None:
+    def end(self, outcome: BaseException | None) -> None:
         """Has the rank end, and if it does not come back from what it is doing, this process.
 
-        Only what is heard first counts: after the last word the launcher goes.
+        Only what is heard first counts: after its last message the launcher goes.
         """
         if self.heard:
             return
         self.heard = True
-        if isinstance(verdict, RankError):
+        if isinstance(outcome, RankError):
             time.sleep(NOTICE_SECONDS)  # Elastic itself knows more of a worker of its host that was killed
-        self.verdicts.put(verdict)
-        if verdict is not None and not self.unwinding.wait(UNWIND_SECONDS[self.rank == 0]):
-            end_process(verdict)
+        self.outcomes.put(outcome)
+        if outcome is not None and not self.unwinding.wait(UNWIND_SECONDS[self.rank == 0]):
+            end_process(outcome)
 
-    def verdict(self) -> BaseException | None:
+    def outcome(self) -> BaseException | None:
         """What became of the run; None if that is its completion, or cannot be known."""
         self.unwinding.set()
         try:
-            return self.verdicts.get(timeout=VERDICT_SECONDS)
+            return self.outcomes.get(timeout=OUTCOME_SECONDS)
         except queue.Empty:
             return None
 
@@ -261,14 +237,14 @@ def rank_0_is_gone() -> RankError:
     return RankError("rank 0 has ended, and its host knows why", recoverable=True)
 
 
-def end_process(verdict: BaseException) -> None:
+def end_process(outcome: BaseException) -> None:
     """Ends this process as Elastic's workers end that have failed."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     with suppress(OSError):
-        get_error_handler().record_exception(verdict)
-    record(verdict)
-    end_offspring()
+        get_error_handler().record_exception(outcome)
+    record(outcome)
+    kill_descendants()
     os._exit(1)
 
 

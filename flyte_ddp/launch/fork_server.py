@@ -1,8 +1,7 @@
-"""Ranks of one machine as forks of a process that has imported torch for all of them.
+"""Ranks of one machine as forks of a process, the rank server, that has imported torch for all of them.
 
 That takes more than a second of a CPU and some hundred MiB, which ranks that import torch themselves take once each.
-Python's own ``forkserver`` lives as long as the process that first wanted one, with the environment of then; this one
-is started for a run, and ends with its ranks.
+Why it is not Python's own ``forkserver``: docs/design/fork-server.md.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,180 +20,161 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, NoReturn
 
-from flyte_ddp.launch.gang import Member
 from flyte_ddp.launch.link import described
-from flyte_ddp.launch.offspring import end_offspring, take_in_orphans
-from flyte_ddp.launch.place import Place
-from flyte_ddp.launch.processes import JOIN_SECONDS, ProcessMember, starting
-from flyte_ddp.launch.rank_process import die_with_parent, flush, quiet_torch, set_name, start_rank
+from flyte_ddp.launch.processes import JOIN_SECONDS, ProcessHandle, starting
+from flyte_ddp.launch.rank_handle import RankHandle
+from flyte_ddp.launch.rank_info import RankInfo
+from flyte_ddp.launch.rank_process import flush, quiet_torch, start_rank
+from flyte_ddp.process import become_subreaper, die_with_parent, kill_descendants, set_name
 
 POSSIBLE = sys.platform == "linux"  # elsewhere libraries rely on what a fork does not have
 SERVER = "rank server"  # the name of its process
-SERVER_SECONDS = 1.0  # for the server to end after a rank that others may still follow
+END = signal.SIGUSR2  # has the server kill its ranks and what they have started, and end
 
 
 @dataclass
-class Seat:
-    """A rank's ends of its pipes; by ``fate`` the server says which process it is, and with which code it has ended."""
+class RankPipes:
+    """A rank's ends of its pipes; by ``exit_pipe`` the server says its process id, and later its exit code."""
 
-    place: Place
+    info: RankInfo
     pipe: Connection
     stacks: Connection
-    fate: Connection
+    exit_pipe: Connection
 
     def close(self) -> None:
-        """Closes those that are open."""
-        for end in (self.pipe, self.stacks, self.fate):
+        """Closes all of them."""
+        for end in (self.pipe, self.stacks, self.exit_pipe):
             end.close()
 
 
-class ForkedMember(ProcessMember):
+class ForkedHandle(ProcessHandle):
     """A rank that is a process of the server's, which is one of this process's."""
 
-    def __init__(self, rank: int, server: BaseProcess, pipe: Connection, stacks: Connection, fate: Connection) -> None:
+    def __init__(
+        self, rank: int, server: BaseProcess, pipe: Connection, stacks: Connection, exit_pipe: Connection
+    ) -> None:
         super().__init__(rank, server, pipe, stacks)
-        self.fate = fate
+        self.exit_pipe = exit_pipe
         self.pid = None
 
     def has_begun(self) -> bool:
-        """See :class:`Member`."""
+        """See :class:`RankHandle`."""
         return self.has_ended() or self.pid is not None
 
     def has_ended(self) -> bool:
-        """See :class:`Member`. Linux ends ranks with their server: of whom it says nothing, its own end is the end."""
+        """See :class:`RankHandle`. Linux ends ranks with their server: the end of one is then the server's."""
         server = self.process.exitcode  # first, as what it has said of its ranks is then in the pipes
         with suppress(EOFError, OSError):
-            while self.exitcode is None and self.fate.poll():
-                told = self.fate.recv()
+            while self.exitcode is None and self.exit_pipe.poll():
+                number = self.exit_pipe.recv()
                 if self.pid is None:
-                    self.pid = told
+                    self.pid = number
                 else:
-                    self.exitcode = told
+                    self.exitcode = number
         if self.exitcode is None:
             self.exitcode = server
         return self.exitcode is not None
 
     def waitables(self) -> list[Any]:
-        """Its pipe and its fate."""
-        return [*([self.fate] if self.exitcode is None else []), *([self.pipe] if self.listening else [])]
+        """Its pipe, and that of its exit code."""
+        return [*([self.exit_pipe] if self.exitcode is None else []), *([self.pipe] if self.listening else [])]
 
     def kill(self) -> None:
-        """See :class:`Member`."""
-        if self.has_ended():  # its process's number may be another's
-            return
-        if self.pid is None:
-            self.process.kill()
-        else:
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
+        """See :class:`RankHandle`."""
+        if self.process.is_alive() and self.process.pid:
+            os.kill(self.process.pid, END)
 
     def close(self) -> None:
-        """See :class:`Member`."""
-        deadline = time.monotonic() + JOIN_SECONDS
-        while not self.has_ended() and (left := deadline - time.monotonic()) > 0:
-            connection.wait([self.fate], left)
-        connection.wait([self.process.sentinel], SERVER_SECONDS)  # forks have it, too: it is ready when all have ended
-        self.process.join(SERVER_SECONDS)
-        for end in (self.pipe, self.stacks, self.fate):
+        """See :class:`RankHandle`. Forks have the server's sentinel, too: it is ready when all have ended."""
+        if connection.wait([self.process.sentinel], JOIN_SECONDS):
+            self.process.join()
+        else:
+            self.process.kill()
+        for end in (self.pipe, self.stacks, self.exit_pipe):
             end.close()
 
 
-def start(gang: list[Member], places: Iterable[Place]) -> None:
-    """Starts ranks by a server of theirs and adds them to the gang; they wait for their job."""
-    members: list[ForkedMember] = []
-    seats: list[Seat] = []
+def start(group: list[RankHandle], infos: Iterable[RankInfo]) -> None:
+    """Starts ranks by a server of theirs and adds them to the group; they wait for their job."""
+    handles: list[RankHandle] = []
+    ranks: list[RankPipes] = []
     with starting() as context:
-        server = context.Process(target=serve, args=(seats,), name=SERVER)
-        for place in places:
+        server = context.Process(target=serve, args=(ranks,), name=SERVER)
+        for info in infos:
             pipe, its_pipe = context.Pipe()
             stacks, its_stacks = context.Pipe(duplex=False)
-            fate, its_fate = context.Pipe(duplex=False)
-            seats.append(Seat(place, its_pipe, its_stacks, its_fate))
-            members.append(ForkedMember(place.rank, server, pipe, stacks, fate))
+            exit_pipe, its_exit_pipe = context.Pipe(duplex=False)
+            ranks.append(RankPipes(info, its_pipe, its_stacks, its_exit_pipe))
+            handles.append(ForkedHandle(info.rank, server, pipe, stacks, exit_pipe))
         server.start()
-        gang.extend(members)
-        for seat in seats:
-            seat.close()
+        group.extend(handles)
+        for each in ranks:
+            each.close()
 
 
-def serve(seats: list[Seat]) -> None:
-    """The server's only function, called with ``SIGNALS`` blocked, as they are not for it; ends the process.
-
-    What ranks have started, the server takes in when they end, and ends it in the end.
-    """
+def serve(ranks: list[RankPipes]) -> None:
+    """The server's only function, called with ``SIGNALS`` blocked, as they are not for it; ends the process."""
     die_with_parent()
-    take_in_orphans()
+    become_subreaper()
     set_name(SERVER)
     quiet_torch()
-    faulthandler.register(signal.SIGUSR1, file=seats[0].stacks.fileno(), all_threads=False)
+    faulthandler.register(signal.SIGUSR1, file=ranks[0].stacks.fileno(), all_threads=False)
     try:
         import flyte_ddp.launch.rank  # noqa: F401
     except BaseException as error:
-        give_up(error, seats)
+        give_up(error, ranks)
     faulthandler.unregister(signal.SIGUSR1)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until a rank has its own handler
     flush()  # what was printed until now would be printed by each fork
     gc.collect()
     gc.freeze()  # the collector writes to what it looks at, and memory that is written to is no longer shared
-    server, seats_of = os.getpid(), dict[int, Seat]()
-    for seat in seats:
+    server, running = os.getpid(), dict[int, RankPipes]()
+    for each in ranks:
         try:
             pid = os.fork()
         except OSError as error:
-            give_up(error, [seat])
+            give_up(error, [each])
         if pid == 0:
-            become(seat, seats, server)
-        seats_of[pid] = seat
-        seat.fate.send(pid)
-        seat.pipe.close()
-        seat.stacks.close()
-    end_with_launcher()
-    while seats_of:
-        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
-        assert ended is not None
-        code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-        if (left := seats_of.pop(ended.si_pid, None)) is not None:
-            with suppress(OSError):  # the launcher waits no more for one that took too long to end
-                left.fate.send(code)
-        os.waitpid(ended.si_pid, 0)  # only now can the number become that of another process
-    end_offspring()
-    os._exit(0)  # as a rank does: it takes a second to take torch apart
-
-
-def give_up(error: BaseException, seats: list[Seat]) -> NoReturn:
-    """Ends the server, and by that its ranks, for what these ranks lack."""
-    for seat in seats:
-        with suppress(OSError):
-            seat.pipe.send(described(error))
-    end_offspring()
-    os._exit(1)
-
-
-def end_with_launcher() -> None:
-    """Ends the ranks, and what they have started, when the launcher has ended; from when there are ranks."""
-
-    def end(*_: object) -> None:
-        end_offspring()
-        os._exit(1)
-
+            become(each, ranks, server)
+        running[pid] = each
+        each.exit_pipe.send(pid)
+        each.pipe.close()
+        each.stacks.close()
+    signal.signal(END, end)
+    die_with_parent(END)
     launcher = multiprocessing.parent_process()
-    assert launcher is not None
-    signal.signal(signal.SIGUSR2, end)
-    die_with_parent(signal.SIGUSR2)
-    if os.getppid() != launcher.pid:  # which has ended before
-        end()
+    while running and launcher is not None and os.getppid() == launcher.pid:  # else it has ended before
+        pid, status = os.wait()
+        if pid in running:  # and not what a rank has left behind
+            running.pop(pid).exit_pipe.send(os.waitstatus_to_exitcode(status))
+    end()
 
 
-def become(seat: Seat, seats: list[Seat], server: int) -> None:
-    """Makes a fork the rank of a seat; does not return."""
+def give_up(error: BaseException, ranks: list[RankPipes]) -> NoReturn:
+    """Ends the server, and by that its ranks, for what these ranks lack."""
+    for each in ranks:
+        with suppress(OSError):
+            each.pipe.send(described(error))
+    end()
+
+
+def end(*_: object) -> NoReturn:
+    """Ends the server with all that is below it."""
+    signal.signal(END, signal.SIG_IGN)
+    kill_descendants()
+    os._exit(1)  # as a rank does: it takes a second to take torch apart
+
+
+def become(own: RankPipes, ranks: list[RankPipes], server: int) -> None:
+    """Makes a fork the rank of these pipes; does not return."""
     die_with_parent()
     if os.getppid() != server:  # which has ended before
         os._exit(1)
-    for other in seats:
-        if other is not seat:
+    for other in ranks:
+        if other is not own:
             other.close()
-    seat.fate.close()
-    multiprocessing.current_process().name = f"rank {seat.place.rank}"
+    own.exit_pipe.close()
+    multiprocessing.current_process().name = f"rank {own.info.rank}"
     if "numpy.random" in sys.modules:  # as it is with Python's own generator
         sys.modules["numpy.random"].seed()
-    start_rank(seat.place, seat.pipe, seat.stacks)
+    start_rank(own.info, own.pipe, own.stacks)

@@ -16,7 +16,7 @@ from flyte_ddp.job import Job
 
 
 def prepared_here(job: Job, fetch_into: Callable[[Path], object] | None = None) -> Path:
-    """Where it is: the launcher's place if that is shared, else in this host's cache, fetched by whoever comes first.
+    """Where it is: at the launcher's path if that is shared, else in this host's cache, fetched by the first rank.
 
     Args:
         job: of the run.

@@ -42,15 +42,13 @@ class Link:
 
     Args:
         pipe: to the launcher.
-        saved: the step of the checkpoint that the run goes on from, where that is known already; 0 without one.
-
+        saved: step of the checkpoint that the run goes on from, where that is known already; 0 without one.
     """
 
     def __init__(self, pipe: Connection, saved: int = 0) -> None:
         self._pipe = pipe
         self._sending = threading.Lock()
-        self._jobs: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self._network = ""
+        self._jobs: queue.SimpleQueue[tuple[bytes, str]] = queue.SimpleQueue()
         self._addresses: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
         self._save: Callable[[], int] = lambda: saved
         threading.Thread(target=self._listen, name="launcher", daemon=True).start()
@@ -66,19 +64,14 @@ class Link:
 
     def job(self) -> Job:
         """What there is to do, when the launcher has said so."""
-        pickled = self._jobs.get()
-        if self._network:
-            use_network(self._network)
+        pickled, network = self._jobs.get()
+        if network:
+            use_network(network)
         job: Job = pickle.loads(pickled)  # here, not while the main thread imports things, too
         return job
 
     def address(self, timeout: float) -> tuple[str, int]:
-        """Where the ranks meet, from rank 0 by way of the launcher: host and port.
-
-        Raises:
-            CollectiveTimeoutError: it did not come within so many seconds.
-
-        """
+        """Rank 0's host and port, from rank 0 by way of the launcher; CollectiveTimeoutError after so many seconds."""
         try:
             return self._addresses.get(timeout=timeout)
         except queue.Empty:
@@ -103,9 +96,7 @@ class Link:
         if message["kind"] == "job":
             saved: int = message["saved"]
             self._save = lambda: saved
-            self._jobs.put(message["job"])
-        elif message["kind"] == "network":
-            self._network = message["host"]
+            self._jobs.put((message["job"], message["network"]))
         elif message["kind"] == "address":
             self._addresses.put((message["host"], message["port"]))
         elif message["kind"] == "save":

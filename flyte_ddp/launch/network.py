@@ -17,7 +17,7 @@ NETWORK_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def keep_alive(connected: socket.socket) -> None:
-    """Has the kernel notice when the other host has gone without a word."""
+    """Has the kernel notice when the other host has gone without closing the connection."""
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEPALIVE.items():
         if hasattr(socket, name):

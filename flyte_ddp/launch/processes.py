@@ -15,8 +15,8 @@ from multiprocessing.context import SpawnContext
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from flyte_ddp.launch.gang import Member
-from flyte_ddp.launch.place import Place
+from flyte_ddp.launch.rank_handle import RankHandle
+from flyte_ddp.launch.rank_info import RankInfo
 from flyte_ddp.launch.rank_process import start_rank
 from flyte_ddp.launch.stopping import SIGNALS
 
@@ -25,7 +25,7 @@ JOIN_SECONDS = 10.0  # for a killed process to end, which one that sits in the k
 STACK_SECONDS = 1.0
 
 
-class ProcessMember(Member):
+class ProcessHandle(RankHandle):
     """A rank that is a process of this one's."""
 
     def __init__(self, rank: int, process: BaseProcess, pipe: Connection, stacks: Connection) -> None:
@@ -34,7 +34,7 @@ class ProcessMember(Member):
         self.pid = process.pid
 
     def has_ended(self) -> bool:
-        """See :class:`Member`."""
+        """See :class:`RankHandle`."""
         self.exitcode = self.process.exitcode
         return self.exitcode is not None
 
@@ -44,7 +44,7 @@ class ProcessMember(Member):
         return [*alive, *([self.pipe] if self.listening else [])]
 
     def stack(self) -> str:
-        """See :class:`Member`."""
+        """See :class:`RankHandle`."""
         number = self.pid or self.process.pid
         if self.has_ended() or number is None:
             return ""
@@ -58,26 +58,24 @@ class ProcessMember(Member):
         return written.decode(errors="replace").strip()
 
     def kill(self) -> None:
-        """See :class:`Member`."""
+        """See :class:`RankHandle`."""
         self.process.kill()
 
     def close(self) -> None:
-        """See :class:`Member`."""
+        """See :class:`RankHandle`."""
         self.process.join(JOIN_SECONDS)
-        if self.process.exitcode is not None:
-            self.process.close()
         self.pipe.close()
         self.stacks.close()
 
 
-def start(gang: list[Member], place: Place) -> None:
-    """Starts a rank as a process of its own and adds it to the gang; it waits for its job."""
+def start(group: list[RankHandle], info: RankInfo) -> None:
+    """Starts a rank as a process of its own and adds it to the group; it waits for its job."""
     with starting() as context:
         pipe, its_pipe = context.Pipe()
         stacks, its_stacks = context.Pipe(duplex=False)
-        process = context.Process(target=start_rank, args=(place, its_pipe, its_stacks), name=f"rank {place.rank}")
+        process = context.Process(target=start_rank, args=(info, its_pipe, its_stacks), name=f"rank {info.rank}")
         process.start()
-        gang.append(ProcessMember(place.rank, process, pipe, stacks))
+        group.append(ProcessHandle(info.rank, process, pipe, stacks))
         its_pipe.close()  # so that the end of the rank is the end of the pipe
         its_stacks.close()
 
@@ -97,14 +95,11 @@ def starting() -> Iterator[SpawnContext]:
 @contextmanager
 def main_script_hidden() -> Iterator[None]:
     """Keeps spawned processes from running this process's main script (``pyflyte``) again, which costs 0.7 s each."""
-    main = sys.modules["__main__"]
-    file, spec = getattr(main, "__file__", None), main.__spec__
-    if file is not None:
-        del main.__file__
-    main.__spec__ = None
+    main = vars(sys.modules["__main__"])
+    before: dict[str, Any] = {name: main[name] for name in ("__file__", "__spec__") if name in main}
+    main.pop("__file__", None)
+    main["__spec__"] = None
     try:
         yield
     finally:
-        main.__spec__ = spec
-        if file is not None:
-            main.__file__ = file
+        main.update(before)

@@ -18,7 +18,7 @@ from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-de
 from flyte_ddp import distributed, results
 from flyte_ddp.job import Job
 from flyte_ddp.launch.link import Link
-from flyte_ddp.launch.place import Place
+from flyte_ddp.launch.rank_info import RankInfo
 from flyte_ddp.train import train
 
 NCCL_GRACE_SECONDS = 60.0
@@ -27,12 +27,10 @@ MMAP_MAX, TRIM_THRESHOLD = 65536, 128 * 1024  # glibc's own settings
 OfferSaving = Callable[[Callable[[], int]], None]
 
 
-def run_rank(job: Job, place: Place, offer_saving: OfferSaving, link: Link | None = None) -> None:
-    """Runs one rank of a gang, from the process group to its end; what it raises is the caller's to report.
+def run_rank(job: Job, info: RankInfo, offer_saving: OfferSaving, link: Link | None = None) -> None:
+    """Runs one rank, from the process group to its end; what it raises is the caller's to report.
 
-    Args:
-        offer_saving: see :func:`flyte_ddp.train.train`.
-        link: to the launcher, where the ranks find each other by it.
+    It has a link to its launcher, unless it is the only one, in the launcher's own process.
     """
     faulthandler.enable()
     torch.set_num_threads(job.hardware.threads)
@@ -41,35 +39,35 @@ def run_rank(job: Job, place: Place, offer_saving: OfferSaving, link: Link | Non
     if job.hardware.device_type == "cpu":
         keep_freed_memory()
     else:
-        torch.cuda.set_device(place.device)
-    if place.world_size > 1:
+        torch.cuda.set_device(info.local_rank)
+    if info.world_size > 1:
         assert link is not None
-        join_process_group(job, place, meet(job, place, link))
+        join_process_group(job, info, meet(job, info, link))
     deliver = link.send if link is not None else results.Keeper(job.run_folder).keep
-    with results.delivered_by(deliver, place.rank):
+    with results.delivered_by(deliver, info.rank):
         train(job, offer_saving)
-    if place.world_size > 1:
+    if info.world_size > 1:
         dist.barrier()  # no rank closes its connections while another still needs them
         dist.destroy_process_group()
 
 
-def meet(job: Job, place: Place, link: Link) -> Store:
+def meet(job: Job, info: RankInfo, link: Link) -> Store:
     """The ranks' common store.
 
     On one host it is a file, which nobody else can reach. A TCPStore looks the names of those up who connect, and would
     wait where a resolver does not answer. On several hosts rank 0 binds a free port, so that no two runs are in each
     other's way, and says which.
     """
-    if place.store:
-        file = FileStore(place.store, place.world_size)
+    if info.store:
+        file = FileStore(info.store, info.world_size)
         file.set_timeout(distributed.seconds(job.settings.timeout))
         return file
-    leader = place.rank == 0
+    leader = info.rank == 0
     host, port = ("127.0.0.1", 0) if leader else link.address(job.settings.timeout)
     store = TCPStore(
         host,
         port,
-        place.world_size,
+        info.world_size,
         is_master=leader,
         timeout=distributed.seconds(job.settings.timeout),
         wait_for_workers=False,
@@ -79,7 +77,7 @@ def meet(job: Job, place: Place, link: Link) -> Store:
     return store
 
 
-def join_process_group(job: Job, place: Place, store: Store) -> None:
+def join_process_group(job: Job, info: RankInfo, store: Store) -> None:
     """Joins the other ranks."""
     distributed.set_timeout(job.settings.timeout)
     on_gpu = job.hardware.device_type == "cuda"
@@ -89,10 +87,10 @@ def join_process_group(job: Job, place: Place, store: Store) -> None:
     dist.init_process_group(
         job.hardware.backend,
         store=store,
-        rank=place.rank,
-        world_size=place.world_size,
+        rank=info.rank,
+        world_size=info.world_size,
         timeout=distributed.seconds(limit),
-        device_id=torch.device("cuda", place.device) if on_gpu else None,
+        device_id=torch.device("cuda", info.local_rank) if on_gpu else None,
     )
 
 

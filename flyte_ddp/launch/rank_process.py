@@ -5,7 +5,6 @@ Needs no torch until the rank can report that importing it failed.
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import os
 import signal
@@ -14,24 +13,24 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 
 from flyte_ddp.launch.link import Link
-from flyte_ddp.launch.place import Place
+from flyte_ddp.launch.rank_info import RankInfo
 from flyte_ddp.launch.stopping import SIGNALS, handed_on
+from flyte_ddp.process import die_with_parent, set_name
 
-PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15  # linux/prctl.h
 
-
-def start_rank(place: Place, pipe: Connection, stacks: Connection) -> None:
+def start_rank(info: RankInfo, pipe: Connection, stacks: Connection) -> None:
     """The process's first function, called with ``SIGNALS`` blocked; ends the process.
 
     The job comes by the pipe, so that the process can be started, and import torch, before there is one.
 
     Args:
+        info: which rank it is.
         pipe: to the launcher, see :class:`Link`.
         stacks: where Python's stack is written to on SIGUSR1, even while the rank sits in a call that does not return.
 
     """
     die_with_parent()
-    set_name(f"rank {place.rank}")
+    set_name(f"rank {info.rank}")
     quiet_torch()
     faulthandler.register(signal.SIGUSR1, file=stacks.fileno(), all_threads=False)
     link = Link(pipe)
@@ -39,17 +38,17 @@ def start_rank(place: Place, pipe: Connection, stacks: Connection) -> None:
     # SIGTERM may be sent to all processes or to one: the launcher then stops all ranks.
     with handed_on((signal.SIGTERM,), lambda: link.send("stop")):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-        code = run_and_report(place, link)
+        code = run_and_report(info, link)
         # Without the clean-up that waits for peers, which may be gone, and takes a second to take torch apart.
         os._exit(code)
 
 
-def run_and_report(place: Place, link: Link) -> int:
+def run_and_report(info: RankInfo, link: Link) -> int:
     """Runs the rank and tells the launcher what became of it; the process's exit code."""
     try:
         from flyte_ddp.launch.rank import run_rank
 
-        run_rank(link.job(), place, link.offer_saving, link)
+        run_rank(link.job(), info, link.offer_saving, link)
     except BaseException as error:
         flush()  # before the report: when the launcher has it, it ends this process
         link.report(error)
@@ -72,15 +71,3 @@ def flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # nobody may be listening any more
             stream.flush()
-
-
-def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
-    """Asks Linux for this signal when the thread that started this process ends: no rank outlives its launcher."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)
-
-
-def set_name(name: str) -> None:
-    """Names the process for ``ps -o comm`` and ``top``, in up to 15 characters."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_NAME, name.encode())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,9 +15,10 @@ from flyte_ddp.cpu import Bf16
 from flyte_ddp.errors import UnreachableError, needing
 from flyte_ddp.hardware import MOST_CPU_RANKS, Hardware
 from flyte_ddp.job import Job
-from flyte_ddp.launch import agent, room
-from flyte_ddp.launch.place import Place
-from flyte_ddp.launch.remote import JOIN_SECONDS, meeting_place
+from flyte_ddp.launch import agent, capacity
+from flyte_ddp.launch.rank_info import RankInfo
+from flyte_ddp.launch.rendezvous import JOIN_SECONDS, open_rendezvous
+from flyte_ddp.process import signal_handlers
 
 ADDRESS = "RAY_ADDRESS"  # Ray's own variable
 OF_RAYS_OWN = ("PYTHONBREAKPOINT", "RAY_USAGE_STATS_ENABLED")  # which it sets in the process that connects
@@ -26,18 +26,11 @@ REACH_SECONDS = 10.0
 
 
 def launch(job: Job, *, num_ranks: int, max_retries: int = 0) -> None:
-    """Runs the job on ``num_ranks`` places of the cluster, on as few hosts as possible.
+    """Runs the job as ``num_ranks`` tasks of the cluster, on as few hosts as possible.
 
     Args:
         max_retries: Ray's own: how often it starts a task once more when it has failed, or its host is gone. All ranks
             then go on from the newest checkpoint.
-
-    Raises:
-        UserError: the user's mistake, as the rank that failed first reported it.
-        UnreachableError: there is no cluster, or its hosts cannot reach this one.
-        RankError: any other failure of a rank, named by the rank that failed first.
-        StoppedError: the process got SIGTERM; for Ctrl-C it is a KeyboardInterrupt.
-
     """
     with connected():
         import ray
@@ -53,17 +46,18 @@ def launch(job: Job, *, num_ranks: int, max_retries: int = 0) -> None:
             "retry_exceptions": [agent.RankEndedError],
         }
         tasks: list[Any] = []
-        with meeting_place(job, get_node_ip_address()) as meeting:
+        with open_rendezvous(job, get_node_ip_address()) as rendezvous:
             try:
                 for rank in range(num_ranks):
                     where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
-                    invitation = meeting.invitation(Place(rank, num_ranks, device=0))  # Ray shows a task its GPUs only
-                    tasks.append(ray.remote(agent.run).options(**options, scheduling_strategy=where).remote(invitation))
-                meeting.run(num_ranks, lambda: refuse_failed(tasks))
+                    task = ray.remote(agent.run).options(**options, scheduling_strategy=where)
+                    info = RankInfo(rank, num_ranks, local_rank=0)  # Ray shows a task its GPUs only
+                    tasks.append(task.remote(rendezvous.ticket(info)))
+                rendezvous.run(num_ranks, lambda: refuse_failed(tasks))
             finally:
                 # Agents end when nobody listens any more, with all that their ranks have started, if Ray does not kill
-                # them meanwhile, as it does by force; what is left waits for a place, or for another try.
-                meeting.close()
+                # them meanwhile, as it does by force; what is left waits for its turn, or for another try.
+                rendezvous.close()
                 for force in (False, True):
                     for task in tasks:
                         ray.cancel(task, force=force)
@@ -86,17 +80,18 @@ def hardware(hp: Hyperparameters, nodes_to_come: int = 0, seconds: float = 0.0) 
     with connected():
         import ray
 
-        room.awaited(lambda: len(resources()), nodes_to_come, "nodes of the Ray cluster", seconds)
+        capacity.awaited(lambda: len(resources()), nodes_to_come, "nodes of the Ray cluster", seconds)
         nodes, exact = resources(), nodes_to_come > 0
         cpus = [int(node.get("CPU", 0)) for node in nodes]
         gpus = [int(node.get("GPU", 0)) for node in nodes]
-        device = room.device_type(hp, sum(gpus) > 0, "the Ray cluster has none")
+        device = capacity.device_type(hp, sum(gpus) > 0, "the Ray cluster has none")
         if device == "cuda":
-            num_ranks = room.limited(hp, sum(gpus), f"the Ray cluster has {sum(gpus)} GPUs", sum(gpus), exact=exact)
+            what = f"the Ray cluster has {sum(gpus)} GPUs"
+            num_ranks = capacity.clamp_ranks(hp, sum(gpus), what, sum(gpus), exact=exact)
             threads = min(max(1, cpu // gpu) for cpu, gpu in zip(cpus, gpus, strict=True) if gpu)
         else:
             most = min(sum(min(cpu, MOST_CPU_RANKS) for cpu in cpus), hp.batch_size)
-            num_ranks = room.limited(hp, sum(cpus), f"the Ray cluster has {sum(cpus)} CPUs", most, exact=exact)
+            num_ranks = capacity.clamp_ranks(hp, sum(cpus), f"the Ray cluster has {sum(cpus)} CPUs", most, exact=exact)
             threads = most_for_each(cpus, num_ranks)
         bf16 = Bf16.NONE
         if hp.precision in ("auto", "bf16"):  # else the answer is of no use
@@ -134,7 +129,7 @@ def connected() -> Iterator[None]:
     address = os.environ.get(ADDRESS)
     environment = {name: os.environ.get(name) for name in OF_RAYS_OWN}
     try:
-        with handler_restored():
+        with signal_handlers({signal.SIGTERM: signal.getsignal(signal.SIGTERM)}):  # ray.init sets one of its own
             try:
                 reach(address)
                 ray.init(address, include_dashboard=None if address else False)
@@ -155,17 +150,6 @@ def reach(address: str | None) -> None:
     host, _, port = (address or "").rpartition(":")
     if host and port.isdigit() and "/" not in host:
         socket.create_connection((host, int(port)), timeout=REACH_SECONDS).close()
-
-
-@contextmanager
-def handler_restored() -> Iterator[None]:
-    """Keeps this process's handler of SIGTERM, for which ``ray.init`` sets one of its own."""
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, handler)
 
 
 def refuse_failed(tasks: Sequence[Any]) -> None:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable
-from types import FrameType, TracebackType
-from typing import Any, Self
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 
 from flyte_ddp.errors import RankError, UserError
 from flyte_ddp.job import Job
 from flyte_ddp.launch.failures import said
 from flyte_ddp.launch.link import described, words
-from flyte_ddp.launch.offspring import ended_with_the_block
-from flyte_ddp.launch.place import Place
+from flyte_ddp.launch.rank_info import RankInfo
 from flyte_ddp.launch.stopping import SIGNALS, stopped_by
+from flyte_ddp.process import descendants_killed_at_end, signal_handlers
 
 
 def launch(job: Job, *, num_ranks: int = 1) -> None:
@@ -30,13 +30,10 @@ def launch(job: Job, *, num_ranks: int = 1) -> None:
 
     if num_ranks != 1:
         raise ValueError(f"num_ranks={num_ranks}: one rank at most runs in this process; use spawn.launch for more")
-    with (
-        settings_restored(),
-        ended_with_the_block(),
-        Stopping(job.checkpoint.step if job.checkpoint else 0) as stopping,
-    ):
+    saved = job.checkpoint.step if job.checkpoint else 0
+    with settings_restored(), descendants_killed_at_end(), stopped_with_checkpoint(saved) as stopping:
         try:
-            run_rank(job, Place(rank=0, world_size=1, device=0), stopping.offer_saving)
+            run_rank(job, RankInfo(rank=0, world_size=1, local_rank=0), stopping.offer_saving)
         except (UserError, Stopped):
             raise
         except SystemExit as error:
@@ -54,11 +51,10 @@ class Stopped(BaseException):
 
 
 class Stopping:
-    """Saves and stops training on SIGTERM and Ctrl-C; a second Ctrl-C interrupts as usual. A context manager.
+    """Saves on the first signal in a thread of its own, which then raises it once more to stop the main thread.
 
     A checkpoint can only be taken between two steps, for which the main thread, where Python handles signals, may have
-    to go on for a moment. So a thread saves, and raises the signal once more. Outside the main thread signals do what
-    they did.
+    to go on for a moment.
     """
 
     def __init__(self, saved: int) -> None:
@@ -67,25 +63,10 @@ class Stopping:
         self.thread = threading.Thread(target=self.save_and_stop, name="stopping")
         self.step: int | None = None  # of the checkpoint, when it is written
         self.over = False
-        self.before: dict[signal.Signals, Any] = {}
 
     def offer_saving(self, save: Callable[[], int]) -> None:
         """Takes what writes a checkpoint at once and returns its step."""
         self.save = save
-
-    def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            self.before = {number: signal.signal(number, self.handle) for number in SIGNALS}
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.over = True
-        if self.first is not None:
-            self.thread.join()
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-        if isinstance(error, Stopped) and self.first is not None:
-            raise stopped_by(self.first, self.step) from None
 
     def handle(self, number: int, _: FrameType | None) -> None:
         """Handles a signal."""
@@ -103,3 +84,24 @@ class Stopping:
         main = threading.main_thread().ident
         assert main is not None
         signal.pthread_kill(main, signal.SIGTERM)
+
+
+@contextmanager
+def stopped_with_checkpoint(saved: int) -> Iterator[Stopping]:
+    """Saves and stops training on SIGTERM and Ctrl-C; a second Ctrl-C interrupts as usual.
+
+    Args:
+        saved: step of the checkpoint that there is already, 0 without any.
+    """
+    stopping = Stopping(saved)
+    try:
+        with signal_handlers(dict.fromkeys(SIGNALS, stopping.handle)):
+            try:
+                yield stopping
+            finally:
+                stopping.over = True
+                if stopping.first is not None:
+                    stopping.thread.join()
+    except Stopped:
+        assert stopping.first is not None
+        raise stopped_by(stopping.first, stopping.step) from None

@@ -21,13 +21,7 @@ LIBRARY = Path(__file__).parents[1]
 
 
 def packed(hp: Hyperparameters, folder: Path | None = None) -> bytes:
-    """The sources, for :func:`unpacked`.
-
-    Args:
-        hp: name the user's own code.
-        folder: where all of them are, with what else is needed; None: this library, and what the user's own code is
-            known to consist of (user_source.py).
-    """
+    """The sources, for :func:`unpacked`: all of a folder, or this library and the user's own code (user_source.py)."""
     files = set(below(folder)) if folder else {*below(LIBRARY), *of_the_user(hp)}
     return zlib.compress(
         pickle.dumps([(str(place), name, (place / name).read_bytes()) for place, name in files]), level=1
@@ -57,11 +51,7 @@ def of_the_user(hp: Hyperparameters) -> Iterator[tuple[Path, str]]:
 def unpacked(sources: bytes, below: str) -> Iterator[tuple[str | None, list[str]]]:
     """The sources on this host: where they are, if it has the very same; else in a folder of their own for the block.
 
-    Args:
-        below: where that folder is made.
-
-    Returns:
-        The folder, if there is one, and the places that Python finds the sources from.
+    Gives that folder, made in ``below``, or None, and the places that Python finds the sources from.
     """
     files: Iterable[tuple[str, str, bytes]] = pickle.loads(zlib.decompress(sources))
     places = {place: None for place, _, _ in files}

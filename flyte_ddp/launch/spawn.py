@@ -1,4 +1,4 @@
-"""Launches ranks on this machine as processes, and watches over them.
+"""Launches ranks on this machine as processes, and supervises them.
 
 This is what ``torch.multiprocessing.spawn`` does, without its import of torch, which the launcher itself does not need
 and the ranks need only once.
@@ -12,37 +12,31 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from flyte_ddp.launch import fork_server, processes
-from flyte_ddp.launch.gang import Member, end, watch
-from flyte_ddp.launch.place import Place
-from flyte_ddp.launch.stopping import StopRequest
+from flyte_ddp.launch.rank_handle import RankHandle
+from flyte_ddp.launch.rank_info import RankInfo
+from flyte_ddp.launch.stopping import stop_requests
+from flyte_ddp.launch.supervisor import end, watch
 
 if TYPE_CHECKING:
     from flyte_ddp.job import Job
 
 
 def launch(job: Job, *, num_ranks: int) -> None:
-    """Runs the job on ``num_ranks`` processes.
-
-    Raises:
-        UserError: the user's mistake, as the rank that failed first reported it.
-        RankError: any other failure of a rank, named by the rank that failed first.
-        StoppedError: the process got SIGTERM; for Ctrl-C it is a KeyboardInterrupt.
-
-    """
-    gang: list[Member] = []
-    with StopRequest() as stop, common_file() as store:
-        places = [Place(rank, num_ranks, device=rank, store=store) for rank in range(num_ranks)]
+    """Runs the job on ``num_ranks`` processes; raises what all launchers do (see the package)."""
+    group: list[RankHandle] = []
+    with stop_requests() as stop, common_file() as store:
+        infos = [RankInfo(rank, num_ranks, local_rank=rank, store=store) for rank in range(num_ranks)]
         try:
             if fork_server.POSSIBLE:
-                fork_server.start(gang, places)
+                fork_server.start(group, infos)
             else:
-                for place in places:
-                    processes.start(gang, place)
-            for member in gang:
-                member.hand_over(job)
-            watch(gang, stop, job)
+                for info in infos:
+                    processes.start(group, info)
+            for handle in group:
+                handle.hand_over(job)
+            watch(group, stop, job)
         finally:
-            end(gang)
+            end(group)
 
 
 @contextmanager

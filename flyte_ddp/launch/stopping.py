@@ -8,10 +8,10 @@ import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from multiprocessing import Pipe
-from types import FrameType, TracebackType
-from typing import Any, Self
+from types import FrameType
 
 from flyte_ddp.errors import StoppedError
+from flyte_ddp.process import signal_handlers
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 OVER = b"\0"  # the number of no signal
@@ -35,12 +35,10 @@ def handed_on(numbers: Collection[signal.Signals], tell: Callable[[], None]) -> 
     thread = threading.Thread(target=hand_on, name="signals", daemon=True)
     thread.start()
     wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    handlers = {number: signal.signal(number, lambda *_: None) for number in numbers}
     try:
-        yield
+        with signal_handlers(dict.fromkeys(numbers, lambda *_: None)):
+            yield
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
         signal.set_wakeup_fd(wakeup)
         os.write(writer, OVER)  # as processes that were forked meanwhile keep it open
         thread.join()
@@ -49,33 +47,16 @@ def handed_on(numbers: Collection[signal.Signals], tell: Callable[[], None]) -> 
 
 
 def stopped_by(number: signal.Signals, step: int | None) -> BaseException:
-    """What ends a run that a signal has asked to stop.
-
-    Args:
-        step: of the newest checkpoint; 0 without any, None if that is not known.
-    """
+    """What ends a run that a signal has asked to stop; the step is that of :class:`StoppedError`."""
     return KeyboardInterrupt() if number == signal.SIGINT else StoppedError(number.name, step)
 
 
 class StopRequest:
-    """Turns the first of these signals into something that can be waited for; a second Ctrl-C interrupts as usual.
-
-    A context manager. Outside the main thread, where Python does not let signals be handled, they do what they did.
-    """
+    """What can be waited for, by its ``reader``, until somebody asks to stop."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         self.reader, self._writer = Pipe(duplex=False)
-        self._before: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
 
     def make(self, number: signal.Signals) -> None:
         """Asks to stop, as the signal would."""
@@ -88,7 +69,19 @@ class StopRequest:
         assert self.signal is not None
         return stopped_by(self.signal, step)
 
-    def _handle(self, number: int, _: FrameType | None) -> None:
-        if self.signal is not None and number == signal.SIGINT:
+
+@contextmanager
+def stop_requests() -> Iterator[StopRequest]:
+    """Makes the first of these signals a request; a second Ctrl-C interrupts as usual.
+
+    Outside the main thread, where Python does not let signals be handled, they do what they did.
+    """
+    stop = StopRequest()
+
+    def handle(number: int, _: FrameType | None) -> None:
+        if stop.signal is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.make(signal.Signals(number))
+        stop.make(signal.Signals(number))
+
+    with signal_handlers(dict.fromkeys(SIGNALS, handle)):
+        yield stop

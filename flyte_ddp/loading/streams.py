@@ -23,12 +23,12 @@ from torch import Tensor
 from flyte_ddp import sampling
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
-from flyte_ddp.launch.rank_process import die_with_parent
 from flyte_ddp.loading import cropping
 from flyte_ddp.loading.decoding import DecodingError
 from flyte_ddp.loading.encoded import BadSamples, Encoded, decoded
 from flyte_ddp.loading.shards import encoded_sample
 from flyte_ddp.loading.split import Images
+from flyte_ddp.process import die_with_parent
 from flyte_ddp.sampling import Indices
 from flyte_ddp.shards.cache import ShardCache
 from flyte_ddp.shards.dataset import ShardReader

@@ -21,11 +21,11 @@ import numpy as np
 from flyte_ddp import sampling
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replacing
+from flyte_ddp.process import postponed
 from flyte_ddp.progress import Progress
 from flyte_ddp.shards.index import EXTENSION, ShardIndex, read_index
 from flyte_ddp.shards.parallel import in_parallel
 from flyte_ddp.shards.scanning import index_output, index_shards, local_output, tables_of
-from flyte_ddp.signals import postponed
 
 SAMPLES_PER_SHARD = 1000
 AHEAD = 32  # images that are read at the same time

@@ -10,8 +10,8 @@ from pathlib import Path
 from flyte_ddp.errors import UnreachableError
 from flyte_ddp.job import Job
 from flyte_ddp.launch import agent
-from flyte_ddp.launch.place import Place
-from flyte_ddp.launch.remote import Invitation, meeting_place
+from flyte_ddp.launch.rank_info import RankInfo
+from flyte_ddp.launch.rendezvous import JoinTicket, open_rendezvous
 
 NOWHERE = Path("/nowhere")
 
@@ -22,23 +22,23 @@ def launch(job: Job, *, num_ranks: int, retries: int = 0) -> None:
     Args:
         retries: how often an agent is sent once more.
     """
-    with meeting_place(replace(job, data=NOWHERE), "127.0.0.1") as meeting, ThreadPoolExecutor(num_ranks) as pool:
-        invitations = [meeting.invitation(Place(rank, num_ranks, device=rank)) for rank in range(num_ranks)]
-        sent = [pool.submit(send, replace(each, run_folder=NOWHERE), retries) for each in invitations]
+    with open_rendezvous(replace(job, data=NOWHERE), "127.0.0.1") as rendezvous, ThreadPoolExecutor(num_ranks) as pool:
+        tickets = [rendezvous.ticket(RankInfo(rank, num_ranks, local_rank=rank)) for rank in range(num_ranks)]
+        sent = [pool.submit(send, replace(each, run_folder=NOWHERE), retries) for each in tickets]
         try:
-            meeting.run(num_ranks, lambda: refuse_failed(sent))
+            rendezvous.run(num_ranks, lambda: refuse_failed(sent))
         finally:
-            meeting.close()
+            rendezvous.close()
 
 
-def send(invitation: Invitation, retries: int) -> None:
+def send(ticket: JoinTicket, retries: int) -> None:
     """Sends an agent."""
     try:
-        agent.run(invitation)
+        agent.run(ticket)
     except agent.RankEndedError:
         if not retries:
             raise
-        send(invitation, retries - 1)
+        send(ticket, retries - 1)
 
 
 def refuse_failed(sent: Sequence[Future[None]]) -> None:

@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 from processes import living_with
 
-from flyte_ddp.launch.place import Place
+from flyte_ddp.launch.rank_info import RankInfo
 
 COMMAND = [sys.executable, "-m", "flyte_ddp.launch.agent"]
 
 
-@pytest.mark.parametrize("invitation", [b"", b"none"])
-def test_an_agent_that_fails_early_takes_its_rank_along(tmp_path: Path, invitation: bytes) -> None:
+@pytest.mark.parametrize("ticket", [b"", b"none"])
+def test_an_agent_that_fails_early_takes_its_rank_along(tmp_path: Path, ticket: bytes) -> None:
     """Whoever started it has ended, or sent what is none."""
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    given = pickle.dumps(Place(0, 2, device=0)) + invitation
+    given = pickle.dumps(RankInfo(0, 2, local_rank=0)) + ticket
     ended = subprocess.run(COMMAND, input=given, env=environment, capture_output=True, timeout=60, check=False)
     assert ended.returncode == 1
     assert b"rror" in ended.stderr

@@ -22,7 +22,7 @@ from ray.cluster_utils import Cluster
 from flyte_ddp.errors import UnreachableError, UserError
 from flyte_ddp.hardware import Hardware
 from flyte_ddp.json_lines import read_records
-from flyte_ddp.launch import dask, ray, room
+from flyte_ddp.launch import capacity, dask, ray
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.settings import Settings
 
@@ -168,7 +168,7 @@ class TestRay:
     ) -> None:
         """Its head has no CPU for ranks, as on Kubernetes; at each look there is a node more."""
         one_more = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: late_cluster.add_node(num_cpus=1))
-        monkeypatch.setattr(room, "time", one_more)
+        monkeypatch.setattr(capacity, "time", one_more)
         assert ray.hardware(replace(HP, num_ranks=0), 2, 60).num_ranks == 2
         said = [line for line in capsys.readouterr().err.splitlines() if " nodes of " in line]
         assert said == [f"{there} of 2 nodes of the Ray cluster" for there in range(3)]
@@ -204,29 +204,29 @@ def test_ranks_have_as_many_cpus_as_all_can_have(cpus: list[int], num_ranks: int
     assert ray.most_for_each(cpus, num_ranks) == expected
 
 
-def test_no_room_at_all() -> None:
-    with pytest.raises(UserError, match="the cluster has no workers: there is no room for a single rank"):
-        room.limited(HP, 0, "the cluster has no workers", 0)
+def test_no_capacity_at_all() -> None:
+    with pytest.raises(UserError, match="the cluster has no workers: there is no capacity for a single rank"):
+        capacity.clamp_ranks(HP, 0, "the cluster has no workers", 0)
 
 
 def test_hosts_that_are_still_to_come_are_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
     there = iter([0, 0, 1, 1, 3])
-    room.awaited(lambda: next(there), 2, "workers", seconds=60)
+    capacity.awaited(lambda: next(there), 2, "workers", seconds=60)
     assert capsys.readouterr().err.splitlines() == ["0 of 2 workers", "1 of 2 workers", "3 of 2 workers"]
 
 
 def test_hosts_that_are_there_need_no_word(capsys: pytest.CaptureFixture[str]) -> None:
-    room.awaited(lambda: 2, 2, "workers", seconds=0)
+    capacity.awaited(lambda: 2, 2, "workers", seconds=0)
     assert capsys.readouterr().err == ""
 
 
 def test_hosts_that_do_not_come() -> None:
     with pytest.raises(UnreachableError, match=r"1 of 2 workers have come within 0 s \(FLYTE_DDP_TIMEOUT\): "):
-        room.awaited(lambda: 1, 2, "workers", seconds=0)
+        capacity.awaited(lambda: 1, 2, "workers", seconds=0)
 
 
-def test_less_room_than_was_asked_for() -> None:
+def test_less_capacity_than_was_asked_for() -> None:
     hp = replace(HP, num_ranks=3)
-    assert room.limited(hp, 2, "there are 2 CPUs", 4) == 2
+    assert capacity.clamp_ranks(hp, 2, "there are 2 CPUs", 4) == 2
     with pytest.raises(UserError, match="num_ranks=3: there are 2 CPUs, and each rank needs one; lower num_ranks, or"):
-        room.limited(hp, 2, "there are 2 CPUs", 4, exact=True)
+        capacity.clamp_ranks(hp, 2, "there are 2 CPUs", 4, exact=True)

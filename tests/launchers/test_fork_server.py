@@ -13,7 +13,7 @@ from faulty_runs import HP, in_spawned_processes, nothing_is_left, when
 
 from benchmarks.running import descendants, process_name
 from flyte_ddp.errors import RankError, StoppedError
-from flyte_ddp.launch import gang
+from flyte_ddp.launch import supervisor
 from flyte_ddp.launch.fork_server import SERVER
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
@@ -40,10 +40,10 @@ def noted(what):
 def fork_and_note():
     noted(len(os.listdir("/proc/self/task")))
     return fork()
-def run_and_note(place, link):
+def run_and_note(info, link):
     from torch import cuda
     noted(cuda._is_in_bad_fork())
-    return run_and_report(place, link)
+    return run_and_report(info, link)
 os.fork, rank_process.run_and_report = fork_and_note, run_and_note
 """
 IMPORT_HANGS = """
@@ -61,10 +61,10 @@ import random
 import numpy.random  # before the fork, as numpy 1 does when torch imports it
 from flyte_ddp.launch import rank_process
 run_and_report = rank_process.run_and_report
-def draw(place, link):
+def draw(info, link):
     with open(os.environ["NOTED"], "a") as file:
         print(open("/proc/self/comm").read().strip(), numpy.random.random(), random.random(), file=file)
-    return run_and_report(place, link)
+    return run_and_report(info, link)
 rank_process.run_and_report = draw
 """
 
@@ -128,7 +128,7 @@ def test_an_import_of_torch_that_hangs_is_named_with_its_stack(
     digits: Path, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_spawned_processes(monkeypatch, tmp_path, IMPORT_HANGS)
-    monkeypatch.setattr(gang, "BEGIN_SECONDS", 5.0)
+    monkeypatch.setattr(supervisor, "BEGIN_SECONDS", 5.0)
     with pytest.raises(
         RankError, match=r"(?s)rank 0 did not begin within 5 s.*its process is at:.* in find_spec"
     ) as caught:

@@ -30,12 +30,12 @@ ALONE = """
 import importlib, os, signal, sys
 from pathlib import Path
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.launch import offspring
+from flyte_ddp import process
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
 
 def mine():
-    return {"takes in orphans": offspring.take_in_orphans(False), "SIGCHLD": signal.getsignal(signal.SIGCHLD)}
+    return {"takes in orphans": process.become_subreaper(False), "SIGCHLD": signal.getsignal(signal.SIGCHLD)}
 
 hp, data, run = Hyperparameters.from_json(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4])
 launch, before, error = importlib.import_module(sys.argv[1]).launch, mine(), "no error"
@@ -44,7 +44,7 @@ try:
 except Exception as raised:
     error = type(raised).__name__
 print(error)
-print("survivors:", [*(offspring.children_of(os.getpid()) - offspring.helpers())])
+print("survivors:", [*(process.children_of(os.getpid()) - process.helpers())])
 print("changed:", [name for name, value in mine().items() if value != before[name]])
 """
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,17 +21,17 @@ from typing import Any
 import pytest
 
 from flyte_ddp.errors import StoppedError
-from flyte_ddp.launch import arrivals, elastic_rank, remote
-from flyte_ddp.launch.gang import Member
-from flyte_ddp.launch.place import Place
-from flyte_ddp.launch.remote import Meeting, come, meeting_place
+from flyte_ddp.launch import arrivals, elastic_rank
+from flyte_ddp.launch.rank_handle import RankHandle
+from flyte_ddp.launch.rank_info import RankInfo
+from flyte_ddp.launch.rendezvous import JoinTicket, Rendezvous, join, open_rendezvous
 from flyte_ddp.launch.stopping import StopRequest
 
 
 @pytest.fixture
-def meeting(tmp_path: Path) -> Iterator[Meeting]:
+def rendezvous(tmp_path: Path) -> Iterator[Rendezvous]:
     job: Any = SimpleNamespace(run_folder=tmp_path, checkpoint=None)
-    with meeting_place(job, "127.0.0.1") as found:
+    with open_rendezvous(job, "127.0.0.1") as found:
         yield found
 
 
@@ -41,15 +42,15 @@ def connections() -> Iterator[ExitStack]:
         yield stack
 
 
-def gathered(meeting: Meeting, num_ranks: int, stop: StopRequest | None = None) -> list[Member]:
+def gathered(rendezvous: Rendezvous, num_ranks: int, stop: StopRequest | None = None) -> list[RankHandle]:
     """The ranks that came, closed."""
-    gang: list[Member] = []
+    group: list[RankHandle] = []
     try:
-        meeting.gather(gang, num_ranks, stop or StopRequest(), lambda: None)
+        rendezvous.gather(group, num_ranks, stop or StopRequest(), lambda: None)
     finally:
-        for member in gang:
-            member.pipe.close()
-    return gang
+        for handle in group:
+            handle.pipe.close()
+    return group
 
 
 def in_a_thread(action: Callable[[], object]) -> threading.Thread:
@@ -58,23 +59,23 @@ def in_a_thread(action: Callable[[], object]) -> threading.Thread:
     return thread
 
 
-def agent(meeting: Meeting, connections: ExitStack, rank: int, num_ranks: int) -> Connection:
+def agent(rendezvous: Rendezvous, connections: ExitStack, rank: int, num_ranks: int) -> Connection:
     """Comes as an agent does; returns when it has been let in."""
-    return connections.enter_context(come(meeting.invitation(Place(rank, num_ranks, device=0)))[0])
+    return connections.enter_context(join(rendezvous.ticket(RankInfo(rank, num_ranks, local_rank=0)))[0])
 
 
-def strangers(meeting: Meeting, connections: ExitStack, number: int) -> list[socket.socket]:
+def strangers(rendezvous: Rendezvous, connections: ExitStack, number: int) -> list[socket.socket]:
     """They are in the queue before anybody else is, and say nothing."""
-    address = ("127.0.0.1", meeting.invitation(Place(0, 1, 0)).port)
+    address = ("127.0.0.1", rendezvous.ticket(RankInfo(0, 1, 0)).port)
     return [connections.enter_context(socket.create_connection(address)) for _ in range(number)]
 
 
-def knows_the_key(meeting: Meeting, connections: ExitStack) -> Connection:
+def knows_the_key(rendezvous: Rendezvous, connections: ExitStack) -> Connection:
     """Somebody who proves that, and has not said yet who he is."""
-    (stranger,) = strangers(meeting, connections, 1)
+    (stranger,) = strangers(rendezvous, connections, 1)
     pipe = connections.enter_context(Connection(os.dup(stranger.fileno())))
-    answer_challenge(pipe, meeting.key)
-    deliver_challenge(pipe, meeting.key)
+    answer_challenge(pipe, rendezvous.key)
+    deliver_challenge(pipe, rendezvous.key)
     return pipe
 
 
@@ -89,11 +90,11 @@ def is_turned_away(stranger: socket.socket | Connection) -> bool:
 
 
 def test_slow_strangers_hold_nobody_up(
-    meeting: Meeting, connections: ExitStack, monkeypatch: pytest.MonkeyPatch
+    rendezvous: Rendezvous, connections: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They send a byte now and then, so that no single wait is long; each is turned away after some time in all."""
     monkeypatch.setattr(arrivals, "HELLO_SECONDS", 0.8)
-    slow = strangers(meeting, connections, 3)
+    slow = strangers(rendezvous, connections, 3)
     for each in slow:
         each.send((200).to_bytes(4, "big"))  # bytes are to follow
     begin = time.monotonic()
@@ -108,9 +109,9 @@ def test_slow_strangers_hold_nobody_up(
                     return
 
     talking = in_a_thread(talk)
-    came = in_a_thread(lambda: agent(meeting, connections, 0, 2))
-    late = in_a_thread(lambda: is_turned_away(slow[0]) and agent(meeting, connections, 1, 2))
-    assert [member.rank for member in gathered(meeting, 2)] == [0, 1]
+    came = in_a_thread(lambda: agent(rendezvous, connections, 0, 2))
+    late = in_a_thread(lambda: is_turned_away(slow[0]) and agent(rendezvous, connections, 1, 2))
+    assert [handle.rank for handle in gathered(rendezvous, 2)] == [0, 1]
     assert 0.5 < time.monotonic() - begin < 10
     done.set()
     for thread in (talking, came, late):
@@ -118,39 +119,41 @@ def test_slow_strangers_hold_nobody_up(
 
 
 def test_more_strangers_than_are_listened_to_at_once(
-    meeting: Meeting, connections: ExitStack, monkeypatch: pytest.MonkeyPatch
+    rendezvous: Rendezvous, connections: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(arrivals, "HELLO_SECONDS", 0.2)
     monkeypatch.setattr(arrivals, "MOST_AT_ONCE", 2)
-    strangers(meeting, connections, 5)
-    came = in_a_thread(lambda: agent(meeting, connections, 0, 1))
-    assert len(gathered(meeting, 1)) == 1
+    strangers(rendezvous, connections, 5)
+    came = in_a_thread(lambda: agent(rendezvous, connections, 0, 1))
+    assert len(gathered(rendezvous, 1)) == 1
     came.join()
 
 
-def test_a_request_to_stop_is_heard_while_a_stranger_says_nothing(meeting: Meeting, connections: ExitStack) -> None:
-    (silent,) = strangers(meeting, connections, 1)
+def test_a_request_to_stop_is_heard_while_a_stranger_says_nothing(
+    rendezvous: Rendezvous, connections: ExitStack
+) -> None:
+    (silent,) = strangers(rendezvous, connections, 1)
     stop = StopRequest()
     in_a_thread(lambda: silent.recv(1) and stop.make(signal.SIGTERM))  # as soon as it has been asked for the key
     begin = time.monotonic()
     with pytest.raises(StoppedError):
-        gathered(meeting, 1, stop)
+        gathered(rendezvous, 1, stop)
     assert time.monotonic() - begin < arrivals.HELLO_SECONDS / 2
     assert is_turned_away(silent)
 
 
-def test_of_two_agents_of_one_rank_the_later_counts(meeting: Meeting, connections: ExitStack) -> None:
+def test_of_two_agents_of_one_rank_the_later_counts(rendezvous: Rendezvous, connections: ExitStack) -> None:
     """The engine has sent it because the other one is gone."""
     gone: list[bool] = []
 
     def three_come() -> None:
-        first = agent(meeting, connections, 1, 2)
-        agent(meeting, connections, 1, 2)
+        first = agent(rendezvous, connections, 1, 2)
+        agent(rendezvous, connections, 1, 2)
         gone.append(is_turned_away(first))
-        agent(meeting, connections, 0, 2)
+        agent(rendezvous, connections, 0, 2)
 
     came = in_a_thread(three_come)
-    assert [member.rank for member in gathered(meeting, 2)] == [0, 1]
+    assert [handle.rank for handle in gathered(rendezvous, 2)] == [0, 1]
     came.join()
     assert gone == [True]
 
@@ -184,37 +187,37 @@ HELLO = {"rank": 0, "host": "127.0.0.1", "shares": True, "code": "code"}
     ],
     ids=lambda hello: hello[:40].decode(errors="replace"),
 )
-def test_a_hello_that_is_none(meeting: Meeting, connections: ExitStack, hello: bytes) -> None:
-    meeting.code = "code"
+def test_a_hello_that_is_none(rendezvous: Rendezvous, connections: ExitStack, hello: bytes) -> None:
+    rendezvous.code = "code"
 
     def two_come() -> None:
-        pipe = knows_the_key(meeting, connections)
+        pipe = knows_the_key(rendezvous, connections)
         try:
             pipe.send_bytes(hello)
         except OSError:  # nobody reads so much
             assert len(hello) > arrivals.HELLO_BYTES
         assert is_turned_away(pipe)
-        knows_the_key(meeting, connections).send_bytes(json.dumps(HELLO).encode())
+        knows_the_key(rendezvous, connections).send_bytes(json.dumps(HELLO).encode())
 
     came = in_a_thread(two_come)
-    assert [member.rank for member in gathered(meeting, 1)] == [0]
+    assert [handle.rank for handle in gathered(rendezvous, 1)] == [0]
     came.join()
 
 
-def test_what_a_stranger_says_is_not_unpickled(meeting: Meeting, connections: ExitStack, tmp_path: Path) -> None:
+def test_what_a_stranger_says_is_not_unpickled(rendezvous: Rendezvous, connections: ExitStack, tmp_path: Path) -> None:
     """Neither at the port nor in Elastic's store, whoever knows the key."""
     bomb = pickle.dumps(Bomb(tmp_path / "unpickled"))
 
     def two_come() -> None:
-        pipe = knows_the_key(meeting, connections)
+        pipe = knows_the_key(rendezvous, connections)
         pipe.send_bytes(bomb)
         is_turned_away(pipe)
-        agent(meeting, connections, 0, 1)
+        agent(rendezvous, connections, 0, 1)
 
     came = in_a_thread(two_come)
-    gathered(meeting, 1)
+    gathered(rendezvous, 1)
     came.join()
-    assert elastic_rank.invited(bomb, Place(0, 1, 0)) is None
+    assert elastic_rank.ticket_from_json(bomb, RankInfo(0, 1, 0)) is None
     assert not (tmp_path / "unpickled").exists()
 
 
@@ -229,11 +232,9 @@ def test_what_listens_in_the_launchers_place_is_not_unpickled_either(tmp_path: P
                 is_turned_away(guest)
 
         served = in_a_thread(serve)
-        invitation = remote.Invitation(
-            Place(0, 1, 0), ("127.0.0.1",), server.getsockname()[1], b"key", tmp_path, "mark"
-        )
-        with pytest.raises((OSError, EOFError, remote.AuthenticationError)):
-            come(invitation)
+        ticket = JoinTicket(RankInfo(0, 1, 0), ("127.0.0.1",), server.getsockname()[1], b"key", tmp_path, "mark")
+        with pytest.raises((OSError, EOFError, AuthenticationError)):
+            join(ticket)
         served.join()
     assert not (tmp_path / "unpickled").exists()
 
@@ -245,19 +246,19 @@ def test_what_listens_in_the_launchers_place_is_not_unpickled_either(tmp_path: P
 )
 def test_tickets_that_are_none(text: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "host")
-    assert elastic_rank.invited(text, Place(0, 1, 0)) is None
+    assert elastic_rank.ticket_from_json(text, RankInfo(0, 1, 0)) is None
 
 
-def test_a_ticket_holds_no_key(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor is another meeting's key the same, or that of a run whose user has given it a secret."""
+def test_a_ticket_holds_no_key(rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is another rendezvous's key the same, or that of a run whose user has given it a secret."""
     monkeypatch.setenv("MASTER_ADDR", "host")
     monkeypatch.setenv(elastic_rank.RUN_ID, "run")
-    place = Place(1, 2, 0)
+    info = RankInfo(1, 2, 0)
     key = elastic_rank.key_of("nonce")
-    given = replace(meeting.invitation(place), key=key, hosts=("10.0.0.1",))
-    text = elastic_rank.ticket(given, "nonce")
+    given = replace(rendezvous.ticket(info), key=key, hosts=("10.0.0.1",))
+    text = elastic_rank.ticket_as_json(given, "nonce")
     assert key.hex() not in text
-    assert elastic_rank.invited(text.encode(), place) == replace(given, hosts=("host", "10.0.0.1"))
+    assert elastic_rank.ticket_from_json(text.encode(), info) == replace(given, hosts=("host", "10.0.0.1"))
     assert elastic_rank.key_of("other") != key
     monkeypatch.setenv(elastic_rank.KEY_VARIABLE, "secret")
     assert elastic_rank.key_of("nonce") != key

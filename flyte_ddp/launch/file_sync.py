@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from flyte_ddp.checkpoint import FOLDER, SLOTS
 from flyte_ddp.errors import UserError
@@ -36,63 +36,31 @@ def send_file(pipe: Connection, path: Path, name: str) -> None:
         pipe.send(piece)
 
 
-class Receiver:
-    """Puts files into a folder: those that grow as they come, others when they are whole.
+def take_piece(folder: Path, message: dict[str, Any], names: tuple[str, ...] = (APPENDED, *WHOLE)) -> None:
+    """Puts a piece of a file into a folder: one that grows as it comes, any other when it is whole.
 
-    Args:
-        folder: where they go.
-        names: that are taken; all else that the other side may send is refused.
+    Raises:
+        UserError: a name that is none of those that are taken, or the file cannot be written.
     """
-
-    def __init__(self, folder: Path, names: tuple[str, ...] = (APPENDED, *WHOLE)) -> None:
-        self.folder, self.names = folder, names
-        self.open: dict[str, BinaryIO] = {}
-
-    def take(self, message: dict[str, Any]) -> None:
-        """Takes a piece of a file.
-
-        Raises:
-            UserError: a name that is none of those, or the file cannot be written.
-        """
-        name = message["name"]
-        if name not in self.names:
-            raise UserError(f"file {name!r} is none of those that a rank may send: {', '.join(self.names)}")
-        try:
-            self.write(name, message)
-        except OSError as error:
-            raise UserError(f"{self.folder / name}: {error.strerror}; make room, or mend its permissions") from None
-
-    def write(self, name: str, message: dict[str, Any]) -> None:
-        """Writes it."""
-        path = self.folder / name
+    name = message["name"]
+    if name not in names:
+        raise UserError(f"file {name!r} is none of those that a rank may send: {', '.join(names)}")
+    path = folder / name
+    written = path if name == APPENDED else path.with_name(f".{path.name}.tmp")
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if name == APPENDED:
-            with path.open("r+b" if path.exists() else "wb") as file:
-                file.seek(message["offset"])
-                file.truncate()
-                file.write(message["data"])
-            return
-        partial = path.with_name(f".{path.name}.tmp")
-        if message["offset"] == 0:
-            self.open[name] = partial.open("wb")
-        self.open[name].write(message["data"])
+        with written.open("r+b" if written.exists() else "wb") as file:
+            file.seek(message["offset"])
+            file.truncate()
+            file.write(message["data"])
         if message["last"]:
-            self.open.pop(name).close()
-            partial.replace(path)
-
-    def close(self) -> None:
-        """Lets go of files of which no more will come; what there is of them is the run's to remove."""
-        while self.open:
-            self.open.popitem()[1].close()
+            written.replace(path)
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; make room, or correct its permissions") from None
 
 
 class Mirror:
-    """Sends what has changed in a run folder since the last time, or since it was made.
-
-    Args:
-        folder: where a rank writes.
-        send: takes a message.
-    """
+    """Sends what has changed in the folder where a rank writes since the last time, or since this was made."""
 
     def __init__(self, folder: Path, send: Callable[[dict[str, Any]], None]) -> None:
         self.folder, self.send = folder, send
@@ -101,7 +69,7 @@ class Mirror:
         self.appended = growing.stat().st_size if growing.exists() else 0
 
     def send_new(self) -> None:
-        """Sends new lines of what grows, and files that were replaced."""
+        """Sends new lines of what grows, and files that were replaced, by messages."""
         growing = self.folder / APPENDED
         if growing.exists() and growing.stat().st_size != self.appended:
             start = min(self.appended, growing.stat().st_size)

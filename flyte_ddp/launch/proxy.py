@@ -1,4 +1,4 @@
-"""Stands for a rank at its launcher, which is on another host: passes on what they have to tell each other."""
+"""A rank's proxy at its launcher, which is on another host: passes on what they have to tell each other."""
 
 from __future__ import annotations
 
@@ -13,39 +13,38 @@ from pathlib import Path
 from typing import Any
 
 from flyte_ddp.job import Job
-from flyte_ddp.launch.files import Mirror, Receiver
-from flyte_ddp.launch.gang import Member
+from flyte_ddp.launch.file_sync import Mirror, take_piece
 from flyte_ddp.launch.host_data import prepared_here
 from flyte_ddp.launch.link import described
-from flyte_ddp.launch.remote import Invitation, come
-from flyte_ddp.launch.stopping import StopRequest
+from flyte_ddp.launch.rank_handle import RankHandle
+from flyte_ddp.launch.rendezvous import JoinTicket, join
+from flyte_ddp.launch.stopping import StopRequest, stop_requests
 
 MIRROR_SECONDS = 0.5
 
 
-def stand_for(member: Member, invitation: Invitation) -> bool:
-    """Comes to the launcher, and has the rank do its job.
+def proxy_rank(handle: RankHandle, ticket: JoinTicket) -> bool:
+    """Connects to the launcher, and has a rank that was started do its job.
 
-    Args:
-        member: the rank, which has been started; it is the caller's to end it.
-        invitation: of it.
-
-    Returns:
-        Whether that is all; if not, another try may be of use.
+    Returns whether that is all; else another try may help. To end the rank is the caller's.
     """
     try:
-        pipe, shares = come(invitation)
-        with folder_of(invitation.run_folder, shares) as folder, StopRequest() as stop:
+        pipe, shares = join(ticket)
+        with folder_of(ticket.run_folder, shares) as folder, stop_requests() as stop:
             job, host = received(pipe, folder, shares=shares)
-            member.send("network", host=host)
-            mirror = None if shares or member.rank else Mirror(folder, pipe.send)
+            handle.network = host
+            mirror = None if shares or handle.rank else Mirror(folder, pipe.send)
             try:
-                member.hand_over(replace(job, data=prepared_here(job)))
+                handle.hand_over(replace(job, data=prepared_here(job)))
             except Exception as error:
                 pipe.send(described(error))
                 pipe.send({"kind": "exit", "code": 1})
-                return last_word(pipe)
-            return relay(member, pipe, stop, mirror) or last_word(pipe)
+            else:
+                if relay(handle, pipe, stop, mirror):
+                    return True
+            while pipe.recv()["kind"] != "over":
+                pass
+            return True
     except (ConnectionRefusedError, RunOverError):
         return True
     except (EOFError, OSError, AuthenticationError):  # the launcher is gone, or it is another's by now
@@ -63,44 +62,27 @@ def folder_of(shared: Path, shares: bool) -> Iterator[Path]:
 
 
 class RunOverError(Exception):
-    """The run has come to its end without this rank.
+    """The run has ended without this rank; with ``outcome`` None it is completed."""
 
-    Args:
-        verdict: what became of it; None where it is completed.
-    """
-
-    def __init__(self, verdict: BaseException | None) -> None:
-        super().__init__(verdict)
-        self.verdict = verdict
-
-
-def last_word(pipe: Connection) -> bool:
-    """Waits until the launcher says that all is over, or is gone, which is an EOFError or a ConnectionError."""
-    while pipe.recv()["kind"] != "over":
-        pass
-    return True
+    def __init__(self, outcome: BaseException | None) -> None:
+        super().__init__(outcome)
+        self.outcome = outcome
 
 
 def received(pipe: Connection, folder: Path, *, shares: bool) -> tuple[Job, str]:
     """The job, with the files that come with it where the run folder is not shared, and this host's address.
 
-    Raises:
-        RunOverError: there is no job any more.
-        EOFError, OSError: the launcher is gone.
+    Raises RunOverError if there is no job any more, EOFError or OSError if the launcher is gone.
     """
-    come: dict[str, Receiver] = {}
-    host = ""
     while (message := pipe.recv())["kind"] != "job":
         if message["kind"] == "over":
             raise RunOverError(message["error"])
-        if message["kind"] == "network":
-            host = message["host"]
-        elif message["kind"] == "file":
+        if message["kind"] == "file":
             name = Path(message["name"]).name
-            come.setdefault(name, Receiver(folder, (name,))).take({**message, "name": name})
+            take_piece(folder, {**message, "name": name}, (name,))
     job: Job = pickle.loads(message["job"])
     if shares:
-        return job, host
+        return job, message["network"]
     found, weights = job.checkpoint, job.initial_weights
     own = replace(
         job,
@@ -108,14 +90,13 @@ def received(pipe: Connection, folder: Path, *, shares: bool) -> tuple[Job, str]
         checkpoint=replace(found, path=folder / found.path.name) if found else None,
         initial_weights=folder / weights.name if weights else None,
     )
-    return own, host
+    return own, message["network"]
 
 
-def relay(member: Member, pipe: Connection, stop: StopRequest, mirror: Mirror | None) -> bool:
-    """Passes messages on until the rank has ended; its files go before what it says of them.
+def relay(handle: RankHandle, pipe: Connection, stop: StopRequest, mirror: Mirror | None) -> bool:
+    """Passes messages on until the rank has ended; returns whether the launcher has said by then that all is over.
 
-    Returns:
-        Whether the launcher has said that all is over.
+    The rank's files go before what it says of them.
     """
     over = False
 
@@ -126,29 +107,29 @@ def relay(member: Member, pipe: Connection, stop: StopRequest, mirror: Mirror | 
 
     waited = [pipe, stop.reader]
     while True:
-        ready = connection.wait([*waited, *member.waitables()], MIRROR_SECONDS if mirror else None)
+        ready = connection.wait([*waited, *handle.waitables()], MIRROR_SECONDS if mirror else None)
         if stop.reader in ready:
             waited.remove(stop.reader)
             pipe.send({"kind": "stop"})
-        ended = member.has_ended()
-        for message in member.messages():
+        ended = handle.has_ended()
+        for message in handle.messages():
             tell(message)
         if ended:
-            tell({"kind": "exit", "code": member.exitcode})
+            tell({"kind": "exit", "code": handle.exitcode})
             return over
         if mirror is not None:
             mirror.send_new()
         if pipe in ready:
             message = pipe.recv()
             over = over or message["kind"] == "over"
-            do(message, member, pipe)
+            do(message, handle, pipe)
 
 
-def do(message: dict[str, Any], member: Member, pipe: Connection) -> None:
+def do(message: dict[str, Any], handle: RankHandle, pipe: Connection) -> None:
     """What the launcher has asked for: of this process, or of the rank."""
     if message["kind"] == "kill":
-        member.kill()
+        handle.kill()
     elif message["kind"] == "stack":
-        pipe.send({"kind": "stack", "text": member.stack()})
+        pipe.send({"kind": "stack", "text": handle.stack()})
     else:
-        member.send(**message)
+        handle.send(**message)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInfo:
     """Which of the ranks one is."""
 
     rank: int
     world_size: int
-    device: int  # the number of its GPU, of those that its process sees
+    local_rank: int  # the number of its GPU, of those that its process sees
     store: str = ""  # a file by which ranks that are all on one host find each other

@@ -1,4 +1,4 @@
-"""How many ranks a cluster has room for, and on what devices; waits for hosts that are still to come."""
+"""How many ranks a cluster has capacity for, and on what devices; waits for hosts that are still to come."""
 
 from __future__ import annotations
 
@@ -19,10 +19,7 @@ def awaited(count: Callable[[], int], wanted: int, what: str, seconds: float) ->
         count: how many there are now.
         wanted: how many there must be; 0 waits for none.
         what: they are, in words, such as "nodes of the Ray cluster".
-        seconds: to wait for them.
-
-    Raises:
-        UnreachableError: they have not come by then; another try may have more luck.
+        seconds: to wait for them; then it is an UnreachableError, as another try may have more luck.
     """
     deadline, told = time.monotonic() + seconds, wanted
     while (there := count()) < wanted:
@@ -40,39 +37,29 @@ def awaited(count: Callable[[], int], wanted: int, what: str, seconds: float) ->
 
 
 def device_type(hp: Hyperparameters, has_gpus: bool, lack: str) -> str:
-    """``cuda`` or ``cpu``.
-
-    Args:
-        has_gpus: whether there is a GPU for each rank.
-        lack: what there is if not, in words.
-
-    Raises:
-        UserError: GPUs were asked for, and there are none.
-    """
+    """``cuda`` or ``cpu``; a UserError where GPUs are asked for that are not there, as ``lack`` says in words."""
     if hp.backend == "nccl" and not has_gpus:
         raise UserError(f"backend='nccl': needs a GPU for each rank, but {lack}; use backend='gloo' or 'auto'")
     return "cuda" if has_gpus and hp.backend != "gloo" else "cpu"
 
 
-def limited(hp: Hyperparameters, room: int, what: str, most: int, *, exact: bool = False) -> int:
-    """As many ranks as were asked for, but no more than there is room for; where that is fewer, it is said.
+def clamp_ranks(hp: Hyperparameters, capacity: int, what: str, most: int, *, exact: bool = False) -> int:
+    """As many ranks as were asked for, but no more than there is capacity for; where that is fewer, it is said.
 
     Args:
-        room: for how many.
+        hp: of the run.
+        capacity: for how many ranks there is.
         what: there is, in words.
         most: ranks where no number was asked for.
-        exact: fewer than were asked for are an error, as in a pod, where nobody reads along.
-
-    Raises:
-        UserError: there is no room at all, or not for all, and ``exact``.
+        exact: fewer than were asked for are a UserError, as in a pod, where nobody reads along.
     """
-    if room < 1:
-        raise UserError(f"{what}: there is no room for a single rank; add workers, or wait until there are some")
-    if hp.num_ranks > room and exact:
+    if capacity < 1:
+        raise UserError(f"{what}: there is no capacity for a single rank; add workers, or wait until there are some")
+    if hp.num_ranks > capacity and exact:
         raise UserError(
             f"num_ranks={hp.num_ranks}: {what}, and each rank needs one; lower num_ranks, or register with more nodes "
             "(FLYTE_DDP_NODES) or a larger profile"
         )
-    if hp.num_ranks > room:
-        print(f"num_ranks={hp.num_ranks}: {what}, so there will be {room}", file=sys.stderr, flush=True)
-    return min(hp.num_ranks or most, room)
+    if hp.num_ranks > capacity:
+        print(f"num_ranks={hp.num_ranks}: {what}, so there will be {capacity}", file=sys.stderr, flush=True)
+    return min(hp.num_ranks or most, capacity)

@@ -1,6 +1,7 @@
-"""What ranks have started, such as a user's own loaders and daemons: it must not outlive the run.
+"""This process and those below it: name, signals, death with the parent, and an end for what ranks have started.
 
-Only on Linux, where a process can take in those whose parents have ended, and ``/proc`` says whose child each is.
+What a user's model starts, such as loaders and daemons, must not outlive the run. Only Linux can see to that: there a
+process can adopt those whose parents have ended, and ``/proc`` says whose child each is.
 """
 
 from __future__ import annotations
@@ -11,49 +12,91 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from pathlib import Path
+from typing import Any
 
-PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37  # linux/prctl.h
+# linux/prctl.h
+PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 1, 15, 36, 37
 KILL_SECONDS = 5.0  # until all are gone; a process that sits in the kernel is not
 POLL_SECONDS = 0.005
 
 
-def take_in_orphans(wanted: bool = True) -> bool:
+def prctl(option: int, argument: Any) -> None:
+    """Linux's own, and nothing elsewhere."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(option, argument)
+
+
+def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
+    """Asks Linux for this signal when the thread that started this process ends: no rank outlives its launcher."""
+    prctl(PR_SET_PDEATHSIG, number)
+
+
+def set_name(name: str) -> None:
+    """Names the process for ``ps -o comm`` and ``top``, in up to 15 characters."""
+    prctl(PR_SET_NAME, name.encode())
+
+
+@contextmanager
+def signal_handlers(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
+    """Handles signals so in the block; outside the main thread, where Python does not allow that, as before."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def postponed(number: signal.Signals) -> Iterator[None]:
+    """Keeps a signal until the end of a short block; only the main thread, which handles it, has something to do."""
+    came: list[int] = []
+    try:
+        with signal_handlers({number: lambda number, _: came.append(number)}):
+            yield
+    finally:
+        if came:
+            signal.raise_signal(number)
+
+
+def become_subreaper(wanted: bool = True) -> bool:
     """Has Linux make this process the parent of descendants that have lost theirs; returns whether it was so before."""
-    if sys.platform != "linux":
-        return False
-    library, before = ctypes.CDLL(None, use_errno=True), ctypes.c_int()
-    library.prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
-    library.prctl(PR_SET_CHILD_SUBREAPER, int(wanted))
+    before = ctypes.c_int()
+    prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
+    prctl(PR_SET_CHILD_SUBREAPER, int(wanted))
     return bool(before.value)
 
 
-def end_offspring() -> None:
+def kill_descendants() -> None:
     """Kills all that this process has started, and what that has; for a process that has nothing else to do."""
     kill_trees(lambda: children_of(os.getpid()) - helpers())
 
 
 @contextmanager
-def ended_with_the_block() -> Iterator[None]:
+def descendants_killed_at_end() -> Iterator[None]:
     """Kills in the end what this thread has started in the block, in a process that does other things as well.
 
     What was there before is left alone with all its children, and so is what other threads start. Daemons that have
     left their parent are found where there is nobody else whose daemons they could be.
     """
     before = children_of(os.getpid())
-    takes_in = (
-        threading.current_thread() is threading.main_thread() and not before - helpers() and not take_in_orphans()
-    )
+    in_main = threading.current_thread() is threading.main_thread()
+    adopts = in_main and not before - helpers() and not become_subreaper()
     try:
         yield
     finally:
-        with no_reports_of_children():
+        # Without SIGCHLD, for which torch's DataLoader would raise in the main thread that a worker of its was killed.
+        with signal_handlers({signal.SIGCHLD: signal.SIG_DFL}):
             kill_trees(lambda: children_of_this_thread() - before - helpers())
-        if takes_in:
-            take_in_orphans(False)
+        if adopts:
+            become_subreaper(False)
 
 
 def kill_trees(roots: Callable[[], Iterable[int]]) -> None:
@@ -69,12 +112,9 @@ def kill_trees(roots: Callable[[], Iterable[int]]) -> None:
 def living_trees(roots: Iterable[int]) -> list[int]:
     """Those of them that live, and their descendants."""
     parents = living()
-    children: dict[int, list[int]] = {}
-    for pid, parent in parents.items():
-        children.setdefault(parent, []).append(pid)
     found = [pid for pid in roots if pid in parents]
     for each in found:
-        found += children.get(each, [])
+        found += [pid for pid, parent in parents.items() if parent == each]
     return found
 
 
@@ -84,7 +124,7 @@ def children_of(pid: int) -> set[int]:
 
 
 def children_of_this_thread() -> set[int]:
-    """The living children that this thread has started, or taken in as the main thread; all where that is not known."""
+    """The living children that this thread has started, or adopted as the main thread; all where that is not known."""
     own = children_of(os.getpid())
     try:
         listed = Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()
@@ -109,16 +149,3 @@ def helpers() -> set[int]:
     """Python's own process that keeps count of what processes share; it ends with this one."""
     pid = getattr(resource_tracker._resource_tracker, "_pid", None)
     return {pid} if pid is not None else set()
-
-
-@contextmanager
-def no_reports_of_children() -> Iterator[None]:
-    """Keeps torch's DataLoader from raising, in the main thread, that a worker of its was killed."""
-    if threading.current_thread() is not threading.main_thread() or sys.platform == "win32":
-        yield
-        return
-    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGCHLD, handler)
