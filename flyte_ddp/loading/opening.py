@@ -25,7 +25,7 @@ from flyte_ddp.loading.split import Split, Splits
 from flyte_ddp.loading.streams import RankStream, StreamImages, StreamOrder
 from flyte_ddp.sampling import Indices
 from flyte_ddp.settings import Settings
-from flyte_ddp.shard_order import ShardOrder, lanes_of_rank
+from flyte_ddp.shard_order import ShardOrder, streams_of_rank
 from flyte_ddp.shards.cache import ShardCache
 from flyte_ddp.shards.dataset import ShardReader
 from flyte_ddp.shards.index import ShardIndex
@@ -118,6 +118,6 @@ def reader(source: ShardIndex | ImageList, hp: Hyperparameters, settings: Settin
     if isinstance(source, ImageList):
         return FileImages(source)
     cache = ShardCache(settings.cache_folder, settings.cache_bytes)
-    own = lanes_of_rank(hp.shuffle_shards, world_size(), min(hp.accumulation_steps, hp.batch_size))
+    own = streams_of_rank(hp.shuffle_shards, world_size(), min(hp.accumulation_steps, hp.batch_size))
     # Open are two for each lane, as all may change shards in the same step.
     return ShardImages(ShardReader(source, cache, most_open=2 * own, most_ahead=own))
