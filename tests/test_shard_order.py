@@ -77,7 +77,7 @@ def test_a_share_reads_from_its_own_streams_and_an_epoch_opens_each_shard_once_a
 @pytest.mark.parametrize("ranks", [1, 3, 4])
 @pytest.mark.parametrize("parts", [1, 3, 16])
 def test_what_a_rank_keeps_open_is_enough(streams: int, ranks: int, parts: int) -> None:
-    """Those used last, twice as many as it has streams: none is opened twice for one stream, whatever the micro-batches."""
+    """Those used last, two for each of its streams: none is opened twice for one, whatever the micro-batches."""
     counts, batch_size = np.full(64, 50), 96
     shard_of = np.repeat(np.arange(64), 50)
     order = order_of(counts, streams=streams)

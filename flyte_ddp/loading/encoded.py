@@ -34,7 +34,7 @@ class Encoded:
 
 
 class Reader:
-    """Gives stored images; several threads may ask at the same time. What a reader has no use for does nothing."""
+    """Gives stored images, also to several threads. What a reader has no use for does nothing."""
 
     fetches = False  # see :class:`flyte_ddp.loading.split.Images`
 
@@ -79,7 +79,7 @@ class BadSamples:
         if count > self.allowed:
             more = f"; {count} such samples, and bad_samples={self.allowed} are allowed" if self.allowed else ""
             raise UserError(
-                f"{name} cannot be decoded: {reason}{more}; mend or remove it, or allow some with bad_samples"
+                f"{name} cannot be decoded: {reason}{more}; fix or remove it, or allow some with bad_samples"
             )
 
 
@@ -186,7 +186,7 @@ class EncodedImages(Images):
         for other in [*others[place + 1 :].tolist(), *others[:place].tolist()]:
             if loaded := self.decoded(other, self.reader.read(other)):
                 return *loaded, found.key
-        raise UserError(f"{found.name}: neither this nor any of the {len(others)} samples beside it can be decoded")
+        raise UserError(f"{found.name}: neither this nor any of its {len(others) - 1} substitutes can be decoded")
 
     def label(self, sample: int) -> int:
         """The label of a sample, also of one that cannot be decoded."""
@@ -196,13 +196,8 @@ class EncodedImages(Images):
         """Pixels and label; None of a sample that is damaged where it comes from."""
         if found.name in self.bad.names:
             return None
-
-        def healed() -> Encoded:
-            self.reader.heal(sample)
-            return self.reader.read(sample)
-
         try:
-            return decoded(found, self.classes, healed)
+            return decoded(self.reader, sample, found, self.classes)
         except DecodingError as error:
             self.bad.add(found.name, str(error))
             return None
@@ -223,11 +218,8 @@ def work_alone() -> None:
     threadpoolctl.threadpool_limits(1, user_api="openmp")
 
 
-def decoded(found: Encoded, classes: int, healed: Callable[[], Encoded]) -> tuple[Pixels, int]:
-    """The pixels and the label of an image.
-
-    Args:
-        healed: reads it again, after our copy of the file that it is in was replaced if that is damaged.
+def decoded(reader: Reader, sample: int, found: Encoded, classes: int) -> tuple[Pixels, int]:
+    """The pixels and the label of a sample that was read; if our copy of its file is damaged, of another copy.
 
     Raises:
         DecodingError: it is damaged where it comes from.
@@ -237,7 +229,8 @@ def decoded(found: Encoded, classes: int, healed: Callable[[], Encoded]) -> tupl
     try:
         return decode(found.content), label
     except DecodingError:
-        again = healed()
+        reader.heal(sample)
+        again = reader.read(sample)
         if again.content == found.content:  # else it was healed now, or by another thread or rank
             raise
     return decode(again.content), checked_label(again, classes)
@@ -252,6 +245,6 @@ def checked_label(found: Encoded, classes: int) -> int:
     if not 0 <= found.label < classes:
         raise UserError(
             f"{found.name} has label {found.label}: must be 0..{classes - 1} with {classes} classes; "
-            "mend it, or set num_classes"
+            "fix it, or set num_classes"
         )
     return found.label

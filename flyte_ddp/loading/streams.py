@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import signal
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from flyte_ddp.launch.rank_process import die_with_parent
 from flyte_ddp.loading import cropping
 from flyte_ddp.loading.decoding import DecodingError
 from flyte_ddp.loading.encoded import BadSamples, Encoded, decoded
-from flyte_ddp.loading.shards import encoded_sample
+from flyte_ddp.loading.shards import ShardImages
 from flyte_ddp.loading.split import Images
 from flyte_ddp.sampling import Indices
 from flyte_ddp.shards.cache import ShardCache
@@ -153,12 +153,13 @@ def worker_pipeline(stream: RankStream) -> Any:
     import webdataset as wds
 
     buffer = stream.hp.shuffle_buffer
+    reader = ShardImages(ShardReader(stream.index, stream.cache, most_open=1))
     return wds.DataPipeline(
         partial(passes_of, stream),
-        partial(samples_of, stream),
+        partial(samples_of, reader),
         wds.filters.shuffle(buffer, initial=min(100, buffer), seed=stream.seed(1)),
-        partial(images_of, stream),
-        wds.filters.batched(WORKER_BATCH, collation_fn=collated, partial=False),
+        partial(images_of, stream, reader),
+        wds.filters.batched(WORKER_BATCH, partial=False),
         with_the_error,
     )
 
@@ -175,29 +176,22 @@ def passes_of(stream: RankStream) -> Iterator[tuple[int, int]]:
         passes += 1
 
 
-class Stored(NamedTuple):
-    """A sample as it is stored, in which pass it comes, and what reads it again from a healed copy of its shard."""
+def samples_of(reader: ShardImages, shards: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, Encoded]]:
+    """The samples of shards, each shard from its beginning to its end, while the next one is fetched.
 
-    passes: int
-    sample: Encoded
-    healed: Callable[[], Encoded]
-
-
-def samples_of(stream: RankStream, shards: Iterable[tuple[int, int]]) -> Iterator[Stored]:
-    """The samples of shards, each shard from its beginning to its end, while the next one is fetched."""
-    reader = ShardReader(stream.index, stream.cache, most_open=1)
-    for passes, shard in sampling.looking_ahead(shards, 1, lambda item: reader.prefetch([item[1]])):
-        end, url = int(reader.index.ends[shard]), reader.index.shards[shard].url
-        for sample in range(end - reader.index.shards[shard].samples, end):
-
-            def healed(sample: int = sample, url: str = url) -> Encoded:
-                reader.heal(sample)
-                return encoded_sample(*reader.read(sample), url)
-
-            yield Stored(passes, encoded_sample(*reader.read(sample), url), healed)
+    Yields:
+        The pass, the sample's number, and the sample as it is stored.
+    """
+    index = reader.reader.index
+    for passes, shard in sampling.looking_ahead(shards, 1, lambda item: reader.reader.prefetch([item[1]])):
+        end = int(index.ends[shard])
+        for sample in range(end - index.shards[shard].samples, end):
+            yield passes, sample, reader.read(sample)
 
 
-def images_of(stream: RankStream, samples: Iterable[Stored]) -> Iterator[tuple[Tensor, Tensor]]:
+def images_of(
+    stream: RankStream, reader: ShardImages, samples: Iterable[tuple[int, int, Encoded]]
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Images uint8 [size, size, 3] and labels.
 
     Raises:
@@ -206,9 +200,9 @@ def images_of(stream: RankStream, samples: Iterable[Stored]) -> Iterator[tuple[T
     bad, in_a_row = BadSamples(stream.hp.bad_samples), 0
     number, workers = worker_of()
     most = int(stream.index.counts[number::workers].sum()) + stream.hp.shuffle_buffer  # all of them have come by then
-    for passes, found, healed in samples:
+    for passes, sample, found in samples:
         try:
-            pixels, label = decoded(found, stream.classes, healed)
+            pixels, label = decoded(reader, sample, found, stream.classes)
         except DecodingError as error:
             bad.add(found.name, str(error))
             in_a_row += 1
@@ -220,12 +214,6 @@ def images_of(stream: RankStream, samples: Iterable[Stored]) -> Iterator[tuple[T
             [draws] = cropping.draw(stream.hp.seed, passes, np.array([zlib.crc32(found.name.encode())]))
         image = np.ascontiguousarray(cropping.squared(pixels, stream.size, draws))
         yield torch.from_numpy(image), torch.tensor(label)
-
-
-def collated(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Samples as a batch."""
-    images, labels = zip(*samples, strict=True)
-    return torch.stack(images), torch.stack(labels)
 
 
 def with_the_error(batches: Iterable[Any]) -> Iterator[Any]:

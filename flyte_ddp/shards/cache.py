@@ -27,8 +27,8 @@ from flyte_ddp import storage
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import DISK_FULL
 from flyte_ddp.shards.index import Shard
-from flyte_ddp.shards.locks import exclusive, stripe, unlock
-from flyte_ddp.shards.verification import digest_of, failed, new_digest, open_local, wrong_size
+from flyte_ddp.shards.locks import exclusive, stripe
+from flyte_ddp.shards.verification import digest_of, failed, open_local, wrong_size
 from flyte_ddp.storage.content import check_length
 
 WHOLE, PARTIAL = ".tar", ".part"
@@ -98,15 +98,15 @@ class ShardCache:
             file = self.kept(shard)
             if file is not None:
                 with file:
-                    wanted = shard.sha256 or shard.md5
-                    if digest_of(file, shard) == wanted if wanted else not damaged:
+                    kind, wanted = shard.digest
+                    if digest_of(file, kind) == wanted if wanted else not damaged:
                         return False
             self.path_of(shard).unlink(missing_ok=True)  # even if somebody reads it, or has removed it by now
             return True
 
     def path_of(self, shard: Shard) -> Path:
         """Where the shard is kept: a name that no shard of another address or content has."""
-        identity = f"{shard.url}\n{shard.size}\n{shard.sha256 or shard.md5}"
+        identity = f"{shard.url}\n{shard.size}\n{shard.digest[1]}"
         return self.folder / f"{hashlib.sha256(identity.encode('utf-8', 'surrogatepass')).hexdigest()[:40]}{WHOLE}"
 
     def fetch(self, shard: Shard) -> BinaryIO:
@@ -132,11 +132,12 @@ class ShardCache:
 
     def transfer(self, shard: Shard, target: io.FileIO) -> None:
         """One try to download a shard."""
-        digest = new_digest(shard)
+        kind, wanted = shard.digest
+        digest = hashlib.new(kind, usedforsecurity=False)
         with storage.open_file(shard.url) as file:
-            if shard.size >= 0 and file.size not in (None, shard.size):
-                raise storage.AlteredError(f"{file.size:,} bytes instead of {shard.size:,}", transient=True)
             expected = shard.size if shard.size >= 0 else file.size
+            if file.size not in (None, expected):
+                raise storage.AlteredError(f"{file.size:,} bytes instead of {expected:,}", transient=True)
             target.seek(0)
             for chunk in file.chunks:
                 end = target.tell() + len(chunk)
@@ -147,9 +148,8 @@ class ShardCache:
                 self.write(target, chunk)
                 digest.update(chunk)
         check_length(target.tell(), expected, remote=True)
-        wanted = shard.sha256 or shard.md5
         if wanted and digest.hexdigest() != wanted:
-            raise storage.AlteredError(f"{digest.name} {digest.hexdigest()} instead of {wanted}", transient=True)
+            raise storage.AlteredError(f"{kind} {digest.hexdigest()} instead of {wanted}", transient=True)
         target.truncate()
 
     def write(self, file: io.FileIO, chunk: bytes) -> None:
@@ -263,18 +263,6 @@ def mark_used(file: int) -> None:
     """Now is the time of its last use."""
     with suppress(OSError):  # a cache that was filled before and is read-only now will do as well
         os.utime(file, ns=(time.time_ns(),) * 2)  # the system's own clock for files goes in larger steps
-
-
-def lock_again(file: int) -> bool:
-    """Has nobody remove an open file that was unlocked; False if somebody has removed it, or is about to."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    if os.fstat(file).st_nlink:
-        return True
-    unlock(file)
-    return False
 
 
 def same_file(file: BinaryIO, path: Path) -> bool:

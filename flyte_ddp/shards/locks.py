@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +31,18 @@ def exclusive(folder: Path, name: str, *, wait: bool = True) -> Iterator[None]:
 def unlock(file: int) -> None:
     """Gives an open file's lock back; closing alone would leave it with a child that was forked meanwhile."""
     fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def lock_again(file: int) -> bool:
+    """Has nobody remove an open file that was unlocked; False if somebody has removed it, or is about to."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    if os.fstat(file).st_nlink:
+        return True
+    unlock(file)
+    return False
 
 
 def stripe(name: str) -> str:

@@ -6,6 +6,7 @@ import hashlib
 import os
 import stat
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -14,7 +15,6 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.shards.index import Shard
 from flyte_ddp.shards.locks import exclusive, stripe
 from flyte_ddp.shards.tar import DamagedShardError
-from flyte_ddp.storage.content import CHUNK_BYTES
 
 
 def open_local(path: Path, shard: Shard, cache: Path, compared: set[str]) -> BinaryIO:
@@ -51,7 +51,7 @@ def compare_once(file: BinaryIO, path: Path, shard: Shard, cache: Path, compared
 
     What was compared is remembered by empty files in the cache; where that cannot be written to, by this process.
     """
-    wanted = shard.sha256 or shard.md5
+    kind, wanted = shard.digest
     status = os.fstat(file.fileno())
     # With the time of the last change of any kind, which copying tools do not set as they do the other one.
     known_by = f"{path}\n{status.st_size}\n{status.st_mtime_ns}\n{status.st_ctime_ns}\n{wanted}"
@@ -64,10 +64,10 @@ def compare_once(file: BinaryIO, path: Path, shard: Shard, cache: Path, compared
             stack.enter_context(exclusive(cache / "locks", stripe(mark)))  # others wait, and then need not do it again
             marked.parent.mkdir(exist_ok=True)
         if not marked.exists():
-            if (found := digest_of(file, shard)) != wanted:
+            if (found := digest_of(file, kind)) != wanted:
                 raise DamagedShardError(
-                    f"shard {shard.url}: its {new_digest(shard).name} is {found} and not the {wanted} that the index "
-                    "says, so it is damaged, or another one; copy it again, or renew the index"
+                    f"shard {shard.url}: its {kind} is {found} and not the {wanted} that the index says, so it is "
+                    "damaged, or another one; copy it again, or renew the index"
                 )
             file.seek(0)
             with suppress(OSError):
@@ -75,22 +75,14 @@ def compare_once(file: BinaryIO, path: Path, shard: Shard, cache: Path, compared
     compared.add(mark)
 
 
+def digest_of(file: BinaryIO, kind: str) -> str:
+    """The digest (hex) of a file."""
+    return hashlib.file_digest(file, partial(hashlib.new, kind, usedforsecurity=False)).hexdigest()
+
+
 def wrong_size(file: BinaryIO, shard: Shard) -> bool:
     """Whether the file is not as long as the index says."""
     return shard.size >= 0 and os.fstat(file.fileno()).st_size != shard.size
-
-
-def new_digest(shard: Shard) -> hashlib._Hash:
-    """For the digest that the index has of the shard."""
-    return hashlib.sha256() if shard.sha256 or not shard.md5 else hashlib.md5(usedforsecurity=False)
-
-
-def digest_of(file: BinaryIO, shard: Shard) -> str:
-    """The digest (hex) of a file, of the kind that the index has of the shard."""
-    digest = new_digest(shard)
-    while piece := file.read(CHUNK_BYTES):
-        digest.update(piece)
-    return digest.hexdigest()
 
 
 def failed(shard: Shard, failure: Exception) -> UserError:

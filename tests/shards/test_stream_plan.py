@@ -25,6 +25,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes:UserWarning"),  # of few cores
 ]
 
+Run = tuple[list[int], Cluster, StreamOptions]  # with the samples of its shards
 Key = str
 Batch = tuple[int, list[Key]]  # the reader it comes from, and the samples' keys
 Splitter = Callable[[Iterable[dict[str, str]]], Iterator[dict[str, str]]]
@@ -115,7 +116,7 @@ def planned(samples: list[int], ranks: int, options: StreamOptions) -> StreamPla
 
 
 @st.composite
-def runs(draw: st.DrawFn) -> tuple[list[int], Cluster, StreamOptions]:
+def runs(draw: st.DrawFn) -> Run:
     """Shards, ranks and a loader; each reader has a sample, but there may be empty shards."""
     cluster = Cluster(nodes=draw(st.integers(1, 2)), ranks_per_node=draw(st.integers(1, 2)))
     options = StreamOptions(
@@ -133,7 +134,7 @@ def runs(draw: st.DrawFn) -> tuple[list[int], Cluster, StreamOptions]:
 
 @settings(max_examples=150, derandomize=True, deadline=None)
 @given(run=runs(), buffer=st.sampled_from([0, 1000]))
-def test_the_plan_is_what_loaders_give(shards: Shards, run: tuple[list[int], Cluster, StreamOptions], buffer: int) -> None:
+def test_the_plan_is_what_loaders_give(shards: Shards, run: Run, buffer: int) -> None:
     samples, cluster, options = run
     urls = shards(samples)
     sizes = np.array([Path(url).stat().st_size for url in urls])
@@ -241,7 +242,7 @@ def test_the_published_mistake_is_refused_with_the_published_fixes() -> None:
 
 @settings(max_examples=100, derandomize=True, deadline=None)
 @given(run=runs())
-def test_suggestions_make_it_exact(run: tuple[list[int], Cluster, StreamOptions]) -> None:
+def test_suggestions_make_it_exact(run: Run) -> None:
     samples, cluster, options = run
     suggestions = plan_streams(np.array(samples), None, cluster, options).suggestions()
 
