@@ -56,7 +56,7 @@ def take(run: Run) -> Snapshot | None:
             return None
         values = {
             "model": state.buffers.after_step_in(state.model.state_dict()),
-            "buffers": state.buffers.state(),
+            "buffers": state.buffers.state_dict(),
             "average": state.average.state_dict() if state.average else None,
             "optimizer": state.optimizer.state_dict(),
             "spoiled": state.loss_watch.spoiled,
@@ -94,7 +94,7 @@ def restore(run: Run, found: checkpoint.Checkpoint) -> None:
     state, selection, recorder = run.state, run.selection, run.recorder
     values = torch.load(checkpoint.state_in(found), map_location="cpu", weights_only=True)
     for model in (state.model, *([state.average.module] if state.average else [])):
-        state.buffers.go_on(values["buffers"], model, saved=values["model"].keys())
+        state.buffers.load_state_dict(values["buffers"], model, saved=values["model"].keys())
     state.model.load_state_dict(values["model"])
     if state.average is not None:
         state.average.load_state_dict(values["average"])

@@ -156,7 +156,7 @@ class Recorder:
         if self.last_loss is not None and self.state.step >= LEAST_STEPS:
             self.warn(no_better_than_guessing(self.last_loss, selection.test.truth, self.job.hp))
         model = self.state.kept_model()
-        self.state.buffers.go_back(model, selection.weights)
+        self.state.buffers.restore(model, selection.weights)
         folder = self.job.run_folder
         with replacing(folder / "predictions.npz") as file:
             np.savez(file, **self.predictions(selection.test))

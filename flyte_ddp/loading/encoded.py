@@ -142,11 +142,7 @@ class EncodedImages(Images):
         self.reader.expect(samples)
 
     def gather(self, samples: Indices, epoch: int | None) -> tuple[Tensor, Tensor]:
-        """Images uint8 [n, size, size, 3] and labels int64 [n] on the device.
-
-        Raises:
-            UserError: a sample that cannot be had or decoded, or whose label is not a class's.
-        """
+        """Images uint8 [n, size, size, 3] and labels int64 [n] on the device."""
         batch = self.pending.pop((epoch, samples.tobytes()), None) or self.begin(samples, epoch)
         wait(batch.tasks, return_when=FIRST_EXCEPTION)  # once, and not for each: waking up takes time from the threads
         for task in batch.tasks:

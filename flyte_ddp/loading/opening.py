@@ -45,16 +45,8 @@ def open_splits(
     side = hp.image_size or ENCODED_SIDE
     classes = len(data.classes) or hp.num_classes
     threads = settings.loader_threads or hardware.threads
-    open_images = partial(
-        EncodedImages,
-        size=side,
-        crop=hp.augment,
-        seed=hp.seed,
-        classes=classes,
-        bad=BadSamples(hp.bad_samples),
-        threads=threads,
-        device=device,
-    )
+    common = {"size": side, "crop": hp.augment, "seed": hp.seed, "classes": classes, "bad": BadSamples(hp.bad_samples)}
+    open_images = partial(EncodedImages, **common, threads=threads, device=device)
     of_train = [order for split, order in orders.items() if split != "test" or data.test is None]
     train = open_images(reader(data.train, hp, settings), substitutes=in_the_same_split(of_train))
     splits = {split: Split(train, order) for split, order in orders.items()}
@@ -85,22 +77,15 @@ def open_tests(
     order = orders_of(data, hp)["test"]
     if not len(order):
         raise no_samples(data.name, "testing")
-    images = EncodedImages(
-        reader(data.train if data.test is None else data.test, hp, settings),
-        size=size,
-        crop="none",
-        seed=0,
-        classes=classes,
-        bad=bad,
-        substitutes=in_the_same_split([order]),
-        threads=settings.loader_threads or cores(),
-        device=device,
-    )
-    return Split(images, order)
+    source = reader(data.train if data.test is None else data.test, hp, settings)
+    threads = settings.loader_threads or cores()
+    common = {"size": size, "crop": "none", "seed": 0, "classes": classes, "bad": bad}
+    substitutes = in_the_same_split([order])
+    return Split(EncodedImages(source, **common, substitutes=substitutes, threads=threads, device=device), order)
 
 
 def in_the_same_split(orders: Collection[SampleOrder]) -> Callable[[int], Indices]:
-    """What may stand in for a sample, by the orders of splits that have no sample in common."""
+    """What may replace a sample, by the orders of splits that have no sample in common."""
 
     def substitutes(sample: int) -> Indices:
         for order in orders:
@@ -114,10 +99,10 @@ def in_the_same_split(orders: Collection[SampleOrder]) -> Callable[[int], Indice
 
 
 def reader(source: ShardIndex | ImageList, hp: Hyperparameters, settings: Settings) -> Reader:
-    """What reads the images; shards are kept open, and fetched ahead, as far as this rank's lanes go."""
+    """What reads the images; shards are kept open, and fetched ahead, for this rank's shuffle streams."""
     if isinstance(source, ImageList):
         return FileImages(source)
     cache = ShardCache(settings.cache_folder, settings.cache_bytes)
     own = streams_of_rank(hp.shuffle_shards, world_size(), min(hp.accumulation_steps, hp.batch_size))
-    # Open are two for each lane, as all may change shards in the same step.
+    # Open are two for each stream, as all may change shards in the same step.
     return ShardImages(ShardReader(source, cache, most_open=2 * own, most_ahead=own))

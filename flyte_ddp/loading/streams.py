@@ -99,11 +99,7 @@ class StreamImages(Images):
         self.last: tuple[bytes, tuple[Tensor, Tensor]] | None = None
 
     def gather(self, samples: Indices, epoch: int | None) -> tuple[Tensor, Tensor]:  # noqa: ARG002
-        """The next images uint8 [n, size, size, 3] and labels int64 [n] on the device; asked again, the same ones.
-
-        Raises:
-            UserError: a shard that cannot be had, or a sample that cannot be used.
-        """
+        """The next images uint8 [n, size, size, 3] and labels int64 [n] on the device; asked again, the same ones."""
         key = samples.tobytes()
         if self.last is None or self.last[0] != key:
             if self.samples is None:
@@ -192,11 +188,7 @@ def samples_of(reader: ShardImages, shards: Iterable[tuple[int, int]]) -> Iterat
 def images_of(
     stream: RankStream, reader: ShardImages, samples: Iterable[tuple[int, int, Encoded]]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Images uint8 [size, size, 3] and labels.
-
-    Raises:
-        UserError: a label that is not a class's, more samples that cannot be decoded than are allowed, or no others.
-    """
+    """Images uint8 [size, size, 3] and labels."""
     bad, in_a_row = BadSamples(stream.hp.bad_samples), 0
     number, workers = worker_of()
     most = int(stream.index.counts[number::workers].sum()) + stream.hp.shuffle_buffer  # all of them have come by then

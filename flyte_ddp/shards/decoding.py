@@ -51,9 +51,6 @@ def decode_sample(sample: dict[str, Any]) -> dict[str, Any]:
     """Images to PIL images, ``.cls`` to int, ``.txt`` to text, ``.json`` and ``.npy`` to what they hold.
 
     What has another extension stays as it is, bytes. As in wids, of ``.seg.png`` the last part counts.
-
-    Raises:
-        UserError: a member that is not what its extension says, with the names of sample and shard.
     """
     return {name: decode_member(sample, name, content) for name, content in sample.items()}
 

@@ -122,9 +122,6 @@ def plan_epoch(order: ShardOrder, sizes: Counts | None, cluster: Cluster, hp: Hy
         sizes: bytes of each shard, [shards]; None if they are not known.
         cluster: nodes and ranks.
         hp: with ``batch_size``, ``accumulation_steps`` and ``test_batch_size``.
-
-    Raises:
-        UserError: there are no samples, or fewer in a batch than there are ranks.
     """
     batch_size = hp.batch_size
     if not len(order):

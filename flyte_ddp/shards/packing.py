@@ -92,11 +92,7 @@ def pack(
 
 @contextmanager
 def workspace_of(index: Path) -> Iterator[Path]:
-    """A hidden folder beside the index for what is to take its place; removed in the end, or by whoever packs next.
-
-    Raises:
-        UserError: it cannot be made, or another process is packing there.
-    """
+    """A hidden folder beside the index for what is to take its place; removed in the end, or by whoever packs next."""
     workspace = index.with_name(f".{index.stem}.packing")
     with ExitStack() as stack:
         try:
@@ -130,9 +126,6 @@ def put_in_place(workspace: Path, index: Path) -> None:
 
     Shards of the old index and of the new one have the same names. So the new one first comes into the old one's place
     with the shards as they are in the workspace, which is the moment at which one replaces the other.
-
-    Raises:
-        UserError: that cannot be done.
     """
     content = stored(workspace / index.name)
     content |= {"packed_in": workspace.name, "replaced": packed_before(index)}
@@ -155,9 +148,6 @@ def finish_move(workspace: Path, index: Path) -> None:
     """Moves shards from the workspace to where they belong, if the index refers to them there.
 
     A process that is killed in between leaves the rest to the next one that packs here.
-
-    Raises:
-        UserError: they cannot be moved.
     """
     if not is_used(workspace, index):
         return

@@ -80,11 +80,7 @@ def decoded(content: NDArray[np.uint8]) -> tuple[str, ...]:
 
 
 def tabulate(members: Iterable[Member], shard: str) -> SampleTable:
-    """Groups a shard's members into samples.
-
-    Raises:
-        UserError: two members of one sample with the same extension, or two samples with the same key.
-    """
+    """Groups a shard's members into samples."""
     keys: dict[str, None] = {}
     extensions: dict[str, int] = {}
     starts: list[int] = []

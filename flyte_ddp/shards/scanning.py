@@ -66,9 +66,6 @@ def scan(url: str, *, decode: bool = False) -> Scanned:
 
     Args:
         decode: decodes images, too.
-
-    Raises:
-        UserError: it cannot be had, or is no shard.
     """
 
     def wanted(extension: str) -> bool:
