@@ -48,13 +48,11 @@ class ShardCache:
         folder: made if it is not there.
         limit: most bytes that it may hold; None sets no limit but the disk's.
         fetched: how often this process has fetched each shard, by its address.
-        compared: marks of the shards on this machine that this process knows to be what their index says.
     """
 
     folder: Path
     limit: int | None = None
     fetched: Counter[str] = field(default_factory=Counter, compare=False)
-    compared: set[str] = field(default_factory=set, compare=False)
 
     def open(self, shard: Shard) -> BinaryIO:
         """The shard as a file that nobody removes until it is closed or unlocked; one on this machine where it is.
@@ -66,7 +64,7 @@ class ShardCache:
         """
         path = storage.local_path(shard.url)
         if path is not None:
-            return open_local(path, shard, self.folder, self.compared)
+            return open_local(path, shard, self.folder)
         with unusable_explained(self.folder):
             file = self.kept(shard)
             if file is None:

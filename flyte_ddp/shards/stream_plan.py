@@ -10,6 +10,7 @@ itself, and is cut off after ``nbatches``. Shuffling changes which samples those
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -64,31 +65,6 @@ class StreamOptions:
         return batches if self.nbatches is None else np.minimum(batches, self.nbatches)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Suggestions:
-    """Numbers near the planned ones with which all ranks get the same number of batches; each stands on its own.
-
-    Args:
-        nbatches: the largest that every rank reaches; None if a rank gets no batch at all.
-        repeated: nbatches that keeps what the longest rank gets, and the least dsrepeat with which all reach it.
-        workers: the nearest numbers below and above that do it with these very shards; none above twice as many.
-        shards: the nearest numbers of shards that divide evenly, if all have equal numbers of samples.
-    """
-
-    nbatches: int | None
-    repeated: tuple[int, int] | None
-    workers: list[int]
-    shards: list[int]
-
-    def __str__(self) -> str:
-        ways = [] if self.nbatches is None else [f"nbatches={self.nbatches}"]
-        if self.repeated is not None:
-            ways.append("nbatches={} with dsrepeat={}".format(*self.repeated))
-        ways += [f"workers={workers}" for workers in self.workers]
-        shards = " or ".join(f"{number:,}" for number in self.shards)
-        return ", or ".join([*ways, f"{shards} shards with equal numbers of samples"])
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StreamPlan:
     """What the readers of all ranks give, [ranks, readers] where nothing else is said.
@@ -131,20 +107,31 @@ class StreamPlan:
         for rank, reader in np.ndindex(ranks, readers):
             yield rank, reader, range(rank + reader * ranks, len(self.shard_samples), ranks * readers)
 
-    def suggestions(self) -> Suggestions:
-        """Nearby numbers that make all ranks get the same number of batches."""
-        options = self.options
+    def suggestions(self) -> list[dict[str, int]]:
+        """Changes near the plan, each of which gives all ranks the same number of batches.
+
+        They are: the largest ``nbatches`` that every rank reaches; ``nbatches`` that keeps what the longest rank gets,
+        with the least ``dsrepeat`` with which all reach it; the nearest numbers of ``workers`` below and above, up to
+        twice as many; the nearest numbers of ``shards`` that divide evenly, if all have equal numbers of samples.
+        """
+        options, shards, divisor = self.options, len(self.shard_samples), self.samples.size
         shortest = options.repeat * int(options.pass_batches(self.samples).sum(axis=1).min())
-        longest = int(self.batches.max())
-        shards, divisor = len(self.shard_samples), self.samples.size
-        nearby = (range(options.readers - 1, 0, -1), range(options.readers + 1, 2 * options.readers + 1))
-        found = (next(filter(self._works_with, numbers), None) for numbers in nearby)
-        return Suggestions(
-            nbatches=int(self.batches.min()) or None,
-            repeated=(longest, -(-longest // shortest)) if shortest else None,
-            workers=[workers for workers in found if workers is not None],
-            shards=sorted({shards // divisor * divisor, -(-shards // divisor) * divisor} - {0}),
-        )
+        found = []
+        if least := int(self.batches.min()):
+            found.append({"nbatches": least})
+        if shortest:
+            longest = int(self.batches.max())
+            found.append({"nbatches": longest, "dsrepeat": -(-longest // shortest)})
+        for nearby in (range(options.readers - 1, 0, -1), range(options.readers + 1, 2 * options.readers + 1)):
+            found += [{"workers": number} for number in itertools.islice(filter(self._works_with, nearby), 1)]
+        evenly = {shards // divisor * divisor, -(-shards // divisor) * divisor} - {0}
+        return found + [{"shards": number} for number in sorted(evenly)]
+
+    @property
+    def advice(self) -> str:
+        """The suggestions in words."""
+        ways = [" with ".join(f"{name}={number}" for name, number in way.items()) for way in self.suggestions()]
+        return f"take {', or '.join(ways)} (of shards with equal numbers of samples)"
 
     def _works_with(self, workers: int) -> bool:
         samples = by_reader(self.shard_samples, self.cluster.ranks, workers)
@@ -165,7 +152,7 @@ class StreamPlan:
         if self.hangs:
             raise UserError(
                 f"the ranks get {least_to_most(self.batches)} batches: DDP hangs unless all get the same number; "
-                f"take {self.suggestions()}"
+                f"{self.advice}"
             )
 
     def describe(self, limit: int = 8) -> Iterator[str]:
@@ -188,7 +175,7 @@ class StreamPlan:
         if self.bytes_cached is not None:
             yield f"bytes of a node's shards: {least_to_most(self.bytes_cached)}"
         if self.hangs:
-            yield f"DDP would hang, as ranks get different numbers of batches; take {self.suggestions()}"
+            yield f"DDP would hang, as ranks get different numbers of batches; {self.advice}"
         elif self.batches.any():
             yield f"every rank gets {self.batches[0]:,} batches"
         else:

@@ -17,13 +17,12 @@ from flyte_ddp.shards.locks import exclusive, stripe
 from flyte_ddp.shards.tar import DamagedShardError
 
 
-def open_local(path: Path, shard: Shard, cache: Path, compared: set[str]) -> BinaryIO:
+def open_local(path: Path, shard: Shard, cache: Path) -> BinaryIO:
     """Opens a shard on this machine that is what its index says, as far as that says it.
 
     Args:
         path: where it is.
         cache: a folder that has marks of what was compared, for all that use it.
-        compared: the marks that this process knows; added to.
 
     Raises:
         DamagedShardError: it has another length or digest.
@@ -39,29 +38,29 @@ def open_local(path: Path, shard: Shard, cache: Path, compared: set[str]) -> Bin
                     f"shard {shard.url}: has {os.fstat(file.fileno()).st_size:,} bytes and not the {shard.size:,} that "
                     "the index says; copy it again, or renew the index"
                 )
-            compare_once(file, path, shard, cache, compared)
+            compare_once(file, path, shard, cache)
         except OSError as error:
             raise failed(shard, error) from None
         on_failure.pop_all()
     return file
 
 
-def compare_once(file: BinaryIO, path: Path, shard: Shard, cache: Path, compared: set[str]) -> None:
+def compare_once(file: BinaryIO, path: Path, shard: Shard, cache: Path) -> None:
     """Compares a shard with its digest in the index, as long as its size and times stay only once.
 
-    What was compared is remembered by empty files in the cache; where that cannot be written to, by this process.
+    What was compared is remembered by empty files in the cache, if that can be written to.
     """
     kind, wanted = shard.digest
     status = os.fstat(file.fileno())
     # With the time of the last change of any kind, which copying tools do not set as they do the other one.
     known_by = f"{path}\n{status.st_size}\n{status.st_mtime_ns}\n{status.st_ctime_ns}\n{wanted}"
-    mark = hashlib.sha256(known_by.encode("utf-8", "surrogatepass")).hexdigest()[:40]
-    if not wanted or mark in compared:
+    marked = cache / "verified" / hashlib.sha256(known_by.encode("utf-8", "surrogatepass")).hexdigest()[:40]
+    if not wanted or marked.exists():
         return
     with ExitStack() as stack:
-        marked = cache / "verified" / mark
         with suppress(OSError):
-            stack.enter_context(exclusive(cache / "locks", stripe(mark)))  # others wait, and then need not do it again
+            # Others wait, and then need not do it again.
+            stack.enter_context(exclusive(cache / "locks", stripe(marked.name)))
             marked.parent.mkdir(exist_ok=True)
         if not marked.exists():
             if (found := digest_of(file, kind)) != wanted:
@@ -72,7 +71,6 @@ def compare_once(file: BinaryIO, path: Path, shard: Shard, cache: Path, compared
             file.seek(0)
             with suppress(OSError):
                 marked.touch()
-    compared.add(mark)
 
 
 def digest_of(file: BinaryIO, kind: str) -> str:

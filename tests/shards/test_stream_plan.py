@@ -227,16 +227,14 @@ def test_the_published_cases_with_real_loaders(shards: Shards, options: StreamOp
 
 def test_the_published_mistake_is_refused_with_the_published_fixes() -> None:
     plan = planned(PUBLISHED, 3, SIMDIST)
-    suggestions = plan.suggestions()
-    assert suggestions.nbatches == 26
-    assert suggestions.repeated == (36, 2)
-    assert suggestions.shards == [9, 18]
+    assert plan.suggestions()[:2] == [{"nbatches": 26}, {"nbatches": 36, "dsrepeat": 2}]
+    assert plan.suggestions()[-2:] == [{"shards": 9}, {"shards": 18}]
     with pytest.raises(UserError) as refused:
         plan.refuse()
     assert refused.value.message.startswith("the ranks get 26 to 36 batches: DDP hangs unless all get the same number")
-    assert "nbatches=26, or nbatches=36 with dsrepeat=2" in refused.value.message
-    assert "9 or 18 shards" in refused.value.message
-    assert planned(PUBLISHED, 3, replace(SIMDIST, nbatches=32)).suggestions().repeated == (32, 2)
+    assert "take nbatches=26, or nbatches=36 with dsrepeat=2, or " in refused.value.message
+    assert "shards=9, or shards=18 (of shards with equal numbers of samples)" in refused.value.message
+    assert {"nbatches": 32, "dsrepeat": 2} in planned(PUBLISHED, 3, replace(SIMDIST, nbatches=32)).suggestions()
     planned(PUBLISHED, 3, replace(SIMDIST, nbatches=26)).refuse()
 
 
@@ -253,31 +251,32 @@ def test_suggestions_make_it_exact(run: Run) -> None:
         return not plan.hangs and plan.batches.all()
 
     present = changed()
-    if suggestions.nbatches is not None:
-        assert works(changed(nbatches=suggestions.nbatches))
-        assert not present.hangs or not works(changed(nbatches=suggestions.nbatches + 1))
-    if suggestions.repeated is not None:
-        nbatches, dsrepeat = suggestions.repeated
-        assert nbatches == present.batches.max()
-        assert works(changed(nbatches=nbatches, dsrepeat=dsrepeat))
-        assert dsrepeat == 1 or changed(nbatches=nbatches, dsrepeat=dsrepeat - 1).batches.min() < nbatches
-    assert all(works(changed(workers=workers)) for workers in suggestions.workers)
-    for number in suggestions.shards:
-        assert works(changed([options.batch_size] * number))
-    if suggestions.nbatches is None:
+    for way in suggestions:
+        assert works(changed([options.batch_size] * way["shards"]) if "shards" in way else changed(**way))
+        if way.keys() == {"nbatches"}:
+            assert not present.hangs or not works(changed(nbatches=way["nbatches"] + 1))
+        if "dsrepeat" in way:
+            assert way["nbatches"] == present.batches.max()
+            fewer = way | {"dsrepeat": way["dsrepeat"] - 1}
+            assert not fewer["dsrepeat"] or changed(**fewer).batches.min() < way["nbatches"]
+    if not present.batches.all():
+        assert all(way.keys() != {"nbatches"} for way in suggestions)
         with pytest.raises(UserError):
             present.refuse()
 
 
+def near(plan: StreamPlan, name: str) -> list[int]:
+    return [way[name] for way in plan.suggestions() if way.keys() == {name}]
+
+
 def test_suggestions_are_the_nearest() -> None:
-    divides = planned([10] * 12, 2, StreamOptions(batch_size=10, workers=3)).suggestions()
-    assert divides.shards == [12]
-    suggestions = planned([10] * 12, 2, StreamOptions(batch_size=10, workers=4)).suggestions()
-    assert suggestions.workers == [3, 5]  # 12 shards of one batch each make six for a rank, however they are dealt
+    assert near(planned([10] * 12, 2, StreamOptions(batch_size=10, workers=3)), "shards") == [12]
+    # 12 shards of one batch each make six for a rank, however they are dealt.
+    assert near(planned([10] * 12, 2, StreamOptions(batch_size=10, workers=4)), "workers") == [3, 5]
     uneven = [10, 5] * 3 + [10, 15] * 3
     plan = planned(uneven, 2, StreamOptions(batch_size=10, workers=4))
     assert plan.batches.tolist() == [6, 5]
-    assert plan.suggestions().workers == [3]
+    assert near(plan, "workers") == [3]
     assert planned(uneven, 2, StreamOptions(batch_size=10, workers=3)).batches.tolist() == [6, 6]
 
 
@@ -316,7 +315,7 @@ def test_many_shards_and_ranks() -> None:
     assert plan.bytes_cached.sum() == sizes.sum()
     assert plan.hangs
     assert len(list(plan.describe())) < 20
-    assert plan.suggestions().shards == [80_000, 160_000]
+    assert near(plan, "shards") == [80_000, 160_000]
     assert sorted(shard for _, _, own in plan.splits() for shard in own) == list(range(100_000))
 
 
@@ -355,8 +354,7 @@ def test_batches_that_no_worker_can_fill() -> None:
     assert not plan.batches.any()
     assert not plan.hangs
     assert "samples delivered: 0; never: at most 11; more than once: at most 0" in plan.describe()
-    assert plan.suggestions().nbatches is None
-    assert plan.suggestions().repeated is None
+    assert not any("nbatches" in way for way in plan.suggestions())
     assert "no rank gets a batch: every worker has fewer samples than one takes" in plan.describe()
     with pytest.raises(UserError, match="batch_size=4: no worker has more than 3 samples"):
         plan.refuse()
@@ -396,7 +394,7 @@ def test_what_people_see() -> None:
         "     1         3           277         26        0           260",
         "and 1 more with 26 batches each",
         "samples delivered: 880; never: at most 40; more than once: at most 0",
-        f"DDP would hang, as ranks get different numbers of batches; take {plan.suggestions()}",
+        f"DDP would hang, as ranks get different numbers of batches; {plan.advice}",
     ]
     good = "\n".join(planned(PUBLISHED, 3, replace(SIMDIST, nbatches=36, dsrepeat=2)).describe())
     assert good.endswith("every rank gets 36 batches")
