@@ -1,7 +1,7 @@
 """What forward passes change of a model: buffers, and perhaps parameters that the optimiser leaves alone.
 
-Each rank would change its own. As with DDP, those of rank 0 count: the others take them over after each step, so that
-all go on alike, what is evaluated is what is saved, and a checkpoint, which rank 0 writes, holds all there is.
+Each rank would change its own. As with DDP, those of rank 0 count: the others copy them after each step. So all ranks
+continue alike, what is evaluated is what is saved, and rank 0's checkpoint is complete.
 """
 
 from __future__ import annotations

@@ -497,7 +497,7 @@ class TestBadSamples:
         hp = of(index, batch_size=8, bad_samples=3, validation_fraction=0.0)
         one, two = (train(replace(hp, num_ranks=ranks), tmp_path / f"{ranks}") for ranks in (1, 2))
         assert losses(one) == pytest.approx(losses(two), abs=1e-9)
-        bad = "3 samples could not be decoded, and others stood in for them: sample 'blue/11' in shard "
+        bad = "3 samples could not be decoded and were replaced by others: sample 'blue/11' in shard "
         for result in (one, two):
             assert [note.startswith(bad) for note in notes(result)] == [False, True]
             assert all(note in html.unescape(result.report.read_text()) for note in notes(result))

@@ -103,7 +103,7 @@ class EncodedImages(Images):
         seed: of the random parts.
         classes: their number; a label must be below it.
         bad: takes samples into account that cannot be decoded; in the place of each is the next one that can.
-        substitutes: the samples, ascending, of which one may stand in for a sample, which is among them.
+        substitutes: the samples, ascending, one of which may replace a sample, which is among them.
         threads: that decode.
         device: where batches go.
     """
@@ -122,7 +122,7 @@ class EncodedImages(Images):
 
     def __post_init__(self) -> None:
         self.fetches = self.reader.fetches
-        self.replaced: set[int] = set()  # samples for which others stand in
+        self.replaced: set[int] = set()  # samples that others replaced
         self.keys: dict[int, str] = {}  # of the batch that was gathered last
         self.pool = ThreadPoolExecutor(self.threads, thread_name_prefix="decoder", initializer=work_alone)
         self.pending: dict[tuple[int | None, bytes], Batch] = {}

@@ -39,7 +39,7 @@ WORKER_BATCH = 16  # samples that a worker hands over at a time: one at a time i
 
 @dataclass(frozen=True)
 class StreamOrder(sampling.Order):
-    """Numbers that stand for samples in the order of their coming: what they are, nobody knows beforehand.
+    """Numbers of samples in the order in which they come; which samples these are is not known beforehand.
 
     Args:
         total: samples of what counts as an epoch, a whole number of batches.
@@ -103,7 +103,7 @@ class StreamImages(Images):
         key = samples.tobytes()
         if self.last is None or self.last[0] != key:
             if self.samples is None:
-                # From another place in the run a run that goes on gets another order.
+                # A resumed run gets another order than one that starts from scratch.
                 self.samples = remixed(replace(self.stream, start=int(samples[0]) if len(samples) else 0))
             images = torch.empty(len(samples), self.stream.size, self.stream.size, 3, dtype=torch.uint8)
             labels = torch.empty(len(samples), dtype=torch.int64)

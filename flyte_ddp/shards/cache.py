@@ -1,10 +1,9 @@
 """Shards on this machine's disk, fetched once for all ranks, workers and jobs that want them.
 
-Who fetches a shard holds a lock; who reads from one holds a shared lock on the file itself, and only files on which
-nobody does are removed to make room. A file that is merely kept open, to be read from again, can be removed: it is
-emptied then, so that the room is there at once, and who locks it again is told. The kernel gives locks back when a
-process ends, however it ends, so there is nothing to clean up after a kill but the part of a file, which the next one
-to fetch that shard, or any other, removes.
+A process that fetches a shard holds a lock. A reader holds a shared lock on the file itself, and only unlocked files
+are evicted, least recently used first. A file may stay open without a lock, to be read from again. Eviction empties it,
+so that its space is free at once, and the next attempt to lock it fails. The kernel releases the locks of a process
+that ends, however it ends. A killed download leaves a partial file, which the next download removes.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from flyte_ddp.shards.verification import digest_of, failed, open_local, wrong_s
 from flyte_ddp.storage.content import check_length
 
 WHOLE, PARTIAL = ".tar", ".part"
-OURS = re.compile(rf"[0-9a-f]{{40}}({WHOLE}|{PARTIAL})")  # other files in the folder are nobody's business
+OURS = re.compile(rf"[0-9a-f]{{40}}({WHOLE}|{PARTIAL})")  # other files in the folder stay
 STEP = 16 << 20  # bytes that are reserved at a time for a shard of unknown size
 
 
@@ -55,7 +54,7 @@ class ShardCache:
     fetched: Counter[str] = field(default_factory=Counter, compare=False)
 
     def open(self, shard: Shard) -> BinaryIO:
-        """The shard as a file that nobody removes until it is closed or unlocked; one on this machine where it is.
+        """The shard as a file that is not evicted until it is closed or unlocked; one on this machine where it is.
 
         Raises:
             DamagedShardError: a shard on this machine does not have the length or the digest that the index says.
@@ -190,7 +189,7 @@ class ShardCache:
             os.ftruncate(file.fileno(), size)
 
     def make_room(self, more: int, limit: int) -> None:
-        """Removes what was not used for longest until so many bytes more stay within the limit."""
+        """Evicts what was used least recently, until so many bytes more stay within the limit."""
         found = self.found()
         excess = sum(size for _, size, _ in found) + more - limit
         for _, _, path in found:
@@ -213,7 +212,7 @@ class ShardCache:
         return sorted(found)
 
     def remove_oldest(self) -> int:
-        """Removes the shard that was not used for longest of those that nobody reads; how many bytes that freed."""
+        """Evicts the least recently used of the shards that nobody reads; how many bytes that freed."""
         return next((freed for _, _, path in self.found() if path.suffix == WHOLE and (freed := self.remove(path))), 0)
 
     def remove(self, path: Path) -> int:

@@ -37,7 +37,7 @@ class OpenShard:
 
     Args:
         shard: as the index describes it.
-        file: locked, if it is in a cache; unlocked when nobody uses it, and then others may remove it.
+        file: locked, if it is in a cache; unlocked while no thread uses it, and then it may be evicted.
         table: of its samples.
     """
 
@@ -50,7 +50,7 @@ class OpenShard:
         self.lock = threading.Lock()
 
     def begin(self) -> bool:
-        """Begins to use it, in one of several threads; False if it was removed from the cache."""
+        """Begins to use it, in one of several threads; False if it was evicted."""
         with self.lock:
             if self.cached:
                 if self.users == 0 and not lock_again(self.file):
@@ -181,7 +181,7 @@ class ShardReader:
 
     @contextmanager
     def using(self, number: int) -> Iterator[OpenShard]:
-        """A shard, fetched if it is not here, that nobody removes until the end of the block."""
+        """A shard, fetched if it is not here, that is not evicted until the end of the block."""
         shard = self.begin(number)
         try:
             ours = self.ours
@@ -341,7 +341,7 @@ class ShardDataset:
 
 
 def described(index: ShardIndex, number: int, key: str, contents: dict[str, bytes]) -> Sample:
-    """A sample's members, and what wids says of it beside."""
+    """A sample's members, and the other keys that wids has."""
     found, inside = index.locate(number)
     shard = index.shards[found]
     return {

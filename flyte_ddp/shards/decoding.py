@@ -62,7 +62,7 @@ def decode_member(sample: dict[str, Any], name: str, content: Any) -> Any:
         return content
     try:
         return decoder(content)
-    except Exception as error:  # decoders have many words for content that is not theirs
+    except Exception as error:  # decoders raise many kinds of errors
         where = f"sample {sample.get('__key__')!r} in {sample.get('__shard__')}"
         what = str(error).partition("\n")[0] or type(error).__name__
-        raise UserError(f"{where}: {name} cannot be decoded ({what}); mend the sample and pack it again") from None
+        raise UserError(f"{where}: {name} cannot be decoded ({what}); fix the sample and pack it again") from None

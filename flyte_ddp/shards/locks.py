@@ -1,4 +1,4 @@
-"""Locks by files in a folder, which the kernel gives back when a process ends."""
+"""Locks by files in a folder, which the kernel releases when a process ends."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def exclusive(folder: Path, name: str, *, wait: bool = True) -> Iterator[None]:
 
 
 def unlock(file: int) -> None:
-    """Gives an open file's lock back; closing alone would leave it with a child that was forked meanwhile."""
+    """Releases an open file's lock; closing alone would leave it with a child that was forked meanwhile."""
     fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def lock_again(file: int) -> bool:
-    """Has nobody remove an open file that was unlocked; False if somebody has removed it, or is about to."""
+    """Locks an open file again; False if it was evicted meanwhile, or is about to be."""
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

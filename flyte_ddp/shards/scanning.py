@@ -108,7 +108,7 @@ def problem_of_image(member: Member, content: bytes, url: str) -> str:
         decode_member({"__key__": member.key, "__shard__": url}, member.extension, content).load()
     except UserError as error:
         return error.message
-    except Exception as error:  # Pillow has many words for damage
+    except Exception as error:  # Pillow raises many kinds of errors
         return f"sample {member.key!r} in {url}: {member.extension} is damaged ({error})"
     return ""
 

@@ -149,7 +149,7 @@ def test_no_code_is_run_that_data_bring_along(tmp_path: Path, monkeypatch: pytes
 def test_a_member_that_is_not_what_its_name_says(tmp_path: Path, name: str, content: bytes, said: str) -> None:
     dataset = ShardDataset(indexed_raw(tmp_path, {"k": {name: content}}), tmp_path / "cache")
     with pytest.raises(
-        UserError, match=rf"^sample 'k' in {tmp_path}/0\.tar: {name} cannot be decoded \(.*{said}.*mend"
+        UserError, match=rf"^sample 'k' in {tmp_path}/0\.tar: {name} cannot be decoded \(.*{said}.*fix"
     ) as c:
         dataset[0]
     assert len(c.value.message.splitlines()) == 1
