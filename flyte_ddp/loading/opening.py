@@ -45,8 +45,16 @@ def open_splits(
     side = hp.image_size or ENCODED_SIDE
     classes = len(data.classes) or hp.num_classes
     threads = settings.loader_threads or hardware.threads
-    common = {"size": side, "crop": hp.augment, "seed": hp.seed, "classes": classes, "bad": BadSamples(hp.bad_samples)}
-    open_images = partial(EncodedImages, **common, threads=threads, device=device)
+    open_images = partial(
+        EncodedImages,
+        size=side,
+        crop=hp.augment,
+        seed=hp.seed,
+        classes=classes,
+        bad=BadSamples(hp.bad_samples),
+        threads=threads,
+        device=device,
+    )
     of_train = [order for split, order in orders.items() if split != "test" or data.test is None]
     train = open_images(reader(data.train, hp, settings), substitutes=in_the_same_split(of_train))
     splits = {split: Split(train, order) for split, order in orders.items()}
@@ -77,11 +85,18 @@ def open_tests(
     order = orders_of(data, hp)["test"]
     if not len(order):
         raise no_samples(data.name, "testing")
-    source = reader(data.train if data.test is None else data.test, hp, settings)
-    threads = settings.loader_threads or cores()
-    common = {"size": size, "crop": "none", "seed": 0, "classes": classes, "bad": bad}
-    substitutes = in_the_same_split([order])
-    return Split(EncodedImages(source, **common, substitutes=substitutes, threads=threads, device=device), order)
+    images = EncodedImages(
+        reader(data.train if data.test is None else data.test, hp, settings),
+        size=size,
+        crop="none",
+        seed=0,
+        classes=classes,
+        bad=bad,
+        substitutes=in_the_same_split([order]),
+        threads=settings.loader_threads or cores(),
+        device=device,
+    )
+    return Split(images, order)
 
 
 def in_the_same_split(orders: Collection[SampleOrder]) -> Callable[[int], Indices]:

@@ -75,7 +75,8 @@ def compare_once(file: BinaryIO, path: Path, shard: Shard, cache: Path) -> None:
 
 def digest_of(file: BinaryIO, kind: str) -> str:
     """The digest (hex) of a file."""
-    return hashlib.file_digest(file, partial(hashlib.new, kind, usedforsecurity=False)).hexdigest()
+    new = partial(hashlib.new, kind, usedforsecurity=False)
+    return hashlib.file_digest(file, new).hexdigest()  # type: ignore[arg-type]  # BinaryIO has readinto
 
 
 def wrong_size(file: BinaryIO, shard: Shard) -> bool:
