@@ -39,7 +39,7 @@ def test_the_plan_is_what_happens(counts, nodes, ranks, batch_size, streams, see
     splits, weights = ShardSplits(counts, 0.1, 0.2, 0), np.resize([1.0, weight], len(counts))
     order = ShardOrder(splits, "training", weights, seed, streams)
     assume(len(order) and batch_size >= nodes * ranks)
-    hp = Hyperparameters(batch_size=batch_size, test_batch_size=3)
+    hp = Hyperparameters(batch_size=batch_size)
     plan = plan_epoch(order, sizes, Cluster(nodes=nodes, ranks_per_node=ranks), hp)
     shard_of = np.repeat(np.arange(len(counts)), counts)
     samples, read, steps = np.zeros(nodes * ranks, dtype=int), [set[int]() for _ in range(nodes)], 0
@@ -54,19 +54,6 @@ def test_the_plan_is_what_happens(counts, nodes, ranks, batch_size, streams, see
     assert plan.shards.tolist() == [len(shards) for shards in read]
     assert plan.bytes_read.tolist() == [sum(int(sizes[shard]) for shard in shards) for shards in read]
     assert plan.weighted == bool((order.taken != order.available).any())
-    evaluated = [0] * nodes
-    for held_out in (ShardOrder(splits, split, np.ones(len(counts))) for split in ("validation", "test")):
-        of_nodes = [set[int]() for _ in range(nodes)]
-        batches = np.arange(-(-len(held_out) // 3))
-        for rank in range(nodes * ranks):
-            for number in sampling.share(batches, rank, nodes * ranks).tolist():
-                found = held_out.samples(slice(3 * number, min(3 * number + 3, len(held_out))))
-                of_nodes[rank // ranks] |= set(shard_of[found].tolist())
-        evaluated = [
-            total + sum(int(sizes[shard]) for shard in shards)
-            for total, shards in zip(evaluated, of_nodes, strict=True)
-        ]
-    assert plan.bytes_evaluated.tolist() == evaluated
 
 
 @pytest.mark.parametrize(("test_dataset", "test_fraction"), [("", 0.1), ("shards:elsewhere", 0.0)])
@@ -86,7 +73,6 @@ def test_the_command_plans_what_training_does(tmp_path: Path, test_dataset: str,
     assert f"{len(order):,} an epoch; {len(order):,} a rank" in said.output
     assert f"{len(list(order.batches(0, 100)))} on every rank" in said.output
     assert "as the weights say" in said.output
-    assert "an evaluation" in said.output
 
 
 def test_a_hundred_thousand_shards_and_ten_thousand_ranks() -> None:
@@ -104,8 +90,8 @@ def test_ranges_are_explained() -> None:
     even = PlanRequest(shards=40, samples=100, size=10, nodes=2, ranks=1, batch_size=64, validation_fraction=0.0)
     (text,) = planned(replace(even, test_fraction=0.0, samples=64))
     assert " to " not in text
-    (text,) = planned(replace(even, nodes=4, ranks=2, test_fraction=0.1))
-    assert re.search(r"an evaluation +0 to \d+ bytes a node", text)
+    (text,) = planned(replace(even, nodes=4, ranks=2, test_fraction=0.1, samples=99))
+    assert re.search(r"\d to \d+ a rank", text)
     assert explained in text
     streams = PlanRequest(shards=5, samples=90, size=10, nodes=2, ranks=1, batch_size=10, stream=True, nbatches=12)
     (text,) = planned(streams)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from flyte_ddp import sampling
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
-from flyte_ddp.shard_order import ShardOrder, ShardSplits, streams_of_rank
+from flyte_ddp.shard_order import ShardOrder, streams_of_rank
 
 Counts = NDArray[np.int64]
 
@@ -66,7 +66,6 @@ class EpochPlan:
         shards: that each node reads in the planned epoch, [nodes].
         bytes_read: by each node in the planned epoch, [nodes], each shard once; None if the sizes are not known.
         bytes_cached: that a node's cache must hold so that training fetches no shard twice, [nodes]; None likewise.
-        bytes_evaluated: that an evaluation reads from on each node, as it holds out a part of each shard, [nodes].
     """
 
     cluster: Cluster
@@ -76,7 +75,6 @@ class EpochPlan:
     shards: Counts
     bytes_read: Counts | None = None
     bytes_cached: Counts | None = None
-    bytes_evaluated: Counts | None = None
 
     @property
     def steps(self) -> int:
@@ -101,13 +99,8 @@ class EpochPlan:
             "dropped, repeated": "as the weights say" if self.weighted else "none, each sample comes once",
             "shards a node": f"{least_to_most(self.shards)} of an epoch",
         }
-        of_nodes = {
-            "bytes read": self.bytes_read,
-            "cache wanted": self.bytes_cached,
-            "an evaluation": self.bytes_evaluated,
-        }
-        for what, numbers in of_nodes.items():
-            if numbers is not None and numbers.any():
+        for what, numbers in {"bytes read": self.bytes_read, "cache wanted": self.bytes_cached}.items():
+            if numbers is not None:
                 rows[what] = f"{least_to_most(numbers)} bytes a node"
         if any(" to " in value for value in rows.values()):
             rows["a range"] = "from the rank or node with the least to the one with the most"
@@ -121,7 +114,7 @@ def plan_epoch(order: ShardOrder, sizes: Counts | None, cluster: Cluster, hp: Hy
         order: the order of training.
         sizes: bytes of each shard, [shards]; None if they are not known.
         cluster: nodes and ranks.
-        hp: with ``batch_size``, ``accumulation_steps`` and ``test_batch_size``.
+        hp: with ``batch_size`` and ``accumulation_steps``.
     """
     batch_size = hp.batch_size
     if not len(order):
@@ -147,27 +140,7 @@ def plan_epoch(order: ShardOrder, sizes: Counts | None, cluster: Cluster, hp: Hy
         return plan
     bytes_read = np.array([sizes[shards].sum() for shards in read])
     wanted = cache_wanted(sizes, cluster, order.shuffle_streams, min(hp.accumulation_steps, batch_size))
-    return replace(
-        plan,
-        bytes_read=bytes_read,
-        bytes_cached=np.minimum(wanted, bytes_read),
-        bytes_evaluated=evaluated(order.splits, sizes, cluster, hp.test_batch_size),
-    )
-
-
-def evaluated(splits: ShardSplits, sizes: Counts, cluster: Cluster, batch_size: int) -> Counts:
-    """[nodes] bytes of the shards that an evaluation needs on each node, which has a stretch of each split."""
-    total = np.zeros(cluster.nodes, dtype=np.int64)
-    for split in ("validation", "test"):
-        ends = np.cumsum(splits.sizes[split])
-        batches = -(-int(ends[-1]) // batch_size)
-        for node in range(cluster.nodes):
-            first, last = cluster.places(node, batches)
-            start, end = first * batch_size, min(last * batch_size, int(ends[-1]))
-            if start < end:
-                needed = slice(np.searchsorted(ends, start, "right"), np.searchsorted(ends, end - 1, "right") + 1)
-                total[node] += int(sizes[needed][splits.sizes[split][needed] > 0].sum())
-    return total
+    return replace(plan, bytes_read=bytes_read, bytes_cached=np.minimum(wanted, bytes_read))
 
 
 def cache_wanted(sizes: Counts, cluster: Cluster, shuffle_streams: int, parts: int = 1) -> int:
