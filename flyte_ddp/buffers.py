@@ -1,7 +1,7 @@
 """What forward passes change of a model: buffers, and perhaps parameters that the optimiser leaves alone.
 
-Each rank would change its own. As with DDP, those of rank 0 count: the others take them over after each step, so that
-all go on alike, what is evaluated is what is saved, and a checkpoint, which rank 0 writes, holds all there is.
+Each rank would change its own. As with DDP, those of rank 0 count: the others copy them after each step. So all ranks
+continue alike, what is evaluated is what is saved, and rank 0's checkpoint is complete.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class Buffers:
 
     def begin(self) -> None:
         """Remembers what there is before the next forward pass."""
-        self.marks = marks({**watched_in(self.model), **dict(self.model.named_parameters())})
+        watched = {**watched_in(self.model), **dict(self.model.named_parameters())}
+        self.marks = {name: mark(value) for name, value in watched.items()}
         self.attributes_at_first = attribute_marks(self.model)
 
     def passes_done(self, step: int) -> None:
@@ -74,7 +75,6 @@ class Buffers:
 
         Raises:
             UserError: a parameter that was frozen is so no longer, and the optimiser does not know it.
-
         """
         thawed = [name for name, value in self.model.named_parameters() if value.requires_grad and name in self.frozen]
         if thawed:
@@ -85,16 +85,14 @@ class Buffers:
         watched = watched_in(self.model)
         if first:  # before the optimiser: a layer may set its weights by the first batch it sees
             watched |= dict(self.model.named_parameters())
-        changed = {name for name, now in marks(watched).items() if now != self.marks.get(name)}
+        changed = {name for name, value in watched.items() if mark(value) != self.marks.get(name)}
         changed |= {name for name, value in registered_in(self.model).items() if value is None and name in self.marks}
         of_ranks = objects_of_all_ranks((changed, *self.look_at_attributes()))
         found = {name for names, _, _ in of_ranks for name in names} - {*self.changing}
         self.late = self.late or (bool(found) and not first)
         self.changing = sorted({*self.changing, *found})
-        remembered = [entries for _, _, entries in of_ranks]
-        unequal = {
-            name for name in set[str]().union(*remembered) if len({entries.get(name) for entries in remembered}) > 1
-        }
+        first_set = [entries for _, _, entries in of_ranks]
+        unequal = {name for name in set().union(*first_set) if len({entries.get(name) for entries in first_set}) > 1}
         self.attributes = sorted({*self.attributes, *unequal}.union(*(names for _, names, _ in of_ranks)))
         self.looked = True
         self.share()
@@ -122,7 +120,7 @@ class Buffers:
                 overwrite(model, values)
 
     def unlike_new(self) -> list[str]:
-        """Of the ``state_dict`` what one of a new model has not, or in another shape, or lacks."""
+        """What a new model's ``state_dict`` lacks, has in another shape, or has in addition."""
         now = shapes_of(self.model.state_dict())
         return [name for name in self.changing if now.get(name) != self.shapes.get(name)]
 
@@ -138,14 +136,14 @@ class Buffers:
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             if id(parameter) in frozen:
                 values[name] = parameter
-        for name in self.after_step.keys() - values.keys():
-            del self.after_step[name]
+        kept = {}
         for name, value in values.items():
-            kept = self.after_step.get(name)
-            if kept is not None and (kept.shape, kept.dtype) == (value.shape, value.dtype):
-                kept.copy_(value.detach())
+            old = self.after_step.get(name)
+            if old is not None and (old.shape, old.dtype) == (value.shape, value.dtype):
+                kept[name] = old.copy_(value.detach())
             else:
-                self.after_step[name] = value.detach().clone()
+                kept[name] = value.detach().clone()
+        self.after_step = kept
 
     def after_step_in(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The model's ``state_dict`` as it was after a step."""
@@ -153,16 +151,19 @@ class Buffers:
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint, beside the ``state_dict`` of the model."""
-        values = {name: self.after_step[name] for name in self.changing if name in self.after_step}
-        found = {"changing": self.changing, "late": self.late, "attributes": self.attributes}
-        return {**found, "values": values, "marks_of_attributes": self.marks_of_attributes}
+        return {
+            "changing": self.changing,
+            "late": self.late,
+            "attributes": self.attributes,
+            "values": {name: self.after_step[name] for name in self.changing if name in self.after_step},
+            "marks_of_attributes": self.marks_of_attributes,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any], model: nn.Module, saved: Collection[str]) -> None:
         """Continues where :meth:`state_dict` was called; gives the model, or its average, what changes.
 
         Args:
             saved: names in the model's ``state_dict``.
-
         """
         given_up = dict.fromkeys(shapes_of(model.state_dict()).keys() - saved)
         self.changing = sorted({*state["changing"], *given_up})
@@ -170,7 +171,7 @@ class Buffers:
         self.marks_of_attributes = state["marks_of_attributes"]
         overwrite(model, {**given_up, **state["values"]}, saved)
 
-    def go_back(self, model: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
+    def restore(self, model: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
         """Gives the model, or its average, what it had earlier, when buffers may not have been there yet."""
         for name in shapes_of(model.state_dict()).keys() - state_dict.keys():
             delattr(*place_of(model, name))
@@ -258,13 +259,8 @@ def shapes_of(state_dict: Mapping[str, object]) -> dict[str, torch.Size]:
     return {name: value.shape for name, value in state_dict.items() if isinstance(value, Tensor)}
 
 
-def marks(values: Mapping[str, Tensor]) -> dict[str, Mark]:
-    """What tells tensors from what they were before, without keeping a copy."""
-    return {name: mark(value) for name, value in values.items()}
-
-
 def mark(value: Tensor) -> Mark:
-    """See :func:`marks`."""
+    """What tells a tensor from what it was before, without keeping a copy."""
     if value.layout != torch.strided:
         return (value.shape,)
     # A copy, because what NumPy has looked into cannot be resized any more.
@@ -278,7 +274,6 @@ def overwrite(model: nn.Module, values: Mapping[str, Tensor | None], saved: Coll
 
     Args:
         saved: which of the ones that it lacks are to be in its ``state_dict``.
-
     """
     device = next(model.parameters()).device
     for name, value in values.items():
@@ -303,7 +298,6 @@ def put_back(model: nn.Module, changing: Collection[str], but_for: type[nn.Modul
     Args:
         changing: names of parameters, of which the same is true.
         but_for: a kind of module whose buffers are left alone.
-
     """
     # What torch.jit has made keeps the buffers it has.
     kinds = (but_for, torch.jit.ScriptModule)

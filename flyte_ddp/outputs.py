@@ -73,7 +73,7 @@ def write_outputs(job: Job, data: PreparedSet, state: TrainingState, selection: 
     if recorder.last_loss is not None and state.step >= LEAST_STEPS:
         recorder.warn(no_better_than_random(recorder.last_loss, test.truth, hp))
     model = state.kept_model()
-    state.buffers.go_back(model, selection.weights)
+    state.buffers.restore(model, selection.weights)
     with replacing(job.run_folder / "predictions.npz") as file:
         np.savez(file, **predictions(state, test, rows=min(job.settings.wandb_table_rows, len(state.test))))
     sidecar = {

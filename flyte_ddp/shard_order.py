@@ -1,9 +1,9 @@
 """The global order of samples in shards: of which only a few are open at a time, so that a small cache will do.
 
-A batch is drawn from several *lanes*. The shards come in an order of their own in each epoch, the samples of each are
-mixed, and the sequence that this makes is cut into as many stretches as there are lanes. Each lane walks along its
-stretch, and gives every batch the same number of samples. A rank's share of a batch is a slice of it (of each
-micro-batch, if gradients are accumulated), and so of the lanes: it reads from the shards of those lanes alone. All of
+A batch is drawn from several *shuffle streams*. Each epoch has an order of its own for the shards, and mixes the
+samples of each shard. The sequence that this makes is cut into stretches of equal length, one for each shuffle stream.
+Every batch takes the next samples of all streams, the same number of each. A rank's share of a batch is a slice of it
+(of each micro-batch, if gradients are accumulated), so a rank reads only the shards of the streams in its slice. All of
 it is a function of (seed, epoch, step), of which any part can be computed at once; the number of ranks does not enter.
 
 The idea of a fixed number of stretches, so that the order does not depend on the number of nodes, is that of
@@ -13,7 +13,7 @@ The idea of a fixed number of stretches, so that the order does not depend on th
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,13 +28,13 @@ TEST_FRACTION = 0.1  # held out for testing where no test set is given
 SPLITS = ("training", "validation", "test")
 
 
-def lanes_of_rank(lanes: int, ranks: int, parts: int = 1) -> int:
-    """On how many lanes a rank's slices of a batch lie at the most.
+def streams_of_rank(shuffle_streams: int, ranks: int, parts: int = 1) -> int:
+    """On how many shuffle streams a rank's slices of a batch lie at the most.
 
     Args:
         parts: micro-batches that a batch is cut into, of each of which the rank has a slice.
     """
-    return min(lanes, parts * (-(-lanes // (parts * ranks)) + 1))
+    return min(shuffle_streams, parts * (-(-shuffle_streams // (parts * ranks)) + 1))
 
 
 def spread(fraction: float, counts: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -118,7 +118,7 @@ class ShardOrder(sampling.Order):
             that is nearest, over all shards together, and goes on in the next one where it has stopped in each shard.
             Of shards that have less than one sample for their weight some give none, always the same ones.
         seed: of the order.
-        lanes: how many shards a batch is drawn from.
+        shuffle_streams: how many shards a batch is drawn from.
     """
 
     def __init__(
@@ -127,17 +127,17 @@ class ShardOrder(sampling.Order):
         split: str,
         weights: NDArray[np.float64],
         seed: int = 0,
-        lanes: int = 1,
+        shuffle_streams: int = 1,
     ) -> None:
-        self.splits, self.split, self.seed, self.lanes = splits, split, seed, lanes
+        self.splits, self.split, self.seed, self.shuffle_streams = splits, split, seed, shuffle_streams
         self.available = splits.sizes[split]
         self.taken = spread_by_weight(self.available, weights)
         self.total = int(self.taken.sum())
         self.firsts = np.cumsum(splits.counts) - splits.counts  # each shard's first sample in the whole data set
         self.ends = np.cumsum(self.available)
-        # Of the shards in use: those of all lanes, each with the one before or after.
-        self.members = functools.lru_cache(maxsize=4 * lanes + 4)(self._members)
-        self.mixed = functools.lru_cache(maxsize=4 * lanes + 4)(self._mixed)
+        # Of the shards in use: those of all streams, each with the one before or after.
+        self.members = functools.lru_cache(maxsize=4 * shuffle_streams + 4)(self._members)
+        self.mixed = functools.lru_cache(maxsize=4 * shuffle_streams + 4)(self._mixed)
         self.sequence = functools.lru_cache(maxsize=2)(self._sequence)
 
     def __len__(self) -> int:
@@ -145,14 +145,8 @@ class ShardOrder(sampling.Order):
 
     def samples(self, place: slice) -> Indices:
         """The split's samples from one place to another, in the order of the shards, each once whatever its weight."""
-        found, position = [], place.start
-        while position < place.stop:
-            shard = int(np.searchsorted(self.ends, position, side="right"))
-            start = int(self.ends[shard] - self.available[shard])
-            end = min(place.stop, int(self.ends[shard]))
-            found.append(self.firsts[shard] + self.members(shard)[position - start : end - start])
-            position = end
-        return np.concatenate(found) if found else np.empty(0, dtype=np.int64)
+        found = pieces(self.ends, place.start, place.stop)
+        return joined(self.firsts[shard] + self.members(shard)[part] for shard, part in found)
 
     def substitutes(self, sample: int) -> Indices:
         """The split's samples in the shard of this one."""
@@ -166,43 +160,30 @@ class ShardOrder(sampling.Order):
             yield self.batch(epoch, batch_size, number)
 
     def batch(self, epoch: int, batch_size: int, number: int) -> Indices:
-        """One global batch: the lanes' samples one after another."""
-        parts = [self.stretch(epoch, start, end) for start, end in self.lane_places(batch_size, number)]
-        return np.concatenate(parts)
+        """One global batch: the samples of one shuffle stream after another."""
+        starts, each = self.stream_starts(batch_size)
+        full, ragged = divmod(self.total, batch_size)
+        begins = starts + number * each
+        ends = begins + (each if number < full else shares(ragged, len(each)))
+        return joined(map(functools.partial(self.stretch, epoch), begins.tolist(), ends.tolist()))
 
     def lookahead(self, batch_size: int, *, mixed: bool) -> int:
         """As many batches as a shard lasts: while one is read the next one is fetched."""
         longest = int(self.taken.max()) if mixed else int(self.available.max())
-        return -(-longest // max(1, batch_size // self.lanes if mixed else batch_size))
+        return -(-longest // max(1, batch_size // self.shuffle_streams if mixed else batch_size))
 
-    def lane_places(self, batch_size: int, number: int) -> Iterator[tuple[int, int]]:
-        """Where in the epoch's sequence each lane's part of a batch begins and ends."""
-        starts, each = self.lane_starts(batch_size)
+    def stream_starts(self, batch_size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """[streams] where each shuffle stream begins in the epoch's sequence, and its samples of a full batch."""
         full, ragged = divmod(self.total, batch_size)
-        parts = each if number < full else shares(ragged, len(each))
-        begins = starts + number * each
-        yield from zip(begins.tolist(), (begins + parts).tolist(), strict=True)
-
-    def lane_starts(self, batch_size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """[lanes] where each lane begins in the epoch's sequence, and how many samples it gives a full batch."""
-        full, ragged = divmod(self.total, batch_size)
-        lanes = min(self.lanes, batch_size)
-        each = shares(batch_size, lanes)
-        lengths = full * each + shares(ragged, lanes)
+        streams = min(self.shuffle_streams, batch_size)
+        each = shares(batch_size, streams)
+        lengths = full * each + shares(ragged, streams)
         return np.cumsum(lengths) - lengths, each
 
     def stretch(self, epoch: int, start: int, end: int) -> Indices:
         """Samples from one place in the epoch's sequence to another."""
         shards, ends = self.sequence(epoch)
-        found = []
-        while start < end:
-            place = int(np.searchsorted(ends, start, side="right"))
-            shard = int(shards[place])
-            first = int(ends[place]) - int(self.taken[shard])
-            until = min(end, int(ends[place]))
-            found.append(self.mixed(epoch, shard)[start - first : until - first])
-            start = until
-        return np.concatenate(found) if found else np.empty(0, dtype=np.int64)
+        return joined(self.mixed(epoch, int(shards[place]))[part] for place, part in pieces(ends, start, end))
 
     def _sequence(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The epoch's shards in its order, and the numbers of samples up to and with each."""
@@ -223,6 +204,20 @@ class ShardOrder(sampling.Order):
         mixed = sampling.random_stream(sampling.WITHIN, self.seed, epoch, shard).permutation(numbers)
         samples: Indices = self.firsts[shard] + mixed
         return samples
+
+
+def pieces(ends: NDArray[np.int64], start: int, end: int) -> Iterator[tuple[int, slice]]:
+    """The shards that lie from one place to another, each with the part of it, given where in a sequence each ends."""
+    while start < end:
+        shard = int(np.searchsorted(ends, start, side="right"))
+        first, until = int(ends[shard - 1]) if shard else 0, min(end, int(ends[shard]))
+        yield shard, slice(start - first, until - first)
+        start = until
+
+
+def joined(parts: Iterable[Indices]) -> Indices:
+    """All parts, one after another."""
+    return np.concatenate([np.empty(0, dtype=np.int64), *parts])
 
 
 def shard_orders(

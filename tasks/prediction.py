@@ -21,8 +21,8 @@ class Predictions(NamedTuple):
     table: FlyteFile
 
 
-@task(**pods.prediction_pod(), retries=2, enable_deck=True, deck_fields=())
-@recovery.retried()
+@task(**pods.prediction_pod())
+@recovery.guarded()
 def predict_images(
     model_state: PythonPickledFile,
     sidecar: FlyteFile,
@@ -38,7 +38,6 @@ def predict_images(
     """
     from flyte_ddp.predict import predict
 
-    pods.check_code()
     hardware.check_expected_gpus(hardware.visible_gpus())
     if (images is None) == (not dataset):
         raise UserError(f"images={images}, dataset={dataset!r}: give either a folder of images or a data set")

@@ -114,7 +114,7 @@ def test_a_sample_is_found_damaged_once() -> None:
 
 def test_none_that_could_stand_in() -> None:
     loading = loader(Images(bad={3, 4, 5}), ListedOrder(np.array([3, 4, 5])).substitutes, bad_samples=9)
-    with pytest.raises(UserError, match=r"^sample 4: neither this nor any of the 3 samples beside it can be decoded"):
+    with pytest.raises(UserError, match=r"^sample 4: neither this nor any of its 2 substitutes can be decoded"):
         loading.gather(np.array([4]), None)
     loading.close()
 

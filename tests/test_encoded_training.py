@@ -212,7 +212,7 @@ def test_shards_far_away_go_through_a_cache_smaller_than_the_data(tmp_path: Path
     here = train(of(shards / "train.json", epochs=1, shuffle_shards=2), tmp_path / "here")
     assert losses(result) == pytest.approx(losses(here), abs=1e-9)
     assert len(fetched) == 20
-    # Three times for training, validation and test, once more where a shard lies on two lanes, and three faults.
+    # Three times for training, validation and test, once more where a shard lies on two streams, and three faults.
     assert sum(fetched.values()) <= 20 * 5 + 3
     held = sum(path.stat().st_size for path in (tmp_path / "cache").glob("*.tar"))
     assert 0 < held <= 8 * size
@@ -240,7 +240,7 @@ def test_shards_of_any_storage_give_the_same_model(
 
 @pytest.mark.slow
 def test_training_alone_fetches_shards_of_s3_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a cache that the planner says is enough; only a shard that ends one lane and begins the next comes twice."""
+    """In a cache that the planner says is enough; only a shard that ends one stream and begins the next comes twice."""
     folder = tmp_path / "served" / "bucket" / "shards"
     pack_source("digits", folder, per_shard=75, progress="off")
     pack_source("digits", tmp_path / "test", split="test", per_shard=150, progress="off")
@@ -264,7 +264,7 @@ def test_training_alone_fetches_shards_of_s3_once(tmp_path: Path, monkeypatch: p
 
 
 def test_a_cache_that_is_too_small_is_said_before(shards: Path, tmp_path: Path) -> None:
-    """Two ranks on two lanes each: they want two shards each, and as many on their way; here there are ten."""
+    """Two ranks on two streams each: they want two shards each, and as many on their way; here there are ten."""
     content = json.loads((shards / "train.json").read_text())
     largest = max(entry["filesize"] for entry in content["shardlist"])
     for entry in content["shardlist"]:
@@ -497,7 +497,7 @@ class TestBadSamples:
         hp = of(index, batch_size=8, bad_samples=3, validation_fraction=0.0)
         one, two = (train(replace(hp, num_ranks=ranks), tmp_path / f"{ranks}") for ranks in (1, 2))
         assert losses(one) == pytest.approx(losses(two), abs=1e-9)
-        bad = "3 samples could not be decoded, and others stood in for them: sample 'blue/11' in shard "
+        bad = "3 samples could not be decoded and were replaced by others: sample 'blue/11' in shard "
         for result in (one, two):
             assert [note.startswith(bad) for note in notes(result)] == [False, True]
             assert all(note in html.unescape(result.report.read_text()) for note in notes(result))

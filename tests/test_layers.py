@@ -42,3 +42,10 @@ def test_the_library_knows_neither_flytekit_nor_its_callers() -> None:
     files = list((ROOT / "flyte_ddp").rglob("*.py"))
     assert len(files) > 30
     assert not [path for path in files if imports.search(path.read_text())]
+
+
+def test_shards_know_nothing_of_data_sets() -> None:
+    """But for the command line, which packs whatever is a data set."""
+    files = [path for path in (ROOT / "flyte_ddp" / "shards").glob("*.py") if path.name != "__main__.py"]
+    assert len(files) > 10
+    assert not [path for path in files if re.search(r"\bflyte_ddp\.datasets\b|import datasets", path.read_text())]

@@ -299,7 +299,7 @@ def picture(folder: Path) -> None:
     [
         (lambda _: None, r"images: no image in it; put \.jpg"),
         (lambda folder: folder.rmdir(), "images: must be a folder"),
-        (text_as_png, r"notes\.png cannot be decoded: of no known format; mend or remove it, or allow .* bad_samples$"),
+        (text_as_png, r"notes\.png cannot be decoded: of no known format; fix or remove it, or allow .* bad_samples$"),
         (cut_jpeg, r"cut\.jpg cannot be decoded: .*truncated"),
         (lambda folder: (folder / "gone.png").symlink_to("nowhere"), r"cannot be listed .*gone\.png: No such file"),
     ],

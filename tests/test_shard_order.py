@@ -11,30 +11,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flyte_ddp import sampling
-from flyte_ddp.shard_order import SPLITS, ShardOrder, ShardSplits, lanes_of_rank
+from flyte_ddp.shard_order import SPLITS, ShardOrder, ShardSplits, streams_of_rank
 
 COUNTS = st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(sum).map(np.array)
 
 
-def order_of(counts, *, lanes=3, weights=None, validation=0.0, test=0.0, split="training", seed=0) -> ShardOrder:
+def order_of(counts, *, streams=3, weights=None, validation=0.0, test=0.0, split="training", seed=0) -> ShardOrder:
     counts = np.asarray(counts, dtype=np.int64)
     weights = np.ones(len(counts)) if weights is None else np.asarray(weights, dtype=np.float64)
-    return ShardOrder(ShardSplits(counts, validation, test, seed), split, weights, seed, lanes)
+    return ShardOrder(ShardSplits(counts, validation, test, seed), split, weights, seed, streams)
 
 
-@given(counts=COUNTS, batch_size=st.integers(1, 70), lanes=st.integers(1, 20), epoch=st.integers(0, 3))
-def test_an_epoch_visits_every_sample_once_in_full_batches(counts, batch_size, lanes, epoch) -> None:
-    batches = list(order_of(counts, lanes=lanes).batches(epoch, batch_size))
+@given(counts=COUNTS, batch_size=st.integers(1, 70), streams=st.integers(1, 20), epoch=st.integers(0, 3))
+def test_an_epoch_visits_every_sample_once_in_full_batches(counts, batch_size, streams, epoch) -> None:
+    batches = list(order_of(counts, streams=streams).batches(epoch, batch_size))
     assert sorted(np.concatenate(batches)) == list(range(counts.sum()))
     assert [len(batch) for batch in batches[:-1]] == [batch_size] * (len(batches) - 1)
     assert 0 < len(batches[-1]) <= batch_size
 
 
-@given(counts=COUNTS, batch_size=st.integers(1, 70), lanes=st.integers(1, 9), first=st.integers(0, 30))
-def test_any_step_can_be_begun_with(counts, batch_size, lanes, first) -> None:
+@given(counts=COUNTS, batch_size=st.integers(1, 70), streams=st.integers(1, 9), first=st.integers(0, 30))
+def test_any_step_can_be_begun_with(counts, batch_size, streams, first) -> None:
     """By another object, that has not been through the steps before."""
-    gone_through = list(itertools.islice(order_of(counts, lanes=lanes).batches(2, batch_size), first, None))
-    begun = list(order_of(counts, lanes=lanes).batches(2, batch_size, first))
+    gone_through = list(itertools.islice(order_of(counts, streams=streams).batches(2, batch_size), first, None))
+    begun = list(order_of(counts, streams=streams).batches(2, batch_size, first))
     assert [batch.tolist() for batch in begun] == [batch.tolist() for batch in gone_through]
 
 
@@ -57,11 +57,11 @@ def test_what_is_held_out_for_testing_does_not_depend_on_the_seed() -> None:
     assert validations[0].samples(slice(0, 72)).tolist() != validations[1].samples(slice(0, 72)).tolist()
 
 
-def test_a_share_reads_from_its_own_lanes_and_an_epoch_opens_each_shard_once_a_lane() -> None:
-    """64 shards, 8 lanes, 4 ranks: a rank is in 2 shards at a time, or 4 where they change, and in 18 at most."""
+def test_a_share_reads_from_its_own_streams_and_an_epoch_opens_each_shard_once_a_stream() -> None:
+    """64 shards, 8 streams, 4 ranks: a rank is in 2 shards at a time, or 4 where they change, and in 18 at most."""
     counts, batch_size, ranks = np.full(64, 25), 40, 4
     shard_of = np.repeat(np.arange(64), 25)
-    order = order_of(counts, lanes=8)
+    order = order_of(counts, streams=8)
     for epoch in range(2):
         used = [set[int]() for _ in range(ranks)]
         for batch in order.batches(epoch, batch_size):
@@ -73,25 +73,25 @@ def test_a_share_reads_from_its_own_lanes_and_an_epoch_opens_each_shard_once_a_l
         assert set().union(*used) == set(range(64))
 
 
-@pytest.mark.parametrize("lanes", [1, 3, 8, 16])
+@pytest.mark.parametrize("streams", [1, 3, 8, 16])
 @pytest.mark.parametrize("ranks", [1, 3, 4])
 @pytest.mark.parametrize("parts", [1, 3, 16])
-def test_what_a_rank_keeps_open_is_enough(lanes: int, ranks: int, parts: int) -> None:
-    """Those used last, twice as many as it has lanes: none is opened twice for one lane, whatever the micro-batches."""
+def test_what_a_rank_keeps_open_is_enough(streams: int, ranks: int, parts: int) -> None:
+    """Those used last, two for each of its streams: none is opened twice for one, whatever the micro-batches."""
     counts, batch_size = np.full(64, 50), 96
     shard_of = np.repeat(np.arange(64), 50)
-    order = order_of(counts, lanes=lanes)
+    order = order_of(counts, streams=streams)
     for rank in range(ranks):
         kept, opened, needed = OrderedDict[int, None](), 0, set[tuple[int, int]]()
         for batch in order.batches(0, batch_size):
             for part in range(parts):
                 for place in sampling.share(sampling.share(np.arange(len(batch)), part, parts), rank, ranks):
                     shard = int(shard_of[batch[place]])
-                    needed.add((shard, int(place) * lanes // batch_size))
+                    needed.add((shard, int(place) * streams // batch_size))
                     opened += shard not in kept
                     kept[shard] = None
                     kept.move_to_end(shard)
-                    while len(kept) > 2 * lanes_of_rank(lanes, ranks, parts):
+                    while len(kept) > 2 * streams_of_rank(streams, ranks, parts):
                         kept.popitem(last=False)
         assert opened <= len(needed)
 
@@ -109,7 +109,7 @@ def test_numbers_that_do_not_divide(samples: int, per_shard: int, ranks: int, ea
     """All ranks go through as many steps, and each sample comes once; no rank is without one but at the end."""
     counts = np.diff(np.append(np.arange(0, samples, per_shard), samples))
     seen, steps = np.zeros(samples, dtype=int), 0
-    for batch in order_of(counts, lanes=16).batches(0, ranks * each):
+    for batch in order_of(counts, streams=16).batches(0, ranks * each):
         steps += 1
         seen[batch] += 1
         lengths = [len(sampling.share(batch, rank, ranks)) for rank in range(ranks)]
@@ -121,7 +121,7 @@ def test_numbers_that_do_not_divide(samples: int, per_shard: int, ranks: int, ea
 
 def test_ranks_get_other_shards_in_each_epoch() -> None:
     """In contrast to wids, where a rank keeps its part of the data for ever."""
-    order = order_of([10] * 32, lanes=4)
+    order = order_of([10] * 32, streams=4)
     halves = [
         {int(sample) // 10 for batch in order.batches(epoch, 20) for sample in sampling.share(batch, 0, 2)}
         for epoch in range(3)
@@ -152,8 +152,8 @@ def test_weights_are_passes_over_the_data_an_epoch(counts, weights) -> None:
             assert all(seen[int(starts[s]) + k] == 4 * weight for s in chosen for k in range(counts[s]))
 
 
-def test_a_rank_with_few_lanes_mixes_samples_within_shards_and_shards_among_lanes() -> None:
-    order = order_of([100] * 20, lanes=5)
+def test_a_rank_with_few_streams_mixes_samples_within_shards_and_shards_among_streams() -> None:
+    order = order_of([100] * 20, streams=5)
     first = next(order.batches(0, 50))
     assert len({int(sample) // 100 for sample in first}) == 5
     assert all(np.any(np.diff(first[start : start + 10]) < 0) for start in range(0, 50, 10))
@@ -161,5 +161,5 @@ def test_a_rank_with_few_lanes_mixes_samples_within_shards_and_shards_among_lane
 
 def test_the_order_is_fixed_for_ever() -> None:
     """A change here changes every result; the figures are what this code gave when it was first released."""
-    order = order_of([3, 4, 5], lanes=2, validation=0.2, seed=1)
+    order = order_of([3, 4, 5], streams=2, validation=0.2, seed=1)
     assert [batch.tolist() for batch in order.batches(1, 4)] == [[5, 3, 9, 7], [4, 6, 8, 2], [11, 0]]

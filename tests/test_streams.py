@@ -25,6 +25,7 @@ from flyte_ddp.datasets import fetch
 from flyte_ddp.datasets.packing import pack_source
 from flyte_ddp.errors import UserError
 from flyte_ddp.json_lines import read_records
+from flyte_ddp.loading.shards import ShardImages
 from flyte_ddp.loading.streams import RankStream, StreamImages, StreamOrder, images_of, passes_of, samples_of
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.settings import Settings
@@ -57,6 +58,10 @@ def options_of(shards: Path, **changes) -> RankStream:
     return replace(options, **{name: value for name, value in changes.items() if name not in of_hp})
 
 
+def reader_of(options: RankStream) -> ShardImages:
+    return ShardImages(ShardReader(options.index, options.cache, most_open=1))
+
+
 def quiet(folder: Path, **settings) -> Settings:
     return Settings(progress="off", wandb_mode="disabled", cache_folder=folder / "cache", **settings)
 
@@ -76,8 +81,8 @@ def test_a_pass_reads_every_shard_once_from_its_beginning_and_each_pass_in_anoth
     passes = [[shard for _, shard in itertools.islice(passes_of(options), 20 * n, 20 * (n + 1))] for n in range(3)]
     assert all(sorted(found) == list(range(20)) for found in passes)
     assert len({tuple(found) for found in passes}) == 3
-    stored = itertools.islice(samples_of(options, iter([(0, 7), (0, 3)])), 2 * PER_SHARD)
-    samples = [found.sample.name for found in stored]
+    stored = itertools.islice(samples_of(reader_of(options), iter([(0, 7), (0, 3)])), 2 * PER_SHARD)
+    samples = [found.name for _, _, found in stored]
     assert len(set(samples)) == 2 * PER_SHARD
     assert all("train-000007" in name for name in samples[:PER_SHARD])
     assert all("train-000003" in name for name in samples[PER_SHARD:])
@@ -213,15 +218,16 @@ def test_an_image_that_is_damaged_in_the_cache_is_fetched_again(
 ) -> None:
     server.files = {path.name: path.read_bytes() for path in shards.iterdir() if path.is_file()}
     options = options_of(shards, index=read_index(f"{server.url}/train.json"), cache=ShardCache(tmp_path / "cache"))
-    reader = ShardReader(options.index, options.cache)
+    reader = reader_of(options)
     reader.read(0)
     reader.close()
     [cached] = (tmp_path / "cache").glob("*.tar")
     content = bytearray(cached.read_bytes())
     content[content.index(b"IDAT") + 8] ^= 0xFF  # of the first image's pixels
     cached.write_bytes(content)
-    [(healed, _)] = itertools.islice(images_of(options, samples_of(options, iter([(0, 0)]))), 1)
-    [(whole, _)] = itertools.islice(images_of(options, samples_of(options_of(shards), iter([(0, 0)]))), 1)
+    local = reader_of(options_of(shards))
+    [(healed, _)] = itertools.islice(images_of(options, reader, samples_of(reader, iter([(0, 0)]))), 1)
+    [(whole, _)] = itertools.islice(images_of(options, local, samples_of(local, iter([(0, 0)]))), 1)
     assert torch.equal(healed, whole)
     assert server.counts[options.index.shards[0].url.rpartition("/")[2]] == 2
 

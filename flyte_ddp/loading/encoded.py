@@ -34,7 +34,7 @@ class Encoded:
 
 
 class Reader:
-    """Gives stored images; several threads may ask at the same time. What a reader has no use for does nothing."""
+    """Gives stored images, also to several threads. What a reader has no use for does nothing."""
 
     fetches = False  # see :class:`flyte_ddp.loading.split.Images`
 
@@ -79,7 +79,7 @@ class BadSamples:
         if count > self.allowed:
             more = f"; {count} such samples, and bad_samples={self.allowed} are allowed" if self.allowed else ""
             raise UserError(
-                f"{name} cannot be decoded: {reason}{more}; mend or remove it, or allow some with bad_samples"
+                f"{name} cannot be decoded: {reason}{more}; fix or remove it, or allow some with bad_samples"
             )
 
 
@@ -103,7 +103,7 @@ class EncodedImages(Images):
         seed: of the random parts.
         classes: their number; a label must be below it.
         bad: takes samples into account that cannot be decoded; in the place of each is the next one that can.
-        substitutes: the samples, ascending, of which one may stand in for a sample, which is among them.
+        substitutes: the samples, ascending, one of which may replace a sample, which is among them.
         threads: that decode.
         device: where batches go.
     """
@@ -122,7 +122,7 @@ class EncodedImages(Images):
 
     def __post_init__(self) -> None:
         self.fetches = self.reader.fetches
-        self.replaced: set[int] = set()  # samples for which others stand in
+        self.replaced: set[int] = set()  # samples that others replaced
         self.keys: dict[int, str] = {}  # of the batch that was gathered last
         self.pool = ThreadPoolExecutor(self.threads, thread_name_prefix="decoder", initializer=work_alone)
         self.pending: dict[tuple[int | None, bytes], Batch] = {}
@@ -142,11 +142,7 @@ class EncodedImages(Images):
         self.reader.expect(samples)
 
     def gather(self, samples: Indices, epoch: int | None) -> tuple[Tensor, Tensor]:
-        """Images uint8 [n, size, size, 3] and labels int64 [n] on the device.
-
-        Raises:
-            UserError: a sample that cannot be had or decoded, or whose label is not a class's.
-        """
+        """Images uint8 [n, size, size, 3] and labels int64 [n] on the device."""
         batch = self.pending.pop((epoch, samples.tobytes()), None) or self.begin(samples, epoch)
         wait(batch.tasks, return_when=FIRST_EXCEPTION)  # once, and not for each: waking up takes time from the threads
         for task in batch.tasks:
@@ -186,7 +182,7 @@ class EncodedImages(Images):
         for other in [*others[place + 1 :].tolist(), *others[:place].tolist()]:
             if loaded := self.decoded(other, self.reader.read(other)):
                 return *loaded, found.key
-        raise UserError(f"{found.name}: neither this nor any of the {len(others)} samples beside it can be decoded")
+        raise UserError(f"{found.name}: neither this nor any of its {len(others) - 1} substitutes can be decoded")
 
     def label(self, sample: int) -> int:
         """The label of a sample, also of one that cannot be decoded."""
@@ -196,13 +192,8 @@ class EncodedImages(Images):
         """Pixels and label; None of a sample that is damaged where it comes from."""
         if found.name in self.bad.names:
             return None
-
-        def healed() -> Encoded:
-            self.reader.heal(sample)
-            return self.reader.read(sample)
-
         try:
-            return decoded(found, self.classes, healed)
+            return decoded(self.reader, sample, found, self.classes)
         except DecodingError as error:
             self.bad.add(found.name, str(error))
             return None
@@ -223,11 +214,8 @@ def work_alone() -> None:
     threadpoolctl.threadpool_limits(1, user_api="openmp")
 
 
-def decoded(found: Encoded, classes: int, healed: Callable[[], Encoded]) -> tuple[Pixels, int]:
-    """The pixels and the label of an image.
-
-    Args:
-        healed: reads it again, after our copy of the file that it is in was replaced if that is damaged.
+def decoded(reader: Reader, sample: int, found: Encoded, classes: int) -> tuple[Pixels, int]:
+    """The pixels and the label of a sample that was read; if our copy of its file is damaged, of another copy.
 
     Raises:
         DecodingError: it is damaged where it comes from.
@@ -237,7 +225,8 @@ def decoded(found: Encoded, classes: int, healed: Callable[[], Encoded]) -> tupl
     try:
         return decode(found.content), label
     except DecodingError:
-        again = healed()
+        reader.heal(sample)
+        again = reader.read(sample)
         if again.content == found.content:  # else it was healed now, or by another thread or rank
             raise
     return decode(again.content), checked_label(again, classes)
@@ -252,6 +241,6 @@ def checked_label(found: Encoded, classes: int) -> int:
     if not 0 <= found.label < classes:
         raise UserError(
             f"{found.name} has label {found.label}: must be 0..{classes - 1} with {classes} classes; "
-            "mend it, or set num_classes"
+            "fix it, or set num_classes"
         )
     return found.label

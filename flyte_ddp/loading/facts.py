@@ -33,9 +33,7 @@ class Facts:
             instead = "; torchcodec is not there, or cannot be loaded" if self.decoder == "Pillow" else ""
             said.append(f"Images were decoded by {self.decoder}{instead}.")
         if self.bad:
-            said.append(
-                f"{len(self.bad):,} samples could not be decoded, and others stood in for them: {few(self.bad)}."
-            )
+            said.append(f"{len(self.bad):,} samples could not be decoded and were replaced by others: {few(self.bad)}.")
         again = sum(1 for times in self.fetched.values() if times > 1)
         if self.fetched:
             cause = "; the cache has no room for all of them (FLYTE_DDP_CACHE_BYTES)" if again else ""
@@ -68,7 +66,7 @@ def check_bad_samples(facts: Facts, allowed: int) -> None:
     if len(bad) > allowed:
         raise UserError(
             f"{few(bad)} cannot be decoded; {len(bad):,} such samples, and bad_samples={allowed} are allowed; "
-            "mend or remove them, or allow more"
+            "fix or remove them, or allow more"
         )
 
 

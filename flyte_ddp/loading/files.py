@@ -24,11 +24,7 @@ class FileImages(Reader):
         return self.pool.submit(self.read, sample) if self.pool is not None else None
 
     def read(self, sample: int) -> Encoded:
-        """An image, encoded, and its label.
-
-        Raises:
-            UserError: it cannot be read, or is not the one that was listed.
-        """
+        """An image, encoded, and its label."""
         content = self.images.read(sample)
         name, label = str(self.images.names[sample]), int(self.images.labels[sample])
         return Encoded(content, label, f"image {self.images.address_of(sample)}", name)

@@ -25,7 +25,7 @@ from flyte_ddp.loading.split import Split, Splits
 from flyte_ddp.loading.streams import RankStream, StreamImages, StreamOrder
 from flyte_ddp.sampling import Indices
 from flyte_ddp.settings import Settings
-from flyte_ddp.shard_order import ShardOrder, lanes_of_rank
+from flyte_ddp.shard_order import ShardOrder, streams_of_rank
 from flyte_ddp.shards.cache import ShardCache
 from flyte_ddp.shards.dataset import ShardReader
 from flyte_ddp.shards.index import ShardIndex
@@ -100,7 +100,7 @@ def open_tests(
 
 
 def in_the_same_split(orders: Collection[SampleOrder]) -> Callable[[int], Indices]:
-    """What may stand in for a sample, by the orders of splits that have no sample in common."""
+    """What may replace a sample, by the orders of splits that have no sample in common."""
 
     def substitutes(sample: int) -> Indices:
         for order in orders:
@@ -114,10 +114,10 @@ def in_the_same_split(orders: Collection[SampleOrder]) -> Callable[[int], Indice
 
 
 def reader(source: ShardIndex | ImageList, hp: Hyperparameters, settings: Settings) -> Reader:
-    """What reads the images; shards are kept open, and fetched ahead, as far as this rank's lanes go."""
+    """What reads the images; shards are kept open, and fetched ahead, for this rank's shuffle streams."""
     if isinstance(source, ImageList):
         return FileImages(source)
     cache = ShardCache(settings.cache_folder, settings.cache_bytes)
-    own = lanes_of_rank(hp.shuffle_shards, world_size(), min(hp.accumulation_steps, hp.batch_size))
-    # Open are two for each lane, as all may change shards in the same step.
+    own = streams_of_rank(hp.shuffle_shards, world_size(), min(hp.accumulation_steps, hp.batch_size))
+    # Open are two for each stream, as all may change shards in the same step.
     return ShardImages(ShardReader(source, cache, most_open=2 * own, most_ahead=own))

@@ -23,11 +23,7 @@ class ShardImages(Reader):
         self.reader, self.fetches = reader, bool(reader.index.remote.any())
 
     def read(self, sample: int) -> Encoded:
-        """An image, encoded, and its label.
-
-        Raises:
-            UserError: the shard cannot be had, or the sample has no image or no label.
-        """
+        """An image, encoded, and its label."""
         key, contents = self.reader.read(sample, WANTED)
         if len(contents) < 2:  # the error says what else there is
             key, contents = self.reader.read(sample)
@@ -53,11 +49,7 @@ class ShardImages(Reader):
 
 
 def encoded_sample(key: str, contents: Mapping[str, bytes], shard: str) -> Encoded:
-    """The image and the label of a sample, by its members' extensions.
-
-    Raises:
-        UserError: it has no image or no label.
-    """
+    """The image and the label of a sample, by its members' extensions."""
     name = f"sample {key!r} in shard {shard}"
     image = next((contents[kind] for kind in EXTENSIONS if kind in contents), None)
     if image is None:

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import signal
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.loading import cropping
 from flyte_ddp.loading.decoding import DecodingError
 from flyte_ddp.loading.encoded import BadSamples, Encoded, decoded
-from flyte_ddp.loading.shards import encoded_sample
+from flyte_ddp.loading.shards import ShardImages
 from flyte_ddp.loading.split import Images
 from flyte_ddp.process import die_with_parent
 from flyte_ddp.sampling import Indices
@@ -39,7 +39,7 @@ WORKER_BATCH = 16  # samples that a worker hands over at a time: one at a time i
 
 @dataclass(frozen=True)
 class StreamOrder(sampling.Order):
-    """Numbers that stand for samples in the order of their coming: what they are, nobody knows beforehand.
+    """Numbers of samples in the order in which they come; which samples these are is not known beforehand.
 
     Args:
         total: samples of what counts as an epoch, a whole number of batches.
@@ -99,15 +99,11 @@ class StreamImages(Images):
         self.last: tuple[bytes, tuple[Tensor, Tensor]] | None = None
 
     def gather(self, samples: Indices, epoch: int | None) -> tuple[Tensor, Tensor]:  # noqa: ARG002
-        """The next images uint8 [n, size, size, 3] and labels int64 [n] on the device; asked again, the same ones.
-
-        Raises:
-            UserError: a shard that cannot be had, or a sample that cannot be used.
-        """
+        """The next images uint8 [n, size, size, 3] and labels int64 [n] on the device; asked again, the same ones."""
         key = samples.tobytes()
         if self.last is None or self.last[0] != key:
             if self.samples is None:
-                # From another place in the run a run that goes on gets another order.
+                # A resumed run gets another order than one that starts from scratch.
                 self.samples = remixed(replace(self.stream, start=int(samples[0]) if len(samples) else 0))
             images = torch.empty(len(samples), self.stream.size, self.stream.size, 3, dtype=torch.uint8)
             labels = torch.empty(len(samples), dtype=torch.int64)
@@ -153,12 +149,13 @@ def worker_pipeline(stream: RankStream) -> Any:
     import webdataset as wds
 
     buffer = stream.hp.shuffle_buffer
+    reader = ShardImages(ShardReader(stream.index, stream.cache, most_open=1))
     return wds.DataPipeline(
         partial(passes_of, stream),
-        partial(samples_of, stream),
+        partial(samples_of, reader),
         wds.filters.shuffle(buffer, initial=min(100, buffer), seed=stream.seed(1)),
-        partial(images_of, stream),
-        wds.filters.batched(WORKER_BATCH, collation_fn=collated, partial=False),
+        partial(images_of, stream, reader),
+        wds.filters.batched(WORKER_BATCH, partial=False),
         with_the_error,
     )
 
@@ -175,40 +172,29 @@ def passes_of(stream: RankStream) -> Iterator[tuple[int, int]]:
         passes += 1
 
 
-class Stored(NamedTuple):
-    """A sample as it is stored, in which pass it comes, and what reads it again from a healed copy of its shard."""
+def samples_of(reader: ShardImages, shards: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, Encoded]]:
+    """The samples of shards, each shard from its beginning to its end, while the next one is fetched.
 
-    passes: int
-    sample: Encoded
-    healed: Callable[[], Encoded]
-
-
-def samples_of(stream: RankStream, shards: Iterable[tuple[int, int]]) -> Iterator[Stored]:
-    """The samples of shards, each shard from its beginning to its end, while the next one is fetched."""
-    reader = ShardReader(stream.index, stream.cache, most_open=1)
-    for passes, shard in sampling.looking_ahead(shards, 1, lambda item: reader.prefetch([item[1]])):
-        end, url = int(reader.index.ends[shard]), reader.index.shards[shard].url
-        for sample in range(end - reader.index.shards[shard].samples, end):
-
-            def healed(sample: int = sample, url: str = url) -> Encoded:
-                reader.heal(sample)
-                return encoded_sample(*reader.read(sample), url)
-
-            yield Stored(passes, encoded_sample(*reader.read(sample), url), healed)
-
-
-def images_of(stream: RankStream, samples: Iterable[Stored]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Images uint8 [size, size, 3] and labels.
-
-    Raises:
-        UserError: a label that is not a class's, more samples that cannot be decoded than are allowed, or no others.
+    Yields:
+        The pass, the sample's number, and the sample as it is stored.
     """
+    index = reader.reader.index
+    for passes, shard in sampling.looking_ahead(shards, 1, lambda item: reader.reader.prefetch([item[1]])):
+        end = int(index.ends[shard])
+        for sample in range(end - index.shards[shard].samples, end):
+            yield passes, sample, reader.read(sample)
+
+
+def images_of(
+    stream: RankStream, reader: ShardImages, samples: Iterable[tuple[int, int, Encoded]]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Images uint8 [size, size, 3] and labels."""
     bad, in_a_row = BadSamples(stream.hp.bad_samples), 0
     number, workers = worker_of()
     most = int(stream.index.counts[number::workers].sum()) + stream.hp.shuffle_buffer  # all of them have come by then
-    for passes, found, healed in samples:
+    for passes, sample, found in samples:
         try:
-            pixels, label = decoded(found, stream.classes, healed)
+            pixels, label = decoded(reader, sample, found, stream.classes)
         except DecodingError as error:
             bad.add(found.name, str(error))
             in_a_row += 1
@@ -220,12 +206,6 @@ def images_of(stream: RankStream, samples: Iterable[Stored]) -> Iterator[tuple[T
             [draws] = cropping.draw(stream.hp.seed, passes, np.array([zlib.crc32(found.name.encode())]))
         image = np.ascontiguousarray(cropping.squared(pixels, stream.size, draws))
         yield torch.from_numpy(image), torch.tensor(label)
-
-
-def collated(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Samples as a batch."""
-    images, labels = zip(*samples, strict=True)
-    return torch.stack(images), torch.stack(labels)
 
 
 def with_the_error(batches: Iterable[Any]) -> Iterator[Any]:

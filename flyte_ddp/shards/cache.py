@@ -1,10 +1,9 @@
 """Shards on this machine's disk, fetched once for all ranks, workers and jobs that want them.
 
-Who fetches a shard holds a lock; who reads from one holds a shared lock on the file itself, and only files on which
-nobody does are removed to make room. A file that is merely kept open, to be read from again, can be removed: it is
-emptied then, so that the room is there at once, and who locks it again is told. The kernel gives locks back when a
-process ends, however it ends, so there is nothing to clean up after a kill but the part of a file, which the next one
-to fetch that shard, or any other, removes.
+A process that fetches a shard holds a lock. A reader holds a shared lock on the file itself, and only unlocked files
+are evicted, least recently used first. A file may stay open without a lock, to be read from again. Eviction empties it,
+so that its space is free at once, and the next attempt to lock it fails. The kernel releases the locks of a process
+that ends, however it ends. A killed download leaves a partial file, which the next download removes.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from flyte_ddp import storage
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import DISK_FULL
 from flyte_ddp.shards.index import Shard
-from flyte_ddp.shards.locks import exclusive, stripe, unlock
-from flyte_ddp.shards.verification import digest_of, failed, new_digest, open_local, wrong_size
+from flyte_ddp.shards.locks import exclusive, stripe
+from flyte_ddp.shards.verification import digest_of, failed, open_local, wrong_size
 from flyte_ddp.storage.content import check_length
 
 WHOLE, PARTIAL = ".tar", ".part"
-OURS = re.compile(rf"[0-9a-f]{{40}}({WHOLE}|{PARTIAL})")  # other files in the folder are nobody's business
+OURS = re.compile(rf"[0-9a-f]{{40}}({WHOLE}|{PARTIAL})")  # other files in the folder stay
 STEP = 16 << 20  # bytes that are reserved at a time for a shard of unknown size
 
 
@@ -48,16 +47,14 @@ class ShardCache:
         folder: made if it is not there.
         limit: most bytes that it may hold; None sets no limit but the disk's.
         fetched: how often this process has fetched each shard, by its address.
-        compared: marks of the shards on this machine that this process knows to be what their index says.
     """
 
     folder: Path
     limit: int | None = None
     fetched: Counter[str] = field(default_factory=Counter, compare=False)
-    compared: set[str] = field(default_factory=set, compare=False)
 
     def open(self, shard: Shard) -> BinaryIO:
-        """The shard as a file that nobody removes until it is closed or unlocked; one on this machine where it is.
+        """The shard as a file that is not evicted until it is closed or unlocked; one on this machine where it is.
 
         Raises:
             DamagedShardError: a shard on this machine does not have the length or the digest that the index says.
@@ -66,7 +63,7 @@ class ShardCache:
         """
         path = storage.local_path(shard.url)
         if path is not None:
-            return open_local(path, shard, self.folder, self.compared)
+            return open_local(path, shard, self.folder)
         with unusable_explained(self.folder):
             file = self.kept(shard)
             if file is None:
@@ -98,15 +95,15 @@ class ShardCache:
             file = self.kept(shard)
             if file is not None:
                 with file:
-                    wanted = shard.sha256 or shard.md5
-                    if digest_of(file, shard) == wanted if wanted else not damaged:
+                    kind, wanted = shard.digest
+                    if digest_of(file, kind) == wanted if wanted else not damaged:
                         return False
             self.path_of(shard).unlink(missing_ok=True)  # even if somebody reads it, or has removed it by now
             return True
 
     def path_of(self, shard: Shard) -> Path:
         """Where the shard is kept: a name that no shard of another address or content has."""
-        identity = f"{shard.url}\n{shard.size}\n{shard.sha256 or shard.md5}"
+        identity = f"{shard.url}\n{shard.size}\n{shard.digest[1]}"
         return self.folder / f"{hashlib.sha256(identity.encode('utf-8', 'surrogatepass')).hexdigest()[:40]}{WHOLE}"
 
     def fetch(self, shard: Shard) -> BinaryIO:
@@ -132,11 +129,12 @@ class ShardCache:
 
     def transfer(self, shard: Shard, target: io.FileIO) -> None:
         """One try to download a shard."""
-        digest = new_digest(shard)
+        kind, wanted = shard.digest
+        digest = hashlib.new(kind, usedforsecurity=False)
         with storage.open_file(shard.url) as file:
-            if shard.size >= 0 and file.size not in (None, shard.size):
-                raise storage.AlteredError(f"{file.size:,} bytes instead of {shard.size:,}", transient=True)
             expected = shard.size if shard.size >= 0 else file.size
+            if file.size not in (None, expected):
+                raise storage.AlteredError(f"{file.size:,} bytes instead of {expected:,}", transient=True)
             target.seek(0)
             for chunk in file.chunks:
                 end = target.tell() + len(chunk)
@@ -147,9 +145,8 @@ class ShardCache:
                 self.write(target, chunk)
                 digest.update(chunk)
         check_length(target.tell(), expected, remote=True)
-        wanted = shard.sha256 or shard.md5
         if wanted and digest.hexdigest() != wanted:
-            raise storage.AlteredError(f"{digest.name} {digest.hexdigest()} instead of {wanted}", transient=True)
+            raise storage.AlteredError(f"{kind} {digest.hexdigest()} instead of {wanted}", transient=True)
         target.truncate()
 
     def write(self, file: io.FileIO, chunk: bytes) -> None:
@@ -192,7 +189,7 @@ class ShardCache:
             os.ftruncate(file.fileno(), size)
 
     def make_room(self, more: int, limit: int) -> None:
-        """Removes what was not used for longest until so many bytes more stay within the limit."""
+        """Evicts what was used least recently, until so many bytes more stay within the limit."""
         found = self.found()
         excess = sum(size for _, size, _ in found) + more - limit
         for _, _, path in found:
@@ -215,7 +212,7 @@ class ShardCache:
         return sorted(found)
 
     def remove_oldest(self) -> int:
-        """Removes the shard that was not used for longest of those that nobody reads; how many bytes that freed."""
+        """Evicts the least recently used of the shards that nobody reads; how many bytes that freed."""
         return next((freed for _, _, path in self.found() if path.suffix == WHOLE and (freed := self.remove(path))), 0)
 
     def remove(self, path: Path) -> int:
@@ -263,18 +260,6 @@ def mark_used(file: int) -> None:
     """Now is the time of its last use."""
     with suppress(OSError):  # a cache that was filled before and is read-only now will do as well
         os.utime(file, ns=(time.time_ns(),) * 2)  # the system's own clock for files goes in larger steps
-
-
-def lock_again(file: int) -> bool:
-    """Has nobody remove an open file that was unlocked; False if somebody has removed it, or is about to."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    if os.fstat(file).st_nlink:
-        return True
-    unlock(file)
-    return False
 
 
 def same_file(file: BinaryIO, path: Path) -> bool:

@@ -16,28 +16,28 @@ from typing import Any, BinaryIO
 
 from flyte_ddp import storage
 from flyte_ddp.errors import UserError
-from flyte_ddp.shards.cache import CacheFullError, ShardCache, lock_again, mark_used
+from flyte_ddp.shards.cache import CacheFullError, ShardCache, mark_used
 from flyte_ddp.shards.decoding import decode_sample
 from flyte_ddp.shards.index import Shard, ShardIndex, read_index
-from flyte_ddp.shards.locks import unlock
+from flyte_ddp.shards.locks import lock_again, unlock
 from flyte_ddp.shards.samples import SampleTable, tabulate
 from flyte_ddp.shards.tar import BLOCK, DamagedShardError, members
 from flyte_ddp.shards.verification import failed
 
 MOST_OPEN = 32  # shards that one process keeps open, each with its table of samples
 FETCHED_AHEAD = 4  # shards at the same time
-WAIT_FOR_ROOM = 60.0  # seconds, in which others may come to the end of what fills the cache
+WAIT_FOR_ROOM = 60.0  # seconds, in which others may finish with what fills the cache
 MARKED_EVERY = 1.0  # seconds, the time of its last use on a shard that is read from
 
 Sample = dict[str, Any]
 
 
 class OpenShard:
-    """A shard with its table of samples. It begins in use, by whoever has opened it.
+    """A shard with its table of samples, in use by whoever has opened it.
 
     Args:
         shard: as the index describes it.
-        file: locked, if it is in a cache; unlocked when nobody uses it, and then others may remove it.
+        file: locked, if it is in a cache; unlocked while no thread uses it, and then it may be evicted.
         table: of its samples.
     """
 
@@ -50,7 +50,7 @@ class OpenShard:
         self.lock = threading.Lock()
 
     def begin(self) -> bool:
-        """Begins to use it, in one of several threads; False if it was removed from the cache."""
+        """Begins to use it, in one of several threads; False if it was evicted."""
         with self.lock:
             if self.cached:
                 if self.users == 0 and not lock_again(self.file):
@@ -123,24 +123,6 @@ class OpenShards:
         self.ahead: set[int] = set()  # fetched, or being fetched, and not read from yet
         self.fetching = threading.Semaphore(FETCHED_AHEAD)
 
-    def begin(self, number: int) -> OpenShard | None:
-        """A shard that is open, in use; None if there is none, or it was removed from the cache."""
-        with self.lock:
-            found = self.shards.get(number)
-            if found is None or not found.begin():
-                self.shards.pop(number, None)
-                return None
-            self.shards.move_to_end(number)
-            return found
-
-    def add(self, number: int, shard: OpenShard, most: int) -> None:
-        """Keeps a shard open, and no more than so many; others are closed when nobody uses them any more."""
-        with self.lock:
-            self.shards[number] = shard
-            self.opening.pop(number, None)
-            while len(self.shards) > most:
-                self.shards.popitem(last=False)
-
 
 class ShardReader:
     """Reads samples from shards, of which it keeps those used last open. Threads may share it.
@@ -193,12 +175,13 @@ class ShardReader:
         """
         number, _ = self.index.locate(sample)
         healed = self.cache.heal(self.index.shards[number], damaged=damaged)
-        self.close(number)  # afterwards: before, another thread could open the damaged one once more
+        with self.ours.lock:  # afterwards: before, another thread could open the damaged one once more
+            self.ours.shards.pop(number, None)
         return healed
 
     @contextmanager
     def using(self, number: int) -> Iterator[OpenShard]:
-        """A shard, fetched if it is not here, that nobody removes until the end of the block."""
+        """A shard, fetched if it is not here, that is not evicted until the end of the block."""
         shard = self.begin(number)
         try:
             ours = self.ours
@@ -214,19 +197,24 @@ class ShardReader:
     def begin(self, number: int) -> OpenShard:
         """A shard in use."""
         ours = self.ours
-        if shard := ours.begin(number):
-            return shard
         with ours.lock:
             opening = ours.opening.setdefault(number, threading.Lock())
         with opening:  # one thread opens it, and others may go on with other shards
-            shard = ours.begin(number)
-            if shard is None:
-                shard = open_shard(self.index.shards[number], self.cache)
-                ours.add(number, shard, self.most_open)
+            with ours.lock:
+                shard = ours.shards.get(number)
+                if shard is not None and shard.begin():
+                    ours.shards.move_to_end(number)
+                    return shard
+                ours.shards.pop(number, None)
+            shard = open_shard(self.index.shards[number], self.cache)
+            with ours.lock:
+                ours.shards[number] = shard
+                while len(ours.shards) > self.most_open:  # closed when nobody uses it any more
+                    ours.shards.popitem(last=False)
             return shard
 
     def prefetch(self, numbers: Iterable[int]) -> None:
-        """Has shards fetched that will be read next after those it knows of; what fails is said to those who read."""
+        """Has shards fetched that will be read next after those it knows of; who reads one gets the error, if any."""
         ours = self.ours
         with ours.lock:
             ours.wanted |= {number: None for number in numbers if number not in ours.ahead}
@@ -246,13 +234,10 @@ class ShardReader:
         with ours.fetching, suppress(UserError), self.cache.open(self.index.shards[number]) as file:
             unlock(file.fileno())
 
-    def close(self, number: int | None = None) -> None:
-        """Closes a shard, or all; those in use when that is over."""
-        ours = self.ours
-        with ours.lock:
-            closed = list(ours.shards) if number is None else [number]
-            for each in closed:
-                ours.shards.pop(each, None)
+    def close(self) -> None:
+        """Closes all shards; those in use when that is over."""
+        with self.ours.lock:
+            self.ours.shards.clear()
 
 
 def open_shard(shard: Shard, cache: ShardCache) -> OpenShard:
@@ -264,9 +249,7 @@ def open_shard(shard: Shard, cache: ShardCache) -> OpenShard:
     """
     with opened_when_there_is_room(shard, cache) as file:
         try:
-            table = stored_table(shard._replace(size=os.fstat(file.fileno()).st_size))
-            if table is None:
-                table = tabulate((member for member, _ in members(file, shard.url)), shard.url)
+            table = stored_table(shard) or tabulate((member for member, _ in members(file, shard.url)), shard.url)
         except OSError as error:
             raise failed(shard, error) from None
         if len(table) != shard.samples:
@@ -307,7 +290,7 @@ def read_table(shard: Shard, address: str) -> SampleTable:
     """
     assert shard.table is not None
     _, start, length, digest = shard.table
-    return SampleTable.from_bytes(storage.read(address, (start, start + length)), digest, shard.size)
+    return SampleTable.from_bytes(storage.read(address, (start, start + length)), digest)
 
 
 class ShardDataset:
@@ -330,36 +313,23 @@ class ShardDataset:
         self.index = index if isinstance(index, ShardIndex) else read_index(str(index))
         self.reader = ShardReader(self.index, cache if isinstance(cache, ShardCache) else ShardCache(Path(cache)))
         self.decode = decode
-        self.transforms: list[Callable[[Any], Any]] = []
-
-    def add_transform(self, transform: Callable[[Any], Any]) -> ShardDataset:
-        """Has each sample go through one more function, after those added before."""
-        self.transforms.append(transform)
-        return self
 
     def __len__(self) -> int:
         return len(self.index)
 
-    def __getitem__(self, number: Any) -> Any:
+    def __getitem__(self, number: Any) -> Sample:
         number = operator.index(number)
         if not -len(self) <= number < len(self):
             raise IndexError(f"sample {number} of {len(self)}")
-        sample: Any = self.sample(number % len(self))
-        for transform in self.transforms:
-            sample = transform(sample)
-        return sample
-
-    def sample(self, number: int) -> Sample:
-        """A sample before the transforms."""
-        sample = self.stored(number)
+        sample = self.stored(number % len(self))
         if not self.decode:
             return sample
         try:
             return decode_sample(sample)
         except UserError:
-            if not self.reader.heal(number):
+            if not self.reader.heal(sample["__index__"]):
                 raise
-            return decode_sample(self.stored(number))
+            return decode_sample(self.stored(sample["__index__"]))
 
     def stored(self, number: int) -> Sample:
         """A sample whose members are bytes."""
@@ -371,7 +341,7 @@ class ShardDataset:
 
 
 def described(index: ShardIndex, number: int, key: str, contents: dict[str, bytes]) -> Sample:
-    """A sample's members, and what wids says of it beside."""
+    """A sample's members, and the other keys that wids has."""
     found, inside = index.locate(number)
     shard = index.shards[found]
     return {

@@ -51,9 +51,6 @@ def decode_sample(sample: dict[str, Any]) -> dict[str, Any]:
     """Images to PIL images, ``.cls`` to int, ``.txt`` to text, ``.json`` and ``.npy`` to what they hold.
 
     What has another extension stays as it is, bytes. As in wids, of ``.seg.png`` the last part counts.
-
-    Raises:
-        UserError: a member that is not what its extension says, with the names of sample and shard.
     """
     return {name: decode_member(sample, name, content) for name, content in sample.items()}
 
@@ -65,7 +62,7 @@ def decode_member(sample: dict[str, Any], name: str, content: Any) -> Any:
         return content
     try:
         return decoder(content)
-    except Exception as error:  # decoders have many words for content that is not theirs
+    except Exception as error:  # decoders raise many kinds of errors
         where = f"sample {sample.get('__key__')!r} in {sample.get('__shard__')}"
         what = str(error).partition("\n")[0] or type(error).__name__
-        raise UserError(f"{where}: {name} cannot be decoded ({what}); mend the sample and pack it again") from None
+        raise UserError(f"{where}: {name} cannot be decoded ({what}); fix the sample and pack it again") from None

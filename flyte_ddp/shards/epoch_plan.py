@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,29 +16,20 @@ from numpy.typing import NDArray
 from flyte_ddp import sampling
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
-from flyte_ddp.shard_order import ShardOrder, ShardSplits, lanes_of_rank
+from flyte_ddp.shard_order import ShardOrder, streams_of_rank
 
 Counts = NDArray[np.int64]
 
 
-class Bounds(NamedTuple):
-    """Two numbers that another is certain not to be outside of; it is exact where they are equal."""
-
-    least: int
-    most: int
-
-    def __str__(self) -> str:
-        return f"{self.least:,}" if self.least == self.most else f"{self.least:,} to {self.most:,}"
-
-
-def bounds(numbers: Counts) -> Bounds:
-    """From the least of them to the most."""
-    return Bounds(int(numbers.min()), int(numbers.max()))
+def least_to_most(numbers: Counts) -> str:
+    """The range of numbers; the number itself where all are equal."""
+    least, most = int(numbers.min()), int(numbers.max())
+    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gang:
-    """The ranks of a run; those of a node are consecutive.
+class Cluster:
+    """The nodes of a run and their ranks; those of a node are consecutive.
 
     Raises:
         UserError: a number is below 1.
@@ -69,25 +59,22 @@ class EpochPlan:
     """An epoch of training, the same in length as all others.
 
     Args:
-        gang: nodes and ranks.
+        cluster: nodes and ranks.
         batch_size: samples of a global batch.
         samples: in an epoch.
         weighted: whether some samples come more often than others.
         shards: that each node reads in the planned epoch, [nodes].
         bytes_read: by each node in the planned epoch, [nodes], each shard once; None if the sizes are not known.
-        bytes_cached: that each node should have room for, so that training fetches no shard twice, [nodes]; None
-            likewise.
-        bytes_evaluated: that an evaluation reads from on each node, as it holds out a part of each shard, [nodes].
+        bytes_cached: that a node's cache must hold so that training fetches no shard twice, [nodes]; None likewise.
     """
 
-    gang: Gang
+    cluster: Cluster
     batch_size: int
     samples: int
     weighted: bool
     shards: Counts
     bytes_read: Counts | None = None
     bytes_cached: Counts | None = None
-    bytes_evaluated: Counts | None = None
 
     @property
     def steps(self) -> int:
@@ -97,66 +84,53 @@ class EpochPlan:
     def share(self, rank: int) -> int:
         """How many samples of an epoch a rank gets."""
         full, ragged = divmod(self.samples, self.batch_size)
-        each, last = (sampling.share_length(length, rank, self.gang.ranks) for length in (self.batch_size, ragged))
+        each, last = (sampling.share_length(length, rank, self.cluster.ranks) for length in (self.batch_size, ragged))
         return full * each + last
 
     def describe(self) -> str:
         """The plan for people."""
-        gang, ranks, ragged = self.gang, self.gang.ranks, self.samples % self.batch_size
+        cluster, ranks, ragged = self.cluster, self.cluster.ranks, self.samples % self.batch_size
         last = f", the last of {ragged:,} samples" if ragged else ""
-        shares = Bounds(self.share(ranks - 1), self.share(0))
+        shares = np.array([self.share(ranks - 1), self.share(0)])
         rows = {
-            "ranks": f"{gang.nodes:,} nodes x {gang.ranks_per_node:,} = {ranks:,}",
+            "ranks": f"{cluster.nodes:,} nodes x {cluster.ranks_per_node:,} = {ranks:,}",
             "steps an epoch": f"{self.steps:,} on every rank{last}",
-            "samples": f"{self.samples:,} an epoch; {shares} a rank",
+            "samples": f"{self.samples:,} an epoch; {least_to_most(shares)} a rank",
             "dropped, repeated": "as the weights say" if self.weighted else "none, each sample comes once",
-            "shards a node": f"{bounds(self.shards)} of an epoch",
+            "shards a node": f"{least_to_most(self.shards)} of an epoch",
         }
-        of_nodes = {
-            "bytes read": self.bytes_read,
-            "cache wanted": self.bytes_cached,
-            "an evaluation": self.bytes_evaluated,
-        }
-        rows |= {
-            what: f"{bounds(numbers)} bytes a node"
-            for what, numbers in of_nodes.items()
-            if numbers is not None and numbers.any()
-        }
+        for what, numbers in {"bytes read": self.bytes_read, "cache wanted": self.bytes_cached}.items():
+            if numbers is not None:
+                rows[what] = f"{least_to_most(numbers)} bytes a node"
         if any(" to " in value for value in rows.values()):
             rows["a range"] = "from the rank or node with the least to the one with the most"
-        if self.bytes_evaluated is not None and not self.bytes_evaluated.all() and self.bytes_evaluated.any():
-            rows[""] = "an evaluation has few batches, and deals them out whole, so that a node may get none"
         return "\n".join(f"{name:<18} {value}" for name, value in rows.items())
 
 
-def plan_epoch(order: ShardOrder, sizes: Counts | None, gang: Gang, hp: Hyperparameters, epoch: int = 0) -> EpochPlan:
-    """Computes what each node reads in an epoch.
+def plan_epoch(order: ShardOrder, sizes: Counts | None, cluster: Cluster, hp: Hyperparameters) -> EpochPlan:
+    """Computes what each node reads in the first epoch.
 
     Args:
         order: the order of training.
         sizes: bytes of each shard, [shards]; None if they are not known.
-        gang: nodes and ranks.
-        hp: with ``batch_size``, ``accumulation_steps`` and ``test_batch_size``.
-        epoch: which one.
-
-    Raises:
-        UserError: there are no samples, or fewer in a batch than there are ranks.
+        cluster: nodes and ranks.
+        hp: with ``batch_size`` and ``accumulation_steps``.
     """
     batch_size = hp.batch_size
     if not len(order):
         raise UserError("the shards have no samples for training; lower validation_fraction, or take other shards")
-    if batch_size < gang.ranks:
+    if batch_size < cluster.ranks:
         raise UserError(
-            f"batch_size={batch_size}: must be at least the number of ranks, {gang.ranks:,}, so that each has a "
+            f"batch_size={batch_size}: must be at least the number of ranks, {cluster.ranks:,}, so that each has a "
             "sample; raise it or take fewer ranks"
         )
-    ragged = ragged_shards(order, batch_size, gang, epoch)
+    ragged = ragged_shards(order, batch_size, cluster)
     read = [
-        np.unique(np.concatenate([*shards_of(order, batch_size, gang, node, epoch), ragged[node]]))
-        for node in range(gang.nodes)
+        np.unique(np.concatenate([*shards_of(order, batch_size, cluster, node), ragged[node]]))
+        for node in range(cluster.nodes)
     ]
     plan = EpochPlan(
-        gang=gang,
+        cluster=cluster,
         batch_size=batch_size,
         samples=len(order),
         weighted=bool((order.taken != order.available).any()),
@@ -165,64 +139,45 @@ def plan_epoch(order: ShardOrder, sizes: Counts | None, gang: Gang, hp: Hyperpar
     if sizes is None:
         return plan
     bytes_read = np.array([sizes[shards].sum() for shards in read])
-    wanted = cache_wanted(sizes, gang, order.lanes, min(hp.accumulation_steps, batch_size))
-    return replace(
-        plan,
-        bytes_read=bytes_read,
-        bytes_cached=np.minimum(wanted, bytes_read),
-        bytes_evaluated=evaluated(order.splits, sizes, gang, hp.test_batch_size),
-    )
+    wanted = cache_wanted(sizes, cluster, order.shuffle_streams, min(hp.accumulation_steps, batch_size))
+    return replace(plan, bytes_read=bytes_read, bytes_cached=np.minimum(wanted, bytes_read))
 
 
-def evaluated(splits: ShardSplits, sizes: Counts, gang: Gang, batch_size: int) -> Counts:
-    """[nodes] bytes of the shards that an evaluation needs on each node, which has a stretch of each split."""
-    total = np.zeros(gang.nodes, dtype=np.int64)
-    for split in ("validation", "test"):
-        ends = np.cumsum(splits.sizes[split])
-        batches = -(-int(ends[-1]) // batch_size)
-        for node in range(gang.nodes):
-            first, last = gang.places(node, batches)
-            start, end = first * batch_size, min(last * batch_size, int(ends[-1]))
-            if start < end:
-                needed = slice(np.searchsorted(ends, start, "right"), np.searchsorted(ends, end - 1, "right") + 1)
-                total[node] += int(sizes[needed][splits.sizes[split][needed] > 0].sum())
-    return total
+def cache_wanted(sizes: Counts, cluster: Cluster, shuffle_streams: int, parts: int = 1) -> int:
+    """Bytes that a node's cache must hold at the most, so that training fetches no shard twice in an epoch.
 
-
-def cache_wanted(sizes: Counts, gang: Gang, lanes: int, parts: int = 1) -> int:
-    """Bytes that a node should have room for at the most, so that training fetches no shard twice in an epoch.
-
-    That is for the shards of the lanes that each rank reads from, and as many that may be on their way.
+    That is for the shards of the shuffle streams that each rank reads, and as many that may be on their way.
     """
-    return 2 * gang.ranks_per_node * lanes_of_rank(lanes, gang.ranks, parts) * int(sizes.max())
+    of_rank = streams_of_rank(shuffle_streams, cluster.ranks, parts)
+    return 2 * cluster.ranks_per_node * of_rank * int(sizes.max())
 
 
-def shards_of(order: ShardOrder, batch_size: int, gang: Gang, node: int, epoch: int) -> Iterator[Counts]:
-    """The shards that a node reads for the full batches of an epoch, lane by lane."""
+def shards_of(order: ShardOrder, batch_size: int, cluster: Cluster, node: int) -> Iterator[Counts]:
+    """The shards that a node reads for the full batches of the first epoch, by shuffle streams."""
     full = len(order) // batch_size
-    first, last = gang.places(node, batch_size)
-    starts, each = order.lane_starts(batch_size)
-    ends = np.cumsum(each)  # of the lanes' parts in a full batch
+    first, last = cluster.places(node, batch_size)
+    starts, each = order.stream_starts(batch_size)
+    ends = np.cumsum(each)  # of the streams' parts in a full batch
     own = range(int(np.searchsorted(ends, first, "right")), int(np.searchsorted(ends, last - 1, "right")) + 1)
-    for lane in own if full else ():
-        part, before = int(each[lane]), int(ends[lane] - each[lane])
+    for stream in own if full else ():
+        part, before = int(each[stream]), int(ends[stream] - each[stream])
         of_node = (max(first - before, 0), min(last - before, part))
-        stretch = (int(starts[lane]), int(starts[lane]) + full * part)
-        yield touched(order, epoch, stretch, part, of_node)
+        stretch = (int(starts[stream]), int(starts[stream]) + full * part)
+        yield touched(order, stretch, part, of_node)
 
 
-def ragged_shards(order: ShardOrder, batch_size: int, gang: Gang, epoch: int) -> list[Counts]:
+def ragged_shards(order: ShardOrder, batch_size: int, cluster: Cluster) -> list[Counts]:
     """[nodes] the shards that each node reads for a last batch that is smaller than the others."""
     full, ragged = divmod(len(order), batch_size)
-    samples = order.batch(epoch, batch_size, full) if ragged else np.empty(0, dtype=np.int64)
+    samples = order.batch(0, batch_size, full) if ragged else np.empty(0, dtype=np.int64)
     shards = np.searchsorted(np.cumsum(order.splits.counts), samples, side="right")
-    return [shards[slice(*gang.places(node, ragged))] for node in range(gang.nodes)]
+    return [shards[slice(*cluster.places(node, ragged))] for node in range(cluster.nodes)]
 
 
-def touched(order: ShardOrder, epoch: int, stretch: tuple[int, int], each: int, part: tuple[int, int]) -> Counts:
+def touched(order: ShardOrder, stretch: tuple[int, int], each: int, part: tuple[int, int]) -> Counts:
     """The shards of a stretch of the epoch's sequence from which that part of every ``each`` samples is taken."""
     (start, end), (low, high) = stretch, part
-    shards, ends = order.sequence(epoch)
+    shards, ends = order.sequence(0)
     places = slice(np.searchsorted(ends, start, side="right"), np.searchsorted(ends, end - 1, side="right") + 1)
     begins = np.maximum(ends[places] - order.taken[shards[places]], start) - start
     lengths = np.minimum(ends[places], end) - start - begins

@@ -50,6 +50,11 @@ class Shard(NamedTuple):
     part: int = 0  # which of the index's parts it belongs to
     table: tuple[str, int, int, str] | None = None
 
+    @property
+    def digest(self) -> tuple[str, str]:
+        """Which of the digests counts, and its value (hex), empty where the index has none."""
+        return ("md5", self.md5) if self.md5 and not self.sha256 else ("sha256", self.sha256)
+
 
 @dataclass(frozen=True)
 class Part:
@@ -112,7 +117,7 @@ class ShardIndex:
             "samples": f"{len(self):,} ({least:,}" + ("" if least == most else f" to {most:,}") + " a shard)",
             "bytes": size,
             "classes": f"{len(self.classes):,}" if self.classes else "not known",
-            "digests": f"{sum(1 for shard in self.shards if shard.sha256 or shard.md5):,} shards have one",
+            "digests": f"{sum(1 for shard in self.shards if shard.digest[1]):,} shards have one",
             "tables": f"{sum(1 for shard in self.shards if shard.table):,} shards have one",
             "first shard": self.shards[0].url,
             "last shard": self.shards[-1].url,
@@ -125,7 +130,7 @@ class ShardIndex:
     def digest(self) -> str:
         """SHA-256 (hex) of what identifies the content: each shard's samples and digest, or its address without one."""
         lines = [json.dumps([self.classes, [[part.name, part.weight] for part in self.parts]])]
-        lines += [f"{s.samples} {s.size} {s.sha256 or s.md5 or s.url} {s.part}" for s in self.shards]
+        lines += [f"{s.samples} {s.size} {s.digest[1] or s.url} {s.part}" for s in self.shards]
         return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogatepass")).hexdigest()
 
 
@@ -156,18 +161,21 @@ def index_of(address: str, content: dict[str, Any]) -> ShardIndex:
     shards: list[Shard] = []
     parts: list[Part] = []
     classes: dict[tuple[str, ...], str] = {}  # and whose they are
+
+    def add(where: str, listed: dict[str, Any], described: dict[str, Any]) -> None:
+        name = described.get("name") or listed.get("name") or ""
+        parts.append(Part(str(name), weight_of(address, described.get("weight"))))
+        shards.extend(shards_of(where, listed, part=len(parts) - 1))
+        classes.setdefault(tuple(map(str, listed[EXTENSION].get("classes", []))), where)
+
     if content.get("shardlist"):
-        parts.append(Part(str(content.get("name") or ""), weight_of(address, content)))
-        shards += shards_of(address, content, part=0)
-    classes[classes_of(content)] = address
+        add(address, content, content)
     for reference in content.get("datasets") or []:
-        where, component = referred(address, content, reference)
-        name = reference.get("name") or component.get("name") or ""
-        parts.append(Part(str(name), weight_of(address, reference)))
-        shards += shards_of(where, component, part=len(parts) - 1)
-        classes.setdefault(classes_of(component), where)
+        add(*referred(address, content, reference), reference)
     if not shards:
         raise malformed(address, "has no shards")
+    own = tuple(map(str, content[EXTENSION].get("classes", [])))  # also of an index that only refers to others
+    classes = {own: address} | classes
     classes.pop((), None)
     if len(classes) > 1:
         (first, one), (second, other), *_ = classes.items()
@@ -191,9 +199,9 @@ def load(address: str) -> dict[str, Any]:
         where = "the address, and that it is up" if storage.local_path(address) is None else "the path"
         message = f"index {address}: cannot be read ({failure}); check {where}"
         raise failure.explained(message) from None
+    except UserError:
+        raise
     except (ValueError, RecursionError) as error:
-        if isinstance(error, UserError):
-            raise
         raise malformed(address, f"is not JSON ({error})") from None
     if isinstance(content, dict) and (content.get("wids_version", 1), content.get("__kind__", KIND)) != (1, KIND):
         kind, version = content.get("__kind__"), content.get("wids_version")
@@ -216,17 +224,17 @@ def checked(address: str, content: Any) -> dict[str, Any]:
 
 
 def referred(address: str, content: dict[str, Any], reference: Any) -> tuple[str, dict[str, Any]]:
-    """The index that an entry of ``datasets`` is, or refers to, and its address."""
+    """The index that an entry of ``datasets`` is, or refers to, after its address."""
     if not isinstance(reference, dict):
         raise malformed(address, f"{short(reference)} in datasets is no data set")
     if not reference.get("source_url"):
-        where, component = address, checked(address, {"base": content.get("base"), **reference})
+        where, listed = address, checked(address, {"base": content.get("base"), **reference})
     else:
         where = resolved(address, base_of(address, content), reference["source_url"])
-        component = load(where)
-    if component.get("datasets"):
+        listed = load(where)
+    if listed.get("datasets"):
         raise UserError(f"index {address}: refers to {where}, which refers to others again; list those here")
-    return where, component
+    return where, listed
 
 
 def base_of(address: str, content: Mapping[str, Any]) -> str:
@@ -265,14 +273,8 @@ def encodable(address: str, found: str) -> str:
     return found
 
 
-def classes_of(content: Mapping[str, Any]) -> tuple[str, ...]:
-    """The names of the classes of a data set, none where it does not say."""
-    return tuple(str(label) for label in content[EXTENSION].get("classes", []))
-
-
-def weight_of(address: str, content: Mapping[str, Any]) -> float:
+def weight_of(address: str, weight: Any) -> float:
     """The weight of a data set."""
-    weight = content.get("weight")
     if weight is None:
         return 1.0
     if not isinstance(weight, (int, float)) or isinstance(weight, bool) or not 0 < weight <= 1e6:
@@ -286,28 +288,24 @@ def shards_of(address: str, content: Mapping[str, Any], part: int) -> Iterator[S
     folder = str(storage.local_path(base) or base.rstrip("/"))
     tables = content[EXTENSION].get("tables")
     tables = resolved(address, storage.parent(address), tables) if tables else None
-
-    def shard_of(entry: Any) -> Shard:
-        url, place = entry["url"], entry.get("table")
-        return Shard(
-            # Of 100,000 shards most have a plain name.
-            url=encodable(address, f"{folder}/{storage.as_in(base, url)}")
-            if PLAIN_NAME.fullmatch(url)
-            else resolved(address, base, url),
-            samples=count_of(entry["nsamples"], most=MOST_SAMPLES),
-            size=count_of(entry.get("filesize", -1), least=-1),
-            md5=digest_of(entry.get("md5sum"), 32),
-            sha256=digest_of(entry.get("sha256"), 64),
-            part=part,
-            table=(tables, count_of(place[0]), count_of(place[1]), str(place[2])) if tables and place else None,
-        )
-
     for number, entry in enumerate(content.get("shardlist") or []):
         try:
-            yield shard_of(entry)
+            url, place = entry["url"], entry.get("table")
+            yield Shard(
+                # Of 100,000 shards most have a plain name.
+                url=encodable(address, f"{folder}/{storage.as_in(base, url)}")
+                if PLAIN_NAME.fullmatch(url)
+                else resolved(address, base, url),
+                samples=count_of(entry["nsamples"], most=MOST_SAMPLES),
+                size=count_of(entry.get("filesize", -1), least=-1),
+                md5=digest_of(entry.get("md5sum"), 32),
+                sha256=digest_of(entry.get("sha256"), 64),
+                part=part,
+                table=(tables, count_of(place[0]), count_of(place[1]), str(place[2])) if tables and place else None,
+            )
+        except UserError:
+            raise
         except (LookupError, TypeError, ValueError, AttributeError) as error:
-            if isinstance(error, UserError):
-                raise
             what = f"has no {error}" if isinstance(error, KeyError) else f"is {short(entry)}: {error}"
             raise UserError(
                 f"index {address}: shard {number} in its shardlist {what}; each needs a url and nsamples"

@@ -34,7 +34,7 @@ def read_sample(address: str, number: int) -> Sample:
         with suppress(storage.UnavailableError):  # a server may give no parts of files; if it is else, it will be said
             return described(index, number, *read_members(shard, table, inside, read))
     with tempfile.TemporaryDirectory() as folder:
-        return ShardDataset(index, folder, decode=False).stored(number)
+        return ShardDataset(index, folder, decode=False)[number]
 
 
 def write_members(key: str, members: dict[str, bytes], folder: Path) -> None:

@@ -1,8 +1,9 @@
-"""Locks by files in a folder, which the kernel gives back when a process ends."""
+"""Locks by files in a folder, which the kernel releases when a process ends."""
 
 from __future__ import annotations
 
 import fcntl
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,8 +29,20 @@ def exclusive(folder: Path, name: str, *, wait: bool = True) -> Iterator[None]:
 
 
 def unlock(file: int) -> None:
-    """Gives an open file's lock back; closing alone would leave it with a child that was forked meanwhile."""
+    """Releases an open file's lock; closing alone would leave it with a child that was forked meanwhile."""
     fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def lock_again(file: int) -> bool:
+    """Locks an open file again; False if it was evicted meanwhile, or is about to be."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    if os.fstat(file).st_nlink:
+        return True
+    unlock(file)
+    return False
 
 
 def stripe(name: str) -> str:

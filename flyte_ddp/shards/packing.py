@@ -25,7 +25,7 @@ from flyte_ddp.process import postponed
 from flyte_ddp.progress import Progress
 from flyte_ddp.shards.index import EXTENSION, ShardIndex, read_index
 from flyte_ddp.shards.parallel import in_parallel
-from flyte_ddp.shards.scanning import index_output, index_shards, local_output, tables_of
+from flyte_ddp.shards.scanning import index_output, index_shards, tables_of
 
 SAMPLES_PER_SHARD = 1000
 AHEAD = 32  # images that are read at the same time
@@ -72,18 +72,18 @@ def pack(
         raise UserError(f"seed={seed}: must be at least 0")
     if not name or PurePath(name).name != name:
         raise UserError(f"name={name!r}: must be fit for a file's name")
-    index = index_output(local_output(folder) / f"{name}.json", ())
+    index = index_output(folder / f"{name}.json")
     order = np.arange(count)
     if seed is not None:
         order = sampling.random_stream(sampling.PACKING, seed).permutation(order)
-    digits = max(6, len(str(-(-count // per_shard) - 1)))
     starts = range(0, count, per_shard)
+    digits = max(6, len(str(len(starts) - 1)))
     track = Progress(progress).track("packing", count, "samples")
     with workspace_of(index) as workspace:
         paths = [workspace / f"{name}-{number:0{digits}d}.tar" for number in range(len(starts))]
         with in_parallel(samples, order.tolist(), AHEAD) as made, track as advance:
-            for start, path in zip(starts, paths, strict=True):
-                write_shard(path, itertools.islice(made, min(per_shard, count - start)), advance)
+            for path in paths:
+                write_shard(path, itertools.islice(made, per_shard), advance)
         urls = [str(path) for path in paths]
         index_shards(urls, workspace / index.name, name=name, classes=classes, progress="off", packed=True)
         put_in_place(workspace, index)
@@ -92,11 +92,7 @@ def pack(
 
 @contextmanager
 def workspace_of(index: Path) -> Iterator[Path]:
-    """A hidden folder beside the index for what is to take its place; removed in the end, or by whoever packs next.
-
-    Raises:
-        UserError: it cannot be made, or another process is packing there.
-    """
+    """A hidden folder beside the index for what is to take its place; removed in the end, or by whoever packs next."""
     workspace = index.with_name(f".{index.stem}.packing")
     with ExitStack() as stack:
         try:
@@ -108,7 +104,7 @@ def workspace_of(index: Path) -> Iterator[Path]:
             raise UserError(f"{index}: another process is packing it; wait for its end, or take another name") from None
         except OSError as error:
             raise UserError(f"cannot write {index}: {error.strerror}; choose another folder") from None
-        settle(workspace, index)
+        finish_move(workspace, index)
         clear(workspace)
         try:
             yield workspace
@@ -130,9 +126,6 @@ def put_in_place(workspace: Path, index: Path) -> None:
 
     Shards of the old index and of the new one have the same names. So the new one first comes into the old one's place
     with the shards as they are in the workspace, which is the moment at which one replaces the other.
-
-    Raises:
-        UserError: that cannot be done.
     """
     content = stored(workspace / index.name)
     content |= {"packed_in": workspace.name, "replaced": packed_before(index)}
@@ -143,7 +136,7 @@ def put_in_place(workspace: Path, index: Path) -> None:
         file.write(json.dumps(content).encode())
     with postponed(signal.SIGINT):
         following.replace(index)
-        settle(workspace, index)
+        finish_move(workspace, index)
 
 
 def is_used(workspace: Path, index: Path) -> bool:
@@ -151,24 +144,21 @@ def is_used(workspace: Path, index: Path) -> bool:
     return (workspace / index.name).exists() and stored(index).get("packed_in") == workspace.name
 
 
-def settle(workspace: Path, index: Path) -> None:
+def finish_move(workspace: Path, index: Path) -> None:
     """Moves shards from the workspace to where they belong, if the index refers to them there.
 
     A process that is killed in between leaves the rest to the next one that packs here.
-
-    Raises:
-        UserError: they cannot be moved.
     """
     if not is_used(workspace, index):
         return
     try:
-        for name in shard_names(index, stored(index).get("replaced")):
+        for name in stored(index)["replaced"]:
             index.with_name(name).unlink(missing_ok=True)
         for name in (*packed_before(workspace / index.name), tables_of(index).name):
             put_beside(workspace / name, index.with_name(name))
         (workspace / index.name).replace(index)
     except OSError as error:
-        raise UserError(f"cannot write {index}: {error.strerror}; mend that, and pack again") from None
+        raise UserError(f"cannot write {index}: {error.strerror}; fix that, and pack again") from None
 
 
 def put_beside(path: Path, target: Path) -> None:
@@ -184,27 +174,18 @@ def put_beside(path: Path, target: Path) -> None:
 
 
 def stored(index: Path) -> dict[str, Any]:
-    """What is in the file of an index; nothing, if that is none."""
-    try:
-        content = json.loads(index.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+    """What is in the file of an index; nothing without one."""
+    content: dict[str, Any] = json.loads(index.read_bytes()) if index.is_file() else {}
+    return content
 
 
 def packed_before(index: Path) -> list[str]:
     """The names of the shards that were packed with an index; none of those that somebody else has made."""
     content = stored(index)
-    try:
-        return shard_names(index, [entry["url"] for entry in content["shardlist"] if content[EXTENSION]["packed"]])
-    except (LookupError, TypeError):  # none of ours
+    if not (content.get(EXTENSION) or {}).get("packed"):
         return []
-
-
-def shard_names(index: Path, names: Any) -> list[str]:
-    """Those that pack gives to the shards of an index."""
-    found = names if isinstance(names, list) else []
-    return [name for name in map(str, found) if re.fullmatch(rf"{re.escape(index.stem)}-\d{{6,}}\.tar", name)]
+    names = (str(entry["url"]) for entry in content["shardlist"])
+    return [name for name in names if re.fullmatch(rf"{re.escape(index.stem)}-\d{{6,}}\.tar", name)]
 
 
 def write_shard(path: Path, samples: Iterable[tuple[str, Members]], advance: Callable[[int], object]) -> None:

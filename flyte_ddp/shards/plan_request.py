@@ -33,5 +33,4 @@ class PlanRequest(DataClassJsonMixin):
     partial: bool = option(False, "Of a stream: keep batches that are not full.")
     repeat: int = option(1, "Of a stream: how many times the loader is gone through.")
     dsrepeat: int = option(1, "Of a stream: how many times each worker goes through its shards.")
-    showsplits: bool = option(False, "Of a stream: list the shards of each worker.")
-    showopen: bool = option(False, "Of a stream: list the shards in the order in which workers open them.")
+    showsplits: bool = option(False, "Of a stream: list each worker's shards in the order of opening.")

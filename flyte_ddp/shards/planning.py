@@ -1,4 +1,4 @@
-"""The planner's words."""
+"""The planner: from an index, or numbers of shards, to the plan's lines."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from numpy.typing import NDArray
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.shard_order import shard_orders
-from flyte_ddp.shards.epoch_plan import Gang, plan_epoch
+from flyte_ddp.shards.epoch_plan import Cluster, plan_epoch
 from flyte_ddp.shards.index import read_index
 from flyte_ddp.shards.plan_request import PlanRequest
 from flyte_ddp.shards.stream_plan import StreamOptions, plan_streams
+
+OF_EPOCHS = ("batch_size", "shuffle_shards", "accumulation_steps", "validation_fraction", "seed")
+OF_STREAMS = ("batch_size", "workers", "nbatches", "partial", "repeat", "dsrepeat")
 
 
 def planned(request: PlanRequest) -> Iterator[str]:
@@ -23,35 +26,20 @@ def planned(request: PlanRequest) -> Iterator[str]:
         UserError: DDP would hang (after the plan itself), or numbers that cannot be planned with.
     """
     counts, sizes, weights = described(request)
-    gang = Gang(nodes=request.nodes, ranks_per_node=request.ranks)
+    cluster = Cluster(nodes=request.nodes, ranks_per_node=request.ranks)
     if not request.stream:
-        yield planned_epoch(request, counts, sizes, weights, gang)
+        if not 0 <= request.test_fraction < 1:
+            raise UserError(f"test_fraction={request.test_fraction}: must be at least 0 and below 1")
+        hp = Hyperparameters(dataset="shards:planned", **{name: getattr(request, name) for name in OF_EPOCHS})
+        order = shard_orders(counts, weights, hp, request.test_fraction)["training"]
+        yield plan_epoch(order, sizes, cluster, hp).describe()
         return
-    names = ("batch_size", "workers", "nbatches", "partial", "repeat", "dsrepeat")
-    stream = plan_streams(counts, sizes, gang, StreamOptions(**{name: getattr(request, name) for name in names}))
+    options = StreamOptions(**{name: getattr(request, name) for name in OF_STREAMS})
+    stream = plan_streams(counts, sizes, cluster, options)
     yield "\n".join(stream.describe())
-    for rank, reader, shards in stream.splits() if request.showsplits or request.showopen else ():
-        if request.showsplits:
-            yield f"rank {rank} worker {reader}: {len(shards)} shards: {', '.join(map(str, shards))}"
-        for number in range(int(stream.passes[rank, reader])) if request.showopen else ():
-            yield from (f"rank {rank} worker {reader} pass {number} opens shard {shard}" for shard in shards)
+    for rank, reader, shards in stream.splits() if request.showsplits else ():
+        yield f"rank {rank} worker {reader}: {len(shards)} shards: {', '.join(map(str, shards))}"
     stream.refuse()
-
-
-def planned_epoch(
-    request: PlanRequest,
-    counts: NDArray[np.int64],
-    sizes: NDArray[np.int64] | None,
-    weights: NDArray[np.float64],
-    gang: Gang,
-) -> str:
-    """The plan of an epoch of training, from [shards] samples, bytes and weights."""
-    if not 0 <= request.test_fraction < 1:
-        raise UserError(f"test_fraction={request.test_fraction}: must be at least 0 and below 1")
-    names = ("batch_size", "shuffle_shards", "accumulation_steps", "validation_fraction", "seed")
-    hp = Hyperparameters(dataset="shards:planned", **{name: getattr(request, name) for name in names})
-    order = shard_orders(counts, weights, hp, request.test_fraction)["training"]
-    return plan_epoch(order, sizes, gang, hp).describe()
 
 
 def described(request: PlanRequest) -> tuple[NDArray[np.int64], NDArray[np.int64] | None, NDArray[np.float64]]:

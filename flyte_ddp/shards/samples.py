@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import io
-import zipfile
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.shards.tar import BLOCK, MOST_BYTES, Member
+from flyte_ddp.shards.tar import Member
 
 SEPARATOR = "\0"  # cannot be in a tar file's names
+COLUMNS = {"starts": np.int32, "kinds": np.uint32, "offsets": np.int64, "sizes": np.int64, "headers": np.uint32}
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,80 +46,27 @@ class SampleTable:
     def to_bytes(self) -> bytes:
         """In numpy's ``.npz`` format."""
         buffer = io.BytesIO()
-        columns = {name: getattr(self, name) for name in DTYPES}
+        columns = {name: getattr(self, name) for name in COLUMNS}
         np.savez_compressed(buffer, keys=encoded(self.keys), extensions=encoded(self.extensions), **columns)
         return buffer.getvalue()
 
     @classmethod
-    def from_bytes(cls, content: bytes, digest: str, size: int = -1) -> SampleTable:
+    def from_bytes(cls, content: bytes, digest: str) -> SampleTable:
         """Reads what :meth:`to_bytes` made.
 
-        Args:
-            content: the table as it is stored.
-            digest: of that, as in the index.
-            size: bytes of the shard; -1 where that is not known.
-
         Raises:
-            ValueError: it is not what has this digest, or whoever made it meant no shard of this size.
+            ValueError: it does not have the digest that the index says.
         """
         if digest_of(content) != digest:
             raise ValueError("another table, or a damaged one")
-        try:
-            columns: dict[str, Any] = unpacked(content, size)
-            columns |= {name: decoded(columns[name]) for name in NAMES}
-        except Exception as error:  # numpy and zipfile have many words for what is none of theirs
-            raise ValueError(f"no table of samples: {error}") from None
-        table = cls(**columns)
-        table.check(size)
-        return table
-
-    def check(self, size: int) -> None:
-        """Refuses numbers that cannot be those of a shard of so many bytes, -1 where that is not known.
-
-        Raises:
-            ValueError: there are such.
-        """
-        most = size if size >= 0 else MOST_BYTES
-        count = len(self.kinds)
-        fits = (
-            len(self.offsets) == len(self.sizes) == len(self.headers) == count
-            and len(self.starts) == len(self.keys) + 1
-            and (self.starts[0], self.starts[-1]) == (0, count)
-            and (self.starts[1:] > self.starts[:-1]).all()
-            and (self.kinds < len(self.extensions)).all()
-            and ((self.offsets >= BLOCK) & (self.offsets <= most)).all()
-            and ((self.sizes >= 0) & (self.sizes <= most - self.offsets)).all()
-        )
-        if not fits:
-            raise ValueError(f"no table of a shard's samples ({len(self.keys):,}, with {count:,} members)")
+        with np.load(io.BytesIO(content), allow_pickle=False) as stored:
+            columns = {name: stored[name] for name in COLUMNS}
+            return cls(keys=decoded(stored["keys"]), extensions=decoded(stored["extensions"]), **columns)
 
 
 def digest_of(content: bytes) -> str:
     """Half of the SHA-256 (hex) of a table's bytes, which tells it from any other."""
     return hashlib.sha256(content).hexdigest()[:32]
-
-
-DTYPES = {"starts": np.int32, "kinds": np.uint32, "offsets": np.int64, "sizes": np.int64, "headers": np.uint32}
-NAMES = {"keys": np.uint8, "extensions": np.uint8}
-OVERHEAD = 10_000  # bytes of a table without samples, and more
-
-
-def unpacked(content: bytes, size: int) -> dict[str, NDArray[Any]]:
-    """The columns of a table of a shard of so many bytes, and its names as bytes.
-
-    Raises:
-        ValueError: a column is not of its kind, or the table is larger than its shard.
-    """
-    with zipfile.ZipFile(io.BytesIO(content)) as archive:
-        length = sum(found.file_size for found in archive.infolist())
-    if 0 <= size < length - OVERHEAD:  # a member takes more room in the shard than in the table
-        raise ValueError(f"{length:,} bytes")
-    with np.load(io.BytesIO(content), allow_pickle=False) as stored:
-        columns = {name: stored[name] for name in {**DTYPES, **NAMES}}
-    for name, dtype in {**DTYPES, **NAMES}.items():
-        if columns[name].dtype != dtype or columns[name].ndim != 1:
-            raise ValueError(f"{name} is of kind {columns[name].dtype} and shape {columns[name].shape}")
-    return columns
 
 
 def encoded(names: tuple[str, ...]) -> NDArray[np.uint8]:
@@ -134,11 +80,7 @@ def decoded(content: NDArray[np.uint8]) -> tuple[str, ...]:
 
 
 def tabulate(members: Iterable[Member], shard: str) -> SampleTable:
-    """Groups a shard's members into samples.
-
-    Raises:
-        UserError: two members of one sample with the same extension, or two samples with the same key.
-    """
+    """Groups a shard's members into samples."""
     keys: dict[str, None] = {}
     extensions: dict[str, int] = {}
     starts: list[int] = []
@@ -158,18 +100,13 @@ def tabulate(members: Iterable[Member], shard: str) -> SampleTable:
         if member.extension in of_sample:
             raise UserError(
                 f"shard {shard}: sample {member.key!r} has two members {member.extension}; "
-                "pack the shard anew with one of each kind"
+                "pack the shard again with one of each kind"
             )
         of_sample.add(member.extension)
         kind = extensions.setdefault(member.extension, len(extensions))
         rows.append((kind, member.offset, member.size, member.header))
-    columns = np.array(rows, dtype=np.int64).reshape(-1, 4)
-    return SampleTable(
-        keys=tuple(keys),
-        extensions=tuple(extensions),
-        starts=np.array([*starts, len(rows)], dtype=np.int32),
-        kinds=columns[:, 0].astype(np.uint32),
-        offsets=np.ascontiguousarray(columns[:, 1]),
-        sizes=np.ascontiguousarray(columns[:, 2]),
-        headers=columns[:, 3].astype(np.uint32),
-    )
+    kinds, offsets, sizes, headers = np.array(rows, dtype=np.int64).reshape(-1, 4).T
+    columns = {"kinds": kinds, "offsets": offsets, "sizes": sizes, "headers": headers}
+    columns["starts"] = np.array([*starts, len(rows)])
+    typed = {name: np.ascontiguousarray(columns[name], dtype) for name, dtype in COLUMNS.items()}
+    return SampleTable(tuple(keys), tuple(extensions), **typed)

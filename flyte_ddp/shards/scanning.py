@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from flyte_ddp import storage
 from flyte_ddp.errors import UserError
@@ -28,13 +28,13 @@ RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")  # pathlib has made one slash of two
 
 
-@dataclass(frozen=True, eq=False)
-class Scanned:
-    """A shard as it was read; ``labels`` is one more than the highest class's number in a ``.cls`` member, or 0."""
+class Scanned(NamedTuple):
+    """A shard as it was read."""
 
     shard: Shard
     table: SampleTable
-    labels: int
+    labels: int  # one more than the highest class's number in a ``.cls`` member, or 0
+    damaged: list[str]  # what is wrong with images
 
 
 class HashedStream:
@@ -61,34 +61,32 @@ class HashedStream:
         return piece
 
 
-def scan(
-    url: str,
-    check: Callable[[Member, bytes], None] = lambda _, __: None,
-    wanted: Callable[[str], bool] = lambda extension: extension == ".cls",
-) -> Scanned:
+def scan(url: str, *, decode: bool = False) -> Scanned:
     """Reads a shard once, from its start to its end.
 
     Args:
-        check: is given each member whose extension is ``wanted``, with its content.
-
-    Raises:
-        UserError: it cannot be had, or is no shard.
+        decode: decodes images, too.
     """
 
+    def wanted(extension: str) -> bool:
+        return extension == ".cls" or (decode and is_image(extension))
+
     def once(address: str) -> Scanned:
-        found, labels = [], 0
+        found: list[Member] = []
+        damaged: list[str] = []
+        labels = 0
         with storage.open_file(address) as file:
             stream = HashedStream(file.chunks)
             for member, content in members(stream, url, wanted):  # type: ignore[arg-type]
                 found.append(member)
-                if content is not None:
-                    if member.extension == ".cls":
-                        labels = max(labels, label_of(member, content, url) + 1)
-                    check(member, content)
+                if content is not None and member.extension == ".cls":
+                    labels = max(labels, label_of(member, content, url) + 1)
+                elif content is not None and (problem := problem_of_image(member, content, url)):
+                    damaged.append(problem)
         check_length(stream.count, file.size, remote=storage.local_path(address) is None)
         table = tabulate(found, url)
         shard = Shard(url, len(table), stream.count, stream.md5.hexdigest(), stream.sha256.hexdigest())
-        return Scanned(shard, table, labels)
+        return Scanned(shard, table, labels, damaged)
 
     try:
         return storage.retried(url, once)
@@ -104,16 +102,27 @@ def label_of(member: Member, content: bytes, url: str) -> int:
     return value
 
 
+def problem_of_image(member: Member, content: bytes, url: str) -> str:
+    """Why an image cannot be decoded; nothing for one that can."""
+    try:
+        decode_member({"__key__": member.key, "__shard__": url}, member.extension, content).load()
+    except UserError as error:
+        return error.message
+    except Exception as error:  # Pillow raises many kinds of errors
+        return f"sample {member.key!r} in {url}: {member.extension} is damaged ({error})"
+    return ""
+
+
 def expanded(urls: Sequence[str]) -> list[str]:
     """Addresses with ``{000..127}`` written out."""
     found: list[str] = []
     for url in urls:
-        match = RANGE.search(url)
-        if match is None:
+        if match := RANGE.search(url):
+            start, end = match.span()
+            numbers = range(int(match[1]), int(match[2]) + 1)
+            found += expanded([f"{url[:start]}{n:0{len(match[1])}d}{url[end:]}" for n in numbers])
+        else:
             found.append(url)
-            continue
-        numbers = range(int(match[1]), int(match[2]) + 1)
-        found += expanded([f"{url[: match.start()]}{n:0{len(match[1])}d}{url[match.end() :]}" for n in numbers])
     return found
 
 
@@ -175,7 +184,7 @@ def index_shards(
             if classes and found.labels > len(classes):
                 raise UserError(
                     f"shard {found.shard.url}: has label {found.labels - 1}, and with {len(classes)} classes labels "
-                    f"are 0..{len(classes) - 1}; mend the sample, or the list of classes"
+                    f"are 0..{len(classes) - 1}; fix the sample, or the list of classes"
                 )
         if not any(shard.samples for shard in listed):
             raise UserError(f"shard {shards[0]}: has no samples, and there are none in the others; check the addresses")
@@ -195,7 +204,7 @@ def tables_of(index: Path) -> Path:
     return index.with_name(f"{index.name}.tables")
 
 
-def index_output(path: Path, inputs: Iterable[str]) -> Path:
+def index_output(path: Path, inputs: Iterable[str] = ()) -> Path:
     """The absolute path of an index to write, in whose place there may be another index.
 
     Args:
@@ -204,7 +213,9 @@ def index_output(path: Path, inputs: Iterable[str]) -> Path:
     Raises:
         UserError: it is an address, or a file that is to be kept: one of the inputs, or one that is no index.
     """
-    output = local_output(path)
+    if ADDRESS.match(str(path)):
+        raise UserError(f"{path}: cannot be written to; choose a path on this machine, and copy it there afterwards")
+    output = path.absolute()
     outputs = {output.resolve(), tables_of(output).resolve()}
     for address in inputs:
         found = storage.local_path(address)
@@ -216,17 +227,6 @@ def index_output(path: Path, inputs: Iterable[str]) -> Path:
         except UserError as error:
             raise UserError(f"{output}: is there, and is no index; remove it, or choose another name") from error
     return output
-
-
-def local_output(path: Path) -> Path:
-    """An absolute path of something to write.
-
-    Raises:
-        UserError: it is an address.
-    """
-    if ADDRESS.match(str(path)):
-        raise UserError(f"{path}: cannot be written to; choose a path on this machine, and copy it there afterwards")
-    return path.absolute()
 
 
 def verify_index(address: str, *, decode: bool = False, progress: str = "auto") -> list[str]:
@@ -251,40 +251,26 @@ def verify_index(address: str, *, decode: bool = False, progress: str = "auto") 
 
 def verify_shard(shard: Shard, classes: int, *, decode: bool) -> list[str]:
     """What is wrong with one shard."""
-    damaged: dict[str, None] = {}  # once each, also where the shard had to be read a second time
-
-    def check(member: Member, content: bytes) -> None:
-        if member.extension != ".cls":
-            try:
-                decode_member({"__key__": member.key, "__shard__": shard.url}, member.extension, content).load()
-            except UserError as error:
-                damaged[error.message] = None
-            except Exception as error:  # Pillow has many words for damage
-                damaged[f"sample {member.key!r} in {shard.url}: {member.extension} is damaged ({error})"] = None
-
     try:
-        found = scan(shard.url, check, lambda extension: extension == ".cls" or (decode and is_image(extension)))
+        found = scan(shard.url, decode=decode)
     except UserError as error:
-        return [*damaged, error.message]
-    return [*damaged, *incomplete(shard, found.table), *contradictions(shard, found, classes)]
+        return [error.message]
+    return [*found.damaged, *incomplete(shard, found.table), *contradictions(shard, found, classes)]
 
 
 def incomplete(shard: Shard, table: SampleTable) -> Iterator[str]:
     """Samples that have other members than most of the shard; one image is as good as another, whatever its format."""
-    kinds = [tuple(sorted(member.extension for member in table.members(number))) for number in range(len(table))]
-    if not kinds:
-        return
-    numbers = Counter(kinds)
-    [(usual, _)] = Counter(map(purposes, kinds)).most_common(1)
-    named = max((found for found in numbers if purposes(found) == usual), key=lambda found: numbers[found])
-    for key, found in zip(table.keys, kinds, strict=True):
-        if purposes(found) != usual:
-            yield f"sample {key!r} in {shard.url}: has {', '.join(found)}, and most have {', '.join(named)}"
-
-
-def purposes(extensions: tuple[str, ...]) -> tuple[str, ...]:
-    """What members are for: ``.seg.png`` and ``.seg.jpg`` are for the same."""
-    return tuple(sorted(f"{found.rpartition('.')[0]}.image" if is_image(found) else found for found in extensions))
+    extensions = [[member.extension for member in table.members(number)] for number in range(len(table))]
+    # ``.seg.png`` and ``.seg.jpg`` are for the same.
+    kinds = [
+        tuple(sorted(f"{name.rpartition('.')[0]}.image" if is_image(name) else name for name in found))
+        for found in extensions
+    ]
+    usual = max(kinds, key=Counter(kinds).__getitem__, default=())
+    for key, found, kind in zip(table.keys, extensions, kinds, strict=True):
+        if kind != usual:
+            named = ", ".join(sorted(extensions[kinds.index(usual)]))
+            yield f"sample {key!r} in {shard.url}: has {', '.join(sorted(found))}, and most have {named}"
 
 
 def contradictions(shard: Shard, found: Scanned, classes: int) -> Iterator[str]:
@@ -292,20 +278,19 @@ def contradictions(shard: Shard, found: Scanned, classes: int) -> Iterator[str]:
     from flyte_ddp.shards.dataset import read_table
 
     for what, here, said in (
-        ("bytes", found.shard.size, shard.size if shard.size >= 0 else found.shard.size),
+        ("bytes", found.shard.size, shard.size if shard.size >= 0 else None),
         ("samples", found.shard.samples, shard.samples),
-        ("SHA-256", found.shard.sha256, shard.sha256 or found.shard.sha256),
-        ("MD5", found.shard.md5, shard.md5 or found.shard.md5),
+        ("SHA-256", found.shard.sha256, shard.sha256 or None),
+        ("MD5", found.shard.md5, shard.md5 or None),
     ):
-        if here != said:
+        if said not in (None, here):
             yield f"shard {shard.url}: {what} {here}, and {said} in the index"
     if classes and found.labels > classes:
         yield f"shard {shard.url}: has label {found.labels - 1}, and the index has {classes} classes"
     if shard.table is not None:
         address = shard.table[0]
         try:
-            stored = storage.retried(address, partial(read_table, shard._replace(size=found.shard.size)))
-            same = stored.to_bytes() == found.table.to_bytes()
+            same = storage.retried(address, partial(read_table, shard)).to_bytes() == found.table.to_bytes()
         except (ValueError, storage.MissingError):
             same = False
         except storage.UnavailableError as failure:

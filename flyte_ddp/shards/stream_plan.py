@@ -10,6 +10,7 @@ itself, and is cut off after ``nbatches``. Shuffling changes which samples those
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +18,7 @@ from functools import cached_property
 import numpy as np
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.shards.epoch_plan import Bounds, Counts, Gang, bounds
+from flyte_ddp.shards.epoch_plan import Cluster, Counts, least_to_most
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,71 +65,30 @@ class StreamOptions:
         return batches if self.nbatches is None else np.minimum(batches, self.nbatches)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Suggestions:
-    """Numbers near the planned ones with which all ranks get the same number of batches; each stands on its own.
-
-    Args:
-        nbatches: the largest that every rank reaches; None if a rank gets no batch at all.
-        repeated: nbatches that keeps what the longest rank gets, and the least dsrepeat with which all reach it.
-        workers: the nearest numbers below and above that do it with these very shards; none above twice as many.
-        fewer_shards: the nearest number of shards, not above the present one, that divides evenly; None if that is 0.
-        more_shards: the nearest that is not below. Both presume shards with equal numbers of samples.
-    """
-
-    nbatches: int | None
-    repeated: tuple[int, int] | None
-    workers: tuple[int, ...]
-    fewer_shards: int | None
-    more_shards: int
-
-    def __str__(self) -> str:
-        ways = [] if self.nbatches is None else [f"nbatches={self.nbatches}"]
-        if self.repeated is not None:
-            ways.append("nbatches={} with dsrepeat={}".format(*self.repeated))
-        ways += [f"workers={workers}" for workers in self.workers]
-        numbers = sorted({self.fewer_shards or self.more_shards, self.more_shards})
-        shards = " or ".join(f"{number:,}" for number in numbers)
-        return ", or ".join([*ways, f"{shards} shards with equal numbers of samples"])
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StreamPlan:
-    """What the readers of all ranks give and read, [ranks, readers] where nothing else is said.
-
-    A pass is one reading of a reader's shards, of which it gives all samples, or all but the last, or the first until
-    nbatches. Which ones a single pass leaves out is up to the shuffle, and so is how many several passes all leave out:
-    the number of different samples is known within bounds, which differ only where a reader begins several passes and
-    one of them leaves something out.
+    """What the readers of all ranks give, [ranks, readers] where nothing else is said.
 
     Args:
         options: as they were given.
-        gang: likewise.
+        cluster: likewise.
         shard_samples: samples of each shard, [shards].
         samples: in the reader's shards; no other reader has them.
         reader_batches: that the loader takes from it, in all its passes.
         partial_batches: those among them that are smaller than the rest.
         delivered: samples in these batches; one that comes again counts again.
-        distinct_least: different samples among the delivered ones, at least; this many if nothing is shuffled.
-        distinct_most: likewise, at most.
-        passes: that the reader begins until the loader's last batch is taken; a worker that reads ahead of nbatches
-            may by then have begun another.
-        bytes_read: by each node, without a cache, [nodes]: all shards in all passes. Exact where nbatches cuts nothing
-            off; where it does, the rest of a reader's last pass may stay unread. None if the sizes are not known.
-        bytes_cached: by each node that keeps what it reads, [nodes]: the shards of its ranks, each once.
+        different: different samples among the delivered ones, at least; this many if nothing is shuffled.
+        bytes_cached: by each node, [nodes]: the shards of its ranks, each once. None if the sizes are not known.
     """
 
     options: StreamOptions
-    gang: Gang
+    cluster: Cluster
     shard_samples: Counts
     samples: Counts
     reader_batches: Counts
     partial_batches: Counts
     delivered: Counts
-    distinct_least: Counts
-    distinct_most: Counts
-    passes: Counts
-    bytes_read: Counts | None
+    different: Counts
     bytes_cached: Counts | None
 
     @cached_property
@@ -137,32 +97,9 @@ class StreamPlan:
         return np.asarray(self.reader_batches.sum(axis=1))
 
     @property
-    def dropped(self) -> Bounds:
-        """Samples of the data set that no rank ever gets."""
-        samples = int(self.samples.sum())
-        return Bounds(samples - int(self.distinct_most.sum()), samples - int(self.distinct_least.sum()))
-
-    @property
-    def repeated(self) -> Bounds:
-        """Deliveries of samples beyond each one's first."""
-        delivered = int(self.delivered.sum())
-        return Bounds(delivered - int(self.distinct_most.sum()), delivered - int(self.distinct_least.sum()))
-
-    @property
     def hangs(self) -> bool:
         """Whether ranks get different numbers of batches: with DDP, those with more wait for the others for ever."""
         return bool(self.batches.min() != self.batches.max())
-
-    @cached_property
-    def uneven(self) -> bool:
-        """Whether ranks' batches differ in size in a step that all reach: DDP's mean then weighs samples unequally."""
-        if not self.partial_batches.any():
-            return False
-        steps = int(self.batches.min())
-        # Ranks whose readers have the same numbers of samples have the same batches: one of a kind is enough.
-        kinds = (sizes_in_order(kind, self.options, steps) for kind in np.unique(self.samples, axis=0))
-        first = next(kinds)
-        return any(not np.array_equal(kind, first) for kind in kinds)
 
     def splits(self) -> Iterator[tuple[int, int, range]]:
         """Each rank and reader with its shards, as places in the list, in the order in which they are opened."""
@@ -170,24 +107,34 @@ class StreamPlan:
         for rank, reader in np.ndindex(ranks, readers):
             yield rank, reader, range(rank + reader * ranks, len(self.shard_samples), ranks * readers)
 
-    def suggestions(self) -> Suggestions:
-        """Nearby numbers that make all ranks get the same number of batches."""
-        options = self.options
+    def suggestions(self) -> list[dict[str, int]]:
+        """Changes near the plan, each of which gives all ranks the same number of batches.
+
+        They are: the largest ``nbatches`` that every rank reaches; ``nbatches`` that keeps what the longest rank gets,
+        with the least ``dsrepeat`` with which all reach it; the nearest numbers of ``workers`` below and above, up to
+        twice as many; the nearest numbers of ``shards`` that divide evenly, if all have equal numbers of samples.
+        """
+        options, shards, divisor = self.options, len(self.shard_samples), self.samples.size
         shortest = options.repeat * int(options.pass_batches(self.samples).sum(axis=1).min())
-        longest = int(self.batches.max())
-        shards, divisor = len(self.shard_samples), self.samples.size
-        nearby = (range(options.readers - 1, 0, -1), range(options.readers + 1, 2 * options.readers + 1))
-        found = (next(filter(self._works_with, numbers), None) for numbers in nearby)
-        return Suggestions(
-            nbatches=int(self.batches.min()) or None,
-            repeated=(longest, -(-longest // shortest)) if shortest else None,
-            workers=tuple(workers for workers in found if workers is not None),
-            fewer_shards=shards // divisor * divisor or None,
-            more_shards=-(-shards // divisor) * divisor,
-        )
+        found = []
+        if least := int(self.batches.min()):
+            found.append({"nbatches": least})
+        if shortest:
+            longest = int(self.batches.max())
+            found.append({"nbatches": longest, "dsrepeat": -(-longest // shortest)})
+        for nearby in (range(options.readers - 1, 0, -1), range(options.readers + 1, 2 * options.readers + 1)):
+            found += [{"workers": number} for number in itertools.islice(filter(self._works_with, nearby), 1)]
+        evenly = {shards // divisor * divisor, -(-shards // divisor) * divisor} - {0}
+        return found + [{"shards": number} for number in sorted(evenly)]
+
+    @property
+    def advice(self) -> str:
+        """The suggestions in words."""
+        ways = [" with ".join(f"{name}={number}" for name, number in way.items()) for way in self.suggestions()]
+        return f"take {', or '.join(ways)} (of shards with equal numbers of samples)"
 
     def _works_with(self, workers: int) -> bool:
-        samples = by_reader(self.shard_samples, self.gang.ranks, workers)
+        samples = by_reader(self.shard_samples, self.cluster.ranks, workers)
         batches = dataclasses.replace(self.options, workers=workers).planned_batches(samples)
         return bool(samples.all() and batches.min() == batches.max() > 0)
 
@@ -204,99 +151,81 @@ class StreamPlan:
             )
         if self.hangs:
             raise UserError(
-                f"the ranks get {bounds(self.batches)} batches: DDP hangs unless all get the same number; "
-                f"take {self.suggestions()}"
+                f"the ranks get {least_to_most(self.batches)} batches: DDP hangs unless all get the same number; "
+                f"{self.advice}"
             )
 
     def describe(self, limit: int = 8) -> Iterator[str]:
         """The plan for people: a table of the first ``limit`` ranks, what it comes to, and the verdict."""
-        gang, options = self.gang, self.options
+        cluster, samples, delivered = self.cluster, self.samples.sum(), self.delivered.sum()
         yield (
-            f"{len(self.shard_samples):,} shards with {self.samples.sum():,} samples; nodes x ranks x workers = "
-            f"{gang.nodes:,} x {gang.ranks_per_node:,} x {options.workers:,}; batches of {options.batch_size:,}"
+            f"{len(self.shard_samples):,} shards with {samples:,} samples; nodes x ranks x workers = {cluster.nodes:,} "
+            f"x {cluster.ranks_per_node:,} x {self.options.workers:,}; batches of {self.options.batch_size:,}"
         )
         row = "{:>6}{:>10}{:>14}{:>11}{:>9}{:>14}".format
         yield row("rank", "shards", "samples", "batches", "partial", "delivered")
         columns = (self.samples, self.reader_batches, self.partial_batches, self.delivered)
-        for rank in range(min(limit, gang.ranks)):
-            shards = len(range(rank, len(self.shard_samples), gang.ranks))
+        for rank in range(min(limit, cluster.ranks)):
+            shards = len(range(rank, len(self.shard_samples), cluster.ranks))
             yield row(rank, f"{shards:,}", *(f"{column[rank].sum():,}" for column in columns))
         if (others := self.batches[limit:]).size:
-            yield f"and {others.size:,} more with {bounds(others)} batches each"
-        yield f"samples delivered: {self.delivered.sum():,}; never: {self.dropped}; more than once: {self.repeated}"
-        read = {"without a cache": self.bytes_read, "with one": self.bytes_cached}
-        of_nodes = {what: bounds(numbers) for what, numbers in read.items() if numbers is not None}
-        for what, number in of_nodes.items():
-            yield f"bytes that a node reads {what}: {number}"
-        if self.dropped.least != self.dropped.most:
-            yield "a range of samples: the fewest and the most that it can be, as a shuffle decides where nbatches cuts"
-        if any(number.least != number.most for number in of_nodes.values()):
-            yield "a range of bytes: from the node that reads least to the one that reads most"
+            yield f"and {others.size:,} more with {least_to_most(others)} batches each"
+        never, again = samples - self.different.sum(), delivered - self.different.sum()
+        yield f"samples delivered: {delivered:,}; never: at most {never:,}; more than once: at most {again:,}"
+        if self.bytes_cached is not None:
+            yield f"bytes of a node's shards: {least_to_most(self.bytes_cached)}"
         if self.hangs:
-            yield f"DDP would hang, as ranks get different numbers of batches; take {self.suggestions()}"
+            yield f"DDP would hang, as ranks get different numbers of batches; {self.advice}"
         elif self.batches.any():
             yield f"every rank gets {self.batches[0]:,} batches"
         else:
             yield "no rank gets a batch: every worker has fewer samples than one takes"
-        if self.uneven:
-            yield "batches of the same step differ in size, so DDP weighs samples unequally: drop partial batches"
+        if self.partial_batches.any():
+            yield "some batches are partial: where ranks' batches differ in size, DDP weighs samples unequally"
 
 
-def plan_streams(samples: Counts, sizes: Counts | None, gang: Gang, options: StreamOptions) -> StreamPlan:
+def plan_streams(samples: Counts, sizes: Counts | None, cluster: Cluster, options: StreamOptions) -> StreamPlan:
     """Computes what each rank and reader gets.
 
     Args:
         samples: of each shard, [shards], in the order of the list that all ranks are given.
         sizes: bytes of each shard, [shards]; None if they are not known.
-        gang: nodes and ranks.
+        cluster: nodes and ranks.
         options: of each rank's loader.
 
     Raises:
         UserError: a worker would have no samples. webdataset itself raises "No samples found in dataset" in it.
     """
-    by_readers = by_reader(samples, gang.ranks, options.readers)
+    by_readers = by_reader(samples, cluster.ranks, options.readers)
     refuse_idle_readers(by_readers, len(samples))
     in_pass = options.pass_batches(by_readers)
-    available = options.dsrepeat * in_pass.sum(axis=1)  # in one pass of the loader
-    whole, rest = np.divmod(options.planned_batches(by_readers), np.maximum(available, 1))
-    in_cut = first_batches(options.dsrepeat * in_pass, rest)
-    batches = whole[:, None] * options.dsrepeat * in_pass + in_cut
-    # Each pass of the loader makes its readers begin anew, so all passes but a reader's last are whole.
+    available = options.dsrepeat * in_pass  # in one pass of the loader
+    whole, rest = np.divmod(options.planned_batches(by_readers), np.maximum(available.sum(axis=1), 1))
+    batches = whole[:, None] * available + first_batches(available, rest)
+    # Each pass of the loader restarts its readers, so all passes but a reader's last are whole.
     ended = batches // np.maximum(in_pass, 1)
     remainder = by_readers % options.batch_size
     partial_batches = ended * (remainder > 0) * options.partial
-    delivered = options.batch_size * (batches - partial_batches) + remainder * partial_batches
-    longest_pass = options.batch_size * np.minimum(in_pass, batches)
-    # All workers start to read when a pass of the loader begins, even those whose turn does not come. And webdataset
-    # repeats nothing that has given nothing: neither a worker without a batch nor a loader without one.
-    last = np.maximum(-(-in_cut // np.maximum(in_pass, 1)), 1) * (rest > 0)[:, None]
-    passes = np.maximum(whole[:, None] * np.where(in_pass > 0, options.dsrepeat, 1) + last, 1)
-    read = cached = None
+    cached = None
     if sizes is not None:
-        reader_sizes = by_reader(sizes, gang.ranks, options.readers)
-        read, cached = (total.reshape(gang.nodes, -1).sum(axis=1) for total in (reader_sizes * passes, reader_sizes))
+        cached = by_reader(sizes, cluster.ranks, options.readers).reshape(cluster.nodes, -1).sum(axis=1)
     return StreamPlan(
         options=options,
-        gang=gang,
+        cluster=cluster,
         shard_samples=samples,
         samples=by_readers,
         reader_batches=batches,
         partial_batches=partial_batches,
-        delivered=delivered,
-        distinct_least=np.minimum(longest_pass, by_readers),
-        distinct_most=np.minimum(delivered, by_readers),
-        passes=passes,
-        bytes_read=read,
+        delivered=options.batch_size * (batches - partial_batches) + remainder * partial_batches,
+        different=np.minimum(options.batch_size * np.minimum(in_pass, batches), by_readers),
         bytes_cached=cached,
     )
 
 
 def by_reader(values: Counts, ranks: int, readers: int) -> Counts:
     """Sums over each reader's shards: [shards] to [ranks, readers]."""
-    rounds = -(-len(values) // (ranks * readers))
-    padded = np.zeros(rounds * ranks * readers, dtype=np.int64)
-    padded[: len(values)] = values
-    return np.asarray(padded.reshape(rounds, readers, ranks).sum(axis=0).T)
+    padded = np.pad(values, (0, -len(values) % (ranks * readers)))
+    return np.asarray(padded.reshape(-1, readers, ranks).sum(axis=0).T)
 
 
 def first_batches(counts: Counts, taken: Counts) -> Counts:
@@ -314,24 +243,6 @@ def first_batches(counts: Counts, taken: Counts) -> Counts:
     # What is left of the last round goes to the first of those that are not at their end.
     running, left = counts > rounds[:, None], taken - parts.sum(axis=1)
     return np.asarray(parts + (running & (np.cumsum(running, axis=1) <= left[:, None])))
-
-
-def sizes_in_order(samples: Counts, options: StreamOptions, steps: int) -> Counts:
-    """The sizes of the first batches that a loader gives, in their order, [steps].
-
-    Args:
-        samples: of each of the rank's readers, [readers].
-        options: of the loader; it begins anew as often as the number of steps takes.
-        steps: how many batches.
-    """
-    in_pass = options.pass_batches(samples)
-    counts = np.minimum(in_pass * options.dsrepeat, steps)
-    reader = np.repeat(np.arange(len(samples)), counts)
-    turn = np.arange(len(reader)) - np.repeat(np.cumsum(counts) - counts, counts)
-    ends_pass = (turn + 1) % in_pass[reader] == 0
-    rest = samples[reader] - (in_pass[reader] - 1) * options.batch_size
-    sizes = np.where(ends_pass & options.partial, rest, options.batch_size)
-    return np.resize(sizes[np.lexsort((reader, turn))], steps)
 
 
 def refuse_idle_readers(samples: Counts, shards: int) -> None:

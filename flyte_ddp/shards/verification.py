@@ -6,6 +6,7 @@ import hashlib
 import os
 import stat
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -14,16 +15,14 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.shards.index import Shard
 from flyte_ddp.shards.locks import exclusive, stripe
 from flyte_ddp.shards.tar import DamagedShardError
-from flyte_ddp.storage.content import CHUNK_BYTES
 
 
-def open_local(path: Path, shard: Shard, cache: Path, compared: set[str]) -> BinaryIO:
+def open_local(path: Path, shard: Shard, cache: Path) -> BinaryIO:
     """Opens a shard on this machine that is what its index says, as far as that says it.
 
     Args:
         path: where it is.
         cache: a folder that has marks of what was compared, for all that use it.
-        compared: the marks that this process knows; added to.
 
     Raises:
         DamagedShardError: it has another length or digest.
@@ -39,58 +38,50 @@ def open_local(path: Path, shard: Shard, cache: Path, compared: set[str]) -> Bin
                     f"shard {shard.url}: has {os.fstat(file.fileno()).st_size:,} bytes and not the {shard.size:,} that "
                     "the index says; copy it again, or renew the index"
                 )
-            compare_once(file, path, shard, cache, compared)
+            compare_once(file, path, shard, cache)
         except OSError as error:
             raise failed(shard, error) from None
         on_failure.pop_all()
     return file
 
 
-def compare_once(file: BinaryIO, path: Path, shard: Shard, cache: Path, compared: set[str]) -> None:
+def compare_once(file: BinaryIO, path: Path, shard: Shard, cache: Path) -> None:
     """Compares a shard with its digest in the index, as long as its size and times stay only once.
 
-    What was compared is remembered by empty files in the cache; where that cannot be written to, by this process.
+    What was compared is remembered by empty files in the cache, if that can be written to.
     """
-    wanted = shard.sha256 or shard.md5
+    kind, wanted = shard.digest
     status = os.fstat(file.fileno())
     # With the time of the last change of any kind, which copying tools do not set as they do the other one.
     known_by = f"{path}\n{status.st_size}\n{status.st_mtime_ns}\n{status.st_ctime_ns}\n{wanted}"
-    mark = hashlib.sha256(known_by.encode("utf-8", "surrogatepass")).hexdigest()[:40]
-    if not wanted or mark in compared:
+    marked = cache / "verified" / hashlib.sha256(known_by.encode("utf-8", "surrogatepass")).hexdigest()[:40]
+    if not wanted or marked.exists():
         return
     with ExitStack() as stack:
-        marked = cache / "verified" / mark
         with suppress(OSError):
-            stack.enter_context(exclusive(cache / "locks", stripe(mark)))  # others wait, and then need not do it again
+            # Others wait, and then need not do it again.
+            stack.enter_context(exclusive(cache / "locks", stripe(marked.name)))
             marked.parent.mkdir(exist_ok=True)
         if not marked.exists():
-            if (found := digest_of(file, shard)) != wanted:
+            if (found := digest_of(file, kind)) != wanted:
                 raise DamagedShardError(
-                    f"shard {shard.url}: its {new_digest(shard).name} is {found} and not the {wanted} that the index "
-                    "says, so it is damaged, or another one; copy it again, or renew the index"
+                    f"shard {shard.url}: its {kind} is {found} and not the {wanted} that the index says, so it is "
+                    "damaged, or another one; copy it again, or renew the index"
                 )
             file.seek(0)
             with suppress(OSError):
                 marked.touch()
-    compared.add(mark)
+
+
+def digest_of(file: BinaryIO, kind: str) -> str:
+    """The digest (hex) of a file."""
+    new = partial(hashlib.new, kind, usedforsecurity=False)
+    return hashlib.file_digest(file, new).hexdigest()  # type: ignore[arg-type]  # BinaryIO has readinto
 
 
 def wrong_size(file: BinaryIO, shard: Shard) -> bool:
     """Whether the file is not as long as the index says."""
     return shard.size >= 0 and os.fstat(file.fileno()).st_size != shard.size
-
-
-def new_digest(shard: Shard) -> hashlib._Hash:
-    """For the digest that the index has of the shard."""
-    return hashlib.sha256() if shard.sha256 or not shard.md5 else hashlib.md5(usedforsecurity=False)
-
-
-def digest_of(file: BinaryIO, shard: Shard) -> str:
-    """The digest (hex) of a file, of the kind that the index has of the shard."""
-    digest = new_digest(shard)
-    while piece := file.read(CHUNK_BYTES):
-        digest.update(piece)
-    return digest.hexdigest()
 
 
 def failed(shard: Shard, failure: Exception) -> UserError:

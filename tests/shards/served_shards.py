@@ -19,7 +19,7 @@ from file_server import FileServer
 from tars import Samples, samples, shard_bytes
 
 from flyte_ddp.shards.cache import ShardCache
-from flyte_ddp.shards.dataset import ShardReader
+from flyte_ddp.shards.dataset import ShardDataset, ShardReader
 from flyte_ddp.shards.index import Shard, ShardIndex
 from flyte_ddp.storage import retries
 
@@ -112,9 +112,12 @@ def digest_of_sample(key: str, found: dict[str, bytes]) -> str:
     return hashlib.sha256(repr((key, sorted(found.items()))).encode()).hexdigest()
 
 
-def label_and_sum(sample: dict[str, Any]) -> tuple[int, int, int]:
-    """A transform that a spawned process can import."""
-    return sample["__index__"], sample[".cls"], sum(sample[".bin"])
+class LabelsAndSums(ShardDataset):
+    """A data set that a spawned process can import: numbers, labels, and sums of contents."""
+
+    def __getitem__(self, number: Any) -> Any:
+        sample = super().__getitem__(number)
+        return sample["__index__"], sample[".cls"], sum(sample[".bin"])
 
 
 def sizes_in(folder: Path) -> dict[str, int]:

@@ -371,7 +371,7 @@ def no_links(path: Path, target: Path) -> None:
 def test_wids_reads_what_is_not_yet_in_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     letters(9, tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(packing, "settle", lambda *_: None)
+        patch.setattr(packing, "finish_move", lambda *_: None)
         letters(5, tmp_path, letter="b")
     index = tmp_path / "train.json"
     theirs = wids.ShardListDataset(str(index), cache_dir=str(tmp_path / "wids"), transformations=[])
@@ -505,7 +505,7 @@ def test_other_errors(tmp_path: Path) -> None:
     for folder, options, said in (
         (tmp_path / "file", {}, r"cannot write .*file.*: Not a directory"),
         (tmp_path / "file" / "below", {}, r"cannot write .*file.*: Not a directory"),
-        (Path("s3://bucket/x"), {}, "s3:/bucket/x: cannot be written to; choose a path on this machine"),
+        (Path("s3://bucket/x"), {}, r"s3:/bucket/x/train\.json: cannot be written to; choose a path on this machine"),
         (tmp_path / "out", {"per_shard": 0}, "samples_per_shard=0: must be at least 1"),
         (tmp_path / "out", {"seed": -1}, "seed=-1: must be at least 0"),
         (tmp_path / "out", {"name": "a/b"}, "name='a/b'"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -17,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.shards.epoch_plan import Gang
-from flyte_ddp.shards.stream_plan import StreamOptions, StreamPlan, plan_streams, sizes_in_order
+from flyte_ddp.shards.epoch_plan import Cluster
+from flyte_ddp.shards.stream_plan import StreamOptions, StreamPlan, plan_streams
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning"),  # webdataset leaves shards to be collected
@@ -26,6 +25,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes:UserWarning"),  # of few cores
 ]
 
+Run = tuple[list[int], Cluster, StreamOptions]  # with the samples of its shards
 Key = str
 Batch = tuple[int, list[Key]]  # the reader it comes from, and the samples' keys
 Splitter = Callable[[Iterable[dict[str, str]]], Iterator[dict[str, str]]]
@@ -34,7 +34,6 @@ Splitter = Callable[[Iterable[dict[str, str]]], Iterator[dict[str, str]]]
 # counts it is known for, 36, 26 and 26, when run with its defaults.
 PUBLISHED = [93, 95, 91, 94, 88, 92, 96, 94, 87, 90]
 SIMDIST = StreamOptions(batch_size=10, workers=3)
-SIMDIST_GANG = Gang(ranks_per_node=3)
 
 
 @dataclass(frozen=True)
@@ -113,18 +112,13 @@ def dealt(
 
 
 def planned(samples: list[int], ranks: int, options: StreamOptions) -> StreamPlan:
-    return plan_streams(np.array(samples, dtype=np.int64), None, Gang(ranks_per_node=ranks), options)
-
-
-def sizes_of(plan: StreamPlan, rank: int) -> list[int]:
-    """The sizes of the batches that a rank gets, in their order."""
-    return sizes_in_order(plan.samples[rank], plan.options, int(plan.batches[rank])).tolist()
+    return plan_streams(np.array(samples, dtype=np.int64), None, Cluster(ranks_per_node=ranks), options)
 
 
 @st.composite
-def runs(draw: st.DrawFn) -> tuple[list[int], Gang, StreamOptions]:
+def runs(draw: st.DrawFn) -> Run:
     """Shards, ranks and a loader; each reader has a sample, but there may be empty shards."""
-    gang = Gang(nodes=draw(st.integers(1, 2)), ranks_per_node=draw(st.integers(1, 2)))
+    cluster = Cluster(nodes=draw(st.integers(1, 2)), ranks_per_node=draw(st.integers(1, 2)))
     options = StreamOptions(
         batch_size=draw(st.integers(1, 6)),
         workers=draw(st.integers(0, 3)),
@@ -133,49 +127,47 @@ def runs(draw: st.DrawFn) -> tuple[list[int], Gang, StreamOptions]:
         repeat=draw(st.integers(1, 3)),
         dsrepeat=draw(st.integers(1, 3)),
     )
-    readers = gang.ranks * max(options.workers, 1)
+    readers = cluster.ranks * max(options.workers, 1)
     first = draw(st.lists(st.integers(1, 7), min_size=readers, max_size=readers))
-    return first + draw(st.lists(st.integers(0, 7), max_size=6)), gang, options
+    return first + draw(st.lists(st.integers(0, 7), max_size=6)), cluster, options
 
 
 @settings(max_examples=150, derandomize=True, deadline=None)
 @given(run=runs(), buffer=st.sampled_from([0, 1000]))
-def test_the_plan_is_what_loaders_give(shards: Shards, run: tuple[list[int], Gang, StreamOptions], buffer: int) -> None:
-    samples, gang, options = run
+def test_the_plan_is_what_loaders_give(shards: Shards, run: Run, buffer: int) -> None:
+    samples, cluster, options = run
     urls = shards(samples)
     sizes = np.array([Path(url).stat().st_size for url in urls])
-    plan = plan_streams(np.array(samples), sizes, gang, options)
+    plan = plan_streams(np.array(samples), sizes, cluster, options)
     ranks, readers = plan.samples.shape
     opened = [[[] for _ in range(readers)] for _ in range(ranks)]
     batches = [dealt(urls, rank, ranks, options, buffer, opened[rank]) for rank in range(ranks)]
 
-    in_order = [[len(keys) for _, keys in of_rank] for of_rank in batches]
-    assert [sizes_of(plan, rank) for rank in range(ranks)] == in_order
-    assert plan.hangs == (len({len(of_rank) for of_rank in in_order}) > 1)
-    assert plan.uneven == any(len(set(step)) > 1 for step in zip(*in_order, strict=False))
+    sizes_of_batches = [[len(keys) for _, keys in of_rank] for of_rank in batches]
+    assert plan.batches.tolist() == list(map(len, sizes_of_batches))
+    assert plan.hangs == (len(set(map(len, sizes_of_batches))) > 1)
+    uneven = any(len(set(step)) > 1 for step in zip(*sizes_of_batches, strict=False))
+    assert plan.partial_batches.any() or not uneven
 
     different = set()
     for rank, reader in np.ndindex(ranks, readers):
         mine = [keys for of_reader, keys in batches[rank] if of_reader == reader]
-        different |= (distinct := {key for keys in mine for key in keys})
+        different |= (of_one := {key for keys in mine for key in keys})
         assert plan.reader_batches[rank, reader] == len(mine)
         assert plan.partial_batches[rank, reader] == sum(len(keys) < options.batch_size for keys in mine)
         assert plan.delivered[rank, reader] == sum(map(len, mine))
-        least, most = plan.distinct_least[rank, reader], plan.distinct_most[rank, reader]
-        assert least <= len(distinct) <= most
-        assert buffer or len(distinct) == least
-        assert least == most or plan.passes[rank, reader] > 1
-    assert plan.dropped.least <= sum(samples) - len(different) <= plan.dropped.most
-    assert plan.repeated.least <= plan.delivered.sum() - len(different) <= plan.repeated.most
+        assert plan.different[rank, reader] <= len(of_one)
+        assert buffer or plan.different[rank, reader] == len(of_one)
+    assert plan.different.sum() <= len(different)
 
     if options.nbatches is None:
         # With nbatches the datasets above would be read on to the end all the same.
         for rank, reader, own in plan.splits():
-            assert opened[rank][reader] == [urls[shard] for shard in own] * plan.passes[rank, reader]
-        nodes = np.array_split(np.arange(ranks), gang.nodes)
-        by_node = [[url for rank in node for urls_ in opened[rank] for url in urls_] for node in nodes]
-        assert plan.bytes_read.tolist() == [sum(Path(url).stat().st_size for url in node) for node in by_node]
-        assert plan.bytes_cached.tolist() == [sum(Path(url).stat().st_size for url in set(node)) for node in by_node]
+            in_order = [urls[shard] for shard in own]
+            assert opened[rank][reader] == in_order * (len(opened[rank][reader]) // len(in_order))
+        nodes = np.array_split(np.arange(ranks), cluster.nodes)
+        by_node = [{url for rank in node for urls_ in opened[rank] for url in urls_} for node in nodes]
+        assert plan.bytes_cached.tolist() == [sum(Path(url).stat().st_size for url in node) for node in by_node]
 
 
 @pytest.mark.slow
@@ -206,7 +198,7 @@ def test_processes_deal_batches_in_the_same_order(shards: Shards, samples: list[
         batches = loaded(urls, rank, ranks, options, buffer=0)
         alike = dealt(urls, rank, ranks, options, buffer=0, opened=[[] for _ in range(plan.options.readers)])
         assert batches == [keys for _, keys in alike]
-        assert [len(keys) for keys in batches] == sizes_of(plan, rank)
+        assert len(batches) == plan.batches[rank]
 
 
 CASES = {
@@ -222,7 +214,7 @@ def test_the_published_cases(options: StreamOptions, batches: list[int]) -> None
     plan = planned(PUBLISHED, 3, options)
     assert plan.batches.tolist() == batches
     assert plan.hangs == (len(set(batches)) > 1)
-    assert not plan.uneven
+    assert not plan.partial_batches.any()
 
 
 @pytest.mark.slow
@@ -230,64 +222,61 @@ def test_the_published_cases(options: StreamOptions, batches: list[int]) -> None
 def test_the_published_cases_with_real_loaders(shards: Shards, options: StreamOptions, batches: list[int]) -> None:
     urls = shards(PUBLISHED)
     counts = [Counter(map(len, loaded(urls, rank, 3, options, buffer=1000))) for rank in range(3)]
-    plan = planned(PUBLISHED, 3, options)
     assert counts == [Counter({10: number}) for number in batches]
-    assert counts == [Counter(sizes_of(plan, rank)) for rank in range(3)]
 
 
 def test_the_published_mistake_is_refused_with_the_published_fixes() -> None:
     plan = planned(PUBLISHED, 3, SIMDIST)
-    suggestions = plan.suggestions()
-    assert suggestions.nbatches == 26
-    assert suggestions.repeated == (36, 2)
-    assert (suggestions.fewer_shards, suggestions.more_shards) == (9, 18)
+    assert plan.suggestions()[:2] == [{"nbatches": 26}, {"nbatches": 36, "dsrepeat": 2}]
+    assert plan.suggestions()[-2:] == [{"shards": 9}, {"shards": 18}]
     with pytest.raises(UserError) as refused:
         plan.refuse()
     assert refused.value.message.startswith("the ranks get 26 to 36 batches: DDP hangs unless all get the same number")
-    assert "nbatches=26, or nbatches=36 with dsrepeat=2" in refused.value.message
-    assert "9 or 18 shards" in refused.value.message
-    assert planned(PUBLISHED, 3, replace(SIMDIST, nbatches=32)).suggestions().repeated == (32, 2)
+    assert "take nbatches=26, or nbatches=36 with dsrepeat=2, or " in refused.value.message
+    assert "shards=9, or shards=18 (of shards with equal numbers of samples)" in refused.value.message
+    assert {"nbatches": 32, "dsrepeat": 2} in planned(PUBLISHED, 3, replace(SIMDIST, nbatches=32)).suggestions()
     planned(PUBLISHED, 3, replace(SIMDIST, nbatches=26)).refuse()
 
 
 @settings(max_examples=100, derandomize=True, deadline=None)
 @given(run=runs())
-def test_suggestions_make_it_exact(run: tuple[list[int], Gang, StreamOptions]) -> None:
-    samples, gang, options = run
-    suggestions = plan_streams(np.array(samples), None, gang, options).suggestions()
+def test_suggestions_make_it_exact(run: Run) -> None:
+    samples, cluster, options = run
+    suggestions = plan_streams(np.array(samples), None, cluster, options).suggestions()
 
     def changed(samples: list[int] = samples, **changes: int) -> StreamPlan:
-        return plan_streams(np.array(samples), None, gang, replace(options, **changes))
+        return plan_streams(np.array(samples), None, cluster, replace(options, **changes))
 
     def works(plan: StreamPlan) -> bool:
         return not plan.hangs and plan.batches.all()
 
     present = changed()
-    if suggestions.nbatches is not None:
-        assert works(changed(nbatches=suggestions.nbatches))
-        assert not present.hangs or not works(changed(nbatches=suggestions.nbatches + 1))
-    if suggestions.repeated is not None:
-        nbatches, dsrepeat = suggestions.repeated
-        assert nbatches == present.batches.max()
-        assert works(changed(nbatches=nbatches, dsrepeat=dsrepeat))
-        assert dsrepeat == 1 or changed(nbatches=nbatches, dsrepeat=dsrepeat - 1).batches.min() < nbatches
-    assert all(works(changed(workers=workers)) for workers in suggestions.workers)
-    for number in filter(None, (suggestions.fewer_shards, suggestions.more_shards)):
-        assert works(changed([options.batch_size] * number))
-    if suggestions.nbatches is None:
+    for way in suggestions:
+        assert works(changed([options.batch_size] * way["shards"]) if "shards" in way else changed(**way))
+        if way.keys() == {"nbatches"}:
+            assert not present.hangs or not works(changed(nbatches=way["nbatches"] + 1))
+        if "dsrepeat" in way:
+            assert way["nbatches"] == present.batches.max()
+            fewer = way | {"dsrepeat": way["dsrepeat"] - 1}
+            assert not fewer["dsrepeat"] or changed(**fewer).batches.min() < way["nbatches"]
+    if not present.batches.all():
+        assert all(way.keys() != {"nbatches"} for way in suggestions)
         with pytest.raises(UserError):
             present.refuse()
 
 
+def near(plan: StreamPlan, name: str) -> list[int]:
+    return [way[name] for way in plan.suggestions() if way.keys() == {name}]
+
+
 def test_suggestions_are_the_nearest() -> None:
-    divides = planned([10] * 12, 2, StreamOptions(batch_size=10, workers=3)).suggestions()
-    assert (divides.fewer_shards, divides.more_shards) == (12, 12)
-    suggestions = planned([10] * 12, 2, StreamOptions(batch_size=10, workers=4)).suggestions()
-    assert suggestions.workers == (3, 5)  # 12 shards of one batch each make six for a rank, however they are dealt
+    assert near(planned([10] * 12, 2, StreamOptions(batch_size=10, workers=3)), "shards") == [12]
+    # 12 shards of one batch each make six for a rank, however they are dealt.
+    assert near(planned([10] * 12, 2, StreamOptions(batch_size=10, workers=4)), "workers") == [3, 5]
     uneven = [10, 5] * 3 + [10, 15] * 3
     plan = planned(uneven, 2, StreamOptions(batch_size=10, workers=4))
     assert plan.batches.tolist() == [6, 5]
-    assert plan.suggestions().workers == (3,)
+    assert near(plan, "workers") == [3]
     assert planned(uneven, 2, StreamOptions(batch_size=10, workers=3)).batches.tolist() == [6, 6]
 
 
@@ -309,25 +298,24 @@ def test_many_shards_and_ranks() -> None:
     random = np.random.default_rng(0)
     samples = random.integers(1, 2000, size=100_000)
     sizes = random.integers(1, 2**31, size=100_000)
-    gang = Gang(nodes=1250, ranks_per_node=8)
+    cluster = Cluster(nodes=1250, ranks_per_node=8)
     options = StreamOptions(batch_size=64, workers=8, nbatches=500, partial=True, repeat=2, dsrepeat=2)
-    plan = plan_streams(samples, sizes, gang, options)
+    plan = plan_streams(samples, sizes, cluster, options)
     as_list = samples.tolist()
-    for rank in random.choice(gang.ranks, size=50, replace=False).tolist():
-        sizes_of_batches, delivered = counted(as_list, rank, gang.ranks, options)
-        assert Counter(sizes_of(plan, rank)) == sizes_of_batches
+    for rank in random.choice(cluster.ranks, size=50, replace=False).tolist():
+        sizes_of_batches, delivered = counted(as_list, rank, cluster.ranks, options)
+        assert plan.partial_batches[rank].sum() == sum(n for size, n in sizes_of_batches.items() if size < 64)
         assert plan.delivered[rank].sum() == delivered
         assert plan.batches[rank] == sizes_of_batches.total()
-        assert plan.samples[rank].sum() == sum(as_list[rank :: gang.ranks])
+        assert plan.samples[rank].sum() == sum(as_list[rank :: cluster.ranks])
     for node in (0, 17, 1249):
         ranks = range(8 * node, 8 * node + 8)
-        assert plan.bytes_cached[node] == sum(sum(sizes[rank :: gang.ranks].tolist()) for rank in ranks)
+        assert plan.bytes_cached[node] == sum(sum(sizes[rank :: cluster.ranks].tolist()) for rank in ranks)
     assert plan.samples.sum() == samples.sum()
     assert plan.bytes_cached.sum() == sizes.sum()
     assert plan.hangs
-    assert plan.uneven
     assert len(list(plan.describe())) < 20
-    assert plan.suggestions().fewer_shards == 80_000
+    assert near(plan, "shards") == [80_000, 160_000]
     assert sorted(shard for _, _, own in plan.splits() for shard in own) == list(range(100_000))
 
 
@@ -357,17 +345,16 @@ def test_without_its_check_webdataset_ends_at_once_however_often_it_repeats(shar
 def test_an_empty_shard_among_others_changes_nothing() -> None:
     options = StreamOptions(batch_size=2, workers=1)
     with_empty, without = planned([4, 4, 0, 2, 2], 1, options), planned([4, 4, 2, 2], 1, options)
-    assert sizes_of(with_empty, 0) == sizes_of(without, 0) == [2] * 6
+    assert with_empty.batches.tolist() == without.batches.tolist() == [6]
+    assert with_empty.delivered.tolist() == without.delivered.tolist() == [[12]]
 
 
 def test_batches_that_no_worker_can_fill() -> None:
     plan = planned([3, 3, 2, 3], 2, StreamOptions(batch_size=4, workers=2, repeat=3, dsrepeat=5))
     assert not plan.batches.any()
     assert not plan.hangs
-    assert plan.dropped == (11, 11)
-    assert (plan.passes == 1).all()  # webdataset does not repeat what gave nothing
-    assert plan.suggestions().nbatches is None
-    assert plan.suggestions().repeated is None
+    assert "samples delivered: 0; never: at most 11; more than once: at most 0" in plan.describe()
+    assert not any("nbatches" in way for way in plan.suggestions())
     assert "no rank gets a batch: every worker has fewer samples than one takes" in plan.describe()
     with pytest.raises(UserError, match="batch_size=4: no worker has more than 3 samples"):
         plan.refuse()
@@ -379,46 +366,23 @@ def test_batches_that_no_worker_can_fill() -> None:
 def test_nbatches_beyond_what_there_is_cuts_nothing() -> None:
     free, cut = (planned(PUBLISHED, 3, replace(SIMDIST, nbatches=number)) for number in (None, 999_999))
     assert cut.batches.tolist() == free.batches.tolist()
-    assert cut.passes.tolist() == free.passes.tolist()
+    assert cut.delivered.tolist() == free.delivered.tolist()
 
 
-def test_passes_begun_where_nbatches_cuts() -> None:
-    """Batches in a pass: 3, 1 and 0; two passes of each worker in one of the loader's, which has 8 batches."""
-    options = StreamOptions(batch_size=2, workers=3, repeat=5, dsrepeat=2)
-    for nbatches, passes in {
-        1: [1, 1, 1],  # all three workers begin, though one batch is all that is taken
-        3: [1, 1, 1],
-        4: [1, 2, 1],
-        6: [2, 2, 1],
-        8: [2, 2, 1],
-        9: [3, 3, 2],
-        24: [6, 6, 3],
-    }.items():
-        assert planned([6, 2, 1], 1, replace(options, nbatches=nbatches)).passes.tolist() == [passes]
-
-
-def test_different_sizes_with_equal_numbers_are_no_hang() -> None:
+def test_partial_batches_are_no_hang_but_said() -> None:
     plan = planned([4, 3], 2, StreamOptions(batch_size=2, workers=0, partial=True))
-    assert (plan.hangs, plan.uneven) == (False, True)
+    assert not plan.hangs
     plan.refuse()
-    assert "batches of the same step differ in size" in list(plan.describe())[-1]
-
-
-def test_the_same_sizes_in_different_steps_are_uneven_too() -> None:
-    """simdist.py's criterion does not see it: rank 0 gets 2, 1, 2 and rank 1 gets 2, 2, 1."""
-    plan = planned([4, 3, 1, 2], 2, StreamOptions(batch_size=2, workers=2, partial=True))
-    assert [sizes_of(plan, rank) for rank in range(2)] == [[2, 1, 2], [2, 2, 1]]
-    assert (plan.hangs, plan.uneven) == (False, True)
+    assert list(plan.describe())[-1].startswith("some batches are partial: where ranks' batches differ in size")
 
 
 def test_bytes_of_nodes() -> None:
     sizes = np.array([1, 10, 100, 1000, 10_000, 100_000, 1_000_000, 10_000_000])
     options = StreamOptions(batch_size=2, workers=2, repeat=3)
-    plan = plan_streams(np.full(8, 2), sizes, Gang(nodes=2, ranks_per_node=2), options)
+    plan = plan_streams(np.full(8, 2), sizes, Cluster(nodes=2, ranks_per_node=2), options)
     assert plan.bytes_cached.tolist() == [110_011, 11_001_100]
-    assert plan.bytes_read.tolist() == [3 * 110_011, 3 * 11_001_100]
     assert (1, 1, range(5, 8, 4)) in plan.splits()
-    assert planned([2] * 8, 4, options).bytes_read is None
+    assert planned([2] * 8, 4, options).bytes_cached is None
 
 
 def test_what_people_see() -> None:
@@ -429,12 +393,11 @@ def test_what_people_see() -> None:
         "     0         4           373         36        0           360",
         "     1         3           277         26        0           260",
         "and 1 more with 26 batches each",
-        "samples delivered: 880; never: 40; more than once: 0",
-        f"DDP would hang, as ranks get different numbers of batches; take {plan.suggestions()}",
+        "samples delivered: 880; never: at most 40; more than once: at most 0",
+        f"DDP would hang, as ranks get different numbers of batches; {plan.advice}",
     ]
     good = "\n".join(planned(PUBLISHED, 3, replace(SIMDIST, nbatches=36, dsrepeat=2)).describe())
     assert good.endswith("every rank gets 36 batches")
-    assert re.search(r"never: \d+ to \d+; more than once: \d+ to \d+", good)
 
 
 @pytest.mark.parametrize(
@@ -455,4 +418,4 @@ def test_numbers_out_of_range(changes: dict[str, int], message: str) -> None:
 def test_ranks_that_cannot_be() -> None:
     for field in ("nodes", "ranks_per_node"):
         with pytest.raises(UserError, match=f"{field}=0: must be at least 1"):
-            Gang(**{field: 0})
+            Cluster(**{field: 0})
