@@ -198,5 +198,5 @@ def check_belongs(checkpoint: Checkpoint, run: Identity) -> None:
     reasons += [f"{what} ({theirs[key]}, now {ours[key]})" for key, what in words.items() if theirs[key] != ours[key]]
     raise UserError(
         f"{checkpoint.path} belongs to another run: {'; '.join(reasons)}; "
-        "go back to what it was made with, or delete it to begin anew"
+        "go back to what it was made with, or delete it to restart from scratch"
     )

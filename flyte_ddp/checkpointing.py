@@ -177,7 +177,7 @@ class Checkpointer:
                     self.saved = (snapshot.step, snapshot.epoch)
         except Exception as error:
             if not self.told:
-                print(f"no checkpoint: {error}; training goes on", file=sys.stderr, flush=True)
+                print(f"could not write checkpoint: {error}; training continues", file=sys.stderr, flush=True)
             self.told = True
 
     def _write(self, snapshot: Snapshot) -> None:

@@ -22,6 +22,8 @@ from flyte_ddp import catalog
 from flyte_ddp.errors import UserError, unknown_name
 
 Kind = TypeVar("Kind")
+# Numbers that YAML 1.1, and so flytekit where the hyperparameters are in a YAML file, takes for text: 1e-1, 1.5e3.
+YAML_NUMBER = re.compile(r"[-+]?(\d+e[-+]?\d+|(\d+\.\d*|\.\d+)e\d+)", re.IGNORECASE)
 LARGEST_INT = 2**53  # the console's form (protobuf Struct) carries doubles: larger ones would be rounded silently
 
 
@@ -39,12 +41,12 @@ def setting(
     if type(default) is int and at_most is None:
         at_most = LARGEST_INT
     rules = {"at_least": at_least, "at_most": at_most, "above": above, "below": below}
-    metadata = {"doc": doc, "choices": choices, **{key: value for key, value in rules.items() if value is not None}}
-    return dataclasses.field(default=default, metadata=metadata)
+    rules = {name: bound for name, bound in rules.items() if bound is not None}
+    return dataclasses.field(default=default, metadata={"doc": doc, "choices": choices, **rules})
 
 
 def names_checked(cls: type[Kind]) -> type[Kind]:
-    """Has the constructor refuse an unknown name as every other way in does, with the nearest one that there is."""
+    """Makes the constructor refuse an unknown name as all other paths do, with the nearest known one."""
     made_by_dataclass = cls.__init__
 
     @functools.wraps(made_by_dataclass)
@@ -75,7 +77,7 @@ class Hyperparameters(DataClassJsonMixin):
     )
     data_source: str = setting(
         "",
-        "Where the data set's files are: a directory, or a file://, s3:// or https:// mirror; "
+        "Where the data set's files are: a directory, or a file://, s3://, gs://, az:// or https:// mirror; "
         "empty for the usual places (a system copy, then the public address).",
     )
     test_dataset: str = setting(
@@ -91,7 +93,7 @@ class Hyperparameters(DataClassJsonMixin):
     )
     shuffle_shards: int = setting(
         16,
-        "Shards from which a batch is drawn, so many at a time over all ranks: more mix better, fewer need less cache.",
+        "Shards from which a batch is drawn, over all ranks: more mix better, fewer need less cache.",
         at_least=1,
         at_most=4096,
     )
@@ -100,8 +102,8 @@ class Hyperparameters(DataClassJsonMixin):
     )
     bad_samples: int = setting(
         0,
-        "Images, on all ranks together, that may be impossible to decode: the next one of the same shard that can be "
-        "takes the place of each. A stream leaves them out, so many for each worker.",
+        "How many images, over all ranks, may be impossible to decode. Each is replaced by the next image of its shard "
+        "that can be decoded. A stream leaves them out, and allows as many for each worker.",
         at_least=0,
     )
     validation_fraction: float = setting(
@@ -130,15 +132,15 @@ class Hyperparameters(DataClassJsonMixin):
     )
     init_skip: str = setting(
         "",
-        "Parts of the model that start from the seed, although others start from `init_from`: names of modules or "
-        "tensors, with commas, such as the head for another number of classes (`fc`, `classifier.6`).",
+        "Parts of the model that start from the seed although the rest starts from `init_from`: names of modules or "
+        "tensors, separated by commas, such as the head for another number of classes (`fc`, `classifier.6`).",
     )
     sync_batchnorm: bool = setting(
         True, "BatchNorm normalises by the statistics of the whole batch; false: each rank by those of its own share."
     )
     # Length
     epochs: int = setting(10, "Passes over the training samples.", at_least=1, at_most=100_000)
-    max_steps: int = setting(0, "Stop after so many optimiser steps; 0 sets no such limit.", at_least=0)
+    max_steps: int = setting(0, "Stop after this many optimiser steps; 0 sets no limit.", at_least=0)
     # Batches
     batch_size: int = setting(
         128,
@@ -174,7 +176,7 @@ class Hyperparameters(DataClassJsonMixin):
     )
     warmup_steps: int = setting(
         0,
-        "Optimiser steps of linear warm-up from 0; with one_cycle it replaces the first quarter. 0: no own warm-up.",
+        "Optimiser steps of linear warm-up from 0; with one_cycle they replace the first quarter. 0: no extra warm-up.",
         at_least=0,
     )
     label_smoothing: float = setting(
@@ -199,7 +201,7 @@ class Hyperparameters(DataClassJsonMixin):
     )
     early_stop_patience: int = setting(
         0,
-        "Stop after so many evaluations without a better validation loss; 0 never stops early. Needs a validation "
+        "Stop after this many evaluations without a better validation loss; 0 never stops early. Needs a validation "
         "split.",
         at_least=0,
     )
@@ -231,7 +233,7 @@ class Hyperparameters(DataClassJsonMixin):
     precision: str = setting(
         "auto",
         "fp32; bf16 (autocast); auto takes bf16 on GPUs that have it, and for the two small CNNs on CPUs where it was "
-        "found faster (Intel's with AMX, AMD's of families 25 and 26 with AVX512-BF16); fp64 is for comparisons.",
+        "measured to be faster (Intel's with AMX, AMD's of families 25 and 26 with AVX512-BF16); fp64 for comparisons.",
         choices=("auto", "fp32", "bf16", "fp64"),
     )
     channels_last: str = setting(
@@ -269,32 +271,24 @@ class Hyperparameters(DataClassJsonMixin):
             values = json.loads(s)
         except (ValueError, RecursionError) as error:
             raise UserError(f"hyperparameters are not valid JSON: {error}") from None
-        return cls.from_dict(with_yaml_numbers(values))
+        values = known_fields(values)
+        for field in dataclasses.fields(cls):
+            text = values.get(field.name)
+            if field.type in (int, float) and isinstance(text, str) and YAML_NUMBER.fullmatch(text):
+                values[field.name] = float(text)
+        return cls(**values)
 
     @classmethod
     def __pre_deserialize__(cls, values: Any) -> dict[str, Any]:
         """Mashumaro's hook: the only place that sees raw values on a cluster, before they are silently converted."""
-        fields = {field.name: field for field in dataclasses.fields(cls)}
-        return {name: checked(fields[name], value) for name, value in known_fields(values).items()}
-
-
-# What YAML 1.1, and so flytekit where the hyperparameters are in a YAML file, takes for text: 1e-1, 1.5e3.
-YAML_NUMBER = re.compile(r"[-+]?(\d+e[-+]?\d+|(\d+\.\d*|\.\d+)e\d+)", re.IGNORECASE)
-
-
-def with_yaml_numbers(values: Any) -> Any:
-    """The same, with numbers for what is one in YAML 1.2 and in JSON, but not in YAML 1.1; other text stays text."""
-    if not isinstance(values, Mapping):
-        return values
-    numbers = {field.name for field in dataclasses.fields(Hyperparameters) if field.type in (int, float)}
-    return {
-        name: float(value) if name in numbers and isinstance(value, str) and YAML_NUMBER.fullmatch(value) else value
-        for name, value in values.items()
-    }
+        values = known_fields(values)
+        return {
+            field.name: checked(field, values[field.name]) for field in dataclasses.fields(cls) if field.name in values
+        }
 
 
 def known_fields(values: Any) -> dict[str, Any]:
-    """The mapping itself, if every key is a hyperparameter's name."""
+    """A copy of the mapping, if every key is a hyperparameter's name."""
     if not isinstance(values, Mapping):
         raise UserError(f"hyperparameters must be a JSON object, got {shown(values)}")
     names = [field.name for field in dataclasses.fields(Hyperparameters)]
@@ -311,8 +305,8 @@ TYPES: dict[type, str] = {bool: "true or false", str: "text", int: "a whole numb
 def checked(field: "dataclasses.Field[Any]", value: Any) -> Any:
     """The value in the field's own type and range.
 
-    A whole number given as ``3.0`` is taken for an int, because the console's form (protobuf Struct) knows doubles
-    only; anything else of another type is refused: text is never parsed, numbers never cut, truth never guessed.
+    A whole number given as ``3.0`` is taken for an int, because the console's form (protobuf Struct) has only doubles.
+    Any other value of another type is refused.
     """
     rule = field.metadata
     kind: Any = field.type
@@ -360,18 +354,18 @@ def check_names(hp: Hyperparameters) -> None:
             raise unknown_name("model", hp.model, [*catalog.MODELS, "package.module:callable"])
 
 
+def check_batch_size(hp: Hyperparameters, num_ranks: int) -> None:
+    """Refuses a batch that does not have a sample for each rank in each of its parts."""
+    if hp.batch_size < num_ranks * hp.accumulation_steps:
+        raise UserError(
+            f"batch_size={hp.batch_size}: must be at least ranks x accumulation_steps = "
+            f"{num_ranks} x {hp.accumulation_steps}; raise batch_size, or lower num_ranks or accumulation_steps"
+        )
+
+
 def check_combinations(hp: Hyperparameters) -> None:
     """Refuses fields that contradict one another."""
-    if hp.batch_size < hp.num_ranks:
-        raise UserError(
-            f"batch_size={hp.batch_size}: must be at least num_ranks={hp.num_ranks}, so that every rank has a sample; "
-            "raise batch_size or lower num_ranks"
-        )
-    if hp.accumulation_steps > 1 and hp.batch_size < hp.accumulation_steps * max(1, hp.num_ranks):
-        raise UserError(
-            f"batch_size={hp.batch_size}: must be at least accumulation_steps x ranks = "
-            f"{hp.accumulation_steps * max(1, hp.num_ranks)}; raise batch_size or lower accumulation_steps"
-        )
+    check_batch_size(hp, max(1, hp.num_ranks))
     encoded = bool(catalog.encoded_kind(hp.dataset))
     if hp.augment in (("crop", "crop_flip") if encoded else ("resized_crop",)):
         fitting = "none or resized_crop" if encoded else "none, crop or crop_flip"
@@ -383,9 +377,8 @@ def check_combinations(hp: Hyperparameters) -> None:
             f"init_skip={hp.init_skip!r}: goes with init_from, which is empty; set that, or leave both empty"
         )
     if hp.early_stop_patience and hp.validation_fraction == 0:
-        raise UserError(
-            f"early_stop_patience={hp.early_stop_patience}: needs a validation split; set validation_fraction above 0"
-        )
+        what = f"early_stop_patience={hp.early_stop_patience}"
+        raise UserError(f"{what}: needs a validation split; set validation_fraction above 0")
     if -1 < hp.grad_clip_norm < 0:
         raise UserError(
             f"grad_clip_norm={hp.grad_clip_norm}: must be above 0, or 0 for no clipping, or -1 for the default"

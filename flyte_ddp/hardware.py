@@ -1,5 +1,6 @@
-"""What a run gets from the machine: every ``auto`` of the hyperparameters is decided here, and never by a timing,
-because a timing would make results unrepeatable.
+"""What a run gets from the machine: every ``auto`` of the hyperparameters is decided here.
+
+Timings decide nothing: they would make results unrepeatable.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flyte_ddp import catalog
-from flyte_ddp.config import Hyperparameters
+from flyte_ddp.config import Hyperparameters, check_batch_size
 from flyte_ddp.cpu import Bf16, read_cpu
 from flyte_ddp.errors import UserError
 from flyte_ddp.identity import REQUESTED_GPUS
@@ -38,14 +39,13 @@ def cores() -> int:
 
 
 def cgroup_quota(root: Path = Path("/sys/fs/cgroup")) -> float:
-    """CPU quota of the cgroup in cores, rounded as the kernel states it; infinite (a large number) without one."""
+    """CPU quota of the cgroup in cores, at least 1; infinite (a large number) without one."""
     unlimited = 1e6
     try:
         quota, period = (root / "cpu.max").read_text().split()
     except (OSError, ValueError):
         try:
-            quota = (root / "cpu/cpu.cfs_quota_us").read_text().strip()
-            period = (root / "cpu/cpu.cfs_period_us").read_text().strip()
+            quota, period = ((root / f"cpu/cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
         except OSError:
             return unlimited
     if quota in ("max", "-1"):
@@ -54,7 +54,7 @@ def cgroup_quota(root: Path = Path("/sys/fs/cgroup")) -> float:
 
 
 def visible_gpus(devices: Path = Path("/dev")) -> int:
-    """GPUs that torch sees; where the machine has no such device, the answer does not take an import of torch."""
+    """GPUs that torch sees; torch is imported only where the machine has such a device."""
     if not any((devices / name).exists() for name in ("nvidiactl", "nvidia0", "kfd", "dxg")):
         return 0
     import torch
@@ -95,24 +95,15 @@ def detect(hp: Hyperparameters) -> Hardware:
 
 
 def decide(hp: Hyperparameters, device_type: str, num_ranks: int, *, threads: int, bf16: Bf16) -> Hardware:
-    """Decides what else there is to decide for so many ranks, wherever they are.
-
-    Args:
-        device_type: cuda or cpu.
-        threads: of each rank.
-        bf16: what it is worth on their devices.
+    """Decides the rest for this number of ranks, with their device type (cuda or cpu) and threads, on any machine.
 
     Raises:
         UserError: hyperparameters that these ranks cannot serve.
 
     """
-    if hp.batch_size < num_ranks * hp.accumulation_steps:
-        raise UserError(
-            f"batch_size={hp.batch_size}: must be at least ranks x accumulation_steps = "
-            f"{num_ranks} x {hp.accumulation_steps}; raise batch_size or set num_ranks"
-        )
+    check_batch_size(hp, num_ranks)
     small = hp.model in catalog.SMALL_MODELS
-    # A user's own may rely on the usual order: `x.view(len(x), -1)` of a convolution's output fails in the other one.
+    # A user's own model may rely on the usual order: `x.view(len(x), -1)` after a convolution fails in the other one.
     gains_by_order = device_type == "cuda" and hp.model in catalog.TORCHVISION_MODELS
     return Hardware(
         num_ranks=num_ranks,
@@ -125,16 +116,13 @@ def decide(hp: Hyperparameters, device_type: str, num_ranks: int, *, threads: in
     )
 
 
-def check_requested(hp: Hyperparameters, nodes: int = 1, ranks: int = 0, room: int = 0) -> None:
-    """Refuses, before a pod with GPUs starts, what the pods that will be asked for cannot serve; outside pods nothing.
+def check_requested(hp: Hyperparameters, nodes: int = 1, ranks: int = 0, capacity: int = 0) -> None:
+    """Refuses, before a pod with GPUs starts, what the requested pods cannot serve; outside pods does nothing.
 
     Args:
-        nodes: pods of the profile's size that the ranks will be spread over, at most.
-        ranks: how many the engine starts, at most, which ``num_ranks`` may only repeat; 0: as many as that says.
-        room: the most ranks that there can be without GPUs; 0: any number.
-
-    Raises:
-        UserError: with what they will have.
+        nodes: the most pods of the profile's size that the ranks will be spread over.
+        ranks: the most that the engine starts, which ``num_ranks`` may only repeat; 0: as many as that says.
+        capacity: the most ranks that there can be without GPUs; 0: any number.
 
     """
     requested = os.environ.get(REQUESTED_GPUS)
@@ -155,10 +143,10 @@ def check_requested(hp: Hyperparameters, nodes: int = 1, ranks: int = 0, room: i
             f"num_ranks={hp.num_ranks}: {who} {ranks} worker(s) of Elastic, each a rank; set num_ranks to {ranks}, or "
             "0, or register with another number of nodes (FLYTE_DDP_NODES) or another profile"
         )
-    if device_type == "cpu" and 0 < room < hp.num_ranks:
+    if device_type == "cpu" and 0 < capacity < hp.num_ranks:
         raise UserError(
-            f"num_ranks={hp.num_ranks}: {who} room for {room} rank(s) without GPUs; set num_ranks to at most {room}, "
-            "or 0, or register with more nodes (FLYTE_DDP_NODES) or a larger profile"
+            f"num_ranks={hp.num_ranks}: {who} capacity for {capacity} rank(s) without GPUs; set num_ranks to at most "
+            f"{capacity}, or 0, or register with more nodes (FLYTE_DDP_NODES) or a larger profile"
         )
     ranks = ranks or hp.num_ranks or (gpus if device_type == "cuda" else 1)
     decide(hp, device_type, ranks, threads=1, bf16=Bf16.FASTER)  # what bf16 is worth is known there only
@@ -195,5 +183,5 @@ def check_expected_gpus(visible: int) -> None:
     if expected is not None and int(expected) != visible:
         raise UserError(
             f"{visible} GPU(s) visible but {expected} requested for this task ({REQUESTED_GPUS}={expected}): "
-            "register with the resource profile that fits the nodes, or mend the node's GPU driver"
+            "register with the resource profile that fits the nodes, or fix the node's GPU driver"
         )

@@ -1,7 +1,7 @@
-"""A run's folder: what a finished run leaves in it, and ``unfinished/``, where one writes until it is finished.
+"""A run's folder: what a finished run leaves in it, and ``unfinished/``, where a run writes until it is finished.
 
-So what is beside ``unfinished/`` is always of one run that came to its end, also while the same run is made anew, and
-whatever ends that.
+So all that is beside ``unfinished/`` comes from one finished run, also while the same run is made again, and however
+that ends.
 """
 
 from __future__ import annotations
@@ -26,12 +26,7 @@ REPLACED = ".replaced"
 
 @contextmanager
 def holding(folder: Path) -> Iterator[None]:
-    """Goes around a run: no other one writes into its folder meanwhile, whether it comes to its end or not.
-
-    Raises:
-        UserError: another one does, or no file can be made beside the folder.
-
-    """
+    """Holds the folder until the end of the block; an error if another run writes into it, or no file can be made."""
     with ExitStack() as stack:
         try:
             mine = stack.enter_context(hold(folder))
@@ -43,14 +38,9 @@ def holding(folder: Path) -> Iterator[None]:
 
 
 def prepare_folder(folder: Path) -> Path:
-    """Makes the run folder, and ``unfinished/`` in it without what looks like a result.
+    """Makes the run folder, and in it ``unfinished/``, which it returns.
 
-    Returns:
-        ``unfinished/``, with the metrics and checkpoints of a run that was cut off, if there was one.
-
-    Raises:
-        UserError: nothing can be written.
-
+    Of a run that was cut off, only metrics, checkpoints and results of users' code stay there.
     """
     work = folder / UNFINISHED
     try:
@@ -67,15 +57,12 @@ def prepare_folder(folder: Path) -> Path:
 def not_writable(folder: Path, error: OSError) -> UserError:
     """The error for a run folder in which nothing can be made."""
     return UserError(
-        f"run folder {folder}: {error.strerror}; it must be writable, so mend its permissions or set FLYTE_DDP_RUNS"
+        f"run folder {folder}: {error.strerror}; it must be writable, so fix its permissions or set FLYTE_DDP_RUNS"
     )
 
 
 def remove_outputs(work: Path) -> None:
-    """Removes whatever looks like a result, and what was being written when a process was killed.
-
-    The metrics of a failed run stay, because they tell why it failed.
-    """
+    """Removes outputs, and files that were being written when a process was killed; metrics tell why a run failed."""
     for name in reversed(OUTPUTS):
         (work / name).unlink(missing_ok=True)
     inner = (*(work / checkpoint.FOLDER).glob(".*.tmp"), *(work / results.FOLDER).rglob(".*.tmp"))
@@ -84,13 +71,9 @@ def remove_outputs(work: Path) -> None:
 
 
 def settle(folder: Path) -> bool:
-    """Has a run that came to its end take the place of the one before; it is called by whoever holds the folder.
+    """Replaces the results of the run before by those of a run that is complete; for whoever holds the folder.
 
-    A process that is killed in between leaves the rest to the next one that calls this.
-
-    Returns:
-        Whether the folder then holds a finished run.
-
+    If it is killed, the next call does the rest. Returns whether the folder then holds a finished run.
     """
     work = folder / UNFINISHED
     replaced = work / REPLACED  # once it is there, what has gone from here is in the folder
@@ -110,5 +93,5 @@ def settle(folder: Path) -> bool:
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether the folder holds all that a finished run leaves, and so all that a cached result points to."""
+    """Whether the folder holds all that a finished run leaves, which is all that a cached result points to."""
     return all((folder / name).exists() for name in (METRICS, *OUTPUTS))

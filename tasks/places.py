@@ -133,6 +133,6 @@ def tell(headline: str, files: Mapping[Path, str]) -> None:
 def not_writable(error: OSError) -> UserError:
     """The error for a runs folder in which nothing can be made."""
     return UserError(
-        f"runs folder {runs_folder()}: {error.strerror}; it must be writable, so mend its permissions or set "
+        f"runs folder {runs_folder()}: {error.strerror}; it must be writable, so fix its permissions or set "
         "FLYTE_DDP_RUNS to another folder"
     )

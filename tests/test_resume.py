@@ -344,7 +344,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path, other: Identity,
         checkpoint.check_belongs(found, other)
     assert words in caught.value.message
     assert str(tmp_path) in caught.value.message
-    assert "delete it to begin anew" in caught.value.message
+    assert "delete it to restart from scratch" in caught.value.message
 
 
 def test_the_number_of_ranks_does_not_make_another_run() -> None:

@@ -73,7 +73,7 @@ def test_threads_of_a_process_do_not_share_a_folder(tmp_path: Path, elsewhere: T
         release_reserved()
         assert not is_free(folder)
     assert elsewhere.submit(reserve, folder).result()
-    release(folder)
+    elsewhere.submit(release, folder).result()
     assert is_free(folder)
 
 

@@ -45,7 +45,7 @@ def run_rank(job: Job, place: Place, offer_saving: OfferSaving, link: Link | Non
     if place.world_size > 1:
         assert link is not None
         join_process_group(job, place, meet(job, place, link))
-    deliver = link.send if link is not None else results.Keeper(job.run_folder).keep
+    deliver = link.send if link is not None else results.ResultWriter(job.run_folder).write
     with results.delivered_by(deliver, place.rank):
         train(job, offer_saving)
     if place.world_size > 1:
