@@ -329,7 +329,7 @@ def from_newest_checkpoint(job: Job, why: str) -> Job:
     """The job as it goes on from its newest checkpoint, which is said with the reason."""
     found = go_on_from(job.run_folder, job.identity)
     if job.settings.progress != "off":
-        what = f"going on after step {found.step:,}" if found else "beginning anew"
+        what = f"going on after step {found.step:,}" if found else "restarting from scratch"
         print(f"{why}; {what}", file=sys.stderr, flush=True)
     return replace(job, checkpoint=found)
 
