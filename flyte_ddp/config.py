@@ -71,9 +71,8 @@ class Hyperparameters(DataClassJsonMixin):
     # Data
     dataset: str = setting(
         "digits",
-        "Name of the data set (digits, mnist, fashion_mnist, cifar10), `shards:ADDRESS` of an index, `stream:ADDRESS` "
-        "of one to be read without an order of its own, `image_folder:ADDRESS` of a folder of class/name.jpg, or "
-        "`package.module:callable` for your own.",
+        "Data set: digits, mnist, fashion_mnist, cifar10; `shards:ADDRESS` of an index; `stream:ADDRESS` of an index, "
+        "read in no fixed order; `image_folder:ADDRESS` of class/name.jpg; or your own `package.module:callable`.",
     )
     data_source: str = setting(
         "",
@@ -86,10 +85,7 @@ class Hyperparameters(DataClassJsonMixin):
         "empty holds out a tenth of the samples, or of a stream's shards.",
     )
     num_classes: int = setting(
-        0,
-        "Classes of a data set of shards whose index does not say how many there are; 0 if it does.",
-        at_least=0,
-        at_most=1_000_000,
+        0, "Classes of shards whose index does not give their number; 0 if it does.", at_least=0, at_most=1_000_000
     )
     shuffle_shards: int = setting(
         16,
@@ -114,21 +110,19 @@ class Hyperparameters(DataClassJsonMixin):
     )
     # Model
     model: str = setting(
-        "small_cnn",
-        "small_cnn, tutorial, any classifier of torchvision by name, or `package.module:callable` for your own.",
+        "small_cnn", "small_cnn, tutorial, a torchvision classifier by name, or your own `package.module:callable`."
     )
     image_size: int = setting(
         0,
-        "Side of the square that images are resized to, in pixels; 0 keeps their own size, and means 224 for shards, "
-        "streams and image folders.",
+        "Side in pixels of the square that images are resized to; 0: their own size, or 224 for shards, streams and "
+        "image folders.",
         at_least=0,
         at_most=4096,
     )
     init_from: str = setting(
         "",
         "A file (path or URI) with the weights to start from: a state_dict, or a checkpoint with one under "
-        "`state_dict`, `model_state_dict` or `model`; empty starts from the seed. Tensors that do not fit "
-        "are an error.",
+        "`state_dict`, `model_state_dict` or `model`; all tensors must fit. Empty starts from the seed.",
     )
     init_skip: str = setting(
         "",
@@ -143,30 +137,22 @@ class Hyperparameters(DataClassJsonMixin):
     max_steps: int = setting(0, "Stop after this many optimiser steps; 0 sets no limit.", at_least=0)
     # Batches
     batch_size: int = setting(
-        128,
-        "Samples per optimiser step, over all ranks and accumulation steps together, so that the number of ranks "
-        "changes the speed and not the result.",
-        at_least=1,
-        at_most=1_000_000,
+        128, "Samples per optimiser step, over all ranks and accumulation steps.", at_least=1, at_most=1_000_000
     )
     test_batch_size: int = setting(
         250, "Samples per evaluation batch; each batch is evaluated whole by one rank.", at_least=1, at_most=1_000_000
     )
     accumulation_steps: int = setting(
         1,
-        "Parts into which each batch is cut to save memory; gradients are summed over them before the step.",
+        "Parts of each batch, to save memory; their gradients are summed before the step.",
         at_least=1,
         at_most=100_000,
     )
     # Optimiser
     optimizer: str = setting("sgd", "Optimiser: SGD, Adam, or AdamW.", choices=("sgd", "adam", "adamw"))
-    learning_rate: float = setting(
-        0.1, "Learning rate per optimiser step; the peak, where the schedule has one.", above=0.0, at_most=1_000.0
-    )
+    learning_rate: float = setting(0.1, "Learning rate; the peak, if the schedule has one.", above=0.0, at_most=1_000.0)
     momentum: float = setting(0.9, "Momentum of SGD; the first beta of Adam and AdamW.", at_least=0.0, below=1.0)
-    weight_decay: float = setting(
-        5e-4, "Weight decay: L2 for SGD and Adam, decoupled for AdamW.", at_least=0.0, at_most=1.0
-    )
+    weight_decay: float = setting(5e-4, "L2 for SGD and Adam, decoupled for AdamW.", at_least=0.0, at_most=1.0)
     nesterov: bool = setting(True, "Nesterov momentum; for SGD with momentum above 0.")
     schedule: str = setting(
         "one_cycle",
@@ -175,9 +161,7 @@ class Hyperparameters(DataClassJsonMixin):
         choices=("constant", "cosine", "one_cycle"),
     )
     warmup_steps: int = setting(
-        0,
-        "Optimiser steps of linear warm-up from 0; with one_cycle they replace the first quarter. 0: no extra warm-up.",
-        at_least=0,
+        0, "Optimiser steps of linear warm-up from 0; with one_cycle they replace the first quarter.", at_least=0
     )
     label_smoothing: float = setting(
         0.0, "Share of each training label spread evenly over all classes.", at_least=0.0, below=1.0
@@ -191,19 +175,16 @@ class Hyperparameters(DataClassJsonMixin):
     # Regularisation and selection
     augment: str = setting(
         "none",
-        "Training-time augmentation: none, crop (shifted by up to 1/8 of the side), crop_flip (crop and a mirror "
-        "image half of the time), or, for shards, streams and image folders, resized_crop (a random part at a random "
-        "size, and a mirror image half of the time).",
+        "Training-time augmentation: none, crop (shifted by up to 1/8 of the side), crop_flip (crop, and mirrored half "
+        "of the time), or, for shards, streams and image folders, resized_crop (a random part at a random size, and "
+        "mirrored half of the time).",
         choices=("none", "crop", "crop_flip", "resized_crop"),
     )
     ema_decay: float = setting(
         0.0, "Decay per step of the exponential moving average of the weights; 0 keeps none.", at_least=0.0, below=1.0
     )
     early_stop_patience: int = setting(
-        0,
-        "Stop after this many evaluations without a better validation loss; 0 never stops early. Needs a validation "
-        "split.",
-        at_least=0,
+        0, "Stop after this many evaluations without a better validation loss; 0 never stops early.", at_least=0
     )
     keep: str = setting(
         "last",
@@ -226,7 +207,7 @@ class Hyperparameters(DataClassJsonMixin):
     strategy: str = setting(
         "auto",
         "How gradients are averaged over the ranks: ddp (torch's DistributedDataParallel), hooks (an all-reduce for "
-        "each parameter), shared_memory (CPU ranks of one machine, on Linux), or auto: shared memory where it can be, "
+        "each parameter), shared_memory (CPU ranks of one machine, on Linux), or auto: shared memory if possible, "
         "else ddp.",
         choices=("auto", "ddp", "hooks", "shared_memory"),
     )
@@ -238,8 +219,8 @@ class Hyperparameters(DataClassJsonMixin):
     )
     channels_last: str = setting(
         "auto",
-        "Memory order of images and weights: on, off; auto turns it on for the two small CNNs, and on GPUs for "
-        "torchvision's models.",
+        "Memory order of images and weights: on, off, or auto: on for the two small CNNs, and for torchvision's models "
+        "on GPUs.",
         choices=("auto", "on", "off"),
     )
     compile: bool = setting(False, "Compile the model with torch.compile; pays off in long runs of large models only.")
@@ -261,7 +242,7 @@ class Hyperparameters(DataClassJsonMixin):
 
     @classmethod
     def from_dict(cls, kvs: Any, **_: Any) -> "Hyperparameters":
-        """Builds from untrusted key-value pairs, such as decoded JSON; the inherited one would guess and drop."""
+        """Builds from untrusted key-value pairs, such as decoded JSON; the inherited one drops and converts."""
         return cls(**known_fields(kvs))
 
     @classmethod
@@ -281,14 +262,11 @@ class Hyperparameters(DataClassJsonMixin):
     @classmethod
     def __pre_deserialize__(cls, values: Any) -> dict[str, Any]:
         """Mashumaro's hook: the only place that sees raw values on a cluster, before they are silently converted."""
-        values = known_fields(values)
-        return {
-            field.name: checked(field, values[field.name]) for field in dataclasses.fields(cls) if field.name in values
-        }
+        return {**vars(cls.from_dict(values))}
 
 
 def known_fields(values: Any) -> dict[str, Any]:
-    """A copy of the mapping, if every key is a hyperparameter's name."""
+    """A copy of the mapping; an error if a key is no hyperparameter's name."""
     if not isinstance(values, Mapping):
         raise UserError(f"hyperparameters must be a JSON object, got {shown(values)}")
     names = [field.name for field in dataclasses.fields(Hyperparameters)]

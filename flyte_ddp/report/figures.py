@@ -33,7 +33,7 @@ LABELLED_CLASSES = 50  # and up to here for names
 
 @dataclass(frozen=True)
 class Series:
-    """One line of a chart; ``x`` increases, and the label is empty where there is no need for a legend."""
+    """One line of a chart; ``x`` increases, and the label is empty if there is no legend."""
 
     label: str
     x: Sequence[float]
@@ -43,7 +43,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Picture:
-    """An image, uint8 [H, W, C], with what is known of it; None where it cannot be decoded, for the reason given."""
+    """An image, uint8 [H, W, C], with what is known of it; None if it cannot be decoded, with the reason."""
 
     name: str
     image: NDArray[np.uint8] | None
