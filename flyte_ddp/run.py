@@ -19,7 +19,8 @@ from flyte_ddp.failed_run import explain
 from flyte_ddp.hardware import Hardware, detect
 from flyte_ddp.launch import single, spawn
 from flyte_ddp.result_store import copied
-from flyte_ddp.run_folder import METRICS, REPORT, holding, prepare_folder, remove_outputs, settle
+from flyte_ddp.run_folder import METRICS, REPORT, prepare_folder, remove_outputs, settle
+from flyte_ddp.run_lock import hold
 from flyte_ddp.settings import Settings, from_environment
 from flyte_ddp.user_source import user_source_digest
 
@@ -95,7 +96,7 @@ def run_training(
     warnings = check_prepared(data, hp, ranks=hardware.num_ranks, workers=workers, cache_bytes=settings.cache_bytes)
     for warning in warnings:
         say(settings, warning)
-    with holding(run_folder):
+    with hold(run_folder):
         work = prepare_folder(run_folder)
         identity = identity_of(hp, data)
         found = checkpoint.go_on_from(work, identity)

@@ -7,13 +7,10 @@ that ends.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from flyte_ddp import checkpoint, results
-from flyte_ddp.errors import UserError
-from flyte_ddp.run_lock import hold
+from flyte_ddp.run_lock import not_writable
 
 UNFINISHED = "unfinished"
 METRICS = "metrics.jsonl"
@@ -22,19 +19,6 @@ REPORT = "report.html"  # written last, and taken over last: where it is in unfi
 OUTPUTS = ("model.pt", "model.json", PREDICTIONS, REPORT)
 TRACEBACK = "traceback.txt"  # in unfinished/, where a rank has raised
 REPLACED = ".replaced"
-
-
-@contextmanager
-def holding(folder: Path) -> Iterator[None]:
-    """Holds the folder until the end of the block; an error if another run writes into it, or no file can be made."""
-    with ExitStack() as stack:
-        try:
-            mine = stack.enter_context(hold(folder))
-        except OSError as error:
-            raise not_writable(folder, error) from None
-        if not mine:
-            raise UserError(f"run folder {folder}: another run is writing into it; wait for its end or name another")
-        yield
 
 
 def prepare_folder(folder: Path) -> Path:
@@ -52,13 +36,6 @@ def prepare_folder(folder: Path) -> Path:
     except OSError as error:
         raise not_writable(folder, error) from None
     return work
-
-
-def not_writable(folder: Path, error: OSError) -> UserError:
-    """The error for a run folder in which nothing can be made."""
-    return UserError(
-        f"run folder {folder}: {error.strerror}; it must be writable, so fix its permissions or set FLYTE_DDP_RUNS"
-    )
 
 
 def remove_outputs(work: Path) -> None:

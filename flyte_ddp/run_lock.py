@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from flyte_ddp.errors import UserError
 from flyte_ddp.shards.locks import exclusive
 
 HELD_FOR_CHILDREN = "FLYTE_DDP_HELD_FOR_CHILDREN"  # a process, and the folders that it holds
@@ -29,7 +30,7 @@ def reserve(folder: Path) -> bool:
     It is kept until that run, which calls :func:`hold`, has ended, or until it is released.
 
     Raises:
-        OSError: no file can be made beside the folder.
+        UserError: no file can be made beside the folder.
 
     """
     folder = folder.resolve()
@@ -39,21 +40,24 @@ def reserve(folder: Path) -> bool:
             lock.enter_context(exclusive(folder.parent / ".locks", folder.name, wait=False))
         except BlockingIOError:
             return False
+        except OSError as error:
+            raise not_writable(folder, error) from None
         reserved.locks[folder] = lock
     return True
 
 
 @contextmanager
-def hold(folder: Path) -> Iterator[bool]:
-    """Holds the folder, reserved or not, until the end of the block; yields False if another process or run has it.
+def hold(folder: Path) -> Iterator[None]:
+    """Holds the folder, reserved or not, until the end of the block.
 
     Raises:
-        OSError: no file can be made beside the folder.
+        UserError: another process or run has it, or no file can be made beside it.
 
     """
-    mine = reserve(folder)
+    if not reserve(folder) and not held_by_parent(folder):
+        raise UserError(f"run folder {folder}: another run is writing into it; wait for its end or name another")
     with reserved.locks.pop(folder.resolve(), ExitStack()):
-        yield mine or held_by_parent(folder)
+        yield
 
 
 def release(folder: Path) -> None:
@@ -76,3 +80,10 @@ def held_by_parent(folder: Path) -> bool:
 def held_for_children() -> dict[str, str]:
     """What of the environment lets processes that this thread starts write into the folders that it has reserved."""
     return {HELD_FOR_CHILDREN: os.pathsep.join([str(os.getpid()), *map(str, reserved.locks)])}
+
+
+def not_writable(folder: Path, error: OSError) -> UserError:
+    """The error for a run folder in which nothing can be made."""
+    return UserError(
+        f"run folder {folder}: {error.strerror}; it must be writable, so fix its permissions or set FLYTE_DDP_RUNS"
+    )

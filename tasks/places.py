@@ -52,12 +52,9 @@ def free_run(name: str) -> str:
         return name
     for number in itertools.count(1):
         candidate = name if number == 1 else f"{name}-{number}"
-        try:
-            if reserve(folder_for(candidate)):
-                break
-        except OSError as error:
-            raise not_writable(error) from None
-        print(f"{from_here(folder_for(candidate))}: another process is at this run, so it is made anew beside it")
+        if reserve(folder_for(candidate)):
+            break
+        print(f"{from_here(folder_for(candidate))}: another process is at this run, so it is made again beside it")
     if settle(folder_for(candidate)) and not asked_anew():
         release(folder_for(candidate))
     return candidate
