@@ -19,12 +19,9 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def replacing(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
     """A new file that replaces ``path`` if the block succeeds, and is removed if it does not.
 
-    Readers see the old file or the new one; if it is ``durable``, also after a power cut. Missing folders are made.
-
-    Raises:
-        UserError: the disk is full, or the folder cannot be written to. The block's own ``OSError`` counts as such a
-            failure to write, so a block that also reads turns the errors of reading into others.
-
+    Readers see the old file or the new one; if it is ``durable``, also after a power cut. Missing folders are made. An
+    ``OSError`` in the block is taken for a failure to write and becomes a ``UserError``, so a block that also reads
+    must turn errors of reading into others.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

@@ -72,35 +72,32 @@ def bf16_support(device_type: str) -> Bf16:
 
 
 def detect(hp: Hyperparameters) -> Hardware:
-    """Decides ranks, device, backend, precision, memory order and threads.
+    """Decides ranks, device, backend, precision, memory order and threads, on this machine.
 
-    Raises:
-        UserError: hyperparameters that this machine cannot serve, or a pod whose visible GPUs are not those requested.
-
+    UserError if it cannot serve the hyperparameters, or if a pod's visible GPUs are not those requested.
     """
     gpus = visible_gpus()
     check_expected_gpus(gpus)
-    backend = hp.backend if hp.backend != "auto" else ("nccl" if gpus else "gloo")
-    if backend == "nccl":
-        if gpus == 0:
-            raise UserError("backend='nccl': needs GPUs and none is visible; use backend='gloo' or 'auto'")
-        if hp.num_ranks > gpus:
-            raise UserError(
-                f"num_ranks={hp.num_ranks}: only {gpus} GPU(s) visible and each rank needs one; "
-                f"set num_ranks to at most {gpus}, or 0 for all of them"
-            )
-    device_type = "cuda" if backend == "nccl" else "cpu"
+    device_type = choose_device(hp, gpus, "this process sees")
     num_ranks = hp.num_ranks or (gpus if device_type == "cuda" else min(cores(), MOST_CPU_RANKS, hp.batch_size))
     return decide(hp, device_type, num_ranks, threads=max(1, cores() // num_ranks), bf16=bf16_support(device_type))
 
 
+def choose_device(hp: Hyperparameters, gpus: int, who_has: str, other_fix: str = "") -> str:
+    """The ranks' type of device, cuda or cpu; UserError if there are too few GPUs."""
+    if hp.backend == "nccl" and not gpus:
+        raise UserError(f"backend='nccl': {who_has} no GPU; use backend='gloo' or 'auto'{other_fix}")
+    device_type = "cuda" if gpus and hp.backend != "gloo" else "cpu"
+    if device_type == "cuda" and hp.num_ranks > gpus:
+        raise UserError(
+            f"num_ranks={hp.num_ranks}: {who_has} {gpus} GPU(s) and each rank needs one; "
+            f"set num_ranks to at most {gpus}, or 0 for all of them{other_fix}"
+        )
+    return device_type
+
+
 def decide(hp: Hyperparameters, device_type: str, num_ranks: int, *, threads: int, bf16: Bf16) -> Hardware:
-    """Decides the rest for this number of ranks, with their device type (cuda or cpu) and threads, on any machine.
-
-    Raises:
-        UserError: hyperparameters that these ranks cannot serve.
-
-    """
+    """Decides the rest for ranks of a number, device type and threads; UserError if they cannot serve."""
     check_batch_size(hp, num_ranks)
     small = hp.model in catalog.SMALL_MODELS
     # A user's own model may rely on the usual order: `x.view(len(x), -1)` after a convolution fails in the other one.
@@ -130,14 +127,7 @@ def check_requested(hp: Hyperparameters, nodes: int = 1, ranks: int = 0, capacit
         return
     gpus = nodes * int(requested)
     who = "the training pod requests" if nodes == 1 else f"the {nodes} training pods request"
-    if hp.backend == "nccl" and not gpus:
-        raise UserError(f"backend='nccl': {who} no GPU; use backend='gloo' or 'auto', or register with another profile")
-    device_type = "cuda" if gpus and hp.backend != "gloo" else "cpu"
-    if device_type == "cuda" and hp.num_ranks > gpus:
-        raise UserError(
-            f"num_ranks={hp.num_ranks}: {who} {gpus} GPU(s) and each rank needs one; "
-            f"set num_ranks to at most {gpus}, or 0 for all of them, or register with a larger profile"
-        )
+    device_type = choose_device(hp, gpus, who, other_fix=", or register with another profile")
     if ranks and hp.num_ranks not in (0, ranks):
         raise UserError(
             f"num_ranks={hp.num_ranks}: {who} {ranks} worker(s) of Elastic, each a rank; set num_ranks to {ranks}, or "

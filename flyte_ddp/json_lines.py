@@ -68,11 +68,7 @@ class JsonLines:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of a file; see :func:`parsed`.
-
-    Raises:
-        UserError: the file cannot be read.
-    """
+    """The records of a file, see :func:`parsed`; UserError if it cannot be read."""
     try:
         return [*parsed(path.read_bytes().splitlines())]
     except OSError as error:

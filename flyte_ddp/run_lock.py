@@ -27,11 +27,8 @@ reserved = Reservations()
 def reserve(folder: Path) -> bool:
     """Keeps the folder, which need not exist, for a run of this thread; False if another process or run has it.
 
-    It is kept until that run, which calls :func:`hold`, has ended, or until it is released.
-
-    Raises:
-        UserError: no file can be made beside the folder.
-
+    It is kept until that run, which calls :func:`hold`, has ended, or until it is released. UserError if no file can be
+    made beside the folder.
     """
     folder = folder.resolve()
     if folder not in reserved.locks:
@@ -48,12 +45,7 @@ def reserve(folder: Path) -> bool:
 
 @contextmanager
 def hold(folder: Path) -> Iterator[None]:
-    """Holds the folder, reserved or not, until the end of the block.
-
-    Raises:
-        UserError: another process or run has it, or no file can be made beside it.
-
-    """
+    """Holds the folder, reserved or not, until the end of the block; UserError if another process or run has it."""
     if not reserve(folder) and not held_by_parent(folder):
         raise UserError(f"run folder {folder}: another run is writing into it; wait for its end or name another")
     with reserved.locks.pop(folder.resolve(), ExitStack()):

@@ -53,15 +53,12 @@ def write_report(run_folder: Path, name: str = "") -> Path:
 
 
 def render(run_folder: Path, name: str = "", failure: str = "") -> str:
-    """The report as an HTML page; its styles touch nothing outside it, so it can stand inside another page.
+    """The report as an HTML page; its styles touch nothing outside it, so it can be part of another page.
 
     Args:
-        run_folder: of a run that may still go on.
+        run_folder: of a run that may still be training; UserError if it is none, or holds a damaged file.
         name: of the run; empty: that of the folder.
         failure: why it has failed.
-
-    Raises:
-        UserError: not a run folder, or a damaged file in it.
 
     """
     run = read_run(run_folder, name)

@@ -69,12 +69,7 @@ class Run:
 
 
 def read_run(folder: Path, name: str = "") -> Run:
-    """Reads ``metrics.jsonl``, and ``model.json`` and ``predictions.npz`` where they are there.
-
-    Raises:
-        UserError: not a run folder, or a damaged file in it.
-
-    """
+    """Reads ``metrics.jsonl``, and ``model.json`` and ``predictions.npz`` if there; UserError if one is damaged."""
     run = Run(name or folder.name)
     steps: dict[str, dict[int, Record]] = {"train": {}, "evaluation": {}}
     for record in read_records(folder / "metrics.jsonl"):
