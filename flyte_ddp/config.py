@@ -24,25 +24,16 @@ from flyte_ddp.errors import UserError, unknown_name
 Kind = TypeVar("Kind")
 # Numbers that YAML 1.1, and so flytekit where the hyperparameters are in a YAML file, takes for text: 1e-1, 1.5e3.
 YAML_NUMBER = re.compile(r"[-+]?(\d+e[-+]?\d+|(\d+\.\d*|\.\d+)e\d+)", re.IGNORECASE)
+BOUNDS = {"at_least": operator.ge, "at_most": operator.le, "above": operator.gt, "below": operator.lt}
+TYPES: dict[type, str] = {bool: "true or false", str: "text", int: "a whole number", float: "a finite number"}
 LARGEST_INT = 2**53  # the console's form (protobuf Struct) carries doubles: larger ones would be rounded silently
 
 
-def setting(
-    default: Any,
-    doc: str,
-    *,
-    at_least: Optional[float] = None,
-    at_most: Optional[float] = None,
-    above: Optional[float] = None,
-    below: Optional[float] = None,
-    choices: Optional[tuple[str, ...]] = None,
-) -> Any:
-    """A field with its documentation and its range; ``above`` and ``below`` exclude the bound itself."""
-    if type(default) is int and at_most is None:
-        at_most = LARGEST_INT
-    rules = {"at_least": at_least, "at_most": at_most, "above": above, "below": below}
-    rules = {name: bound for name, bound in rules.items() if bound is not None}
-    return dataclasses.field(default=default, metadata={"doc": doc, "choices": choices, **rules})
+def setting(default: Any, doc: str, *, choices: Optional[tuple[str, ...]] = None, **bounds: float) -> Any:
+    """A field with its documentation and its range, by the names of ``BOUNDS``."""
+    if type(default) is int:
+        bounds.setdefault("at_most", LARGEST_INT)
+    return dataclasses.field(default=default, metadata={"doc": doc, "choices": choices, **bounds})
 
 
 def names_checked(cls: type[Kind]) -> type[Kind]:
@@ -274,10 +265,6 @@ def known_fields(values: Any) -> dict[str, Any]:
         if key not in names:
             raise unknown_name("hyperparameter", str(key), names)
     return dict(values)
-
-
-BOUNDS = {"at_least": operator.ge, "at_most": operator.le, "above": operator.gt, "below": operator.lt}
-TYPES: dict[type, str] = {bool: "true or false", str: "text", int: "a whole number", float: "a finite number"}
 
 
 def checked(field: "dataclasses.Field[Any]", value: Any) -> Any:
