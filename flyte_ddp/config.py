@@ -1,8 +1,8 @@
 """What a training run is asked to do: one flat, frozen, validated dataclass.
 
-Only what can change the result stands here, because every field is part of the cache key; where to log and how much to
-print comes from the environment (:mod:`flyte_ddp.settings`). Nothing heavy is imported: registration, command-line
-parsing and cache hits all pay for what this module loads.
+It holds only what can change the result, because every field is part of the cache key. Other settings come from the
+environment (:mod:`flyte_ddp.settings`). Nothing heavy is imported: registration, command-line parsing and cache hits
+all pay for what this module loads.
 """
 
 # No "from __future__ import annotations" here: flytekit derives the console's form from real types.
@@ -22,7 +22,7 @@ from flyte_ddp import catalog
 from flyte_ddp.errors import UserError, unknown_name
 
 Kind = TypeVar("Kind")
-# Numbers that YAML 1.1, and so flytekit where the hyperparameters are in a YAML file, takes for text: 1e-1, 1.5e3.
+# Numbers that YAML 1.1, and so flytekit when it reads a YAML file, takes for text: 1e-1, 1.5e3.
 YAML_NUMBER = re.compile(r"[-+]?(\d+e[-+]?\d+|(\d+\.\d*|\.\d+)e\d+)", re.IGNORECASE)
 BOUNDS = {"at_least": operator.ge, "at_most": operator.le, "above": operator.gt, "below": operator.lt}
 TYPES: dict[type, str] = {bool: "true or false", str: "text", int: "a whole number", float: "a finite number"}

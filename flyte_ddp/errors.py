@@ -107,7 +107,7 @@ def needing(extra: str) -> Iterator[None]:
 
 
 def how_to_install(extra: str) -> str:
-    """The advice where one of this package's extras is missing."""
+    """The advice if one of this package's extras is missing."""
     return f"it comes with the extra {extra!r}; in the folder of flyte-ddp: uv pip install -e '.[{extra}]'"
 
 

@@ -1,4 +1,4 @@
-"""What is said of a run that failed: where it will go on, and where the rest of its error is written."""
+"""What the error of a failed run says: from which step the run will go on, and which file holds the details."""
 
 from __future__ import annotations
 

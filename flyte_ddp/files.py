@@ -36,7 +36,7 @@ def replacing(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
             temporary.unlink(missing_ok=True)
             raise
     except (OSError, RuntimeError) as error:
-        # Where a write fails, torch.save may end with an error about the position, after the one that says why.
+        # If a write fails, torch.save may end with an error about the position, after the one that says why.
         reason = error if isinstance(error, OSError) else error.__context__
         if not isinstance(reason, OSError):
             raise

@@ -54,7 +54,7 @@ def cgroup_quota(root: Path = Path("/sys/fs/cgroup")) -> float:
 
 
 def visible_gpus(devices: Path = Path("/dev")) -> int:
-    """GPUs that torch sees; torch is imported only where the machine has such a device."""
+    """GPUs that torch sees; torch is imported only if the machine has such a device."""
     if not any((devices / name).exists() for name in ("nvidiactl", "nvidia0", "kfd", "dxg")):
         return 0
     import torch
@@ -143,7 +143,7 @@ def check_requested(hp: Hyperparameters, nodes: int = 1, ranks: int = 0, capacit
 
 
 def precision(hp: Hyperparameters, device_type: str, *, small: bool, bf16: Bf16) -> str:
-    """The arithmetic of training; ``auto`` takes bf16 where it pays, on CPUs for the two small CNNs only."""
+    """The arithmetic of training; ``auto`` takes bf16 if it is faster, on CPUs for the two small CNNs only."""
     if hp.precision in ("fp32", "fp64"):
         return hp.precision
     if hp.precision == "auto":
@@ -157,7 +157,7 @@ def precision(hp: Hyperparameters, device_type: str, *, small: bool, bf16: Bf16)
 
 
 def strategy(hp: Hyperparameters, device_type: str) -> str:
-    """How gradients are averaged: in shared memory where the ranks are CPU processes (of this machine)."""
+    """How gradients are averaged: in shared memory if the ranks are CPU processes (of this machine)."""
     possible = device_type == "cpu" and sys.platform == "linux"
     if hp.strategy == "shared_memory" and not possible:
         raise UserError(

@@ -70,7 +70,7 @@ class Copy:
         self.failure = ""  # of the last look
 
     def begin(self, *, goes_on: bool) -> None:
-        """Fetches the events of a run that goes on, and writes them, which shows that it can be done."""
+        """Fetches the events of a run that goes on, and writes them, which shows that the address can be written to."""
         here, there = self.folder / EVENTS, storage.join(self.address, EVENTS)
         if goes_on and not here.exists():
             with suppress(storage.MissingError):

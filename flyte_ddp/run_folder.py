@@ -15,9 +15,9 @@ from flyte_ddp.run_lock import not_writable
 UNFINISHED = "unfinished"
 METRICS = "metrics.jsonl"
 PREDICTIONS = "predictions.npz"
-REPORT = "report.html"  # written last, and taken over last: where it is in unfinished/, all is
+REPORT = "report.html"  # written and moved last: if it is in unfinished/, all is there
 OUTPUTS = ("model.pt", "model.json", PREDICTIONS, REPORT)
-TRACEBACK = "traceback.txt"  # in unfinished/, where a rank has raised
+TRACEBACK = "traceback.txt"  # in unfinished/, if a rank has raised
 REPLACED = ".replaced"
 
 

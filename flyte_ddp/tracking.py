@@ -145,7 +145,7 @@ class WandbProcess:
             while self.process.poll() is None and time.monotonic() < (done_by if self.is_open() else open_by):
                 with suppress(TimeoutExpired):
                     self.process.wait(POLL_SECONDS)
-        finally:  # also where a person loses patience
+        finally:  # also on a second Ctrl-C
             if late := self.process.poll() is None:
                 kill_trees(lambda: [self.process.pid])  # wandb-core leads a session of its own
             self.process.kill()

@@ -1,6 +1,6 @@
 """The report's pictures: charts by matplotlib and the confusion matrix as SVG, images as PNG.
 
-matplotlib is imported where it is first used, because that takes a second.
+matplotlib is imported when it is first used, because that takes a second.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def line_chart(
     Args:
         series: at least one, each with at least one point.
         x_from: where the x axis begins; None: at the first point.
-        scale: of y: ``linear``, ``from 0``, or ``log``, which takes effect where the values differ enough to need it.
+        scale: of y: ``linear``, ``from 0``, or ``log``, which takes effect if the values differ enough.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
@@ -109,7 +109,7 @@ def line_chart(
 
 
 def draw(axes: Axes, line: Series) -> None:
-    """One line, with its points where they are few."""
+    """One line, with its points if they are few."""
     x, y = np.asarray(line.x, dtype=float), np.asarray(line.y, dtype=float)
     if len(x) <= MAX_POINTS:
         style = "o-" if len(x) <= 40 else "-"

@@ -21,7 +21,7 @@ Record = dict[str, Any]
 
 @dataclass
 class Run:
-    """One run's records by kind, in the order of their steps; empty where it has none of a kind."""
+    """One run's records by kind, in the order of their steps; empty if it has none of a kind."""
 
     name: str
     starts: list[Record] = field(default_factory=list)  # of all attempts
@@ -79,7 +79,7 @@ def read_run(folder: Path, name: str = "") -> Run:
         elif kind == "end":
             run.end = record
         elif kind in steps:
-            # A retry goes on in the same file: what it says about a step replaces what the attempt before it said.
+            # A retry appends to the same file: its record of a step replaces that of the attempt before.
             steps[kind][record["step"]] = record
     if not run.starts:
         raise UserError(f"{folder / 'metrics.jsonl'} has no start record: give the folder of a run that began training")
