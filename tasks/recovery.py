@@ -147,7 +147,7 @@ class Sender:
                 continue
             except Exception as error:
                 if not self.told:
-                    print(f"checkpoint {name} could not be sent: {error}; training goes on", flush=True)
+                    print(f"checkpoint {name} could not be sent: {error}; training continues", flush=True)
                 self.told = True
             finally:
                 link.unlink(missing_ok=True)
