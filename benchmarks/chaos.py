@@ -61,7 +61,7 @@ class Row:
     kind: str
     moment: float  # seconds after the start
     seconds_to_end: float  # from the fault to the end of the last process
-    resumed_after: int  # step; 0: the retry began anew
+    resumed_after: int  # step; 0: the retry restarted from scratch
     left: int  # processes that outlived the launcher
     same_model: bool = False
 
@@ -199,7 +199,7 @@ def damage(folder: Path, where: float) -> None:
 
 def described(row: Row) -> str:
     """In a line."""
-    went_on = f"went on after step {row.resumed_after:,}" if row.resumed_after else "began anew"
+    went_on = f"went on after step {row.resumed_after:,}" if row.resumed_after else "restarted from scratch"
     return f"{row.kind} after {row.moment:.1f} s: {went_on}, {'same model' if row.same_model else 'ANOTHER MODEL'}"
 
 

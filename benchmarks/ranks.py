@@ -195,7 +195,7 @@ def step_seconds(ranks: int, computation: float, handling: float, size: int, meg
     handling *= ring_bytes(ranks, size) / ring_bytes(2, size)
     backward = BACKWARD * computation
     best = max(computation + handling, computation - backward + max(backward, sending))
-    # The sum of the losses is waited for in any case.
+    # The sum of the losses is always waited for.
     return best + stages, computation + handling + sending + SMALL_SUMS * stages
 
 

@@ -34,8 +34,8 @@ from tasks.cluster import CALL_SECONDS
 from tasks.command_line import in_panels
 from tasks.pods import FROM_SCRATCH_VARIABLE
 
-AWAY_SECONDS = 600.0  # that it may be away while an execution is waited for
-PAUSE_SECONDS = 15.0  # at most, between two looks at an execution, and at least between two at a training's figures
+AWAY_SECONDS = 600.0  # the longest that it may be unreachable while we wait for an execution
+PAUSE_SECONDS = 15.0  # the most between two looks at an execution, and the least between two at a training's figures
 FILES = {"model_state": "model.pt", "sidecar": "model.json", "report": "report.html", "metrics": "metrics.jsonl"}
 FIGURES = {"loss": "loss {:.4f}", "samples_per_second": "{:,.0f} samples/s", "test_accuracy": "test accuracy {:.2%}"}
 # How a task's error begins where the sentence after it is ours; and what Flyte puts around some of them.
@@ -43,7 +43,7 @@ OURS = re.compile(r"^(?:UserError|UnreachableError|RankError|StoppedError|FlyteR
 
 
 class InSentences(click.Command):
-    """A command whose errors are a sentence each, as those of ``pyflyte`` with our workflows."""
+    """A command whose errors are one sentence each, like those of ``pyflyte`` with our workflows."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Reads the arguments."""
@@ -51,7 +51,7 @@ class InSentences(click.Command):
             return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Does what they say."""
+        """Runs the command."""
         with in_panels(ctx), scoped_grpc_deadline(CALL_SECONDS):
             return super().invoke(ctx)
 
@@ -65,7 +65,7 @@ class InSentences(click.Command):
 @click.option("--project", default="flytesnacks", show_default=True)
 @click.option("--domain", default="development", show_default=True)
 @click.option("--version", help="Of the launch plan; without: the active one, else the newest.")
-@click.option("--overwrite-cache", is_flag=True, help="Train again, from the first step.")
+@click.option("--overwrite-cache", is_flag=True, help="Always retrain, from the first step.")
 @click.option("--no-wait", is_flag=True, help="End when it is launched.")
 @click.option("--download", "folder", type=click.Path(file_okay=False, path_type=Path), help="For model and report.")
 def launch(*, name: str, hp: Hyperparameters | None, config: str, version: str | None, **options: Any) -> None:
@@ -103,7 +103,7 @@ def launch(*, name: str, hp: Hyperparameters | None, config: str, version: str |
 
 
 def configuration(path: str) -> Config:
-    """What a file says of a cluster."""
+    """A cluster's configuration from a file."""
     with suppress(Exception):  # whatever there is in it
         if yaml.safe_load(Path(path).read_text(encoding="utf-8"))["admin"]["endpoint"]:
             return Config.auto(path)
@@ -111,7 +111,7 @@ def configuration(path: str) -> Config:
 
 
 def registered(remote: FlyteRemote, name: str, version: str | None) -> FlyteLaunchPlan:
-    """The launch plan of this version; without one the active, else the newest."""
+    """The launch plan of this version; without a version the active one, else the newest."""
     project, domain = remote.default_project, remote.default_domain
     try:
         active = None if version else remote.fetch_active_launchplan(name=name)
@@ -133,7 +133,7 @@ def registered(remote: FlyteRemote, name: str, version: str | None) -> FlyteLaun
 
 
 def check(plan: FlyteLaunchPlan, hp: Hyperparameters | None, folder: Path | None) -> None:
-    """Refuses what the registered version cannot take or give, before anything is sent."""
+    """Refuses inputs or outputs that the registered version does not have, before anything is sent."""
     what = f"{plan.id.name} of version {plan.id.version}"
     inputs, outputs = plan.interface.inputs, plan.interface.outputs
     if hp is not None and "hp" not in inputs:
@@ -165,7 +165,7 @@ class Watch:
         self.began = self.answered = self.looked = time.monotonic()
 
     def until_done(self) -> None:
-        """Returns at its end; a cluster that is away for some minutes is waited for, too."""
+        """Returns at its end; the cluster may be unreachable for some minutes."""
         while True:
             try:
                 self.execution._closure = self.client.get_execution(self.execution.id).closure
@@ -182,7 +182,7 @@ class Watch:
             time.sleep(min(PAUSE_SECONDS, 1 + (time.monotonic() - self.began) / 30))
 
     def nodes(self, parent: str | None = None) -> Iterator[Any]:
-        """Those that have begun, and those that they have made in turn."""
+        """Yields the nodes that have begun, and those that they have made in turn."""
         for node in iterate_node_executions(self.client, self.execution.id, unique_parent_id=parent):
             if not node.id.node_id.endswith(("start-node", "end-node")):
                 yield node
@@ -190,7 +190,7 @@ class Watch:
                     yield from self.nodes(node.id.node_id)
 
     def show(self, node: Any) -> None:
-        """What is new of a node: each attempt's phase, and figures of a training that goes on."""
+        """Prints what is new of a node: each attempt's phase, and the figures of a running training."""
         name = self.names.get(node.id.node_id, node.id.node_id).rpartition(".")[2]
         for attempt in iterate_task_executions(self.client, node.id):
             name = attempt.id.task_id.name.rpartition(".")[2]
@@ -214,14 +214,14 @@ class Watch:
         return storage.read(given.signed_url[0]).decode()
 
     def tell(self, topic: object, line: str) -> None:
-        """Prints it, if it is not what was printed last on this."""
+        """Prints a line, unless it is the last one printed on this topic."""
         if self.told.get(topic) != line:
             click.echo(f"{time.strftime('%H:%M:%S')} {line}")
         self.told[topic] = line
 
 
 def figures(page: str) -> str:
-    """The last line of metrics that a training's page knows."""
+    """The last record of metrics in a training's page, as text."""
     record = last_record_in(page)
     return ", ".join(
         [f"step {record['step']:,}", *(FIGURES[key].format(record[key]) for key in FIGURES if key in record)]
@@ -229,21 +229,21 @@ def figures(page: str) -> str:
 
 
 def why(execution: FlyteWorkflowExecution) -> str:
-    """Why it has not succeeded."""
+    """Why an execution has not succeeded."""
     phase, closure = WorkflowExecutionPhase.enum_to_string(execution.closure.phase), execution.closure
     cause = closure.abort_metadata.cause if closure.abort_metadata else "no reason is given"
     return f"the execution has {phase}: {sentence(closure.error.message) if closure.error else cause}"
 
 
 def sentence(message: str) -> str:
-    """What a task's error says, without its traceback."""
+    """The message of a task's error, without its traceback."""
     _, mark, said = message.rpartition("\nMessage:\n")
     lines = [line.strip() for line in said.splitlines() if line.strip()] or [message]
     return OURS.sub("", lines[0 if mark else -1]).partition(", cause=")[0]
 
 
 def tell(outputs: dict[str, Any]) -> None:
-    """Prints what was made, and where it is."""
+    """Prints the last accuracy, and the outputs with their addresses."""
     if (accuracies := outputs.get("epoch_accuracies")) and accuracies.collection.literals:
         click.echo(f"test accuracy {accuracies.collection.literals[-1].scalar.primitive.value:.2%}")
     for name in sorted(outputs, key=[*FILES, *sorted(outputs)].index):
@@ -252,7 +252,7 @@ def tell(outputs: dict[str, Any]) -> None:
 
 
 def download(remote: FlyteRemote, outputs: dict[str, Any], folder: Path) -> None:
-    """Brings all files or none, from addresses that the cluster signs, so that nobody needs a key of its store."""
+    """Downloads all files or none, from addresses that the cluster signs: no key of its store is needed."""
     with ExitStack() as files:
         for output, name in FILES.items():
             address = outputs[output].scalar.blob.uri
@@ -267,7 +267,7 @@ def download(remote: FlyteRemote, outputs: dict[str, Any], folder: Path) -> None
 
 
 def fetch(address: str, file: BinaryIO) -> None:
-    """Writes all that is there into a file."""
+    """Downloads an address into a file."""
     file.seek(0)
     file.truncate()
     with storage.open_file(address) as content:
@@ -275,5 +275,7 @@ def fetch(address: str, file: BinaryIO) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # flytekit's own ends the process without a word
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # flytekit's own handler ends the process without a message
     launch()

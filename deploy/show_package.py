@@ -1,4 +1,4 @@
-"""Says what a package would have a cluster do: python deploy/show_package.py PACKAGE.tgz.
+"""Lists what a package would make a cluster do: python deploy/show_package.py PACKAGE.tgz.
 
 It is read from the package itself, which is what a cluster is given; nothing is contacted.
 """

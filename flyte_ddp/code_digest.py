@@ -12,8 +12,7 @@ ARITHMETIC = ("torch", "torchvision")
 def library_digest(root: Path = Path(__file__).parent) -> str:
     """SHA-256, in 16 hexadecimal digits, over the names and contents of all Python files of the library.
 
-    Templates do not count, because they say what a page looks like and not what is computed: nothing is trained again
-    for them.
+    Templates do not count: they change what a page looks like, and no result.
     """
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):

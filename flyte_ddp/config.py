@@ -1,8 +1,8 @@
 """What a training run is asked to do: one flat, frozen, validated dataclass.
 
-Only what can change the result stands here, because every field is part of the cache key; where to log and how much to
-print comes from the environment (:mod:`flyte_ddp.settings`). Nothing heavy is imported: registration, command-line
-parsing and cache hits all pay for what this module loads.
+It holds only what can change the result, because every field is part of the cache key. Other settings come from the
+environment (:mod:`flyte_ddp.settings`). Nothing heavy is imported: registration, command-line parsing and cache hits
+all pay for what this module loads.
 """
 
 # No "from __future__ import annotations" here: flytekit derives the console's form from real types.
@@ -22,29 +22,22 @@ from flyte_ddp import catalog
 from flyte_ddp.errors import UserError, unknown_name
 
 Kind = TypeVar("Kind")
+# Numbers that YAML 1.1, and so flytekit when it reads a YAML file, takes for text: 1e-1, 1.5e3.
+YAML_NUMBER = re.compile(r"[-+]?(\d+e[-+]?\d+|(\d+\.\d*|\.\d+)e\d+)", re.IGNORECASE)
+BOUNDS = {"at_least": operator.ge, "at_most": operator.le, "above": operator.gt, "below": operator.lt}
+TYPES: dict[type, str] = {bool: "true or false", str: "text", int: "a whole number", float: "a finite number"}
 LARGEST_INT = 2**53  # the console's form (protobuf Struct) carries doubles: larger ones would be rounded silently
 
 
-def setting(
-    default: Any,
-    doc: str,
-    *,
-    at_least: Optional[float] = None,
-    at_most: Optional[float] = None,
-    above: Optional[float] = None,
-    below: Optional[float] = None,
-    choices: Optional[tuple[str, ...]] = None,
-) -> Any:
-    """A field with its documentation and its range; ``above`` and ``below`` exclude the bound itself."""
-    if type(default) is int and at_most is None:
-        at_most = LARGEST_INT
-    rules = {"at_least": at_least, "at_most": at_most, "above": above, "below": below}
-    metadata = {"doc": doc, "choices": choices, **{key: value for key, value in rules.items() if value is not None}}
-    return dataclasses.field(default=default, metadata=metadata)
+def setting(default: Any, doc: str, *, choices: Optional[tuple[str, ...]] = None, **bounds: float) -> Any:
+    """A field with its documentation and its range, by the names of ``BOUNDS``."""
+    if type(default) is int:
+        bounds.setdefault("at_most", LARGEST_INT)
+    return dataclasses.field(default=default, metadata={"doc": doc, "choices": choices, **bounds})
 
 
 def names_checked(cls: type[Kind]) -> type[Kind]:
-    """Has the constructor refuse an unknown name as every other way in does, with the nearest one that there is."""
+    """Makes the constructor refuse an unknown name as all other paths do, with the nearest known one."""
     made_by_dataclass = cls.__init__
 
     @functools.wraps(made_by_dataclass)
@@ -69,13 +62,12 @@ class Hyperparameters(DataClassJsonMixin):
     # Data
     dataset: str = setting(
         "digits",
-        "Name of the data set (digits, mnist, fashion_mnist, cifar10), `shards:ADDRESS` of an index, `stream:ADDRESS` "
-        "of one to be read without an order of its own, `image_folder:ADDRESS` of a folder of class/name.jpg, or "
-        "`package.module:callable` for your own.",
+        "Data set: digits, mnist, fashion_mnist, cifar10; `shards:ADDRESS` of an index; `stream:ADDRESS` of an index, "
+        "read in no fixed order; `image_folder:ADDRESS` of class/name.jpg; or your own `package.module:callable`.",
     )
     data_source: str = setting(
         "",
-        "Where the data set's files are: a directory, or a file://, s3:// or https:// mirror; "
+        "Where the data set's files are: a directory, or a file://, s3://, gs://, az:// or https:// mirror; "
         "empty for the usual places (a system copy, then the public address).",
     )
     test_dataset: str = setting(
@@ -84,14 +76,11 @@ class Hyperparameters(DataClassJsonMixin):
         "empty holds out a tenth of the samples, or of a stream's shards.",
     )
     num_classes: int = setting(
-        0,
-        "Classes of a data set of shards whose index does not say how many there are; 0 if it does.",
-        at_least=0,
-        at_most=1_000_000,
+        0, "Classes of shards whose index does not give their number; 0 if it does.", at_least=0, at_most=1_000_000
     )
     shuffle_shards: int = setting(
         16,
-        "Shards from which a batch is drawn, so many at a time over all ranks: more mix better, fewer need less cache.",
+        "Shards from which a batch is drawn, over all ranks: more mix better, fewer need less cache.",
         at_least=1,
         at_most=4096,
     )
@@ -100,8 +89,8 @@ class Hyperparameters(DataClassJsonMixin):
     )
     bad_samples: int = setting(
         0,
-        "Images, on all ranks together, that may be impossible to decode: the next one of the same shard that can be "
-        "takes the place of each. A stream leaves them out, so many for each worker.",
+        "How many images, over all ranks, may be impossible to decode. Each is replaced by the next image of its shard "
+        "that can be decoded. A stream leaves them out, and allows as many for each worker.",
         at_least=0,
     )
     validation_fraction: float = setting(
@@ -112,59 +101,49 @@ class Hyperparameters(DataClassJsonMixin):
     )
     # Model
     model: str = setting(
-        "small_cnn",
-        "small_cnn, tutorial, any classifier of torchvision by name, or `package.module:callable` for your own.",
+        "small_cnn", "small_cnn, tutorial, a torchvision classifier by name, or your own `package.module:callable`."
     )
     image_size: int = setting(
         0,
-        "Side of the square that images are resized to, in pixels; 0 keeps their own size, and means 224 for shards, "
-        "streams and image folders.",
+        "Side in pixels of the square that images are resized to; 0: their own size, or 224 for shards, streams and "
+        "image folders.",
         at_least=0,
         at_most=4096,
     )
     init_from: str = setting(
         "",
         "A file (path or URI) with the weights to start from: a state_dict, or a checkpoint with one under "
-        "`state_dict`, `model_state_dict` or `model`; empty starts from the seed. Tensors that do not fit "
-        "are an error.",
+        "`state_dict`, `model_state_dict` or `model`; all tensors must fit. Empty starts from the seed.",
     )
     init_skip: str = setting(
         "",
-        "Parts of the model that start from the seed, although others start from `init_from`: names of modules or "
-        "tensors, with commas, such as the head for another number of classes (`fc`, `classifier.6`).",
+        "Parts of the model that start from the seed although the rest starts from `init_from`: names of modules or "
+        "tensors, separated by commas, such as the head for another number of classes (`fc`, `classifier.6`).",
     )
     sync_batchnorm: bool = setting(
         True, "BatchNorm normalises by the statistics of the whole batch; false: each rank by those of its own share."
     )
     # Length
     epochs: int = setting(10, "Passes over the training samples.", at_least=1, at_most=100_000)
-    max_steps: int = setting(0, "Stop after so many optimiser steps; 0 sets no such limit.", at_least=0)
+    max_steps: int = setting(0, "Stop after this many optimiser steps; 0 sets no limit.", at_least=0)
     # Batches
     batch_size: int = setting(
-        128,
-        "Samples per optimiser step, over all ranks and accumulation steps together, so that the number of ranks "
-        "changes the speed and not the result.",
-        at_least=1,
-        at_most=1_000_000,
+        128, "Samples per optimiser step, over all ranks and accumulation steps.", at_least=1, at_most=1_000_000
     )
     test_batch_size: int = setting(
         250, "Samples per evaluation batch; each batch is evaluated whole by one rank.", at_least=1, at_most=1_000_000
     )
     accumulation_steps: int = setting(
         1,
-        "Parts into which each batch is cut to save memory; gradients are summed over them before the step.",
+        "Parts of each batch, to save memory; their gradients are summed before the step.",
         at_least=1,
         at_most=100_000,
     )
     # Optimiser
     optimizer: str = setting("sgd", "Optimiser: SGD, Adam, or AdamW.", choices=("sgd", "adam", "adamw"))
-    learning_rate: float = setting(
-        0.1, "Learning rate per optimiser step; the peak, where the schedule has one.", above=0.0, at_most=1_000.0
-    )
+    learning_rate: float = setting(0.1, "Learning rate; the peak, if the schedule has one.", above=0.0, at_most=1_000.0)
     momentum: float = setting(0.9, "Momentum of SGD; the first beta of Adam and AdamW.", at_least=0.0, below=1.0)
-    weight_decay: float = setting(
-        5e-4, "Weight decay: L2 for SGD and Adam, decoupled for AdamW.", at_least=0.0, at_most=1.0
-    )
+    weight_decay: float = setting(5e-4, "L2 for SGD and Adam, decoupled for AdamW.", at_least=0.0, at_most=1.0)
     nesterov: bool = setting(True, "Nesterov momentum; for SGD with momentum above 0.")
     schedule: str = setting(
         "one_cycle",
@@ -173,9 +152,7 @@ class Hyperparameters(DataClassJsonMixin):
         choices=("constant", "cosine", "one_cycle"),
     )
     warmup_steps: int = setting(
-        0,
-        "Optimiser steps of linear warm-up from 0; with one_cycle it replaces the first quarter. 0: no own warm-up.",
-        at_least=0,
+        0, "Optimiser steps of linear warm-up from 0; with one_cycle they replace the first quarter.", at_least=0
     )
     label_smoothing: float = setting(
         0.0, "Share of each training label spread evenly over all classes.", at_least=0.0, below=1.0
@@ -189,19 +166,16 @@ class Hyperparameters(DataClassJsonMixin):
     # Regularisation and selection
     augment: str = setting(
         "none",
-        "Training-time augmentation: none, crop (shifted by up to 1/8 of the side), crop_flip (crop and a mirror "
-        "image half of the time), or, for shards, streams and image folders, resized_crop (a random part at a random "
-        "size, and a mirror image half of the time).",
+        "Training-time augmentation: none, crop (shifted by up to 1/8 of the side), crop_flip (crop, and mirrored half "
+        "of the time), or, for shards, streams and image folders, resized_crop (a random part at a random size, and "
+        "mirrored half of the time).",
         choices=("none", "crop", "crop_flip", "resized_crop"),
     )
     ema_decay: float = setting(
         0.0, "Decay per step of the exponential moving average of the weights; 0 keeps none.", at_least=0.0, below=1.0
     )
     early_stop_patience: int = setting(
-        0,
-        "Stop after so many evaluations without a better validation loss; 0 never stops early. Needs a validation "
-        "split.",
-        at_least=0,
+        0, "Stop after this many evaluations without a better validation loss; 0 never stops early.", at_least=0
     )
     keep: str = setting(
         "last",
@@ -224,20 +198,20 @@ class Hyperparameters(DataClassJsonMixin):
     strategy: str = setting(
         "auto",
         "How gradients are averaged over the ranks: ddp (torch's DistributedDataParallel), hooks (an all-reduce for "
-        "each parameter), shared_memory (CPU ranks of one machine, on Linux), or auto: shared memory where it can be, "
+        "each parameter), shared_memory (CPU ranks of one machine, on Linux), or auto: shared memory if possible, "
         "else ddp.",
         choices=("auto", "ddp", "hooks", "shared_memory"),
     )
     precision: str = setting(
         "auto",
         "fp32; bf16 (autocast); auto takes bf16 on GPUs that have it, and for the two small CNNs on CPUs where it was "
-        "found faster (Intel's with AMX, AMD's of families 25 and 26 with AVX512-BF16); fp64 is for comparisons.",
+        "measured to be faster (Intel's with AMX, AMD's of families 25 and 26 with AVX512-BF16); fp64 for comparisons.",
         choices=("auto", "fp32", "bf16", "fp64"),
     )
     channels_last: str = setting(
         "auto",
-        "Memory order of images and weights: on, off; auto turns it on for the two small CNNs, and on GPUs for "
-        "torchvision's models.",
+        "Memory order of images and weights: on, off, or auto: on for the two small CNNs, and for torchvision's models "
+        "on GPUs.",
         choices=("auto", "on", "off"),
     )
     compile: bool = setting(False, "Compile the model with torch.compile; pays off in long runs of large models only.")
@@ -259,7 +233,7 @@ class Hyperparameters(DataClassJsonMixin):
 
     @classmethod
     def from_dict(cls, kvs: Any, **_: Any) -> "Hyperparameters":
-        """Builds from untrusted key-value pairs, such as decoded JSON; the inherited one would guess and drop."""
+        """Builds from untrusted key-value pairs, such as decoded JSON; the inherited one drops and converts."""
         return cls(**known_fields(kvs))
 
     @classmethod
@@ -269,32 +243,21 @@ class Hyperparameters(DataClassJsonMixin):
             values = json.loads(s)
         except (ValueError, RecursionError) as error:
             raise UserError(f"hyperparameters are not valid JSON: {error}") from None
-        return cls.from_dict(with_yaml_numbers(values))
+        values = known_fields(values)
+        for field in dataclasses.fields(cls):
+            text = values.get(field.name)
+            if field.type in (int, float) and isinstance(text, str) and YAML_NUMBER.fullmatch(text):
+                values[field.name] = float(text)
+        return cls(**values)
 
     @classmethod
     def __pre_deserialize__(cls, values: Any) -> dict[str, Any]:
         """Mashumaro's hook: the only place that sees raw values on a cluster, before they are silently converted."""
-        fields = {field.name: field for field in dataclasses.fields(cls)}
-        return {name: checked(fields[name], value) for name, value in known_fields(values).items()}
-
-
-# What YAML 1.1, and so flytekit where the hyperparameters are in a YAML file, takes for text: 1e-1, 1.5e3.
-YAML_NUMBER = re.compile(r"[-+]?(\d+e[-+]?\d+|(\d+\.\d*|\.\d+)e\d+)", re.IGNORECASE)
-
-
-def with_yaml_numbers(values: Any) -> Any:
-    """The same, with numbers for what is one in YAML 1.2 and in JSON, but not in YAML 1.1; other text stays text."""
-    if not isinstance(values, Mapping):
-        return values
-    numbers = {field.name for field in dataclasses.fields(Hyperparameters) if field.type in (int, float)}
-    return {
-        name: float(value) if name in numbers and isinstance(value, str) and YAML_NUMBER.fullmatch(value) else value
-        for name, value in values.items()
-    }
+        return {**vars(cls.from_dict(values))}
 
 
 def known_fields(values: Any) -> dict[str, Any]:
-    """The mapping itself, if every key is a hyperparameter's name."""
+    """A copy of the mapping; an error if a key is no hyperparameter's name."""
     if not isinstance(values, Mapping):
         raise UserError(f"hyperparameters must be a JSON object, got {shown(values)}")
     names = [field.name for field in dataclasses.fields(Hyperparameters)]
@@ -304,15 +267,11 @@ def known_fields(values: Any) -> dict[str, Any]:
     return dict(values)
 
 
-BOUNDS = {"at_least": operator.ge, "at_most": operator.le, "above": operator.gt, "below": operator.lt}
-TYPES: dict[type, str] = {bool: "true or false", str: "text", int: "a whole number", float: "a finite number"}
-
-
 def checked(field: "dataclasses.Field[Any]", value: Any) -> Any:
     """The value in the field's own type and range.
 
-    A whole number given as ``3.0`` is taken for an int, because the console's form (protobuf Struct) knows doubles
-    only; anything else of another type is refused: text is never parsed, numbers never cut, truth never guessed.
+    A whole number given as ``3.0`` is taken for an int, because the console's form (protobuf Struct) has only doubles.
+    Any other value of another type is refused.
     """
     rule = field.metadata
     kind: Any = field.type
@@ -360,18 +319,18 @@ def check_names(hp: Hyperparameters) -> None:
             raise unknown_name("model", hp.model, [*catalog.MODELS, "package.module:callable"])
 
 
+def check_batch_size(hp: Hyperparameters, num_ranks: int) -> None:
+    """Refuses a batch that does not have a sample for each rank in each of its parts."""
+    if hp.batch_size < num_ranks * hp.accumulation_steps:
+        raise UserError(
+            f"batch_size={hp.batch_size}: must be at least ranks x accumulation_steps = "
+            f"{num_ranks} x {hp.accumulation_steps}; raise batch_size, or lower num_ranks or accumulation_steps"
+        )
+
+
 def check_combinations(hp: Hyperparameters) -> None:
     """Refuses fields that contradict one another."""
-    if hp.batch_size < hp.num_ranks:
-        raise UserError(
-            f"batch_size={hp.batch_size}: must be at least num_ranks={hp.num_ranks}, so that every rank has a sample; "
-            "raise batch_size or lower num_ranks"
-        )
-    if hp.accumulation_steps > 1 and hp.batch_size < hp.accumulation_steps * max(1, hp.num_ranks):
-        raise UserError(
-            f"batch_size={hp.batch_size}: must be at least accumulation_steps x ranks = "
-            f"{hp.accumulation_steps * max(1, hp.num_ranks)}; raise batch_size or lower accumulation_steps"
-        )
+    check_batch_size(hp, max(1, hp.num_ranks))
     encoded = bool(catalog.encoded_kind(hp.dataset))
     if hp.augment in (("crop", "crop_flip") if encoded else ("resized_crop",)):
         fitting = "none or resized_crop" if encoded else "none, crop or crop_flip"
@@ -383,9 +342,8 @@ def check_combinations(hp: Hyperparameters) -> None:
             f"init_skip={hp.init_skip!r}: goes with init_from, which is empty; set that, or leave both empty"
         )
     if hp.early_stop_patience and hp.validation_fraction == 0:
-        raise UserError(
-            f"early_stop_patience={hp.early_stop_patience}: needs a validation split; set validation_fraction above 0"
-        )
+        what = f"early_stop_patience={hp.early_stop_patience}"
+        raise UserError(f"{what}: needs a validation split; set validation_fraction above 0")
     if -1 < hp.grad_clip_norm < 0:
         raise UserError(
             f"grad_clip_norm={hp.grad_clip_norm}: must be above 0, or 0 for no clipping, or -1 for the default"

@@ -15,38 +15,32 @@ LONGEST_MESSAGE = 600  # characters of a rank's message in a panel
 
 
 def from_here(path: Path) -> str:
-    """The path as a person would type it: relative to the working directory where it is below that, else whole."""
+    """The path as a person would type it: relative if it is below the working directory, else whole."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative
 
 
 class UserError(click.ClickException, ValueError):
-    """A mistake that the user can mend: the message names the value, the rule and the fix.
+    """A mistake that the user can fix: the message names the value, the rule and the fix.
 
     It is a ``ValueError`` for callers of the library and a ``ClickException`` for ``pyflyte``, which prints any other
     exception as a traceback and this one as a single panel, with exit status 1.
     """
 
-    def __init__(self, message: str) -> None:
-        super().__init__(message)
-
-    def __reduce__(self) -> tuple[type[UserError], tuple[str]]:
-        return type(self), (self.message,)
-
 
 class UnreachableError(UserError):
-    """Something on another machine cannot be had now: the address is wrong, or the same run may succeed later on."""
+    """Something on another machine cannot be reached: the address is wrong, or the same run may succeed later."""
 
 
 class RankError(click.ClickException, RuntimeError):
-    """A rank failed through no mistake of the user's that we know of; carries what the rank itself reported.
+    """A rank failed, and not by a known mistake of the user; carries what the rank itself reported.
 
-    As text it is all of that. ``pyflyte`` prints a panel of a few lines, which names the file that holds the rest.
+    ``str`` gives all of that. ``pyflyte`` prints a panel of a few lines, which names the file that holds the rest.
 
     Args:
         message: what failed, in a line or two.
         details: a traceback, or where ranks are.
-        recoverable: the same run may well succeed when it is tried again, because what failed was the machine.
+        recoverable: the machine failed, so the same run may succeed when it is tried again.
 
     """
 
@@ -54,13 +48,13 @@ class RankError(click.ClickException, RuntimeError):
         super().__init__(message)
         self.details, self.recoverable = details, recoverable
         self.file: Path | None = None  # with the details
-        self.step: int | None = None  # of the newest checkpoint, 0 without any, None if that is not known
+        self.step: int | None = None  # of the newest checkpoint; 0: there is none; None: not known
 
     def __str__(self) -> str:
         return "\n\n".join(filter(None, (self.message, self.details)))
 
     def format_message(self) -> str:
-        """What a panel says."""
+        """The text of a panel."""
         lines = [self.message if len(self.message) <= LONGEST_MESSAGE else f"{self.message[:LONGEST_MESSAGE]} ..."]
         if self.file is not None:
             lines.append(f"all that it said is in {from_here(self.file)}")
@@ -74,7 +68,7 @@ class StoppedError(click.ClickException, RuntimeError):
 
     Args:
         signal: the name of what told it.
-        step: of the newest checkpoint, 0 without any, None if that is not known.
+        step: of the newest checkpoint; 0: there is none; None: not known.
 
     """
 
@@ -91,26 +85,21 @@ def where_it_goes_on(step: int | None) -> str:
     if step is None:
         return "the same run will go on from its last checkpoint"
     if step == 0:
-        return "the same run will begin anew, as there is no checkpoint yet"
+        return "the same run will restart from scratch, as there is no checkpoint yet"
     return f"the same run will go on after step {step:,}, which is saved"
 
 
 class CollectiveTimeoutError(RuntimeError):
-    """Another rank did not come in time to where all ranks meet."""
+    """Another rank did not take part in a collective operation in time."""
 
 
 class PeerGoneError(RuntimeError):
-    """Another rank has ended: what a rank reports that is not itself the cause."""
+    """Another rank has ended: what a rank reports if it is not the cause itself."""
 
 
 @contextmanager
 def needing(extra: str) -> Iterator[None]:
-    """Goes around imports of what is installed with one of this package's extras.
-
-    Raises:
-        UserError: it is not.
-
-    """
+    """Makes a failed import of what one of this package's extras installs a ``UserError``."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -118,7 +107,7 @@ def needing(extra: str) -> Iterator[None]:
 
 
 def how_to_install(extra: str) -> str:
-    """The advice where one of this package's extras is missing."""
+    """The advice if one of this package's extras is missing."""
     return f"it comes with the extra {extra!r}; in the folder of flyte-ddp: uv pip install -e '.[{extra}]'"
 
 
@@ -128,7 +117,5 @@ def unknown_name(kind: str, name: str, choices: Iterable[str]) -> UserError:
     near = difflib.get_close_matches(name, names, n=6, cutoff=0.5)
     hint = f"did you mean {near[0]!r}? " if near else ""
     if len(names) > LONGEST_LIST:
-        shown = [*(near or names[:6]), f"... ({len(names)} in all, listed in docs/hyperparameters.md)"]
-    else:
-        shown = names
-    return UserError(f"unknown {kind} {name!r}: {hint}choose one of {', '.join(shown)}")
+        names = [*(near or names[:6]), f"... ({len(names)} in all, listed in docs/hyperparameters.md)"]
+    return UserError(f"unknown {kind} {name!r}: {hint}choose one of {', '.join(names)}")

@@ -1,4 +1,4 @@
-"""What is said of a run that did not come to its end: where it will go on, and where the rest of it is written."""
+"""What the error of a failed run says: from which step the run will go on, and which file holds the details."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ from flyte_ddp.run_folder import TRACEBACK, UNFINISHED
 
 
 def explain(error: BaseException, run_folder: Path) -> None:
-    """Adds to an error what a person needs next; one that has it stays as it is.
-
-    That is the step after which the run will go on, also where Ctrl-C has ended it, and a file with all that the rank
-    said which failed.
-    """
+    """Adds to an error, unless it has them, the step after which the run will go on, and a file with all details."""
     if isinstance(error, RankError):
         error.step = newest_step(run_folder)
         if error.file is None:
@@ -40,6 +36,6 @@ def written(error: RankError, path: Path) -> Path | None:
     try:
         path.write_text(f"{text}\n", encoding="utf-8", errors="backslashreplace")
     except OSError as reason:
-        print(f"{path}: {reason.strerror}, so here is what it was to hold\n{text}", file=sys.stderr, flush=True)
+        print(f"{path}: {reason.strerror}, so its text follows here\n{text}", file=sys.stderr, flush=True)
         return None
     return path

@@ -17,15 +17,11 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @contextmanager
 def replacing(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
-    """A new file that takes the place of ``path`` when the block ends well, and of which nothing stays when it doesn't.
+    """A new file that replaces ``path`` if the block succeeds, and is removed if it does not.
 
-    Readers see the old file or the new one; if it is ``durable``, also after a power cut. Folders above ``path`` are
-    made.
-
-    Raises:
-        UserError: the disk is full, or the folder cannot be written to. The block's own ``OSError`` counts as such a
-            failure to write, so a block that also reads turns the errors of reading into others.
-
+    Readers see the old file or the new one; if it is ``durable``, also after a power cut. Missing folders are made. An
+    ``OSError`` in the block is taken for a failure to write and becomes a ``UserError``, so a block that also reads
+    must turn errors of reading into others.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -40,7 +36,7 @@ def replacing(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
             temporary.unlink(missing_ok=True)
             raise
     except (OSError, RuntimeError) as error:
-        # Where a write fails, torch.save may end with an error about the position, after the one that says why.
+        # If a write fails, torch.save may end with an error about the position, after the one that says why.
         reason = error if isinstance(error, OSError) else error.__context__
         if not isinstance(reason, OSError):
             raise
@@ -49,7 +45,7 @@ def replacing(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
 
 
 class HashingFile:
-    """A file that takes the SHA-256 of what is written to it.
+    """A file that computes the SHA-256 of what is written to it.
 
     It has no ``fileno``, so torch writes through Python, where a full disk is an ``OSError``.
     """
@@ -69,7 +65,7 @@ class HashingFile:
 
 
 def sync(file: IO[Any]) -> None:
-    """Puts what was written so far on the disk, so that a full disk shows now, and a power cut leaves it there."""
+    """Puts what was written so far on the disk: a full disk is an error now, and a power cut loses nothing of it."""
     file.flush()
     os.fsync(file.fileno())
 

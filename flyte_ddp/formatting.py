@@ -1,4 +1,4 @@
-"""Figures as people read them; None, where there is no figure, is ``n/a``."""
+"""Figures as people read them; None, for no figure, is ``n/a``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def number(value: float | None, form: str = ".4f") -> str:
 
 
 def counted(count: int | None, noun: str, rest: str = "") -> str:
-    """A count with its noun, such as ``2 threads``; nothing where there is no count."""
+    """A count with its noun, such as ``2 threads``; empty if there is no count."""
     return "" if count is None else f"{count:,} {noun}{'' if count == 1 else 's'}{rest}"
 
 

@@ -1,5 +1,6 @@
-"""What a run gets from the machine: every ``auto`` of the hyperparameters is decided here, and never by a timing,
-because a timing would make results unrepeatable.
+"""What a run gets from the machine: every ``auto`` of the hyperparameters is decided here.
+
+Timings decide nothing: they would make results unrepeatable.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flyte_ddp import catalog
-from flyte_ddp.config import Hyperparameters
+from flyte_ddp.config import Hyperparameters, check_batch_size
 from flyte_ddp.cpu import Bf16, read_cpu
 from flyte_ddp.errors import UserError
 from flyte_ddp.identity import REQUESTED_GPUS
@@ -38,14 +39,13 @@ def cores() -> int:
 
 
 def cgroup_quota(root: Path = Path("/sys/fs/cgroup")) -> float:
-    """CPU quota of the cgroup in cores, rounded as the kernel states it; infinite (a large number) without one."""
+    """CPU quota of the cgroup in cores, at least 1; infinite (a large number) without one."""
     unlimited = 1e6
     try:
         quota, period = (root / "cpu.max").read_text().split()
     except (OSError, ValueError):
         try:
-            quota = (root / "cpu/cpu.cfs_quota_us").read_text().strip()
-            period = (root / "cpu/cpu.cfs_period_us").read_text().strip()
+            quota, period = ((root / f"cpu/cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
         except OSError:
             return unlimited
     if quota in ("max", "-1"):
@@ -54,7 +54,7 @@ def cgroup_quota(root: Path = Path("/sys/fs/cgroup")) -> float:
 
 
 def visible_gpus(devices: Path = Path("/dev")) -> int:
-    """GPUs that torch sees; where the machine has no such device, the answer does not take an import of torch."""
+    """GPUs that torch sees; torch is imported only if the machine has such a device."""
     if not any((devices / name).exists() for name in ("nvidiactl", "nvidia0", "kfd", "dxg")):
         return 0
     import torch
@@ -72,47 +72,35 @@ def bf16_support(device_type: str) -> Bf16:
 
 
 def detect(hp: Hyperparameters) -> Hardware:
-    """Decides ranks, device, backend, precision, memory order and threads.
+    """Decides ranks, device, backend, precision, memory order and threads, on this machine.
 
-    Raises:
-        UserError: hyperparameters that this machine cannot serve, or a pod whose visible GPUs are not those requested.
-
+    UserError if it cannot serve the hyperparameters, or if a pod's visible GPUs are not those requested.
     """
     gpus = visible_gpus()
     check_expected_gpus(gpus)
-    backend = hp.backend if hp.backend != "auto" else ("nccl" if gpus else "gloo")
-    if backend == "nccl":
-        if gpus == 0:
-            raise UserError("backend='nccl': needs GPUs and none is visible; use backend='gloo' or 'auto'")
-        if hp.num_ranks > gpus:
-            raise UserError(
-                f"num_ranks={hp.num_ranks}: only {gpus} GPU(s) visible and each rank needs one; "
-                f"set num_ranks to at most {gpus}, or 0 for all of them"
-            )
-    device_type = "cuda" if backend == "nccl" else "cpu"
+    device_type = choose_device(hp, gpus, "this process sees")
     num_ranks = hp.num_ranks or (gpus if device_type == "cuda" else min(cores(), MOST_CPU_RANKS, hp.batch_size))
     return decide(hp, device_type, num_ranks, threads=max(1, cores() // num_ranks), bf16=bf16_support(device_type))
 
 
-def decide(hp: Hyperparameters, device_type: str, num_ranks: int, *, threads: int, bf16: Bf16) -> Hardware:
-    """Decides what else there is to decide for so many ranks, wherever they are.
-
-    Args:
-        device_type: cuda or cpu.
-        threads: of each rank.
-        bf16: what it is worth on their devices.
-
-    Raises:
-        UserError: hyperparameters that these ranks cannot serve.
-
-    """
-    if hp.batch_size < num_ranks * hp.accumulation_steps:
+def choose_device(hp: Hyperparameters, gpus: int, who_has: str, other_fix: str = "") -> str:
+    """The ranks' type of device, cuda or cpu; UserError if there are too few GPUs."""
+    if hp.backend == "nccl" and not gpus:
+        raise UserError(f"backend='nccl': {who_has} no GPU; use backend='gloo' or 'auto'{other_fix}")
+    device_type = "cuda" if gpus and hp.backend != "gloo" else "cpu"
+    if device_type == "cuda" and hp.num_ranks > gpus:
         raise UserError(
-            f"batch_size={hp.batch_size}: must be at least ranks x accumulation_steps = "
-            f"{num_ranks} x {hp.accumulation_steps}; raise batch_size or set num_ranks"
+            f"num_ranks={hp.num_ranks}: {who_has} {gpus} GPU(s) and each rank needs one; "
+            f"set num_ranks to at most {gpus}, or 0 for all of them{other_fix}"
         )
+    return device_type
+
+
+def decide(hp: Hyperparameters, device_type: str, num_ranks: int, *, threads: int, bf16: Bf16) -> Hardware:
+    """Decides the rest for ranks of a number, device type and threads; UserError if they cannot serve."""
+    check_batch_size(hp, num_ranks)
     small = hp.model in catalog.SMALL_MODELS
-    # A user's own may rely on the usual order: `x.view(len(x), -1)` of a convolution's output fails in the other one.
+    # A user's own model may rely on the usual order: `x.view(len(x), -1)` after a convolution fails in the other one.
     gains_by_order = device_type == "cuda" and hp.model in catalog.TORCHVISION_MODELS
     return Hardware(
         num_ranks=num_ranks,
@@ -125,16 +113,13 @@ def decide(hp: Hyperparameters, device_type: str, num_ranks: int, *, threads: in
     )
 
 
-def check_requested(hp: Hyperparameters, nodes: int = 1, ranks: int = 0, room: int = 0) -> None:
-    """Refuses, before a pod with GPUs starts, what the pods that will be asked for cannot serve; outside pods nothing.
+def check_requested(hp: Hyperparameters, nodes: int = 1, ranks: int = 0, capacity: int = 0) -> None:
+    """Refuses, before a pod with GPUs starts, what the requested pods cannot serve; outside pods does nothing.
 
     Args:
-        nodes: pods of the profile's size that the ranks will be spread over, at most.
-        ranks: how many the engine starts, at most, which ``num_ranks`` may only repeat; 0: as many as that says.
-        room: the most ranks that there can be without GPUs; 0: any number.
-
-    Raises:
-        UserError: with what they will have.
+        nodes: the most pods of the profile's size that the ranks will be spread over.
+        ranks: the most that the engine starts, which ``num_ranks`` may only repeat; 0: as many as that says.
+        capacity: the most ranks that there can be without GPUs; 0: any number.
 
     """
     requested = os.environ.get(REQUESTED_GPUS)
@@ -142,30 +127,23 @@ def check_requested(hp: Hyperparameters, nodes: int = 1, ranks: int = 0, room: i
         return
     gpus = nodes * int(requested)
     who = "the training pod requests" if nodes == 1 else f"the {nodes} training pods request"
-    if hp.backend == "nccl" and not gpus:
-        raise UserError(f"backend='nccl': {who} no GPU; use backend='gloo' or 'auto', or register with another profile")
-    device_type = "cuda" if gpus and hp.backend != "gloo" else "cpu"
-    if device_type == "cuda" and hp.num_ranks > gpus:
-        raise UserError(
-            f"num_ranks={hp.num_ranks}: {who} {gpus} GPU(s) and each rank needs one; "
-            f"set num_ranks to at most {gpus}, or 0 for all of them, or register with a larger profile"
-        )
+    device_type = choose_device(hp, gpus, who, other_fix=", or register with another profile")
     if ranks and hp.num_ranks not in (0, ranks):
         raise UserError(
             f"num_ranks={hp.num_ranks}: {who} {ranks} worker(s) of Elastic, each a rank; set num_ranks to {ranks}, or "
             "0, or register with another number of nodes (FLYTE_DDP_NODES) or another profile"
         )
-    if device_type == "cpu" and 0 < room < hp.num_ranks:
+    if device_type == "cpu" and 0 < capacity < hp.num_ranks:
         raise UserError(
-            f"num_ranks={hp.num_ranks}: {who} room for {room} rank(s) without GPUs; set num_ranks to at most {room}, "
-            "or 0, or register with more nodes (FLYTE_DDP_NODES) or a larger profile"
+            f"num_ranks={hp.num_ranks}: {who} capacity for {capacity} rank(s) without GPUs; set num_ranks to at most "
+            f"{capacity}, or 0, or register with more nodes (FLYTE_DDP_NODES) or a larger profile"
         )
     ranks = ranks or hp.num_ranks or (gpus if device_type == "cuda" else 1)
     decide(hp, device_type, ranks, threads=1, bf16=Bf16.FASTER)  # what bf16 is worth is known there only
 
 
 def precision(hp: Hyperparameters, device_type: str, *, small: bool, bf16: Bf16) -> str:
-    """The arithmetic of training; ``auto`` takes bf16 where it pays, on CPUs for the two small CNNs only."""
+    """The arithmetic of training; ``auto`` takes bf16 if it is faster, on CPUs for the two small CNNs only."""
     if hp.precision in ("fp32", "fp64"):
         return hp.precision
     if hp.precision == "auto":
@@ -179,7 +157,7 @@ def precision(hp: Hyperparameters, device_type: str, *, small: bool, bf16: Bf16)
 
 
 def strategy(hp: Hyperparameters, device_type: str) -> str:
-    """How gradients are averaged: in shared memory where the ranks are CPU processes (of this machine)."""
+    """How gradients are averaged: in shared memory if the ranks are CPU processes (of this machine)."""
     possible = device_type == "cpu" and sys.platform == "linux"
     if hp.strategy == "shared_memory" and not possible:
         raise UserError(
@@ -195,5 +173,5 @@ def check_expected_gpus(visible: int) -> None:
     if expected is not None and int(expected) != visible:
         raise UserError(
             f"{visible} GPU(s) visible but {expected} requested for this task ({REQUESTED_GPUS}={expected}): "
-            "register with the resource profile that fits the nodes, or mend the node's GPU driver"
+            "register with the resource profile that fits the nodes, or fix the node's GPU driver"
         )

@@ -20,9 +20,6 @@ def run_name(hp: Hyperparameters, data_fingerprint: str, trigger: str = "") -> s
         data_fingerprint: from ``flyte_ddp.datasets.fingerprint``.
         trigger: any text that makes an otherwise equal run another one, such as a schedule's kickoff time.
 
-    Raises:
-        UserError: there is no such model code, or no such initial weights.
-
     """
     parts = (
         hp.to_json(),
@@ -38,7 +35,7 @@ def run_name(hp: Hyperparameters, data_fingerprint: str, trigger: str = "") -> s
 
 
 def short_name(dataset: str) -> str:
-    """A data set's name as part of a folder's: of an address its kind and its last part."""
+    """A data set's name as part of a folder's name: of an address only its kind and its last part."""
     kind, _, address = dataset.partition(":")
     if not catalog.encoded_kind(dataset):
         return dataset.replace(":", ".")
@@ -47,11 +44,7 @@ def short_name(dataset: str) -> str:
 
 
 def check_known_image_size(hp: Hyperparameters) -> None:
-    """Refuses, before any data is fetched, a model that cannot take the data set's images, where both are known.
-
-    Raises:
-        UserError: with the sizes that the model can take.
-    """
+    """Refuses, before any data is fetched, a model that cannot take the data set's images, if both are known."""
     encoded = catalog.ENCODED_SIDE if catalog.encoded_kind(hp.dataset) else 0
     side = hp.image_size or catalog.DATASETS.get(hp.dataset, encoded)
     if side:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from flyte_ddp.errors import UserError
@@ -28,10 +28,12 @@ class JsonLines:
         self._path = path
         try:
             # Without a buffer every record is with the operating system, and so with readers, at once.
-            self._file = path.open("ab", buffering=0)
+            self._file = path.open("a+b", buffering=0)
             # A writer that was killed may have left half a line, which must not swallow the next record.
-            if self._file.tell() and last_byte(path) != b"\n":
-                self._append(b"\n")
+            if self.size():
+                self._file.seek(-1, os.SEEK_END)
+                if self._file.read(1) != b"\n":
+                    self._append(b"\n")
         except OSError as error:
             raise self._failure(error) from error
 
@@ -61,16 +63,12 @@ class JsonLines:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of a file; see :func:`parsed`.
-
-    Raises:
-        UserError: the file cannot be read.
-    """
+    """The records of a file, see :func:`parsed`; UserError if it cannot be read."""
     try:
         return [*parsed(path.read_bytes().splitlines())]
     except OSError as error:
@@ -78,18 +76,11 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def parsed(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    """The records in these lines, without what is none: half a line, of a writer that was killed."""
+    """The records in these lines. What is none, such as half a line of a writer that was killed, is left out."""
     for line in lines:
         with suppress(ValueError):
             if isinstance(record := json.loads(line), dict):
                 yield record
-
-
-def last_byte(path: Path) -> bytes:
-    """Of a file that is not empty."""
-    with path.open("rb") as file:
-        file.seek(-1, 2)
-        return file.read(1)
 
 
 def finite(value: Any) -> Any:

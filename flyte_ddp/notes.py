@@ -1,4 +1,4 @@
-"""What a run's report says of its own result: what it depends on, and that the run was cut off."""
+"""Notes in a run's report: what its result depends on, and that the run was cut off."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ def notes(job: Job, state: TrainingState, arithmetic: Arithmetic) -> list[str]:
     said = [note] if (note := seeded(job, state)) else []
     reasons = []
     if state.this_pass.draws:
-        reasons.append("The model draws random numbers otherwise than by torch's dropout layers")
+        reasons.append("The model draws random numbers outside torch's dropout layers")
     if separate:
         why = "" if job.hp.sync_batchnorm else " (sync_batchnorm is false)"
         reasons.append(f"BatchNorm used the statistics of each rank's own share{why}")
-    said += [f"{reason}: on another number of ranks the result would be another." for reason in reasons]
+    said += [f"{reason}: another number of ranks would give another result." for reason in reasons]
     if changing := state.buffers.changing:
         said.append(
-            f"The model changes {few(changing)} in its forward passes, and those of rank 0 counted: on another number "
-            "of ranks the result may be another."
+            f"The model changes {few(changing)} in its forward passes, and those of rank 0 counted: another number of "
+            "ranks may give another result."
         )
     if unsaved := {*changing} - state.model.state_dict().keys() - state.buffers.shapes.keys():
         said.append(f"Its state_dict lacks {few(unsaved)}: evaluations had what a new model has, if it has that.")
@@ -49,16 +49,14 @@ def notes(job: Job, state: TrainingState, arithmetic: Arithmetic) -> list[str]:
 
 
 def how_exactly(job: Job, state: TrainingState, arithmetic: Arithmetic, *, separate: bool) -> str:
-    """In how far a run that went on from a checkpoint is like one that was not cut off.
+    """How like a run that was not cut off one is that went on from a checkpoint.
 
-    Args:
-        separate: BatchNorm has statistics of each rank's own.
-
+    ``separate``: BatchNorm has statistics of each rank's own.
     """
     assert job.checkpoint is not None
     differences = []
     if encoded_kind(job.hp.dataset) == "stream":
-        differences.append("but for the stream, which began anew")
+        differences.append("but for the stream, which restarted from scratch")
     if separate and world_size() > 1:
         differences.append("but for the statistics of BatchNorm, of which rank 0's were saved")
     if state.buffers.late or state.buffers.attributes:
@@ -75,16 +73,16 @@ def how_exactly(job: Job, state: TrainingState, arithmetic: Arithmetic, *, separ
 
 
 def seeded(job: Job, state: TrainingState) -> str:
-    """Which tensors did not start from ``init_from``; empty if all did, or there is none."""
+    """Which tensors did not start from ``init_from``; empty if all did, or if there is none."""
     names = left_out(state.model.state_dict(), job.hp.init_skip)
     return f"From the seed, and not from init_from, began (init_skip): {', '.join(names)}." if names else ""
 
 
 def not_in_the_key(state: TrainingState) -> str:
-    """Which of the user's own files the model uses although nothing sees that beforehand; empty if there are none."""
+    """Which of the user's own files the model uses although the cache key does not cover them; empty if none."""
     if not state.files_not_seen:
         return ""
     return (
         f"The model uses {few(state.files_not_seen)}, which the cache key does not cover: a change there is not "
-        "noticed. Import it by its name at the top of a module, from where Python finds it by itself."
+        "noticed. Import it by its name at the top of a module, from a folder on Python's own path."
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import threading
 import time
@@ -13,13 +12,11 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps [{elapsed}<{remaining}{postfix}]"
-
-
 MODES = ("auto", "bar", "lines", "off")
 
 
 class Progress:
-    """Says how far work has come.
+    """Shows how far work has come.
 
     Args:
         mode: bar, lines, off, or auto (a bar if the stream is a terminal, else lines).
@@ -37,7 +34,7 @@ class Progress:
 
     @contextmanager
     def track(self, label: str, total: int | None, unit: str) -> Iterator[Callable[[int], object]]:
-        """Gives the function to call with each further number of ``unit`` done; ``total`` is None where unknown."""
+        """Yields the function to call with each further number of ``unit`` done; ``total`` is None if it is unknown."""
         if self._mode == "bar":
             with tqdm(total=total, desc=label, unit=unit, unit_scale=unit == "B", file=self._stream) as bar:
                 yield bar.update
@@ -47,7 +44,7 @@ class Progress:
             yield lambda _: None
 
     def note(self, text: str) -> None:
-        """Says something on a line of its own."""
+        """Shows a text on a line of its own."""
         with self._while_somebody_reads():
             if self._mode == "bar":
                 tqdm.write(text, file=self._stream)
@@ -67,27 +64,6 @@ def size(number: int) -> str:
     return f"{tqdm.format_sizeof(number)}B"
 
 
-class Schedule:
-    """Points that space out: the first at once, then whenever the position has grown by a factor.
-
-    Args:
-        growth: from one point to the next, so that n points reach as far as ``growth ** n``.
-        minimum: least distance between points, which is what counts at the beginning.
-    """
-
-    def __init__(self, *, growth: float, minimum: float) -> None:
-        self._growth, self._minimum = growth, minimum
-        self._next = -math.inf
-
-    def due(self, position: float) -> bool:
-        """Whether the next point is reached."""
-        return position >= self._next
-
-    def mark(self, position: float) -> None:
-        """Notes that this was one."""
-        self._next = max(position * self._growth, position + self._minimum)
-
-
 class TrainingProgress(Progress):
     """Shows steps and evaluations of a run.
 
@@ -98,7 +74,7 @@ class TrainingProgress(Progress):
         clock: seconds, from any origin.
 
     Lines come at once, every two seconds, and then whenever the time has grown by 30 %: 12 in a minute, 28 in an hour.
-    Every evaluation has a line up to the 20th, of later ones those whose number has grown by 5 %, and the last.
+    Each evaluation has a line.
     """
 
     def __init__(
@@ -115,15 +91,11 @@ class TrainingProgress(Progress):
         self._epochs = -(-total_steps // steps_per_epoch)
         self._clock = clock
         self._start = clock()
-        self._first: tuple[float, int] | None = None  # when and at which step the first report came
+        self._next = 0.0  # when the next step is shown, in seconds from the start
+        self._first: tuple[float, int] | None = None  # when and at which step the first line came
         self._last_step = 0
         self._values: dict[str, str] = {}
-        bar = self._mode == "bar"
-        self._updates = Schedule(growth=1.0, minimum=0.1) if bar else Schedule(growth=1.3, minimum=2.0)
-        self._evaluations = Schedule(growth=1.05, minimum=1.0)
-        self._evaluated = 0
-        self._untold = ""  # the last evaluation, where it was left out
-        if bar:
+        if self._mode == "bar":
             with self._while_somebody_reads():
                 self._bar = tqdm(
                     total=total_steps, desc=self._epoch(0), bar_format=BAR, file=self._stream, mininterval=0
@@ -131,7 +103,7 @@ class TrainingProgress(Progress):
 
     def due(self) -> bool:
         """Whether :meth:`step` would show something now: only then is a loss worth fetching from a device."""
-        return self._mode != "off" and self._updates.due(self._elapsed())
+        return self._mode != "off" and self._elapsed() >= self._next
 
     def step(self, epoch: int, step: int, loss: float | None, samples_per_second: float | None) -> None:
         """Takes in a finished step, and shows it if that is due.
@@ -139,7 +111,7 @@ class TrainingProgress(Progress):
         Args:
             epoch: counted from 0.
             step: steps done so far, over all epochs.
-            loss: None where it is not known, which leaves the last one standing; ``samples_per_second`` likewise.
+            loss: None if it is not known: the last one is shown again; ``samples_per_second`` likewise.
             samples_per_second: of all ranks together.
         """
         self._last_step = step
@@ -150,40 +122,30 @@ class TrainingProgress(Progress):
         if not self.due():
             return
         now = self._elapsed()
-        self._updates.mark(now)
         if self._mode == "bar":
+            self._next = now + 0.1
             with self._while_somebody_reads():
                 self._bar.set_description_str(self._epoch(epoch), refresh=False)
                 self._move_bar()
             return
+        self._next = max(1.3 * now, now + 2.0)
         self._first = self._first or (now, step)
         parts = [f"{self._epoch(epoch)}, step {step:,}/{self._total_steps:,}", *self._values.values()]
         self.note(", ".join([*parts, f"{tqdm.format_interval(round(now))} elapsed", *self._remaining(now, step)]))
 
     def evaluation(self, record: Mapping[str, Any]) -> None:
-        """Takes in an evaluation record of metrics.jsonl (its ``epoch``: epochs done so far), and shows it if due."""
-        self._evaluated += 1
+        """Shows an evaluation record of metrics.jsonl (its ``epoch``: epochs done so far)."""
         self._last_step = record["step"]
         results = [
             f"{split} accuracy {100 * record[f'{split}_accuracy']:.2f} % (loss {record[f'{split}_loss']:.4f})"
             for split in ("validation", "test")
             if f"{split}_accuracy" in record
         ]
-        line = (
-            f"{self._epoch(record['epoch'] - 1)}, step {record['step']:,}/{self._total_steps:,}: {', '.join(results)}"
-        )
-        if self._evaluations.due(self._evaluated):
-            self._evaluations.mark(self._evaluated)
-            self.note(line)
-            self._untold = ""
-        else:
-            self._untold = line
+        epoch = self._epoch(record["epoch"] - 1)
+        self.note(f"{epoch}, step {record['step']:,}/{self._total_steps:,}: {', '.join(results)}")
 
     def close(self) -> None:
-        """Shows the last evaluation, if it was left out, and leaves the terminal in order; may be called twice."""
-        if self._untold:
-            self.note(self._untold)
-            self._untold = ""
+        """Leaves the terminal in order; may be called twice."""
         if self._mode == "bar":
             with self._while_somebody_reads():
                 self._move_bar()
@@ -196,7 +158,7 @@ class TrainingProgress(Progress):
         return f"epoch {epoch + 1}/{self._epochs}"
 
     def _remaining(self, now: float, step: int) -> list[str]:
-        # From the first report on, so that start-up and the steps before a resume don't count.
+        # From the first line on, so that start-up and the steps before a resume don't count.
         began, first_step = self._first or (now, step)
         if step == first_step:
             return []

@@ -26,11 +26,11 @@ def copied(run_folder: Path, address: str, *, goes_on: bool, name: str = "") -> 
     Args:
         address: of a folder, in which one is made with the run's name: a path, s3://, gs:// or az://; empty: nothing
             is copied.
-        goes_on: the run does, maybe on another host: it begins with the events that were copied there.
+        goes_on: the run continues, maybe on another host: it begins with the events that were copied there.
         name: of the run; empty: that of the folder.
 
     Raises:
-        UserError: nothing can be written there. Where that happens later, it is said, and tried again.
+        UserError: nothing can be written there. If that happens later, it is printed, and tried again.
     """
     if not address:
         yield
@@ -59,15 +59,7 @@ def copied(run_folder: Path, address: str, *, goes_on: bool, name: str = "") -> 
 
 
 class Copy:
-    """Of a folder.
-
-    Args:
-        folder: what is copied.
-        address: to where.
-
-    Raises:
-        UserError: an address of no known kind, or of the run's own folder.
-    """
+    """Copies a folder to an address, which may not be the run's own folder."""
 
     def __init__(self, folder: Path, address: str) -> None:
         self.folder, self.address = folder, address
@@ -78,7 +70,7 @@ class Copy:
         self.failure = ""  # of the last look
 
     def begin(self, *, goes_on: bool) -> None:
-        """Has the events of a run that goes on come from there, and writes them, which shows that it can be done."""
+        """Fetches the events of a run that goes on, and writes them, which shows that the address can be written to."""
         here, there = self.folder / EVENTS, storage.join(self.address, EVENTS)
         if goes_on and not here.exists():
             with suppress(storage.MissingError):
@@ -89,7 +81,7 @@ class Copy:
         storage.retried(there, lambda _: storage.put(there, content))
 
     def follow(self, over: threading.Event) -> None:
-        """Copies what comes until it is over, and then what is left; a failure is said when it is a new one."""
+        """Copies what comes until it is over, and then what is left; prints a failure when it is a new one."""
         while True:
             last = over.is_set()
             began = time.monotonic()
@@ -101,7 +93,7 @@ class Copy:
             over.wait(max(LOOK_SECONDS, (time.monotonic() - began) / LARGEST_SHARE))
 
     def copy_new(self) -> str:
-        """Copies what has changed; the first of what could not be copied, in words."""
+        """Copies what has changed; returns the first failure, empty if there was none."""
         failure = ""
         for path in sorted(self.folder.rglob("*")):
             if path.name.startswith(".") or not path.is_file():
@@ -112,8 +104,7 @@ class Copy:
                 continue
             try:
                 storage.put(storage.join(self.address, name), path.read_bytes())
+                self.done[name] = mark
             except Exception as error:  # the thread is to go on with the others
                 failure = failure or f"{name} ({type(error).__name__}: {error})"
-            else:
-                self.done[name] = mark
         return failure

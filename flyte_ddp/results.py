@@ -23,7 +23,6 @@ from flyte_ddp.json_lines import JsonLines, finite
 FOLDER = "results"  # in the run folder
 EVENTS = "events.jsonl"  # in that
 KINDS = ("result", "event")
-GIVEN = ("rank", "time")  # of each event
 Deliver = Callable[..., None]  # (kind, **values)
 
 _delivery: tuple[int, int, Deliver] | None = None  # process, rank, and how
@@ -57,7 +56,7 @@ def event(**values: Any) -> None:
     Raises:
         UserError: values that JSON does not know, or that are given.
     """
-    if taken := [name for name in GIVEN if name in values]:
+    if taken := [name for name in ("rank", "time") if name in values]:
         raise UserError(f"event: {' and '.join(taken)} is given to each event; choose another name")
     record = finite(values)
     try:
@@ -91,36 +90,32 @@ def delivered_by(deliver: Deliver, rank: int) -> Iterator[None]:
         _delivery = None
 
 
-class Keeper:
-    """Puts what was handed in into a run folder. Where it cannot, it says so once, and training goes on."""
+class ResultWriter:
+    """Writes what was handed in into a run folder. If it cannot, it prints that once, and training continues."""
 
     def __init__(self, run_folder: Path) -> None:
         self.folder = run_folder / FOLDER
-        self.keeping = threading.Lock()
+        self.lock = threading.Lock()
         self.failed = False
 
-    def keep(self, kind: str, **values: Any) -> None:
-        """Keeps one of them."""
+    def write(self, kind: str, **values: Any) -> None:
+        """Writes a file or an event, from any thread."""
         try:
-            with self.keeping:
-                self.keep_event(**values) if kind == "event" else self.keep_result(**values)
+            with self.lock:
+                self.write_event(**values) if kind == "event" else self.write_file(**values)
         except (UserError, OSError) as error:
             if not self.failed:
-                print(f"{error}; training goes on without it", file=sys.stderr, flush=True)
+                print(f"{error}; training continues without it", file=sys.stderr, flush=True)
             self.failed = True
 
-    def keep_event(self, record: dict[str, Any]) -> None:
-        """Appends it."""
+    def write_event(self, record: dict[str, Any]) -> None:
+        """Appends a line to the events."""
         self.folder.mkdir(exist_ok=True)
         with JsonLines(self.folder / EVENTS) as events:
             events.write(record)
 
-    def keep_result(self, name: str, content: bytes) -> None:
-        """Writes it.
-
-        Raises:
-            UserError: a name that leads elsewhere, or the file cannot be written.
-        """
+    def write_file(self, name: str, content: bytes) -> None:
+        """Writes a file; a name that leads elsewhere is refused."""
         check(name)  # once more: this may be another host
         path = self.folder / name
         if not path.resolve().is_relative_to(self.folder.resolve()):

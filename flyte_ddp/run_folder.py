@@ -1,56 +1,30 @@
-"""A run's folder: what a finished run leaves in it, and ``unfinished/``, where one writes until it is finished.
+"""A run's folder: what a finished run leaves in it, and ``unfinished/``, where a run writes until it is finished.
 
-So what is beside ``unfinished/`` is always of one run that came to its end, also while the same run is made anew, and
-whatever ends that.
+So all that is beside ``unfinished/`` comes from one finished run, also while the same run is made again, and however
+that ends.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from flyte_ddp import checkpoint, results
-from flyte_ddp.errors import UserError
-from flyte_ddp.run_lock import hold
+from flyte_ddp.run_lock import not_writable
 
 UNFINISHED = "unfinished"
 METRICS = "metrics.jsonl"
 PREDICTIONS = "predictions.npz"
-REPORT = "report.html"  # written last, and taken over last: where it is in unfinished/, all is
+REPORT = "report.html"  # written and moved last: if it is in unfinished/, all is there
 OUTPUTS = ("model.pt", "model.json", PREDICTIONS, REPORT)
-TRACEBACK = "traceback.txt"  # in unfinished/, where a rank has raised
+TRACEBACK = "traceback.txt"  # in unfinished/, if a rank has raised
 REPLACED = ".replaced"
 
 
-@contextmanager
-def holding(folder: Path) -> Iterator[None]:
-    """Goes around a run: no other one writes into its folder meanwhile, whether it comes to its end or not.
-
-    Raises:
-        UserError: another one does, or no file can be made beside the folder.
-
-    """
-    with ExitStack() as stack:
-        try:
-            mine = stack.enter_context(hold(folder))
-        except OSError as error:
-            raise not_writable(folder, error) from None
-        if not mine:
-            raise UserError(f"run folder {folder}: another run is writing into it; wait for its end or name another")
-        yield
-
-
 def prepare_folder(folder: Path) -> Path:
-    """Makes the run folder, and ``unfinished/`` in it without what looks like a result.
+    """Makes the run folder, and in it ``unfinished/``, which it returns.
 
-    Returns:
-        ``unfinished/``, with the metrics and checkpoints of a run that was cut off, if there was one.
-
-    Raises:
-        UserError: nothing can be written.
-
+    Of a run that was cut off, only metrics, checkpoints and results of users' code stay there.
     """
     work = folder / UNFINISHED
     try:
@@ -64,18 +38,8 @@ def prepare_folder(folder: Path) -> Path:
     return work
 
 
-def not_writable(folder: Path, error: OSError) -> UserError:
-    """The error for a run folder in which nothing can be made."""
-    return UserError(
-        f"run folder {folder}: {error.strerror}; it must be writable, so mend its permissions or set FLYTE_DDP_RUNS"
-    )
-
-
 def remove_outputs(work: Path) -> None:
-    """Removes whatever looks like a result, and what was being written when a process was killed.
-
-    The metrics of a failed run stay, because they tell why it failed.
-    """
+    """Removes outputs, and files that were being written when a process was killed; metrics tell why a run failed."""
     for name in reversed(OUTPUTS):
         (work / name).unlink(missing_ok=True)
     inner = (*(work / checkpoint.FOLDER).glob(".*.tmp"), *(work / results.FOLDER).rglob(".*.tmp"))
@@ -84,13 +48,9 @@ def remove_outputs(work: Path) -> None:
 
 
 def settle(folder: Path) -> bool:
-    """Has a run that came to its end take the place of the one before; it is called by whoever holds the folder.
+    """Replaces the results of the run before by those of a run that is complete; for whoever holds the folder.
 
-    A process that is killed in between leaves the rest to the next one that calls this.
-
-    Returns:
-        Whether the folder then holds a finished run.
-
+    If it is killed, the next call does the rest. Returns whether the folder then holds a finished run.
     """
     work = folder / UNFINISHED
     replaced = work / REPLACED  # once it is there, what has gone from here is in the folder
@@ -110,5 +70,5 @@ def settle(folder: Path) -> bool:
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether the folder holds all that a finished run leaves, and so all that a cached result points to."""
+    """Whether the folder holds all that a finished run leaves, which is all that a cached result points to."""
     return all((folder / name).exists() for name in (METRICS, *OUTPUTS))

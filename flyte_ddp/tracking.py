@@ -1,7 +1,7 @@
-"""What a run reports: metrics.jsonl always, and wandb from it, fed by a process of its own.
+"""wandb, fed from metrics.jsonl by a process of its own.
 
-Training only ever appends lines to a file. Whatever wandb does (no key, a dead server, a crash) happens in a child,
-:mod:`flyte_ddp.wandb_feed`, started by :func:`start_wandb` and ended by :meth:`WandbProcess.finish` in bounded time.
+Training only appends lines to a file. Whatever wandb does (no key, a dead server, a crash) happens in a child,
+:mod:`flyte_ddp.wandb_feed`. :func:`start_wandb` starts it, and :meth:`WandbProcess.finish` ends it in bounded time.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def start_wandb(
 ) -> WandbProcess | None:
     """Starts the process that feeds wandb from the run folder's metrics.jsonl; returns at once and never raises.
 
-    Records that are there already, from an earlier attempt at the same run, are not sent again. wandb's own files go
-    to the folder's ``wandb``. None where wandb is disabled or the process cannot be started (which is printed).
+    Records of an earlier attempt at the same run are not sent again. wandb's own files go to the folder's ``wandb``.
+    None if wandb is disabled or the process cannot be started (which is printed).
     """
     if settings.wandb_mode == "disabled":
         return None
@@ -109,10 +109,10 @@ class WandbProcess:
         return bool(self.status["folder"])
 
     def finish(self, limit: float = math.inf) -> None:
-        """Says that the run is over, waits for the end of the child and prints what became of the run.
+        """Tells the child that the run is over, waits for its end and prints where the run can be seen.
 
-        Where wandb did not open it, or was killed, another child feeds all of it into an offline run. After ``limit``
-        seconds, or ``settings.wandb_timeout`` if that is less, either is killed.
+        If wandb did not open it, or was killed, another child feeds all of it into an offline run. Either is killed
+        after ``limit`` seconds, or ``settings.wandb_timeout`` if that is less.
         """
         begin, seconds = time.monotonic(), min(limit, self.settings.wandb_timeout)
         deadline = begin + seconds
@@ -138,14 +138,14 @@ class WandbProcess:
                 unsent.write_text(Path(self.status["folder"]).name)
 
     def end(self, open_by: float, done_by: float) -> bool:
-        """Waits for the end of the child, or kills it at one of these times; whether what it has written is of use."""
+        """Waits for the end of the child, or kills it at one of these times; whether its run can be used."""
         with suppress(OSError):  # not only a closed pipe: a forked process that is still around keeps a copy of it open
             self.pipe.send("over")
         try:
             while self.process.poll() is None and time.monotonic() < (done_by if self.is_open() else open_by):
                 with suppress(TimeoutExpired):
                     self.process.wait(POLL_SECONDS)
-        finally:  # also where a person loses patience
+        finally:  # also on a second Ctrl-C
             if late := self.process.poll() is None:
                 kill_trees(lambda: [self.process.pid])  # wandb-core leads a session of its own
             self.process.kill()
@@ -158,7 +158,7 @@ class WandbProcess:
         return is_open and (late or code in (0, NOT_SENT))
 
     def outcome(self, sent: bool) -> str:
-        """One line: where the run can be seen, or how to send it, or why there is nothing to send."""
+        """One line: where the run can be seen, how to send it, or why there is nothing to send."""
         folder, url, reason = self.status.values()
         if not folder:
             reason, log = reason or "wandb did not start", from_here(self.folder / LOG)

@@ -1,4 +1,4 @@
-"""The process that feeds wandb from a run folder: started by :mod:`flyte_ddp.tracking`, and expendable."""
+"""The process that feeds wandb from a run folder: :mod:`flyte_ddp.tracking` starts it, and training can lose it."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ Over = Callable[[float], bool]  # waits so many seconds for the end of the run; 
 def main(launcher: Connection[Any, Any]) -> int:
     """Opens the run, feeds it to the end of training and closes it; returns the exit code.
 
-    The launcher sends the arguments of ``wandb.init`` and the offset in metrics.jsonl at which this attempt at the run
-    begins, and one message more at the end of the run. It is told how far wandb got.
+    The launcher sends the arguments of ``wandb.init`` with the offset in metrics.jsonl at which this attempt begins,
+    and one more message at the end of the run. It receives wandb's status.
     """
     parent = os.getppid()
     arguments, offset = launcher.recv()
@@ -75,9 +75,7 @@ def logged(error: Exception) -> str:
 def open_run(arguments: dict[str, Any], over: Over, failed: Callable[[Exception], None]) -> wandb.Run:
     """A wandb run whose x axis is the optimiser step; an offline one if no server is reached before training is over.
 
-    Args:
-        failed: is told why an online one cannot be opened: there is no key, no answer or a wrong one.
-
+    ``failed`` is called with the reason why an online one cannot be opened: no key, no answer or a wrong one.
     """
     import wandb
 
@@ -126,7 +124,7 @@ def feed(run: wandb.Run, records: Iterable[dict[str, Any]]) -> tuple[bool, list[
 def follow(run_folder: Path, offset: int, over: Over) -> Iterator[dict[str, Any]]:
     """A run's records from an offset of their file on, until it has ended and everything is read.
 
-    A run that an engine starts again replaces the file by one that is shorter; what it had logged is not given twice.
+    A run that an engine starts again replaces the file by a shorter one; no record is yielded twice.
     """
     pending, ended, inode = b"", False, None
     given: set[int] = set()  # hashes of lines, which differ at least in their time
@@ -150,7 +148,7 @@ def follow(run_folder: Path, offset: int, over: Over) -> Iterator[dict[str, Any]
 
 
 def opened(run_folder: Path, name: str) -> BinaryIO:
-    """A file of the run's, from where it is while that trains, or else from where it is put at its end."""
+    """A file of the run, from ``unfinished/`` while it trains, else from the run folder."""
     try:
         return (run_folder / UNFINISHED / name).open("rb")
     except FileNotFoundError:
@@ -158,7 +156,7 @@ def opened(run_folder: Path, name: str) -> BinaryIO:
 
 
 def table(file: BinaryIO, classes: list[str]) -> wandb.Table:
-    """The predictions on the first test samples: id, image, guess and truth by name, and a score for each class."""
+    """The predictions on the first test samples: id, image, prediction and truth, and a score for each class."""
     import wandb
 
     with np.load(file, allow_pickle=False) as arrays:
@@ -166,11 +164,13 @@ def table(file: BinaryIO, classes: list[str]) -> wandb.Table:
         index, images, scores, truth = (arrays[name][:rows] for name in ("index", "images", "scores", "truth"))
         called = named(arrays)
     names = classes or [str(label) for label in range(scores.shape[1])]
-    result = wandb.Table(columns=["id", "image", "guess", "truth", *[f"score_{i}" for i in range(scores.shape[1])]])
+    result = wandb.Table(
+        columns=["id", "image", "prediction", "truth", *[f"score_{i}" for i in range(scores.shape[1])]]
+    )
     for i, image in enumerate(images):
         picture = image if image.shape[-1] == 3 else image[..., 0]
-        guess, answer = names[int(scores[i].argmax())], names[int(truth[i])]
-        result.add_data(called[i] or int(index[i]), wandb.Image(picture), guess, answer, *scores[i].tolist())
+        prediction, answer = names[int(scores[i].argmax())], names[int(truth[i])]
+        result.add_data(called[i] or int(index[i]), wandb.Image(picture), prediction, answer, *scores[i].tolist())
     return result
 
 

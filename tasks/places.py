@@ -52,9 +52,8 @@ def free_run(name: str) -> str:
         return name
     for number in itertools.count(1):
         candidate = name if number == 1 else f"{name}-{number}"
-        with must_be_writable():
-            if reserve(folder_for(candidate)):
-                break
+        if reserve(folder_for(candidate)):
+            break
         print(f"{from_here(folder_for(candidate))}: another process is at this run; this one gets a folder of its own")
     if settle(folder_for(candidate)) and not asked_to_retrain():
         release(folder_for(candidate))

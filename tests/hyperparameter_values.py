@@ -109,11 +109,14 @@ BAD: dict[str, tuple[Values, tuple[str, ...]]] = {
     "unknown backend": ({"backend": "mpi"}, ("backend 'mpi'", "auto, gloo, nccl")),
     "unknown precision": ({"precision": "fp16"}, ("precision 'fp16'", "auto, bf16, fp32, fp64")),
     "unknown order": ({"channels_last": "yes"}, ("channels_last 'yes'", "auto, off, on")),
-    "batch below ranks": ({"batch_size": 2, "num_ranks": 4}, ("batch_size=2", "num_ranks=4")),
-    "batch below parts": ({"batch_size": 4, "accumulation_steps": 5}, ("batch_size=4", "accumulation_steps", "5")),
+    "batch below ranks": ({"batch_size": 2, "num_ranks": 4}, ("batch_size=2", "ranks x accumulation_steps = 4 x 1")),
+    "batch below parts": (
+        {"batch_size": 4, "accumulation_steps": 5},
+        ("batch_size=4", "ranks x accumulation_steps = 1 x 5"),
+    ),
     "batch below product": (
         {"batch_size": 11, "num_ranks": 3, "accumulation_steps": 4},
-        ("batch_size=11", "accumulation_steps x ranks = 12"),
+        ("batch_size=11", "ranks x accumulation_steps = 3 x 4"),
     ),
     "nesterov alone": ({"momentum": 0}, ("nesterov=True", "momentum above 0")),
     "patience without split": (

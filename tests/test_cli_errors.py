@@ -45,7 +45,7 @@ def also(*values: Any) -> Any:
             ("no/such/weights.pt", "init_from='no/such/weights.pt': there is no such file"),
         ),
         also({"dataset": "mnist", "data_source": "ftp://host/mnist"}, ("'ftp://host/mnist'", "https://")),
-        also({"backend": "nccl"}, ("backend='nccl'", "none is visible", "gloo")),
+        also({"backend": "nccl"}, ("backend='nccl'", "sees no GPU", "gloo")),
     ],
 )
 def test_bad_hyperparameters_that_a_task_finds(values: dict[str, Any], words: tuple[str, ...], tmp_path: Path) -> None:

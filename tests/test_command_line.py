@@ -112,7 +112,7 @@ def test_without_a_checkpoint_it_begins_at_the_start(tmp_path: Path) -> None:
         ended = train(hp, home=tmp_path / "home", directory=tmp_path, MARKER=str(marker))
         disturbance.result()
     assert ended.exit_code == 1
-    assert last_line(ended).endswith("the same command will begin anew, as there is no checkpoint yet")
+    assert last_line(ended).endswith("the same command will restart from scratch, as there is no checkpoint yet")
 
 
 WAITS = """

@@ -148,7 +148,7 @@ def test_other_signals_are_the_users_own(digits: Path, tmp_path: Path, monkeypat
 def test_sigterm_before_the_first_step(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     faults.inject(monkeypatch, tmp_path / "marker", rank=0, at="training", kind="hang")
     told = when(tmp_path / "marker", lambda: os.kill(os.getpid(), signal.SIGTERM))
-    with pytest.raises(StoppedError, match="will begin anew, as there is no checkpoint yet"):
+    with pytest.raises(StoppedError, match="will restart from scratch, as there is no checkpoint yet"):
         run_training(HP, digits, tmp_path / "run", QUIET)
     told.join()
 

@@ -4,14 +4,13 @@ import contextlib
 import io
 import math
 import os
-from itertools import pairwise
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flyte_ddp.progress import Schedule, TrainingProgress
+from flyte_ddp.progress import TrainingProgress
 
 
 class Clock:
@@ -52,13 +51,13 @@ def test_the_first_lines_come_soon_and_then_ever_more_slowly() -> None:
 @given(seconds=st.floats(60, 1e6), factor=st.integers(2, 100))
 def test_the_number_of_lines_grows_with_the_logarithm_of_the_time(seconds: float, factor: int) -> None:
     def lines(duration: float) -> int:
-        schedule, now, count = Schedule(growth=1.3, minimum=2.0), 0.0, 0
+        stream, clock, now = io.StringIO(), Clock(), 0.0
+        progress = TrainingProgress("lines", 100, 100, stream=stream, clock=clock)
         while now <= duration:  # reports that come ever 1 % later: a week has too many seconds to try all
-            if schedule.due(now):
-                schedule.mark(now)
-                count += 1
+            clock.now = 12345.0 + now
+            progress.step(0, 1, None, None)
             now = max(now + 0.5, now * 1.01)
-        return count
+        return stream.getvalue().count("\n")
 
     more = lines(seconds * factor) - lines(seconds)
     assert math.log(factor, 1.3 * 1.01) - 2 <= more <= math.log(factor, 1.3) + 1
@@ -99,20 +98,6 @@ def test_an_evaluation_line_has_both_splits_if_there_are_two() -> None:
         "epoch 1/2, step 10/20: validation accuracy 90.10 % (loss 0.2500), test accuracy 87.50 % (loss 0.5000)",
         "epoch 2/2, step 20/20: test accuracy 87.50 % (loss 0.5000)",
     ]
-
-
-@pytest.mark.parametrize("evaluations", [1, 20, 100, 10_000])
-def test_evaluations_are_thinned_out_but_never_the_last(evaluations: int) -> None:
-    stream = io.StringIO()
-    progress = TrainingProgress("lines", evaluations, 1, stream=stream, clock=Clock())
-    for epoch in range(1, evaluations + 1):
-        progress.evaluation(evaluation(epoch, epoch))
-    progress.close()
-    shown = [int(line.split("/")[0].removeprefix("epoch ")) for line in stream.getvalue().splitlines()]
-    assert shown[:20] == list(range(1, min(evaluations, 20) + 1))
-    assert shown[-1] == evaluations
-    assert len(shown) <= 20 + max(0.0, math.log(evaluations / 20, 1.05)) + 1
-    assert all(earlier < later <= max(earlier + 1, 1.1 * earlier) for earlier, later in pairwise(shown))
 
 
 def test_off_shows_nothing() -> None:

@@ -44,7 +44,7 @@ def values(field: dataclasses.Field) -> str:
 def test_the_table_of_hyperparameters_is_that_of_the_code() -> None:
     written = TABLE.search(HYPERPARAMETERS.read_text())
     assert written is not None
-    assert table() in written[0], "run `python tests/test_readme.py` to write it anew"
+    assert table() in written[0], "run `python tests/test_readme.py` to write it again"
 
 
 def test_the_readme_is_short() -> None:

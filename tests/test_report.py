@@ -27,7 +27,7 @@ def test_the_headline_has_the_figures_of_the_records(tmp_path: Path) -> None:
     page = Page(report.render(write_run(tmp_path / "a run", records())))
     assert page.texts("h1") == ["a run"]
     assert page.tiles() == {
-        "Test accuracy": ("91.37\N{NO-BREAK SPACE}%", "9,137 of 10,000 right"),
+        "Test accuracy": ("91.37\N{NO-BREAK SPACE}%", "9,137 of 10,000 correct"),
         "Test loss": ("0.2468", "validation loss 0.1667"),
         "Duration": ("10.0 s", "300 of 300 steps"),
         "Samples per second": ("16,543", "in training, over all ranks"),
@@ -81,7 +81,7 @@ def test_the_confusion_matrix_and_its_lists(tmp_path: Path) -> None:
     of_class = f"{100 * 40 / counts[1].sum():.2f}\N{NO-BREAK SPACE}%"
     assert ["class 1", "class 0", "40", of_class] in page.rows()
     recall = counts.diagonal() / counts.sum(axis=1)
-    hardest = [row[0] for row in page.rows()[page.rows().index(["Class", "Right", "Samples"]) + 1 :][:8]]
+    hardest = [row[0] for row in page.rows()[page.rows().index(["Class", "Correct", "Samples"]) + 1 :][:8]]
     assert hardest == [f"class {k}" for k in np.argsort(recall, kind="stable")[:8]]
 
 
@@ -91,7 +91,9 @@ def test_the_worst_mistakes_are_pictures_of_the_samples(tmp_path: Path) -> None:
     cards = ["".join(card) for card in page.pieces("mistake")]
     scores = ("97.00\N{NO-BREAK SPACE}%", "86.00\N{NO-BREAK SPACE}%", "75.00\N{NO-BREAK SPACE}%")
     named = (("class 1", "class 0", 71), ("class 0", "class 1", 52), ("class 9", "class 0", 33))
-    expected = [f"guess {g}truth {t}score {score}sample {k}" for (g, t, k), score in zip(named, scores, strict=True)]
+    expected = [
+        f"prediction {g}truth {t}score {score}sample {k}" for (g, t, k), score in zip(named, scores, strict=True)
+    ]
     assert cards == expected
     images = np.load(folder / "predictions.npz")["images"][2:, :, :, 0]
     for uri, image in zip(page.attributes("src"), images, strict=True):
@@ -241,11 +243,11 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
         report.write_report(folder)
     folder = write_run(tmp_path / "predictions", records(), matrix(10))
     os.truncate(folder / "predictions.npz", 500)
-    with pytest.raises(UserError, match=r"cannot read predictions .*predictions.npz"):
+    with pytest.raises(UserError, match=r"cannot read .*predictions.npz"):
         report.write_report(folder)
     folder = write_run(tmp_path / "sidecar", records())
     (folder / "model.json").write_text("{")
-    with pytest.raises(UserError, match=r"cannot read sidecar .*model.json"):
+    with pytest.raises(UserError, match=r"cannot read .*model.json"):
         report.write_report(folder)
     assert not list(tmp_path.rglob("report.html"))
 

@@ -24,7 +24,7 @@ HP = Hyperparameters(model="user_models:handing_in", epochs=2, max_steps=4, batc
 def kept(tmp_path: Path) -> Path:
     """A run folder's results, with one of them."""
     (tmp_path / "run").mkdir()
-    with results.delivered_by(results.Keeper(tmp_path / "run").keep, rank=3):
+    with results.delivered_by(results.ResultWriter(tmp_path / "run").write, rank=3):
         results.submit("maps/epoch-1.png", b"png")
         results.event(loss=0.5)
     return tmp_path / "run/results"
@@ -63,7 +63,7 @@ def test_outside_a_run_nothing_happens(tmp_path: Path, monkeypatch: pytest.Monke
 )
 def test_names_that_lead_elsewhere_are_refused(tmp_path: Path, name: str) -> None:
     """In the rank, and where it is kept: the two need not be the same host."""
-    for hand_in in (results.submit, results.Keeper(tmp_path).keep_result):
+    for hand_in in (results.submit, results.ResultWriter(tmp_path).write_file):
         with pytest.raises(UserError, match="must be a path below results/ such as"):
             hand_in(name=name, content=b"")
     assert [*tmp_path.iterdir()] == []
@@ -72,7 +72,7 @@ def test_names_that_lead_elsewhere_are_refused(tmp_path: Path, name: str) -> Non
 def test_links_that_lead_elsewhere_are_refused(kept: Path, tmp_path: Path) -> None:
     (kept / "out").symlink_to(tmp_path)
     with pytest.raises(UserError, match=r"leads out of .*; remove the link"):
-        results.Keeper(kept.parent).keep_result(name="out/a", content=b"")
+        results.ResultWriter(kept.parent).write_file(name="out/a", content=b"")
     assert not (tmp_path / "a").exists()
 
 
@@ -89,7 +89,7 @@ def test_events_are_json_whatever_comes_before_them(kept: Path) -> None:
     """Half a line of a writer that was killed, and numbers that JSON does not know."""
     with (kept / "events.jsonl").open("a") as file:
         file.write('{"rank": 0, "lo')
-    results.Keeper(kept.parent).keep("event", record={"rank": 1, "loss": float("nan")})
+    results.ResultWriter(kept.parent).write("event", record={"rank": 1, "loss": float("nan")})
     *_, half, last = (kept / "events.jsonl").read_text().splitlines()
     assert half == '{"rank": 0, "lo'
     assert json.loads(last)["loss"] is None
@@ -97,16 +97,16 @@ def test_events_are_json_whatever_comes_before_them(kept: Path) -> None:
 
 def test_what_cannot_be_kept_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "results").write_text("in the way")
-    keeper = results.Keeper(tmp_path)
+    writer = results.ResultWriter(tmp_path)
     for _ in range(2):
-        keeper.keep("result", name="a", content=b"")
-        keeper.keep("event", record={})
+        writer.write("result", name="a", content=b"")
+        writer.write("event", record={})
     said = capsys.readouterr().err
-    assert said.count("training goes on without it") == 1
+    assert said.count("training continues without it") == 1
     assert f"cannot write {tmp_path}/results/a" in said
 
 
-def test_a_run_that_begins_anew_has_none_of_the_run_before(
+def test_a_run_that_restarts_from_scratch_has_none_of_the_run_before(
     digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parent)
@@ -187,7 +187,7 @@ def test_a_run_that_goes_on_in_another_pod_keeps_its_events(kept: Path, tmp_path
     other = tmp_path / "other/run"
     other.mkdir(parents=True)
     with result_store.copied(other, str(tmp_path / "copies"), goes_on=True):
-        results.Keeper(other).keep("event", record={"rank": 0, "time": 1.0})
+        results.ResultWriter(other).write("event", record={"rank": 0, "time": 1.0})
     for folder in (other / "results", tmp_path / "copies/run"):
         assert (folder / "events.jsonl").read_text() == before + '{"time": 1.0, "rank": 0}\n'
 

@@ -67,21 +67,22 @@ def test_threads_of_a_process_do_not_share_a_folder(tmp_path: Path, elsewhere: T
     assert reserve(folder), "the same thread, whose run did not begin"
     assert not elsewhere.submit(reserve, folder).result()
     elsewhere.submit(release_reserved).result()
-    with hold(folder) as mine, hold(folder) as another:
-        assert (mine, another) == (True, False)
+    with hold(folder):
         assert not reserve(folder)
+        with pytest.raises(UserError, match="another run is writing into it"), hold(folder):
+            pass
         release_reserved()
         assert not is_free(folder)
     assert elsewhere.submit(reserve, folder).result()
-    release(folder)
+    elsewhere.submit(release, folder).result()
     assert is_free(folder)
 
 
 def test_what_another_process_has_is_not_taken(tmp_path: Path) -> None:
     with held_by_another_process(tmp_path / "run"):
         assert not reserve(tmp_path / "run")
-        with hold(tmp_path / "run") as mine:
-            assert not mine
+        with pytest.raises(UserError, match="another run is writing into it"), hold(tmp_path / "run"):
+            pass
     assert reserve(tmp_path / "run")
     release(tmp_path / "run")
 

@@ -183,7 +183,7 @@ def test_a_killed_rank_takes_its_workers_along_and_the_retry_begins_another_stre
     assert not left
     result = train(hp, tmp_path, loader_threads=1)
     (note,) = (note for note in read_records(result.metrics)[-1]["notes"] if "went on from a checkpoint" in note)
-    assert "but for the stream, which began anew" in note
+    assert "but for the stream, which restarted from scratch" in note
 
 
 def train_here(hp: str, folder: str) -> None:

@@ -180,7 +180,7 @@ def test_parameters_that_get_no_gradient_stay_as_they_are(digits: Path, tmp_path
 @pytest.mark.parametrize(
     ("hp", "words"),
     [
-        (replace(BASE, model="user_models:functional_dropout"), "draws random numbers otherwise"),
+        (replace(BASE, model="user_models:functional_dropout"), "draws random numbers outside"),
         (replace(BASE, model="user_models:batch_norm", sync_batchnorm=False), "BatchNorm used the statistics of each"),
         (replace(BASE, model="user_models:batch_norm"), ""),
         (replace(BASE, model="user_models:dropout", augment="crop_flip"), ""),

@@ -19,7 +19,7 @@ from typing import Any
 from flyteidl.core.catalog_pb2 import CatalogCacheStatus
 from flytekit import LaunchPlan
 from flytekit.configuration import Config, Image, ImageConfig, SerializationSettings
-from flytekit.models.core.execution import NodeExecutionPhase, WorkflowExecutionPhase
+from flytekit.models.core.execution import WorkflowExecutionPhase
 from flytekit.models.literals import Binary, Literal, Scalar
 from flytekit.remote import FlyteRemote
 from flytekit.remote.executions import FlyteNodeExecution, FlyteWorkflowExecution
@@ -230,8 +230,3 @@ def as_msgpack(hp: dict[str, Any]) -> Literal:
     import msgpack
 
     return Literal(scalar=Scalar(binary=Binary(value=msgpack.packb(hp), tag="msgpack")))
-
-
-def is_running(node: FlyteNodeExecution) -> bool:
-    """Whether a node's task has begun and not ended."""
-    return bool(node.closure.phase == NodeExecutionPhase.RUNNING)

@@ -43,7 +43,7 @@ def run_rank(job: Job, info: RankInfo, offer_saving: OfferSaving, link: Link | N
     if info.world_size > 1:
         assert link is not None
         join_process_group(job, info, meet(job, info, link))
-    deliver = link.send if link is not None else results.Keeper(job.run_folder).keep
+    deliver = link.send if link is not None else results.ResultWriter(job.run_folder).write
     with results.delivered_by(deliver, info.rank):
         train(job, offer_saving)
     if info.world_size > 1:

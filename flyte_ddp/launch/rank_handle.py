@@ -33,7 +33,7 @@ class RankHandle:
         self.completed = False
         self.saved: int | None = None  # step of the checkpoint that it was asked for
         self.listening = True
-        self.keeper: results.Keeper  # from when it is handed its job
+        self.result_writer: results.ResultWriter  # from when it is handed its job
         self.resumes_after = 0  # step of the checkpoint that its job goes on from
         self.exitcode: int | None = None  # of its process; None as long as that is not known
 
@@ -68,7 +68,7 @@ class RankHandle:
 
     def hand_over(self, job: Job) -> None:
         """Tells the rank what there is to do."""
-        self.keeper = results.Keeper(job.run_folder)
+        self.result_writer = results.ResultWriter(job.run_folder)
         self.resumes_after = job.checkpoint.step if job.checkpoint else 0
         self.send("job", job=pickle.dumps(job), saved=self.resumes_after, network=self.network)
 

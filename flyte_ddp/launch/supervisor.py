@@ -65,7 +65,7 @@ def take_in(message: dict[str, Any], handle: RankHandle, group: Sequence[RankHan
         for other in group[1:]:
             other.send("address", host=handle.host, port=message["port"])
     elif kind in results.KINDS:
-        handle.keeper.keep(**message)
+        handle.result_writer.write(**message)
 
 
 def settle(group: Sequence[RankHandle], stop: StopRequest) -> None:

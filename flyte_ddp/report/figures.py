@@ -1,6 +1,6 @@
 """The report's pictures: charts by matplotlib and the confusion matrix as SVG, images as PNG.
 
-matplotlib is imported where it is first used: that takes a second, which only a finished run should pay.
+matplotlib is imported when it is first used, because that takes a second.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LABELLED_CLASSES = 50  # and up to here for names
 
 @dataclass(frozen=True)
 class Series:
-    """One line of a chart; ``x`` increases, and the label is empty where there is no need for a legend."""
+    """One line of a chart; ``x`` increases, and the label is empty if there is no legend."""
 
     label: str
     x: Sequence[float]
@@ -43,13 +43,13 @@ class Series:
 
 @dataclass(frozen=True)
 class Picture:
-    """An image, uint8 [H, W, C], with what is known of it; None where it cannot be decoded, for the reason given."""
+    """An image, uint8 [H, W, C], with what is known of it; None if it cannot be decoded, with the reason."""
 
     name: str
     image: NDArray[np.uint8] | None
-    guess: str = ""
+    prediction: str = ""
     truth: str = ""
-    score: float | None = None  # the probability that the guess was given
+    score: float | None = None  # the probability that the model gave to its prediction
     problem: str = ""
 
 
@@ -67,10 +67,8 @@ def line_chart(
 
     Args:
         series: at least one, each with at least one point.
-        x_label: what x is, with its unit.
-        y_label: what y is, with its unit.
-        x_from: where the x axis begins; at the first point if it is not given.
-        scale: of y: ``linear``, ``from 0``, or ``log``, which takes effect where the values differ enough to need it.
+        x_from: where the x axis begins; None: at the first point.
+        scale: of y: ``linear``, ``from 0``, or ``log``, which takes effect if the values differ enough.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
@@ -111,7 +109,7 @@ def line_chart(
 
 
 def draw(axes: Axes, line: Series) -> None:
-    """One line, with its points where they are few."""
+    """One line, with its points if they are few."""
     x, y = np.asarray(line.x, dtype=float), np.asarray(line.y, dtype=float)
     if len(x) <= MAX_POINTS:
         style = "o-" if len(x) <= 40 else "-"
@@ -123,7 +121,7 @@ def draw(axes: Axes, line: Series) -> None:
 
 
 def thinned(x: Floats, y: Floats) -> tuple[Floats, Floats, Floats, Floats]:
-    """Cuts a long series into ``MAX_POINTS`` runs: the mean x, and the smallest, mean and largest y of each."""
+    """Cuts a long series into ``MAX_POINTS`` parts: the mean x, and the smallest, mean and largest y of each."""
     starts = np.linspace(0, len(x), MAX_POINTS, endpoint=False).astype(np.int64)
     counts = np.diff(np.append(starts, len(x)))
     low, total, high = (combined.reduceat(y, starts) for combined in (np.minimum, np.add, np.maximum))
@@ -131,7 +129,7 @@ def thinned(x: Floats, y: Floats) -> tuple[Floats, Floats, Floats, Floats]:
 
 
 def confusion_heatmap(confusion: NDArray[np.int64], classes: Sequence[str]) -> str:
-    """Truth (rows) against guess (columns), as an SVG element: right answers blue, mistakes orange.
+    """Truth (rows) against prediction (columns), as an SVG element: correct ones blue, mistakes orange.
 
     A cell's depth is its share of the row; that of mistakes is stretched to the largest, as they are few.
     """
@@ -142,10 +140,10 @@ def confusion_heatmap(confusion: NDArray[np.int64], classes: Sequence[str]) -> s
     step = 10 ** (len(str(count // 2)) - 1)
     names = [short(name) for name in classes] if labelled else [str(k) if k % step == 0 else "" for k in range(count)]
     shares = confusion / np.maximum(1, confusion.sum(axis=1, keepdims=True))
-    right = np.eye(count, dtype=bool)
-    wrong_depth = np.sqrt(shares / max(1e-12, float(shares[~right].max(initial=0.0))))
-    depth = np.where(right, shares, np.minimum(1.0, wrong_depth))
-    colors = np.where(right[:, :, None], (0.14, 0.34, 0.77), (0.90, 0.45, 0.10))
+    correct = np.eye(count, dtype=bool)
+    wrong_depth = np.sqrt(shares / max(1e-12, float(shares[~correct].max(initial=0.0))))
+    depth = np.where(correct, shares, np.minimum(1.0, wrong_depth))
+    colors = np.where(correct[:, :, None], (0.14, 0.34, 0.77), (0.90, 0.45, 0.10))
     pixels = np.rint(255 * (1.0 - depth[:, :, None] * (1.0 - colors))).astype(np.uint8)
     longest, size = max(map(len, names)), 8.5 if count <= NAMED_CLASSES else 6.5
     cells = zip(*np.nonzero(confusion), strict=True) if count <= NAMED_CLASSES else ()
@@ -153,7 +151,7 @@ def confusion_heatmap(confusion: NDArray[np.int64], classes: Sequence[str]) -> s
         "confusion.svg",
         image=png(Image.fromarray(pixels)),
         names=names,
-        cells=[(*cell, confusion[cell], right[cell] and depth[cell] > 0.55) for cell in cells],
+        cells=[(*cell, confusion[cell], correct[cell] and depth[cell] > 0.55) for cell in cells],
         unit="" if labelled else " (number of the class)",
         turned=labelled and longest > 3,
         size=size,  # in points, as the next two

@@ -28,12 +28,7 @@ LISTED = 30  # classes
 
 
 def of_run(hp: Hyperparameters, data: Path | None, run: str) -> str:
-    """What is going to be trained, on what, and in how many steps.
-
-    Args:
-        data: the prepared data set; None where it is still to be fetched.
-        run: its name.
-    """
+    """What is going to be trained, on what, and in how many steps; ``data`` is None if it is not fetched yet."""
     facts = [("Data set", hp.dataset), ("Model", hp.model), ("Epochs", f"{hp.epochs:,}")]
     facts += sizes(hp, data) if data is not None else [("Samples", "known when the data set has been fetched")]
     return rendered("preview.html", title=run, heading="What is trained", facts=facts, settings=settings(hp.to_dict()))
@@ -87,29 +82,29 @@ def pictured(index: ShardIndex, sample: Sample) -> Picture:
 
 
 class FirstPredictions:
-    """Collects the first predictions as pictures, and how many of all are right, where truths are known."""
+    """Collects the first predictions as pictures, and counts those that are correct, if truths are known."""
 
     def __init__(self) -> None:
         self.pictures: list[Picture] = []
-        self.images = self.known = self.right = 0
+        self.images = self.known = self.correct = 0
 
     def add(self, images: Iterable[NDArray[np.uint8]], rows: Sequence[Sequence[str]], *, truths: bool) -> None:
-        """Takes the rows of a batch: id, guess, the truth if it is known, and scores; and images of the first ones."""
+        """Takes the rows of a batch (id, prediction, the truth if it is known, scores) and images of the first ones."""
         decoded = iter(images)
         for row in rows:
             self.images += 1
-            name, guess, *rest = row
+            name, prediction, *rest = row
             truth = rest.pop(0) if truths else ""
-            self.known += bool(truth and guess)
-            self.right += bool(truth) and truth == guess
-            if guess and len(self.pictures) < PICTURES:
-                self.pictures.append(Picture(name, next(decoded), guess, truth, float(rest[0])))
+            self.known += bool(truth and prediction)
+            self.correct += bool(truth) and truth == prediction
+            if prediction and len(self.pictures) < PICTURES:
+                self.pictures.append(Picture(name, next(decoded), prediction, truth, float(rest[0])))
 
     def page(self, title: str) -> str:
         """The page."""
         facts = [("Images", f"{self.images:,}")]
         if self.known:
-            facts.append(("Right", f"{self.right:,} of {self.known:,}, {percent(self.right / self.known)}"))
+            facts.append(("Correct", f"{self.correct:,} of {self.known:,}, {percent(self.correct / self.known)}"))
         first = f"The first {len(self.pictures)}"
         values = {"facts": facts, "pictured": first, "pictures": self.pictures}
         return rendered("preview.html", title=title, heading="Predictions", **values)

@@ -34,7 +34,7 @@ CHARTS: tuple[Any, ...] = (  # title, x, label and scale of y, and the lines: la
         ("test", ORANGE, "evaluations", "test_loss"),
     ),
     (
-        *("Accuracy", "epoch", "samples guessed right (%)", "linear"),
+        *("Accuracy", "epoch", "correct predictions (%)", "linear"),
         ("validation", GREEN, "evaluations", "validation_accuracy"),
         ("test", ORANGE, "evaluations", "test_accuracy"),
     ),
@@ -45,15 +45,7 @@ LISTED = 8  # rows in the lists of confusions and of hard classes
 
 
 def write_report(run_folder: Path, name: str = "") -> Path:
-    """Writes ``report.html`` into a run folder and returns its path.
-
-    Args:
-        name: of the run; empty: that of the folder.
-
-    Raises:
-        UserError: not a run folder, a damaged file in it, or a folder that cannot be written to.
-
-    """
+    """Writes what :func:`render` gives into ``report.html`` of a run folder, and returns its path."""
     page, path = render(run_folder, name), run_folder / "report.html"
     with replacing(path) as file:
         file.write(page.encode("ascii"))
@@ -61,15 +53,12 @@ def write_report(run_folder: Path, name: str = "") -> Path:
 
 
 def render(run_folder: Path, name: str = "", failure: str = "") -> str:
-    """The report as an HTML page; its styles touch nothing outside it, so it can stand inside another page.
+    """The report as an HTML page; its styles touch nothing outside it, so it can be part of another page.
 
     Args:
-        run_folder: of a run that may still go on.
+        run_folder: of a run that may still be training; UserError if it is none, or holds a damaged file.
         name: of the run; empty: that of the folder.
         failure: why it has failed.
-
-    Raises:
-        UserError: not a run folder, or a damaged file in it.
 
     """
     run = read_run(run_folder, name)
@@ -87,7 +76,7 @@ def render(run_folder: Path, name: str = "", failure: str = "") -> str:
 
 
 def last_record_in(page: str) -> Record | None:
-    """The last record of metrics that a report knows, empty before there is one; None, if it is no report."""
+    """The last record of metrics in a report, empty before there is one; None if the page is no report."""
     found = re.search('<data class="ddp-last-record" value="([^"]*)"', page)
     return None if found is None else json.loads(html.unescape(found[1]))
 
@@ -107,7 +96,7 @@ def charts(run: Run) -> Iterator[tuple[str, str]]:
 
 
 def confusion(run: Run) -> dict[str, Any]:
-    """Which classes were taken for which, as a picture and as the lists of the largest; empty where nobody knows."""
+    """The confusion matrix as a picture, and lists of the largest confusions; empty if there is none."""
     matrix = run.confusion
     if matrix is None or not matrix.sum():
         return {}
@@ -127,14 +116,14 @@ def confusion(run: Run) -> dict[str, Any]:
 
 
 def time_spent(run: Run) -> list[tuple[str, str, float, float]]:
-    """How the time of rank 0 divides: what for, its colour, seconds and share."""
+    """The parts of the time of rank 0: name, colour, seconds and share."""
     seconds = {key: max(0.0, run.end.get("seconds", {}).get(key, 0.0)) for key in PARTS}
     total = sum(seconds.values())
     return [(*PARTS[key], spent, spent / total) for key, spent in seconds.items()] if total else []
 
 
 def settings(given: Mapping[str, Any]) -> dict[str, list[tuple[str, ...]]]:
-    """Hyperparameters with their defaults and meanings: those that are not the default, and the others."""
+    """Hyperparameters with their values, defaults and meanings: the changed ones, and the others."""
     rows: dict[str, list[tuple[str, ...]]] = {"changed": [], "others": []}
     for field in dataclasses.fields(Hyperparameters):
         if field.name in given:

@@ -21,7 +21,7 @@ Record = dict[str, Any]
 
 @dataclass
 class Run:
-    """One run's records by kind, in the order of their steps; empty where it has none of a kind."""
+    """One run's records by kind, in the order of their steps; empty if it has none of a kind."""
 
     name: str
     starts: list[Record] = field(default_factory=list)  # of all attempts
@@ -34,7 +34,7 @@ class Run:
 
     @property
     def start(self) -> Record:
-        """Of the attempt that went on last."""
+        """The record of the last attempt."""
         return self.starts[-1]
 
     @property
@@ -49,12 +49,12 @@ class Run:
 
     @property
     def last_record(self) -> Record:
-        """Of the end, or of the last step so far; of an evaluation after it, where there was one. Empty before any."""
+        """The end record, or the one of the last step so far (its evaluation, if there was one); empty before any."""
         return self.end or max((*self.evaluations, *self.train), key=lambda record: int(record["step"]), default={})
 
     @property
     def kept_evaluation(self) -> Record:
-        """Of the weights that the run returned: the last evaluation, unless the sidecar names another epoch."""
+        """The evaluation of the returned weights: the last one, unless the sidecar names another epoch."""
         epoch = self.sidecar.get("metrics", {}).get("kept_epoch")
         chosen = [record for record in self.evaluations if epoch in (None, record["epoch"])] or self.evaluations
         return chosen[-1] if chosen else {}
@@ -69,12 +69,7 @@ class Run:
 
 
 def read_run(folder: Path, name: str = "") -> Run:
-    """Reads ``metrics.jsonl``, and ``model.json`` and ``predictions.npz`` where they are there.
-
-    Raises:
-        UserError: not a run folder, or a damaged file in it.
-
-    """
+    """Reads ``metrics.jsonl``, and ``model.json`` and ``predictions.npz`` if there; UserError if one is damaged."""
     run = Run(name or folder.name)
     steps: dict[str, dict[int, Record]] = {"train": {}, "evaluation": {}}
     for record in read_records(folder / "metrics.jsonl"):
@@ -84,21 +79,18 @@ def read_run(folder: Path, name: str = "") -> Run:
         elif kind == "end":
             run.end = record
         elif kind in steps:
-            # A retry goes on in the same file: what it says about a step replaces what the attempt before it said.
+            # A retry appends to the same file: its record of a step replaces that of the attempt before.
             steps[kind][record["step"]] = record
     if not run.starts:
         raise UserError(f"{folder / 'metrics.jsonl'} has no start record: give the folder of a run that began training")
     run.train, run.evaluations = ([found[step] for step in sorted(found)] for found in steps.values())
-    if (path := folder / "model.json").exists():
-        try:
+    try:
+        if (path := folder / "model.json").exists():
             run.sidecar = dict(json.loads(path.read_bytes()))
-        except (OSError, ValueError, TypeError) as error:
-            raise UserError(f"cannot read sidecar {path}: {error}; remove it or train again") from error
-    if (path := folder / "predictions.npz").exists():
-        try:
+        if (path := folder / "predictions.npz").exists():
             run.confusion, run.mistakes = read_predictions(path, run.classes)
-        except (OSError, ValueError, LookupError, EOFError, zipfile.BadZipFile) as error:
-            raise UserError(f"cannot read predictions {path}: {error}; remove it or train again") from error
+    except (OSError, ValueError, TypeError, LookupError, EOFError, zipfile.BadZipFile) as error:
+        raise UserError(f"cannot read {path}: {error}; remove it or train again") from error
     return run
 
 
@@ -110,15 +102,15 @@ def read_predictions(path: Path, classes: list[str]) -> tuple[NDArray[np.int64],
         names, confusion = named(arrays)[first:], arrays["confusion"]
     mistakes = []
     for name, image, index, truth, scores in zip(names, *columns, strict=True):
-        guess = scores.argmax()
-        if guess != truth:
+        prediction = scores.argmax()
+        if prediction != truth:
             called = name or f"sample {index}"
-            mistakes.append(Picture(called, image, classes[guess], classes[truth], float(scores[guess])))
+            mistakes.append(Picture(called, image, classes[prediction], classes[truth], float(scores[prediction])))
     return confusion, mistakes
 
 
 def named(predictions: Mapping[str, NDArray[Any]]) -> list[str]:
-    """The names of the pictured samples, empty where they have none; bytes that are no text are shown as such."""
+    """The names of the pictured samples, empty if they have none; undecodable bytes become replacement characters."""
     if "names" not in predictions or not len(predictions["names"]):
         return [""] * len(predictions["index"])
     found = predictions["names"].tolist()
