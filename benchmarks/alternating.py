@@ -19,13 +19,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from flyte_ddp.buffers import Buffers
-from flyte_ddp.checkpointing import Checkpointer, Snapshot
-from flyte_ddp.diagnosis import LossWatch
-from flyte_ddp.distributed import rank
-from flyte_ddp.images import InputSpec
-from flyte_ddp.models import Tutorial
-from flyte_ddp.training_state import TrainingState
+from flyte_ddp.models.images import InputSpec
+from flyte_ddp.models.zoo import Tutorial
+from flyte_ddp.parallel.buffers import Buffers
+from flyte_ddp.parallel.distributed import rank
+from flyte_ddp.training.checkpointing import Checkpointer, Snapshot
+from flyte_ddp.training.diagnosis import LossWatch
+from flyte_ddp.training.training_state import TrainingState
 
 ACCOUNT = "FLYTE_DDP_COST_ACCOUNT"  # environment: where to
 

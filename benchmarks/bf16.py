@@ -16,10 +16,10 @@ from torch.nn import functional
 
 from benchmarks.measuring import Options, Result, Target
 from benchmarks.running import run_python
-from flyte_ddp import models
 from flyte_ddp.cpu import BF16_INSTRUCTIONS, Bf16, read_cpu
-from flyte_ddp.images import InputSpec
-from flyte_ddp.launch.rank import keep_freed_memory
+from flyte_ddp.launch.supervise.rank import keep_freed_memory
+from flyte_ddp.models import zoo
+from flyte_ddp.models.images import InputSpec
 
 BATCH, SIDE, CLASSES = 128, 28, 10
 MODELS = ("tutorial", "small_cnn")
@@ -55,7 +55,7 @@ def rates(steps: int, blocks: int) -> dict[str, dict[str, list[float]]]:
     labels = torch.randint(CLASSES, (BATCH,))
     found: dict[str, dict[str, list[float]]] = {}
     for name in MODELS:
-        model = models.build(name, CLASSES, spec).to(memory_format=torch.channels_last)
+        model = zoo.build(name, CLASSES, spec).to(memory_format=torch.channels_last)
         found[name] = {precision: [] for precision in PRECISIONS}
         for block in range(blocks + 1):
             for precision in PRECISIONS:

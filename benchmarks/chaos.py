@@ -25,11 +25,11 @@ from pathlib import Path
 from benchmarks.measuring import Options, Result, Target
 from benchmarks.rendering import table
 from benchmarks.running import ROOT, descendants, environment, process_name
-from flyte_ddp import checkpoint
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
-from flyte_ddp.launch.fork_server import SERVER
-from flyte_ddp.run_folder import UNFINISHED, is_finished
+from flyte_ddp.launch.supervise.fork_server import SERVER
+from flyte_ddp.runs import checkpoint
+from flyte_ddp.runs.run_folder import UNFINISHED, is_finished
 
 FAULTS = 50
 SEED = 0

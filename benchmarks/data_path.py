@@ -26,22 +26,22 @@ from torch.nn import functional
 
 from benchmarks.measuring import Options, Result, Target, interleaved
 from benchmarks.running import fashion_mnist, run_python
-from flyte_ddp import sampling
-from flyte_ddp.checkpointing import Run
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.cpu import Bf16
 from flyte_ddp.datasets import open_arrays
-from flyte_ddp.diagnosis import LossWatch
 from flyte_ddp.hardware import bf16_support, detect
-from flyte_ddp.job import Job
-from flyte_ddp.launch.rank import join_process_group, keep_freed_memory
-from flyte_ddp.launch.rank_info import RankInfo
-from flyte_ddp.recording import Recorder
+from flyte_ddp.launch.supervise.rank import join_process_group, keep_freed_memory
+from flyte_ddp.launch.supervise.rank_info import RankInfo
+from flyte_ddp.order import sampling
 from flyte_ddp.run import identity_of
-from flyte_ddp.selection import Selection
+from flyte_ddp.runs.job import Job
 from flyte_ddp.settings import Settings
-from flyte_ddp.train import batches_to_do, train_step
-from flyte_ddp.training_state import TrainingState
+from flyte_ddp.training.checkpointing import Run
+from flyte_ddp.training.diagnosis import LossWatch
+from flyte_ddp.training.recording import Recorder
+from flyte_ddp.training.selection import Selection
+from flyte_ddp.training.train import batches_to_do, train_step
+from flyte_ddp.training.training_state import TrainingState
 
 MODELS = ("tutorial", "small_cnn")
 

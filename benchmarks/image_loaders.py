@@ -26,10 +26,10 @@ from benchmarks import generated_images
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_prepared
 from flyte_ddp.hardware import detect
-from flyte_ddp.images import InputSpec, prepare
-from flyte_ddp.launch.rank import keep_freed_memory
+from flyte_ddp.launch.supervise.rank import keep_freed_memory
 from flyte_ddp.loading import Split, cropping, open_splits
 from flyte_ddp.loading.decoding import decode
+from flyte_ddp.models.images import InputSpec, prepare
 from flyte_ddp.settings import Settings
 
 SIZE, WORKERS = 224, 2

@@ -13,9 +13,9 @@ RANKS = 2
 
 def tutorial(num_classes: int, input_shape: tuple[int, int, int]) -> Any:
     """The tutorial's network, in ranks that say who they are."""
-    from flyte_ddp.distributed import rank
-    from flyte_ddp.images import InputSpec
-    from flyte_ddp.models import Tutorial
+    from flyte_ddp.models.images import InputSpec
+    from flyte_ddp.models.zoo import Tutorial
+    from flyte_ddp.parallel.distributed import rank
 
     Path(os.environ[PIDS], str(rank())).write_text(str(os.getpid()))
     channels, height, width = input_shape

@@ -22,7 +22,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import RankError
 from flyte_ddp.hardware import Hardware, detect
 from flyte_ddp.run import Launch, run_training
-from flyte_ddp.run_folder import UNFINISHED
+from flyte_ddp.runs.run_folder import UNFINISHED
 from flyte_ddp.settings import Settings
 
 Find = Callable[[Hyperparameters], Hardware]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import workflows.training  # noqa: F401
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.launch import fork_server
+from flyte_ddp.launch.supervise import fork_server
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import from_environment
 

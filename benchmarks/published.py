@@ -27,7 +27,7 @@ from benchmarks.published_model import FOLDER, Published
 from benchmarks.running import ROOT, fashion_mnist
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.run import run_training
-from flyte_ddp.run_folder import is_finished
+from flyte_ddp.runs.run_folder import is_finished
 from flyte_ddp.settings import Settings
 
 # Epoch by epoch, in the document's order; it titles both of the first two "2 GPUs", and says that they are of 2 and 4.

@@ -206,8 +206,8 @@ def ring_bytes(ranks: int, size: int) -> float:
 
 def gradient_bytes(base: Mapping[str, Any]) -> int:
     """Of a network in fp32."""
-    from flyte_ddp.images import InputSpec
-    from flyte_ddp.models import build
+    from flyte_ddp.models.images import InputSpec
+    from flyte_ddp.models.zoo import build
 
     hp = Hyperparameters(**base)
     model = build(hp.model, 10, InputSpec(1, 28, 28, (0.0,), (1.0,)))

@@ -21,8 +21,8 @@ from torch.multiprocessing.spawn import spawn
 from benchmarks.measuring import Options, Result, Target, interleaved
 from benchmarks.running import run_python
 from flyte_ddp.clock import Clock
-from flyte_ddp.launch.rank import keep_freed_memory
-from flyte_ddp.strategies import GradientSync, synchronised
+from flyte_ddp.launch.supervise.rank import keep_freed_memory
+from flyte_ddp.parallel.strategies import GradientSync, synchronised
 
 LAYERS, SAMPLES, RANKS = 10, 8, 2
 WIDTHS = (32, 100, 316, 1000)  # about 10,000 to 10,000,000 parameters

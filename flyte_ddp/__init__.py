@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flyte_ddp import results
-    from flyte_ddp.artifacts import load_model
     from flyte_ddp.config import Hyperparameters
     from flyte_ddp.datasets import fetch, image_arrays
     from flyte_ddp.errors import RankError, StoppedError, UnreachableError, UserError
+    from flyte_ddp.models.artifacts import load_model
     from flyte_ddp.run import Result, run_training
     from flyte_ddp.settings import Settings
 
@@ -42,7 +42,7 @@ MODULES = {
     "UserError": "errors",
     "fetch": "datasets",
     "image_arrays": "datasets",
-    "load_model": "artifacts",
+    "load_model": "models.artifacts",
     "results": "results",
     "run_training": "run",
 }

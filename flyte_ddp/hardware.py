@@ -14,7 +14,7 @@ from flyte_ddp import catalog
 from flyte_ddp.config import Hyperparameters, check_batch_size
 from flyte_ddp.cpu import Bf16, read_cpu
 from flyte_ddp.errors import UserError
-from flyte_ddp.identity import REQUESTED_GPUS
+from flyte_ddp.settings import REQUESTED_GPUS
 
 MOST_CPU_RANKS = 4
 

@@ -9,18 +9,19 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from flyte_ddp import checkpoint, initial_weights
 from flyte_ddp.code_digest import library_digest, releases
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.arrays import read_description
 from flyte_ddp.datasets.prepared import check_prepared
 from flyte_ddp.errors import StoppedError
-from flyte_ddp.failed_run import explain
 from flyte_ddp.hardware import Hardware, detect
 from flyte_ddp.launch import single, spawn
-from flyte_ddp.result_store import copied
-from flyte_ddp.run_folder import METRICS, REPORT, prepare_folder, remove_outputs, settle
-from flyte_ddp.run_lock import hold
+from flyte_ddp.models import initial_weights
+from flyte_ddp.runs import checkpoint
+from flyte_ddp.runs.failed_run import explain
+from flyte_ddp.runs.result_store import copied
+from flyte_ddp.runs.run_folder import METRICS, REPORT, prepare_folder, remove_outputs, settle
+from flyte_ddp.runs.run_lock import hold
 from flyte_ddp.settings import Settings, from_environment
 from flyte_ddp.user_source import user_source_digest
 
@@ -85,9 +86,9 @@ def run_training(
 
     """
     # Imported here so that importing this module stays cheap for command-line start-up.
-    from flyte_ddp import tracking
-    from flyte_ddp.job import Job
     from flyte_ddp.report import report
+    from flyte_ddp.runs.job import Job
+    from flyte_ddp.tracking import wandb_run
 
     settings = settings or from_environment()
     hardware = hardware or detect(hp)
@@ -103,7 +104,7 @@ def run_training(
         if found is not None:
             when = datetime.fromtimestamp(found.time).strftime("%Y-%m-%d %H:%M:%S")  # noqa: DTZ006 (local time)
             say(settings, f"going on after step {found.step:,}, saved {when}")
-        wandb = tracking.start_wandb(run_folder, settings, hp.to_dict(), run_folder.name)
+        wandb = wandb_run.start_wandb(run_folder, settings, hp.to_dict(), run_folder.name)
         wandb_limit = settings.wandb_timeout
         try:
             with (

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from flyte_ddp.errors import UserError
 
+REQUESTED_GPUS = "FLYTE_DDP_GPUS"  # set in pods by the table that requests the GPUs (tasks/pods.py)
+
 
 @dataclass(frozen=True)
 class Settings:

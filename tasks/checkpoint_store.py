@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, Optional, TypeVar
 
 from flytekit import FlyteContextManager
 
-from flyte_ddp import checkpoint
 from flyte_ddp.errors import UnreachableError, UserError
+from flyte_ddp.runs import checkpoint
 from tasks import pods
 
 SAVED, STARTED, ENDED, DONE = "saved", "started", "ended", "done"  # kinds of files

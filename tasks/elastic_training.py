@@ -15,14 +15,14 @@ from flytekit.extend import IgnoreOutputs, TaskPlugins
 from flytekit.types.directory import FlyteDirectory
 from flytekitplugins.kfpytorch.task import CleanPodPolicy, Elastic, PytorchElasticFunctionTask, RunPolicy
 
-from flyte_ddp import run_lock
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import StoppedError
-from flyte_ddp.failed_run import explain, newest_step
 from flyte_ddp.hardware import detect
-from flyte_ddp.launch.processes import main_script_hidden
-from flyte_ddp.launch.stopping import stopped_by
+from flyte_ddp.launch.supervise.processes import main_script_hidden
+from flyte_ddp.launch.supervise.stopping import stopped_by
 from flyte_ddp.run import Result, run_training
+from flyte_ddp.runs import run_lock
+from flyte_ddp.runs.failed_run import explain, newest_step
 from flyte_ddp.settings import Settings
 from tasks import command_line, places, pods, recovery
 from tasks.elastic_pods import MEET_SECONDS, one_of_several

@@ -9,7 +9,7 @@ from pathlib import Path
 from flytekit import Deck
 
 from flyte_ddp.report import report
-from flyte_ddp.run_folder import UNFINISHED
+from flyte_ddp.runs.run_folder import UNFINISHED
 from tasks import places
 
 SECONDS = 30.0  # between two pages

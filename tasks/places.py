@@ -20,8 +20,8 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
 from flyte_ddp.errors import UserError, from_here
-from flyte_ddp.run_folder import settle
-from flyte_ddp.run_lock import release, reserve
+from flyte_ddp.runs.run_folder import settle
+from flyte_ddp.runs.run_lock import release, reserve
 from flyte_ddp.settings import runs_folder
 
 # Set in Elastic's workers: the working directory of the pod's task, as workers have others; empty in a local run.

@@ -20,7 +20,7 @@ from flytekit.extras.accelerators import BaseAccelerator
 from flyte_ddp.code_digest import library_digest
 from flyte_ddp.errors import UserError, unknown_name
 from flyte_ddp.hardware import MOST_CPU_RANKS
-from flyte_ddp.identity import REQUESTED_GPUS
+from flyte_ddp.settings import REQUESTED_GPUS
 
 PROFILE_VARIABLE = "FLYTE_DDP_PROFILE"
 CODE_VARIABLE = "FLYTE_DDP_CODE"

@@ -36,7 +36,7 @@ def predict_images(
 
     So many images may be impossible to decode: they have no prediction. The default is what the model's training had.
     """
-    from flyte_ddp.predict import predict
+    from flyte_ddp.predict.predict import predict
 
     hardware.check_expected_gpus(hardware.visible_gpus())
     if (images is None) == (not dataset):

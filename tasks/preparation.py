@@ -9,9 +9,10 @@ from flytekit import Deck, FlyteContextManager, dynamic, task
 from flytekit.core.context_manager import ExecutionState
 from flytekit.types.directory import FlyteDirectory
 
-from flyte_ddp import datasets, hardware, identity
+from flyte_ddp import datasets, hardware
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.run_folder import is_finished
+from flyte_ddp.runs import identity
+from flyte_ddp.runs.run_folder import is_finished
 from flyte_ddp.settings import from_environment
 from tasks import places, pods, recovery
 

@@ -13,11 +13,11 @@ from flytekit.core.base_task import PythonTask
 from flytekit.exceptions.system import FlyteNonRecoverableSystemException
 from flytekit.exceptions.user import FlyteRecoverableException, FlyteUserRuntimeException
 
-from flyte_ddp.checkpoint import FOLDER, SLOTS
 from flyte_ddp.errors import RankError, StoppedError, UnreachableError, UserError
 from flyte_ddp.process import postponed
-from flyte_ddp.run_folder import UNFINISHED
-from flyte_ddp.run_lock import release_reserved
+from flyte_ddp.runs.checkpoint import FOLDER, SLOTS
+from flyte_ddp.runs.run_folder import UNFINISHED
+from flyte_ddp.runs.run_lock import release_reserved
 from tasks import places, pods
 from tasks.checkpoint_store import CheckpointStore
 

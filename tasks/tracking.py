@@ -9,7 +9,7 @@ from pathlib import Path
 
 from flytekit import FlyteContextManager, current_context
 
-from flyte_ddp.run_folder import UNFINISHED
+from flyte_ddp.runs.run_folder import UNFINISHED
 from flyte_ddp.settings import Settings, from_environment
 from tasks import places, pods
 
@@ -49,7 +49,7 @@ def unsent_kept(run_folder: Path) -> Iterator[None]:
 
 
 def keep_unsent(folder: Path) -> None:
-    """Uploads what :class:`flyte_ddp.tracking.WandbProcess` says is unsent."""
+    """Uploads what :class:`flyte_ddp.tracking.wandb_run.WandbProcess` says is unsent."""
     try:
         name = (folder / "unsent").read_text()
         access = FlyteContextManager.current_context().file_access

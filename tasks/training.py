@@ -11,7 +11,7 @@ from flytekit.types.file import FlyteFile
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import from_here
 from flyte_ddp.run import Result, read_result, run_training
-from flyte_ddp.run_folder import is_finished
+from flyte_ddp.runs.run_folder import is_finished
 from flyte_ddp.settings import Settings
 from tasks import places, pods, recovery
 from tasks.live_deck import live_deck

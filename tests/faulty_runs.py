@@ -13,9 +13,10 @@ import pytest
 import torch
 from processes import children_of, living_with
 
-from flyte_ddp import checkpoint, results
+from flyte_ddp import results
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.run_folder import TRACEBACK, UNFINISHED
+from flyte_ddp.runs import checkpoint
+from flyte_ddp.runs.run_folder import TRACEBACK, UNFINISHED
 
 HP = Hyperparameters(
     model="faults:model", epochs=2, batch_size=100, num_ranks=2, precision="fp32", log_interval=1, max_steps=20

@@ -10,7 +10,7 @@ from pathlib import Path
 
 RESERVE = """
 import pathlib, sys
-from flyte_ddp.run_lock import reserve
+from flyte_ddp.runs.run_lock import reserve
 print(reserve(pathlib.Path(sys.argv[1])), flush=True)
 sys.stdin.read()
 """

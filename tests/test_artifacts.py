@@ -21,9 +21,9 @@ from flytekit.types.file import PythonPickledFile
 from torch import nn
 from torch.nn import functional
 
-from flyte_ddp import artifacts, models
 from flyte_ddp.errors import UserError
-from flyte_ddp.images import InputSpec
+from flyte_ddp.models import artifacts, zoo
+from flyte_ddp.models.images import InputSpec
 
 GREY = InputSpec(channels=1, height=28, width=28, mean=(0.25,), std=(0.5,))
 CLASSES = [f"class {k}" for k in range(10)]
@@ -36,7 +36,7 @@ def sidecar(model: str = "tutorial", spec: InputSpec = GREY, classes: list[str] 
 
 def trained(name: str = "tutorial", seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
-    return models.build(name, 10, GREY)
+    return zoo.build(name, 10, GREY)
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_load_model_gives_back_weights_and_buffers_in_evaluation_mode(
 ) -> None:
     (tmp_path / "model_of_test_artifacts.py").write_text(OWN_MODEL)
     monkeypatch.syspath_prepend(tmp_path)
-    original = models.build("model_of_test_artifacts:make", 10, GREY)
+    original = zoo.build("model_of_test_artifacts:make", 10, GREY)
     original(torch.randn(8, 1, 28, 28))  # gives the last layer its shape; moves BatchNorm's statistics and its counter
     paths = artifacts.save_model(tmp_path, original.state_dict(), sidecar("model_of_test_artifacts:make"))
     loaded, content = artifacts.load_model(*paths, "cpu")
@@ -117,7 +117,7 @@ SAVING = """
 import random, sys
 from pathlib import Path
 import torch
-from flyte_ddp import artifacts
+from flyte_ddp.models import artifacts
 seed, folder = sys.argv[1:]
 random.seed(seed)  # another history of memory, so other addresses
 kept = [torch.empty(random.randrange(1, 100_000)) for _ in range(random.randrange(500))]

@@ -12,10 +12,11 @@ import torch
 import torchvision
 from torchvision.models import regnet
 
-from flyte_ddp import catalog, datasets, models
+from flyte_ddp import catalog, datasets
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
-from flyte_ddp.images import InputSpec, prepare
+from flyte_ddp.models import zoo
+from flyte_ddp.models.images import InputSpec, prepare
 
 ALL = set(torchvision.models.list_models())
 CLASSIFIERS = set(torchvision.models.list_models(module=torchvision.models))
@@ -31,7 +32,7 @@ ANY_SIZE = {model for model, side in catalog.TORCHVISION_MODELS.items() if side 
 
 
 def spec_for(model: str, side: int, *, channels: int = 1, width: int | None = None) -> InputSpec:
-    return models.input_spec(model, images(channels, side, width or side), size=0)
+    return zoo.input_spec(model, images(channels, side, width or side), size=0)
 
 
 def images(channels: int, height: int, width: int) -> InputSpec:
@@ -55,7 +56,7 @@ def without_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, InputSpec]
 
     def run(model: str, spec: InputSpec) -> torch.Size:
         with torch.device("meta"):
-            built = models.build(model, CLASSES, spec).train()
+            built = zoo.build(model, CLASSES, spec).train()
             output: torch.Tensor = built(torch.empty(2, spec.channels, spec.height, spec.width))
         return output.shape
 
@@ -68,7 +69,7 @@ def test_the_classifiers_are_torchvisions() -> None:
 
 
 def test_the_names_are_those_that_the_library_serves() -> None:
-    assert set(catalog.SMALL_MODELS) == set(models.SMALL_MODELS)
+    assert set(catalog.SMALL_MODELS) == set(zoo.SMALL_MODELS)
     assert set(catalog.DATASETS) == set(datasets.DATASETS)
     assert set(catalog.SIZE_MULTIPLES) <= CLASSIFIERS
 
@@ -129,11 +130,11 @@ def test_multiples_work_and_nothing_between(model: str, without_memory: Callable
         without_memory(model, dataclasses.replace(spec_for(model, multiple), height=between, width=between))
 
 
-@pytest.mark.parametrize("model", sorted(models.SMALL_MODELS))
+@pytest.mark.parametrize("model", sorted(zoo.SMALL_MODELS))
 def test_the_small_models_smallest_size(model: str) -> None:
     smallest = {"small_cnn": 8, "tutorial": 16}[model]
     spec = spec_for(model, smallest, channels=5)
-    assert models.build(model, CLASSES, spec)(torch.zeros(2, 5, smallest, smallest)).shape == (2, CLASSES)
+    assert zoo.build(model, CLASSES, spec)(torch.zeros(2, 5, smallest, smallest)).shape == (2, CLASSES)
     with pytest.raises(UserError, match=f"at least {smallest}"):
         spec_for(model, smallest - 1)
 
@@ -152,7 +153,7 @@ def test_the_size_that_a_message_names_is_taken(height: int, width: int) -> None
         found = re.search(r"set image_size=(\d+)$", message)
         assert found, message
         side = int(found[1])
-        taken = models.input_spec(model, images(1, height, width), size=side)
+        taken = zoo.input_spec(model, images(1, height, width), size=side)
         assert (taken.height, taken.width) == (side, side)
     assert refused
 
@@ -164,7 +165,7 @@ def test_grey_images_become_rgb_for_torchvisions_models() -> None:
     batch = prepare(grey, spec)
     assert torch.equal(batch, batch[:, :1].expand(2, 3, 8, 8))
     torch.testing.assert_close(batch[:, 0], (grey[..., 0] / 255 - 0.5) / 0.5)
-    assert models.build("resnet18", CLASSES, spec)(batch).shape == (2, CLASSES)
+    assert zoo.build("resnet18", CLASSES, spec)(batch).shape == (2, CLASSES)
 
 
 def test_small_models_keep_the_channels() -> None:
@@ -181,11 +182,11 @@ def test_torchvisions_models_refuse_other_channels(channels: int) -> None:
 def test_vision_transformers_refuse_oblong_images(model: str) -> None:
     side = catalog.SIZE_MULTIPLES[model]
     with pytest.raises(UserError, match=f"{side}x{2 * side} images: they must be square; set image_size"):
-        models.build(model, CLASSES, spec_for(model, side, width=2 * side))
+        zoo.build(model, CLASSES, spec_for(model, side, width=2 * side))
 
 
 @pytest.mark.parametrize("model", ["googlenet", "inception_v3"])
 def test_auxiliary_heads_are_left_out(model: str) -> None:
     with torch.device("meta"):
-        built = models.build(model, CLASSES, spec_for(model, 299))
+        built = zoo.build(model, CLASSES, spec_for(model, 299))
     assert not [name for name, _ in built.named_parameters() if name.lower().startswith("aux")]

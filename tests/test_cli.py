@@ -27,7 +27,7 @@ from locks import held_by_another_process
 from benchmarks.running import descendants
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
-from flyte_ddp.run_lock import hold
+from flyte_ddp.runs.run_lock import hold
 from tasks.preparation import check_inputs
 
 OUTPUTS = {
@@ -247,7 +247,7 @@ def test_each_clone_has_its_own_results_and_changed_sources_train_anew(tmp_path:
         ended = run(clone)
         assert trained(ended)
         assert {path.parents[1] for path in outputs(ended).values()} == {clone / "runs"}
-    source = clones[0] / "flyte_ddp/evaluate.py"
+    source = clones[0] / "flyte_ddp/training/evaluate.py"
     source.write_text(source.read_text().replace('"""', "'''", 2))  # of the same length
     before = state(clones[0] / "runs")
     changed = run(clones[0])

@@ -204,7 +204,7 @@ def test_an_unknown_launch_plan(tmp_path: Path) -> None:
 def test_an_error_of_our_own_keeps_its_traceback(tmp_path: Path) -> None:
     """It is no user's mistake, so whoever mends it needs to see where it is."""
     (tmp_path / "sitecustomize.py").write_text(
-        "import flyte_ddp.identity as identity\n"
+        "import flyte_ddp.runs.identity as identity\n"
         "def broken(hp):\n    raise OSError(21, 'Is a directory', '.')\n"
         "identity.check_known_image_size = broken\n"
     )

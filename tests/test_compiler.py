@@ -16,9 +16,9 @@ from torch import nn
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.json_lines import read_records
-from flyte_ddp.optimisation import make_optimizer
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
+from flyte_ddp.training.optimisation import make_optimizer
 
 HP = Hyperparameters(
     model="user_models:dropout", num_ranks=1, batch_size=100, max_steps=5, log_interval=1, precision="fp32"

@@ -112,7 +112,7 @@ def test_a_dry_run_packs_all_sources_of_the_commit(clone: Path, tmp_path: Path) 
     files = packaged.names(package.sources)
     assert files == sources_of(clone)
     templates = {"flyte_ddp/report/templates/report.css", "flyte_ddp/report/templates/report.html"}
-    assert {*templates, "flyte_ddp/train.py", "config/smoke.json", "tasks/pods.py"} <= files
+    assert {*templates, "flyte_ddp/training/train.py", "config/smoke.json", "tasks/pods.py"} <= files
     [variables] = [task.template.container.env for name, task in package.tasks.items() if name.endswith("train_model")]
     registered = {pair.key: pair.value for pair in variables}
     assert registered["FLYTE_DDP_PROFILE"] == "sandbox"

@@ -12,13 +12,14 @@ import torch
 from faulty_runs import saved
 from torch import nn
 
-from flyte_ddp import checkpoint, train
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.diagnosis import LossWatch, no_better_than_random
 from flyte_ddp.errors import UserError
 from flyte_ddp.json_lines import read_records
 from flyte_ddp.run import run_training
+from flyte_ddp.runs import checkpoint
 from flyte_ddp.settings import Settings
+from flyte_ddp.training import train
+from flyte_ddp.training.diagnosis import LossWatch, no_better_than_random
 
 QUIET = Settings(progress="off", wandb_mode="disabled", checkpoint_seconds=0.1)
 BAD_STEP = 17  # in the second epoch, of 14 steps

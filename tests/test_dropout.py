@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torchvision.ops import StochasticDepth
 
-from flyte_ddp.dropout import SampleDropout, derive_dropout_from_samples
-from flyte_ddp.training_pass import TrainingPass
+from flyte_ddp.parallel.dropout import SampleDropout, derive_dropout_from_samples
+from flyte_ddp.parallel.training_pass import TrainingPass
 
 CPU = torch.device("cpu")
 SAMPLES = np.arange(1000, dtype=np.int32)

@@ -19,8 +19,8 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.loading.encoded import BadSamples, Encoded, EncodedImages, Reader
 from flyte_ddp.loading.files import FileImages
 from flyte_ddp.loading.opening import in_the_same_split
-from flyte_ddp.sampling import Indices, ListedOrder
-from flyte_ddp.shard_order import SPLITS, ShardOrder, ShardSplits
+from flyte_ddp.order.sampling import Indices, ListedOrder
+from flyte_ddp.order.shard_order import SPLITS, ShardOrder, ShardSplits
 
 DEADLINE = 60.0  # seconds
 

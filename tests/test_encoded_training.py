@@ -29,20 +29,20 @@ from s3_server import s3_server
 from surroundings import azure_environment, s3_environment
 from torchvision.transforms import v2
 
-from flyte_ddp import models
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, fingerprint
 from flyte_ddp.datasets.image_folder import list_images
 from flyte_ddp.datasets.packing import pack_image_folder, pack_source
 from flyte_ddp.datasets.prepared import check_prepared
 from flyte_ddp.errors import RankError, UnreachableError, UserError
-from flyte_ddp.images import InputSpec
 from flyte_ddp.json_lines import read_records
-from flyte_ddp.predict import predict
+from flyte_ddp.models import zoo
+from flyte_ddp.models.images import InputSpec
+from flyte_ddp.order.shard_order import ShardOrder, ShardSplits
+from flyte_ddp.predict.predict import predict
 from flyte_ddp.run import Result, run_training
-from flyte_ddp.run_folder import OUTPUTS
+from flyte_ddp.runs.run_folder import OUTPUTS
 from flyte_ddp.settings import Settings
-from flyte_ddp.shard_order import ShardOrder, ShardSplits
 from flyte_ddp.shards.dataset import ShardDataset
 from flyte_ddp.shards.joining import join_indexes
 from flyte_ddp.storage import retries
@@ -115,7 +115,7 @@ def plain_loop(hp: Hyperparameters, index: Path) -> tuple[dict[str, torch.Tensor
         images.append((middle.double() / 255 - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None])
         labels.append(sample[".cls"])
     torch.manual_seed(hp.seed)
-    model = models.build(hp.model, 10, InputSpec(3, SIDE, SIDE, mean, std)).double()
+    model = zoo.build(hp.model, 10, InputSpec(3, SIDE, SIDE, mean, std)).double()
     counts = data.index.counts
     splits = ShardSplits(counts, hp.validation_fraction, 0.0 if hp.test_dataset else 0.1, hp.seed)
     order = ShardOrder(splits, "training", data.index.weights, hp.seed, hp.shuffle_shards)

@@ -13,10 +13,10 @@ from click.testing import CliRunner
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from flyte_ddp import sampling
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
-from flyte_ddp.shard_order import ShardOrder, ShardSplits, shard_orders
+from flyte_ddp.order import sampling
+from flyte_ddp.order.shard_order import ShardOrder, ShardSplits, shard_orders
 from flyte_ddp.shards.__main__ import shards as shards_command
 from flyte_ddp.shards.epoch_plan import Cluster, plan_epoch
 from flyte_ddp.shards.index import read_index

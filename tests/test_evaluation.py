@@ -11,14 +11,14 @@ from torch.nn import functional
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_arrays
-from flyte_ddp.distributed import rank, world_size
-from flyte_ddp.evaluate import evaluate
 from flyte_ddp.hardware import detect
 from flyte_ddp.loading import Split
 from flyte_ddp.loading.arrays import ArrayImages
-from flyte_ddp.sampling import ListedOrder
-from flyte_ddp.train import evaluate_splits
-from flyte_ddp.training_state import TrainingState
+from flyte_ddp.order.sampling import ListedOrder
+from flyte_ddp.parallel.distributed import rank, world_size
+from flyte_ddp.training.evaluate import evaluate
+from flyte_ddp.training.train import evaluate_splits
+from flyte_ddp.training.training_state import TrainingState
 
 HP = Hyperparameters(backend="gloo", precision="fp32", validation_fraction=0.1)
 SIZES = (7, 64, 297, 1000)  # of test batches; 297 samples, so that some ranks get none

@@ -14,14 +14,15 @@ from ranks import run_ranks
 from torch import Tensor
 from torch.nn import functional
 
-from flyte_ddp import models, sampling
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_arrays
-from flyte_ddp.distributed import rank
 from flyte_ddp.hardware import detect
-from flyte_ddp.images import InputSpec
-from flyte_ddp.train import apply_gradients, compute_gradients
-from flyte_ddp.training_state import TrainingState
+from flyte_ddp.models import zoo
+from flyte_ddp.models.images import InputSpec
+from flyte_ddp.order import sampling
+from flyte_ddp.parallel.distributed import rank
+from flyte_ddp.training.train import apply_gradients, compute_gradients
+from flyte_ddp.training.training_state import TrainingState
 
 STEPS = 50
 STRATEGIES = {
@@ -74,7 +75,7 @@ def plain_loop(hp: Hyperparameters, data: Path) -> tuple[list[float], list[dict[
     """One process, torch's own layers and optimiser; of the library only the order of samples and the model."""
     arrays = open_arrays(data)
     torch.manual_seed(hp.seed)
-    model = models.build(hp.model, 10, InputSpec(1, 8, 8, arrays.mean, arrays.std)).double()
+    model = zoo.build(hp.model, 10, InputSpec(1, 8, 8, arrays.mean, arrays.std)).double()
     optimizer = torch.optim.SGD(
         model.parameters(), lr=1.0, momentum=hp.momentum, weight_decay=hp.weight_decay, nesterov=hp.nesterov
     )

@@ -86,7 +86,7 @@ def test_a_rank_that_hangs_is_named_with_its_stack(
 
 
 HANGS_EARLY = """
-from flyte_ddp.launch import rank_process
+from flyte_ddp.launch.supervise import rank_process
 run_and_report = rank_process.run_and_report
 def hang_at_the_start(info, link):
     while info.rank == int(os.environ["HANGS_EARLY"]):

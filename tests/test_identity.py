@@ -13,9 +13,9 @@ from cli import TINY, train
 
 from flyte_ddp import code_digest
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.identity import run_name
 from flyte_ddp.json_lines import read_records
 from flyte_ddp.run import identity_of, run_training
+from flyte_ddp.runs.identity import run_name
 from flyte_ddp.settings import Settings
 
 HP = Hyperparameters()

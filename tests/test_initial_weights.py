@@ -13,12 +13,12 @@ from file_server import FileServer
 from torch import nn
 from torchvision.models import resnet18
 
-from flyte_ddp import identity
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
-from flyte_ddp.initial_weights import WHAT_IT_IS, fetched, load_initial_weights
 from flyte_ddp.json_lines import read_records
+from flyte_ddp.models.initial_weights import WHAT_IT_IS, fetched, load_initial_weights
 from flyte_ddp.run import Result, run_training
+from flyte_ddp.runs import identity
 from flyte_ddp.settings import Settings
 
 

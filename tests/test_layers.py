@@ -21,7 +21,7 @@ def test_importing_the_workflows_imports_nothing_heavy() -> None:
 
 
 def test_the_launcher_starts_ranks_without_torch() -> None:
-    modules = "flyte_ddp.run, flyte_ddp.launch.spawn, flyte_ddp.report.report, flyte_ddp.tracking"
+    modules = "flyte_ddp.run, flyte_ddp.launch.spawn, flyte_ddp.report.report, flyte_ddp.tracking.wandb_run"
     code = f"import sys, {modules}\nprint('torch' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "False"

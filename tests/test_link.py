@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from flyte_ddp import distributed
 from flyte_ddp.errors import CollectiveTimeoutError, PeerGoneError, UserError
-from flyte_ddp.launch.failures import first_failure
-from flyte_ddp.launch.link import Link, cause, described
-from flyte_ddp.launch.rank_handle import RankHandle
+from flyte_ddp.launch.supervise.failures import first_failure
+from flyte_ddp.launch.supervise.link import Link, cause, described
+from flyte_ddp.launch.supervise.rank_handle import RankHandle
+from flyte_ddp.parallel import distributed
 
 OPEN: list[Connection] = []  # a rank ends with its launcher's end of the pipe, and this process must not
 

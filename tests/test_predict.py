@@ -16,15 +16,15 @@ import torch
 from cli import ROOT
 from PIL import Image
 
-from flyte_ddp import artifacts
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.image_folder import list_images
 from flyte_ddp.errors import UserError
-from flyte_ddp.images import InputSpec
 from flyte_ddp.loading.decoding import with_pillow
 from flyte_ddp.loading.encoded import BadSamples
-from flyte_ddp.predict import predict
-from flyte_ddp.prediction_batches import Request, folder_batches, image_paths
+from flyte_ddp.models import artifacts
+from flyte_ddp.models.images import InputSpec
+from flyte_ddp.predict.predict import predict
+from flyte_ddp.predict.prediction_batches import Request, folder_batches, image_paths
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
 

@@ -18,11 +18,11 @@ from flytekit.configuration import DataConfig
 from flytekit.core.data_persistence import FileAccessProvider
 from s3_server import S3Server, s3_server
 
-from flyte_ddp import checkpoint
-from flyte_ddp.arithmetic import Arithmetic
-from flyte_ddp.checkpoint import FOLDER, SLOTS, Identity
 from flyte_ddp.errors import RankError, UnreachableError, UserError
-from flyte_ddp.run_folder import UNFINISHED
+from flyte_ddp.runs import checkpoint
+from flyte_ddp.runs.arithmetic import Arithmetic
+from flyte_ddp.runs.checkpoint import FOLDER, SLOTS, Identity
+from flyte_ddp.runs.run_folder import UNFINISHED
 from tasks import checkpoint_store, places, recovery
 from tasks.checkpoint_store import DONE, SAVED, STARTED, CheckpointStore, Entry
 

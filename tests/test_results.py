@@ -10,10 +10,11 @@ import pytest
 from s3_server import s3_server
 from user_models import wait_for
 
-from flyte_ddp import result_store, results
+from flyte_ddp import results
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import StoppedError, UserError
 from flyte_ddp.run import run_training
+from flyte_ddp.runs import result_store
 from flyte_ddp.settings import Settings
 
 QUIET = Settings(progress="off", wandb_mode="disabled")

@@ -17,17 +17,19 @@ import numpy as np
 import pytest
 import torch
 
-from flyte_ddp import arithmetic, checkpoint, sampling, train
-from flyte_ddp.arithmetic import Arithmetic
-from flyte_ddp.checkpoint import Identity
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import RankError, UserError
 from flyte_ddp.hardware import Hardware
 from flyte_ddp.json_lines import read_records
+from flyte_ddp.order import sampling
 from flyte_ddp.run import Result, identity_of, run_training
-from flyte_ddp.run_folder import OUTPUTS, UNFINISHED
+from flyte_ddp.runs import arithmetic, checkpoint
+from flyte_ddp.runs.arithmetic import Arithmetic
+from flyte_ddp.runs.checkpoint import Identity
+from flyte_ddp.runs.run_folder import OUTPUTS, UNFINISHED
 from flyte_ddp.settings import Settings
-from flyte_ddp.training_state import TrainingState
+from flyte_ddp.training import train
+from flyte_ddp.training.training_state import TrainingState
 
 QUIET = Settings(progress="off", wandb_mode="disabled")
 # 1,350 samples: 14 steps an epoch, the last one ragged. All that has a state of its own takes part.

@@ -14,13 +14,17 @@ import pytest
 from faulty_runs import saved
 from interruptions import ended_before_each_change
 
-from flyte_ddp import artifacts, checkpoint, results, run, tracking, train
+from flyte_ddp import results, run
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import RankError, StoppedError
+from flyte_ddp.models import artifacts
 from flyte_ddp.report import report
 from flyte_ddp.run import Result, run_training
-from flyte_ddp.run_folder import METRICS, OUTPUTS, UNFINISHED, is_finished, settle
+from flyte_ddp.runs import checkpoint
+from flyte_ddp.runs.run_folder import METRICS, OUTPUTS, UNFINISHED, is_finished, settle
 from flyte_ddp.settings import Settings
+from flyte_ddp.tracking import wandb_run
+from flyte_ddp.training import train
 
 QUIET = Settings(progress="off", wandb_mode="disabled")
 HP = Hyperparameters(model="user_models:handing_in", epochs=2, max_steps=4, batch_size=400, num_ranks=1)
@@ -107,7 +111,7 @@ ENDS: dict[str, tuple[Any, str, bool]] = {
     "before the report": (report, "write_report", False),
     "before it takes over": (run, "take_over", False),
     "while it takes over": (Path, "replace", True),
-    "when wandb has ended": (tracking, "say", False),
+    "when wandb has ended": (wandb_run, "say", False),
 }
 
 

@@ -16,11 +16,11 @@ from locks import held_by_another_process, is_free
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import StoppedError, UserError
-from flyte_ddp.job import Job
 from flyte_ddp.launch import single
 from flyte_ddp.run import run_training
-from flyte_ddp.run_folder import OUTPUTS
-from flyte_ddp.run_lock import hold, release, release_reserved, reserve
+from flyte_ddp.runs.job import Job
+from flyte_ddp.runs.run_folder import OUTPUTS
+from flyte_ddp.runs.run_lock import hold, release, release_reserved, reserve
 from flyte_ddp.settings import Settings
 from tasks import places, recovery
 
@@ -90,7 +90,7 @@ def test_what_another_process_has_is_not_taken(tmp_path: Path) -> None:
 def test_a_fork_that_lives_on_keeps_nothing(tmp_path: Path) -> None:
     """Such as a worker that decodes images, which has all files of its parent."""
     code = (
-        "import os, pathlib, sys, time; from flyte_ddp.run_lock import hold\n"
+        "import os, pathlib, sys, time; from flyte_ddp.runs.run_lock import hold\n"
         "with hold(pathlib.Path(sys.argv[1])):\n"
         "    if os.fork() == 0: sys.stdin.read(); os._exit(0)\n"
         "print('over', flush=True); os.wait()"

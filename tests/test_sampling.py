@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flyte_ddp import sampling
+from flyte_ddp.order import sampling
 
 LENGTHS = st.integers(1, 500)
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flyte_ddp import sampling
-from flyte_ddp.shard_order import SPLITS, ShardOrder, ShardSplits, streams_of_rank
+from flyte_ddp.order import sampling
+from flyte_ddp.order.shard_order import SPLITS, ShardOrder, ShardSplits, streams_of_rank
 
 COUNTS = st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(sum).map(np.array)
 

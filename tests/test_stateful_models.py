@@ -16,20 +16,20 @@ from ranks import run_ranks
 from torch import Tensor
 from torch.nn import functional
 
-from flyte_ddp import sampling
-from flyte_ddp.artifacts import load_model
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_arrays
-from flyte_ddp.distributed import rank, world_size
 from flyte_ddp.errors import RankError, UserError
 from flyte_ddp.hardware import detect
-from flyte_ddp.images import InputSpec, prepare
 from flyte_ddp.json_lines import read_records
-from flyte_ddp.optimisation import make_optimizer
+from flyte_ddp.models.artifacts import load_model
+from flyte_ddp.models.images import InputSpec, prepare
+from flyte_ddp.order import sampling
+from flyte_ddp.parallel.distributed import rank, world_size
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.settings import Settings
-from flyte_ddp.train import apply_gradients, compute_gradients, evaluate_splits
-from flyte_ddp.training_state import TrainingState
+from flyte_ddp.training.optimisation import make_optimizer
+from flyte_ddp.training.train import apply_gradients, compute_gradients, evaluate_splits
+from flyte_ddp.training.training_state import TrainingState
 
 QUIET = Settings(progress="off", wandb_mode="disabled")
 STEPS = 6

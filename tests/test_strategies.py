@@ -14,9 +14,9 @@ from ranks import run_ranks
 from torch import nn
 
 from flyte_ddp.clock import Clock
-from flyte_ddp.distributed import copy_from_rank_0
-from flyte_ddp.node_memory import NodeMemory
-from flyte_ddp.strategies import BUCKET_BYTES, SharedMemorySync, synchronised
+from flyte_ddp.parallel.distributed import copy_from_rank_0
+from flyte_ddp.parallel.node_memory import NodeMemory
+from flyte_ddp.parallel.strategies import BUCKET_BYTES, SharedMemorySync, synchronised
 
 RANKS = 3
 

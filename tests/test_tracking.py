@@ -20,12 +20,12 @@ import pytest
 from fake_wandb_server import FakeServer, fake_server
 from PIL import Image
 
-from flyte_ddp import tracking, wandb_feed
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replacing
 from flyte_ddp.json_lines import JsonLines, read_records
 from flyte_ddp.settings import Settings
-from flyte_ddp.tracking import WandbProcess, start_wandb
+from flyte_ddp.tracking import wandb_feed, wandb_run
+from flyte_ddp.tracking.wandb_run import WandbProcess, start_wandb
 
 KEY = "0123456789abcdef" * 2 + "01234567"
 HYPERPARAMETERS = {"epochs": 2, "learning_rate": 0.1, "num_ranks": 0}
@@ -384,7 +384,7 @@ import sys, time
 from pathlib import Path
 from flyte_ddp.settings import Settings
 from flyte_ddp.json_lines import JsonLines
-from flyte_ddp.tracking import start_wandb
+from flyte_ddp.tracking.wandb_run import start_wandb
 folder = Path(sys.argv[1])
 wandb = start_wandb(folder, Settings(wandb_run_id="x"), {}, "x")
 while not wandb.is_open():
@@ -419,7 +419,7 @@ def test_the_child_of_a_killed_launcher_leaves_a_retry_alone(
 ) -> None:
     """It comes to its end while the retry, in the same run folder, has begun already."""
     with started_parent(tmp_path) as parent:
-        late = processes(mark, "flyte_ddp.wandb_feed")
+        late = processes(mark, "flyte_ddp.tracking.wandb_feed")
         for pid in late:
             os.kill(pid, signal.SIGSTOP)
         parent.kill()
@@ -427,7 +427,7 @@ def test_the_child_of_a_killed_launcher_leaves_a_retry_alone(
     wait_for(retry.is_open)
     for pid in late:
         os.kill(pid, signal.SIGCONT)
-    wait_for(lambda: not {*late} & {*processes(mark, "flyte_ddp.wandb_feed")})
+    wait_for(lambda: not {*late} & {*processes(mark, "flyte_ddp.tracking.wandb_feed")})
     with JsonLines(tmp_path / "metrics.jsonl") as log:
         log.write(END)
     retry.finish()
@@ -437,7 +437,7 @@ def test_the_child_of_a_killed_launcher_leaves_a_retry_alone(
 
 @needs_proc
 @pytest.mark.slow
-@pytest.mark.parametrize("killed", ["wandb-core", "flyte_ddp.wandb_feed"])
+@pytest.mark.parametrize("killed", ["wandb-core", "flyte_ddp.tracking.wandb_feed"])
 def test_a_killed_wandb_is_started_again(tmp_path: Path, mark: str, killed: str) -> None:
     wandb = start(tmp_path, "offline")
     wait_for(wandb.is_open)
@@ -468,7 +468,7 @@ def test_a_run_whose_process_is_killed_can_be_sent_from_disk(
     assert list((tmp_path / "wandb").glob("run-*")) == []
 
 
-IMPATIENT = "import sys; from flyte_ddp import wandb_feed as feed; feed.RETRY_SECONDS = 0.1; "
+IMPATIENT = "import sys; from flyte_ddp.tracking import wandb_feed as feed; feed.RETRY_SECONDS = 0.1; "
 IMPATIENT += "feed.main(feed.Connection(int(sys.argv[1])))"
 
 
@@ -478,7 +478,7 @@ def test_a_server_that_comes_back_gets_everything(
     tmp_path: Path, mark: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", KEY)
-    monkeypatch.setattr(tracking, "COMMAND", (sys.executable, "-c", IMPATIENT))
+    monkeypatch.setattr(wandb_run, "COMMAND", (sys.executable, "-c", IMPATIENT))
     with fake_server("denies") as server:
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
         wandb = start(tmp_path, "online")
@@ -509,7 +509,7 @@ def test_without_wandb_there_is_a_word(
 
 
 @needs_proc
-@pytest.mark.parametrize("stopped", ["flyte_ddp.wandb_feed", "every process"])
+@pytest.mark.parametrize("stopped", ["flyte_ddp.tracking.wandb_feed", "every process"])
 def test_a_process_that_hangs_is_not_waited_for(
     tmp_path: Path, mark: str, stopped: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -538,5 +538,5 @@ def test_a_folder_that_cannot_be_written_is_said_and_not_raised(
 
 
 def test_the_parent_does_not_import_wandb() -> None:
-    code = "import sys, flyte_ddp.tracking; sys.exit('wandb' in sys.modules)"
+    code = "import sys, flyte_ddp.tracking.wandb_run; sys.exit('wandb' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

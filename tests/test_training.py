@@ -14,14 +14,16 @@ import torch
 from plain_loop import train_plainly
 from torch.nn import functional
 
-from flyte_ddp import artifacts, hardware, models, sampling
+from flyte_ddp import hardware
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import open_arrays
 from flyte_ddp.errors import UserError
-from flyte_ddp.images import InputSpec
 from flyte_ddp.json_lines import read_records
+from flyte_ddp.models import artifacts, zoo
+from flyte_ddp.models.images import InputSpec
+from flyte_ddp.order import sampling
 from flyte_ddp.run import Result, run_training
-from flyte_ddp.run_folder import OUTPUTS, UNFINISHED
+from flyte_ddp.runs.run_folder import OUTPUTS, UNFINISHED
 from flyte_ddp.settings import Settings
 
 QUIET = Settings(progress="off", wandb_mode="disabled")
@@ -45,7 +47,7 @@ def plain_loop(hp: Hyperparameters, data: Path) -> tuple[dict[str, torch.Tensor]
     """Of the library only the order of samples and the model's definition."""
     arrays = open_arrays(data)
     torch.manual_seed(hp.seed)
-    model = models.build(hp.model, 10, InputSpec(1, 8, 8, arrays.mean, arrays.std))
+    model = zoo.build(hp.model, 10, InputSpec(1, 8, 8, arrays.mean, arrays.std))
     training, _ = sampling.split_indices(len(arrays.train_labels), hp.validation_fraction, hp.seed)
     images = (torch.tensor(np.array(arrays.train_images)).permute(0, 3, 1, 2) / 255 - arrays.mean[0]) / arrays.std[0]
     orders = (torch.from_numpy(sampling.epoch_order(training, hp.seed, epoch)) for epoch in range(hp.epochs))
@@ -172,7 +174,7 @@ def test_parameters_that_get_no_gradient_stay_as_they_are(digits: Path, tmp_path
     hp = replace(BASE, model="user_models:partly_used", epochs=1, weight_decay=0.1, strategy=strategy)
     result = train(hp, digits, tmp_path / "run")
     torch.manual_seed(hp.seed)
-    initial = models.build(hp.model, 10, InputSpec(1, 8, 8, (0.0,), (1.0,))).state_dict()
+    initial = zoo.build(hp.model, 10, InputSpec(1, 8, 8, (0.0,), (1.0,))).state_dict()
     unchanged = {name for name, value in weights(result).items() if torch.equal(value, initial[name])}
     assert unchanged == {"unused.weight", "unused.bias"}
 

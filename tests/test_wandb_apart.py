@@ -14,14 +14,14 @@ import pytest
 import torch
 from fake_wandb_server import fake_server
 
-from flyte_ddp import tracking
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.job import Job
 from flyte_ddp.json_lines import read_records
 from flyte_ddp.launch import single
 from flyte_ddp.process import kill_trees
 from flyte_ddp.run import Result, run_training
+from flyte_ddp.runs.job import Job
 from flyte_ddp.settings import Settings
+from flyte_ddp.tracking import wandb_run
 
 pytestmark = pytest.mark.slow
 
@@ -45,14 +45,14 @@ class Wandb:
 @pytest.fixture
 def wandb(monkeypatch: pytest.MonkeyPatch) -> Wandb:
     started = Wandb()
-    start = tracking.start_wandb
+    start = wandb_run.start_wandb
 
-    def start_and_tell(*arguments: Any) -> tracking.WandbProcess | None:
+    def start_and_tell(*arguments: Any) -> wandb_run.WandbProcess | None:
         process = start(*arguments)
         started.pid = process.process.pid if process else 0
         return process
 
-    monkeypatch.setattr(tracking, "start_wandb", start_and_tell)
+    monkeypatch.setattr(wandb_run, "start_wandb", start_and_tell)
     return started
 
 
@@ -60,7 +60,7 @@ def disk_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
     """For wandb's processes: no file of theirs can grow beyond a page."""
     page = 4096
     limit = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (page, page))
-    monkeypatch.setattr(tracking, "Popen", functools.partial(tracking.Popen, preexec_fn=limit))
+    monkeypatch.setattr(wandb_run, "Popen", functools.partial(wandb_run.Popen, preexec_fn=limit))
 
 
 TROUBLES = ("refuses", "hangs", "fails", "babbles", "denies")  # of the server

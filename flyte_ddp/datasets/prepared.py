@@ -7,15 +7,15 @@ from pathlib import Path
 
 import numpy as np
 
-from flyte_ddp import sampling
 from flyte_ddp.catalog import encoded_kind
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.arrays import ImageArrays, open_arrays, read_description
 from flyte_ddp.datasets.encoded_set import EncodedSet, open_encoded_set
 from flyte_ddp.datasets.image_folder import ImageList
 from flyte_ddp.errors import UserError
-from flyte_ddp.sampling import Indices, ListedOrder
-from flyte_ddp.shard_order import TEST_FRACTION, ShardOrder, ShardSplits, shard_orders
+from flyte_ddp.order import sampling
+from flyte_ddp.order.sampling import Indices, ListedOrder
+from flyte_ddp.order.shard_order import TEST_FRACTION, ShardOrder, ShardSplits, shard_orders
 from flyte_ddp.shards.epoch_plan import Cluster, cache_wanted
 from flyte_ddp.shards.index import ShardIndex
 

@@ -15,11 +15,12 @@ from flyte_ddp.code_digest import ARITHMETIC
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UnreachableError, UserError, needing
 from flyte_ddp.hardware import MOST_CPU_RANKS, Hardware
-from flyte_ddp.job import Job
-from flyte_ddp.launch import agent, capacity, sources
-from flyte_ddp.launch.processes import main_script_hidden
-from flyte_ddp.launch.rank_info import RankInfo
-from flyte_ddp.launch.rendezvous import JOIN_SECONDS, open_rendezvous
+from flyte_ddp.launch import capacity
+from flyte_ddp.launch.remote import agent, sources
+from flyte_ddp.launch.remote.rendezvous import JOIN_SECONDS, open_rendezvous
+from flyte_ddp.launch.supervise.processes import main_script_hidden
+from flyte_ddp.launch.supervise.rank_info import RankInfo
+from flyte_ddp.runs.job import Job
 
 SCHEDULER = "DASK_SCHEDULER_ADDRESS"  # Dask's own variable
 REACH_SECONDS = 10
@@ -40,7 +41,7 @@ def launch(job: Job, *, num_ranks: int, client: Any = None, retries: int = 0, fo
         client: of the cluster, Dask's own; None for the one that is there, see :func:`connected`.
         retries: Dask's own: how often it starts a task once more when it has failed. All ranks then go on from the
             newest checkpoint. Each rank stays on its worker, so that a lost worker ends the run.
-        folder: see :func:`flyte_ddp.launch.sources.packed`.
+        folder: see :func:`flyte_ddp.launch.remote.sources.packed`.
     """
     with needing("dask"):
         from dask import annotate  # type: ignore[attr-defined]

@@ -18,12 +18,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from flyte_ddp import checkpoint
 from flyte_ddp import hardware as machine
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import RankError, StoppedError, UserError
 from flyte_ddp.hardware import Hardware
-from flyte_ddp.job import Job
 from flyte_ddp.launch import capacity
 from flyte_ddp.launch.elastic_rank import (
     ERROR_SUFFIX,
@@ -35,11 +33,13 @@ from flyte_ddp.launch.elastic_rank import (
     lead,
     recorded,
 )
-from flyte_ddp.launch.failures import was_killed
-from flyte_ddp.launch.processes import main_script_hidden
-from flyte_ddp.launch.rendezvous import from_newest_checkpoint
-from flyte_ddp.launch.stopping import stopped_by
+from flyte_ddp.launch.remote.rendezvous import from_newest_checkpoint
+from flyte_ddp.launch.supervise.failures import was_killed
+from flyte_ddp.launch.supervise.processes import main_script_hidden
+from flyte_ddp.launch.supervise.stopping import stopped_by
 from flyte_ddp.process import descendants_killed_at_end, signal_handlers
+from flyte_ddp.runs import checkpoint
+from flyte_ddp.runs.job import Job
 
 __all__ = ["failure", "follow", "hardware", "is_leader", "launch", "log_kept_quiet", "recorded"]
 

@@ -26,16 +26,16 @@ from pathlib import Path
 from typing import Any
 
 from flyte_ddp.errors import RankError, StoppedError, UnreachableError, UserError
-from flyte_ddp.job import Job
-from flyte_ddp.launch.arrivals import fields_of
-from flyte_ddp.launch.host_data import prepared_here
-from flyte_ddp.launch.link import Link
-from flyte_ddp.launch.network import own_addresses, use_network
-from flyte_ddp.launch.proxy import RunOverError, folder_of, received
-from flyte_ddp.launch.rank_info import RankInfo
-from flyte_ddp.launch.rendezvous import JoinTicket, Rendezvous, join, open_rendezvous
-from flyte_ddp.launch.stopping import SIGNALS, handed_on
+from flyte_ddp.launch.remote.arrivals import fields_of
+from flyte_ddp.launch.remote.host_data import prepared_here
+from flyte_ddp.launch.remote.proxy import RunOverError, folder_of, received
+from flyte_ddp.launch.remote.rendezvous import JoinTicket, Rendezvous, join, open_rendezvous
+from flyte_ddp.launch.supervise.link import Link
+from flyte_ddp.launch.supervise.network import own_addresses, use_network
+from flyte_ddp.launch.supervise.rank_info import RankInfo
+from flyte_ddp.launch.supervise.stopping import SIGNALS, handed_on
 from flyte_ddp.process import descendants_killed_at_end, kill_descendants, set_name
+from flyte_ddp.runs.job import Job
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 ERROR_SUFFIX = ".pickle"  # of what is left beside it
@@ -149,7 +149,7 @@ def group_store(timeout: float) -> Any:
     """The store that Elastic has for each group of workers."""
     from torch.distributed import rendezvous  # type: ignore[attr-defined]
 
-    from flyte_ddp.distributed import seconds
+    from flyte_ddp.parallel.distributed import seconds
 
     return next(iter(rendezvous("env://", timeout=seconds(timeout))))[0]
 
@@ -158,7 +158,7 @@ def take_part(
     ticket: JoinTicket, joined: tuple[Connection, bool], fetch_into: Callable[[Path], object] | None = None
 ) -> None:
     """Runs this worker's rank to the end of the run; raises what became of it where that is not its completion."""
-    from flyte_ddp.launch.rank import run_rank
+    from flyte_ddp.launch.supervise.rank import run_rank
 
     info, (pipe, shares) = ticket.info, joined
     set_name(f"rank {info.rank}")

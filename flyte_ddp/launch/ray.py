@@ -14,11 +14,12 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.cpu import Bf16
 from flyte_ddp.errors import UnreachableError, needing
 from flyte_ddp.hardware import MOST_CPU_RANKS, Hardware
-from flyte_ddp.job import Job
-from flyte_ddp.launch import agent, capacity
-from flyte_ddp.launch.rank_info import RankInfo
-from flyte_ddp.launch.rendezvous import JOIN_SECONDS, open_rendezvous
+from flyte_ddp.launch import capacity
+from flyte_ddp.launch.remote import agent
+from flyte_ddp.launch.remote.rendezvous import JOIN_SECONDS, open_rendezvous
+from flyte_ddp.launch.supervise.rank_info import RankInfo
 from flyte_ddp.process import signal_handlers
+from flyte_ddp.runs.job import Job
 
 ADDRESS = "RAY_ADDRESS"  # Ray's own variable
 OF_RAYS_OWN = ("PYTHONBREAKPOINT", "RAY_USAGE_STATS_ENABLED")  # which it sets in the process that connects

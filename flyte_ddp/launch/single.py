@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from types import FrameType
 
 from flyte_ddp.errors import RankError, UserError
-from flyte_ddp.job import Job
-from flyte_ddp.launch.failures import said
-from flyte_ddp.launch.link import described, words
-from flyte_ddp.launch.rank_info import RankInfo
-from flyte_ddp.launch.stopping import SIGNALS, stopped_by
+from flyte_ddp.launch.supervise.failures import said
+from flyte_ddp.launch.supervise.link import described, words
+from flyte_ddp.launch.supervise.rank_info import RankInfo
+from flyte_ddp.launch.supervise.stopping import SIGNALS, stopped_by
 from flyte_ddp.process import descendants_killed_at_end, signal_handlers
+from flyte_ddp.runs.job import Job
 
 
 def launch(job: Job, *, num_ranks: int = 1) -> None:
@@ -26,7 +26,7 @@ def launch(job: Job, *, num_ranks: int = 1) -> None:
         StoppedError: the process got SIGTERM; for Ctrl-C it is a KeyboardInterrupt.
 
     """
-    from flyte_ddp.launch.rank import run_rank, settings_restored
+    from flyte_ddp.launch.supervise.rank import run_rank, settings_restored
 
     if num_ranks != 1:
         raise ValueError(f"num_ranks={num_ranks}: one rank at most runs in this process; use spawn.launch for more")

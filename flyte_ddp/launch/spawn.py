@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from flyte_ddp.launch import fork_server, processes
-from flyte_ddp.launch.rank_handle import RankHandle
-from flyte_ddp.launch.rank_info import RankInfo
-from flyte_ddp.launch.stopping import stop_requests
-from flyte_ddp.launch.supervisor import end, watch
+from flyte_ddp.launch.supervise import fork_server, processes
+from flyte_ddp.launch.supervise.rank_handle import RankHandle
+from flyte_ddp.launch.supervise.rank_info import RankInfo
+from flyte_ddp.launch.supervise.stopping import stop_requests
+from flyte_ddp.launch.supervise.supervisor import end, watch
 
 if TYPE_CHECKING:
-    from flyte_ddp.job import Job
+    from flyte_ddp.runs.job import Job
 
 
 def launch(job: Job, *, num_ranks: int) -> None:

@@ -9,9 +9,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flyte_ddp.augmentation import augment
 from flyte_ddp.loading.split import Images
-from flyte_ddp.sampling import Indices
+from flyte_ddp.order.augmentation import augment
+from flyte_ddp.order.sampling import Indices
 
 
 @dataclass(frozen=True)

@@ -14,15 +14,15 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from flyte_ddp.augmentation import uniforms
 from flyte_ddp.loading.decoding import Pixels
-from flyte_ddp.sampling import Indices
+from flyte_ddp.models.images import EVALUATION_SHARE
+from flyte_ddp.order.augmentation import uniforms
+from flyte_ddp.order.sampling import Indices
 
 TRIES = 10
 SCALE = (0.08, 1.0)  # share of the image's area
 RATIO = (3 / 4, 4 / 3)  # width to height
 DRAWS = 2 * TRIES + 3
-EVALUATION_SHARE = 224 / 256  # of the shorter side
 
 
 class Crop(NamedTuple):

@@ -18,7 +18,7 @@ from flyte_ddp.loading import cropping
 from flyte_ddp.loading.decoding import DecodingError, Pixels, decode, decoder_name
 from flyte_ddp.loading.facts import Facts
 from flyte_ddp.loading.split import Images
-from flyte_ddp.sampling import Indices
+from flyte_ddp.order.sampling import Indices
 
 SAMPLES_A_TASK = 8  # at most: it makes little of a task's own cost
 

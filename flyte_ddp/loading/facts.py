@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from flyte_ddp.distributed import objects_of_all_ranks
 from flyte_ddp.errors import UserError
+from flyte_ddp.parallel.distributed import objects_of_all_ranks
 
 FEW = 5  # names that are given
 

@@ -15,7 +15,6 @@ from flyte_ddp.datasets.arrays import ImageArrays
 from flyte_ddp.datasets.encoded_set import EncodedSet
 from flyte_ddp.datasets.image_folder import ImageList
 from flyte_ddp.datasets.prepared import PreparedSet, SampleOrder, no_samples, orders_of
-from flyte_ddp.distributed import rank, world_size
 from flyte_ddp.hardware import Hardware, cores
 from flyte_ddp.loading.arrays import ArrayImages, on_device
 from flyte_ddp.loading.encoded import BadSamples, EncodedImages, Reader
@@ -23,9 +22,10 @@ from flyte_ddp.loading.files import FileImages
 from flyte_ddp.loading.shards import ShardImages
 from flyte_ddp.loading.split import Split, Splits
 from flyte_ddp.loading.streams import RankStream, StreamImages, StreamOrder
-from flyte_ddp.sampling import Indices
+from flyte_ddp.order.sampling import Indices
+from flyte_ddp.order.shard_order import ShardOrder, streams_of_rank
+from flyte_ddp.parallel.distributed import rank, world_size
 from flyte_ddp.settings import Settings
-from flyte_ddp.shard_order import ShardOrder, streams_of_rank
 from flyte_ddp.shards.cache import ShardCache
 from flyte_ddp.shards.dataset import ShardReader
 from flyte_ddp.shards.index import ShardIndex

@@ -9,7 +9,7 @@ import numpy as np
 from flyte_ddp.catalog import IMAGES
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading.encoded import Encoded, Reader
-from flyte_ddp.sampling import Indices
+from flyte_ddp.order.sampling import Indices
 from flyte_ddp.shards.dataset import ShardReader
 
 EXTENSIONS = tuple(f".{kind}" for kind in IMAGES)

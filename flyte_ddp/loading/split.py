@@ -9,9 +9,9 @@ from typing import TypeVar
 import numpy as np
 from torch import Tensor
 
-from flyte_ddp import sampling
 from flyte_ddp.loading.facts import Facts, together
-from flyte_ddp.sampling import Indices, Order
+from flyte_ddp.order import sampling
+from flyte_ddp.order.sampling import Indices, Order
 
 Item = TypeVar("Item")
 

@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flyte_ddp import sampling
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading import cropping
@@ -28,8 +27,9 @@ from flyte_ddp.loading.decoding import DecodingError
 from flyte_ddp.loading.encoded import BadSamples, Encoded, decoded
 from flyte_ddp.loading.shards import ShardImages
 from flyte_ddp.loading.split import Images
+from flyte_ddp.order import sampling
+from flyte_ddp.order.sampling import Indices
 from flyte_ddp.process import die_with_parent
-from flyte_ddp.sampling import Indices
 from flyte_ddp.shards.cache import ShardCache
 from flyte_ddp.shards.dataset import ShardReader
 from flyte_ddp.shards.index import ShardIndex

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flyte_ddp import sampling
 from flyte_ddp.catalog import IMAGES
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import ImageArrays, open_prepared
 from flyte_ddp.formatting import percent
+from flyte_ddp.order import sampling
 from flyte_ddp.report.figures import Picture
 from flyte_ddp.report.page import rendered
 from flyte_ddp.report.report import settings

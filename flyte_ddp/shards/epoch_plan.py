@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from flyte_ddp import sampling
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
-from flyte_ddp.shard_order import ShardOrder, streams_of_rank
+from flyte_ddp.order import sampling
+from flyte_ddp.order.shard_order import ShardOrder, streams_of_rank
 
 Counts = NDArray[np.int64]
 

@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from flyte_ddp import sampling
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replacing
+from flyte_ddp.order import sampling
 from flyte_ddp.process import postponed
 from flyte_ddp.progress import Progress
 from flyte_ddp.shards.index import EXTENSION, ShardIndex, read_index

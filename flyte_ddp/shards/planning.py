@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
-from flyte_ddp.shard_order import shard_orders
+from flyte_ddp.order.shard_order import shard_orders
 from flyte_ddp.shards.epoch_plan import Cluster, plan_epoch
 from flyte_ddp.shards.index import read_index
 from flyte_ddp.shards.plan_request import PlanRequest

@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from flyte_ddp.errors import UnreachableError
-from flyte_ddp.job import Job
-from flyte_ddp.launch import agent
-from flyte_ddp.launch.rank_info import RankInfo
-from flyte_ddp.launch.rendezvous import JoinTicket, open_rendezvous
+from flyte_ddp.launch.remote import agent
+from flyte_ddp.launch.remote.rendezvous import JoinTicket, open_rendezvous
+from flyte_ddp.launch.supervise.rank_info import RankInfo
+from flyte_ddp.runs.job import Job
 
 NOWHERE = Path("/nowhere")
 

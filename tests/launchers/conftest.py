@@ -17,9 +17,9 @@ import pytest
 from engines import AGENTS, DASK, ELASTIC, SPAWN, Launch, set_environment
 from faulty_runs import INTRODUCED
 
-from flyte_ddp.job import Job
 from flyte_ddp.launch import elastic, spawn
 from flyte_ddp.run import Result, run_training
+from flyte_ddp.runs.job import Job
 from flyte_ddp.settings import Settings
 
 PASSED_ON = ("FAULTS", "TMPDIR", "TORCHINDUCTOR_CACHE_DIR")

@@ -4,7 +4,8 @@ import sys
 from pathlib import Path
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.launch import elastic, network
+from flyte_ddp.launch import elastic
+from flyte_ddp.launch.supervise import network
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from processes import living_with
 
-from flyte_ddp.launch.rank_info import RankInfo
+from flyte_ddp.launch.supervise.rank_info import RankInfo
 
-COMMAND = [sys.executable, "-m", "flyte_ddp.launch.agent"]
+COMMAND = [sys.executable, "-m", "flyte_ddp.launch.remote.agent"]
 
 
 @pytest.mark.parametrize("ticket", [b"", b"none"])

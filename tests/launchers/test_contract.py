@@ -21,10 +21,10 @@ from faulty_runs import INTRODUCED as HP
 from faulty_runs import equal, nothing_like_a_result, saved, weights, when
 from processes import living_with
 
-from flyte_ddp.artifacts import read_sidecar
 from flyte_ddp.errors import RankError, StoppedError
 from flyte_ddp.json_lines import read_records
 from flyte_ddp.launch import elastic, spawn
+from flyte_ddp.models.artifacts import read_sidecar
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.settings import Settings
 

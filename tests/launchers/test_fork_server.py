@@ -13,8 +13,8 @@ from faulty_runs import HP, in_spawned_processes, nothing_is_left, when
 
 from benchmarks.running import descendants, process_name
 from flyte_ddp.errors import RankError, StoppedError
-from flyte_ddp.launch import supervisor
-from flyte_ddp.launch.fork_server import SERVER
+from flyte_ddp.launch.supervise import supervisor
+from flyte_ddp.launch.supervise.fork_server import SERVER
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
 
@@ -32,7 +32,7 @@ def fork_once():
 os.fork = fork_once
 """
 CALM = """
-from flyte_ddp.launch import rank_process
+from flyte_ddp.launch.supervise import rank_process
 fork, run_and_report = os.fork, rank_process.run_and_report
 def noted(what):
     with open(os.environ["NOTED"], "a") as file:
@@ -59,7 +59,7 @@ sys.meta_path.insert(0, Hang())
 NUMBERS = """
 import random
 import numpy.random  # before the fork, as numpy 1 does when torch imports it
-from flyte_ddp.launch import rank_process
+from flyte_ddp.launch.supervise import rank_process
 run_and_report = rank_process.run_and_report
 def draw(info, link):
     with open(os.environ["NOTED"], "a") as file:

@@ -16,7 +16,7 @@ from PIL import Image
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
 from flyte_ddp.errors import UserError
-from flyte_ddp.launch.host_data import digest, prepared_here
+from flyte_ddp.launch.remote.host_data import digest, prepared_here
 from flyte_ddp.settings import Settings
 
 MODULE = """

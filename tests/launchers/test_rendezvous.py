@@ -21,11 +21,12 @@ from typing import Any
 import pytest
 
 from flyte_ddp.errors import StoppedError
-from flyte_ddp.launch import arrivals, elastic_rank
-from flyte_ddp.launch.rank_handle import RankHandle
-from flyte_ddp.launch.rank_info import RankInfo
-from flyte_ddp.launch.rendezvous import JoinTicket, Rendezvous, join, open_rendezvous
-from flyte_ddp.launch.stopping import StopRequest
+from flyte_ddp.launch import elastic_rank
+from flyte_ddp.launch.remote import arrivals
+from flyte_ddp.launch.remote.rendezvous import JoinTicket, Rendezvous, join, open_rendezvous
+from flyte_ddp.launch.supervise.rank_handle import RankHandle
+from flyte_ddp.launch.supervise.rank_info import RankInfo
+from flyte_ddp.launch.supervise.stopping import StopRequest
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from test_link import MuteError
 from flyte_ddp.errors import RankError, StoppedError, UserError
 from flyte_ddp.launch import single, spawn
 from flyte_ddp.run import run_training
-from flyte_ddp.run_folder import OUTPUTS
+from flyte_ddp.runs.run_folder import OUTPUTS
 from flyte_ddp.settings import Settings
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("temporary")]

@@ -14,8 +14,8 @@ from faulty_runs import INTRODUCED as HP
 from faulty_runs import equal, weights, when
 from hosts import Host, two_hosts
 
-from flyte_ddp.artifacts import read_sidecar
 from flyte_ddp.json_lines import read_records
+from flyte_ddp.models.artifacts import read_sidecar
 from flyte_ddp.run import Result
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("temporary")]

@@ -22,9 +22,9 @@ from file_server import FileServer, file_server
 from mounts import ALONE, need_mounts
 from served_shards import blob, fetch_only, hold, open_all, serve, sizes_in
 
+from flyte_ddp import locks
 from flyte_ddp.errors import UserError
 from flyte_ddp.shards import cache as cache_module
-from flyte_ddp.shards import locks
 from flyte_ddp.shards.cache import CacheFullError, ShardCache
 from flyte_ddp.shards.index import Shard
 from flyte_ddp.storage import failures

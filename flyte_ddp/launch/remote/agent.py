@@ -1,0 +1,90 @@
+"""A rank's agent on its host: ``python -m flyte_ddp.launch.remote.agent``, with a :class:`JoinTicket` on its input.
+
+A process of its own, so that the rank that it starts has a parent whose signals and children are nobody else's: Dask's
+workers must not have children, and run tasks off their main threads. It ends with whoever started it, and the rank
+with it.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from flyte_ddp.launch.remote.sources import unpacked
+from flyte_ddp.launch.supervise.processes import start
+from flyte_ddp.launch.supervise.supervisor import end
+from flyte_ddp.process import become_subreaper, kill_descendants
+
+if TYPE_CHECKING:
+    from flyte_ddp.launch.remote.rendezvous import JoinTicket
+    from flyte_ddp.launch.supervise.rank_handle import RankHandle
+
+
+class RankEndedError(RuntimeError):
+    """An agent's rank failed. The launcher knows why; the engine may try again."""
+
+
+def run(ticket: JoinTicket) -> None:
+    """Starts an agent and waits for its end: what an engine calls where a rank is to be."""
+    start_agent(in_words(ticket))
+
+
+def run_with(sources: bytes, words: bytes, below: str) -> None:
+    """The same on a host that need not have this library, where this function comes by value.
+
+    Puts the sources, which are :func:`packed`, into a folder of its own below that one.
+    """
+    with unpacked(sources, below) as (folder, path):
+        start_agent(words, folder, path)
+
+
+def in_words(ticket: JoinTicket) -> bytes:
+    """What an agent gets on its input; first comes what it starts its rank with."""
+    return pickle.dumps(ticket.info) + pickle.dumps(ticket)
+
+
+def start_agent(words: bytes, folder: str | None = None, path: Sequence[str] = ()) -> None:
+    """See :func:`run`. Python looks for modules in the agent's working directory, then in ``path``, then as here."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [*path, *sys.path]))}
+    command = [sys.executable, "-m", "flyte_ddp.launch.remote.agent"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, cwd=folder) as process:
+        assert process.stdin is not None
+        process.stdin.write(words)
+        process.stdin.flush()  # and it stays open: its end is the end of this process
+        if process.wait():
+            raise RankEndedError("the rank failed")
+
+
+def main() -> None:
+    """The process's first function."""
+    become_subreaper()  # so that it can end all that its rank has started
+    info = pickle.load(sys.stdin.buffer)
+    group: list[RankHandle] = []
+    try:
+        start(group, info)  # first of all: it takes its time to import torch, in which this process gets its job
+        from flyte_ddp.launch.remote.proxy import proxy_rank
+
+        ticket = pickle.load(sys.stdin.buffer)
+        threading.Thread(target=end_with_parent, name="parent", daemon=True).start()
+        code = 0 if proxy_rank(group[0], ticket) else 1
+    finally:
+        end(group)
+        kill_descendants()
+    sys.exit(code)
+
+
+def end_with_parent() -> None:
+    """Ends this process, its rank, and what that has started, when the one that started it has ended."""
+    while os.read(sys.stdin.fileno(), 1):
+        pass
+    kill_descendants()
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

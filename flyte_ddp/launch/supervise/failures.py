@@ -1,0 +1,119 @@
+"""Which rank failed first, and of what: the death of one rank makes others fail, and they are not to blame."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from typing import Any
+
+from flyte_ddp.errors import RankError, UnreachableError, UserError
+from flyte_ddp.launch.supervise.rank_handle import RankHandle
+
+SILENT = "(it does not say)"
+MISTAKES = {"mistake": UserError, "unreachable": UnreachableError}
+OWN = ("own", *MISTAKES)  # causes that are no consequence of another rank's failure
+
+
+def cause_is_known(group: Sequence[RankHandle]) -> bool:
+    """Whether one of the failures so far is nobody's consequence."""
+    return bool(killed(group) or lost(group) or errors(group, *OWN) or silent(group))
+
+
+def first_failure(group: Sequence[RankHandle], timeout: float) -> UserError | RankError:
+    """The error of the rank that failed first.
+
+    A rank that was killed leaves no report, and its victims' reports only say that it was gone. SIGABRT is the
+    exception: gloo and NCCL abort in a victim, too, when a peer's connection closes at the wrong moment.
+
+    Args:
+        timeout: seconds that ranks wait for one another.
+
+    """
+    own, gone, left = errors(group, *OWN), lost(group), silent(group)
+    if dead := killed(group) or ([] if own or left else killed(group, aborted=True)):
+        rank, code = dead[0]
+        return was_killed(rank, signal.Signals(-code))
+    if gone:
+        return RankError(
+            f"rank {gone[0].rank} exited without reporting an error before it had finished training, or its host "
+            f"{gone[0].host} is lost",
+            recoverable=True,
+        )
+    if own:
+        mistake = MISTAKES.get(own[0]["cause"])
+        return mistake(own[0]["message"]) if mistake else RankError(said(own[0]), details=own[0]["traceback"])
+    if left:
+        rank, code = left[0]
+        return RankError(f"rank {rank} ended with exit code {code} before it had finished training")
+    if errors(group, "timeout"):
+        return hang(group, timeout)
+    victim = errors(group, "peer")[0]
+    return RankError(said(victim), details=victim["traceback"], recoverable=True)
+
+
+def was_killed(rank: int, by: signal.Signals) -> RankError:
+    """The error of a rank that a signal has ended."""
+    hint = ", which is often the kernel's out-of-memory killer" if by == signal.SIGKILL else ""
+    return RankError(f"rank {rank} was killed by {by.name}{hint}", recoverable=True)
+
+
+def did_not_begin(handle: RankHandle, seconds: float) -> RankError:
+    """The error where ranks wait for an import of torch that does not end."""
+    return RankError(
+        f"rank {handle.rank} did not begin within {seconds:g} s",
+        details=f"its process is at:\n{handle.stack() or SILENT}",
+        recoverable=True,
+    )
+
+
+def hang(group: Sequence[RankHandle], timeout: float) -> RankError:
+    """Ranks have waited in vain for those that have not failed; these show where they are."""
+    waited = sorted(handle.rank for handle in group if handle.error is not None)
+    missing = [handle for handle in group if handle.error is None]
+    if not missing:
+        return RankError(
+            f"all ranks waited for each other for {timeout:g} s, in different places",
+            details="\n\n".join(f"{said(error)}\n\n{error['traceback']}" for error in errors(group, "timeout")),
+            recoverable=True,
+        )
+    return RankError(
+        f"{listed([handle.rank for handle in missing])} did not come where {listed(waited)} waited for {timeout:g} s "
+        "(FLYTE_DDP_TIMEOUT)",
+        details="\n".join(f"rank {handle.rank} is at:\n{handle.stack() or SILENT}" for handle in missing),
+        recoverable=True,
+    )
+
+
+def killed(group: Sequence[RankHandle], *, aborted: bool = False) -> list[tuple[int, int]]:
+    """Rank and exit code of those ended by a signal; by SIGABRT only if that is asked for."""
+    codes = [(handle.rank, handle.exitcode) for handle in group if handle.exitcode is not None and handle.exitcode < 0]
+    return [(rank, code) for rank, code in codes if aborted or code != -signal.SIGABRT]
+
+
+def silent(group: Sequence[RankHandle]) -> list[tuple[int, int]]:
+    """Rank and exit code of those that ended by themselves without a report."""
+    unreported = [handle for handle in group if handle.error is None and not handle.completed]
+    codes = [(handle.rank, handle.exitcode) for handle in unreported if handle.exitcode is not None]
+    return [(rank, code) for rank, code in codes if code >= 0]
+
+
+def lost(group: Sequence[RankHandle]) -> list[RankHandle]:
+    """Those of which nobody knows any more what became of them."""
+    return [handle for handle in group if handle.lost and handle.error is None and not handle.completed]
+
+
+def errors(group: Sequence[RankHandle], *causes: str) -> list[dict[str, Any]]:
+    """Reports of these kinds, the earliest first."""
+    found = [{**handle.error, "rank": handle.rank} for handle in group if handle.error is not None]
+    return sorted((error for error in found if error["cause"] in causes), key=lambda error: error["time"])
+
+
+def said(error: dict[str, Any]) -> str:
+    """A rank's own words."""
+    return f"rank {error['rank']}: {error['type']}: {error['message']}"
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """Such as ``rank 1`` or ``ranks 0 and 2``."""
+    *first, last = (str(rank) for rank in ranks)
+    return f"ranks {', '.join(first)} and {last}" if first else f"rank {last}"

@@ -1,0 +1,132 @@
+"""What every rank does first and last, whoever started it."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from flyte_ddp import results
+from flyte_ddp.launch.supervise.link import Link
+from flyte_ddp.launch.supervise.rank_info import RankInfo
+from flyte_ddp.parallel import distributed
+from flyte_ddp.runs.job import Job
+from flyte_ddp.training.train import train
+
+NCCL_GRACE_SECONDS = 60.0
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h of glibc
+MMAP_MAX, TRIM_THRESHOLD = 65536, 128 * 1024  # glibc's own settings
+OfferSaving = Callable[[Callable[[], int]], None]
+
+
+def run_rank(job: Job, info: RankInfo, offer_saving: OfferSaving, link: Link | None = None) -> None:
+    """Runs one rank, from the process group to its end; what it raises is the caller's to report.
+
+    It has a link to its launcher, unless it is the only one, in the launcher's own process.
+    """
+    faulthandler.enable()
+    torch.set_num_threads(job.hardware.threads)
+    if job.hp.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it torch refuses matrix products on a GPU
+    if job.hardware.device_type == "cpu":
+        keep_freed_memory()
+    else:
+        torch.cuda.set_device(info.local_rank)
+    if info.world_size > 1:
+        assert link is not None
+        join_process_group(job, info, meet(job, info, link))
+    deliver = link.send if link is not None else results.ResultWriter(job.run_folder).write
+    with results.delivered_by(deliver, info.rank):
+        train(job, offer_saving)
+    if info.world_size > 1:
+        dist.barrier()  # no rank closes its connections while another still needs them
+        dist.destroy_process_group()
+
+
+def meet(job: Job, info: RankInfo, link: Link) -> Store:
+    """The ranks' common store.
+
+    On one host it is a file, which nobody else can reach. A TCPStore looks the names of those up who connect, and would
+    wait where a resolver does not answer. On several hosts rank 0 binds a free port, so that no two runs are in each
+    other's way, and says which.
+    """
+    if info.store:
+        file = FileStore(info.store, info.world_size)
+        file.set_timeout(distributed.seconds(job.settings.timeout))
+        return file
+    leader = info.rank == 0
+    host, port = ("127.0.0.1", 0) if leader else link.address(job.settings.timeout)
+    store = TCPStore(
+        host,
+        port,
+        info.world_size,
+        is_master=leader,
+        timeout=distributed.seconds(job.settings.timeout),
+        wait_for_workers=False,
+    )
+    if leader:
+        link.send("port", port=store.port)
+    return store
+
+
+def join_process_group(job: Job, info: RankInfo, store: Store) -> None:
+    """Joins the other ranks."""
+    distributed.set_timeout(job.settings.timeout)
+    on_gpu = job.hardware.device_type == "cuda"
+    # NCCL ends a process that has waited too long by SIGABRT. The rank itself, which can say what it waited for, goes
+    # first: see distributed.wait_for.
+    limit = job.settings.timeout + (NCCL_GRACE_SECONDS if on_gpu else 0.0)
+    dist.init_process_group(
+        job.hardware.backend,
+        store=store,
+        rank=info.rank,
+        world_size=info.world_size,
+        timeout=distributed.seconds(limit),
+        device_id=torch.device("cuda", info.local_rank) if on_gpu else None,
+    )
+
+
+def keep_freed_memory() -> None:
+    """Has glibc keep what is freed instead of giving it back to the kernel, which would hand it out anew page by page.
+
+    A step frees what the next one needs again, and page faults are dear in virtual machines.
+    """
+    tune_memory(0, 2**31 - 1)
+
+
+def tune_memory(mappings: int, trim_threshold: int) -> None:
+    """Says how many large pieces of memory may be mappings of their own, and how many free bytes at the end stay."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        mallopt(M_MMAP_MAX, mappings)
+        mallopt(M_TRIM_THRESHOLD, trim_threshold)
+
+
+@contextmanager
+def settings_restored() -> Iterator[None]:
+    """Puts back what :func:`run_rank` and training set in the whole process, for one that does other things as well."""
+    threads, cublas = torch.get_num_threads(), os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
+    try:
+        on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        with torch.random.fork_rng([torch.cuda.current_device()] if on_gpu else []):
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)  # noqa: NPY002
+        torch.set_num_threads(threads)
+        if torch.are_deterministic_algorithms_enabled() != deterministic:
+            torch.use_deterministic_algorithms(deterministic)
+        if cublas is None:
+            os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+        tune_memory(MMAP_MAX, TRIM_THRESHOLD)

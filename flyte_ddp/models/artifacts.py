@@ -1,0 +1,146 @@
+"""A trained model on disk: ``model.pt``, the bare weights, and ``model.json``, the sidecar that makes them usable."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flyte_ddp.errors import UserError
+from flyte_ddp.files import HashingFile, file_digest, replacing, sync
+from flyte_ddp.models import zoo
+from flyte_ddp.models.images import EVALUATION_SHARE, InputSpec
+from flyte_ddp.parallel.buffers import overwrite
+
+FORMAT = "flyte-ddp-model/1"
+MIDDLE = "middle"  # the model has been evaluated with the middle of images, as large as its input
+
+
+def save_model(folder: Path, state_dict: Mapping[str, Tensor], sidecar: Mapping[str, Any]) -> tuple[Path, Path]:
+    """Writes ``model.pt`` and ``model.json`` into ``folder``, which is made: both, or neither.
+
+    Args:
+        state_dict: of the model itself, not of the wrapper that DDP or torch.compile put around it.
+        sidecar: JSON-able; ``format`` and ``digests.weights`` (SHA-256 of ``model.pt``) are added to it.
+
+    Returns:
+        The paths of the weights and of the sidecar.
+
+    Raises:
+        UserError: the disk is full, or the folder cannot be written to.
+    """
+    model_path, sidecar_path = folder / "model.pt", folder / "model.json"
+    # The sidecar's name appears last: where it is, the weights are. Both contents are on the disk before either name.
+    with replacing(sidecar_path) as sidecar_file, replacing(model_path) as model_file:
+        hashing = HashingFile(model_file)
+        # In torch's zip format, where equal weights are equal bytes; its older one writes addresses of memory.
+        torch.save(portable(state_dict), hashing)  # type: ignore[arg-type]
+        digests = {**sidecar.get("digests", {}), "weights": hashing.sha256.hexdigest()}
+        content = {"format": FORMAT, **sidecar, "digests": digests}
+        sidecar_file.write(json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n")
+        sync(sidecar_file)
+    return model_path, sidecar_path
+
+
+def portable(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies on the CPU in plain row-major order, each with a storage of its own; a module's extra state as it is.
+
+    A view would be saved with all of the storage that it looks into, and a channels-last tensor in an order that other
+    frameworks do not expect.
+    """
+
+    def copied(value: Tensor) -> Tensor:
+        own = value.detach().cpu()
+        return own.clone(memory_format=torch.contiguous_format) if own.layout == torch.strided else own.clone()
+
+    return {name: copied(value) if isinstance(value, Tensor) else value for name, value in state_dict.items()}
+
+
+def load_model(
+    model_path: Path, sidecar_path: Path, device: torch.device | str = "cpu"
+) -> tuple[nn.Module, dict[str, Any]]:
+    """The trained model in evaluation mode, and its sidecar.
+
+    Raises:
+        UserError: a file is missing or damaged, the two do not belong together, or the model that the sidecar names
+            does not take these weights any more.
+    """
+    sidecar = read_sidecar(sidecar_path)
+    try:
+        digest = file_digest(model_path)
+    except OSError as error:
+        raise UserError(
+            f"cannot read model {model_path}: {error.strerror}; give the model.pt of a finished run"
+        ) from error
+    if digest != sidecar["digests"]["weights"]:
+        raise UserError(
+            f"{model_path} is damaged or not the model of {sidecar_path}: its SHA-256 is {digest[:12]}..., "
+            f"not {sidecar['digests']['weights'][:12]}...; take both files from the same run"
+        )
+    model = zoo.build(sidecar["model"], len(sidecar["classes"]), input_spec(sidecar))
+    try:
+        weights = torch.load(model_path, map_location="cpu", weights_only=True)
+        overwrite(model, {name: weights.get(name) for name in sidecar.get("late_buffers", [])}, saved=weights)
+        model.load_state_dict(weights)
+    except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"{model_path} does not fit model {sidecar['model']!r}: {reason}; use the code that trained it"
+        ) from error
+    return model.to(device).eval(), sidecar
+
+
+def read_sidecar(path: Path) -> dict[str, Any]:
+    """The checked contents of ``model.json``."""
+    fix = "give the model.json of a finished run"
+    try:
+        sidecar = json.loads(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"cannot read sidecar {path}: {error.strerror}; {fix}") from error
+    except ValueError as error:
+        raise UserError(f"sidecar {path} is not JSON ({error}); {fix}") from error
+    found = sidecar.get("format") if isinstance(sidecar, dict) else None
+    if found != FORMAT:
+        raise UserError(f"sidecar {path} has format {found!r}: it must be {FORMAT!r}; {fix}")
+    with suppress(KeyError, TypeError):
+        if input_spec(sidecar) and sidecar["classes"] and sidecar["model"] and sidecar["digests"]["weights"]:
+            return dict(sidecar)
+    raise UserError(
+        f"sidecar {path} is incomplete: needs model, classes, input and digests; take it from the run again"
+    )
+
+
+def described_input(spec: InputSpec, crop: str) -> dict[str, Any]:
+    """What a model takes, and as numbers all that is done to an image before, for programs without this library.
+
+    ``crop`` is ``middle``, or empty for all of an image.
+    """
+    middle = crop == MIDDLE
+    return {
+        "channels": spec.channels,
+        "height": spec.height,
+        "width": spec.width,
+        "mean": list(spec.mean),
+        "std": list(spec.std),
+        "crop": crop,
+        # In the order in which they are used; docs/model.md has them as a program.
+        "upright": True,  # an image is turned as its EXIF data say
+        "mode": {1: "L", 3: "RGB"}.get(spec.channels, ""),  # in Pillow's words: grey, or colours in this order
+        "crop_share": EVALUATION_SHARE if middle else None,  # of the shorter side: the middle square's
+        "resize_dtype": "uint8" if middle else "float32",  # in which the resized image's values are rounded
+        "interpolation": "bilinear",
+        "antialias": True,
+        "scale": 1 / 255,
+    }
+
+
+def input_spec(sidecar: Mapping[str, Any]) -> InputSpec:
+    """What the sidecar's model takes."""
+    values = sidecar["input"]
+    return InputSpec(values["channels"], values["height"], values["width"], tuple(values["mean"]), tuple(values["std"]))

@@ -1,0 +1,164 @@
+"""Names to models: two small CNNs, torchvision's classifiers, and the user's own."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Callable
+from dataclasses import replace
+from io import BytesIO
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flyte_ddp import catalog
+from flyte_ddp.errors import UserError, unknown_name
+from flyte_ddp.models.images import InputSpec
+
+
+def input_spec(model: str, images: InputSpec, size: int) -> InputSpec:
+    """The input that ``model`` gets from such images, resized to ``size`` if that is not 0.
+
+    Raises:
+        UserError: images that the model cannot take, with the sizes that it can.
+    """
+    spec = replace(images, height=size or images.height, width=size or images.width)
+    catalog.check_image_size(model, spec.height, spec.width)
+    if model in catalog.TORCHVISION_MODELS and spec.channels != 3:
+        if spec.channels != 1:
+            raise UserError(
+                f"model {model!r} cannot take images of {spec.channels} channels: torchvision's models take 1 or 3; "
+                "use small_cnn or a model of your own"
+            )
+        return replace(spec, channels=3, mean=spec.mean * 3, std=spec.std * 3)
+    return spec
+
+
+def build(name: str, num_classes: int, spec: InputSpec) -> nn.Module:
+    """Makes the model ``name`` with fresh weights, from the global random state of torch, Python and NumPy.
+
+    Returns:
+        A module that maps float32 [N, spec.channels, spec.height, spec.width] to logits [N, num_classes].
+    """
+    if ":" in name:
+        from flyte_ddp.user_code import load_callable
+
+        model = load_callable(name)(num_classes=num_classes, input_shape=(spec.channels, spec.height, spec.width))
+        if not isinstance(model, nn.Module):
+            raise UserError(f"model {name!r} returned a {type(model).__name__}: it must return a torch.nn.Module")
+        return model
+    if name in SMALL_MODELS:
+        return SMALL_MODELS[name](num_classes, spec)
+    if name in catalog.TORCHVISION_MODELS:
+        return torchvision_model(name, num_classes, spec)
+    raise unknown_name("model", name, catalog.MODELS)
+
+
+def check_model(name: str, model: nn.Module) -> None:
+    """Raises UserError for a model that cannot be trained here."""
+    if any(nn.parameter.is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
+        raise UserError(
+            f"model {name!r} has lazy layers: their sizes must be known; run it once on zeros where you make it"
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserError(f"model {name!r} has nothing to train: leave requires_grad True for some of its parameters")
+    for place, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise UserError(
+                f"model {name!r} has layer {place or type(module).__name__} with sparse=True: gradients are averaged "
+                "dense; leave sparse=False"
+            )
+    extra = {key: value for key, value in model.state_dict().items() if not isinstance(value, Tensor)}
+    for key, value in extra.items():
+        file = BytesIO()
+        try:
+            torch.save(value, file)
+            file.seek(0)
+            torch.load(file, weights_only=True)
+        except Exception:  # of pickle's or of a class's own
+            raise UserError(
+                f"model {name!r} has {reprlib.repr(value)} in {key}: torch.load(weights_only=True) refuses it; keep "
+                "only tensors, numbers, text, None, and dicts, lists, tuples and sets of them there"
+            ) from None
+
+
+def check_output(model: str, logits: object, expected: tuple[int, int]) -> None:
+    """Raises UserError unless the model returned one row of logits for each sample."""
+    got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+    if got != expected:
+        raise UserError(
+            f"model {model!r} returned {got}: it must return a tensor of shape (samples, classes) = {expected}; "
+            "size its last layer by num_classes"
+        )
+
+
+def torchvision_model(name: str, num_classes: int, spec: InputSpec) -> nn.Module:
+    """One of torchvision's classifiers, without its auxiliary heads, so that it returns logits in training too."""
+    from torchvision import models
+
+    options: dict[str, Any] = {"weights": None, "num_classes": num_classes}
+    if name in ("googlenet", "inception_v3"):
+        options |= {"aux_logits": False, "init_weights": True}
+    elif name.startswith("vit_"):
+        options["image_size"] = spec.height
+    elif name == "maxvit_t":
+        options["input_size"] = (spec.height, spec.width)
+    model: nn.Module = models.get_model(name, **options)
+    return model
+
+
+class Tutorial(nn.Module):
+    """The two-convolution network of Flyte's MNIST tutorial (431,080 parameters on 1x28x28 images of 10 classes)."""
+
+    def __init__(self, num_classes: int, spec: InputSpec) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(spec.channels, 20, 5)
+        self.conv2 = nn.Conv2d(20, 50, 5)
+        height, width = (((side - 4) // 2 - 4) // 2 for side in (spec.height, spec.width))
+        self.fc1 = nn.Linear(50 * height * width, 500)
+        self.fc2 = nn.Linear(500, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits [N, classes] of images [N, C, H, W]."""
+        # The tutorial takes relu first; after pooling it is the same function on a quarter of the values.
+        x = torch.relu(self.convolve_and_pool(images))
+        x = torch.relu(torch.max_pool2d(self.conv2(x), 2))
+        x = torch.relu(self.fc1(x.flatten(1)))
+        logits: Tensor = self.fc2(x)
+        return logits
+
+    def convolve_and_pool(self, images: Tensor) -> Tensor:
+        """The first convolution, pooled, whose output at full resolution is most of the step's traffic to memory.
+
+        A CPU takes it 32 images at a time, so that it is pooled while it is in the cache, and pools in fp32, since 20
+        channels are too few for the vectors of bf16.
+        """
+        if images.device.type != "cpu":
+            return torch.max_pool2d(self.conv1(images), 2)
+        return torch.cat([torch.max_pool2d(self.conv1(part).float(), 2) for part in torch.split(images, 32)])
+
+
+class SmallCNN(nn.Module):
+    """Two convolutions, the first of stride 2, and a hidden layer: 207,034 parameters on 1x28x28 images of 10 classes.
+
+    No layer writes at full resolution, which makes a step about twice as fast as the tutorial's network on a CPU.
+    """
+
+    def __init__(self, num_classes: int, spec: InputSpec) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(spec.channels, 16, 4, stride=2, padding=1)
+        self.conv2 = nn.Conv2d(16, 32, 3, padding=1)
+        height, width = (side // 2 // 2 for side in (spec.height, spec.width))
+        self.fc1 = nn.Linear(32 * height * width, 128)
+        self.fc2 = nn.Linear(128, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits [N, classes] of images [N, C, H, W]."""
+        x = torch.relu(self.conv1(images))
+        x = torch.relu(torch.max_pool2d(self.conv2(x), 2))
+        x = torch.relu(self.fc1(x.flatten(1)))
+        logits: Tensor = self.fc2(x)
+        return logits
+
+
+SMALL_MODELS: dict[str, Callable[[int, InputSpec], nn.Module]] = {"small_cnn": SmallCNN, "tutorial": Tutorial}

@@ -1,0 +1,68 @@
+"""Training-time augmentation of uint8 images: a function of (seed, epoch, sample), not of who computes it."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flyte_ddp.order.sampling import Indices
+
+STEP = np.uint64(0x9E3779B97F4A7C15)
+
+
+def mixed(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The SplitMix64 finaliser (Steele, Lea and Flood, OOPSLA 2014)."""
+    with np.errstate(over="ignore"):
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        x ^= x >> np.uint64(31)
+    return x
+
+
+def sample_bits(seed: int, epoch: int, samples: Indices) -> NDArray[np.uint64]:
+    """64 random bits for each sample: a finaliser over a counter of sample, seed and epoch."""
+    x = samples.astype(np.uint64)
+    with np.errstate(over="ignore"):
+        for word in (seed, epoch):
+            x = mixed(x + np.uint64(word + 1) * STEP)
+    return x
+
+
+def uniforms(seed: int, epoch: int, samples: Indices, draws: int) -> NDArray[np.float64]:
+    """Numbers in 0 <= x < 1 for each sample, [N, draws]: further ones of the same stream as :func:`sample_bits`."""
+    with np.errstate(over="ignore"):
+        x = sample_bits(seed, epoch, samples)[:, None] + np.arange(1, draws + 1, dtype=np.uint64) * STEP
+    values: NDArray[np.float64] = (mixed(x) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return values
+
+
+def augment(images: Tensor, kind: str, *, seed: int, epoch: int, samples: Indices) -> Tensor:
+    """Shifts each image by up to 1/8 of its side in both directions, filling with 0, and mirrors half of them.
+
+    Args:
+        images: uint8 [N, H, W, C].
+        kind: none, crop, or crop_flip.
+        samples: [N] positions in the training set, which the randomness is derived from.
+
+    Returns:
+        uint8 [N, H, W, C] on the same device.
+    """
+    if kind == "none":
+        return images
+    count, height, width, _ = images.shape
+    bits = sample_bits(seed, epoch, samples)
+    margins = (height // 8, width // 8)
+    shift_y, shift_x = (
+        torch.from_numpy(((bits >> np.uint64(start)) % np.uint64(2 * margin + 1)).astype(np.int64))
+        for start, margin in zip((0, 16), margins, strict=True)
+    )
+    rows = shift_y[:, None] + torch.arange(height)
+    columns = shift_x[:, None] + torch.arange(width)
+    if kind == "crop_flip":
+        mirrored = torch.from_numpy(((bits >> np.uint64(32)) & np.uint64(1)).astype(bool))
+        columns = torch.where(mirrored[:, None], columns.flip(1), columns)
+    padded = torch.nn.functional.pad(images, (0, 0, margins[1], margins[1], margins[0], margins[0]))
+    rows, columns = rows.to(images.device), columns.to(images.device)
+    return padded[torch.arange(count, device=images.device)[:, None, None], rows[:, :, None], columns[:, None, :]]

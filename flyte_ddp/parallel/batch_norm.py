@@ -1,0 +1,204 @@
+"""BatchNorm on several ranks: over the global batch, so that N ranks compute what one process would.
+
+torch's ``SyncBatchNorm`` refuses CPU tensors; this one works on CPUs and GPUs, and weighs each rank by its samples, of
+which it may have none that count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from flyte_ddp.errors import UserError
+from flyte_ddp.parallel import distributed
+from flyte_ddp.parallel.distributed import sum_over_ranks
+from flyte_ddp.parallel.node_memory import NodeGather
+from flyte_ddp.parallel.training_pass import TrainingPass
+
+KNOWN = (_BatchNorm.forward, nn.SyncBatchNorm.forward)  # a subclass with another one may compute anything
+
+Gather = Callable[[Tensor], Tensor]  # fp64 [n] of each rank to [ranks, n] on all
+
+
+def synchronise_batch_norm(model: nn.Module, this_pass: TrainingPass, *, on_one_machine: bool) -> None:
+    """Has every BatchNorm of the model, in place, normalise training batches by the statistics of all ranks together.
+
+    Parameters, buffers, hooks and ``state_dict`` stay what they are, and so does what a layer is an instance of. Ranks
+    that are ``on_one_machine`` exchange through shared memory.
+    """
+    # Modules that torch.jit has made have no forward of their class.
+    found = [module for module in model.modules() if getattr(type(module), "forward", None) in KNOWN]
+    if not found:
+        return
+    most = max(2 * cast("int", module.num_features) + 2 for module in found)
+    gather: Gather = NodeGather(most) if on_one_machine else distributed.gather
+    for number, module in enumerate(found):
+        kind = type(module)
+        # DDP refuses what is a SyncBatchNorm on a CPU.
+        kinds = (GlobalBatchNorm,) if issubclass(kind, nn.SyncBatchNorm) else (GlobalBatchNorm, kind)
+        # The same state, other arithmetic. Models ask for a layer's class and name, such as to keep some frozen.
+        module.__class__ = type(kind.__name__, kinds, {"__qualname__": kind.__qualname__})
+        module.gather, module.this_pass, module.number = gather, this_pass, number  # type: ignore[assignment]
+
+
+def has_separate_statistics(model: nn.Module, synchronised: bool) -> bool:
+    """Whether ranks normalise by statistics of their own: all do that, or those of a kind that is not known here."""
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    return any(not synchronised or type(module).forward not in (*KNOWN, GlobalBatchNorm.forward) for module in norms)
+
+
+class GlobalBatchNorm(_BatchNorm):
+    """BatchNorm over the samples of all ranks, every one of which takes part in each training pass."""
+
+    gather: Gather
+    this_pass: TrainingPass
+    number: int  # among the model's
+
+    def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002
+        if input.dim() < 2:
+            raise ValueError(f"BatchNorm got {input.dim()} dimension(s): it needs [N, C] or [N, C, ...]")
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """[N, C, ...] normalised for each channel; N differs between ranks.
+
+        Raises:
+            ValueError: the ranks have a single value for each channel together.
+        """
+        self._check_input_dim(input)
+        if not self.training:
+            return super().forward(input)
+        return Normalise.apply(input, self.weight, self.bias, self)  # type: ignore[no-any-return]
+
+    def exchange(self, numbers: Tensor, *, backward: bool = False) -> Tensor:
+        """Fp64 [n] of each rank to [ranks, n] on all, which must be in this pass of this layer.
+
+        Raises:
+            UserError: some are elsewhere. On a GPU, where the check would wait, they run into the time limit.
+        """
+        place = numbers.new_full((1,), -1 - self.number if backward else 1 + self.number)
+        of_ranks = self.gather(torch.cat([place, numbers]))
+        if numbers.device.type == "cpu" and bool((of_ranks[:, 0] != place).any()):
+            raise UserError(
+                "ranks are at different BatchNorm layers, as of a model that leaves out layers at random: all must run "
+                "the same ones; leave out a layer's result only, or set sync_batchnorm=false"
+            )
+        return of_ranks[:, 1:]
+
+    @torch.no_grad()
+    def update_running_statistics(self, mean: Tensor, variance: Tensor) -> None:
+        """Takes in those of one global batch, as torch's BatchNorm does."""
+        assert self.num_batches_tracked is not None
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        self.num_batches_tracked.add_(1)
+        weight = self.momentum if self.momentum is not None else 1.0 / self.num_batches_tracked.item()
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), weight)
+        self.running_var.lerp_(variance.to(self.running_var.dtype), weight)
+
+
+class Normalise(torch.autograd.Function):
+    """(x - mean) / sqrt(variance + eps) x weight + bias, with the mean and variance of all ranks' values.
+
+    Ioffe and Szegedy, "Batch Normalization", 2015. Losses are divided by the global count and gradients added over
+    ranks, so the sums of the backward pass are those of the global batch, too.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, weight: Tensor | None, bias: Tensor | None, layer: GlobalBatchNorm) -> Tensor:
+        """[N, C, ...] normalised; updates the layer's running statistics.
+
+        They are updated before tensors are saved: torch.utils.checkpoint, when it runs a block again, leaves it as soon
+        as its last tensor is saved, when torch's own layers have updated theirs.
+        """
+        ctx.counts = layer.this_pass.counts and values.numel() > 0
+        mean, variance, count = global_statistics(values, layer.exchange, taking_part=ctx.counts)
+        # Only where it may be so: fetching a number from a GPU holds up the host.
+        if values.numel() <= values.shape[1] and count.item() <= 1:
+            raise ValueError("Expected more than 1 value per channel when training, over all ranks")
+        if layer.track_running_stats:
+            layer.update_running_statistics(mean, variance * (count / (count - 1)))
+        precision = torch.promote_types(values.dtype, torch.float32)
+        moments = mean.to(precision), variance.to(precision)
+        ctx.save_for_backward(values, weight, *moments, count)
+        ctx.layer = layer
+        if not values.numel():
+            return values.clone()
+        return functional.batch_norm(values, *moments, weight, bias, training=False, eps=layer.eps)
+
+    @staticmethod
+    @once_differentiable  # what is given back was found without a graph
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
+        """The gradient of the values, and this rank's part of those of weight and bias."""
+        values, weight, mean, variance, count = ctx.saved_tensors
+        gradient = gradients[0]
+        scale = weight if weight is not None else torch.ones_like(mean)
+        if ctx.counts:
+            # As if the statistics were constants: the gradients' sums and, for the values, gradient x scale / std.
+            of_values, of_scale, of_shift = torch.ops.aten.native_batch_norm_backward(
+                gradient, values, scale, mean, variance, None, None, False, ctx.layer.eps, [True, True, True]
+            )
+        else:
+            of_values, of_scale, of_shift = torch.zeros_like(values), torch.zeros_like(mean), torch.zeros_like(mean)
+        sums = ctx.layer.exchange(torch.cat([of_shift, of_scale]).double(), backward=True)
+        sums = sums.sum(dim=0).view(2, -1) / count
+        if ctx.counts:
+            # What they add, because they follow the values: a share of the sums for each value.
+            deviation = (variance.double() + ctx.layer.eps).rsqrt()
+            slope = -(scale * deviation.square() * sums[1]).to(mean.dtype)
+            offset = -(scale * deviation * sums[0]).to(mean.dtype)
+            shape = (1, -1, *[1] * (values.dim() - 2))
+            mean, slope, offset = (moment.view(shape) for moment in (mean, slope, offset))
+            of_values = (of_values + offset).addcmul_(values - mean, slope).to(values.dtype)
+        _, has_scale, has_shift, _ = ctx.needs_input_grad
+        return (
+            of_values,
+            of_scale.to(scale.dtype) if has_scale else None,
+            of_shift.to(scale.dtype) if has_shift else None,
+            None,
+        )
+
+
+def global_statistics(values: Tensor, exchange: Gather, *, taking_part: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean [C], biased variance [C] and count [] of the values [N, C, ...] of all ranks that take part, in fp64.
+
+    Each rank's mean and sum of squared deviations go to all in one exchange and are combined in the order of the ranks:
+    Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983. Sums of squares would cancel.
+    """
+    channels = values.shape[1]
+    own = torch.zeros(2 * channels + 1, dtype=torch.float64, device=values.device)
+    if taking_part:
+        count = values.numel() // channels
+        precise = values.to(torch.promote_types(values.dtype, torch.float32))
+        # What batch_norm itself uses: the biased variance, in two passes; var_mean takes four times as long on a CPU.
+        mean, variance = torch.batch_norm_update_stats(precise, None, None, momentum=0.0)
+        own[:channels], own[channels:-1], own[-1] = mean, variance.double() * count, count
+    means, squares, counts = torch.split(exchange(own), [channels, channels, 1], dim=1)
+    total = counts.sum()
+    mean = (means * counts).sum(dim=0) / total
+    variance = (squares + counts * (means - mean).square()).sum(dim=0) / total
+    return mean, variance, total
+
+
+@torch.no_grad()
+def averaged_running_statistics(model: nn.Module, samples: int) -> list[tuple[Tensor, Tensor]]:
+    """BatchNorm's running statistics, each with its mean over the ranks, weighted by their samples.
+
+    Where statistics are synchronised they are the same on all ranks already, and not among these.
+    """
+    statistics = [
+        statistic
+        for module in model.modules()
+        if isinstance(module, _BatchNorm) and not isinstance(module, GlobalBatchNorm)
+        for statistic in (module.running_mean, module.running_var)
+        if statistic is not None
+    ]
+    if not statistics:
+        return []
+    total = sum_over_ranks(torch.tensor(float(samples), dtype=torch.float64, device=statistics[0].device))
+    return [(statistic, sum_over_ranks(statistic.double() * (samples / total))) for statistic in statistics]

@@ -1,0 +1,1 @@
+"""Tables of predictions of a saved model."""

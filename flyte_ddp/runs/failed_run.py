@@ -1,0 +1,41 @@
+"""What the error of a failed run says: from which step the run will go on, and which file holds the details."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from pathlib import Path
+
+from flyte_ddp.errors import RankError, where_it_goes_on
+from flyte_ddp.runs import checkpoint
+from flyte_ddp.runs.run_folder import TRACEBACK, UNFINISHED
+
+
+def explain(error: BaseException, run_folder: Path) -> None:
+    """Adds to an error, unless it has them, the step after which the run will go on, and a file with all details."""
+    if isinstance(error, RankError):
+        error.step = newest_step(run_folder)
+        if error.file is None:
+            error.file = written(error, run_folder / UNFINISHED / TRACEBACK)
+    elif isinstance(error, KeyboardInterrupt) and not error.args:
+        error.args = (f"stopped by Ctrl-C; {where_it_goes_on(newest_step(run_folder))}",)
+
+
+def newest_step(run_folder: Path) -> int:
+    """Of the newest checkpoint; 0 without any."""
+    found = checkpoint.newest_of(run_folder / UNFINISHED / checkpoint.FOLDER)
+    return found.step if found else 0
+
+
+def written(error: RankError, path: Path) -> Path | None:
+    """The file with all that there is to an error; None if there is no more than its message."""
+    cause = "".join(traceback.format_exception(error.__cause__)) if error.__cause__ is not None else ""
+    if not error.details and not cause:
+        return None
+    text = "\n\n".join(filter(None, (str(error), cause.rstrip())))
+    try:
+        path.write_text(f"{text}\n", encoding="utf-8", errors="backslashreplace")
+    except OSError as reason:
+        print(f"{path}: {reason.strerror}, so its text follows here\n{text}", file=sys.stderr, flush=True)
+        return None
+    return path

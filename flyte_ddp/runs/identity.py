@@ -1,0 +1,50 @@
+"""What identifies a training run: the name of its folder, and with it the cache key. Needs no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+
+from flyte_ddp import catalog
+from flyte_ddp.code_digest import library_digest, releases
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.models import initial_weights
+from flyte_ddp.user_source import user_source_digest
+
+
+def run_name(hp: Hyperparameters, data_fingerprint: str, trigger: str = "") -> str:
+    """Such as ``fashion_mnist-small_cnn-1f0c5a7e9b3d``: data set, model, and a digest of all that decides the result.
+
+    Args:
+        data_fingerprint: from ``flyte_ddp.datasets.fingerprint``.
+        trigger: any text that makes an otherwise equal run another one, such as a schedule's kickoff time.
+
+    """
+    parts = (
+        hp.to_json(),
+        data_fingerprint,
+        library_digest(),
+        releases(),
+        user_source_digest(hp.model) if ":" in hp.model else "",
+        initial_weights.identity(hp.init_from),
+        trigger,
+    )
+    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
+    return "-".join((short_name(hp.dataset), hp.model.replace(":", "."), digest))
+
+
+def short_name(dataset: str) -> str:
+    """A data set's name as part of a folder's name: of an address only its kind and its last part."""
+    kind, _, address = dataset.partition(":")
+    if not catalog.encoded_kind(dataset):
+        return dataset.replace(":", ".")
+    last = address.rstrip("/").rpartition("/")[2].removesuffix(".json")
+    return f"{kind}.{re.sub(r'[^A-Za-z0-9_.-]+', '_', last)[:40]}"
+
+
+def check_known_image_size(hp: Hyperparameters) -> None:
+    """Refuses, before any data is fetched, a model that cannot take the data set's images, if both are known."""
+    encoded = catalog.ENCODED_SIDE if catalog.encoded_kind(hp.dataset) else 0
+    side = hp.image_size or catalog.DATASETS.get(hp.dataset, encoded)
+    if side:
+        catalog.check_image_size(hp.model, side, side)

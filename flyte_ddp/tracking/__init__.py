@@ -1,0 +1,1 @@
+"""wandb, beside the training: nothing that it does is noticed there."""

@@ -1,0 +1,1 @@
+"""What one rank does: the main line is train.py, top to bottom."""

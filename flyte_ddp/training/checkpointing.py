@@ -1,0 +1,197 @@
+"""When a run's state is saved, and what belongs to it. Rank 0 saves, from a thread of its own.
+
+Random numbers are functions of the position (seed, epoch, step, sample), so no state of theirs is saved.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import threading
+import time
+from collections import OrderedDict
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from flyte_ddp.parallel.distributed import rank
+from flyte_ddp.runs import checkpoint
+from flyte_ddp.runs.job import Job
+from flyte_ddp.training.diagnosis import LossWatch
+from flyte_ddp.training.recording import Recorder
+from flyte_ddp.training.selection import Selection
+from flyte_ddp.training.training_state import TrainingState
+
+
+@dataclass(frozen=True)
+class Run:
+    """All that changes while a run trains."""
+
+    state: TrainingState
+    selection: Selection
+    recorder: Recorder
+    loss_watch: LossWatch
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A run's state after a step, in memory of its own."""
+
+    epoch: int
+    step: int
+    metrics_bytes: int  # of metrics.jsonl
+    values: dict[str, Any]
+
+
+def take(run: Run) -> Snapshot | None:
+    """Copies the state after the step that was finished last, also while the next one is being computed.
+
+    None if a step failed when it had changed a part of the state.
+    """
+    state, selection = run.state, run.selection
+    with state.lock:
+        if state.inconsistent:
+            return None
+        values = {
+            "model": state.buffers.after_step_in(state.model.state_dict()),
+            "buffers": state.buffers.state_dict(),
+            "average": state.average.state_dict() if state.average else None,
+            "optimizer": state.optimizer.state_dict(),
+            "saw_non_finite": run.loss_watch.saw_non_finite,
+            "draws": state.this_pass.draws,
+            "seconds": dict(state.clock.seconds),
+            "total_seconds": state.clock.total(),
+            "selection": selection.state_dict(),
+            "recorder": run.recorder.state_dict(),
+        }
+        # Those are a copy already, which nothing changes.
+        best = selection.weights if selection.epoch and state.hp.keep == "best" else None
+        return Snapshot(state.epoch, state.step, run.recorder.log.size(), {**copied(values), "best": best})
+
+
+def copied(value: Any) -> Any:
+    """The same with tensors of its own, on the CPU."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if type(value) in (dict, OrderedDict):
+        return type(value)((key, copied(item)) for key, item in value.items())
+    if type(value) in (list, tuple):
+        return type(value)(copied(item) for item in value)
+    return copy.deepcopy(value)
+
+
+def restore(run: Run, found: checkpoint.Checkpoint) -> None:
+    """Puts a run, on every rank, where the checkpoint was taken."""
+    state = run.state
+    values = torch.load(checkpoint.state_in(found), map_location="cpu", weights_only=True)
+    for model in (state.model, *([state.average.module] if state.average else [])):
+        state.buffers.load_state_dict(values["buffers"], model, saved=values["model"].keys())
+    state.model.load_state_dict(values["model"])
+    if state.average is not None:
+        state.average.load_state_dict(values["average"])
+    state.optimizer.load_state_dict(values["optimizer"])
+    state.epoch, state.step = found.epoch, found.step
+    state.buffers.begin()
+    state.buffers.keep()
+    state.this_pass.draws = values["draws"]
+    state.clock.seconds.update(values["seconds"])
+    state.clock.started -= values["total_seconds"]
+    run.selection.load_state_dict(values["selection"], values["best"] or state.kept_model().state_dict())
+    run.recorder.load_state_dict(values["recorder"])
+
+
+class Checkpointer:
+    """Saves a run's state after each epoch, every so many seconds, when asked to, and when training fails.
+
+    Training waits while a copy is taken in memory, and for nothing else. A context manager.
+    """
+
+    def __init__(self, job: Job, run: Run) -> None:
+        self.job, self.run = job, run
+        found = job.checkpoint
+        self.slots = checkpoint.slots(job.run_folder / checkpoint.FOLDER, found.path if found else None)
+        self.saved = (found.step, found.epoch) if found else (0, 0)
+        self.writing = threading.Lock()
+        self.wake = threading.Event()
+        self.pending: Snapshot | None = None
+        self.closed = False
+        self.reported = False  # that one could not be written
+        self.active = rank() == 0 and job.settings.checkpoint_seconds > 0
+        self.thread = threading.Thread(target=self._work, name="checkpoints", daemon=True)
+
+    def __enter__(self) -> Self:
+        if self.active:
+            self.thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self.active:
+            self.closed = True
+            self.wake.set()
+            self.thread.join()  # what waits gets written
+            if error is not None:
+                self.save()
+            with self.writing:
+                self.active = False
+
+    def epoch_done(self) -> None:
+        """Takes a copy of the state, to be written; it replaces one that still waits."""
+        if self.active:
+            self.pending = take(self.run)
+            self.wake.set()
+
+    def save(self) -> int:
+        """Writes the state as it is now, unless that is saved already; from any thread.
+
+        Returns:
+            The step of the newest checkpoint; 0 if there is none.
+        """
+        with self.writing:
+            if self.active:
+                self._save(now=True)
+        return self.saved[0]
+
+    def _save(self, *, now: bool) -> None:
+        """Writes the state as it is ``now``, if it is worth resuming from; else the copy that waits to be written."""
+        waiting, self.pending = self.pending, None
+        try:
+            for snapshot in (take(self.run) if now else None, waiting):
+                if snapshot and (snapshot.step, snapshot.epoch) > self.saved and self._is_good(snapshot):
+                    self._write(snapshot)
+                    self.saved = (snapshot.step, snapshot.epoch)
+        except Exception as error:
+            if not self.reported:
+                print(f"could not write checkpoint: {error}; training continues", file=sys.stderr, flush=True)
+            self.reported = True
+
+    def _write(self, snapshot: Snapshot) -> None:
+        with (self.job.run_folder / "metrics.jsonl").open("rb") as file:
+            metrics = file.read(snapshot.metrics_bytes)
+        before = self.job.checkpoint.trained_in if self.job.checkpoint else ()
+        description = {
+            "epoch": snapshot.epoch,
+            "step": snapshot.step,
+            "trained_in": [asdict(one) for one in dict.fromkeys((*before, self.run.recorder.arithmetic))],
+            "time": time.time(),
+        }
+        checkpoint.write(
+            next(self.slots), description, self.job.identity, metrics, lambda file: torch.save(snapshot.values, file)
+        )
+
+    def _work(self) -> None:
+        closed = False
+        while not closed:
+            self.wake.wait(self.job.settings.checkpoint_seconds)
+            self.wake.clear()
+            closed = self.closed
+            with self.writing:
+                self._save(now=not closed and self.pending is None)
+
+    def _is_good(self, snapshot: Snapshot) -> bool:
+        """Whether it is worth resuming from: of a step that went wrong it may be the weights that show it first."""
+        saved = snapshot.values["model"]  # a model may leave out what is frozen
+        weights = (saved[name] for name, _ in self.run.state.model.named_parameters() if name in saved)
+        return not snapshot.values["saw_non_finite"] and all(bool(value.isfinite().all()) for value in weights)

@@ -1,0 +1,141 @@
+"""A loss that is not finite: where it began, so that the error can say it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.errors import UserError
+from flyte_ddp.parallel.distributed import objects_of_all_ranks, wait_for_event
+from flyte_ddp.training.optimisation import clip_norm
+
+LEARNED = 0.97  # of the loss of random predictions: a model that has learned anything is below
+
+
+@dataclass
+class Step:
+    """A step, with its loss on the way to the host."""
+
+    epoch: int  # counts from 0
+    step: int  # counts from 1
+    loss_sum: Tensor
+    forward: Callable[[], object]
+    arrived: torch.cuda.Event | None
+
+
+class LossWatch:
+    """Checks every step's loss, before its gradients change the weights.
+
+    On a GPU that would mean to wait for the device in every step. There the device itself leaves the weights as they
+    are from the first loss on that is not finite, and the loss is checked a step later, or at the end of the epoch.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, hp: Hyperparameters, *, a_step_later: bool
+    ) -> None:
+        self.model, self.optimizer, self.hp, self.a_step_later = model, optimizer, hp, a_step_later
+        self.saw_non_finite = torch.zeros((), dtype=torch.bool, device=next(model.parameters()).device)
+        self.pending: Step | None = None
+
+    def look(self, epoch: int, step: int, loss_sum: Tensor, forward: Callable[[], object]) -> None:
+        """Takes in the loss, of all ranks, of the step that is being done (``step`` counts from 1, ``epoch`` from 0).
+
+        Args:
+            forward: does the step's forward passes again, on all ranks alike.
+
+        Raises:
+            UserError: the loss is not finite; with the first weight or activation that is not.
+        """
+        arrived = torch.cuda.Event() if loss_sum.is_cuda else None  # type: ignore[no-untyped-call]
+        now = Step(epoch, step, loss_sum.to("cpu", non_blocking=True), forward, arrived)
+        if arrived is not None:
+            arrived.record()
+        if not self.a_step_later:
+            self.check(now)
+            return
+        self.saw_non_finite = self.saw_non_finite | ~loss_sum.isfinite()
+        self.optimizer.found_inf = self.saw_non_finite.float()  # type: ignore[attr-defined]  # as torch's GradScaler does
+        self.catch_up()
+        self.pending = now
+
+    def catch_up(self) -> None:
+        """Checks the loss that no later step has checked; raises as :meth:`look` does."""
+        last, self.pending = self.pending, None
+        if last is not None:
+            self.check(last)
+
+    def check(self, step: Step) -> None:
+        """Raises UserError if the loss is not finite."""
+        if step.arrived is not None:
+            wait_for_event(step.arrived)
+        if not math.isfinite(loss := step.loss_sum.item()):
+            activation = first_activation(self.model, step.forward)
+            raise not_finite(
+                self.model, self.hp, loss, step.epoch, step.step, weights_of=step.step - 1, activation=activation
+            )
+
+
+def not_finite(
+    model: nn.Module, hp: Hyperparameters, loss: float, epoch: int, step: int, *, weights_of: int, activation: str = ""
+) -> UserError:
+    """The error for a loss that is NaN or infinite; ``weights_of`` is the step that made the weights it came from."""
+    # The weight nearest to the output: its gradient came first.
+    broken = [name for name, parameter in model.named_parameters() if not bool(parameter.isfinite().all())]
+    where = ""
+    if broken:
+        where = f" (the first gradient that was not finite is that of {broken[-1]}, in step {weights_of})"
+    elif activation:
+        where = f" (the first activation that was not finite is {activation})"
+    return UserError(
+        f"the loss is {loss} at epoch {epoch}, step {step}{where}: it must be finite; lower learning_rate "
+        f"(now {hp.learning_rate:g}), set grad_clip_norm or warmup_steps, or use precision='fp32'"
+    )
+
+
+def no_better_than_random(loss: float, labels: Tensor, hp: Hyperparameters) -> str:
+    """What to say of a training that ended with such a loss, if it has learned nothing; else empty.
+
+    Predictions by how common each class is among ``labels`` [N] have the entropy of these shares for loss.
+    """
+    shares = labels.bincount().double() / len(labels)
+    random_loss = -torch.special.xlogy(shares, shares).sum().item()
+    if loss < LEARNED * random_loss or not random_loss:
+        return ""
+    clip = f"grad_clip_norm (now {clip_norm(hp):g})" if clip_norm(hp) else "set grad_clip_norm, as to 1"
+    return (
+        f"The training loss ended at {loss:.3f}, and random predictions have {random_loss:.3f}: nothing was learned. "
+        f"Lower learning_rate (now {hp.learning_rate:g}) or {clip}, or train for longer."
+    )
+
+
+def first_activation(model: nn.Module, forward: Callable[[], object]) -> str:
+    """Does a forward pass again on all ranks, and names the first module whose output was not finite on any of them."""
+    found: list[tuple[int, str]] = []  # how many modules were done before, and its name
+    done = 0
+
+    def look(name: str, output: object) -> None:
+        nonlocal done
+        if not found and isinstance(output, Tensor) and not bool(output.isfinite().all()):
+            found.append((done, name))
+        done += 1
+
+    hooks = [
+        module.register_forward_hook(lambda _module, _inputs, output, name=name: look(name, output))
+        for name, module in model.named_modules()
+    ]
+    try:
+        with torch.no_grad():
+            forward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    of_ranks = [(*first, rank) for rank, ranks_first in enumerate(objects_of_all_ranks(found)) for first in ranks_first]
+    if not of_ranks:
+        return ""
+    _, name, rank = min(of_ranks, key=lambda first: (first[0], first[2]))
+    return f"the output of {name}, on rank {rank}" if name else f"the model's own output, on rank {rank}"

@@ -1,0 +1,66 @@
+"""Exact evaluation: whole fixed batches are dealt to the ranks and every sample counts exactly once.
+
+Results go back into the samples' own places and are added up there in fp64, so that the metrics are equal on any number
+of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from flyte_ddp.loading.split import Split
+from flyte_ddp.parallel.distributed import rank, sum_over_ranks, wait_for, world_size
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Metrics of one split; the tensors [N] are those of each sample, in the split's order, on the CPU."""
+
+    loss: float
+    accuracy: float
+    losses: Tensor  # fp64
+    predictions: Tensor  # int64, as is the truth
+    truth: Tensor
+
+    def confusion(self, num_classes: int) -> Tensor:
+        """int64 [classes, classes]: how often a truth (row) was taken for a prediction (column)."""
+        pairs = self.truth * num_classes + self.predictions
+        return torch.bincount(pairs, minlength=num_classes**2).reshape(num_classes, num_classes)
+
+
+def evaluate(predict: Callable[[Tensor], Tensor], images: Split, batch_size: int, device: torch.device) -> Evaluation:
+    """Evaluates a split, all ranks together; every rank gets the same result.
+
+    Args:
+        predict: maps uint8 images [n, H, W, C] to logits [n, classes].
+
+    Raises:
+        RuntimeError: a sample was not counted exactly once.
+    """
+    # Rows: loss, prediction, truth, times counted. Each sample is written by one rank, so the sum over ranks is exact.
+    table = torch.zeros(4, len(images), dtype=torch.float64, device=device)
+    with torch.no_grad():  # no inference_mode: a tensor that a model keeps from here may be of use in training
+        for place, batch, labels in images.batches(batch_size, rank(), world_size()):
+            logits = predict(batch).double()
+            table[0, place] = functional.cross_entropy(logits, labels, reduction="none")
+            table[1, place] = logits.argmax(1).double()
+            table[2, place] = labels.double()
+            table[3, place] += 1
+    sum_over_ranks(table)
+    wait_for(device)
+    losses, predictions, truth, counted = table.cpu()
+    if not bool((counted == 1).all()):
+        raise RuntimeError(f"evaluation counted {int((counted != 1).sum())} of {len(images)} samples not exactly once")
+    count = max(1, len(images))
+    return Evaluation(
+        loss=losses.sum().item() / count,
+        accuracy=(predictions == truth).sum().item() / count,
+        losses=losses,
+        predictions=predictions.long(),
+        truth=truth.long(),
+    )

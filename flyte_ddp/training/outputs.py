@@ -1,0 +1,136 @@
+"""What a run leaves behind beside its metrics: predictions, the model with its sidecar, first and last record."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+import flyte_ddp
+from flyte_ddp.catalog import encoded_kind
+from flyte_ddp.code_digest import library_digest
+from flyte_ddp.datasets.prepared import PreparedSet, class_names
+from flyte_ddp.files import replacing
+from flyte_ddp.loading.facts import of_all_ranks
+from flyte_ddp.models import artifacts
+from flyte_ddp.models.initial_weights import left_out
+from flyte_ddp.parallel.distributed import world_size
+from flyte_ddp.runs.job import Job
+from flyte_ddp.training.diagnosis import no_better_than_random
+from flyte_ddp.training.evaluate import Evaluation
+from flyte_ddp.training.notes import not_in_the_key, notes, seeded
+from flyte_ddp.training.recording import Recorder
+from flyte_ddp.training.selection import Selection
+from flyte_ddp.training.training_state import TrainingState
+
+WORST_MISTAKES = 16
+LEAST_STEPS = 30  # of which something learned can be asked: fewer are a trial
+
+
+def write_start(job: Job, data: PreparedSet, state: TrainingState, recorder: Recorder) -> None:
+    """Records on rank 0 what is known of a run before its first step, and says what a person should know by then."""
+    if not recorder.writes:
+        return
+    hardware, ranks = job.hardware, world_size()
+    recorder.log.write(
+        {
+            "kind": "start",
+            "resumed_after_step": job.checkpoint.step if job.checkpoint else 0,
+            "hyperparameters": job.hp.to_dict(),
+            "num_ranks": ranks,
+            "num_nodes": job.num_nodes,
+            "device": torch.cuda.get_device_name(state.device) if state.device.type == "cuda" else "cpu",
+            "backend": hardware.backend if ranks > 1 else "none",
+            "strategy": hardware.strategy if ranks > 1 else "none",
+            "precision": hardware.precision,
+            "channels_last": hardware.channels_last,
+            "threads_per_rank": hardware.threads,
+            "parameters": sum(parameter.numel() for parameter in state.model.parameters()),
+            "training_samples": len(state.training),
+            "validation_samples": len(state.validation),
+            "test_samples": len(state.test),
+            "steps": state.total_steps,
+            "classes": list(class_names(data, job.hp)),
+            "init_skipped": left_out(state.model.state_dict(), job.hp.init_skip),
+        }
+    )
+    recorder.progress.note(f"ranks: {ranks}, nodes: {job.num_nodes}")
+    if said := seeded(job, state):
+        recorder.progress.note(said)
+    recorder.warn(not_in_the_key(state))
+
+
+def write_outputs(job: Job, data: PreparedSet, state: TrainingState, selection: Selection, recorder: Recorder) -> None:
+    """Writes the predictions, the model with its sidecar, and the end record, in this order; all ranks call it."""
+    facts = of_all_ranks(state.splits.facts())
+    if not recorder.writes:
+        return
+    test, hp = selection.test, job.hp
+    if recorder.last_loss is not None and state.step >= LEAST_STEPS:
+        recorder.warn(no_better_than_random(recorder.last_loss, test.truth, hp))
+    model = state.kept_model()
+    state.buffers.restore(model, selection.weights)
+    with replacing(job.run_folder / "predictions.npz") as file:
+        np.savez(file, **predictions(state, test, rows=min(job.settings.wandb_table_rows, len(state.test))))
+    sidecar = {
+        "format": artifacts.FORMAT,
+        "model": hp.model,
+        "classes": list(class_names(data, hp)),
+        "input": artifacts.described_input(state.spec, artifacts.MIDDLE if encoded_kind(hp.dataset) else ""),
+        "late_buffers": state.buffers.unlike_new(),
+        "hyperparameters": hp.to_dict(),
+        "metrics": {
+            "test_accuracy": test.accuracy,
+            "test_loss": test.loss,
+            "epoch_accuracies": recorder.epoch_accuracies,
+            "kept_epoch": selection.epoch,
+        },
+        "digests": {"data": data.digest, "code": library_digest()},
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "torchvision": version("torchvision"),
+            "flyte_ddp": flyte_ddp.__version__,
+        },
+        "num_ranks": world_size(),
+        "num_nodes": job.num_nodes,
+    }
+    artifacts.save_model(job.run_folder, model.state_dict(), sidecar)
+    recorder.log.write(
+        {
+            "kind": "end",
+            "test_accuracy": test.accuracy,
+            "test_loss": test.loss,
+            "seconds": recorder.seconds(),
+            "samples_per_second": recorder.samples_in_all / max(recorder.training_seconds, 1e-9),
+            "stopped": selection.stopped,
+            "notes": [*recorder.warnings, *notes(job, state, recorder.arithmetic), *facts.describe()],
+        }
+    )
+
+
+def predictions(state: TrainingState, test: Evaluation, rows: int) -> dict[str, Any]:
+    """The first test samples and the worst mistakes, with pictures and scores, and the confusion matrix."""
+    wrong = test.predictions != test.truth
+    worst = torch.where(wrong, test.losses, -torch.inf).topk(min(WORST_MISTAKES, int(wrong.sum()))).indices
+    index = torch.cat([torch.arange(rows), worst]).numpy().astype(np.int32)
+    samples = np.array([int(state.test.order.samples(slice(at, at + 1))[0]) for at in index.tolist()], dtype=np.int64)
+    images, _ = state.test.gather(samples)
+    scores = torch.zeros(0, state.num_classes)
+    if len(samples):  # no model gets an empty batch
+        with torch.no_grad(), state.evaluating():
+            scores = functional.softmax(state.predict(images), dim=1)
+    return {
+        "index": index,
+        "names": np.array(state.test.names(samples), dtype=np.str_),
+        "images": images.cpu().numpy(),
+        "scores": scores.float().cpu().numpy(),
+        "truth": test.truth[index].numpy(),
+        "loss": test.losses[index].float().numpy(),
+        "table_rows": np.array(rows),
+        "confusion": test.confusion(state.num_classes).numpy(),
+    }

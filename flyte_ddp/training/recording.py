@@ -1,0 +1,146 @@
+"""Metrics while a run trains, and the progress that a person sees. Rank 0 writes."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from flyte_ddp.clock import Clock
+from flyte_ddp.json_lines import JsonLines
+from flyte_ddp.parallel import distributed
+from flyte_ddp.parallel.strategies import WAITED
+from flyte_ddp.progress import TrainingProgress
+from flyte_ddp.runs.arithmetic import of_this_run
+from flyte_ddp.runs.job import Job
+from flyte_ddp.training.evaluate import Evaluation
+
+HISTOGRAM_BINS = 64
+
+
+class Recorder:
+    """Collects losses over all ranks and, on rank 0, writes metrics.jsonl and shows progress."""
+
+    def __init__(self, job: Job, clock: Clock, device: torch.device, total_steps: int, steps_per_epoch: int) -> None:
+        self.job, self.clock, self.device, self.total_steps = job, clock, device, total_steps
+        self.writes = distributed.rank() == 0
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+        self.samples = 0
+        self.samples_in_all = 0
+        self.training_seconds = 0.0
+        self.since = self.training_time()
+        self.epoch_accuracies: list[float] = []
+        self.arithmetic = of_this_run(job.hardware, device)
+        self.warnings: list[str] = []
+        self.last_loss: float | None = None  # of training, since it began here
+        if self.writes:
+            self.log = JsonLines(job.run_folder / "metrics.jsonl")
+            self.progress = TrainingProgress(job.settings.progress, total_steps, steps_per_epoch)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.writes:
+            self.progress.close()
+            self.log.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is known of the steps that have no record yet, and of the whole run."""
+        return {
+            "loss_sum": self.loss_sum,
+            "samples": self.samples,
+            "samples_in_all": self.samples_in_all,
+            "training_seconds": self.training_seconds,
+            "seconds": self.training_time() - self.since,
+            "epoch_accuracies": self.epoch_accuracies,
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Restores what :meth:`state_dict` returned."""
+        self.loss_sum.copy_(saved["loss_sum"])
+        self.samples, self.samples_in_all = saved["samples"], saved["samples_in_all"]
+        self.training_seconds = saved["training_seconds"]
+        self.epoch_accuracies = saved["epoch_accuracies"]
+        self.since = self.training_time() - saved["seconds"]
+
+    def training_time(self) -> float:
+        """Seconds of the run so far, without its evaluations."""
+        return time.perf_counter() - self.clock.seconds["evaluation"]
+
+    def training(self, epoch: int, step: int, loss_sum: torch.Tensor, samples: int, learning_rate: float) -> None:
+        """Takes in a finished step (``step`` counts from 1): the sum of all ranks' losses, and the number of samples.
+
+        The record of every ``log_interval`` steps holds the mean over their samples.
+        """
+        self.loss_sum += loss_sum
+        self.samples += samples
+        if step % self.job.hp.log_interval and step != self.total_steps:
+            if self.writes and self.progress.due():
+                self.progress.step(epoch, step, None, None)
+            return
+        elapsed = self.training_time() - self.since
+        self.training_seconds += elapsed
+        self.samples_in_all += self.samples
+        distributed.wait_for(self.device)
+        loss = self.last_loss = self.loss_sum.item() / self.samples
+        if self.writes:
+            rate = self.samples / elapsed
+            self.log.write(
+                {
+                    "kind": "train",
+                    "epoch": epoch,
+                    "step": step,
+                    "learning_rate": learning_rate,
+                    "samples_per_second": rate,
+                    "loss": loss,
+                }
+            )
+            self.progress.step(epoch, step, loss, rate)
+        self.loss_sum.zero_()
+        self.samples = 0
+        self.since = self.training_time()
+
+    def evaluation(
+        self, epoch: int, step: int, validation: Evaluation, test: Evaluation, model: torch.nn.Module
+    ) -> None:
+        """Takes in the evaluation after ``epoch`` epochs."""
+        self.epoch_accuracies.append(test.accuracy)
+        if self.writes:
+            record: dict[str, Any] = {"kind": "evaluation", "epoch": epoch, "step": step}
+            if len(validation.truth):
+                record |= {"validation_loss": validation.loss, "validation_accuracy": validation.accuracy}
+            record |= {"test_loss": test.loss, "test_accuracy": test.accuracy}
+            self.log.write(record)
+            self.progress.evaluation(record)
+            if self.job.settings.wandb_watch:
+                self.log.write({"kind": "watch", "step": step, "parameters": histograms(model)})
+
+    def warn(self, said: str) -> None:
+        """Says something that is a note in the report as well; nothing if it is empty."""
+        if said:
+            self.warnings.append(said)
+            self.progress.note(said)
+
+    def seconds(self) -> dict[str, float]:
+        """Where the time of rank 0 went; communication is what no computation hid."""
+        spent = self.clock.seconds
+        seconds = {
+            "data": spent["data"],
+            "forward_backward": spent["forward_backward"] - spent[WAITED],
+            "communication": spent["communication"] + spent[WAITED],
+            "evaluation": spent["evaluation"],
+        }
+        total = self.clock.total()
+        return {**seconds, "other": total - sum(seconds.values()), "total": total}
+
+
+def histograms(model: torch.nn.Module) -> dict[str, dict[str, list[float]]]:
+    """Counts and bin edges of every parameter's values."""
+    result = {}
+    for name, parameter in model.named_parameters():
+        counts, edges = np.histogram(parameter.detach().float().cpu().numpy(), bins=HISTOGRAM_BINS)
+        result[name] = {"counts": counts.tolist(), "edges": edges.tolist()}
+    return result

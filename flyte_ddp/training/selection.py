@@ -1,0 +1,53 @@
+"""Which weights to keep, and when to stop: decided by the validation split, never by the test set."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import Tensor
+
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.training.evaluate import Evaluation
+
+SAVED = ("best_loss", "evaluations_since_best", "stopped", "epoch")
+
+
+class Selection:
+    """The weights to keep with their evaluation, updated at every evaluation; equal on all ranks."""
+
+    def __init__(self, hp: Hyperparameters) -> None:
+        self.hp = hp
+        self.best_loss = float("inf")
+        self.evaluations_since_best = 0
+        self.stopped = ""  # why training stops early
+        self.epoch = 0
+        self.test: Evaluation
+        self.weights: dict[str, Tensor]
+
+    def consider(self, epoch: int, validation: Evaluation, test: Evaluation, weights: dict[str, Tensor]) -> None:
+        """Takes in an evaluation after ``epoch`` epochs, and the weights that were evaluated."""
+        better = validation.loss < self.best_loss
+        if better:
+            self.best_loss, self.evaluations_since_best = validation.loss, 0
+        else:
+            self.evaluations_since_best += 1
+        if better or self.hp.keep != "best":
+            # Training continues to change these tensors; only `best` must outlive that.
+            self.weights = copy.deepcopy(weights) if self.hp.keep == "best" else weights
+            self.epoch, self.test = epoch, test
+        if 0 < self.hp.early_stop_patience <= self.evaluations_since_best:
+            self.stopped = (
+                f"after epoch {epoch}: no better validation loss in {self.evaluations_since_best} evaluation(s)"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint: all but the weights."""
+        return {name: getattr(self, name) for name in SAVED} | {"test": vars(self.test) if self.epoch else None}
+
+    def load_state_dict(self, saved: dict[str, Any], weights: dict[str, Tensor]) -> None:
+        """Restores what :meth:`state_dict` returned, with the weights that were kept."""
+        for name in SAVED:
+            setattr(self, name, saved[name])
+        if self.epoch:
+            self.test, self.weights = Evaluation(**saved["test"]), weights

@@ -1,0 +1,174 @@
+"""What training works on: the model, its optimiser, and the splits of the data, set up alike on every rank."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from flyte_ddp import catalog, user_source
+from flyte_ddp.clock import clock_for
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.datasets.prepared import PreparedSet, class_names
+from flyte_ddp.hardware import Hardware
+from flyte_ddp.loading import open_splits
+from flyte_ddp.models import zoo
+from flyte_ddp.models.images import InputSpec, prepare
+from flyte_ddp.models.initial_weights import load_initial_weights
+from flyte_ddp.order import sampling
+from flyte_ddp.parallel.batch_norm import synchronise_batch_norm
+from flyte_ddp.parallel.buffers import Buffers, overwrite, writable
+from flyte_ddp.parallel.distributed import world_size
+from flyte_ddp.parallel.dropout import derive_dropout_from_samples
+from flyte_ddp.parallel.strategies import compiled, synchronised
+from flyte_ddp.parallel.training_pass import TrainingPass
+from flyte_ddp.settings import Settings
+from flyte_ddp.training.optimisation import make_optimizer
+
+Tensors = tuple[Tensor, ...] | list[Tensor]
+
+
+class TrainingState:
+    """The objects of one rank: ``model`` is the bare module, ``sync`` the same module with synchronised gradients.
+
+    ``files_not_seen`` are those that the model's code comes from, and that its digest does not cover.
+    """
+
+    def __init__(
+        self,
+        hp: Hyperparameters,
+        hardware: Hardware,
+        data: PreparedSet,
+        initial_weights: Path | None,
+        settings: Settings | None = None,
+    ) -> None:
+        """Builds everything from the seed.
+
+        Raises:
+            UserError: images that the model cannot take, a model that cannot be trained, weights that do not fit it.
+        """
+        self.hp, self.hardware = hp, hardware
+        self.step = 0  # optimiser steps that are done
+        self.epoch = 0  # epochs that are done, with their evaluation
+        self.lock = threading.Lock()  # for a look at it, as `mutation` is for a change
+        self.inconsistent = False  # a change has failed half way
+        on_gpu = hardware.device_type == "cuda"
+        self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        torch.manual_seed(hp.seed)
+        random.seed(hp.seed)  # a model may draw from any of them when it is made
+        np.random.seed(hp.seed)  # noqa: NPY002
+        if hp.deterministic:
+            torch.use_deterministic_algorithms(True)
+        self.num_classes = len(class_names(data, hp))
+        self.splits = open_splits(data, hp, hardware, self.device, settings or Settings())
+        self.training, self.validation, self.test = self.splits.training, self.splits.validation, self.splits.test
+        self.steps_per_epoch = sampling.steps_per_epoch(len(self.training), hp.batch_size)
+        self.total_steps = min(hp.epochs * self.steps_per_epoch, hp.max_steps or sys.maxsize)
+        self.epochs = -(-self.total_steps // self.steps_per_epoch)  # the last one may end early
+        height, width, channels = self.splits.shape
+        images = InputSpec(channels, height, width, data.mean, data.std)
+        self.spec = zoo.input_spec(hp.model, images, size=hp.image_size)
+        own_files = user_source.own_files(hp.model)
+        model = zoo.build(hp.model, self.num_classes, self.spec)
+        self.files_not_seen = user_source.not_among(
+            own_files, hp.model, {type(module).__module__ for module in model.modules()}
+        )
+        zoo.check_model(hp.model, model)
+        if initial_weights is not None:
+            load_initial_weights(model, initial_weights, hp)
+        self.dtype = torch.float64 if hardware.precision == "fp64" else torch.float32
+        if self.dtype == torch.float64:
+            model.double()  # in fp32 a model is what it is: it may have buffers of other types, also complex ones
+        self.memory_format = torch.channels_last if hardware.channels_last else torch.contiguous_format
+        self.model = model = model.to(self.device).to(memory_format=self.memory_format)
+        self.this_pass = TrainingPass(may_draw=hp.model not in catalog.SMALL_MODELS)
+        derive_dropout_from_samples(model, self.this_pass)
+        if hp.sync_batchnorm and world_size() > 1:
+            synchronise_batch_norm(model, self.this_pass, on_one_machine=hardware.strategy == "shared_memory")
+        model.train()  # as every loop does: models override it to keep some layers in evaluation mode
+        self.clock = clock_for(self.device)
+        self.sync = synchronised(compiled(model) if hp.compile else model, hardware.strategy, self.clock)
+        self.optimizer = make_optimizer(model.parameters(), hp)
+        self.average = moving_average(model, hp.ema_decay) if hp.ema_decay else None
+        self.buffers = Buffers(model)
+
+    @contextmanager
+    def mutation(self) -> Iterator[None]:
+        """Goes around each change, so that a checkpoint sees all of it, or nothing if it fails half way."""
+        with self.lock:
+            self.inconsistent = True
+            yield
+            self.inconsistent = False
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Mixed precision for training's forward pass."""
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.hardware.precision == "bf16")
+
+    def prepare(self, images: Tensor) -> Tensor:
+        """uint8 [N, H, W, C] to the model's input, in the memory order that the run uses."""
+        return prepare(images, self.spec, self.dtype, self.memory_format)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Has the model, and its average, in evaluation mode, once for all batches: ``train`` may count its calls."""
+        modules = [self.model, *([self.average.module] if self.average else [])]
+        for module in modules:
+            module.eval()
+        try:
+            yield
+        finally:
+            for module in modules:
+                module.train()
+
+    def predict(self, images: Tensor) -> Tensor:
+        """Logits [N, classes] of the weights that would be kept now, for uint8 images [N, H, W, C].
+
+        Call it inside :meth:`evaluating`. An output that does not fit is a UserError. A model that draws random numbers
+        here, too, draws the same ones for each batch, whatever was computed before, and by whichever rank.
+        """
+        model = self.kept_model()
+        self.this_pass.begin(self.hp.seed, 0, np.arange(len(images)), self.device)
+        with self.buffers.as_saved(model):
+            logits: Tensor = model(self.prepare(images))
+        zoo.check_output(self.hp.model, logits, (len(images), self.num_classes))
+        return logits
+
+    def kept_model(self) -> nn.Module:
+        """The module whose weights would be kept now: the moving average, if the run keeps that."""
+        if self.hp.keep == "ema" and self.average is not None:
+            averaged: nn.Module = self.average.module
+            return averaged
+        return self.model
+
+    def update_average(self) -> None:
+        """Takes the weights of this step into the moving average, if there is one."""
+        if self.average is not None:
+            averaged = {name: buffer.shape for name, buffer in self.average.module.named_buffers()}
+            own = dict(self.model.named_buffers())
+            others: dict[str, Tensor | None] = dict.fromkeys(averaged.keys() - own.keys())
+            others |= {name: buffer for name, buffer in own.items() if averaged.get(name) != buffer.shape}
+            overwrite(self.average.module, others, saved=self.model.state_dict().keys() if others else ())
+            self.average.update_parameters(self.model)
+
+
+def moving_average(model: nn.Module, decay: float) -> AveragedModel:
+    """An exponential moving average of weights and buffers, to be updated after each step; integers are the newest."""
+    average_floats = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
+
+    def average(averaged: Tensors, newest: Tensors, updates: Tensor | int) -> None:
+        if averaged[0].is_floating_point() or averaged[0].is_complex():
+            average_floats(averaged, newest, updates)
+        else:
+            torch._foreach_copy_(averaged, newest)
+
+    averaged = AveragedModel(model, multi_avg_fn=average, use_buffers=True)
+    overwrite(averaged, {name: value for name, value in averaged.named_buffers() if not writable(value)})
+    return averaged
