@@ -30,10 +30,11 @@ test: install ## Run all tests
 test-fast: install ## Run the tests one wants while working (under 2 minutes)
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow"
 
-lint: install ## Check style (ruff) and types (mypy, strict)
+lint: install ## Check style (ruff), types (mypy, strict) and layers (import-linter)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
 
 bench: install ## Run the benchmarks; results go to benchmarks/results/
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[bench]'

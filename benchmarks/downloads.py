@@ -18,7 +18,7 @@ from benchmarks import generated_images
 from benchmarks.measuring import Options, Result, Target, interleaved
 from benchmarks.running import ROOT, environment, run_command
 
-sys.path.append(str(ROOT / "tests"))
+sys.path.append(str(ROOT / "tests/helpers"))
 from s3_server import s3_server
 
 SHARDS, LATENCY = 24, 0.020

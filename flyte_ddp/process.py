@@ -76,7 +76,7 @@ def become_subreaper(wanted: bool = True) -> bool:
 
 def kill_descendants() -> None:
     """Kills all that this process has started, and what that has; for a process that has nothing else to do."""
-    kill_trees(lambda: children_of(os.getpid()) - helpers())
+    kill_trees(lambda: children_of(os.getpid(), ended=True) - helpers())
 
 
 @contextmanager
@@ -110,22 +110,25 @@ def kill_trees(roots: Callable[[], Iterable[int]]) -> None:
 
 
 def living_trees(roots: Iterable[int]) -> list[int]:
-    """Those of them that live, and their descendants."""
-    parents = living()
-    found = [pid for pid in roots if pid in parents]
+    """Those of them that live, and their living descendants.
+
+    Also those below a process that has ended: until all its threads have, its children are still its own.
+    """
+    there = processes()
+    found = [pid for pid in roots if pid in there]
     for each in found:
-        found += [pid for pid, parent in parents.items() if parent == each]
-    return found
+        found += [pid for pid, (parent, _) in there.items() if parent == each]
+    return [pid for pid in found if there[pid][1]]
 
 
-def children_of(pid: int) -> set[int]:
-    """Its living children."""
-    return {child for child, parent in living().items() if parent == pid}
+def children_of(pid: int, *, ended: bool = False) -> set[int]:
+    """Its living children, or with those that have ended."""
+    return {child for child, (parent, lives) in processes().items() if parent == pid and (lives or ended)}
 
 
 def children_of_this_thread() -> set[int]:
-    """The living children that this thread has started, or adopted as the main thread; all where that is not known."""
-    own = children_of(os.getpid())
+    """The children that this thread has started, or adopted as the main thread; all where that is not known."""
+    own = children_of(os.getpid(), ended=True)
     try:
         listed = Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()
     except OSError:
@@ -133,15 +136,14 @@ def children_of_this_thread() -> set[int]:
     return own & {int(pid) for pid in listed}
 
 
-def living() -> dict[int, int]:
-    """The parent of each process that has not ended; none on systems without ``/proc``."""
+def processes() -> dict[int, tuple[int, bool]]:
+    """The parent of each process, and whether it has not ended; none on systems without ``/proc``."""
     found = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             # The command's name, in parentheses, may itself contain anything.
             state, parent = path.read_text(errors="replace").rpartition(")")[2].split()[:2]
-            if state not in "ZX":
-                found[int(path.parent.name)] = int(parent)
+            found[int(path.parent.name)] = (int(parent), state not in "ZX")
     return found
 
 

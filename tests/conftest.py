@@ -9,6 +9,7 @@ from pathlib import Path
 
 import packaged
 import pytest
+from cli import HELPERS
 from file_server import FileServer, file_server
 from packaged import Package
 
@@ -50,7 +51,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where processes put their temporary files, which also tells them from others; user models are found."""
-    monkeypatch.chdir(Path(__file__).parent)
+    monkeypatch.chdir(HELPERS)
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setenv("TMPDIR", str(folder))

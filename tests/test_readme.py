@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import subprocess
 import sys
@@ -10,41 +9,18 @@ from pathlib import Path
 
 import pytest
 from cli import ROOT, pyflyte
+from hyperparameter_table import HYPERPARAMETERS, TABLE, table
 
 import flyte_ddp
-from flyte_ddp.config import Hyperparameters
 
 README = ROOT / "README.md"
-HYPERPARAMETERS = ROOT / "docs" / "hyperparameters.md"
 OWN_CODE = ROOT / "docs" / "own-code.md"
-TABLE = re.compile(r"(<!-- hyperparameters:.*?-->\n).*?(<!-- end -->)", re.DOTALL)
-
-
-def table() -> str:
-    """Name, default, range and documentation of every field, as Markdown."""
-    lines = ["| name | default | values | meaning |", "|---|---|---|---|"]
-    for field in dataclasses.fields(Hyperparameters):
-        default = str(field.default).lower() if field.type is bool else str(field.default)
-        cells = [f"`{field.name}`", default or "(empty)", values(field), field.metadata["doc"]]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
-
-
-def values(field: dataclasses.Field) -> str:
-    rule = field.metadata
-    if rule["choices"]:
-        return ", ".join(rule["choices"])
-    if field.type in (bool, str):
-        return "true, false" if field.type is bool else "text"
-    signs = {"at_least": "≥", "above": ">", "at_most": "≤", "below": "<"}
-    bounds = [f"{sign} {rule[key]:g}" for key, sign in signs.items() if key in rule]
-    return ", ".join([field.type.__name__, *bounds])
 
 
 def test_the_table_of_hyperparameters_is_that_of_the_code() -> None:
     written = TABLE.search(HYPERPARAMETERS.read_text())
     assert written is not None
-    assert table() in written[0], "run `python tests/test_readme.py` to write it again"
+    assert table() in written[0], "run `python tests/helpers/hyperparameter_table.py` to write it again"
 
 
 def test_the_readme_is_short() -> None:
@@ -104,7 +80,3 @@ def test_the_public_names_are_there() -> None:
     assert sorted(flyte_ddp.MODULES) == flyte_ddp.__all__ == sorted(flyte_ddp.__all__)
     with pytest.raises(AttributeError, match="no attribute 'fetsch'"):
         flyte_ddp.fetsch  # noqa: B018
-
-
-if __name__ == "__main__":
-    HYPERPARAMETERS.write_text(TABLE.sub(lambda found: found[1] + table() + found[2], HYPERPARAMETERS.read_text()))

@@ -28,7 +28,7 @@ def launch(job: Job, *, num_ranks: int) -> None:
         infos = [RankInfo(rank, num_ranks, local_rank=rank, store=store) for rank in range(num_ranks)]
         try:
             if fork_server.POSSIBLE:
-                fork_server.start(group, infos)
+                fork_server.start(group, infos, job.hardware.device_type)
             else:
                 for info in infos:
                     processes.start(group, info)

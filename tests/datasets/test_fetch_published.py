@@ -143,7 +143,7 @@ def test_the_fingerprint_changes_exactly_with_the_mirrors_digests(tiny: Tiny, tm
     [
         (b"no gzip at all", "Not a gzipped file"),
         (gzip.compress(b"\x00\x00\x08\x03" + bytes(12) + b"x", mtime=0), "cannot reshape array"),
-        (gzip.compress(b"\x00\x00\x0d\x01\x00\x00\x00\x04text", mtime=0), "not an IDX file of .* begins with 00000d"),
+        (gzip.compress(b"\x00\x00\x0d\x01\x00\x00\x00\x04text", mtime=0), "IDX file of .* begins with 00000d"),
         (gzip.compress(b"", mtime=0), "requires a buffer of at least 4 bytes"),
     ],
 )

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import pytest
+from cli import HELPERS
 from file_server import FileServer, file_server
 from mounts import ALONE, need_mounts
 from served_shards import blob, fetch_only, hold, open_all, serve, sizes_in
@@ -455,8 +456,7 @@ with file_server() as server:
 def test_a_really_full_and_then_read_only_disk(tmp_path: Path) -> None:
     """A file system of 1 MB in a mount namespace of its own: others make way; all in use, or read-only, is an error."""
     need_mounts(tmp_path)
-    here = Path(__file__).parent
-    command = [*ALONE, sys.executable, "-c", MOUNTED, str(tmp_path), str(here), str(here.parent)]
+    command = [*ALONE, sys.executable, "-c", MOUNTED, str(tmp_path), str(HELPERS)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     where, fix = f"shard cache {tmp_path}/cache:", "or set FLYTE_DDP_CACHE to another folder"
     assert result.stdout.splitlines() == [

@@ -1,6 +1,7 @@
 """Ranks of one machine as forks of a process, the rank server, that has imported torch for all of them.
 
 That takes more than a second of a CPU and some hundred MiB, which ranks that import torch themselves take once each.
+Ranks on GPUs do: the server starts each as a fresh interpreter, as a fork was never tried on a GPU.
 Why it is not Python's own ``forkserver``: docs/design/fork-server.md.
 """
 
@@ -28,6 +29,7 @@ from flyte_ddp.launch.supervise.rank_process import flush, quiet_torch, start_ra
 from flyte_ddp.process import become_subreaper, die_with_parent, kill_descendants, set_name
 
 POSSIBLE = sys.platform == "linux"  # elsewhere libraries rely on what a fork does not have
+TRIED_ON = ("cpu",)  # types of devices that forked ranks have trained on
 SERVER = "rank server"  # the name of its process
 END = signal.SIGUSR2  # has the server kill its ranks and what they have started, and end
 
@@ -94,12 +96,12 @@ class ForkedHandle(ProcessHandle):
             end.close()
 
 
-def start(group: list[RankHandle], infos: Iterable[RankInfo]) -> None:
+def start(group: list[RankHandle], infos: Iterable[RankInfo], device_type: str) -> None:
     """Starts ranks by a server of theirs and adds them to the group; they wait for their job."""
     handles: list[RankHandle] = []
     ranks: list[RankPipes] = []
     with starting() as context:
-        server = context.Process(target=serve, args=(ranks,), name=SERVER)
+        server = context.Process(target=serve, args=(ranks, device_type in TRIED_ON), name=SERVER)
         for info in infos:
             pipe, its_pipe = context.Pipe()
             stacks, its_stacks = context.Pipe(duplex=False)
@@ -112,30 +114,20 @@ def start(group: list[RankHandle], infos: Iterable[RankInfo]) -> None:
             each.close()
 
 
-def serve(ranks: list[RankPipes]) -> None:
+def serve(ranks: list[RankPipes], forks: bool) -> None:
     """The server's only function, called with ``SIGNALS`` blocked, as they are not for it; ends the process."""
     die_with_parent()
     become_subreaper()
     set_name(SERVER)
-    quiet_torch()
-    faulthandler.register(signal.SIGUSR1, file=ranks[0].stacks.fileno(), all_threads=False)
-    try:
-        import flyte_ddp.launch.supervise.rank  # noqa: F401
-    except BaseException as error:
-        give_up(error, ranks)
-    faulthandler.unregister(signal.SIGUSR1)
+    if forks:
+        import_torch(ranks)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until a rank has its own handler
-    flush()  # what was printed until now would be printed by each fork
-    gc.collect()
-    gc.freeze()  # the collector writes to what it looks at, and memory that is written to is no longer shared
-    server, running = os.getpid(), dict[int, RankPipes]()
+    running = dict[int, RankPipes]()
     for each in ranks:
         try:
-            pid = os.fork()
+            pid = forked(each, ranks) if forks else spawned(each)
         except OSError as error:
             give_up(error, [each])
-        if pid == 0:
-            become(each, ranks, server)
         running[pid] = each
         each.exit_pipe.send(pid)
         each.pipe.close()
@@ -148,6 +140,20 @@ def serve(ranks: list[RankPipes]) -> None:
         if pid in running:  # and not what a rank has left behind
             running.pop(pid).exit_pipe.send(os.waitstatus_to_exitcode(status))
     end()
+
+
+def import_torch(ranks: list[RankPipes]) -> None:
+    """Imports what all ranks need, and makes ready to be forked."""
+    quiet_torch()
+    faulthandler.register(signal.SIGUSR1, file=ranks[0].stacks.fileno(), all_threads=False)
+    try:
+        import flyte_ddp.launch.supervise.rank  # noqa: F401
+    except BaseException as error:
+        give_up(error, ranks)
+    faulthandler.unregister(signal.SIGUSR1)
+    flush()  # what was printed until now would be printed by each fork
+    gc.collect()
+    gc.freeze()  # the collector writes to what it looks at, and memory that is written to is no longer shared
 
 
 def give_up(error: BaseException, ranks: list[RankPipes]) -> NoReturn:
@@ -165,16 +171,34 @@ def end(*_: object) -> NoReturn:
     os._exit(1)  # as a rank does: it takes a second to take torch apart
 
 
-def become(own: RankPipes, ranks: list[RankPipes], server: int) -> None:
-    """Makes a fork the rank of these pipes; does not return."""
+def forked(own: RankPipes, ranks: list[RankPipes]) -> int:
+    """Starts a rank as a fork, and returns its process id."""
+    server = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        for other in ranks:
+            if other is not own:
+                other.close()
+        own.exit_pipe.close()
+        multiprocessing.current_process().name = f"rank {own.info.rank}"
+        if "numpy.random" in sys.modules:  # as it is with Python's own generator
+            sys.modules["numpy.random"].seed()
+        become(own.info, own.pipe, own.stacks, server)
+    return pid
+
+
+def spawned(own: RankPipes) -> int:
+    """Starts a rank as a fresh interpreter, and returns its process id."""
+    arguments = (own.info, own.pipe, own.stacks, os.getpid())
+    process = multiprocessing.get_context("spawn").Process(target=become, args=arguments, name=f"rank {own.info.rank}")
+    process.start()
+    assert process.pid is not None
+    return process.pid
+
+
+def become(info: RankInfo, pipe: Connection, stacks: Connection, server: int) -> None:
+    """Makes this process, which is the server's, a rank; does not return."""
     die_with_parent()
     if os.getppid() != server:  # which has ended before
         os._exit(1)
-    for other in ranks:
-        if other is not own:
-            other.close()
-    own.exit_pipe.close()
-    multiprocessing.current_process().name = f"rank {own.info.rank}"
-    if "numpy.random" in sys.modules:  # as it is with Python's own generator
-        sys.modules["numpy.random"].seed()
-    start_rank(own.info, own.pipe, own.stacks)
+    start_rank(info, pipe, stacks)

@@ -1,6 +1,6 @@
 """The losses of one small run, step by step: a change that is not meant to change the computation must leave them.
 
-``python tests/test_golden.py`` writes those of today; that is right only for a change that is meant to.
+``python tests/training/test_golden.py`` writes those of today; that is right only for a change that is meant to.
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+HELPERS = Path(__file__).parent
+ROOT = HELPERS.parents[1]
 WORKFLOWS = str(ROOT / "workflows/training.py")
 TINY: dict[str, Any] = {"num_ranks": 1, "max_steps": 1}
 PYFLYTE = Path(sys.executable).with_name("pyflyte")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cli import HELPERS
 from faulty_runs import saved
 from interruptions import ended_before_each_change
 
@@ -34,14 +35,14 @@ ENTRIES = {*FILES, results.FOLDER}
 
 @pytest.fixture(autouse=True)
 def _user_models_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(Path(__file__).parent)
+    monkeypatch.chdir(HELPERS)
 
 
 @pytest.fixture(scope="module")
 def finished(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
     """A run that came through."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(Path(__file__).parent)
+        patch.chdir(HELPERS)
         return run_training(HP, digits, tmp_path_factory.mktemp("finished") / "run", QUIET)
 
 

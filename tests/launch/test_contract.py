@@ -15,6 +15,7 @@ from pathlib import Path
 import faults
 import pytest
 import torch
+from cli import HELPERS
 from engines import Launch, engines, everywhere
 from faulty_runs import HP as FAULTY
 from faulty_runs import INTRODUCED as HP
@@ -36,7 +37,7 @@ def stopped(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of three spawned ranks that was stopped."""
     folder = tmp_path_factory.mktemp("stopped")
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(Path(__file__).parents[1])
+        patch.chdir(HELPERS)
         patch.setenv("TMPDIR", str(folder))
         faults.inject(patch, folder / "marker", rank=2, at="training", kind="SIGTERM", **{"pass": 3})
         hp = replace(HP, num_ranks=3)

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cli import HELPERS
 from plain_loop import train_plainly
 from torch.nn import functional
 
@@ -32,7 +33,7 @@ BASE = Hyperparameters(epochs=2, batch_size=100, num_ranks=2, precision="fp32", 
 
 @pytest.fixture(autouse=True)
 def _user_models_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(Path(__file__).parent)
+    monkeypatch.chdir(HELPERS)
 
 
 def train(hp: Hyperparameters, data: Path, folder: Path) -> Result:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cli import HELPERS
 from ranks import run_ranks
 from torch import Tensor
 from torch.nn import functional
@@ -105,7 +106,7 @@ def plain_loop(hp: Hyperparameters, data: Path) -> tuple[list[float], list[dict[
 def test_every_step_of_any_number_of_ranks_is_that_of_one_process(
     ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(Path(__file__).parent)  # where user_models is found
+    monkeypatch.chdir(HELPERS)  # where user_models is found
     data = fetch("digits", "", tmp_path / "digits", progress="off")
     assert run_ranks(train_in_ranks, tmp_path, ranks) == [0] * ranks
     for name, hp in CASES.items():
@@ -121,7 +122,7 @@ def test_every_step_of_any_number_of_ranks_is_that_of_one_process(
 
 
 def test_the_loop_it_is_compared_with_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(Path(__file__).parent)
+    monkeypatch.chdir(HELPERS)
     data = fetch("digits", "", tmp_path / "digits", progress="off")
     for hp in CASES.values():
         losses, _ = plain_loop(hp, data)

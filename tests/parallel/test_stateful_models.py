@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import stateful_models
 import torch
+from cli import HELPERS
 from ranks import run_ranks
 from torch import Tensor
 from torch.nn import functional
@@ -41,7 +42,7 @@ BASE = Hyperparameters(
 
 @pytest.fixture(autouse=True)
 def _models_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(Path(__file__).parent)
+    monkeypatch.chdir(HELPERS)
 
 
 def first_batches(order: sampling.Order) -> list[sampling.Indices]:

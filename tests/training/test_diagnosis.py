@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from cli import HELPERS
 from faulty_runs import saved
 from torch import nn
 
@@ -81,7 +82,7 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("last", ["of the run", "of an epoch"])
 @pytest.mark.usefixtures("_as_on_a_gpu")
 def test_the_last_loss_is_looked_at(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str) -> None:
-    monkeypatch.chdir(Path(__file__).parent)
+    monkeypatch.chdir(HELPERS)
     batch_size, step = (100, BAD_STEP) if last == "of the run" else (80, BAD_STEP)  # 14 or 17 steps an epoch
     hp = Hyperparameters(
         model="test_diagnosis:activation",
@@ -120,7 +121,7 @@ def test_the_error_names_epoch_step_and_where_it_began(
     """A step later: as on a GPU, where the weights must not change in the meantime."""
     if a_step_later:
         request.getfixturevalue("_as_on_a_gpu")
-    monkeypatch.chdir(Path(__file__).parent)
+    monkeypatch.chdir(HELPERS)
     hp = Hyperparameters(
         model=f"test_diagnosis:{what}", epochs=3, batch_size=100, num_ranks=ranks, precision="fp32", learning_rate=0.01
     )

@@ -14,10 +14,12 @@ from pathlib import Path
 
 import agents
 import pytest
-from engines import AGENTS, DASK, ELASTIC, SPAWN, Launch, set_environment
+from cli import HELPERS
+from engines import AGENTS, DASK, ELASTIC, FRESH, SPAWN, Launch, set_environment
 from faulty_runs import INTRODUCED
 
 from flyte_ddp.launch import elastic, spawn
+from flyte_ddp.launch.supervise import fork_server
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.runs.job import Job
 from flyte_ddp.settings import Settings
@@ -41,7 +43,7 @@ def expected(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
     """A run of two spawned ranks that nothing disturbs."""
     folder = tmp_path_factory.mktemp("expected")
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(Path(__file__).parents[1])
+        patch.chdir(HELPERS)
         patch.setenv("TMPDIR", str(folder))
         quiet = Settings(progress="off", wandb_mode="disabled")
         return run_training(INTRODUCED, digits, folder / "run", quiet, launch=spawn.launch)
@@ -87,6 +89,10 @@ def launch(request: pytest.FixtureRequest, temporary: Path) -> Iterator[Launch]:
     here = {SPAWN: spawn, AGENTS: agents, ELASTIC: elastic}
     if request.param in here:
         yield here[request.param].launch
+    elif request.param == FRESH:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(fork_server, "TRIED_ON", ())
+            yield spawn.launch
     elif request.param == DASK:
         yield on_dask(request.getfixturevalue("dask_client"))
     else:
@@ -127,7 +133,7 @@ def on_ray(address: str, file: Path) -> Launch:
             file.write_text(json.dumps(passed_on()))
             if not ray.is_initialized():
                 handler = signal.getsignal(signal.SIGTERM)
-                site = f"{Path(__file__).parent / 'site'}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
+                site = f"{HELPERS / 'worker_site'}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
                 variables = {"RANKS_ENVIRONMENT": str(file), "PYTHONPATH": site}
                 ray.init(address, runtime_env={"env_vars": variables}, log_to_driver=False)
                 if threading.current_thread() is threading.main_thread():

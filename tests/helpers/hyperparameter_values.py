@@ -147,7 +147,7 @@ NOT_EVERYWHERE: dict[str, tuple[Values, tuple[str, ...]]] = {
     "int next to a double": ({"max_steps": 2**53 + 1}, ("max_steps=9007199254740993", "at most 9007199254740992")),
 }
 
-PRESETS = sorted((Path(__file__).parents[1] / "config").glob("*.json"))
+PRESETS = sorted((Path(__file__).parents[2] / "config").glob("*.json"))
 GOOD: dict[str, tuple[Values, Values]] = {  # given, and as it must arrive
     "defaults": ({}, {}),
     "whole double for int": ({"epochs": 3.0, "seed": 0.0}, {"epochs": 3, "seed": 0}),

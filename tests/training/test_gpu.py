@@ -8,6 +8,7 @@ from pathlib import Path
 import faults
 import pytest
 import torch
+from cli import HELPERS
 from faulty_runs import saved
 
 from flyte_ddp.config import Hyperparameters
@@ -39,7 +40,7 @@ HP = Hyperparameters(
 
 @pytest.fixture(autouse=True)
 def _user_models_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(Path(__file__).parent)
+    monkeypatch.chdir(HELPERS)
 
 
 def losses(metrics: Path) -> list[float]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cli import HELPERS
 from torch import nn
 
 from flyte_ddp.config import Hyperparameters
@@ -87,7 +88,7 @@ def test_only_ddp_and_torchvision_import_it(
     (tmp_path / "noted").mkdir()
     hp = replace(HP, num_ranks=ranks, **change)
     command = [sys.executable, "-c", CODE, hp.to_json(), str(digits), str(tmp_path / "run")]
-    changes = {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parent}", "NOTED": str(tmp_path / "noted")}
+    changes = {"PYTHONPATH": f"{tmp_path}:{HELPERS}", "NOTED": str(tmp_path / "noted")}
     ended = subprocess.run(command, env={**os.environ, **changes}, capture_output=True, text=True, check=True)
     noted = [path.name.split()[1] for path in (tmp_path / "noted").iterdir()]
     assert sorted(noted) == ["torch", *["torch._dynamo"] * imports]

@@ -9,6 +9,7 @@ import pytest
 
 Launch = Callable[..., None]
 SPAWN, AGENTS, ELASTIC, DASK, RAY = "spawn", "agents that share nothing", "elastic", "dask", "ray"
+FRESH = "spawn, fresh interpreters as on GPUs"
 
 
 def on(*names: str) -> pytest.MarkDecorator:
@@ -16,7 +17,7 @@ def on(*names: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("launch", names, indirect=True)
 
 
-everywhere = on(SPAWN, AGENTS, ELASTIC, DASK, RAY)
+everywhere = on(SPAWN, FRESH, AGENTS, ELASTIC, DASK, RAY)
 engines = on(SPAWN, ELASTIC, DASK, RAY)  # where it is the agents' part, Dask's and Ray's are those
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import faults
 import offspring_models
 import pytest
-from engines import AGENTS, DASK, ELASTIC, RAY, SPAWN, Launch, on
+from engines import AGENTS, DASK, ELASTIC, FRESH, RAY, SPAWN, Launch, on
 from faulty_runs import HP, when
 from processes import living_with
 
@@ -63,13 +63,13 @@ def alone(launcher: str, hp: Hyperparameters, data: Path, run: Path) -> subproce
     return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": "."}, stdout=subprocess.PIPE, text=True)
 
 
-@on(SPAWN, AGENTS, ELASTIC, DASK, RAY)
+@on(SPAWN, FRESH, AGENTS, ELASTIC, DASK, RAY)
 def test_after_a_good_end(launch: Launch, digits: Path, tmp_path: Path, temporary: Path, quiet: Settings) -> None:
     run_training(PARENTAL, digits, tmp_path / "run", quiet, launch=launch)
     offspring_models.wait(lambda: not survivors(temporary))  # agents see to it, after the launcher has heard of the end
 
 
-@on(SPAWN, AGENTS, ELASTIC)
+@on(SPAWN, FRESH, AGENTS, ELASTIC)
 @pytest.mark.parametrize("kind", ["ArithmeticError", "SIGKILL"])
 def test_after_a_failure(
     launch: Launch,

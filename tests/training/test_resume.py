@@ -16,6 +16,7 @@ import faults
 import numpy as np
 import pytest
 import torch
+from cli import HELPERS
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import RankError, UserError
@@ -52,7 +53,7 @@ OWN = Identity({"epochs": 1}, data="d", code="c", user_code="", initial_weights=
 
 @pytest.fixture(autouse=True)
 def _user_models_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(Path(__file__).parent)
+    monkeypatch.chdir(HELPERS)
 
 
 @pytest.fixture(scope="module")

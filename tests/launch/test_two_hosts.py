@@ -9,6 +9,7 @@ from pathlib import Path
 import faults
 import pytest
 import torch
+from cli import HELPERS
 from faulty_runs import HP as FAULTY
 from faulty_runs import INTRODUCED as HP
 from faulty_runs import equal, weights, when
@@ -20,7 +21,7 @@ from flyte_ddp.run import Result
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("temporary")]
 
-SCRIPT = Path(__file__).with_name("on_a_host.py")
+SCRIPT = HELPERS / "on_a_host.py"
 PORT = 29400  # within the hosts' own network
 
 
@@ -39,7 +40,7 @@ def command(host: Host, first: Host, nodes: str, *arguments: str, by_name: bool 
 def environment(temporary: Path) -> dict[str, str]:
     """The test's, without what this machine has for its own network."""
     theirs = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
-    return {**theirs, "PYTHONPATH": str(Path(__file__).parents[1]), "TMPDIR": str(temporary)}
+    return {**theirs, "PYTHONPATH": str(HELPERS), "TMPDIR": str(temporary)}
 
 
 def test_two_hosts_train_as_one(expected: Result, digits: Path, tmp_path: Path, temporary: Path) -> None:

@@ -130,7 +130,7 @@ def test_ray_nodes_have_the_profiles_size(made: Callable[..., Package], nodes: s
 
 def test_pods_of_ray_are_as_the_profile_says(made: Callable[..., Package]) -> None:
     """As Flyte's plugin made them on a cluster, of what is still sent."""
-    recorded = yaml.safe_load((ROOT / "tests/recorded/ray-gpu.yaml").read_text())["spec"]
+    recorded = yaml.safe_load((ROOT / "tests/tasks/recorded/ray-gpu.yaml").read_text())["spec"]
     head = recorded["rayClusterSpec"]["headGroupSpec"]["template"]
     [group] = recorded["rayClusterSpec"]["workerGroupSpecs"]
     worker, submitter = group["template"], recorded["submitterPodTemplate"]
@@ -203,7 +203,7 @@ def test_a_daskjob_for_gpus_is_as_the_profile_says() -> None:
     """As Flyte made it on a cluster; its plugin makes all pods from one, but for their resources."""
     from tasks import dask_training
 
-    job = yaml.safe_load((ROOT / "tests/recorded/dask-gpu.yaml").read_text())["spec"]
+    job = yaml.safe_load((ROOT / "tests/tasks/recorded/dask-gpu.yaml").read_text())["spec"]
     template = yaml.safe_load((ROOT / "deploy/pod-template.yaml").read_text())["template"]["spec"]
     profile, cluster = pods.PROFILES["gpu"], job["cluster"]["spec"]
     assert cluster["worker"]["replicas"] == 2 * profile.gpus

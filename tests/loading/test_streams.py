@@ -17,6 +17,7 @@ import faults
 import numpy as np
 import pytest
 import torch
+from cli import HELPERS
 from file_server import FileServer
 from processes import living_with
 
@@ -39,7 +40,7 @@ PER_SHARD = 75
 
 @pytest.fixture(autouse=True)
 def _user_models_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(Path(__file__).parent)
+    monkeypatch.chdir(HELPERS)
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +175,7 @@ def test_a_killed_rank_takes_its_workers_along_and_the_retry_begins_another_stre
     script = "import sys, test_streams; test_streams.train_here(*sys.argv[1:])"
     command = [sys.executable, "-c", script, json.dumps(hp.to_dict()), str(tmp_path)]
     marked = {**os.environ, "MARK": str(tmp_path)}
-    ended = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False, env=marked)
+    ended = subprocess.run(command, cwd=HELPERS, capture_output=True, text=True, check=False, env=marked)
     assert "RankError" in ended.stderr
     assert "killed by SIGKILL" in ended.stderr
     deadline = time.monotonic() + 5

@@ -21,6 +21,7 @@ import faults
 import numpy as np
 import pytest
 import torch
+from cli import HELPERS
 from faulty_proxy import Proxy, faulty_proxy
 from file_server import FileServer, file_server
 from PIL import Image
@@ -65,7 +66,7 @@ BASE = Hyperparameters(
 
 @pytest.fixture(autouse=True)
 def _user_models_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(Path(__file__).parent)
+    monkeypatch.chdir(HELPERS)
 
 
 @pytest.fixture(scope="module")

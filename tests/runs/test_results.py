@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from cli import HELPERS
 from s3_server import s3_server
 from user_models import wait_for
 
@@ -110,7 +111,7 @@ def test_what_cannot_be_kept_is_told_once(tmp_path: Path, capsys: pytest.Capture
 def test_a_run_that_restarts_from_scratch_has_none_of_the_run_before(
     digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).parent)
+    monkeypatch.syspath_prepend(HELPERS)
     stale = tmp_path / "run/results/stale"
     stale.parent.mkdir(parents=True)
     stale.touch()
