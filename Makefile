@@ -6,7 +6,7 @@ HP ?= {"num_ranks": 2, "backend": "gloo"}
 PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-fast lint bench chaos cluster-test lock package clean
+.PHONY: help install train test test-all test-fast lint bench chaos cluster-test lock package clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -24,8 +24,11 @@ train: install ## Train on the embedded digits, 2 ranks (other settings: make tr
 	@echo "Training; results will be under runs/ ..."
 	$(BIN)/pyflyte run workflows/training.py training_wf --hp '$(HP)'
 
-test: install ## Run all tests
+test: install ## Run the tests; most runs share one import of torch
 	$(BIN)/python -m pytest $(PARALLEL)
+
+test-all: install ## The same, where each run starts its ranks as users do (what continuous integration runs)
+	$(BIN)/python -m pytest $(PARALLEL) --cold
 
 test-fast: install ## Run the tests one wants while working (under 2 minutes)
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow"

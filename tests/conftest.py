@@ -9,11 +9,13 @@ from pathlib import Path
 
 import packaged
 import pytest
+import warm
 from cli import HELPERS
 from file_server import FileServer, file_server
 from packaged import Package
 
 from flyte_ddp.datasets import fetch
+from flyte_ddp.launch.supervise import fork_server
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -22,6 +24,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(
         key=lambda item: (item.path.name != "test_chaos.py", -slow[item.path])
     )  # one test, of a minute and a half
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cold", action="store_true", help="start each run's ranks as users do, with an import of torch")
+
+
+@pytest.fixture(autouse=True)
+def warm_ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not request.config.getoption("--cold"):
+        monkeypatch.setattr(fork_server, "starting", warm.starting)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import warm
 
 
 def run_ranks(function: Callable[[Path], None], folder: Path, ranks: int) -> list[int | None]:
     """Runs a function in each rank, with one thread, and returns the exit codes."""
-    context = multiprocessing.get_context("spawn")
-    gang = [context.Process(target=run_rank, args=(function, rank, ranks, folder)) for rank in range(ranks)]
-    for process in gang:
+    forks = warm.context()
+    here = str(Path.cwd()), dict(os.environ)
+    group = [forks.Process(target=run_rank, args=(function, rank, ranks, folder, *here)) for rank in range(ranks)]
+    for process in group:
         process.start()
-    for process in gang:
+    for process in group:
         process.join(120)
         process.kill()
-    return [process.exitcode for process in gang]
+    return [process.exitcode for process in group]
 
 
-def run_rank(function: Callable[[Path], None], rank: int, ranks: int, folder: Path) -> None:
+def run_rank(
+    function: Callable[[Path], None], rank: int, ranks: int, folder: Path, cwd: str, environment: Mapping[str, str]
+) -> None:
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environment)
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))

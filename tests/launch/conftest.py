@@ -33,6 +33,11 @@ sys.stdin.read()
 """
 
 
+@pytest.fixture(autouse=True)
+def warm_ranks() -> None:
+    """None here: how ranks start is what is tested."""
+
+
 @pytest.fixture
 def quiet(tmp_path: Path) -> Settings:
     return Settings(progress="off", wandb_mode="disabled", cache_folder=tmp_path / "cache")

@@ -174,7 +174,7 @@ def test_a_killed_rank_takes_its_workers_along_and_the_retry_begins_another_stre
     faults.inject(monkeypatch, tmp_path / "marker", rank=1, at="training", kind="SIGKILL", **{"pass": 30})
     script = "import sys, test_streams; test_streams.train_here(*sys.argv[1:])"
     command = [sys.executable, "-c", script, json.dumps(hp.to_dict()), str(tmp_path)]
-    marked = {**os.environ, "MARK": str(tmp_path)}
+    marked = {**os.environ, "MARK": str(tmp_path), "PYTHONPATH": str(Path(__file__).parent)}
     ended = subprocess.run(command, cwd=HELPERS, capture_output=True, text=True, check=False, env=marked)
     assert "RankError" in ended.stderr
     assert "killed by SIGKILL" in ended.stderr
