@@ -30,7 +30,7 @@ Arrays = tuple[object, object, object, object]  # train images, train labels, te
 
 @dataclass(frozen=True)
 class PublishedFile:
-    """A file's name and MD5 (hex); ``repacked``: MD5 of known copies with the same content, compressed anew."""
+    """A file's name and MD5 (hex); ``repacked``: MD5 of known copies with the same content, compressed again."""
 
     name: str
     md5: str

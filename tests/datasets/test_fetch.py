@@ -62,7 +62,7 @@ def test_a_folder_with_something_else_is_left_alone(tiny: Tiny, tmp_path: Path) 
 
 @pytest.mark.parametrize("name", arrays.ARRAYS)
 @pytest.mark.parametrize("damage", ["lost", "cut", "empty", "something else"])
-def test_a_folder_with_a_damaged_array_is_filled_anew(tmp_path: Path, damage: str, name: str) -> None:
+def test_a_folder_with_a_damaged_array_is_filled_again(tmp_path: Path, damage: str, name: str) -> None:
     folder = fetch("digits", "", tmp_path / "data", progress="off")
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     mapped, path = getattr(open_arrays(folder), name), folder / f"{name}.npy"
@@ -80,7 +80,7 @@ def test_a_folder_with_a_damaged_array_is_filled_anew(tmp_path: Path, damage: st
 @pytest.mark.parametrize(
     ("kind", "lost"), [("shards", "train.json"), ("shards", "test.json"), ("image_folder", "test_labels.npy")]
 )
-def test_a_list_of_samples_that_is_lost_is_made_anew(tmp_path: Path, kind: str, lost: str) -> None:
+def test_a_list_of_samples_that_is_lost_is_made_again(tmp_path: Path, kind: str, lost: str) -> None:
     """Without its test set, too, it would be another data set."""
     for number in range(4):
         path = tmp_path / "images" / f"{number % 2}" / f"{number}.png"

@@ -35,7 +35,7 @@ def test_the_tables_are_torchvisions() -> None:
     assert f"{CIFAR10.addresses[0]}/{CIFAR10.files[0].name}" == datasets.CIFAR10.url
 
 
-def test_debians_files_are_the_published_ones_compressed_anew(published_fashion: dict[str, bytes]) -> None:
+def test_debians_files_are_the_published_ones_compressed_again(published_fashion: dict[str, bytes]) -> None:
     for file in FASHION_MNIST.files:
         published, debian = published_fashion[file.name], (DEBIAN / file.name).read_bytes()
         assert hashlib.md5(published).hexdigest() == file.md5

@@ -145,7 +145,7 @@ def test_an_active_version_comes_before_the_newest_and_a_named_one_before_both(
     assert not admin.executions[1].inputs.literals, "the launch plan has its own"
 
 
-def test_training_anew_reaches_cache_and_pod(launch: Any, admin: FakeFlyteAdmin) -> None:
+def test_retraining_reaches_cache_and_pod(launch: Any, admin: FakeFlyteAdmin) -> None:
     assert launch("--overwrite-cache", "--no-wait").exit_code == 0
     assert (admin.executions[-1].spec.overwrite_cache, variables(admin)) == (True, {"FLYTE_DDP_FROM_SCRATCH": "yes"})
 

@@ -122,7 +122,7 @@ def on_dask(client: object) -> Launch:
 
 
 def on_ray(address: str, file: Path) -> Launch:
-    """Connected when it is first used, and for all tests, as Ray starts workers anew for each connection.
+    """Connected when it is first used, and for all tests, as Ray starts new workers for each connection.
 
     So their environment stays the same; that of a test is in a file, which agents and ranks read when they start
     (site/sitecustomize.py).

@@ -22,7 +22,7 @@ HP = Hyperparameters()
 
 
 def test_another_release_of_torch_or_torchvision_is_another_run(digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An upgrade trains anew, and no checkpoint of the release before is taken for its own."""
+    """An upgrade retrains, and no checkpoint of the release before is taken for its own."""
     for module in (torch, torchvision):
         assert module.__version__.partition("+")[0] in code_digest.releases()
     before, names = identity_of(HP, digits), {run_name(HP, "data")}

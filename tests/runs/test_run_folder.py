@@ -81,7 +81,7 @@ def fail() -> None:
 
 
 @pytest.mark.parametrize(("action", "error"), [(sigterm, StoppedError), (fail, RankError)])
-def test_a_finished_run_stays_while_it_is_made_anew(
+def test_a_finished_run_stays_while_it_is_made_again(
     digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: Result,
     action: Callable[[], None], error: type[BaseException],
 ) -> None:  # fmt: skip
@@ -126,12 +126,12 @@ def _pythons_own_handler() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_pythons_own_handler")
 @pytest.mark.parametrize("moment", ENDS)
-@pytest.mark.parametrize("anew", [False, True])
+@pytest.mark.parametrize("again", [False, True])
 def test_ctrl_c_at_the_end_leaves_results_or_a_checkpoint(
-    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: Result, moment: str, anew: bool
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: Result, moment: str, again: bool
 ) -> None:
     folder = tmp_path / "run"
-    if anew:
+    if again:
         shutil.copytree(finished.run_folder, folder)
     before = contents(folder)
     settings = replace(QUIET, wandb_mode="offline", wandb_timeout=1.0) if "wandb" in moment else QUIET

@@ -112,7 +112,7 @@ def test_the_newest_is_found_whenever_attempts_were_killed(
 
 
 @pytest.mark.parametrize(("here", "elsewhere"), [(5, 7), (9, 7), (7, 7)])
-def test_ranks_that_an_engine_starts_anew_go_on_from_the_newest(
+def test_ranks_that_an_engine_starts_again_go_on_from_the_newest(
     store: CheckpointStore, tmp_path: Path, here: int, elsewhere: int
 ) -> None:
     """Which rank 0 on another host may have left, or an earlier one on this host."""
@@ -122,7 +122,7 @@ def test_ranks_that_an_engine_starts_anew_go_on_from_the_newest(
     assert begun(store, tmp_path / "here") == max(here, elsewhere)
 
 
-def test_an_attempt_that_got_further_before_it_was_started_anew_in_its_place_counts(
+def test_an_attempt_that_got_further_before_it_was_started_again_in_its_place_counts(
     store: CheckpointStore, tmp_path: Path
 ) -> None:
     begun(store, tmp_path / "0")

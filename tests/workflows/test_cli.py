@@ -132,13 +132,13 @@ def test_a_run_that_flytes_cache_missed_is_not_made_again(tmp_path: Path) -> Non
     assert state(tmp_path / "runs") == before
     assert outputs(train(TINY, home=tmp_path / "home", runs=tmp_path / "runs")) == files
     assert state(tmp_path / "runs") == before
-    anew = pyflyte(
+    again = pyflyte(
         *("run", "--overwrite-cache", WORKFLOWS, "training_wf", "--hp", json.dumps(TINY)),
         home=tmp_path / "home",
         runs=tmp_path / "runs",
     )
-    assert outputs(anew) == files
-    assert "is finished already" not in anew.output
+    assert outputs(again) == files
+    assert "is finished already" not in again.output
     assert {path for path in files.values() if path.stat().st_mtime_ns == before[str(path)][0]} == set()
 
 
@@ -232,7 +232,7 @@ def is_pyflyte(pid: int) -> bool:
 
 
 @pytest.mark.slow
-def test_each_clone_has_its_own_results_and_changed_sources_train_anew(tmp_path: Path) -> None:
+def test_each_clone_has_its_own_results_and_changed_sources_retrain(tmp_path: Path) -> None:
     clones = [tmp_path / name for name in ("first", "second")]
     for clone in clones:
         for part in ("flyte_ddp", "tasks", "workflows"):
@@ -275,7 +275,7 @@ def write_mnist(folder: Path, seed: int) -> None:
 
 
 @pytest.mark.slow
-def test_changed_data_behind_the_same_address_train_anew(tmp_path: Path) -> None:
+def test_changed_data_behind_the_same_address_retrain(tmp_path: Path) -> None:
     mirror = tmp_path / "mirror"
     hp = {**TINY, "dataset": "mnist", "data_source": str(mirror), "batch_size": 8, "epochs": 1}
     digests = []
@@ -307,7 +307,7 @@ def load(source):
 
 
 @pytest.mark.slow
-def test_own_data_and_model_beside_the_user_train_anew_when_they_change(tmp_path: Path) -> None:
+def test_own_data_and_model_beside_the_user_retrain_when_they_change(tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.mkdir()
     (tmp_path / "own_data.py").write_text(OWN_DATA)

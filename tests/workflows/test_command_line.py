@@ -162,8 +162,8 @@ def test_a_rank_that_raises_is_one_panel(num_ranks: int, engine: str, tmp_path: 
     (tmp_path / "mine.py").write_text(
         RAISES.replace('raise ArithmeticError("own words")', "return self.layer(images.flatten(1))")
     )
-    mended = train({**hp, **TINY, "num_ranks": num_ranks}, home=tmp_path / "home", directory=tmp_path)
-    assert mended.exit_code == 0, mended.output
+    fixed = train({**hp, **TINY, "num_ranks": num_ranks}, home=tmp_path / "home", directory=tmp_path)
+    assert fixed.exit_code == 0, fixed.output
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_an_unknown_launch_plan(tmp_path: Path) -> None:
 
 
 def test_an_error_of_our_own_keeps_its_traceback(tmp_path: Path) -> None:
-    """It is no user's mistake, so whoever mends it needs to see where it is."""
+    """It is no user's mistake, so whoever fixes it needs to see where it is."""
     (tmp_path / "sitecustomize.py").write_text(
         "import flyte_ddp.runs.identity as identity\n"
         "def broken(hp):\n    raise OSError(21, 'Is a directory', '.')\n"

@@ -79,7 +79,7 @@ def test_a_call_that_takes_too_long_is_one_sentence(tmp_path: Path) -> None:
     assert "Traceback" not in ended.output
 
 
-def test_training_anew_reaches_the_pod(tmp_path: Path) -> None:
+def test_retraining_reaches_the_pod(tmp_path: Path) -> None:
     with fake_flyte_admin() as admin:
         run_remotely(admin, tmp_path, FLYTE_DDP_PROFILE="sandbox")
         run_remotely(admin, tmp_path, "--overwrite-cache", FLYTE_DDP_PROFILE="sandbox")

@@ -96,7 +96,7 @@ def join_process_group(job: Job, info: RankInfo, store: Store) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Has glibc keep what is freed instead of giving it back to the kernel, which would hand it out anew page by page.
+    """Has glibc keep what is freed instead of giving it back to the kernel, which would hand it out again page by page.
 
     A step frees what the next one needs again, and page faults are dear in virtual machines.
     """
