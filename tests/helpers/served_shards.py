@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import multiprocessing
 import random
 import sys
 from collections.abc import Callable, Sequence
@@ -23,6 +24,8 @@ from flyte_ddp.shards.dataset import ShardDataset, ShardReader
 from flyte_ddp.shards.index import Shard, ShardIndex
 from flyte_ddp.storage import retries
 
+SPAWN = multiprocessing.get_context("spawn")
+DEADLINE = 60.0  # seconds, for a machine that is busy
 SHORT = 0.001  # seconds, for pauses between tries
 
 
@@ -127,3 +130,16 @@ def sizes_in(folder: Path) -> dict[str, int]:
         with suppress(FileNotFoundError):  # removed meanwhile
             found |= {path.name: path.stat().st_size} if path.name != "locks" else {}
     return found
+
+
+def content_of(cache: ShardCache, shard: Shard) -> bytes:
+    with cache.open(shard) as file:
+        return file.read()
+
+
+def members_of(sample: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in sample.items() if name.startswith(".")}
+
+
+def all_of(dataset: ShardDataset) -> list[tuple[str, dict[str, Any]]]:
+    return [(sample["__key__"], members_of(sample)) for sample in (dataset[i] for i in range(len(dataset)))]

@@ -1,4 +1,4 @@
-"""The commands around shards, called as users call them."""
+"""The commands around shards, called as users call them, and all that verifying an index finds."""
 
 from __future__ import annotations
 
@@ -15,18 +15,13 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from file_server import FileServer
-from image_folders import image_bytes, image_files, write_files
-from surroundings import s3_environment
+from image_folders import image_files, write_files
 from tars import samples, shard_bytes, write_shards
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.shards import scanning
-from flyte_ddp.shards.__main__ import lines_of
 from flyte_ddp.shards.__main__ import shards as commands
 from flyte_ddp.shards.dataset import ShardDataset
-from flyte_ddp.shards.index import read_index
-from flyte_ddp.shards.inspection import read_sample
-from flyte_ddp.shards.scanning import create_index, expanded, verify_index
+from flyte_ddp.shards.scanning import create_index, verify_index
 
 FILES = image_files(*(f"{kind}/{number}.png" for kind in ("ant", "bee") for number in range(6)))
 
@@ -152,82 +147,6 @@ def test_mistakes_are_one_message_without_a_traceback(tmp_path: Path) -> None:
     assert [line.split(": ")[1].split()[0] for line in found.output.splitlines()] == ["SHA-256", "MD5"]
 
 
-SCHEMES = ["http", "s3", "gs", "file"]
-
-
-def served(
-    scheme: str, server: FileServer, folder: Path, contents: list[bytes], monkeypatch: pytest.MonkeyPatch
-) -> str:
-    """Shards at an address of this kind; the pattern for all of them."""
-    s3_environment(server.url, monkeypatch)
-    monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
-    for number, content in enumerate(contents):
-        server.files[f"bucket/s/{number:02d}.tar"] = content
-        write_files(folder, {f"bucket/s/{number:02d}.tar": content})
-    start = {"http": server.url, "s3": "s3:/", "gs": "gs:/", "file": f"file://{folder}"}[scheme]
-    return f"{start}/bucket/s/{{00..{len(contents) - 1:02d}}}.tar"
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_an_index_of_remote_shards(
-    scheme: str, server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In the order of their names, whatever the order is in which they come; faults that pass are no matter."""
-    contents = [samples(4 + seed % 3, seed, f"{seed}/") for seed in range(20)]
-    pattern = served(scheme, server, tmp_path, [shard_bytes(found) for found in contents], monkeypatch)
-    server.faults = {"bucket/s/03.tar": ["reset", 503, "truncate"], "bucket/s/00.tar": ["stall"]}
-    monkeypatch.setattr("flyte_ddp.storage.failures.READ_TIMEOUT", 0.5)
-    index = create_index([pattern], tmp_path / "index.json", progress="off")
-    assert index.counts.tolist() == [len(found) for found in contents]
-    assert read_index(str(tmp_path / "index.json")).shards == index.shards
-    dataset = ShardDataset(tmp_path / "index.json", tmp_path / "cache", decode=False)
-    expected = [(key, found) for shard in contents for key, found in shard.items()]
-    numbers = range(0, len(dataset), 7)
-    got = [(sample["__key__"], sample[".bin"], sample[".cls"]) for sample in (dataset[i] for i in numbers)]
-    assert got == [(expected[i][0], expected[i][1][".bin"], expected[i][1][".cls"]) for i in numbers]
-    assert verify_index(str(tmp_path / "index.json"), progress="off") == []
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_of_a_remote_shard_no_more_than_the_sample_is_read(
-    scheme: str, server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    contents = samples(30)
-    pattern = served(scheme, server, tmp_path, [shard_bytes(contents)], monkeypatch)
-    create_index([pattern], tmp_path / "index.json", progress="off")
-    expected = ShardDataset(tmp_path / "index.json", tmp_path / "cache", decode=False)[29]
-    server.spans.clear()
-    assert read_sample(str(tmp_path / "index.json"), 29) == expected
-    lengths = [512 + len(contents["00029"][extension]) for extension in (".bin", ".cls")]
-    asked = [text.removeprefix("bytes=").split("-") for text in server.spans]
-    assert [int(end) - int(start) + 1 for start, end in asked] == (lengths if scheme != "file" else [])
-
-
-def test_a_sample_of_a_server_that_gives_no_parts_or_without_tables(server: FileServer, tmp_path: Path) -> None:
-    server.files["0.tar"] = shard_bytes(samples(5))
-    index = tmp_path / "index.json"
-    create_index([f"{server.url}/0.tar"], index, progress="off")
-    expected = read_sample(str(index), 3)
-    server.gives_parts = False
-    assert read_sample(str(index), 3) == expected
-    server.gives_parts = True
-    scanning.tables_of(index).unlink()
-    assert read_sample(str(index), 3) == expected
-    create_index([f"{server.url}/0.tar"], index, progress="off")
-    server.files["0.tar"] = shard_bytes(samples(5, seed=1))
-    with pytest.raises(
-        UserError, match=r"0\.tar: damaged at byte [\d,]+, where .* should be; copy it again, or renew the index"
-    ):
-        read_sample(str(index), 3)
-
-
-def test_patterns_of_names() -> None:
-    assert expanded(["a", "b{08..11}c"]) == ["a", "b08c", "b09c", "b10c", "b11c"]
-    assert expanded(["{1..2}/{3..4}"]) == ["1/3", "1/4", "2/3", "2/4"]
-    assert expanded(["{9..10}", "{000..001}"]) == ["9", "10", "000", "001"]
-    assert expanded(["{5..4}"]) == []
-
-
 Damage = Callable[[Path], object]
 
 
@@ -349,81 +268,6 @@ def assert_matches(pattern: str, text: str) -> None:
         raise UserError(text)
 
 
-@pytest.mark.parametrize(
-    ("label", "said"),
-    [
-        (b"2", "has label 2, and with 2 classes labels are 0..1"),
-        (b"-1", "label -1; labels are 0, 1, 2"),
-        (b"x", "invalid"),
-    ],
-)
-def test_a_label_out_of_range(tmp_path: Path, label: bytes, said: str) -> None:
-    contents = {"a": {".png": image_bytes(), ".cls": b"1"}, "b": {".png": image_bytes(), ".cls": label}}
-    [path] = write_shards(tmp_path, contents)
-    with pytest.raises(UserError, match=said) as caught:
-        create_index([str(path)], tmp_path / "x.json", classes=["one", "two"], progress="off")
-    assert str(path) in caught.value.message
-    assert sorted(found.name for found in tmp_path.iterdir()) == ["0.tar"]
-    contents["b"][".cls"] = b"99999999999"
-    write_shards(tmp_path, contents)
-    with pytest.raises(UserError, match="a label is 99,999,999,999: with more than 1,000,000 classes give their names"):
-        create_index([str(path)], tmp_path / "x.json", progress="off")
-    assert sorted(found.name for found in tmp_path.iterdir()) == ["0.tar"]
-    if label == b"2":
-        contents["b"][".cls"] = label
-        write_shards(tmp_path, contents)
-        assert create_index([str(path)], tmp_path / "x.json", progress="off").classes == ("0", "1", "2")
-
-
-@pytest.mark.parametrize(
-    ("urls", "output", "said"),
-    [
-        ([], "x.json", "no shards: give at least one tar file"),
-        (["{5..4}"], "x.json", "no shards"),
-        (["0.tar", "./0.tar"], "x.json", "0.tar is given twice"),
-        (["s3://"], "x.json", "must name a bucket"),
-        (["ftp://h/x"], "x.json", "must be a path, or start with"),
-        (["nothing.tar"], "x.json", "nothing.tar: has no samples"),
-        (["0.tar"], "s3://bucket/x.json", "cannot be written to; choose a path on this machine"),
-        (["0.tar"], "0.tar/x.json", "cannot write .*0.tar/x.json"),
-        (["0.tar"], "0.tar", "0.tar: would be written in place of .*0.tar, which it is made of"),
-        (["{0..1}.tar"], "1.tar", "would be written in place of"),
-        (["0.tar"], "link.tar", "link.tar: would be written in place of .*0.tar, which"),
-        (["x.json.tables"], "x.json", "would be written in place of .*x.json.tables"),
-        (["0.tar"], "nothing.tar", "nothing.tar: is there, and is no index; remove it, or choose another name"),
-    ],
-)
-def test_other_mistakes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, urls: list[str], output: str, said: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_shards(tmp_path, samples(3))
-    (tmp_path / "nothing.tar").write_bytes(shard_bytes({}))
-    (tmp_path / "link.tar").symlink_to("0.tar")
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(UserError, match=said):
-        create_index(urls, Path(output), progress="off")
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-
-
-def test_names_of_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One a line, also as Windows writes them; each of its own."""
-    monkeypatch.chdir(tmp_path)
-    write_shards(tmp_path, samples(3))
-    for text, said in {
-        "a\nb\n\nc": "class '' is named 1 time: each must have a name of its own",
-        "a\n \nc": "class ' ' is named",
-        "a\nb\na": "class 'a' is named 2 times",
-        "\n\n": "classes names.txt: is empty; it must have the classes' names",
-    }.items():
-        (tmp_path / "names.txt").write_text(text)
-        with pytest.raises(UserError, match=said):
-            create_index(["0.tar"], Path("x.json"), classes=lines_of(Path("names.txt")), progress="off")
-    (tmp_path / "names.txt").write_bytes("\ufeffant\r\nbéé\r\nc\r\n\r\n".encode())
-    index = create_index(["0.tar"], Path("x.json"), classes=lines_of(Path("names.txt")), progress="off")
-    assert index.classes == ("ant", "béé", "c")
-
-
 def test_tables_that_a_server_does_not_give_are_not_called_missing(server: FileServer, tmp_path: Path) -> None:
     """All are in one file, of which one line says so."""
     paths = write_shards(tmp_path, samples(3), samples(4, prefix="b"))
@@ -449,13 +293,3 @@ def test_a_name_that_is_no_text_is_shown(tmp_path: Path) -> None:
     create_index([str(tmp_path / name)], tmp_path / "x.json", progress="off")
     ended = CliRunner().invoke(commands, ["show", str(tmp_path / "x.json"), "--shards"])
     assert (ended.exit_code, ended.output.split()[-1]) == (0, f"{tmp_path}/n\\udcf6.tar")
-
-
-def test_a_mistake_ends_the_work_of_all_threads(server: FileServer, tmp_path: Path) -> None:
-    """Of many shards only a few more are read after one that is none."""
-    for number in range(200):
-        server.files[f"{number}.tar"] = shard_bytes(samples(1)) if number else b"none"
-    with pytest.raises(UserError, match=r"/0\.tar: not a whole"):
-        create_index([f"{server.url}/{{0..199}}.tar"], tmp_path / "x.json", progress="off")
-    assert len(server.requests) <= 3 * scanning.THREADS
-    assert list(tmp_path.iterdir()) == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,20 +13,10 @@ import numpy as np
 import pytest
 from file_server import FileServer
 from places import KINDS, OBJECTS, Place, place_of
-from surroundings import azure_environment, s3_environment
 
 from flyte_ddp import storage
 from flyte_ddp.errors import UserError
-from flyte_ddp.storage import (
-    AlteredError,
-    Entry,
-    MissingError,
-    UnavailableError,
-    clouds,
-    failures,
-    retries,
-)
-from flyte_ddp.storage import objects as objects_module
+from flyte_ddp.storage import AlteredError, Entry, MissingError, UnavailableError, failures, retries
 
 CONTENT = np.random.default_rng(0).bytes(3_000_000)  # several chunks
 REMOTE = ["http", *OBJECTS]
@@ -326,138 +315,11 @@ def test_cookies_are_not_kept(server: FileServer) -> None:
     assert len(server.connections) == 1
 
 
-def test_a_server_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as bound:  # bound and not listening: nobody else gets the port, and connections are refused
-        bound.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{bound.getsockname()[1]}"
-        s3_environment(url, monkeypatch)
-        azure_environment(url, monkeypatch)
-        monkeypatch.setenv("STORAGE_EMULATOR_HOST", url)
-        for address in (f"{url}/x", "s3://bucket/x", "gs://bucket/x", "az://container/x"):
-            with pytest.raises(UnavailableError, match="Connection refused") as caught:
-                storage.read(address)
-            assert caught.value.transient
-            assert address.startswith("http") or url in str(
-                caught.value
-            )  # as the address does not say which server it is
-
-
-@pytest.mark.parametrize(
-    ("variables", "said"),
-    [
-        ({"AWS_ENDPOINT_URL": "localhost:9000"}, "Invalid endpoint"),
-        ({"FLYTE_AWS_ENDPOINT": "minio"}, "Invalid endpoint: minio"),
-        ({"AWS_PROFILE": "no-such-profile"}, "profile .no-such-profile. could not be found"),
-        ({"AWS_ACCESS_KEY_ID": "only-half"}, "AWS_SECRET_ACCESS_KEY"),
-        ({"AWS_DEFAULT_REGION": "not a region"}, "not a region"),
-    ],
-)
-def test_settings_of_s3_that_cannot_work(
-    server: FileServer, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], said: str
-) -> None:
-    """They are errors at once, without a second try."""
-    s3_environment(server.url, monkeypatch)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(UnavailableError, match=said):
-        storage.retried("s3://bucket/x", storage.read)
-    assert server.requests == []
-
-
-def test_a_bucket_without_a_name_or_with_an_impossible_one(server: FileServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    s3_environment(server.url, monkeypatch)
-    with pytest.raises(UserError, match="must name a bucket after s3://"):
-        storage.read("s3:///x")
-    with pytest.raises(UnavailableError, match="bucket name"):
-        storage.read("s3://a bucket/x")
-    with pytest.raises(UserError, match="must be a path, or start with"):
-        storage.read("ftp://h/x")
-
-
-class Credentials:
-    """As google-auth's."""
-
-    valid = False
-    token = "none"
-    expiry = None
-
-    def refresh(self, request: object) -> None:
-        self.valid, self.token = True, "a-token"
-
-
-def test_google_is_told_who_asks(server: FileServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import google.auth
-    from google.auth.exceptions import RefreshError
-
-    def asked_as() -> str | None:
-        objects_module.new_store.cache_clear()
-        storage.read("gs://bucket/x")
-        return server.headers[-1].get("authorization")
-
-    server.files["bucket/x"] = b"content"
-    monkeypatch.setenv("GOOGLE_BASE_URL", server.url)  # obstore's own variable
-    with monkeypatch.context() as patch:
-        patch.setattr(google.auth, "default", lambda **_: (Credentials(), "project"))
-        assert asked_as() == "Bearer a-token"
-        patch.setenv("STORAGE_EMULATOR_HOST", server.url)
-        assert asked_as() is None  # a token is for Google only
-        patch.delenv("STORAGE_EMULATOR_HOST")
-
-        def refused(self: Credentials, request: object) -> None:
-            raise RefreshError("expired", retryable=False)
-
-        patch.setattr(Credentials, "refresh", refused)
-        with pytest.raises(UnavailableError, match="Google's credentials were refused: expired") as caught:
-            asked_as()
-        assert not caught.value.transient
-    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "none.json"))
-    with pytest.raises(UnavailableError, match=r"GOOGLE_APPLICATION_CREDENTIALS=.*none\.json"):
-        asked_as()
-
-
-def test_azure_is_told_who_asks(server: FileServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    server.files["container/x"] = b"content"
-    with pytest.raises(UnavailableError, match="Account must be specified; set AZURE_STORAGE_ACCOUNT_NAME"):
-        storage.read("az://container/x")
-    azure_environment(server.url, monkeypatch)
-    storage.read("az://container/x")
-    assert server.headers[-1]["authorization"].startswith("SharedKey account:")
-    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_KEY")
-    with monkeypatch.context() as patch:
-        patch.setenv("AZURE_STORAGE_SAS_TOKEN", "sv=2023-11-03&sig=abc")
-        storage.read("az://container/x")
-        assert "sig=abc" in server.queries[-1]
-    with monkeypatch.context() as patch:
-        patch.setenv("AZURE_SKIP_SIGNATURE", "true")
-        assert storage.read("az://container/x") == b"content"
-        assert "authorization" not in server.headers[-1]
-    monkeypatch.setenv("AZURE_MSI_ENDPOINT", f"{server.url}/nobody")
-    monkeypatch.setenv("IDENTITY_HEADER", "x")
-    with pytest.raises(UnavailableError, match=r"no credentials .*set AZURE_STORAGE_ACCOUNT_KEY"):
-        storage.read("az://container/x")
-
-
 @objects
 def test_a_list_that_is_none(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("file_server.Answer.listed", lambda *_: b"<html>log in first")
     with pytest.raises(UnavailableError, match="invalid list response") as caught:
         list(storage.list_files(place.address))
-    assert not caught.value.transient
-
-
-def test_a_bucket_in_another_region_is_asked_there(server: FileServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clouds, "AWS_ENDPOINT", f"{server.url}/{{region}}")
-    server.files["eu-west-3/bucket/x"] = b"content"
-    server.answers["x-amz-bucket-region"] = "eu-west-3"
-    for name, value in {"ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b", "DEFAULT_REGION": "us-east-2"}.items():
-        monkeypatch.setenv(f"AWS_{name}", value)
-    assert [storage.read("s3://bucket/x") for _ in range(2)] == [b"content"] * 2
-    assert server.requests == ["us-east-2/bucket", *["eu-west-3/bucket/x"] * 2]
-    assert "/eu-west-3/s3/aws4_request" in server.headers[-1]["authorization"]
-    server.answers.clear()
-    server.faults["eu-west-3/bucket/x"] = [301]
-    with pytest.raises(UnavailableError, match="bucket is in another region; set AWS_DEFAULT_REGION") as caught:
-        storage.read("s3://bucket/x")
     assert not caught.value.transient
 
 

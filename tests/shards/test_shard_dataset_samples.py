@@ -1,21 +1,14 @@
-"""The map-style data set: what samples are, healing, processes and threads, and that data bring no code along."""
+"""The map-style data set: what samples are, that they bring no code along, and shards that are damaged or replaced."""
 
 from __future__ import annotations
 
 import errno
-import gc
 import io
 import json
-import multiprocessing
 import os
 import pickle
-import random
-import subprocess
-import sys
-import threading
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,29 +16,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch.utils.data
+import torch
 import wids
 from file_server import FileServer
 from PIL import Image
-from served_shards import LabelsAndSums, Served, hold, serve_samples
+from served_shards import Served, all_of, members_of, serve_samples
 from tars import samples, shard_bytes, tar_bytes, write_shards
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.shards import dataset as dataset_module
-from flyte_ddp.shards.cache import CacheFullError, ShardCache
+from flyte_ddp.shards.cache import ShardCache
 from flyte_ddp.shards.dataset import ShardDataset, ShardReader
 from flyte_ddp.shards.index import Part, Shard, ShardIndex, read_index
 from flyte_ddp.shards.scanning import create_index, tables_of
-
-DEADLINE = 60.0  # seconds, for a machine that is busy
-
-
-def members_of(sample: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in sample.items() if name.startswith(".")}
-
-
-def all_of(dataset: ShardDataset) -> list[tuple[str, dict[str, Any]]]:
-    return [(sample["__key__"], members_of(sample)) for sample in (dataset[i] for i in range(len(dataset)))]
 
 
 def image_bytes(form: str, seed: int = 0) -> bytes:
@@ -162,99 +145,6 @@ def indexed_raw(folder: Path, *shards: dict[str, dict[str, bytes]]) -> Path:
     entries = [{"url": path.name, "nsamples": len(found)} for path, found in zip(paths, shards, strict=True)]
     (folder / "raw.json").write_text(json.dumps({"wids_version": 1, "shardlist": entries}))
     return folder / "raw.json"
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_in_workers_of_a_data_loader(server: FileServer, tmp_path: Path, method: str) -> None:
-    """In a cache that cannot hold all of it, and with shards that the parent has open already."""
-    served = serve_samples(server, 20, 20, 20, 20, 20, 20)
-    limit = int(served.index.sizes.max()) * 5
-    dataset = LabelsAndSums(served.index, ShardCache(tmp_path, limit))
-    expected = [[i, int(found[".cls"]), sum(found[".bin"])] for i, (_, found) in enumerate(served.expected())]
-    assert list(dataset[0]) == expected[0]
-    order = random.Random(0).sample(range(120), 120)
-    loader = torch.utils.data.DataLoader(
-        dataset,  # type: ignore[arg-type]
-        batch_size=8,
-        sampler=order,
-        num_workers=2,
-        multiprocessing_context=method,
-        persistent_workers=True,
-    )
-    for _ in range(2):
-        rows = [list(row) for batch in loader for row in zip(*(column.tolist() for column in batch), strict=True)]
-        assert rows == [expected[i] for i in order]
-    del loader
-    assert sum(path.stat().st_size for path in tmp_path.glob("*.tar")) <= limit
-
-
-def test_threads_share_a_reader(server: FileServer, tmp_path: Path) -> None:
-    """Each shard is opened once as long as it stays open, and what a thread reads from stays open."""
-    served = serve_samples(server, *[12] * 6)
-    reader = ShardReader(served.index, ShardCache(tmp_path), most_open=2)
-    expected = served.expected()
-    order = [random.Random(seed).sample(range(72), 72) for seed in range(8)]
-    with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda numbers: [reader.read(i) for i in numbers], order))
-    assert found == [[expected[i] for i in numbers] for numbers in order]
-    assert server.counts == {f"{shard}.tar": 1 for shard in range(6)}
-    assert open_files(tmp_path) == 2
-
-
-def is_below(descriptor: Path, folder: Path) -> bool:
-    return descriptor.exists() and str(descriptor.readlink()).startswith(str(folder))
-
-
-def open_files(folder: Path) -> int:
-    """How many files of a cache this process has open."""
-    return sum(is_below(descriptor, folder) for descriptor in Path("/proc/self/fd").iterdir())
-
-
-def test_files_are_closed(server: FileServer, tmp_path: Path) -> None:
-    served = serve_samples(server, 3, 3)
-    dataset = ShardDataset(served.index, tmp_path, decode=False)
-    assert all_of(dataset) == served.expected()
-    assert open_files(tmp_path) == 2
-    dataset.close()
-    assert open_files(tmp_path) == 0
-    assert all_of(dataset) == served.expected()  # it opens them again
-    dataset.itself = dataset  # type: ignore[attr-defined]  # a circle, of which Python takes apart what it likes first
-    del dataset
-    gc.collect()
-    assert open_files(tmp_path) == 0
-
-
-def test_a_process_ends_without_a_word(server: FileServer, tmp_path: Path) -> None:
-    """With shards open, and one that is being fetched ahead."""
-    served = serve_samples(server, 3, 3)
-    server.faults["1.tar"] = ["stall"]
-    script = (
-        "import pickle, sys; from flyte_ddp.shards.dataset import ShardDataset\n"
-        "dataset = ShardDataset(pickle.load(open(sys.argv[1], 'rb')), sys.argv[2], decode=False)\n"
-        "print(dataset[0]['__key__']); dataset.reader.prefetch([1]); sys.stdin.readline()"
-    )
-    (tmp_path / "index").write_bytes(pickle.dumps(served.index))
-    command = [sys.executable, "-c", script, str(tmp_path / "index"), str(tmp_path / "cache")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert server.stalled.wait(DEADLINE)
-        assert process.communicate(b"\n", DEADLINE) == (b"0/00000\n", b"")
-    assert process.returncode == 0
-
-
-def test_shards_are_fetched_ahead(server: FileServer, tmp_path: Path) -> None:
-    served = serve_samples(server, 3, 3, 3)
-    server.faults["2.tar"] = [404]
-    reader = ShardReader(served.index, ShardCache(tmp_path))
-    for _ in range(3):
-        reader.prefetch([0, 1, 2])
-    for thread in [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]:
-        thread.join(DEADLINE)
-    assert [reader.cache.holds(shard) for shard in served.index.shards] == [True, True, False]
-    assert server.counts == {"0.tar": 1, "1.tar": 1, "2.tar": 1}
-    assert [reader.read(i) for i in range(9)] == served.expected()
-    assert server.counts == {"0.tar": 1, "1.tar": 1, "2.tar": 2}
 
 
 @pytest.mark.parametrize("digest", ["sha256", ""])
@@ -390,71 +280,6 @@ def without_digests(index: Path) -> ShardIndex:
     """An index that does not say what its shards' content is."""
     found = read_index(str(index))
     return replace(found, shards=[shard._replace(md5="", sha256="") for shard in found.shards])
-
-
-def test_a_cache_with_room_for_one_shard_is_enough(server: FileServer, tmp_path: Path) -> None:
-    """Shards that are merely kept open make way, with their room on the disk; threads wait until others have read."""
-    served = serve_samples(server, *[6] * 5)
-    cache = ShardCache(tmp_path, limit=int(served.index.sizes.max()))
-    reader, other = (ShardReader(served.index, cache) for _ in range(2))
-    expected = served.expected()
-    assert [reader.read(i) for i in range(30)] == expected
-    assert [reader.read(i) for i in range(30)] == expected
-    assert other.read(0) == expected[0]
-    kept_open = [path.stat() for path in Path("/proc/self/fd").iterdir() if is_below(path, tmp_path)]
-    assert {status.st_blocks for status in kept_open if not status.st_nlink} == {0}
-    with ThreadPoolExecutor(3) as pool:
-        assert list(pool.map(reader.read, range(29, -1, -1))) == expected[::-1]
-
-
-def test_room_that_other_processes_hold_is_waited_for(
-    server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    served = serve_samples(server, 5, 5)
-    cache = ShardCache(tmp_path, limit=int(served.index.sizes.max()))
-    spawn = multiprocessing.get_context("spawn")
-    ours, theirs = spawn.Pipe()
-    process = spawn.Process(target=hold, args=(cache, served.index.shards[0], theirs), daemon=True)
-    process.start()
-    assert ours.poll(DEADLINE)
-    monkeypatch.setattr(dataset_module, "WAIT_FOR_ROOM", 0.1)
-    reader = ShardReader(served.index, cache)
-    with pytest.raises(CacheFullError, match=f"^shard cache {tmp_path}: its limit of "):
-        reader.read(9)
-    monkeypatch.setattr(dataset_module, "WAIT_FOR_ROOM", DEADLINE)
-    with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(reader.read, 9)
-        ours.send("close")
-        assert reading.result(DEADLINE) == served.expected()[9]
-    process.join(DEADLINE)
-
-
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_forked_child_neither_waits_for_its_parents_locks_nor_gives_them_back(
-    server: FileServer, tmp_path: Path
-) -> None:
-    """It is forked while another thread holds the reader's lock, closes what it has inherited, and reads itself."""
-    served = serve_samples(server, 5, 5)
-    cache = ShardCache(tmp_path)
-    path = cache.path_of(served.index.shards[0])
-    reader = ShardReader(served.index, cache)
-    first = reader.read(0)
-    reading, writing = os.pipe()
-    with reader.using(0) as shard:
-        with reader.open_shards.lock, shard.lock:
-            child = os.fork()
-            if child == 0:
-                found = reader.read(0)
-                reader.close()
-                os.write(writing, b"same" if found == first else b"not the same")
-                os._exit(0)
-        assert os.read(reading, 20) == b"same"
-        assert os.waitpid(child, 0)[1] == 0
-        assert cache.remove(path) == 0  # the parent's lock is still there
-        assert shard.read(0) == first
-    assert cache.remove(path) > 0
-    os.close(reading)
-    os.close(writing)
 
 
 def test_a_file_that_cannot_be_read_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

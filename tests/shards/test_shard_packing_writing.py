@@ -1,0 +1,250 @@
+"""How packing writes shards: what fails or is killed, what is replaced, full disks, and threads."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import wids
+from image_folders import image_bytes, write_files
+from interruptions import ended_before_each_change
+from mounts import ALONE, need_mounts
+from packed_shards import all_files, contents, leftovers
+from tars import shard_bytes
+
+from flyte_ddp.datasets.packing import pack_image_folder, pack_images, pack_source
+from flyte_ddp.errors import UserError
+from flyte_ddp.shards import packing
+from flyte_ddp.shards.dataset import ShardDataset
+from flyte_ddp.shards.index import ShardIndex
+from flyte_ddp.shards.packing import pack
+from flyte_ddp.shards.scanning import create_index, verify_index
+
+
+def one_bad(number: int) -> tuple[str, dict[str, bytes]]:
+    if number == 15:
+        raise UserError("sample 15 is bad")
+    return str(number), {".a": b"x"}
+
+
+def interrupted(number: int) -> tuple[str, dict[str, bytes]]:
+    if number == 15:
+        raise KeyboardInterrupt
+    return str(number), {".a": b"x"}
+
+
+def same_key(number: int) -> tuple[str, dict[str, bytes]]:
+    return str(number % 15), {".a": b"x"}
+
+
+@pytest.mark.parametrize(
+    ("samples", "error", "said"),
+    [
+        (one_bad, UserError, "sample 15 is bad"),
+        (interrupted, KeyboardInterrupt, "^$"),
+        (same_key, UserError, "in two places"),
+    ],
+)
+def test_what_fails_leaves_all_as_it_was(
+    tmp_path: Path, samples: Callable[[int], Any], error: type[BaseException], said: str
+) -> None:
+    """Nothing in a new folder, and what was packed before in one that has it."""
+    options: dict[str, Any] = {"classes": [], "seed": None, "progress": "off"}
+    per_shard = 20 if samples is same_key else 4
+    with pytest.raises(error, match=said):
+        pack(samples, 20, tmp_path / "new", per_shard=per_shard, **options)
+    assert leftovers(tmp_path / "new") == []
+    pack(lambda number: (str(number), {".a": b"old"}), 20, tmp_path / "old", per_shard=4, **options)
+    (tmp_path / "old" / "other.json").write_text("")
+    before = all_files(tmp_path / "old")
+    with pytest.raises(error, match=said):
+        pack(samples, 20, tmp_path / "old", per_shard=per_shard, **options)
+    assert all_files(tmp_path / "old") == before
+
+
+def letters(count: int, folder: Path, *, letter: str = "a", name: str = "train") -> ShardIndex:
+    """A shard for each two samples."""
+
+    def sample(number: int) -> tuple[str, dict[str, bytes]]:
+        return f"{letter}{number}", {".txt": letter.encode()}
+
+    return pack(sample, count, folder, classes=[], name=name, per_shard=2, seed=None, progress="off")
+
+
+def test_packing_anew_removes_the_shards_that_are_no_longer_named(tmp_path: Path) -> None:
+    """And nobody else's: those of other names, of another's index, and of no index."""
+    letters(9, tmp_path)
+    letters(4, tmp_path, name="train-2")
+    others = ("train-000009.tar", "train-x.tar", "atrain-000004.tar", "notes.txt", ".train-000004.tar")
+    for name in others:
+        (tmp_path / name).write_text("somebody else's")
+    before = leftovers(tmp_path)
+    letters(3, tmp_path, letter="b")
+    gone = [f"train-00000{number}.tar" for number in (2, 3, 4)]
+    assert leftovers(tmp_path) == [name for name in before if name not in gone]
+    assert [sample[".txt"] for sample in ShardDataset(tmp_path / "train.json", tmp_path / "cache")] == ["b"] * 3
+    assert verify_index(str(tmp_path / "train.json"), progress="off") == []
+
+
+def test_shards_of_ones_own_are_not_removed(tmp_path: Path) -> None:
+    """Shards that were only indexed here were made by somebody else, whatever they are called."""
+    own = [tmp_path / f"train-00000{number}.tar" for number in range(5)]
+    for number, path in enumerate(own):
+        path.write_bytes(shard_bytes({f"{number}": {".cls": b"0"}}))
+    create_index([str(path) for path in own], tmp_path / "train.json", progress="off")
+    letters(2, tmp_path)
+    assert [path.exists() for path in own] == [True] * 5
+    assert leftovers(tmp_path) == sorted([*(path.name for path in own), "train.json", "train.json.tables"])
+
+
+def packed_texts(index: Path) -> str:
+    """All samples of an index that is right, one after the other."""
+    assert verify_index(str(index), progress="off") == []
+    return b"".join(sample[".txt"] for sample in contents(index)).decode()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("links", [True, False])
+def test_a_pack_that_is_ended_at_any_change_leaves_the_old_or_the_new(
+    tmp_path: Path, number: signal.Signals, links: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the next one leaves nothing else behind."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    letters(9, old)
+    letters(5, new, letter="b")
+    whole = [all_files(old), all_files(new)]
+    if not links:
+        monkeypatch.setattr(Path, "hardlink_to", no_links)
+    texts, seen = {"a" * 9, "b" * 5}, set()
+    for folder in ended_before_each_change(old, lambda copy: letters(5, copy, letter="b"), number):
+        seen.add(packed_texts(folder / "train.json"))
+        assert number == signal.SIGKILL or all_files(folder) in whole
+        letters(5, folder, letter="b")
+        assert all_files(folder) == whole[1]
+        assert not (folder / ".train.packing").exists()
+    assert seen == texts
+
+
+def no_links(path: Path, target: Path) -> None:
+    raise PermissionError(f"{path}: no links to {target} on this file system")
+
+
+def test_wids_reads_what_is_not_yet_in_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    letters(9, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(packing, "finish_move", lambda *_: None)
+        letters(5, tmp_path, letter="b")
+    index = tmp_path / "train.json"
+    theirs = wids.ShardListDataset(str(index), cache_dir=str(tmp_path / "wids"), transformations=[])
+    assert [theirs[i][".txt"].read() for i in range(len(theirs))] == [b"b"] * 5
+    theirs.close()
+    assert packed_texts(index) == "bbbbb"
+
+
+def test_a_first_pack_that_is_killed_leaves_no_index_or_a_whole_one(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    whole = set()
+    for folder in ended_before_each_change(tmp_path / "empty", lambda copy: letters(3, copy)):
+        index = folder / "train.json"
+        whole.add(index.exists() and packed_texts(index))
+    assert whole == {False, "aaa"}
+
+
+def test_other_files_in_an_indexs_place_are_kept(tmp_path: Path) -> None:
+    (tmp_path / "train.json").write_text('{"annotations": []}')
+    with pytest.raises(UserError, match=r"train\.json: is there, and is no index; remove it, or choose another name"):
+        letters(3, tmp_path)
+    assert all_files(tmp_path) == {"train.json": b'{"annotations": []}'}
+
+
+def test_braces_in_names_are_only_braces(tmp_path: Path) -> None:
+    letters(3, tmp_path / "a{1..3}", name="b{1..2}")
+    assert packed_texts(tmp_path / "a{1..3}" / "b{1..2}.json") == "aaa"
+
+
+def test_two_that_pack_the_same(tmp_path: Path) -> None:
+    with packing.workspace_of(tmp_path / "train.json"):
+        with pytest.raises(UserError, match=r"train\.json: another process is packing it; wait for its end"):
+            letters(3, tmp_path)
+        letters(3, tmp_path, name="test")
+    letters(3, tmp_path)
+    assert len(leftovers(tmp_path)) == 8
+
+
+def test_other_errors(tmp_path: Path) -> None:
+    write_files(tmp_path / "source", {"a/x.png": image_bytes()})
+    (tmp_path / "file").write_text("")
+    source = str(tmp_path / "source")
+    for folder, options, said in (
+        (tmp_path / "file", {}, r"cannot write .*file.*: Not a directory"),
+        (tmp_path / "file" / "below", {}, r"cannot write .*file.*: Not a directory"),
+        (Path("s3://bucket/x"), {}, r"s3:/bucket/x/train\.json: cannot be written to; choose a path on this machine"),
+        (tmp_path / "out", {"per_shard": 0}, "samples_per_shard=0: must be at least 1"),
+        (tmp_path / "out", {"seed": -1}, "seed=-1: must be at least 0"),
+        (tmp_path / "out", {"name": "a/b"}, "name='a/b'"),
+        (tmp_path / "out", {"name": ""}, "name=''"),
+    ):
+        with pytest.raises(UserError, match=said):
+            pack_image_folder(source, folder, progress="off", **options)
+    with pytest.raises(UserError, match="generator to pack: has no len"):
+        pack_images((item for item in ()), tmp_path / "out", progress="off")
+    with pytest.raises(UserError, match="split='test': a folder of images is one split"):
+        pack_source(source, tmp_path / "out", split="test", progress="off")
+    assert not (tmp_path / "out").exists()
+    assert not Path("s3:").exists()
+
+
+READ_ONLY = """
+import subprocess, sys
+from pathlib import Path
+from flyte_ddp.errors import UserError
+from flyte_ddp.shards.packing import pack
+
+folder = Path(sys.argv[1])
+for options, count in (("size=64k", 100), ("ro", 1)):
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", folder], check=True)
+    try:
+        samples = lambda number: (str(number), {".a": bytes(9000)})
+        pack(samples, count, folder / "out", classes=[], per_shard=2, progress="off")
+    except UserError as error:
+        print(error.message, [path for path in folder.rglob("*") if path.is_file()])
+"""
+
+
+def test_a_really_full_and_a_read_only_disk(tmp_path: Path) -> None:
+    need_mounts(tmp_path)
+    command = [*ALONE, sys.executable, "-c", READ_ONLY, str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    full, read_only = result.stdout.splitlines()
+    workspace = f"{tmp_path}/out/.train.packing"
+    assert full.startswith(f"cannot write {workspace}/train-000003.tar: No space left on device; free some space")
+    assert read_only.startswith(f"cannot write {tmp_path}/out/train.json: Read-only file system; choose")
+    assert full.endswith(" []")
+    assert read_only.endswith(" []")
+
+
+def test_threads_are_not_far_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that large samples do not fill the memory while the disk is slow."""
+    begun, far = itertools.count(), []
+
+    def sample(number: int) -> tuple[str, dict[str, bytes]]:
+        next(begun)
+        return str(number), {".a": b""}
+
+    def counted(path: Path, samples: Iterable[Any], advance: object) -> None:
+        found = {}
+        for written, (key, members) in enumerate(samples, int(path.stem[-6:]) * 100):
+            found[key] = members
+            far.append(int(repr(begun)[6:-1]) - written)
+        path.write_bytes(shard_bytes(found))
+
+    monkeypatch.setattr(packing, "write_shard", counted)
+    pack(sample, 1000, tmp_path, classes=[], per_shard=100, progress="off")
+    assert len(far) == 1000
+    assert max(far) <= 2 * packing.AHEAD

@@ -1,0 +1,188 @@
+"""Errors for tar files that are damaged, cut short, of another kind or not made for samples."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import lzma
+import os
+import re
+import subprocess
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tar_reading import Stream, members_of, table_of
+from tars import BLOCK, header_of, tar_bytes, with_checksum
+
+from flyte_ddp.errors import UserError
+from flyte_ddp.shards.dataset import ShardDataset
+from flyte_ddp.shards.index import Shard, ShardIndex
+from flyte_ddp.shards.tar import DamagedShardError, members
+
+
+@pytest.mark.parametrize(
+    ("header", "said"),
+    [
+        (header_of("a.jpg", tarfile.SYMTYPE, linkname="/etc/passwd"), r"'a\.jpg', a link"),
+        (header_of("l/" * 80 + "a.jpg", tarfile.SYMTYPE, linkname="t" * 200), "a link"),
+        (header_of("a.jpg", tarfile.LNKTYPE, linkname="b.jpg"), "a link"),
+        (header_of("a.jpg", tarfile.CHRTYPE, devmajor=1, devminor=3), "a device"),
+        (header_of("a.jpg", tarfile.BLKTYPE), "a device"),
+        (header_of("a.jpg", tarfile.FIFOTYPE), "a device"),
+        (header_of("a.jpg", tarfile.GNUTYPE_SPARSE), "a sparse file"),
+        (header_of("a.jpg", b"0", pax_headers={"GNU.sparse.map": "0,1", "GNU.sparse.size": "1"}), "a sparse file"),
+        (header_of("/etc/a.jpg", b"0"), "'/etc/a.jpg' leads out"),
+        (header_of("../a.jpg", b"0"), "leads out"),
+        (header_of("b/../../a.jpg", b"0"), "leads out"),
+        (header_of("a\0b.jpg", b"0", pax_headers={"path": "a\0b.jpg"}), r"x00b\.jpg"),
+    ],
+)
+@pytest.mark.parametrize("form", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_what_is_no_plain_file_below_the_folder_is_refused(header: tarfile.TarInfo, said: str, form: int) -> None:
+    if header.pax_headers and form == tarfile.GNU_FORMAT:
+        form = tarfile.PAX_FORMAT
+    content = tar_bytes([("first.b", b"1"), (header, b"")], form)
+    for file in (io.BytesIO(content), Stream(content)):
+        with pytest.raises(UserError, match=f"^shard x.tar: .*{said}.*") as caught:
+            list(members(file, "x.tar"))
+        assert len(caught.value.message.splitlines()) == 1
+
+
+@pytest.mark.parametrize("form", ["gnu", "posix"])
+def test_sparse_files_of_gnu_tar_are_refused(tmp_path: Path, form: str) -> None:
+    with (tmp_path / "a.b").open("wb") as file:
+        file.write(b"x")
+        file.truncate(1 << 20)
+    command = ["tar", "--sparse", "--format", form, "-cf", tmp_path / "x.tar", "-C", tmp_path, "a.b"]
+    subprocess.run(command, check=True)
+    content = (tmp_path / "x.tar").read_bytes()
+    assert len(content) < 1 << 19
+    for file in (io.BytesIO(content), Stream(content)):
+        with pytest.raises(UserError, match=r"^shard x\.tar: has '.*a\.b', a link, a device or a sparse file"):
+            list(members(file, "x.tar"))
+
+
+def test_duplicates_name_shard_key_and_extension() -> None:
+    twice = tar_bytes([("a.jpg", b"1"), ("a.cls", b"2"), ("a.jpg", b"3")])
+    with pytest.raises(UserError, match=r"^shard x\.tar: sample 'a' has two members \.jpg"):
+        table_of(twice)
+    apart = tar_bytes([("a.jpg", b"1"), ("b.jpg", b"2"), ("a.cls", b"3")])
+    with pytest.raises(UserError, match=r"^shard x\.tar: .*sample 'a' are in two places"):
+        table_of(apart)
+
+
+WHOLE = tar_bytes(
+    [("a.jpg", b"x" * 600), ("a.cls", b"1"), (f"{'n' * 120}.jpg", b"y" * 512), ("é.cls", b"")], tarfile.PAX_FORMAT
+)
+GNU = tar_bytes([("a.jpg", b"x" * 600), (f"{'n' * 120}.jpg", b"y" * 512)], tarfile.GNU_FORMAT)
+
+
+@pytest.mark.parametrize("content", [WHOLE, GNU], ids=["pax", "gnu"])
+def test_cut_short_at_any_byte(content: bytes) -> None:
+    """It is an error, or all that is missing is a part of the zeros at the end."""
+    whole = list(members(io.BytesIO(content), "x.tar"))
+    last = whole[-1][0]
+    end = last.offset + -(-last.size // BLOCK) * BLOCK
+    for length in range(len(content)):
+        for file in (io.BytesIO(content[:length]), Stream(content[:length])):
+            if length < end + BLOCK:
+                with pytest.raises(DamagedShardError, match=r"x\.tar: not a whole, .*\((cut short|empty) at byte"):
+                    list(members(file, "x.tar"))
+            else:
+                assert list(members(file, "x.tar")) == whole
+
+
+def header_blocks(content: bytes) -> list[int]:
+    """Where the headers are: those of files, and those of headers."""
+    return [place for place in range(0, len(content), BLOCK) if content[place + 257 : place + 262] == b"ustar"]
+
+
+@pytest.mark.parametrize("content", [WHOLE, GNU], ids=["pax", "gnu"])
+def test_a_flipped_bit_in_any_header(content: bytes) -> None:
+    """It is an error, unless it is in what fills up the checksum itself."""
+    whole = [member[:4] for member, _ in members(io.BytesIO(content), "x.tar")]
+    harmless = set()
+    headers = header_blocks(content)
+    assert len(headers) in (3, 6)
+    for place in headers:
+        for bit in range(BLOCK * 8):
+            damaged = bytearray(content)
+            damaged[place + bit // 8] ^= 1 << bit % 8
+            try:
+                found = [member[:4] for member, _ in members(io.BytesIO(damaged), "x.tar")]
+            except DamagedShardError:
+                continue
+            assert found == whole
+            harmless.add(bit // 8)
+    assert harmless <= {148, 154, 155}  # a zero for a space before the number, and what is after it
+
+
+def test_a_header_of_zeros_is_no_end() -> None:
+    for place in header_blocks(WHOLE):
+        damaged = WHOLE[:place] + bytes(BLOCK) + WHOLE[place + BLOCK :]
+        with pytest.raises(DamagedShardError, match=r"more after the end mark|no file follows|damaged"):
+            list(members(io.BytesIO(damaged), "x.tar"))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "empty at byte 0"),
+        (gzip.compress(WHOLE + np.random.default_rng(0).bytes(9999)), "not a whole, uncompressed tar file .no header"),
+        (bz2.compress(WHOLE + np.random.default_rng(0).bytes(9999)), "not a whole, uncompressed tar file .no header"),
+        (lzma.compress(WHOLE + np.random.default_rng(0).bytes(9999)), "not a whole, uncompressed tar file .no header"),
+        (b"<html>not found</html>", "cut short"),
+        (b"some text\n" * 999, "no header"),
+        (np.random.default_rng(0).bytes(9999), "no header"),
+        (WHOLE + WHOLE, "put together with cat"),
+    ],
+)
+def test_what_is_no_tar_file(content: bytes, said: str) -> None:
+    with pytest.raises(DamagedShardError, match=said):
+        members_of(content)
+
+
+MUTATIONS = st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(0, 255)), min_size=1, max_size=8)
+NUMBERS = st.sampled_from([b"-0000000512\0", b"77777777777\0", b"\xff" * 12, b"\x80" + b"\xff" * 11, bytes(12)])
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.sampled_from([WHOLE, GNU]), MUTATIONS, st.none() | NUMBERS, st.booleans())
+def test_whatever_is_in_it_the_answer_is_members_or_one_error(
+    content: bytes, mutations: list[tuple[int, int]], size: bytes | None, mend: bool
+) -> None:
+    """Also where somebody has made the checksums fit, and where sizes are absurd."""
+    damaged = bytearray(content)
+    for place, value in mutations:
+        damaged[place % len(damaged)] = value
+    for number, place in enumerate(header_blocks(content)):
+        if size is not None and number == mutations[0][0] % 4:
+            damaged[place + 124 : place + 136] = size
+        if mend:
+            damaged[place : place + BLOCK] = with_checksum(bytes(damaged[place : place + BLOCK]))
+    found: list[object] = []
+    for file in (io.BytesIO(damaged), Stream(bytes(damaged))):
+        try:
+            found.append([member for member, _ in members(file, "x.tar")])
+        except UserError as error:
+            found.append(re.sub(r"byte [\d,]+", "", error.message))
+    assert found[0] == found[1]
+
+
+def test_what_is_no_plain_file_is_no_shard(tmp_path: Path) -> None:
+    """A pipe, or a device, may never end."""
+    os.mkfifo(tmp_path / "pipe")
+    for url in (str(tmp_path / "pipe"), "/dev/zero"):
+        index = ShardIndex("", [Shard(url, 3)])
+        with pytest.raises(UserError, match=f"^shard {url}: is no plain file"):
+            ShardDataset(index, tmp_path / "cache")[0]
+
+
+def test_a_member_that_is_of_no_sample_is_named() -> None:
+    with pytest.raises(UserError, match=r"sample 'd/' are in two places, .* 'd/\.b' says"):
+        table_of(tar_bytes([("d/.a", b""), ("d/x.a", b""), ("d/.b", b"")]))
