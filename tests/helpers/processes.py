@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+OWN = ("resource_tracker", "multiprocessing.forkserver")  # of multiprocessing in this process; the latter is warm.py's
+
 
 def children_of(pid: int) -> list[str]:
-    """Command lines of the living children, but for multiprocessing's own resource tracker."""
+    """Command lines of the living children, but for multiprocessing's own."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -14,7 +16,7 @@ def children_of(pid: int) -> list[str]:
             command = stat.with_name("cmdline").read_text().replace("\0", " ")
         except OSError:
             continue
-        if int(fields[1]) == pid and fields[0] != "Z" and "resource_tracker" not in command:
+        if int(fields[1]) == pid and fields[0] != "Z" and not any(own in command for own in OWN):
             found.append(command)
     return found
 
