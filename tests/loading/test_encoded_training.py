@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import html
-import io
-import itertools
 import json
 import re
 import shutil
 import tarfile
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import faults
@@ -22,7 +17,8 @@ import numpy as np
 import pytest
 import torch
 from cli import HELPERS
-from faulty_proxy import Proxy, faulty_proxy
+from encoded_runs import BASE, SIDE, labelled, losses, notes, of, quiet, train, weights
+from faulty_proxy import faulty_proxy
 from file_server import FileServer, file_server
 from PIL import Image
 from plain_loop import train_plainly
@@ -32,76 +28,22 @@ from torchvision.transforms import v2
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, fingerprint
-from flyte_ddp.datasets.image_folder import list_images
 from flyte_ddp.datasets.packing import pack_image_folder, pack_source
 from flyte_ddp.datasets.prepared import check_prepared
-from flyte_ddp.errors import RankError, UnreachableError, UserError
+from flyte_ddp.errors import RankError, UserError
 from flyte_ddp.json_lines import read_records
 from flyte_ddp.models import zoo
 from flyte_ddp.models.images import InputSpec
 from flyte_ddp.order.shard_order import ShardOrder, ShardSplits
-from flyte_ddp.predict.predict import predict
-from flyte_ddp.run import Result, run_training
+from flyte_ddp.run import run_training
 from flyte_ddp.runs.run_folder import OUTPUTS
-from flyte_ddp.settings import Settings
 from flyte_ddp.shards.dataset import ShardDataset
 from flyte_ddp.shards.joining import join_indexes
-from flyte_ddp.storage import retries
-
-SIDE = 16
-BASE = Hyperparameters(
-    dataset="shards:to be replaced",
-    epochs=2,
-    batch_size=64,
-    image_size=SIDE,
-    shuffle_shards=3,
-    precision="fp64",
-    channels_last="off",
-    num_ranks=1,
-    log_interval=1,
-    learning_rate=0.05,
-    grad_clip_norm=0.0,
-)
 
 
 @pytest.fixture(autouse=True)
 def _user_models_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(HELPERS)
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the digits in ten shards, the last of which is smaller; nobody changes it."""
-    folder = tmp_path_factory.mktemp("shards")
-    pack_source("digits", folder, per_shard=160, progress="off")
-    return folder
-
-
-def quiet(folder: Path, **settings) -> Settings:
-    return Settings(progress="off", wandb_mode="disabled", cache_folder=folder / "cache", **settings)
-
-
-def train(hp: Hyperparameters, folder: Path, settings: Settings | None = None) -> Result:
-    """Fetches what is to be fetched, and trains."""
-    name = fingerprint(hp.dataset, hp.data_source, hp.test_dataset)
-    data = fetch(hp.dataset, hp.data_source, folder / name, test_dataset=hp.test_dataset, progress="off")
-    return run_training(hp, data, folder / "run", settings or quiet(folder))
-
-
-def of(index: Path, **changes) -> Hyperparameters:
-    return replace(BASE, dataset=f"shards:{index}", **changes)
-
-
-def weights(result: Result) -> dict[str, torch.Tensor]:
-    return torch.load(result.model, weights_only=True)
-
-
-def notes(result: Result) -> list[str]:
-    return read_records(result.metrics)[-1]["notes"]
-
-
-def losses(result: Result) -> list[float]:
-    return [record["loss"] for record in read_records(result.metrics) if record["kind"] == "train"]
 
 
 def plain_loop(hp: Hyperparameters, index: Path) -> tuple[dict[str, torch.Tensor], list[float]]:
@@ -324,20 +266,6 @@ def test_a_local_shard_with_another_label_in_it_is_not_trained_on(shards: Path, 
     assert not [name for name in OUTPUTS if (tmp_path / "out" / "run" / name).exists()]
 
 
-def labelled(folder: Path, number: int = 30) -> Path:
-    """Images in folders of their classes: red, green and blue ones of many sizes."""
-    random = np.random.default_rng(0)
-    for index in range(number):
-        colour = index % 3
-        height, width = random.integers(20, 60, 2)
-        pixels = random.integers(0, 60, (height, width, 3), dtype=np.uint8)
-        pixels[..., colour] += 150
-        path = folder / ("red", "green", "blue")[colour] / f"{index}.jpg"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(pixels).save(path, quality=95)
-    return folder
-
-
 @pytest.mark.parametrize("where", ["path", "s3"])
 def test_an_image_folder_is_learnt(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = labelled(tmp_path / "bucket" / "images", 60)
@@ -421,327 +349,3 @@ def test_a_folder_and_the_shards_packed_from_it_have_the_same_test_images(tmp_pa
         f"{path.parent.name}/{path.stem}": ["blue", "green", "red"].index(path.parent.name)
         for path in folder.rglob("*.jpg")
     }
-
-
-class TestWhatAFolderHolds:
-    """It is said before training begins."""
-
-    @staticmethod
-    def said(folder: Path, capfd: pytest.CaptureFixture[str], **changes: object) -> list[str]:
-        hp = replace(BASE, dataset=f"image_folder:{folder}", batch_size=9, max_steps=1, **changes)
-        train(hp, folder.parent / "out", replace(quiet(folder.parent), progress="lines"))
-        lines = capfd.readouterr().err.splitlines()
-        first = next(number for number, line in enumerate(lines) if "step" in line)
-        return [line for line in lines[:first] if "image folder" in line]
-
-    def test_classes_and_counts(self, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-        folder, tests = labelled(tmp_path / "images", 32), labelled(tmp_path / "tests", 12)
-        assert self.said(folder, capfd, test_dataset=f"image_folder:{tests}") == [
-            f"image folder {folder}: 32 images of 3 classes (blue 10, green 11, red 11)",
-            f"image folder {tests}: 12 images of 3 classes (blue 4, green 4, red 4)",
-        ]
-
-    def test_a_single_class(self, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-        folder = tmp_path / "all"
-        shutil.move(labelled(tmp_path / "images"), folder / "photos")
-        first, warning = self.said(folder, capfd)
-        assert first == f"image folder {folder}: 30 images of 1 class (photos 30)"
-        assert warning.startswith(
-            f"warning: image folder {folder}: all images are of one class, photos, so that there is"
-        )
-
-    @pytest.mark.parametrize("names", [("train", "test"), ("Train", "val"), ("train", "test", "other")])
-    def test_parts_that_are_taken_for_classes(
-        self, names: tuple[str, ...], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-    ) -> None:
-        folder = tmp_path / "all"
-        for name in names:
-            labelled(folder / name)
-        _, warning = self.said(folder, capfd)
-        assert f"{names[0]}, {names[1]} look like parts" in warning or f"{names[1]}, {names[0]} look like" in warning
-        one, other = (f"image_folder:{folder}/{name}" for name in names[:2])
-        assert warning.endswith(f"if they are parts, set dataset={one} and test_dataset={other}")
-        pack_image_folder(str(folder), tmp_path / "packed", progress="lines")
-        assert warning in capfd.readouterr().err
-
-    def test_many_classes_are_not_listed_and_trains_may_be_vehicles(self, tmp_path: Path) -> None:
-        for number, name in enumerate(["train", "bus", *(f"{letter}" for letter in "abcdefghi")]):
-            for image in range(number + 1):
-                (tmp_path / "many" / name).mkdir(parents=True, exist_ok=True)
-                (tmp_path / "many" / name / f"{image}.jpg").write_bytes(b"")
-        [line] = list_images(str(tmp_path / "many")).describe()
-        assert line.endswith("many: 66 images of 11 classes (with 1 to 11 images each)")
-
-
-class TestBadSamples:
-    """Undecodable images, missing labels and the like, each one error that names the sample."""
-
-    def spoilt(self, tmp_path: Path, spoil) -> Path:
-        folder = labelled(tmp_path / "images")
-        spoil(folder)
-        pack_image_folder(str(folder), tmp_path / "packed", progress="off", seed=None)
-        return tmp_path / "packed" / "train.json"
-
-    def test_one_is_an_error_by_default(self, tmp_path: Path) -> None:
-        index = self.spoilt(tmp_path, lambda folder: (folder / "red" / "9.jpg").write_bytes(b"no image"))
-        with pytest.raises(UserError, match=r"sample 'red/9' in shard .*-000000.tar cannot be decoded.*bad_samples"):
-            train(of(index, batch_size=8, validation_fraction=0.0), tmp_path / "out")
-        assert not [name for name in OUTPUTS if (tmp_path / "out" / "run" / name).exists()]
-
-    @pytest.mark.slow
-    def test_some_are_allowed_and_replaced_alike_on_any_number_of_ranks(self, tmp_path: Path) -> None:
-        def spoil(folder: Path) -> None:
-            for name in ("red/9", "green/10", "blue/11"):
-                (folder / f"{name}.jpg").write_bytes(b"no image")
-
-        index = self.spoilt(tmp_path, spoil)
-        hp = of(index, batch_size=8, bad_samples=3, validation_fraction=0.0)
-        one, two = (train(replace(hp, num_ranks=ranks), tmp_path / f"{ranks}") for ranks in (1, 2))
-        assert losses(one) == pytest.approx(losses(two), abs=1e-9)
-        bad = "3 samples could not be decoded and were replaced by others: sample 'blue/11' in shard "
-        for result in (one, two):
-            assert [note.startswith(bad) for note in notes(result)] == [False, True]
-            assert all(note in html.unescape(result.report.read_text()) for note in notes(result))
-        for ranks in (1, 2):  # of two ranks none has met more than two
-            with pytest.raises(UserError, match="3 such samples, and bad_samples=2 are allowed"):
-                train(replace(hp, bad_samples=2, num_ranks=ranks), tmp_path / f"too many {ranks}")
-
-    @pytest.mark.parametrize(
-        ("members", "word"),
-        [
-            ({".cls": b"1"}, "has no image: it has .cls"),
-            ({".jpg": b"x"}, "has no label: it has .jpg"),
-            ({".jpg": b"x", ".cls": b"cat"}, "its .cls is b'cat'"),
-            ({".jpg": b"x", ".cls": b"7"}, r"label 7: must be 0..2 with 3 classes"),
-            ({".jpg": b"x", ".cls": b"-1"}, r"label -1: must be 0..2 with 3 classes"),
-        ],
-    )
-    def test_a_sample_that_is_none(self, tmp_path: Path, members: dict[str, bytes], word: str) -> None:
-        """In shards whose index was made by hand, as the commands here would have found it."""
-        with tarfile.open(tmp_path / "one.tar", "w") as archive:
-            for number, (extension, content) in itertools.product(range(12), members.items()):
-                header = tarfile.TarInfo(f"{number}{extension}")
-                header.size = len(content)
-                archive.addfile(header, io.BytesIO(content))
-        content = {"wids_version": 1, "shardlist": [{"url": "one.tar", "nsamples": 12}]}
-        (tmp_path / "one.json").write_text(json.dumps(content))
-        with pytest.raises(UserError, match=word):
-            train(of(tmp_path / "one.json", num_classes=3, batch_size=4), tmp_path / "out")
-
-
-class TestMistakes:
-    """What is wrong with the names and numbers of a run, said before a rank starts."""
-
-    def test_an_index_that_does_not_say_how_many_classes(self, shards: Path, tmp_path: Path) -> None:
-        content = json.loads((shards / "train.json").read_text())
-        del content["flyte_ddp"]
-        for entry in content["shardlist"]:
-            entry["url"] = str(shards / entry["url"])
-        (tmp_path / "plain.json").write_text(json.dumps(content))
-        with pytest.raises(UserError, match="does not say how many classes there are; set num_classes"):
-            train(of(tmp_path / "plain.json"), tmp_path / "out")
-        result = train(of(tmp_path / "plain.json", num_classes=10, epochs=1), tmp_path / "out")
-        assert result.test_accuracy > 0.5
-
-    @pytest.mark.parametrize(
-        ("change", "word"),
-        [
-            ({"augment": "crop"}, "augment='crop': not for dataset='shards:.*; choose none or resized_crop"),
-            ({"test_dataset": "digits"}, "test_dataset='digits': must be shards:ADDRESS"),
-            ({"num_classes": 3}, "num_classes=3: the data set has 10"),
-            ({"data_source": "x"}, "data_source='x': .*leave data_source empty"),
-            ({"dataset": "shards:/no/such.json"}, "index /no/such.json: cannot be read"),
-            ({"dataset": "image_folder:/no/such"}, "image folder /no/such: cannot be listed"),
-        ],
-    )
-    def test_words(self, shards: Path, tmp_path: Path, change: dict[str, object], word: str) -> None:
-        with pytest.raises(UserError, match=word):
-            train(replace(of(shards / "train.json"), **change), tmp_path / "out")
-
-    def test_too_few_images_to_hold_some_out(self, tmp_path: Path) -> None:
-        folder = labelled(tmp_path / "images", 4)
-        with pytest.raises(UserError, match="has no samples for testing; give more, or hold out less, or test_dataset"):
-            train(replace(BASE, dataset=f"image_folder:{folder}", batch_size=2), tmp_path / "out")
-
-    @pytest.mark.parametrize("kind", ["shards", "image_folder", "stream"])
-    @pytest.mark.parametrize("own_tests", [False, True])
-    def test_a_split_that_leaves_nothing_to_train_on(
-        self, shards: Path, tmp_path: Path, kind: str, own_tests: bool
-    ) -> None:
-        address = str(labelled(tmp_path / "images")) if kind == "image_folder" else f"{shards}/train.json"
-        tests = f"{kind.replace('stream', 'shards')}:{address}" if own_tests else ""
-        hp = replace(BASE, dataset=f"{kind}:{address}", validation_fraction=0.9999, test_dataset=tests)
-
-        def launch(*_: object, **__: object) -> None:
-            raise AssertionError("ranks were started")
-
-        data = fetch(hp.dataset, "", tmp_path / "data", test_dataset=tests, progress="off")
-        words = r"validation_fraction=0.9999: holds out all [\d,]+ samples .* lower it, or give more samples"
-        with pytest.raises(UserError, match=words):
-            run_training(hp, data, tmp_path / "run", quiet(tmp_path), launch=launch)
-
-    def test_test_sets_of_other_classes(self, shards: Path, tmp_path: Path) -> None:
-        pack_image_folder(str(labelled(tmp_path / "images")), tmp_path / "packed", progress="off")
-        hp = of(shards / "train.json", test_dataset=f"shards:{tmp_path}/packed/train.json")
-        with pytest.raises(UserError, match="has other classes than dataset"):
-            train(hp, tmp_path / "out")
-
-    def test_an_image_that_changes_after_it_was_listed(self, tmp_path: Path) -> None:
-        folder = labelled(tmp_path / "images")
-        hp = replace(BASE, dataset=f"image_folder:{folder}", batch_size=8)
-        data = fetch(hp.dataset, "", tmp_path / "data", progress="off")
-        (folder / "green" / "10.jpg").write_bytes((folder / "red" / "0.jpg").read_bytes() + b"more")
-        with pytest.raises(UserError, match=r"image .*green/10.jpg: has .* bytes, and .* when it was listed"):
-            run_training(hp, data, tmp_path / "run", quiet(tmp_path))
-
-    def test_an_object_that_is_replaced_by_one_of_its_size(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        folder = labelled(tmp_path / "served" / "bucket")
-        replaced, size = folder / "green" / "10.jpg", 10_000
-        replaced.write_bytes(replaced.read_bytes().ljust(size, b"\0"))
-        hp = replace(BASE, dataset="image_folder:s3://bucket", batch_size=8)
-        with s3_server(folder.parent) as server:
-            for name, value in server.aws_environment().items():
-                monkeypatch.setenv(name, value)
-            data = fetch(hp.dataset, "", tmp_path / "data", progress="off")
-            replaced.write_bytes((folder / "red" / "0.jpg").read_bytes().ljust(size, b"\0"))
-            with pytest.raises(UserError, match=r"s3://bucket/green/10.jpg: has ETag .* when it was listed; run again"):
-                run_training(hp, data, tmp_path / "run", quiet(tmp_path))
-
-
-class TestPredictions:
-    """They are those of the run's own evaluation, whatever the images come from."""
-
-    @staticmethod
-    def rows(table: Path) -> list[dict[str, str]]:
-        with table.open(newline="") as file:
-            return list(csv.DictReader(file))
-
-    def accuracy(self, table: Path) -> float:
-        rows = self.rows(table)
-        return sum(row["prediction"] == row["truth"] for row in rows) / len(rows)
-
-    def test_of_what_was_held_out(self, shards: Path, tmp_path: Path) -> None:
-        """Whatever the seed, and the share for validation, were."""
-        result = train(of(shards / "train.json", epochs=1, seed=7, validation_fraction=0.3), tmp_path)
-        data = fetch(f"shards:{shards}/train.json", "", tmp_path / "data", progress="off")
-        table = predict(
-            result.model,
-            result.sidecar,
-            images=None,
-            dataset=data,
-            output=tmp_path / "table.csv",
-            batch_size=50,
-            settings=quiet(tmp_path),
-        )
-        assert 0.3 < result.test_accuracy < 1
-        assert self.accuracy(table) == pytest.approx(result.test_accuracy, abs=1e-9)
-        keys = {sample["__key__"] for sample in ShardDataset(str(shards / "train.json"), tmp_path / "cache")}
-        ids = [row["id"] for row in self.rows(table)]
-        assert set(ids) < keys
-        assert len(set(ids)) == 150
-        with np.load(result.run_folder / "predictions.npz") as kept:
-            assert [ids[place] for place in kept["index"]] == kept["names"].tolist()
-            first, worst = int(kept["table_rows"]), kept["names"].tolist()
-        assert all(f"<span>{name}</span>" in result.report.read_text() for name in worst[first:])
-
-    def test_of_a_test_set_and_of_its_files(self, tmp_path: Path) -> None:
-        folder, tests = labelled(tmp_path / "images"), labelled(tmp_path / "tests", 12)
-        hp = replace(
-            BASE, dataset=f"image_folder:{folder}", test_dataset=f"image_folder:{tests}", batch_size=9, epochs=6
-        )
-        result = train(hp, tmp_path)
-        data = fetch(hp.dataset, "", tmp_path / "data", test_dataset=hp.test_dataset, progress="off")
-        table = predict(result.model, result.sidecar, images=None, dataset=data, output=tmp_path / "table.csv")
-        assert self.accuracy(table) == pytest.approx(result.test_accuracy, abs=1e-9)
-        names = sorted(path.relative_to(tests).as_posix() for path in tests.rglob("*.jpg"))
-        assert [row["id"] for row in self.rows(table)] == names
-        files = predict(result.model, result.sidecar, images=tests, dataset=None, output=tmp_path / "files.csv")
-        expected, found = ([row["score_red"] for row in self.rows(path)] for path in (table, files))
-        assert found == expected
-
-    @pytest.mark.parametrize("kind", ["image_folder", "shards"])
-    def test_of_images_that_cannot_be_decoded(self, kind: str, tmp_path: Path) -> None:
-        """They have their names, and their own truth, and not those, or the prediction, of what stands in elsewhere."""
-        folder, tests = labelled(tmp_path / "images"), labelled(tmp_path / "tests", 12)
-        result = train(replace(BASE, dataset=f"image_folder:{folder}", batch_size=9, epochs=1), tmp_path)
-        for name in ("red/6.jpg", "green/10.jpg"):
-            (tests / name).write_bytes(b"no image")
-        tested = f"image_folder:{tests}"
-        if kind == "shards":
-            for source in (folder, tests):
-                pack_image_folder(str(source), tmp_path / "packed", name=source.name, per_shard=5, progress="off")
-            folder, tested = tmp_path / "packed" / "images.json", f"shards:{tmp_path}/packed/tests.json"
-        data = fetch(f"{kind}:{folder}", "", tmp_path / "data", test_dataset=tested, progress="off")
-
-        def rows(bad_samples: int) -> dict[str, dict[str, str]]:
-            inputs = {"images": None, "dataset": data, "output": tmp_path / "table.csv", "settings": quiet(tmp_path)}
-            table = predict(result.model, result.sidecar, **inputs, batch_size=5, bad_samples=bad_samples)
-            return {row["id"].removesuffix(".jpg"): row for row in self.rows(table)}
-
-        with pytest.raises(UserError, match="2 such samples, and bad_samples=1 are allowed"):
-            rows(1)
-        found = rows(2)
-        assert {name: row["truth"] for name, row in found.items()} == {name: name.partition("/")[0] for name in found}
-        assert len(found) == 12
-        empty = {
-            name for name, row in found.items() if not row["prediction"] and not row["score"] and not row["score_red"]
-        }
-        assert empty == {"red/6", "green/10"}
-
-    def test_a_model_of_other_images(self, shards: Path, digits: Path, tmp_path: Path) -> None:
-        hp = Hyperparameters(epochs=1, max_steps=1, num_ranks=1)
-        result = run_training(hp, digits, tmp_path / "run", quiet(tmp_path))
-        data = fetch(f"shards:{shards}/train.json", "", tmp_path / "data", progress="off")
-        with pytest.raises(UserError, match="the model takes 1 x 8 x 8; predict with a model that was trained on such"):
-            predict(result.model, result.sidecar, images=None, dataset=data, output=tmp_path / "table.csv")
-        assert not (tmp_path / "table.csv").exists()
-
-
-@dataclass
-class Store:
-    """An S3 server with the images of a bucket, and the proxy before it, which can fail."""
-
-    proxy: Proxy
-    names: list[str]
-
-
-class TestFaultsOfAStore:
-    """An object store that fails now and then changes nothing; one that stays away is worth another try of the run."""
-
-    @pytest.fixture
-    def store(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-        folder = labelled(tmp_path / "served" / "bucket")
-        with s3_server(folder.parent) as server, faulty_proxy(server.endpoint) as proxy:
-            for name, value in {**server.aws_environment(), "AWS_ENDPOINT_URL": proxy.url}.items():
-                monkeypatch.setenv(name, value)
-            monkeypatch.setattr(retries, "FIRST_DELAY", 0.001)
-            yield Store(proxy, sorted(f"bucket/{path.relative_to(folder)}" for path in folder.rglob("*.jpg")))
-
-    @pytest.fixture
-    def hp(self) -> Hyperparameters:
-        return replace(BASE, dataset="image_folder:s3://bucket", batch_size=9)
-
-    def test_that_pass(self, hp: Hyperparameters, store: Store, tmp_path: Path) -> None:
-        expected = train(hp, tmp_path / "one")
-        faults = itertools.cycle([503, "truncate", "slow", "reset", 500])
-        store.proxy.faults = {name: [fault] for name, fault in zip(store.names, faults, strict=False)}
-        store.proxy.faults["bucket"] = [503, "truncate"]  # the list
-        store.proxy.requests.clear()
-        result = train(hp, tmp_path / "two")
-        assert not any(store.proxy.faults.values())
-        assert len(store.proxy.requests) > 2 * len(store.names)
-        assert all(torch.equal(value, weights(expected)[name]) for name, value in weights(result).items())
-
-    @pytest.mark.slow
-    def test_that_stay(self, hp: Hyperparameters, store: Store, tmp_path: Path) -> None:
-        data = fetch(hp.dataset, "", tmp_path / "data", progress="off")
-        name = store.names[4]
-        store.proxy.faults = {name: [503] * 100}
-        with pytest.raises(UnreachableError, match=rf"image s3://{name}: cannot be read \(HTTP 503.*run again"):
-            run_training(replace(hp, num_ranks=2), data, tmp_path / "run", quiet(tmp_path))
-        store.proxy.faults = {name: [404] * 100}
-        with pytest.raises(UserError, match=rf"image s3://{name}: cannot be read \(HTTP 404.*run again") as failure:
-            run_training(hp, data, tmp_path / "run again", quiet(tmp_path))
-        assert not isinstance(failure.value, UnreachableError)

@@ -6,120 +6,44 @@ import csv
 import hashlib
 import io
 import json
-import os
 import re
-import signal
-import socket
-import subprocess
-import threading
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgpack
 import numpy as np
-import packaged
 import pytest
 import torch
-from cli import pyflyte
 from engine_rules import resolved, value_of
-from flyteidl.core.errors_pb2 import ContainerError
 from flyteidl.core.execution_pb2 import ExecutionError
 from flyteidl.core.literals_pb2 import Literal
-from pod import BUCKET, DEADLINE, Cluster, PodEnded, unpacked
-from s3_server import s3_server
+from pod import Cluster, PodEnded, unpacked
+from pod_inputs import (
+    CHECK,
+    DASK,
+    ELASTIC,
+    FETCH,
+    PREDICT,
+    SMOKE,
+    TRAIN,
+    VERSION,
+    check_inputs,
+    from_console,
+    from_workflow,
+    refused,
+    text,
+)
 
-from benchmarks.running import descendants, process_name
 from flyte_ddp.code_digest import library_digest
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.run import run_training
-from flyte_ddp.settings import Settings
 
 pytestmark = pytest.mark.slow
-
-CHECK, FETCH = "tasks.preparation.check_inputs", "tasks.preparation.fetch_dataset"
-TRAIN, PREDICT = "tasks.training.train_model", "tasks.prediction.predict_images"
-ELASTIC = "tasks.elastic_training.train_on_elastic"
-DASK = "tasks.dask_training.train_on_dask"
-SMOKE: dict[str, Any] = {"dataset": "digits", "epochs": 1, "max_steps": 8, "num_ranks": 2}
 FASHION = Path("/usr/share/datasets/fashion-mnist")
-VERSION = "0.0.0+package"  # of the packaged library, to tell it from the one that is installed here
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """The project as it is here, but for the library's version, packaged for a cluster without GPUs."""
-    folder = tmp_path_factory.mktemp("cluster")
-    project = folder / "project"
-    packaged.copy_project(project)
-    (project / "flyte_ddp/__init__.py").write_text(f'__version__ = "{VERSION}"\n')
-    archive = folder / "package.tgz"
-    arguments = ("--pkgs", "workflows", "package", "--image", "flyte-ddp:test", "--copy", "all")
-    home, environment = folder / "home", {"FLYTE_DDP_PROFILE": "sandbox", "WANDB_MODE": "offline"}
-    ended = pyflyte(*arguments, "--output", str(archive), home=home, directory=project, **environment)
-    assert ended.exit_code == 0, ended.output
-    (folder / "store/flyte").mkdir(parents=True)
-    with s3_server(folder / "store") as server:
-        yield Cluster(packaged.read(archive, folder / "package"), server, folder)
-
-
-def text(value: str) -> Literal:
-    literal = Literal()
-    literal.scalar.primitive.string_value = value
-    return literal
-
-
-def from_workflow(hp: dict[str, Any]) -> Literal:
-    """Hyperparameters as one task hands them to the next."""
-    literal = Literal()
-    literal.scalar.binary.value = msgpack.packb(hp)
-    literal.scalar.binary.tag = "msgpack"
-    return literal
-
-
-def from_console(hp: dict[str, Any]) -> Literal:
-    """Hyperparameters as the console's form sends them."""
-    literal = Literal()
-    literal.scalar.generic.update(hp)
-    return literal
-
-
-def check_inputs(cluster: Cluster, hp: Literal) -> dict[str, Literal]:
-    """Inputs of the first task, with what the workflow itself gives it."""
-    nodes = cluster.package.workflows["workflows.training.training_wf"].template.nodes
-    [node] = [node for node in nodes if node.task_node.reference_id.name == CHECK]
-    bound = {binding.var: binding.binding for binding in node.inputs}
-    assert set(bound) == {"hp", "kickoff_time", "engine"}
-    return {"hp": hp, **{name: Literal(scalar=bound[name].scalar) for name in ("kickoff_time", "engine")}}
-
-
-@pytest.fixture(scope="module")
-def checked(cluster: Cluster) -> PodEnded:
-    return cluster.run(CHECK, check_inputs(cluster, from_console(SMOKE)))
-
-
-@pytest.fixture(scope="module")
-def train_inputs(cluster: Cluster, checked: PodEnded) -> dict[str, Literal]:
-    assert checked.outputs, checked.log
-    [check, train] = cluster.package.workflows["workflows.training.training_wf"].template.nodes
-    return resolved(train.inputs, {check.id: checked.outputs})
 
 
 @pytest.fixture(scope="module")
 def trained(cluster: Cluster, train_inputs: dict[str, Literal]) -> PodEnded:
     return cluster.run(TRAIN, train_inputs)
-
-
-def refused(ended: PodEnded) -> str:
-    """The message of a pod that failed by a user's mistake: not tried again, and without outputs."""
-    assert ended.error is not None, ended.log
-    assert ended.outputs is None
-    assert ended.error.kind == ContainerError.NON_RECOVERABLE
-    assert ended.error.origin == ExecutionError.USER
-    assert ended.error.code.partition(":")[0] == "USER"
-    message: str = ended.error.message
-    return message
 
 
 def test_the_cache_version_is_that_of_the_sources_sent(cluster: Cluster, tmp_path: Path) -> None:
@@ -294,153 +218,3 @@ def test_an_image_with_another_library_is_refused(
     (image / "flyte_ddp/__init__.py").write_text('__version__ = "stale"\n')
     message = refused(cluster.run(TRAIN, train_inputs, image=image))
     assert f"this pod runs library sources {library_digest(image / 'flyte_ddp')}" in message
-
-
-LONG = {**SMOKE, "epochs": 25, "max_steps": 0, "batch_size": 64}
-
-
-def wait_for_another_checkpoint(process: subprocess.Popen[bytes], checkpoints: Path) -> None:
-    """Until there is one in the blob store that was not there before."""
-    before, deadline = {*checkpoints.rglob("saved-*")}, time.monotonic() + DEADLINE
-    while not {*checkpoints.rglob("saved-*")} - before and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.02)
-
-
-def kill_a_rank(process: subprocess.Popen[bytes], checkpoints: Path) -> None:
-    """What the kernel does where a pod runs out of memory: the largest process is a rank, not the task's own."""
-    wait_for_another_checkpoint(process, checkpoints)
-    ranks = [pid for pid in descendants(process.pid) if re.fullmatch(r"rank \d+", process_name(pid))]
-    os.kill(ranks[-1], signal.SIGKILL)
-
-
-def take_the_pod_away(process: subprocess.Popen[bytes], checkpoints: Path) -> None:
-    """What Kubernetes does when it takes the node away."""
-    wait_for_another_checkpoint(process, checkpoints)
-    process.terminate()
-
-
-def kill_the_pod(process: subprocess.Popen[bytes], checkpoints: Path) -> None:
-    """What is left then is what was sent before."""
-    wait_for_another_checkpoint(process, checkpoints)
-    os.killpg(process.pid, signal.SIGKILL)
-
-
-def kill_before_it_begins(process: subprocess.Popen[bytes], _: Path) -> None:
-    """It has not even looked for a checkpoint."""
-    os.killpg(process.pid, signal.SIGKILL)
-
-
-def kill_as_it_begins(process: subprocess.Popen[bytes], checkpoints: Path) -> None:
-    """It has taken up a checkpoint, and its ranks are about to meet."""
-    before, deadline = {*checkpoints.rglob("started-*")}, time.monotonic() + DEADLINE
-    while not {*checkpoints.rglob("started-*")} - before and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.02)
-    os.killpg(process.pid, signal.SIGKILL)
-
-
-def resumed(cluster: Cluster, ended: PodEnded) -> list[int]:
-    """After which steps the attempts at a run began."""
-    assert ended.outputs, ended.log
-    lines = cluster.stored(ended.outputs["metrics"].scalar.blob.uri).read_text().splitlines()
-    return [record["resumed_after_step"] for record in map(json.loads, lines) if record["kind"] == "start"]
-
-
-@pytest.mark.parametrize(("task", "ranks"), [(TRAIN, 2), (ELASTIC, 1)])  # the profile has one CPU
-def test_attempts_that_are_cut_off_lose_nothing(
-    cluster: Cluster, train_inputs: dict[str, Literal], tmp_path: Path, task: str, ranks: int
-) -> None:
-    """Nor does another execution of the same inputs, after one that was aborted."""
-    hp = {**LONG, "num_ranks": ranks}
-    inputs = {**train_inputs, "hp": from_workflow(hp), "run_version": text(f"run-of-{ranks}")}
-    first = cluster.run(task, inputs, execution="aborted", during=kill_a_rank)
-    second = cluster.run(task, inputs, execution="aborted", attempt=1, during=take_the_pod_away)
-    for ended, words in ((first, "was killed by SIGKILL"), (second, "stopped by SIGTERM")):
-        assert ended.outputs is None
-        assert ended.error is not None, ended.log
-        assert ended.error.kind == ContainerError.RECOVERABLE
-        assert words in ended.error.message
-    for attempt, during in ((2, kill_before_it_begins), (3, kill_as_it_begins)):
-        assert cluster.run(task, inputs, execution="aborted", attempt=attempt, during=during).error is None
-    third = cluster.run(task, inputs, execution="launchedagain")
-    assert "found the checkpoint of attempt 1 of aborted" in third.log
-    assert resumed(cluster, third)[0] == 0
-    assert resumed(cluster, third)[-1] > 0
-    assert third.outputs
-    data = cluster.stored(train_inputs["data"].scalar.blob.uri)
-    settings = Settings(progress="off", wandb_mode="disabled")
-    undisturbed = run_training(Hyperparameters(**hp), data, tmp_path / "run", settings)
-    models = undisturbed.model, cluster.stored(third.outputs["model_state"].scalar.blob.uri)
-    expected, found = (torch.load(path, weights_only=True) for path in models)
-    assert all(torch.equal(value, found[name]) for name, value in expected.items())
-    assert "could not be sent" not in first.log + second.log + third.log
-
-
-def test_another_pod_takes_the_place_of_a_lost_one_of_several(
-    cluster: Cluster, train_inputs: dict[str, Literal]
-) -> None:
-    """As a training operator has it take that; to Flyte it is one attempt, and rank 0's pod is the first to end."""
-    inputs = {**train_inputs, "hp": from_workflow({**LONG, "epochs": 4, "seed": 2}), "run_version": text("several")}
-    with socket.create_server(("", 0)) as server:
-        port = server.getsockname()[1]
-    pods: list[PodEnded] = []
-    outputs, before = cluster.server.folder / BUCKET, len(cluster.pods)
-
-    def run(host: str, during: Callable[[subprocess.Popen[bytes], Path], None]) -> None:
-        several = {"FLYTE_DDP_NODES": "2", "PET_NNODES": "2:2", "PET_RDZV_ENDPOINT": f"{host}:{port}"}
-        pods.append(cluster.run(ELASTIC, inputs, environment=several, during=during))
-
-    def delete_when_there_are_outputs(process: subprocess.Popen[bytes], _: Path) -> None:
-        deadline = time.monotonic() + DEADLINE
-        mine = cluster.pods[-1].name
-        while not (found := {path.parts[-3] for path in outputs.glob("pod*/meta/outputs.pb")} & ran()):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        assert process.poll() is None or mine in found, "others wait"
-        process.terminate()
-
-    def ran() -> set[str]:
-        return {pod.name for pod in cluster.pods[before:]}
-
-    def run_others() -> None:
-        run("localhost", take_the_pod_away)
-        run("localhost", delete_when_there_are_outputs)
-
-    others = threading.Thread(target=run_others)
-
-    def start_others(process: subprocess.Popen[bytes], checkpoints: Path) -> None:
-        while len(descendants(process.pid)) < 1 and process.poll() is None:  # of equal hosts the older one has rank 0
-            time.sleep(0.02)
-        others.start()
-        delete_when_there_are_outputs(process, checkpoints)
-
-    run(socket.gethostname(), start_others)
-    others.join()
-    lost, *kept = pods
-    assert (lost.exit_code, lost.outputs, lost.error) == (128 + signal.SIGTERM, None, None), lost.log
-    (with_rank_0,) = [pod for pod in kept if pod.outputs]
-    assert [pod.error for pod in kept] == [None, None]
-    assert resumed(cluster, with_rank_0)[0] == 0
-    assert resumed(cluster, with_rank_0)[-1] > 0
-
-
-def test_two_pods_killed_at_the_same_step_are_the_last(cluster: Cluster, train_inputs: dict[str, Literal]) -> None:
-    inputs = {**train_inputs, "hp": from_workflow({**LONG, "batch_size": 63}), "run_version": text("futile")}
-    ended = [cluster.run(TRAIN, inputs, attempt=attempt, during=kill_as_it_begins) for attempt in (0, 1)]
-    assert [each.error for each in ended] == [None, None]
-    assert (
-        "2 attempts got no further than step 0, where they began, so no other one is made; the last one: it was killed"
-        in (refused(cluster.run(TRAIN, inputs, attempt=2)))
-    )
-
-
-def test_executions_that_have_a_result_or_are_not_wanted_are_passed_over(
-    cluster: Cluster, train_inputs: dict[str, Literal]
-) -> None:
-    inputs = {**train_inputs, "hp": from_workflow({**LONG, "seed": 1}), "run_version": text("done")}
-    first = cluster.run(TRAIN, inputs, execution="first")
-    assert resumed(cluster, first) == [0]
-    assert resumed(cluster, cluster.run(TRAIN, inputs, execution="first", attempt=1))[-1] > 0, "lost before Flyte knew"
-    assert resumed(cluster, cluster.run(TRAIN, inputs, execution="second")) == [0]
-    cluster.run(TRAIN, inputs, execution="aborted", during=take_the_pod_away)
-    asked = {"FLYTE_DDP_FROM_SCRATCH": "yes"}
-    assert resumed(cluster, cluster.run(TRAIN, inputs, execution="third", environment=asked)) == [0]

@@ -1,17 +1,15 @@
+"""The process that feeds wandb, with a real wandb: what arrives, and what its end or a bad server costs."""
+
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import io
 import json
-import math
 import os
 import signal
 import subprocess
 import sys
 import time
-import uuid
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,234 +17,33 @@ import numpy as np
 import pytest
 from fake_wandb_server import FakeServer, fake_server
 from PIL import Image
+from wandb_runs import (
+    CLASSES,
+    COUNTS,
+    EDGES,
+    END,
+    HYPERPARAMETERS,
+    IMAGES,
+    ROWS,
+    SCORES,
+    TABLE_ROWS,
+    TRUTH,
+    logged_rows,
+    offline_records,
+    processes,
+    settings,
+    start,
+    wait_for,
+    write_run,
+)
 
-from flyte_ddp.errors import UserError
-from flyte_ddp.files import replacing
-from flyte_ddp.json_lines import JsonLines, read_records
-from flyte_ddp.settings import Settings
+from flyte_ddp.json_lines import JsonLines
 from flyte_ddp.tracking import wandb_feed, wandb_run
-from flyte_ddp.tracking.wandb_run import WandbProcess, start_wandb
+from flyte_ddp.tracking.wandb_run import start_wandb
 
 KEY = "0123456789abcdef" * 2 + "01234567"
-HYPERPARAMETERS = {"epochs": 2, "learning_rate": 0.1, "num_ranks": 0}
-CLASSES = ["boot", "bag", "shirt"]
-IMAGES = np.random.default_rng(1).integers(0, 256, (6, 5, 4, 1), dtype=np.uint8)
-SCORES = np.array(
-    [[0.7, 0.2, 0.1], [0.1, 0.8, 0.1], [0.2, 0.2, 0.6], [0.5, 0.3, 0.2], [0, 0, 1], [0, 1, 0]], np.float32
-)
-TRUTH = np.array([0, 1, 1, 0, 0, 2])
-TABLE_ROWS = 4
-COUNTS, EDGES = [3, 0, 5, 1], [-1.0, -0.5, 0.0, 0.5, 1.0]
-RECORDS: list[dict[str, Any]] = [
-    {"kind": "start", "hyperparameters": HYPERPARAMETERS, "num_ranks": 2, "device": "cpu", "classes": CLASSES},
-    {"kind": "train", "epoch": 0, "step": 20, "loss": 0.9, "learning_rate": 0.05, "samples_per_second": 17000.0},
-    {"kind": "train", "epoch": 0, "step": 40, "loss": math.inf, "learning_rate": 0.04, "samples_per_second": 16000.0},
-    {"kind": "evaluation", "epoch": 1, "step": 40, "validation_loss": 0.5, "validation_accuracy": 0.8,
-     "test_loss": 0.6, "test_accuracy": 0.75},
-    {"kind": "watch", "step": 40, "parameters": {"conv.weight": {"counts": COUNTS, "edges": EDGES}}},
-    {"kind": "train", "epoch": 1, "step": 60, "loss": 0.3, "learning_rate": 0.01, "samples_per_second": 18000.0},
-    {"kind": "evaluation", "epoch": 2, "step": 80, "test_loss": 0.4, "test_accuracy": 0.9},
-]  # fmt: skip
-END = {"kind": "end", "test_accuracy": 0.9, "test_loss": 0.4, "seconds": {"total": 3.5}, "stopped": ""}
-# What must arrive at wandb, in this order, by wandb's names.
-ROWS = [
-    {"step": 20, "epoch": 0, "loss": 0.9, "learning_rate": 0.05, "samples_per_second": 17000.0},
-    {"step": 40, "epoch": 0, "learning_rate": 0.04, "samples_per_second": 16000.0},
-    {"step": 40, "epoch": 1, "validation_loss": 0.5, "validation_accuracy": 0.8, "test_loss": 0.6, "accuracy": 0.75},
-    {"step": 60, "epoch": 1, "loss": 0.3, "learning_rate": 0.01, "samples_per_second": 18000.0},
-    {"step": 80, "epoch": 2, "test_loss": 0.4, "accuracy": 0.9},
-]
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks at processes through /proc")
-
-
-# metrics.jsonl
-
-
-def test_records_come_back_as_written(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    before = time.time()
-    with JsonLines(path) as log:
-        for record in RECORDS:
-            log.write(record)
-            lines = path.read_text().splitlines()  # while the log is open: it doesn't keep anything back
-            assert before <= json.loads(lines[-1])["time"] <= time.time()
-    expected = [{**record} for record in RECORDS]
-    expected[2]["loss"] = None
-    assert [without_time(record) for record in read_records(path)] == expected
-
-
-def test_every_line_is_strict_json(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    with JsonLines(path) as log:
-        log.write({"kind": "x", "loss": math.nan, "nested": {"edges": [1.0, -math.inf]}, "pair": (1, math.inf)})
-
-    def refuse(constant: str) -> None:
-        raise AssertionError(f"{constant} is not JSON")
-
-    record = json.loads(path.read_text(), parse_constant=refuse)
-    assert without_time(record) == {"kind": "x", "loss": None, "nested": {"edges": [1.0, None]}, "pair": [1, None]}
-
-
-def test_half_a_line_costs_nothing_else(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"kind": "train", "step": 1}\n{"kind": "tra')
-    assert read_records(path) == [{"kind": "train", "step": 1}]
-    with JsonLines(path) as log:
-        log.write({"kind": "train", "step": 2})
-    assert [record["step"] for record in read_records(path)] == [1, 2]
-
-
-def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"cannot write .*metrics\.jsonl: No such file"):
-        JsonLines(tmp_path / "nowhere" / "metrics.jsonl")
-    if Path("/dev/full").exists():
-        with JsonLines(Path("/dev/full")) as log, pytest.raises(UserError, match="No space left"):
-            log.write({"kind": "train"})
-
-
-# What wandb is fed from
-
-
-def over_after(*actions: Callable[[], object]) -> Callable[[float], bool]:
-    """The end of a run after some looks at the file, each of which may first change it."""
-    left = list(actions)
-
-    def over(_: float) -> bool:
-        left.pop(0)()
-        return not left
-
-    return over
-
-
-def test_records_are_followed_as_they_are_written(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-
-    def write(text: str) -> Callable[[], object]:
-        def action() -> None:
-            with path.open("a") as file:
-                file.write(text)
-
-        return action
-
-    def nothing() -> None:
-        assert not path.exists()
-
-    over = over_after(
-        nothing, write('{"step": 1}\n{"st'), write('ep": 2}\n'), write('{"step": 3}\nrubbish\n{"step": 4}\n{"s')
-    )
-    assert list(wandb_feed.follow(tmp_path, 0, over)) == [{"step": step} for step in (1, 2, 3, 4)]
-
-
-def test_records_of_an_earlier_attempt_are_not_followed(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n')
-    offset = path.stat().st_size
-    with path.open("a") as file:
-        file.write('{"step": 2}\n')
-    assert list(wandb_feed.follow(tmp_path, offset, over_after(lambda: None))) == [{"step": 2}]
-
-
-def test_records_of_a_run_that_is_started_again_are_followed_once(tmp_path: Path) -> None:
-    """The file is replaced by one with what the checkpoint had, and grows from there."""
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}\n{"st')
-
-    def start_again() -> None:
-        with replacing(path) as file:
-            file.write(b'{"step": 1}\n')
-        with path.open("a") as file:
-            file.write('{"step": 2, "again": true}\n')
-
-    over = over_after(lambda: None, start_again)
-    steps = [{"step": 1}, {"step": 2}, {"step": 2, "again": True}]
-    assert list(wandb_feed.follow(tmp_path, 0, over)) == steps
-
-
-# The process that feeds wandb, with a real wandb
-
-
-@pytest.fixture
-def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Text in the environment of every process that this test starts, directly or not; none may outlive it."""
-    value = uuid.uuid4().hex
-    monkeypatch.setenv("FLYTE_DDP_TEST_MARK", value)
-    yield value
-    for pid in processes(value):
-        os.kill(pid, signal.SIGKILL)
-
-
-def processes(mark: str, name: str = "") -> list[int]:
-    """Processes whose environment holds the mark and whose command the name: also those that lost their parent."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if mark.encode() in (folder / "environ").read_bytes() and name in (folder / "cmdline").read_text():
-                found.append(int(folder.name))
-        except OSError:
-            continue
-    return found
-
-
-def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.02)
-
-
-def settings(mode: str, timeout: float = 60.0) -> Settings:
-    return Settings(wandb_mode=mode, wandb_timeout=timeout, wandb_run_id="exec/task:7", wandb_project="a-project")
-
-
-def write_run(folder: Path) -> None:
-    """What training leaves: all records, and the predictions before the last one."""
-    with JsonLines(folder / "metrics.jsonl") as log:
-        for record in RECORDS:
-            log.write(record)
-        arrays: dict[str, Any] = {
-            "index": np.arange(6),
-            "images": IMAGES,
-            "scores": SCORES,
-            "truth": TRUTH,
-            "loss": np.zeros(6),
-        }
-        np.savez(folder / "predictions.npz", table_rows=np.array(TABLE_ROWS), **arrays)
-        log.write(END)
-
-
-def start(folder: Path, mode: str, timeout: float = 60.0) -> WandbProcess:
-    wandb = start_wandb(folder, settings(mode, timeout), HYPERPARAMETERS, "a name")
-    assert wandb is not None
-    return wandb
-
-
-def offline_records(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """What the only offline run in the folder holds, by type of record, as wandb's own reader tells it."""
-    (log,) = (folder / "wandb").glob("offline-run-*/*.wandb")
-    specification = importlib.util.find_spec("wandb")  # what `wandb leet` calls, which itself takes a second to import
-    assert specification is not None
-    assert specification.origin is not None
-    reader = Path(specification.origin).with_name("bin") / "wandb-core"
-    command: list[str | Path] = [reader, "leet", "inspect", "--no-observability", "--json", "--run-file", log]
-    result = subprocess.run(command, capture_output=True, check=True, text=True)
-    records: dict[str, list[dict[str, Any]]] = {}
-    for line in result.stdout.splitlines():
-        record = json.loads(line)
-        records.setdefault(record["type"], []).append(record[record["type"]])
-    return records
-
-
-def logged_rows(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of plain numbers, without wandb's own columns, histograms and tables."""
-    rows = [{key: value for key, value in row.items() if not key.startswith("_")} for row in history]
-    return [
-        row for row in rows if len(row) > 1 and not any(key.startswith(("parameters/", "predictions")) for key in row)
-    ]
-
-
-def without_time(record: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in record.items() if key != "time"}
 
 
 def files_with(text: str, *folders: Path) -> list[Path]:

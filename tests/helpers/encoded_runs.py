@@ -1,0 +1,72 @@
+"""Short runs on shards and image folders, and what they leave."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.datasets import fetch, fingerprint
+from flyte_ddp.json_lines import read_records
+from flyte_ddp.run import Result, run_training
+from flyte_ddp.settings import Settings
+
+SIDE = 16
+BASE = Hyperparameters(
+    dataset="shards:to be replaced",
+    epochs=2,
+    batch_size=64,
+    image_size=SIDE,
+    shuffle_shards=3,
+    precision="fp64",
+    channels_last="off",
+    num_ranks=1,
+    log_interval=1,
+    learning_rate=0.05,
+    grad_clip_norm=0.0,
+)
+
+
+def quiet(folder: Path, **settings) -> Settings:
+    return Settings(progress="off", wandb_mode="disabled", cache_folder=folder / "cache", **settings)
+
+
+def train(hp: Hyperparameters, folder: Path, settings: Settings | None = None) -> Result:
+    """Fetches what is to be fetched, and trains."""
+    name = fingerprint(hp.dataset, hp.data_source, hp.test_dataset)
+    data = fetch(hp.dataset, hp.data_source, folder / name, test_dataset=hp.test_dataset, progress="off")
+    return run_training(hp, data, folder / "run", settings or quiet(folder))
+
+
+def of(index: Path, **changes) -> Hyperparameters:
+    return replace(BASE, dataset=f"shards:{index}", **changes)
+
+
+def weights(result: Result) -> dict[str, torch.Tensor]:
+    return torch.load(result.model, weights_only=True)
+
+
+def notes(result: Result) -> list[str]:
+    return read_records(result.metrics)[-1]["notes"]
+
+
+def losses(result: Result) -> list[float]:
+    return [record["loss"] for record in read_records(result.metrics) if record["kind"] == "train"]
+
+
+def labelled(folder: Path, number: int = 30) -> Path:
+    """Images in folders of their classes: red, green and blue ones of many sizes."""
+    random = np.random.default_rng(0)
+    for index in range(number):
+        colour = index % 3
+        height, width = random.integers(20, 60, 2)
+        pixels = random.integers(0, 60, (height, width, 3), dtype=np.uint8)
+        pixels[..., colour] += 150
+        path = folder / ("red", "green", "blue")[colour] / f"{index}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(path, quality=95)
+    return folder

@@ -1,0 +1,59 @@
+"""Inputs of packaged tasks as the console and the engine send them, and the message of a refusal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgpack
+from flyteidl.core.errors_pb2 import ContainerError
+from flyteidl.core.execution_pb2 import ExecutionError
+from flyteidl.core.literals_pb2 import Literal
+from pod import Cluster, PodEnded
+
+CHECK, FETCH = "tasks.preparation.check_inputs", "tasks.preparation.fetch_dataset"
+TRAIN, PREDICT = "tasks.training.train_model", "tasks.prediction.predict_images"
+ELASTIC = "tasks.elastic_training.train_on_elastic"
+DASK = "tasks.dask_training.train_on_dask"
+SMOKE: dict[str, Any] = {"dataset": "digits", "epochs": 1, "max_steps": 8, "num_ranks": 2}
+VERSION = "0.0.0+package"  # of the packaged library, to tell it from the one that is installed here
+
+
+def text(value: str) -> Literal:
+    literal = Literal()
+    literal.scalar.primitive.string_value = value
+    return literal
+
+
+def from_workflow(hp: dict[str, Any]) -> Literal:
+    """Hyperparameters as one task hands them to the next."""
+    literal = Literal()
+    literal.scalar.binary.value = msgpack.packb(hp)
+    literal.scalar.binary.tag = "msgpack"
+    return literal
+
+
+def from_console(hp: dict[str, Any]) -> Literal:
+    """Hyperparameters as the console's form sends them."""
+    literal = Literal()
+    literal.scalar.generic.update(hp)
+    return literal
+
+
+def check_inputs(cluster: Cluster, hp: Literal) -> dict[str, Literal]:
+    """Inputs of the first task, with what the workflow itself gives it."""
+    nodes = cluster.package.workflows["workflows.training.training_wf"].template.nodes
+    [node] = [node for node in nodes if node.task_node.reference_id.name == CHECK]
+    bound = {binding.var: binding.binding for binding in node.inputs}
+    assert set(bound) == {"hp", "kickoff_time", "engine"}
+    return {"hp": hp, **{name: Literal(scalar=bound[name].scalar) for name in ("kickoff_time", "engine")}}
+
+
+def refused(ended: PodEnded) -> str:
+    """The message of a pod that failed by a user's mistake: not tried again, and without outputs."""
+    assert ended.error is not None, ended.log
+    assert ended.outputs is None
+    assert ended.error.kind == ContainerError.NON_RECOVERABLE
+    assert ended.error.origin == ExecutionError.USER
+    assert ended.error.code.partition(":")[0] == "USER"
+    message: str = ended.error.message
+    return message

@@ -1,0 +1,116 @@
+"""A run for wandb: its records, the process that is fed them, and what that leaves on disk."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flyte_ddp.json_lines import JsonLines
+from flyte_ddp.settings import Settings
+from flyte_ddp.tracking.wandb_run import WandbProcess, start_wandb
+
+HYPERPARAMETERS = {"epochs": 2, "learning_rate": 0.1, "num_ranks": 0}
+CLASSES = ["boot", "bag", "shirt"]
+IMAGES = np.random.default_rng(1).integers(0, 256, (6, 5, 4, 1), dtype=np.uint8)
+SCORES = np.array(
+    [[0.7, 0.2, 0.1], [0.1, 0.8, 0.1], [0.2, 0.2, 0.6], [0.5, 0.3, 0.2], [0, 0, 1], [0, 1, 0]], np.float32
+)
+TRUTH = np.array([0, 1, 1, 0, 0, 2])
+TABLE_ROWS = 4
+COUNTS, EDGES = [3, 0, 5, 1], [-1.0, -0.5, 0.0, 0.5, 1.0]
+RECORDS: list[dict[str, Any]] = [
+    {"kind": "start", "hyperparameters": HYPERPARAMETERS, "num_ranks": 2, "device": "cpu", "classes": CLASSES},
+    {"kind": "train", "epoch": 0, "step": 20, "loss": 0.9, "learning_rate": 0.05, "samples_per_second": 17000.0},
+    {"kind": "train", "epoch": 0, "step": 40, "loss": math.inf, "learning_rate": 0.04, "samples_per_second": 16000.0},
+    {"kind": "evaluation", "epoch": 1, "step": 40, "validation_loss": 0.5, "validation_accuracy": 0.8,
+     "test_loss": 0.6, "test_accuracy": 0.75},
+    {"kind": "watch", "step": 40, "parameters": {"conv.weight": {"counts": COUNTS, "edges": EDGES}}},
+    {"kind": "train", "epoch": 1, "step": 60, "loss": 0.3, "learning_rate": 0.01, "samples_per_second": 18000.0},
+    {"kind": "evaluation", "epoch": 2, "step": 80, "test_loss": 0.4, "test_accuracy": 0.9},
+]  # fmt: skip
+END = {"kind": "end", "test_accuracy": 0.9, "test_loss": 0.4, "seconds": {"total": 3.5}, "stopped": ""}
+# What must arrive at wandb, in this order, by wandb's names.
+ROWS = [
+    {"step": 20, "epoch": 0, "loss": 0.9, "learning_rate": 0.05, "samples_per_second": 17000.0},
+    {"step": 40, "epoch": 0, "learning_rate": 0.04, "samples_per_second": 16000.0},
+    {"step": 40, "epoch": 1, "validation_loss": 0.5, "validation_accuracy": 0.8, "test_loss": 0.6, "accuracy": 0.75},
+    {"step": 60, "epoch": 1, "loss": 0.3, "learning_rate": 0.01, "samples_per_second": 18000.0},
+    {"step": 80, "epoch": 2, "test_loss": 0.4, "accuracy": 0.9},
+]
+
+
+def processes(mark: str, name: str = "") -> list[int]:
+    """Processes whose environment holds the mark and whose command the name: also those that lost their parent."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (folder / "environ").read_bytes() and name in (folder / "cmdline").read_text():
+                found.append(int(folder.name))
+        except OSError:
+            continue
+    return found
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.02)
+
+
+def settings(mode: str, timeout: float = 60.0) -> Settings:
+    return Settings(wandb_mode=mode, wandb_timeout=timeout, wandb_run_id="exec/task:7", wandb_project="a-project")
+
+
+def write_run(folder: Path) -> None:
+    """What training leaves: all records, and the predictions before the last one."""
+    with JsonLines(folder / "metrics.jsonl") as log:
+        for record in RECORDS:
+            log.write(record)
+        arrays: dict[str, Any] = {
+            "index": np.arange(6),
+            "images": IMAGES,
+            "scores": SCORES,
+            "truth": TRUTH,
+            "loss": np.zeros(6),
+        }
+        np.savez(folder / "predictions.npz", table_rows=np.array(TABLE_ROWS), **arrays)
+        log.write(END)
+
+
+def start(folder: Path, mode: str, timeout: float = 60.0) -> WandbProcess:
+    wandb = start_wandb(folder, settings(mode, timeout), HYPERPARAMETERS, "a name")
+    assert wandb is not None
+    return wandb
+
+
+def offline_records(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """What the only offline run in the folder holds, by type of record, as wandb's own reader tells it."""
+    (log,) = (folder / "wandb").glob("offline-run-*/*.wandb")
+    specification = importlib.util.find_spec("wandb")  # what `wandb leet` calls, which itself takes a second to import
+    assert specification is not None
+    assert specification.origin is not None
+    reader = Path(specification.origin).with_name("bin") / "wandb-core"
+    command: list[str | Path] = [reader, "leet", "inspect", "--no-observability", "--json", "--run-file", log]
+    result = subprocess.run(command, capture_output=True, check=True, text=True)
+    records: dict[str, list[dict[str, Any]]] = {}
+    for line in result.stdout.splitlines():
+        record = json.loads(line)
+        records.setdefault(record["type"], []).append(record[record["type"]])
+    return records
+
+
+def logged_rows(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of plain numbers, without wandb's own columns, histograms and tables."""
+    rows = [{key: value for key, value in row.items() if not key.startswith("_")} for row in history]
+    return [
+        row for row in rows if len(row) > 1 and not any(key.startswith(("parameters/", "predictions")) for key in row)
+    ]

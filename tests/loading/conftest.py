@@ -1,0 +1,17 @@
+"""Data for these tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flyte_ddp.datasets.packing import pack_source
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the digits in ten shards, the last of which is smaller; nobody changes it."""
+    folder = tmp_path_factory.mktemp("shards")
+    pack_source("digits", folder, per_shard=160, progress="off")
+    return folder

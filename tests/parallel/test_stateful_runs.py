@@ -1,0 +1,293 @@
+"""What models may hold and do, what of it is refused or named in the notes, and how their runs end after a cut."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import faults
+import numpy as np
+import pytest
+import torch
+import unusual_models
+from stateful_steps import BASE, STEPS, after_steps, losses_of
+
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.errors import RankError, UserError
+from flyte_ddp.json_lines import read_records
+from flyte_ddp.models.artifacts import load_model
+from flyte_ddp.models.images import InputSpec, prepare
+from flyte_ddp.run import Result, run_training
+from flyte_ddp.settings import Settings
+from flyte_ddp.training.optimisation import make_optimizer
+from flyte_ddp.training.train import evaluate_splits
+
+pytestmark = pytest.mark.usefixtures("models_are_found")
+
+QUIET = Settings(progress="off", wandb_mode="disabled")
+
+
+@pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants")
+@pytest.mark.parametrize("keep", ["last", "ema"])
+def test_models_may_keep_what_they_like(digits: Path, tmp_path: Path, keep: str) -> None:
+    hp = Hyperparameters(model="unusual_models:unusual", epochs=2, batch_size=500, num_ranks=1)
+    if keep == "ema":  # torch's average does not take sparse buffers
+        hp = replace(hp, model="unusual_models:unusual_without_sparse", ema_decay=0.9, keep="ema")
+    result = run_training(hp, digits, tmp_path / "run", QUIET)
+    changes, lacks = read_records(result.metrics)[-1]["notes"]
+    assert "changes scale in" in changes, "it is None at first"
+    assert "lacks scale:" in lacks
+    model, sidecar = load_model(result.model, result.sidecar)
+    assert sidecar["metrics"]["test_loss"] == pytest.approx(losses_of(model, digits).mean().item(), abs=1e-6)
+
+
+def test_what_grows_is_loaded_again(digits: Path, tmp_path: Path) -> None:
+    """Of the best epoch, the first one, when a buffer was not there that the model has at the end."""
+    hp = Hyperparameters(model="stateful_models:growing", epochs=3, batch_size=100, num_ranks=1, keep="best")
+    result = run_training(hp, digits, tmp_path / "run", QUIET)
+    model, sidecar = load_model(result.model, result.sidecar)
+    assert sidecar["metrics"]["test_loss"] == pytest.approx(losses_of(model, digits).mean().item(), abs=1e-6)
+    assert sidecar["metrics"]["kept_epoch"] == 1
+    notes = " ".join(read_records(result.metrics)[-1]["notes"])
+    assert "changes bank, late in" in notes
+    assert "new model has not the same bank" in notes
+    assert "changes passes, neither" in notes
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("lazy", "lazy' has lazy layers: their sizes must be known"),
+        ("sparse_embedding", "sparse_embedding' has layer 1 with sparse=True: .* leave sparse=False"),
+        ("nothing_to_train", "nothing_to_train' has nothing to train"),
+        ("no_parameters", "no_parameters' has nothing to train"),
+        (
+            "extra_numpy",
+            r"extra_numpy' has \{.*np\.float64\(1\.5\).*\} in _extra_state: torch.load\(weights_only",
+        ),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(digits: Path, model: str, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        after_steps(replace(BASE, model=f"unusual_models:{model}", num_ranks=1), digits)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"), [("pair_in_evaluation", "tuple"), ("three_classes_in_evaluation", r"\(\d+, 3\)")]
+)
+def test_the_output_must_fit_in_evaluation_too(digits: Path, model: str, words: str) -> None:
+    state = after_steps(replace(BASE, model=f"unusual_models:{model}", num_ranks=1), digits)
+    with pytest.raises(UserError, match=f"model 'unusual_models:{model}' returned .*{words}.*: it must return"):
+        evaluate_splits(state)
+
+
+def test_what_the_optimiser_does_not_know_cannot_be_unfrozen(digits: Path, tmp_path: Path) -> None:
+    hp = Hyperparameters(model="unusual_models:thawing", epochs=1, batch_size=500, num_ranks=1)
+    with pytest.raises(UserError, match=r"^parameter first\.weight: was frozen when the optimiser was made"):
+        run_training(hp, digits, tmp_path / "run", QUIET)
+
+
+RUN = Hyperparameters(
+    model="stateful_models:centred", epochs=3, batch_size=100, num_ranks=2, precision="fp32", ema_decay=0.9, keep="ema"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("hp", "words"),
+    [
+        (
+            RUN,
+            [
+                "The model changes centre, frozen, hidden, late, passes, ...",
+                "Its state_dict lacks hidden",
+                "A new model has not the same late",
+                "bit for bit",
+            ],
+        ),
+        (
+            replace(RUN, num_ranks=1, keep="last"),
+            [
+                "The model changes centre",
+                "Its state_dict lacks hidden",
+                "A new model has not the same late",
+                "bit for bit",
+            ],
+        ),
+        (replace(RUN, model="stateful_models:noisy"), ["draws random numbers", "bit for bit"]),
+        (replace(RUN, model="stateful_models:twice"), ["bit for bit"]),
+    ],
+)
+def test_a_run_that_was_cut_off_ends_the_same(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hp: Hyperparameters, words: list[str]
+) -> None:
+    """In the middle of an epoch, by the death of a rank or an exception in the only one."""
+    expected = run_training(hp, digits, tmp_path / "undisturbed", QUIET)
+    fault = {"rank": hp.num_ranks - 1, "at": "training", "kind": "ArithmeticError", "pass": 23}
+    faults.inject(monkeypatch, tmp_path / "marker", **fault)
+    monkeypatch.setattr(faults, "FAULT", {**fault, "marker": tmp_path / "marker"})  # where the rank is this process
+    monkeypatch.setattr(faults, "passed", {})
+    with pytest.raises(RankError):
+        run_training(hp, digits, tmp_path / "run", QUIET)
+    retried = run_training(hp, digits, tmp_path / "run", QUIET)
+    records = read_records(retried.metrics)
+    assert [record["resumed_after_step"] for record in records if record["kind"] == "start"][1] > 14
+    notes = records[-1]["notes"]
+    assert [word in note for word, note in zip(words, notes, strict=True)] == [True] * len(words), notes
+    one, other = (torch.load(result.model, weights_only=True) for result in (expected, retried))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+@pytest.mark.slow
+def test_the_number_of_ranks_may_matter_more_than_rounding(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hp = replace(RUN, model="stateful_models:noisy", num_ranks=1)
+    fault = {"rank": 0, "at": "training", "kind": "ArithmeticError", "pass": 23}
+    monkeypatch.setattr(faults, "FAULT", {**fault, "marker": tmp_path / "marker"})
+    monkeypatch.setattr(faults, "passed", {})
+    with pytest.raises(RankError):
+        run_training(hp, digits, tmp_path / "run", QUIET)
+    result = run_training(replace(hp, num_ranks=2), digits, tmp_path / "run", QUIET)
+    *_, went_on = read_records(result.metrics)[-1]["notes"]
+    assert (
+        "but for what depends on the number of ranks, and up to rounding, because these changed: ranks 1, now 2"
+        in went_on
+    )
+
+
+def test_the_average_of_an_integer_is_the_newest(digits: Path) -> None:
+    hp = replace(BASE, model="user_models:batch_norm", num_ranks=1, ema_decay=0.9, keep="ema")
+    state = after_steps(hp, digits)
+    average = state.kept_model().state_dict()
+    assert average["1.num_batches_tracked"] == state.model.state_dict()["1.num_batches_tracked"] > STEPS
+    assert not torch.equal(average["1.running_mean"], state.model.state_dict()["1.running_mean"])
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_gradient_may_come_later_than_others(momentum: float) -> None:
+    """As it does where layers are left out at random; torch's own optimiser, not fused, is the reference."""
+    torch.manual_seed(0)
+    ours = [torch.nn.Parameter(torch.randn(5)) for _ in range(3)]
+    theirs = [torch.nn.Parameter(parameter.detach().clone()) for parameter in ours]
+    hp = Hyperparameters(momentum=momentum, nesterov=momentum > 0)
+    reference = torch.optim.SGD(theirs, hp.learning_rate, momentum, weight_decay=hp.weight_decay, nesterov=hp.nesterov)
+    optimizer = make_optimizer(ours, hp)
+    for step in range(4):
+        for place in range(step % 2, 3):
+            ours[place].grad = torch.randn(5)
+            theirs[place].grad = ours[place].grad.clone()
+        for one in (optimizer, reference):
+            one.step()
+            one.zero_grad(set_to_none=True)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("side", [8, 6])
+def test_images_have_the_strides_of_a_new_tensor(channels: int, side: int) -> None:
+    """Or `x.view(len(x), -1)` after a convolution fails."""
+    images = torch.randint(0, 256, (5, 8, 8, channels), dtype=torch.uint8)
+    batch = prepare(images, InputSpec(channels, side, side, (0.5,) * channels, (0.2,) * channels))
+    assert batch.stride() == torch.empty(5, channels, side, side).stride()
+    torch.nn.Conv2d(channels, 4, 3)(batch).view(5, -1)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+@pytest.mark.parametrize("model", ["resized", "scripted", "in_place"])
+def test_what_plain_torch_takes(digits: Path, model: str) -> None:
+    state = after_steps(replace(BASE, model=f"unusual_models:{model}", num_ranks=1, accumulation_steps=1), digits)
+    evaluate_splits(state)
+
+
+def test_what_no_file_holds_is_named(digits: Path, tmp_path: Path) -> None:
+    """Generators of the model's own, and what other objects hold; not what only comes along."""
+    hp = Hyperparameters(model="stateful_models:hidden", epochs=1, batch_size=500, num_ranks=1)
+    result = run_training(hp, digits, tmp_path / "run", QUIET)
+    assert "changes generator, numbers, object, queue, neither" in " ".join(read_records(result.metrics)[-1]["notes"])
+
+
+def test_equal_runs_are_equal_whatever_a_model_draws_from(digits: Path, tmp_path: Path) -> None:
+    """When it is made; the process that runs a single rank draws on as if nothing had been."""
+    hp = Hyperparameters(model="unusual_models:drawn", epochs=1, batch_size=500, num_ranks=1)
+    results = []
+    for number in (1, 2):
+        random.seed(number)
+        np.random.seed(number)  # noqa: NPY002
+        results.append(run_training(hp, digits, tmp_path / str(number), QUIET))
+        assert random.random() == random.Random(number).random()
+        assert np.random.random() == np.random.RandomState(number).random()  # noqa: NPY002
+    assert results[0].model.read_bytes() == results[1].model.read_bytes()
+
+
+CUT: dict[str, object] = {"rank": 0, "at": "training", "kind": "ArithmeticError", "pass": 6}
+
+
+def cut_off_and_resumed(hp: Hyperparameters, digits: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Result:
+    """The end of a run on a single rank that an exception has cut off in the middle of the second epoch."""
+    monkeypatch.setattr(faults, "FAULT", {**CUT, "marker": folder / "marker"})
+    monkeypatch.setattr(faults, "passed", {})
+    with pytest.raises(RankError, match="the rank's own words"):
+        run_training(hp, digits, folder / "run", QUIET)
+    return run_training(hp, digits, folder / "run", QUIET)
+
+
+def notes_of(result: Result) -> list[str]:
+    return list(read_records(result.metrics)[-1]["notes"])
+
+
+ON_ONE = Hyperparameters(model="unusual_models:frozen_body", epochs=3, batch_size=400, num_ranks=1)
+
+
+def test_what_stays_frozen_does_not_change_on_resuming(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A retry makes the model anew, and does not load init_from again."""
+    torch.manual_seed(5)
+    torch.save(unusual_models.FrozenBody().state_dict(), tmp_path / "init.pt")
+    hp = replace(ON_ONE, init_from=str(tmp_path / "init.pt"))
+    notes = notes_of(cut_off_and_resumed(hp, digits, tmp_path, monkeypatch))
+    assert len(notes) == 1
+    assert notes[0].endswith("bit for bit, as far as can be seen.")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": "unusual_models:adapter"},
+        {"model": "unusual_models:extra_tuple"},
+        {"model": "stateful_models:two_names"},
+        *({"model": "stateful_models:gives_up", "keep": keep, "ema_decay": 0.9} for keep in ("last", "best", "ema")),
+    ],
+    ids=str,
+)
+def test_what_a_state_dict_may_hold_goes_through_a_resume(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
+) -> None:
+    """Or lack; also through loading the model."""
+    hp = replace(ON_ONE, **change)
+    expected = run_training(hp, digits, tmp_path / "undisturbed", QUIET)
+    result = cut_off_and_resumed(hp, digits, tmp_path, monkeypatch)
+    starts = [record["resumed_after_step"] for record in read_records(result.metrics) if record["kind"] == "start"]
+    assert starts == [0, 6]
+    assert result.model.read_bytes() == expected.model.read_bytes()
+    assert notes_of(result)[:-1] == notes_of(expected)
+    assert not any("Its state_dict lacks" in note for note in notes_of(result))
+    if change["model"] != "unusual_models:adapter":  # whose frozen part its user loads from elsewhere
+        model, sidecar = load_model(result.model, result.sidecar)
+        assert sidecar["metrics"]["test_loss"] == pytest.approx(losses_of(model, digits).mean().item(), abs=1e-6)
+
+
+def test_what_only_looks_the_same_is_not_called_so(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A retry sets anew, by another batch, what no checkpoint holds."""
+    hp = replace(ON_ONE, model="stateful_models:by_first_batch")
+    assert notes_of(run_training(hp, digits, tmp_path / "undisturbed", QUIET)) == []
+    changes, went_on = notes_of(cut_off_and_resumed(hp, digits, tmp_path, monkeypatch))
+    assert "changes mean, neither" in changes
+    assert "but for what its forward passes had changed and the checkpoint does not hold" in went_on

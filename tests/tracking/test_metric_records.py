@@ -1,0 +1,124 @@
+"""Records of a run come back from metrics.jsonl as they were written, and are followed as they are."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from wandb_runs import RECORDS
+
+from flyte_ddp.errors import UserError
+from flyte_ddp.files import replacing
+from flyte_ddp.json_lines import JsonLines, read_records
+from flyte_ddp.tracking import wandb_feed
+
+# metrics.jsonl
+
+
+def test_records_come_back_as_written(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    before = time.time()
+    with JsonLines(path) as log:
+        for record in RECORDS:
+            log.write(record)
+            lines = path.read_text().splitlines()  # while the log is open: it doesn't keep anything back
+            assert before <= json.loads(lines[-1])["time"] <= time.time()
+    expected = [{**record} for record in RECORDS]
+    expected[2]["loss"] = None
+    assert [without_time(record) for record in read_records(path)] == expected
+
+
+def test_every_line_is_strict_json(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with JsonLines(path) as log:
+        log.write({"kind": "x", "loss": math.nan, "nested": {"edges": [1.0, -math.inf]}, "pair": (1, math.inf)})
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    record = json.loads(path.read_text(), parse_constant=refuse)
+    assert without_time(record) == {"kind": "x", "loss": None, "nested": {"edges": [1.0, None]}, "pair": [1, None]}
+
+
+def test_half_a_line_costs_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"kind": "train", "step": 1}\n{"kind": "tra')
+    assert read_records(path) == [{"kind": "train", "step": 1}]
+    with JsonLines(path) as log:
+        log.write({"kind": "train", "step": 2})
+    assert [record["step"] for record in read_records(path)] == [1, 2]
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"cannot write .*metrics\.jsonl: No such file"):
+        JsonLines(tmp_path / "nowhere" / "metrics.jsonl")
+    if Path("/dev/full").exists():
+        with JsonLines(Path("/dev/full")) as log, pytest.raises(UserError, match="No space left"):
+            log.write({"kind": "train"})
+
+
+# What wandb is fed from
+
+
+def over_after(*actions: Callable[[], object]) -> Callable[[float], bool]:
+    """The end of a run after some looks at the file, each of which may first change it."""
+    left = list(actions)
+
+    def over(_: float) -> bool:
+        left.pop(0)()
+        return not left
+
+    return over
+
+
+def test_records_are_followed_as_they_are_written(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+
+    def write(text: str) -> Callable[[], object]:
+        def action() -> None:
+            with path.open("a") as file:
+                file.write(text)
+
+        return action
+
+    def nothing() -> None:
+        assert not path.exists()
+
+    over = over_after(
+        nothing, write('{"step": 1}\n{"st'), write('ep": 2}\n'), write('{"step": 3}\nrubbish\n{"step": 4}\n{"s')
+    )
+    assert list(wandb_feed.follow(tmp_path, 0, over)) == [{"step": step} for step in (1, 2, 3, 4)]
+
+
+def test_records_of_an_earlier_attempt_are_not_followed(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n')
+    offset = path.stat().st_size
+    with path.open("a") as file:
+        file.write('{"step": 2}\n')
+    assert list(wandb_feed.follow(tmp_path, offset, over_after(lambda: None))) == [{"step": 2}]
+
+
+def test_records_of_a_run_that_is_started_again_are_followed_once(tmp_path: Path) -> None:
+    """The file is replaced by one with what the checkpoint had, and grows from there."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"st')
+
+    def start_again() -> None:
+        with replacing(path) as file:
+            file.write(b'{"step": 1}\n')
+        with path.open("a") as file:
+            file.write('{"step": 2, "again": true}\n')
+
+    over = over_after(lambda: None, start_again)
+    steps = [{"step": 1}, {"step": 2}, {"step": 2, "again": True}]
+    assert list(wandb_feed.follow(tmp_path, 0, over)) == steps
+
+
+def without_time(record: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in record.items() if key != "time"}

@@ -1,0 +1,43 @@
+"""A cluster for the package's tasks, and what the first of them hands on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import packaged
+import pytest
+from cli import pyflyte
+from engine_rules import resolved
+from flyteidl.core.literals_pb2 import Literal
+from pod import Cluster, PodEnded
+from pod_inputs import CHECK, SMOKE, VERSION, check_inputs, from_console
+from s3_server import s3_server
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """The project as it is here, but for the library's version, packaged for a cluster without GPUs."""
+    folder = tmp_path_factory.mktemp("cluster")
+    project = folder / "project"
+    packaged.copy_project(project)
+    (project / "flyte_ddp/__init__.py").write_text(f'__version__ = "{VERSION}"\n')
+    archive = folder / "package.tgz"
+    arguments = ("--pkgs", "workflows", "package", "--image", "flyte-ddp:test", "--copy", "all")
+    home, environment = folder / "home", {"FLYTE_DDP_PROFILE": "sandbox", "WANDB_MODE": "offline"}
+    ended = pyflyte(*arguments, "--output", str(archive), home=home, directory=project, **environment)
+    assert ended.exit_code == 0, ended.output
+    (folder / "store/flyte").mkdir(parents=True)
+    with s3_server(folder / "store") as server:
+        yield Cluster(packaged.read(archive, folder / "package"), server, folder)
+
+
+@pytest.fixture(scope="module")
+def checked(cluster: Cluster) -> PodEnded:
+    return cluster.run(CHECK, check_inputs(cluster, from_console(SMOKE)))
+
+
+@pytest.fixture(scope="module")
+def train_inputs(cluster: Cluster, checked: PodEnded) -> dict[str, Literal]:
+    assert checked.outputs, checked.log
+    [check, train] = cluster.package.workflows["workflows.training.training_wf"].template.nodes
+    return resolved(train.inputs, {check.id: checked.outputs})

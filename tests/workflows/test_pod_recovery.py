@@ -1,0 +1,177 @@
+"""Attempts of packaged tasks that are cut off, run the way pods run them, go on from their checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from flyteidl.core.errors_pb2 import ContainerError
+from flyteidl.core.literals_pb2 import Literal
+from pod import BUCKET, DEADLINE, Cluster, PodEnded
+from pod_inputs import ELASTIC, SMOKE, TRAIN, from_workflow, refused, text
+
+from benchmarks.running import descendants, process_name
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.run import run_training
+from flyte_ddp.settings import Settings
+
+pytestmark = pytest.mark.slow
+
+LONG = {**SMOKE, "epochs": 25, "max_steps": 0, "batch_size": 64}
+
+
+def wait_for_another_checkpoint(process: subprocess.Popen[bytes], checkpoints: Path) -> None:
+    """Until there is one in the blob store that was not there before."""
+    before, deadline = {*checkpoints.rglob("saved-*")}, time.monotonic() + DEADLINE
+    while not {*checkpoints.rglob("saved-*")} - before and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def kill_a_rank(process: subprocess.Popen[bytes], checkpoints: Path) -> None:
+    """What the kernel does where a pod runs out of memory: the largest process is a rank, not the task's own."""
+    wait_for_another_checkpoint(process, checkpoints)
+    ranks = [pid for pid in descendants(process.pid) if re.fullmatch(r"rank \d+", process_name(pid))]
+    os.kill(ranks[-1], signal.SIGKILL)
+
+
+def take_the_pod_away(process: subprocess.Popen[bytes], checkpoints: Path) -> None:
+    """What Kubernetes does when it takes the node away."""
+    wait_for_another_checkpoint(process, checkpoints)
+    process.terminate()
+
+
+def kill_the_pod(process: subprocess.Popen[bytes], checkpoints: Path) -> None:
+    """What is left then is what was sent before."""
+    wait_for_another_checkpoint(process, checkpoints)
+    os.killpg(process.pid, signal.SIGKILL)
+
+
+def kill_before_it_begins(process: subprocess.Popen[bytes], _: Path) -> None:
+    """It has not even looked for a checkpoint."""
+    os.killpg(process.pid, signal.SIGKILL)
+
+
+def kill_as_it_begins(process: subprocess.Popen[bytes], checkpoints: Path) -> None:
+    """It has taken up a checkpoint, and its ranks are about to meet."""
+    before, deadline = {*checkpoints.rglob("started-*")}, time.monotonic() + DEADLINE
+    while not {*checkpoints.rglob("started-*")} - before and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+
+
+def resumed(cluster: Cluster, ended: PodEnded) -> list[int]:
+    """After which steps the attempts at a run began."""
+    assert ended.outputs, ended.log
+    lines = cluster.stored(ended.outputs["metrics"].scalar.blob.uri).read_text().splitlines()
+    return [record["resumed_after_step"] for record in map(json.loads, lines) if record["kind"] == "start"]
+
+
+@pytest.mark.parametrize(("task", "ranks"), [(TRAIN, 2), (ELASTIC, 1)])  # the profile has one CPU
+def test_attempts_that_are_cut_off_lose_nothing(
+    cluster: Cluster, train_inputs: dict[str, Literal], tmp_path: Path, task: str, ranks: int
+) -> None:
+    """Nor does another execution of the same inputs, after one that was aborted."""
+    hp = {**LONG, "num_ranks": ranks}
+    inputs = {**train_inputs, "hp": from_workflow(hp), "run_version": text(f"run-of-{ranks}")}
+    first = cluster.run(task, inputs, execution="aborted", during=kill_a_rank)
+    second = cluster.run(task, inputs, execution="aborted", attempt=1, during=take_the_pod_away)
+    for ended, words in ((first, "was killed by SIGKILL"), (second, "stopped by SIGTERM")):
+        assert ended.outputs is None
+        assert ended.error is not None, ended.log
+        assert ended.error.kind == ContainerError.RECOVERABLE
+        assert words in ended.error.message
+    for attempt, during in ((2, kill_before_it_begins), (3, kill_as_it_begins)):
+        assert cluster.run(task, inputs, execution="aborted", attempt=attempt, during=during).error is None
+    third = cluster.run(task, inputs, execution="launchedagain")
+    assert "found the checkpoint of attempt 1 of aborted" in third.log
+    assert resumed(cluster, third)[0] == 0
+    assert resumed(cluster, third)[-1] > 0
+    assert third.outputs
+    data = cluster.stored(train_inputs["data"].scalar.blob.uri)
+    settings = Settings(progress="off", wandb_mode="disabled")
+    undisturbed = run_training(Hyperparameters(**hp), data, tmp_path / "run", settings)
+    models = undisturbed.model, cluster.stored(third.outputs["model_state"].scalar.blob.uri)
+    expected, found = (torch.load(path, weights_only=True) for path in models)
+    assert all(torch.equal(value, found[name]) for name, value in expected.items())
+    assert "could not be sent" not in first.log + second.log + third.log
+
+
+def test_another_pod_takes_the_place_of_a_lost_one_of_several(
+    cluster: Cluster, train_inputs: dict[str, Literal]
+) -> None:
+    """As a training operator has it take that; to Flyte it is one attempt, and rank 0's pod is the first to end."""
+    inputs = {**train_inputs, "hp": from_workflow({**LONG, "epochs": 4, "seed": 2}), "run_version": text("several")}
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+    pods: list[PodEnded] = []
+    outputs, before = cluster.server.folder / BUCKET, len(cluster.pods)
+
+    def run(host: str, during: Callable[[subprocess.Popen[bytes], Path], None]) -> None:
+        several = {"FLYTE_DDP_NODES": "2", "PET_NNODES": "2:2", "PET_RDZV_ENDPOINT": f"{host}:{port}"}
+        pods.append(cluster.run(ELASTIC, inputs, environment=several, during=during))
+
+    def delete_when_there_are_outputs(process: subprocess.Popen[bytes], _: Path) -> None:
+        deadline = time.monotonic() + DEADLINE
+        mine = cluster.pods[-1].name
+        while not (found := {path.parts[-3] for path in outputs.glob("pod*/meta/outputs.pb")} & ran()):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert process.poll() is None or mine in found, "others wait"
+        process.terminate()
+
+    def ran() -> set[str]:
+        return {pod.name for pod in cluster.pods[before:]}
+
+    def run_others() -> None:
+        run("localhost", take_the_pod_away)
+        run("localhost", delete_when_there_are_outputs)
+
+    others = threading.Thread(target=run_others)
+
+    def start_others(process: subprocess.Popen[bytes], checkpoints: Path) -> None:
+        while len(descendants(process.pid)) < 1 and process.poll() is None:  # of equal hosts the older one has rank 0
+            time.sleep(0.02)
+        others.start()
+        delete_when_there_are_outputs(process, checkpoints)
+
+    run(socket.gethostname(), start_others)
+    others.join()
+    lost, *kept = pods
+    assert (lost.exit_code, lost.outputs, lost.error) == (128 + signal.SIGTERM, None, None), lost.log
+    (with_rank_0,) = [pod for pod in kept if pod.outputs]
+    assert [pod.error for pod in kept] == [None, None]
+    assert resumed(cluster, with_rank_0)[0] == 0
+    assert resumed(cluster, with_rank_0)[-1] > 0
+
+
+def test_two_pods_killed_at_the_same_step_are_the_last(cluster: Cluster, train_inputs: dict[str, Literal]) -> None:
+    inputs = {**train_inputs, "hp": from_workflow({**LONG, "batch_size": 63}), "run_version": text("futile")}
+    ended = [cluster.run(TRAIN, inputs, attempt=attempt, during=kill_as_it_begins) for attempt in (0, 1)]
+    assert [each.error for each in ended] == [None, None]
+    assert (
+        "2 attempts got no further than step 0, where they began, so no other one is made; the last one: it was killed"
+        in (refused(cluster.run(TRAIN, inputs, attempt=2)))
+    )
+
+
+def test_executions_that_have_a_result_or_are_not_wanted_are_passed_over(
+    cluster: Cluster, train_inputs: dict[str, Literal]
+) -> None:
+    inputs = {**train_inputs, "hp": from_workflow({**LONG, "seed": 1}), "run_version": text("done")}
+    first = cluster.run(TRAIN, inputs, execution="first")
+    assert resumed(cluster, first) == [0]
+    assert resumed(cluster, cluster.run(TRAIN, inputs, execution="first", attempt=1))[-1] > 0, "lost before Flyte knew"
+    assert resumed(cluster, cluster.run(TRAIN, inputs, execution="second")) == [0]
+    cluster.run(TRAIN, inputs, execution="aborted", during=take_the_pod_away)
+    asked = {"FLYTE_DDP_FROM_SCRATCH": "yes"}
+    assert resumed(cluster, cluster.run(TRAIN, inputs, execution="third", environment=asked)) == [0]
