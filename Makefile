@@ -24,14 +24,14 @@ train: install ## Train on the embedded digits, 2 ranks (other settings: make tr
 	@echo "Training; results will be under runs/ ..."
 	$(BIN)/pyflyte run workflows/training.py training_wf --hp '$(HP)'
 
-test: install ## Run the tests; most runs share one import of torch
+test: install ## Run the tests, each promise once (5 minutes on two quiet cores)
+	$(BIN)/python -m pytest $(PARALLEL) -m "not exhaustive"
+
+test-all: install ## Also run what repeats them with more faults, stores, launchers and seeds (15 minutes)
 	$(BIN)/python -m pytest $(PARALLEL)
 
-test-all: install ## The same, where each run starts its ranks as users do (what continuous integration runs)
-	$(BIN)/python -m pytest $(PARALLEL) --cold
-
-test-fast: install ## Run the tests one wants while working (under 2 minutes)
-	$(BIN)/python -m pytest $(PARALLEL) -m "not slow"
+test-fast: install ## Run the tests one wants while working (a minute)
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not exhaustive"
 
 lint: install ## Check style (ruff), types (mypy, strict) and layers (import-linter)
 	$(BIN)/ruff check .

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
 ARITHMETIC = ("torch", "torchvision")
 
 
+@cache
 def library_digest(root: Path = Path(__file__).parent) -> str:
     """SHA-256, in 16 hexadecimal digits, over the names and contents of all Python files of the library.
 

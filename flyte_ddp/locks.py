@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import fcntl
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-LOCKS = 1024  # files to lock; shards that share one are fetched one after the other
 
 
 @contextmanager
@@ -31,20 +28,3 @@ def exclusive(folder: Path, name: str, *, wait: bool = True) -> Iterator[None]:
 def unlock(file: int) -> None:
     """Releases an open file's lock; closing alone would leave it with a child that was forked meanwhile."""
     fcntl.flock(file, fcntl.LOCK_UN)
-
-
-def lock_again(file: int) -> bool:
-    """Locks an open file again; False if it was evicted meanwhile, or is about to be."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    if os.fstat(file).st_nlink:
-        return True
-    unlock(file)
-    return False
-
-
-def stripe(name: str) -> str:
-    """The lock that goes with a shard's name."""
-    return f"{int(name, 16) % LOCKS:04d}"

@@ -86,9 +86,9 @@ def descendants_killed_at_end() -> Iterator[None]:
     What was there before is left alone with all its children, and so is what other threads start. Daemons that have
     left their parent are found where there is nobody else whose daemons they could be.
     """
-    before = children_of(os.getpid())
+    before = children_of(os.getpid(), ended=True)
     in_main = threading.current_thread() is threading.main_thread()
-    adopts = in_main and not before - helpers() and not become_subreaper()
+    adopts = in_main and not children_of(os.getpid()) - helpers() and not become_subreaper()
     try:
         yield
     finally:

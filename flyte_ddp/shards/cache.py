@@ -25,8 +25,9 @@ from typing import BinaryIO
 from flyte_ddp import storage
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import DISK_FULL
-from flyte_ddp.locks import exclusive, stripe
+from flyte_ddp.locks import exclusive
 from flyte_ddp.shards.index import Shard
+from flyte_ddp.shards.locks import stripe
 from flyte_ddp.shards.verification import digest_of, failed, open_local, wrong_size
 from flyte_ddp.storage.content import check_length
 

@@ -16,10 +16,11 @@ from typing import Any, BinaryIO
 
 from flyte_ddp import storage
 from flyte_ddp.errors import UserError
-from flyte_ddp.locks import lock_again, unlock
+from flyte_ddp.locks import unlock
 from flyte_ddp.shards.cache import CacheFullError, ShardCache, mark_used
 from flyte_ddp.shards.decoding import decode_sample
 from flyte_ddp.shards.index import Shard, ShardIndex, read_index
+from flyte_ddp.shards.locks import lock_again
 from flyte_ddp.shards.samples import SampleTable, tabulate
 from flyte_ddp.shards.tar import BLOCK, DamagedShardError, members
 from flyte_ddp.shards.verification import failed

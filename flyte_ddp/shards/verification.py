@@ -12,8 +12,9 @@ from typing import BinaryIO
 
 from flyte_ddp import storage
 from flyte_ddp.errors import UserError
-from flyte_ddp.locks import exclusive, stripe
+from flyte_ddp.locks import exclusive
 from flyte_ddp.shards.index import Shard
+from flyte_ddp.shards.locks import stripe
 from flyte_ddp.shards.tar import DamagedShardError
 
 

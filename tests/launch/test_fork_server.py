@@ -13,7 +13,7 @@ from faulty_runs import HP, in_spawned_processes, nothing_is_left, when
 
 from benchmarks.running import descendants, process_name
 from flyte_ddp.errors import RankError, StoppedError
-from flyte_ddp.launch.supervise import supervisor
+from flyte_ddp.launch.supervise import fork_server, supervisor
 from flyte_ddp.launch.supervise.fork_server import SERVER
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
@@ -55,6 +55,16 @@ class Hang:
             while True:
                 time.sleep(0.01)
 sys.meta_path.insert(0, Hang())
+"""
+FIRST_IS_KILLED = """
+start, started = multiprocessing.process.BaseProcess.start, []
+def kill_and_start(process):
+    for other in started:
+        os.kill(other.pid, 9)
+        os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
+    started.append(process)
+    start(process)
+multiprocessing.process.BaseProcess.start = kill_and_start
 """
 NUMBERS = """
 import random
@@ -143,5 +153,16 @@ def test_a_rank_for_which_there_is_no_process(
     """As where a container's number of processes is limited."""
     in_spawned_processes(monkeypatch, tmp_path, FORKS)
     with pytest.raises(RankError, match=r"rank 1: BlockingIOError: \[Errno 11\] Resource temporarily unavailable"):
+        run_training(HP, digits, tmp_path / "run", QUIET)
+    nothing_is_left(tmp_path / "run", temporary)
+
+
+def test_a_fresh_rank_that_is_killed_before_the_next_one_starts(
+    digits: Path, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Multiprocessing then waits for it in place of the server."""
+    monkeypatch.setattr(fork_server, "TRIED_ON", ())
+    in_spawned_processes(monkeypatch, tmp_path, FIRST_IS_KILLED)
+    with pytest.raises(RankError, match="rank 0 was killed by SIGKILL"):
         run_training(HP, digits, tmp_path / "run", QUIET)
     nothing_is_left(tmp_path / "run", temporary)

@@ -18,8 +18,8 @@ import pytest
 from file_server import FileServer, file_server
 from served_shards import DEADLINE, SPAWN, blob, content_of, fetch_only, open_all, serve, sizes_in
 
-from flyte_ddp import locks
 from flyte_ddp.errors import UserError
+from flyte_ddp.shards import locks
 from flyte_ddp.shards.cache import ShardCache
 from flyte_ddp.shards.index import Shard
 from flyte_ddp.storage import failures

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ from flyte_ddp.datasets import fetch, open_prepared
 from flyte_ddp.datasets.arrays import read_description
 from flyte_ddp.datasets.identity import digest_of
 from flyte_ddp.errors import UserError
+from flyte_ddp.locks import exclusive
 from flyte_ddp.runs.job import Job
 
 
@@ -33,9 +33,7 @@ def prepared_here(job: Job, fetch_into: Callable[[Path], object] | None = None) 
     if encoded_kind(hp.dataset):
         name = digest_of([name, hp.dataset, hp.test_dataset])
     folder = job.settings.cache_folder / "prepared" / name
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with folder.with_suffix(".lock").open("wb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with exclusive(folder.parent, f"{name}.lock"):
         if not is_whole(folder, job.identity.data):
             shutil.rmtree(folder, ignore_errors=True)  # damaged, or what the source had when another run fetched it
             if fetch_into is None:

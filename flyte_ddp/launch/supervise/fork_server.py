@@ -123,15 +123,19 @@ def serve(ranks: list[RankPipes], forks: bool) -> None:
         import_torch(ranks)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until a rank has its own handler
     running = dict[int, RankPipes]()
+    fresh = dict[int, BaseProcess]()
     for each in ranks:
         try:
-            pid = forked(each, ranks) if forks else spawned(each)
+            pid = forked(each, ranks) if forks else spawned(each, fresh)
         except OSError as error:
             give_up(error, [each])
         running[pid] = each
         each.exit_pipe.send(pid)
         each.pipe.close()
         each.stacks.close()
+    for pid, process in fresh.items():
+        if process.exitcode is not None:  # multiprocessing waits for those that end before the next one starts
+            running.pop(pid).exit_pipe.send(process.exitcode)
     signal.signal(END, end)
     die_with_parent(END)
     launcher = multiprocessing.parent_process()
@@ -187,12 +191,13 @@ def forked(own: RankPipes, ranks: list[RankPipes]) -> int:
     return pid
 
 
-def spawned(own: RankPipes) -> int:
-    """Starts a rank as a fresh interpreter, and returns its process id."""
+def spawned(own: RankPipes, fresh: dict[int, BaseProcess]) -> int:
+    """Starts a rank as a fresh interpreter, which is added to the others, and returns its process id."""
     arguments = (own.info, own.pipe, own.stacks, os.getpid())
     process = multiprocessing.get_context("spawn").Process(target=become, args=arguments, name=f"rank {own.info.rank}")
     process.start()
     assert process.pid is not None
+    fresh[process.pid] = process
     return process.pid
 
 
