@@ -9,13 +9,12 @@ from pathlib import Path
 
 import packaged
 import pytest
-import warm
+import zygote
 from cli import HELPERS
 from file_server import FileServer, file_server
 from packaged import Package
 
 from flyte_ddp.datasets import fetch
-from flyte_ddp.launch.supervise import fork_server
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -27,13 +26,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--cold", action="store_true", help="start each run's ranks as users do, with an import of torch")
+    parser.addoption("--cold", action="store_true", help="start each interpreter as users do")
+
+
+@pytest.fixture(scope="session")
+def running_zygote() -> Iterator[zygote.Zygote]:
+    with zygote.started() as running:
+        yield running
 
 
 @pytest.fixture(autouse=True)
-def warm_ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not request.config.getoption("--cold"):
-        monkeypatch.setattr(fork_server, "starting", warm.starting)
+def forked_interpreters(request: pytest.FixtureRequest) -> Iterator[None]:
+    """``pyflyte`` commands, pods and ranks are forks of a process that has imported flytekit's modules and torch."""
+    if request.config.getoption("--cold") or request.node.get_closest_marker("cold"):
+        yield
+        return
+    with zygote.used(request.getfixturevalue("running_zygote")):
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.running import process_name
+
 HELPERS = Path(__file__).parent
 ROOT = HELPERS.parents[1]
 WORKFLOWS = str(ROOT / "workflows/training.py")
@@ -43,6 +45,7 @@ def pyflyte(
     runs: Path | None = None,
     directory: Path = ROOT,
     wrapper: tuple[str, ...] = (),
+    session: bool = False,
     **environment: str,
 ) -> Ended:
     """Calls ``pyflyte`` with the arguments.
@@ -52,6 +55,7 @@ def pyflyte(
         runs: the runs folder; ``home / "runs"`` if not given.
         directory: where to call it.
         wrapper: a command to start it with.
+        session: in one of its own, of which it is the leader.
         environment: more variables; wandb is off and GPUs are hidden unless they say otherwise.
 
     """
@@ -65,8 +69,14 @@ def pyflyte(
         text=True,
         timeout=DEADLINE,
         check=False,
+        start_new_session=session,
     )
     return Ended(ended.returncode, ended.stdout)
+
+
+def is_pyflyte(pid: int) -> bool:
+    """Whether that is the process of a ``pyflyte`` command."""
+    return process_name(pid) == PYFLYTE.name
 
 
 def surroundings(home: Path, runs: Path) -> dict[str, str]:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-OWN = ("resource_tracker", "multiprocessing.forkserver")  # of multiprocessing in this process; the latter is warm.py's
-
 
 def children_of(pid: int) -> list[str]:
-    """Command lines of the living children, but for multiprocessing's own."""
+    """Command lines of the living children, but for multiprocessing's own and the tests'."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
-            fields = stat.read_text().rpartition(")")[2].split()
+            name, _, rest = stat.read_text().rpartition(")")
+            fields = rest.split()
             command = stat.with_name("cmdline").read_text().replace("\0", " ")
         except OSError:
             continue
-        if int(fields[1]) == pid and fields[0] != "Z" and not any(own in command for own in OWN):
+        own = name.endswith("(zygote") or "resource_tracker" in command
+        if int(fields[1]) == pid and fields[0] != "Z" and not own:
             found.append(command)
     return found
 

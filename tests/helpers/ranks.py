@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import warm
 
 
 def run_ranks(function: Callable[[Path], None], folder: Path, ranks: int) -> list[int | None]:
     """Runs a function in each rank, with one thread, and returns the exit codes."""
-    forks = warm.context()
-    here = str(Path.cwd()), dict(os.environ)
-    group = [forks.Process(target=run_rank, args=(function, rank, ranks, folder, *here)) for rank in range(ranks)]
+    spawn = multiprocessing.get_context("spawn")
+    group = [spawn.Process(target=run_rank, args=(function, rank, ranks, folder)) for rank in range(ranks)]
     for process in group:
         process.start()
     for process in group:
@@ -25,12 +24,7 @@ def run_ranks(function: Callable[[Path], None], folder: Path, ranks: int) -> lis
     return [process.exitcode for process in group]
 
 
-def run_rank(
-    function: Callable[[Path], None], rank: int, ranks: int, folder: Path, cwd: str, environment: Mapping[str, str]
-) -> None:
-    os.chdir(cwd)
-    os.environ.clear()
-    os.environ.update(environment)
+def run_rank(function: Callable[[Path], None], rank: int, ranks: int, folder: Path) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))

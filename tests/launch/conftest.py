@@ -34,7 +34,7 @@ sys.stdin.read()
 
 
 @pytest.fixture(autouse=True)
-def warm_ranks() -> None:
+def forked_interpreters() -> None:
     """None here: how ranks start is what is tested."""
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cli import DEADLINE, OWN_MODEL, PYFLYTE, ROOT, TINY, WORKFLOWS, Ended, pyflyte, train
+from cli import DEADLINE, OWN_MODEL, ROOT, TINY, WORKFLOWS, Ended, is_pyflyte, pyflyte, train
 from locks import held_by_another_process
 
 from benchmarks.running import descendants
@@ -225,10 +225,6 @@ def stop_when(condition: Callable[[], object], number: signal.Signals) -> None:
             os.kill(launcher, number)
             return
         time.sleep(0.01)
-
-
-def is_pyflyte(pid: int) -> bool:
-    return f"{PYFLYTE}" in Path(f"/proc/{pid}/cmdline").read_text().split("\0")[:2]
 
 
 @pytest.mark.slow

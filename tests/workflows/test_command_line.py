@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli import DEADLINE, PYFLYTE, ROOT, TINY, WORKFLOWS, Ended, pyflyte, train
+from cli import DEADLINE, ROOT, TINY, WORKFLOWS, Ended, is_pyflyte, pyflyte, train
 from test_cli_errors import also, assert_refused
 
 from benchmarks.running import descendants, process_name
@@ -38,15 +38,11 @@ def disturbed(disturb: Callable[[int], None], folder: Path, hp: dict[str, Any] =
 
     with ThreadPoolExecutor() as pool:
         disturbance = pool.submit(wait_and_disturb)
-        ended = train(hp, home=folder, wrapper=("setsid", "--wait"), **options)
+        ended = train(hp, home=folder, session=True, **options)
         disturbance.result()
     assert ended.exit_code == 1, ended.output
     assert "Traceback" not in ended.output
     return ended
-
-
-def is_pyflyte(pid: int) -> bool:
-    return f"{PYFLYTE}" in Path(f"/proc/{pid}/cmdline").read_text().split("\0")[:2]
 
 
 def press_ctrl_c(launcher: int) -> None:

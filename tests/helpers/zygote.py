@@ -1,0 +1,315 @@
+"""A process to fork: it has imported what flytekit and ranks need, and each fork becomes an interpreter that has not.
+
+A command that trains takes 1.2 seconds of a CPU so, and not 3.4. A fork is what ``python -c CODE`` or ``python SCRIPT``
+would be: it has its own arguments, environment, directory, files and signals, and is a child of the process that asked
+for it. What torch brings is hidden until something imports it. flytekit itself is not there, as it looks at its
+environment when it is imported, nor is any module of this repository. ``/proc`` has the zygote's command line and
+environment for all forks; their names are their own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import fcntl
+import gc
+import importlib
+import importlib.abc
+import importlib.machinery
+import json
+import os
+import runpy
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing import util
+from pathlib import Path
+from typing import Any, NoReturn
+
+COMMANDS = ("flytekit.clis.sdk_in_container.pyflyte", "flytekit.bin.entrypoint")
+RANKS = ("torch", "torch._dynamo", "torchvision.models")
+NAME = "zygote"
+PR_SET_NAME, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 15, 36, 37  # linux/prctl.h
+MOST_FILES = 64
+HELPERS = Path(__file__).parent
+SCRIPTS = Path(sys.executable).parent
+HIGH = 512  # above the numbers that a fork gives its files
+cold_popen = subprocess.Popen
+cold_spawn = util.spawnv_passfds  # type: ignore[attr-defined]
+
+
+class Hidden(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Modules that are there, and that nobody sees until one of them is imported."""
+
+    def __init__(self, modules: dict[str, types.ModuleType]) -> None:
+        self.modules = modules
+        self.specs = {name: module.__spec__ for name, module in modules.items()}
+        for name in modules:
+            del sys.modules[name]
+        sys.meta_path.insert(0, self)
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> Any:
+        if name not in self.modules:
+            return None
+        sys.meta_path.remove(self)
+        sys.modules.update(self.modules)
+        del sys.modules[name]  # or Python would load it anew
+        return importlib.machinery.ModuleSpec(name, self)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        return self.modules[spec.name]
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        module.__spec__ = self.specs[module.__name__]
+
+
+def main(number: int) -> None:
+    """Serves requests that come by an open socket, in all of its forks as what they ask for."""
+    set_name(NAME)
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as ranks have it, before torch is imported
+    import_for_commands()
+    before = {*sys.modules}
+    for name in RANKS:
+        importlib.import_module(name)
+    Hidden({name: sys.modules[name] for name in sys.modules.keys() - before if not is_standard(name)})
+    gc.collect()
+    gc.freeze()  # the collector writes to what it looks at, and memory that is written to is no longer shared
+    become(serve(socket.socket(fileno=number)), sys.path[1:])
+
+
+def run(arguments: list[str]) -> NoReturn:
+    """Runs what the fork is for, to the end of the process."""
+    option, *others = arguments
+    sys.argv = ["-c", *others[1:]] if option == "-c" else arguments
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    code: Any = 0
+    try:
+        if option == "-c":
+            exec(others[0], vars(sys.modules["__main__"]))
+        else:
+            runpy.run_path(option, run_name="__main__")
+    except SystemExit as ended:
+        code = ended.code
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__ and error.__traceback__.tb_next)
+        code = 1
+    if isinstance(code, str):
+        print(code, file=sys.stderr)
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))  # it takes a second to take torch apart
+
+
+def import_for_commands() -> None:
+    """Imports what flytekit imports of others; a fork finds out what that is."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        for name in COMMANDS:
+            importlib.import_module(name)
+        with os.fdopen(write, "w") as file:
+            json.dump([name for name in sys.modules if name.partition(".")[0] != "flytekit"], file)
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as file:
+        names = json.load(file)
+    os.waitpid(pid, 0)
+    for name in names:
+        with suppress(ImportError):
+            importlib.import_module(name)
+
+
+def is_standard(name: str) -> bool:
+    return name.partition(".")[0] in sys.stdlib_module_names
+
+
+def serve(requests: socket.socket) -> dict[str, Any]:
+    """Forks until nobody can ask any more; returns the request, in each fork."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # which a whole process group may get
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in (0, 1, 2):
+        os.dup2(nothing, number)
+    while True:
+        message, files, _, _ = socket.recv_fds(requests, 1 << 20, MOST_FILES)
+        if not message:
+            os._exit(0)
+        said, says = os.pipe()
+        goes, go = os.pipe()
+        if not (between := os.fork()):
+            # The end of the process between has Linux make the fork a child of the subreaper above, which has asked.
+            if pid := os.fork():
+                os.write(says, str(pid).encode())
+                os._exit(0)
+            for number in (requests.detach(), said, says, go):
+                os.close(number)
+            os.read(goes, 1)
+            os.close(goes)
+            return {**json.loads(message), "files": files}
+        os.waitpid(between, 0)
+        requests.send(os.read(said, 32))
+        for number in (said, says, goes, go, *files):
+            os.close(number)
+
+
+def become(request: dict[str, Any], path: list[str]) -> NoReturn:
+    """Makes this fork what is asked for, and runs that."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, request["mask"])
+    if request["session"]:
+        os.setsid()
+    high = [fcntl.fcntl(number, fcntl.F_DUPFD, HIGH) for number in request["files"]]
+    for number in request["files"]:
+        os.close(number)
+    for number, other in zip(request["numbers"], high, strict=True):
+        os.dup2(other, number)
+        os.close(other)
+    os.chdir(request["directory"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()  # type: ignore[attr-defined]
+    option = request["arguments"][0]
+    set_name("python" if option == "-c" else Path(option).name)
+    added = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    sys.path[:] = ["" if option == "-c" else str(Path(option).parent), *added, *path]
+    if os.environ.get("PYTHONUNBUFFERED"):
+        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+    if added:
+        sys.modules.pop("sitecustomize", None)
+        with suppress(ImportError):
+            importlib.import_module("sitecustomize")
+    if option != "-c":
+        with_zygote(path)
+    run(request["arguments"])
+
+
+def with_zygote(path: list[str]) -> None:
+    """Gives this process a zygote of its own, for the interpreters that it starts."""
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if not os.fork():
+        here.close()
+        set_name(NAME)
+        become(serve(there), path)
+    there.close()
+    use(Zygote(here))
+
+
+class Zygote:
+    """A process that serves the requests of this one."""
+
+    def __init__(self, requests: socket.socket) -> None:
+        self.requests = requests
+        self.lock = threading.Lock()
+
+    def start(
+        self,
+        arguments: list[str],
+        files: Mapping[int, int],
+        directory: str | None = None,
+        environment: Mapping[str, str] | None = None,
+        *,
+        session: bool = False,
+    ) -> int:
+        """Starts what ``python ARGUMENTS`` would, as a child of this process; returns its process id.
+
+        Args:
+            files: the numbers of its open files, and which of this process's they are.
+            session: in one of its own.
+        """
+        request = {
+            "arguments": arguments,
+            "numbers": [*files],
+            "directory": directory or os.getcwd(),  # noqa: PTH109
+            "environment": {**(os.environ if environment is None else environment)},
+            "mask": [*map(int, signal.pthread_sigmask(signal.SIG_BLOCK, []))],
+            "session": session,
+        }
+        with self.lock:
+            before = become_subreaper()
+            socket.send_fds(self.requests, [json.dumps(request).encode()], [*files.values()])
+            pid = int(self.requests.recv(32))
+            become_subreaper(before)
+        return pid
+
+
+class Popen(subprocess.Popen[Any]):
+    """As usual; what flytekit's commands are, a zygote starts."""
+
+    zygote: Zygote
+
+    def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, *others: Any) -> None:  # type: ignore[override]
+        _, pass_fds, cwd, env, _, _, shell, *rest = others
+        pipes, session, process_group = rest[:6], rest[-2], rest[-1]
+        words = [os.fspath(word) for word in args] if isinstance(args, list) else []
+        script = shutil.which(words[0], path=(env or os.environ).get("PATH")) if words and not shell else None
+        usual = preexec_fn is None and not pass_fds and process_group == -1
+        if script is None or not usual or Path(script).parent != SCRIPTS or not Path(script).name.startswith("pyflyte"):
+            super()._execute_child(args, executable, preexec_fn, *others)  # type: ignore[misc]
+            return
+        sys.stdout.flush()
+        files = {number: number if pipe == -1 else pipe for number, pipe in enumerate((pipes[0], pipes[3], pipes[5]))}
+        self.pid = self.zygote.start([script, *words[1:]], files, cwd and os.fspath(cwd), env, session=session)
+        self._child_created = True
+        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+
+def spawnv_passfds(path: Any, arguments: Any, numbers: Any) -> int:
+    """In place of multiprocessing's own."""
+    if not any("spawn_main" in str(word) for word in arguments):
+        return cold_spawn(path, arguments, numbers)
+    code = arguments[arguments.index("-c") :]
+    return Popen.zygote.start(code, {number: number for number in {0, 1, 2, *map(int, numbers)}})
+
+
+@contextmanager
+def started() -> Iterator[Zygote]:
+    """A zygote of this process, which is none yet for some seconds; requests wait until then."""
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    path = f"sys.path.insert(0, {str(HELPERS)!r})"
+    code = f"import sys; {path}; import zygote; del sys.path[0]; zygote.main({there.fileno()})"
+    process = cold_popen([sys.executable, "-c", code], pass_fds=[there.fileno()], stdin=subprocess.DEVNULL)
+    there.close()
+    with here:
+        yield Zygote(here)
+    process.wait()
+
+
+def use(zygote: Zygote) -> None:
+    """Has the interpreters that this process starts be started by this zygote, as far as it can."""
+    Popen.zygote = zygote
+    subprocess.Popen = Popen  # type: ignore[misc]
+    util.spawnv_passfds = spawnv_passfds  # type: ignore[attr-defined]
+
+
+@contextmanager
+def used(zygote: Zygote) -> Iterator[None]:
+    """The same in a block."""
+    use(zygote)
+    try:
+        yield
+    finally:
+        subprocess.Popen = cold_popen  # type: ignore[misc]
+        util.spawnv_passfds = cold_spawn  # type: ignore[attr-defined]
+
+
+def become_subreaper(wanted: bool = True) -> bool:
+    """Has Linux make this process the parent of orphans below it; returns whether it was so before."""
+    before = ctypes.c_int()
+    libc = ctypes.CDLL(None)
+    libc.prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
+    libc.prctl(PR_SET_CHILD_SUBREAPER, int(wanted))
+    return bool(before.value)
+
+
+def set_name(name: str) -> None:
+    ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode())
