@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -12,13 +12,13 @@ SPAWN, AGENTS, ELASTIC, DASK, RAY = "spawn", "agents that share nothing", "elast
 FRESH = "spawn, fresh interpreters as on GPUs"
 
 
-def on(*names: str) -> pytest.MarkDecorator:
-    """Runs a test on these."""
-    return pytest.mark.parametrize("launch", names, indirect=True)
+def on(*names: str, exhaustive: Sequence[str] = ()) -> pytest.MarkDecorator:
+    """Runs a test on these; on some of them only in ``make test-all``."""
+    repeated = [pytest.param(name, marks=pytest.mark.exhaustive) for name in exhaustive]
+    return pytest.mark.parametrize("launch", [*names, *repeated], indirect=True)
 
 
 everywhere = on(SPAWN, FRESH, AGENTS, ELASTIC, DASK, RAY)
-engines = on(SPAWN, ELASTIC, DASK, RAY)  # where it is the agents' part, Dask's and Ray's are those
 
 
 def set_environment(values: dict[str, str], folder: str) -> None:

@@ -13,6 +13,7 @@ FAULTS = 3  # of the kinds, the first ones
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_retry_ends_in_the_same_model(tmp_path: Path) -> None:
     result = chaos.measure(Options(repeats=FAULTS, quick=True, folder=tmp_path, output=tmp_path / "results"))
     figures = {target.what: target.value for target in result.targets}

@@ -12,11 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import agents
 import faults
 import pytest
 import torch
 from cli import HELPERS
-from engines import Launch, engines, everywhere
+from engines import AGENTS, DASK, ELASTIC, FRESH, RAY, SPAWN, Launch, everywhere, on
 from faulty_runs import HP as FAULTY
 from faulty_runs import INTRODUCED as HP
 from faulty_runs import equal, nothing_like_a_result, saved, weights, when
@@ -98,7 +99,7 @@ def test_the_same_weights_as_from_spawned_ranks(
     assert sorted((event["rank"], event["introduced"]) for event in events) == [(0, True), (1, True)]
 
 
-@everywhere
+@on(AGENTS, exhaustive=(SPAWN, FRESH, ELASTIC, DASK, RAY))
 def test_a_run_that_others_began_goes_on(
     launch: Launch, expected: Result, stopped: Path, digits: Path, tmp_path: Path, quiet: Settings
 ) -> None:
@@ -112,7 +113,7 @@ def test_a_run_that_others_began_goes_on(
     assert all(torch.allclose(mine[name], other[name], rtol=1e-3, atol=1e-5) for name in other)
 
 
-@everywhere
+@on(ELASTIC, DASK, exhaustive=(SPAWN, FRESH, AGENTS, RAY))
 def test_sigterm_saves_the_last_step_and_others_go_on(
     launch: Launch,
     expected: Result,
@@ -134,14 +135,24 @@ def test_sigterm_saves_the_last_step_and_others_go_on(
     assert equal(expected.run_folder, tmp_path / "run")
 
 
-@engines
+KILLED = ("SIGKILL", "import", "rank 1 was killed by SIGKILL, which is often the kernel's out-of-memory", True)
+LEFT = ("os._exit", "data", "rank 1 ended with exit code 0 before it had finished", False)
+RAISED = ("ArithmeticError", "training", "rank 1: ArithmeticError: the rank's own words\n\n.*in fail", False)
+ONCE_EACH = [(SPAWN, RAISED), (ELASTIC, KILLED), (ELASTIC, RAISED), (DASK, LEFT), (RAY, RAISED)]
+ALL = [(launcher, fault) for fault in (KILLED, LEFT, RAISED) for launcher in (SPAWN, ELASTIC, DASK, RAY)]
+
+
 @pytest.mark.parametrize(
-    ("kind", "at", "words", "recoverable"),
+    ("launch", "kind", "at", "words", "recoverable"),
     [
-        ("SIGKILL", "import", "rank 1 was killed by SIGKILL, which is often the kernel's out-of-memory", True),
-        ("os._exit", "data", "rank 1 ended with exit code 0 before it had finished", False),
-        ("ArithmeticError", "training", "rank 1: ArithmeticError: the rank's own words\n\n.*in fail", False),
+        pytest.param(
+            *(launcher, *fault),
+            id=f"{fault[0]}-{launcher}",
+            marks=[] if (launcher, fault) in ONCE_EACH else pytest.mark.exhaustive,
+        )
+        for launcher, fault in ALL
     ],
+    indirect=["launch"],
 )
 def test_a_rank_that_fails_is_named_and_takes_the_others_along(
     launch: Launch,
@@ -164,13 +175,13 @@ def test_a_rank_that_fails_is_named_and_takes_the_others_along(
     nothing_is_left(tmp_path / "run", temporary)
 
 
-@engines
+@on(AGENTS, exhaustive=(ELASTIC, DASK, RAY))  # for spawned ranks see test_faults.py
 def test_a_rank_that_hangs_is_named_with_its_stack(
     launch: Launch, digits: Path, tmp_path: Path, temporary: Path, quiet: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind = "hang" if launch is elastic.launch else "hang in C"  # where Elastic's cannot say more
     faults.inject(monkeypatch, tmp_path / "marker", rank=1, at="training", kind=kind, **{"pass": 3})
-    seconds = 3.0 if launch in (spawn.launch, elastic.launch) else 8.0  # where ranks start one after the other
+    seconds = 3.0 if launch in (agents.launch, elastic.launch) else 8.0  # where ranks start one after the other
     with pytest.raises(RankError) as caught:
         run_training(FAULTY, digits, tmp_path / "run", replace(quiet, timeout=seconds), launch=launch)
     assert f"rank 1 did not come where rank 0 waited for {seconds:g} s" in str(caught.value)
@@ -181,7 +192,7 @@ def test_a_rank_that_hangs_is_named_with_its_stack(
     nothing_is_left(tmp_path / "run", temporary)
 
 
-@engines
+@on(SPAWN, exhaustive=(ELASTIC, DASK, RAY))
 def test_several_at_once(launch: Launch, expected: Result, digits: Path, tmp_path: Path, quiet: Settings) -> None:
     with ThreadPoolExecutor(2) as pool:
         runs = [

@@ -29,7 +29,7 @@ from flyte_ddp.launch import dask
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("temporary")]
+pytestmark = pytest.mark.usefixtures("temporary")
 
 ROOT = Path(__file__).parents[2]
 WITHOUT_LIBRARY = f"import sys; sys.path[:] = [path for path in sys.path if path != {str(ROOT)!r}]"
@@ -115,6 +115,7 @@ def client(address: str) -> Iterator[distributed.Client]:
         yield connected
 
 
+@pytest.mark.slow
 def test_flytes_plugin_starts_workers_by_the_images_commands(client: distributed.Client, start: Start) -> None:
     start(*WORKER)
     client.wait_for_workers(1, timeout=60)
@@ -122,6 +123,7 @@ def test_flytes_plugin_starts_workers_by_the_images_commands(client: distributed
     assert (worker["name"], worker["nthreads"], worker["memory_limit"]) == ("one", 2, 2 * 2**30)
 
 
+@pytest.mark.slow
 def test_workers_that_come_later_are_waited_for(
     client: distributed.Client, start: Start, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -138,6 +140,7 @@ def test_workers_that_come_later_are_waited_for(
         assert found.result().num_ranks == 2
 
 
+@pytest.mark.slow
 def test_fewer_workers_than_ranks_are_an_error_where_the_cluster_is_made_for_the_run(
     client: distributed.Client, start: Start
 ) -> None:
@@ -149,6 +152,7 @@ def test_fewer_workers_than_ranks_are_an_error_where_the_cluster_is_made_for_the
         dask.hardware(replace(HP, num_ranks=2), client, coming=2)
 
 
+@pytest.mark.slow
 def test_a_scheduler_that_starts_later(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -164,6 +168,7 @@ def test_a_scheduler_that_starts_later(start: Start, tmp_path: Path, monkeypatch
         assert found.result() == 0
 
 
+@pytest.mark.slow
 def test_a_scheduler_that_dies(
     address: str, start: Start, digits: Path, tmp_path: Path, processes: list[subprocess.Popen[str]]
 ) -> None:
@@ -195,6 +200,7 @@ def test_a_worker_of_another_version() -> None:
         dask.refuse_other_versions(cluster, ["tcp://a:1", "tcp://b:1"])
 
 
+@pytest.mark.slow
 def test_runs_with_other_sources_at_once_on_workers_that_have_none(
     client: distributed.Client, start: Start, digits: Path, tmp_path: Path
 ) -> None:

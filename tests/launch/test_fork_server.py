@@ -18,7 +18,7 @@ from flyte_ddp.launch.supervise.fork_server import SERVER
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("temporary")]
+pytestmark = pytest.mark.usefixtures("temporary")
 
 QUIET = Settings(progress="off", wandb_mode="disabled")
 
@@ -79,6 +79,7 @@ rank_process.run_and_report = draw
 """
 
 
+@pytest.mark.slow
 def test_nothing_goes_on_when_the_server_forks(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which a fork would not have, or not survive."""
     noted = in_spawned_processes(monkeypatch, tmp_path, CALM)
@@ -87,6 +88,7 @@ def test_nothing_goes_on_when_the_server_forks(digits: Path, tmp_path: Path, mon
     assert sorted(noted.read_text().splitlines()) == ["1", "1", "False", "False"]
 
 
+@pytest.mark.slow
 def test_ranks_have_names_and_random_numbers_of_their_own(
     digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,6 +99,7 @@ def test_ranks_have_names_and_random_numbers_of_their_own(
     assert len({*of_numpy, *of_python}) == 6
 
 
+@pytest.mark.slow
 def test_a_killed_server_takes_its_ranks_along(
     digits: Path, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,19 +137,21 @@ def test_a_stop_while_torch_is_imported_does_not_wait_for_it(
     nothing_is_left(tmp_path / "run", temporary)
 
 
+@pytest.mark.slow
 def test_an_import_of_torch_that_hangs_is_named_with_its_stack(
     digits: Path, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_spawned_processes(monkeypatch, tmp_path, IMPORT_HANGS)
-    monkeypatch.setattr(supervisor, "BEGIN_SECONDS", 5.0)
+    monkeypatch.setattr(supervisor, "BEGIN_SECONDS", 2.0)
     with pytest.raises(
-        RankError, match=r"(?s)rank 0 did not begin within 5 s.*its process is at:.* in find_spec"
+        RankError, match=r"(?s)rank 0 did not begin within 2 s.*its process is at:.* in find_spec"
     ) as caught:
         run_training(HP, digits, tmp_path / "run", QUIET)
     assert caught.value.recoverable
     nothing_is_left(tmp_path / "run", temporary)
 
 
+@pytest.mark.slow
 def test_a_rank_for_which_there_is_no_process(
     digits: Path, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,6 +162,7 @@ def test_a_rank_for_which_there_is_no_process(
     nothing_is_left(tmp_path / "run", temporary)
 
 
+@pytest.mark.slow
 def test_a_fresh_rank_that_is_killed_before_the_next_one_starts(
     digits: Path, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,14 +63,21 @@ def alone(launcher: str, hp: Hyperparameters, data: Path, run: Path) -> subproce
     return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": "."}, stdout=subprocess.PIPE, text=True)
 
 
-@on(SPAWN, FRESH, AGENTS, ELASTIC, DASK, RAY)
+@on(SPAWN, exhaustive=(FRESH, AGENTS, ELASTIC, DASK, RAY))
 def test_after_a_good_end(launch: Launch, digits: Path, tmp_path: Path, temporary: Path, quiet: Settings) -> None:
     run_training(PARENTAL, digits, tmp_path / "run", quiet, launch=launch)
     offspring_models.wait(lambda: not survivors(temporary))  # agents see to it, after the launcher has heard of the end
 
 
-@on(SPAWN, FRESH, AGENTS, ELASTIC)
-@pytest.mark.parametrize("kind", ["ArithmeticError", "SIGKILL"])
+ONCE_EACH = [(FRESH, "SIGKILL"), (AGENTS, "ArithmeticError"), (ELASTIC, "SIGKILL")]
+ALL = [(launcher, kind) for kind in ("ArithmeticError", "SIGKILL") for launcher in (SPAWN, FRESH, AGENTS, ELASTIC)]
+
+
+@pytest.mark.parametrize(
+    ("launch", "kind"),
+    [pytest.param(*case, marks=[] if case in ONCE_EACH else pytest.mark.exhaustive) for case in ALL],
+    indirect=["launch"],
+)
 def test_after_a_failure(
     launch: Launch,
     digits: Path,
@@ -106,6 +113,7 @@ def test_after_the_launcher_was_killed(
     offspring_models.wait(lambda: not any(offspring_models.state(pid) not in ("", "Z") for pid in below))
     assert survivors(temporary) == []
     assert living_with(str(temporary)) == []
+    assert [path.name for path in temporary.iterdir()] == ["started"]
 
 
 @pytest.fixture

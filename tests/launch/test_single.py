@@ -23,7 +23,7 @@ from flyte_ddp.run import run_training
 from flyte_ddp.runs.run_folder import OUTPUTS
 from flyte_ddp.settings import Settings
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("temporary")]
+pytestmark = pytest.mark.usefixtures("temporary")
 
 HP = replace(TWO_RANKS, num_ranks=1)
 
@@ -45,6 +45,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch, marker: Path, kind: str) ->
     monkeypatch.setattr(faults, "passed", {})
 
 
+@pytest.mark.slow
 def test_the_same_weights_as_from_a_spawned_rank(digits: Path, tmp_path: Path, quiet: Settings) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -59,6 +60,7 @@ def test_the_same_weights_as_from_a_spawned_rank(digits: Path, tmp_path: Path, q
     assert equal(expected.run_folder, found.run_folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_stops(
     digits: Path, tmp_path: Path, quiet: Settings, monkeypatch: pytest.MonkeyPatch, number: signal.Signals

@@ -27,9 +27,11 @@ PORT = 29400  # within the hosts' own network
 
 def command(host: Host, first: Host, nodes: str, *arguments: str, by_name: bool = False) -> list[str]:
     """A worker on this host, and Elastic's store on the first, by its address or its name."""
+    cores = sorted(os.sched_getaffinity(0))
+    core = str(cores[0] if host is first else cores[-1])
     name, own = (first.name, host.name) if by_name else (first.address, host.address)
     return [
-        *("taskset", "--cpu-list", "0"),  # one core, as ranks of the run that this one is compared with
+        *("taskset", "--cpu-list", core),  # one for each rank, as in the run that this one is compared with
         *(sys.executable, "-m", "torch.distributed.run", "--nnodes", nodes, "--nproc-per-node", "1"),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{name}:{PORT}", "--rdzv-id", "test"),
         *("--rdzv-conf", f"is_host={int(host is first)},last_call_timeout=1,keep_alive_interval=1"),
@@ -43,36 +45,14 @@ def environment(temporary: Path) -> dict[str, str]:
     return {**theirs, "PYTHONPATH": str(HELPERS), "TMPDIR": str(temporary)}
 
 
-def test_two_hosts_train_as_one(expected: Result, digits: Path, tmp_path: Path, temporary: Path) -> None:
-    """The second sees neither the run's folder nor its data, which it fetches."""
-    runs = tmp_path / "runs"
-    runs.mkdir()
-    arguments = (HP.to_json(), str(digits), str(runs / "run"))
-    with two_hosts() as (first, second):
-        started = [
-            host.start(
-                command(host, first, "2", *arguments),
-                tmp_path / f"{host.address}.log",
-                environment(temporary),
-                hidden=runs if host is second else None,
-            )
-            for host in (first, second)
-        ]
-        codes = [process.wait(timeout=120) for process in started]
-    logs = "\n".join((tmp_path / f"{host.address}.log").read_text() for host in (first, second))
-    assert codes == [0, 0], logs
-    assert equal(expected.run_folder, runs / "run")
-    (start,) = [record for record in read_records(runs / "run/metrics.jsonl") if record["kind"] == "start"]
-    assert (start["num_ranks"], start["num_nodes"], start["strategy"]) == (2, 2, "ddp")
-    sidecar = read_sidecar(runs / "run/model.json")
-    assert (sidecar["num_ranks"], sidecar["num_nodes"]) == (2, 2)
-
-
-@pytest.mark.parametrize("store_is_with", ["rank 0", "the other"])
-def test_each_host_knows_its_own_name_as_a_loopback_address(
+@pytest.mark.parametrize("store_is_with", ["rank 0", pytest.param("the other", marks=pytest.mark.exhaustive)])
+def test_two_hosts_train_as_one(
     expected: Result, digits: Path, tmp_path: Path, temporary: Path, store_is_with: str
 ) -> None:
-    """As Debian writes it into /etc/hosts; and Elastic's store need not be where rank 0 is."""
+    """The second sees neither the run's folder nor its data, which it fetches; Elastic's store may be on either.
+
+    Each knows its own name as a loopback address, as Debian writes it into /etc/hosts.
+    """
     runs = tmp_path / "runs"
     runs.mkdir()
     arguments = (HP.to_json(), str(digits), str(runs / "run"))
@@ -86,6 +66,7 @@ def test_each_host_knows_its_own_name_as_a_loopback_address(
                 command(host, with_store, "2", *arguments, by_name=True),
                 tmp_path / f"{host.address}.log",
                 environment(temporary),
+                hidden=runs if host is both[1] and store_is_with == "rank 0" else None,
                 names=tmp_path / f"{host.name}.hosts",
             )
             for host in both
@@ -94,6 +75,10 @@ def test_each_host_knows_its_own_name_as_a_loopback_address(
     logs = "\n".join((tmp_path / f"{host.address}.log").read_text() for host in both)
     assert codes == [0, 0], logs
     assert equal(expected.run_folder, runs / "run")
+    (start,) = [record for record in read_records(runs / "run/metrics.jsonl") if record["kind"] == "start"]
+    assert (start["num_ranks"], start["num_nodes"], start["strategy"]) == (2, 2, "ddp")
+    sidecar = read_sidecar(runs / "run/model.json")
+    assert (sidecar["num_ranks"], sidecar["num_nodes"]) == (2, 2)
 
 
 def test_one_host_is_lost(

@@ -289,6 +289,22 @@ class TestInAPod:
         assert names(base.parent / "p/d/run") == ["one 0 8"]
         assert names(base.parent / "p/d/run", DONE) == ["one 1 0"]
 
+    def test_an_execution_from_scratch_takes_none(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        found: list[int] = []
+
+        def look_and_be_lost(folder: Path) -> None:
+            newest = checkpoint.newest_of(folder)
+            found.append(newest.step if newest else 0)
+            write(folder / SLOTS[0], 4)
+            raise RankError("rank 1 was killed", recoverable=True)
+
+        for execution, from_scratch in (("one", ""), ("two", ""), ("three", "yes")):
+            monkeypatch.setenv("FLYTE_INTERNAL_EXECUTION_ID", execution)
+            monkeypatch.setenv("FLYTE_DDP_FROM_SCRATCH", from_scratch)
+            with pytest.raises(recovery.FlyteRecoverableException):
+                self.attempt(tmp_path / execution, look_and_be_lost)
+        assert found == [0, 4, 0]
+
     def test_sigterm_while_they_are_fetched_loses_none(
         self, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -76,7 +76,10 @@ def resumed(cluster: Cluster, ended: PodEnded) -> list[int]:
     return [record["resumed_after_step"] for record in map(json.loads, lines) if record["kind"] == "start"]
 
 
-@pytest.mark.parametrize(("task", "ranks"), [(TRAIN, 2), (ELASTIC, 1)])  # the profile has one CPU
+@pytest.mark.parametrize(
+    ("task", "ranks"),
+    [(TRAIN, 2), pytest.param(ELASTIC, 1, marks=pytest.mark.exhaustive)],  # the profile has one CPU
+)
 def test_attempts_that_are_cut_off_lose_nothing(
     cluster: Cluster, train_inputs: dict[str, Literal], tmp_path: Path, task: str, ranks: int
 ) -> None:
@@ -109,8 +112,12 @@ def test_attempts_that_are_cut_off_lose_nothing(
 def test_another_pod_takes_the_place_of_a_lost_one_of_several(
     cluster: Cluster, train_inputs: dict[str, Literal]
 ) -> None:
-    """As a training operator has it take that; to Flyte it is one attempt, and rank 0's pod is the first to end."""
-    inputs = {**train_inputs, "hp": from_workflow({**LONG, "epochs": 4, "seed": 2}), "run_version": text("several")}
+    """As a training operator has it take that; to Flyte it is one attempt, and rank 0's pod is the first to end.
+
+    The pod is lost after its first checkpoint, when most of the training is still to come: if it were lost at the
+    end, the others would wait for it for as long as Elastic does (300 s), and then end well.
+    """
+    inputs = {**train_inputs, "hp": from_workflow({**LONG, "epochs": 12, "seed": 2}), "run_version": text("several")}
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
     pods: list[PodEnded] = []
@@ -164,6 +171,7 @@ def test_two_pods_killed_at_the_same_step_are_the_last(cluster: Cluster, train_i
     )
 
 
+@pytest.mark.exhaustive
 def test_executions_that_have_a_result_or_are_not_wanted_are_passed_over(
     cluster: Cluster, train_inputs: dict[str, Literal]
 ) -> None:
