@@ -5,11 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 from cli import ROOT
 
-HEAVY = ("torch", "torchvision", "wandb", "matplotlib", "sklearn", "botocore", "ray", "dask")
+HEAVY = ("torch", "torchvision", "wandb", "matplotlib", "sklearn", "boto3", "botocore", "ray", "dask", "distributed")
 
 
+@pytest.mark.slow
 def test_importing_the_workflows_imports_nothing_heavy() -> None:
     code = (
         "import sys, workflows.training, workflows.prediction\n"

@@ -169,6 +169,7 @@ def test_a_cluster_that_is_not_there_is_one_panel(clone: Path, tmp_path: Path) -
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_project_that_is_not_there_is_one_panel(clone: Path, tmp_path: Path) -> None:
     words = "failed to validate that project [nowhere] and domain [development] are registered"
     with fake_flyte_admin() as admin:
@@ -180,6 +181,7 @@ def test_a_project_that_is_not_there_is_one_panel(clone: Path, tmp_path: Path) -
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_login_that_fails_is_one_panel(clone: Path, tmp_path: Path) -> None:
     with fake_flyte_admin() as admin:
         arguments = cluster_at(admin.endpoint, clone, tmp_path, authType="ClientSecret", clientId="flyte-ddp")
@@ -271,6 +273,7 @@ def test_bad_arguments_are_refused_in_one_line(clone: Path, arguments: list[str]
     assert (ended.exit_code, ended.output) == (1, f"Error: {message}\n")
 
 
+@pytest.mark.slow
 def test_an_unknown_profile_is_refused_with_the_choices(clone: Path) -> None:
     ended = register(clone, *COMPLETE, "--profile", "gpus", "--dry-run")
     assert ended.exit_code == 1

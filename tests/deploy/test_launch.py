@@ -295,7 +295,7 @@ def test_a_call_that_takes_too_long_is_one_sentence(
     launch: Any, admin: FakeFlyteAdmin, script: ModuleType, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     assert script.CALL_SECONDS == 30
-    monkeypatch.setattr(script, "CALL_SECONDS", 1.0)
+    monkeypatch.setattr(script, "CALL_SECONDS", 0.3)
     admin.faults[call] = slow
     assert error(launch()) == f"{admin.endpoint} is too slow: a call had no answer in time; try again later"
 

@@ -238,7 +238,7 @@ def fake_flyte_admin() -> Iterator[FakeFlyteAdmin]:
 
     storage = ThreadingHTTPServer(("127.0.0.1", 0), Upload)
     admin = FakeFlyteAdmin(f"http://127.0.0.1:{storage.server_port}/upload")
-    threading.Thread(target=storage.serve_forever, daemon=True).start()
+    threading.Thread(target=storage.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
     server = grpc.server(ThreadPoolExecutor(), interceptors=[Faults(admin)])
     admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)
     dataproxy_pb2_grpc.add_DataProxyServiceServicer_to_server(admin, server)

@@ -94,6 +94,7 @@ def test_what_a_model_uses_and_the_cache_key_does_not_cover_is_named(
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_change_in_what_the_users_model_imports_trains_again(tmp_path: Path) -> None:
     """The cache answers only what is the same through and through."""
     (tmp_path / "mine.py").write_text("from layers import make as model\n")

@@ -125,8 +125,14 @@ def _pythons_own_handler() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_pythons_own_handler")
-@pytest.mark.parametrize("moment", ENDS)
-@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize(
+    ("moment", "again"),
+    [
+        *[(moment, again) for moment in ENDS if "wandb" not in moment for again in (False, True)],
+        pytest.param("when wandb has ended", False, marks=pytest.mark.slow),
+        pytest.param("when wandb has ended", True, marks=[pytest.mark.slow, pytest.mark.exhaustive]),
+    ],
+)
 def test_ctrl_c_at_the_end_leaves_results_or_a_checkpoint(
     digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: Result, moment: str, again: bool
 ) -> None:
@@ -161,8 +167,17 @@ def test_ctrl_c_at_the_end_leaves_results_or_a_checkpoint(
     assert contents(folder)[METRICS] != before.get(METRICS)
 
 
-@pytest.mark.parametrize("before", ["nothing", "a run", "a run without results"])
-@pytest.mark.parametrize("with_results", [False, True])
+@pytest.mark.parametrize(
+    ("before", "with_results"),
+    [
+        ("nothing", False),
+        ("a run", True),
+        ("a run without results", True),
+        pytest.param("nothing", True, marks=pytest.mark.exhaustive),
+        pytest.param("a run", False, marks=pytest.mark.exhaustive),
+        pytest.param("a run without results", False, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_kill_while_it_takes_over_leaves_the_rest_to_the_next(
     tmp_path: Path, before: str, with_results: bool
 ) -> None:

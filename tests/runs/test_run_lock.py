@@ -143,7 +143,7 @@ for line in sys.stdin:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workflow", ["training", "elastic_training"])
+@pytest.mark.parametrize("workflow", ["training", pytest.param("elastic_training", marks=pytest.mark.exhaustive)])
 def test_a_notebook_that_has_trained_is_in_nobodys_way(tmp_path: Path, workflow: str) -> None:
     """It stays open; others with the same run get its result, also after it was answered from the cache or failed."""
     environment = {**surroundings(tmp_path / "home", tmp_path / "runs"), "PYTHONPATH": str(ROOT)}

@@ -65,10 +65,16 @@ def disk_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
 
 TROUBLES = ("refuses", "hangs", "fails", "babbles", "denies")  # of the server
 ASKED = ("hangs", "fails", "babbles", "denies", "is killed later")  # before training begins
-OTHERS = ("is killed at once", "is killed later", "cannot make its folder", "disk is full")
 
 
-@pytest.mark.parametrize("trouble", [*TROUBLES, *OTHERS])
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        *("hangs", "is killed later", "disk is full", "cannot make its folder"),
+        *[pytest.param(each, marks=pytest.mark.exhaustive) for each in ("refuses", "fails", "babbles", "denies")],
+        pytest.param("is killed at once", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_the_weights_are_the_same(
     digits: Path, without: Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wandb: Wandb, trouble: str
 ) -> None:

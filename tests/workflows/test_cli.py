@@ -10,8 +10,6 @@ import re
 import shutil
 import signal
 import struct
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -60,11 +58,23 @@ def state(folder: Path) -> dict[str, tuple[int, int]]:
     return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in files}
 
 
-def test_start_up_imports_nothing_heavy() -> None:
-    code = "import sys, workflows.training; print(*{name.partition('.')[0] for name in sys.modules})"
-    loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    heavy = {"torch", "torchvision", "wandb", "matplotlib", "sklearn", "ray", "dask", "distributed", "boto3"}
-    assert not heavy & set(loaded.stdout.split())
+@pytest.fixture(scope="module")
+def trained_once(tmp_path_factory: pytest.TempPathFactory) -> tuple[Ended, Path]:
+    """A run, and its home, of which a copy lies beside it."""
+    home = tmp_path_factory.mktemp("trained") / "home"
+    ended = train(TINY, home=home)
+    assert trained(ended)
+    shutil.copytree(home, home.with_name("copy"))
+    return ended, home
+
+
+@pytest.fixture
+def finished(trained_once: tuple[Ended, Path]) -> tuple[dict[str, Path], Path]:
+    """The outputs of that run, and its home, as they were when it ended."""
+    ended, home = trained_once
+    shutil.rmtree(home)
+    shutil.copytree(home.with_name("copy"), home)
+    return outputs(ended), home
 
 
 @pytest.mark.slow
@@ -104,45 +114,54 @@ def test_a_run_leaves_its_files_and_the_same_run_again_trains_nothing(tmp_path: 
 
 
 @pytest.mark.slow
-def test_what_was_deleted_is_made_again(tmp_path: Path) -> None:
-    files = outputs(train(TINY, home=tmp_path))
-    run, datasets = files["model_state"].parent, tmp_path / "runs/datasets"
-    for lost in (files["metrics"], run, datasets):
-        shutil.rmtree(lost) if lost.is_dir() else lost.unlink()
-        again = train(TINY, home=tmp_path)
-        assert outputs(again) == files, lost
-        assert len(list(datasets.glob("*/*"))) == 5, lost
-        # Lost data are fetched again, and are the same: the model is still theirs.
-        assert trained(again) == (lost != datasets), lost
-    next(datasets.glob("*/train_images.npy")).unlink()
-    other = train({**TINY, "seed": 1}, home=tmp_path)
-    assert trained(other), other.output
-    assert outputs(other)["model_state"].exists()
+@pytest.mark.parametrize(
+    "lost",
+    [
+        ("a file of its data", "run"),
+        ("all data",),
+        pytest.param(("metrics",), marks=pytest.mark.exhaustive),
+    ],
+)
+def test_what_was_deleted_is_made_again(lost: tuple[str, ...], finished: tuple[dict[str, Path], Path]) -> None:
+    files, home = finished
+    datasets = home / "runs/datasets"
+    paths = {
+        "metrics": files["metrics"],
+        "run": files["model_state"].parent,
+        "all data": datasets,
+        "a file of its data": next(datasets.glob("*/train_images.npy")),
+    }
+    for name in lost:
+        shutil.rmtree(paths[name]) if paths[name].is_dir() else paths[name].unlink()
+    again = train(TINY, home=home)
+    assert outputs(again) == files
+    assert len(list(datasets.glob("*/*"))) == 5
+    # Lost data are fetched again, and are the same: the model is still theirs.
+    assert trained(again) == (lost != ("all data",))
 
 
 @pytest.mark.slow
-def test_a_run_that_flytes_cache_missed_is_not_made_again(tmp_path: Path) -> None:
+def test_a_run_that_flytes_cache_missed_is_not_made_again(finished: tuple[dict[str, Path], Path]) -> None:
     """Its process was killed right after its end, so that only the run folder knows of it."""
-    files = outputs(train(TINY, home=tmp_path / "home", runs=tmp_path / "runs"))
-    before = state(tmp_path / "runs")
-    shutil.rmtree(tmp_path / "home")
-    again = train(TINY, home=tmp_path / "home", runs=tmp_path / "runs")
+    files, home = finished
+    before = state(home / "runs")
+    for path in home.iterdir():
+        if path.name != "runs":
+            shutil.rmtree(path)
+    again = train(TINY, home=home)
     assert outputs(again) == files
     assert "is finished already; --overwrite-cache trains it again" in again.output
-    assert state(tmp_path / "runs") == before
-    assert outputs(train(TINY, home=tmp_path / "home", runs=tmp_path / "runs")) == files
-    assert state(tmp_path / "runs") == before
-    again = pyflyte(
-        *("run", "--overwrite-cache", WORKFLOWS, "training_wf", "--hp", json.dumps(TINY)),
-        home=tmp_path / "home",
-        runs=tmp_path / "runs",
-    )
+    assert state(home / "runs") == before
+    assert outputs(train(TINY, home=home)) == files
+    assert state(home / "runs") == before
+    again = pyflyte("run", "--overwrite-cache", WORKFLOWS, "training_wf", "--hp", json.dumps(TINY), home=home)
     assert outputs(again) == files
     assert "is finished already" not in again.output
     assert {path for path in files.values() if path.stat().st_mtime_ns == before[str(path)][0]} == set()
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_overwrite_cache_that_is_stopped_leaves_the_finished_run(tmp_path: Path) -> None:
     hp = {"num_ranks": 2, "epochs": 120, "max_steps": 1, "batch_size": 64}
     folder = outputs(train(hp, home=tmp_path))["model_state"].parent
@@ -161,58 +180,38 @@ def test_overwrite_cache_that_is_stopped_leaves_the_finished_run(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_run_that_is_still_going_is_not_written_into(tmp_path: Path) -> None:
-    first = outputs(train(TINY, home=tmp_path))["model_state"].parent
+def test_a_run_that_is_still_going_is_not_written_into(finished: tuple[dict[str, Path], Path]) -> None:
+    files, home = finished
+    first = files["model_state"].parent
     before = state(first)
     with held_by_another_process(first):
-        second = train(TINY, home=tmp_path)
+        second = train(TINY, home=home)
         assert trained(second)
         assert "another process is at this run" in second.output
         assert outputs(second)["model_state"].parent == first.with_name(f"{first.name}-2")
         with pytest.raises(UserError, match="another run is writing into it"), hold(first):
             pass
     assert state(first) == before
-    third = train(TINY, home=tmp_path)
+    third = train(TINY, home=home)
     assert not trained(third), "the one that was at it has been killed"
     assert outputs(third)["model_state"].parent == first
 
 
 @pytest.mark.slow
 def test_runs_at_the_same_time_from_one_directory(tmp_path: Path) -> None:
-    """Eight, half of them equal."""
+    """Four, three of them equal."""
     hp = {"num_ranks": 2, "max_steps": 4, "batch_size": 64}
-    asked = [hp] * 4 + [{**hp, "seed": seed, "num_ranks": 1} for seed in (1, 2, 3, 4)]
+    asked = [hp, hp, {**hp, "seed": 1, "num_ranks": 1}, hp]
     with ThreadPoolExecutor(len(asked)) as pool:
         ended = [future.result() for future in [pool.submit(train, one, home=tmp_path) for one in asked]]
-    equal, different = ended[:4], ended[4:]
-    folders = {outputs(one)["model_state"].parent for one in equal}
-    assert sum(trained(one) for one in equal) == len(folders)
-    assert all(trained(one) for one in different)
-    assert len({outputs(one)["model_state"].parent for one in different} | folders) == 4 + len(folders)
+    other = ended.pop(2)
+    folders = {outputs(one)["model_state"].parent for one in ended}
+    assert sum(trained(one) for one in ended) == len(folders)
+    assert trained(other)
+    assert outputs(other)["model_state"].parent not in folders
     first, *others = [torch.load(folder / "model.pt", weights_only=True) for folder in folders]
-    for other in others:
-        assert all(torch.equal(value, other[name]) for name, value in first.items())
-
-
-@pytest.mark.slow
-def test_an_interrupted_run_goes_on_when_the_command_is_given_again(tmp_path: Path) -> None:
-    hp = {"num_ranks": 2, "epochs": 120, "batch_size": 64, "eval_interval": 5}
-
-    with ThreadPoolExecutor() as pool:
-        stopper = pool.submit(stop_when, lambda: [*tmp_path.rglob("*.ckpt")], signal.SIGTERM)
-        stopped = train(hp, home=tmp_path)
-        stopper.result()
-    assert stopped.exit_code == 1
-    assert "Traceback" not in stopped.output
-    said = re.fullmatch(
-        r"stopped by SIGTERM; the same command will go on after step ([\d,]+), which is saved", stopped.panel
-    )
-    assert said, stopped.output
-    again = train(hp, home=tmp_path)
-    assert f"going on after step {said[1]}" in again.output
-    files = outputs(again)
-    assert not [*tmp_path.rglob("*.ckpt")]
-    assert f"went on from a checkpoint after step {said[1]};" in files["report"].read_text()
+    for same in others:
+        assert all(torch.equal(value, same[name]) for name, value in first.items())
 
 
 def stop_when(condition: Callable[[], object], number: signal.Signals) -> None:
@@ -228,6 +227,7 @@ def stop_when(condition: Callable[[], object], number: signal.Signals) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_each_clone_has_its_own_results_and_changed_sources_retrain(tmp_path: Path) -> None:
     clones = [tmp_path / name for name in ("first", "second")]
     for clone in clones:
@@ -271,6 +271,7 @@ def write_mnist(folder: Path, seed: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_changed_data_behind_the_same_address_retrain(tmp_path: Path) -> None:
     mirror = tmp_path / "mirror"
     hp = {**TINY, "dataset": "mnist", "data_source": str(mirror), "batch_size": 8, "epochs": 1}
@@ -329,15 +330,15 @@ def test_own_data_and_model_beside_the_user_retrain_when_they_change(tmp_path: P
 
 
 @pytest.mark.slow
-def test_launch_plans_by_name(tmp_path: Path) -> None:
-    on_demand = train(TINY, name="training_on_demand", home=tmp_path)
-    assert trained(on_demand)
-    on_change = train(TINY, name="retraining_on_change", home=tmp_path)
-    assert not trained(on_change)
-    assert outputs(on_change) == outputs(on_demand)
-    nights = [train(TINY, name="nightly_retraining", home=tmp_path) for _ in range(2)]
+def test_launch_plans_by_name(finished: tuple[dict[str, Path], Path]) -> None:
+    files, home = finished
+    for name in ("training_on_demand", "retraining_on_change"):
+        same = train(TINY, name=name, home=home)
+        assert not trained(same)
+        assert outputs(same) == files
+    nights = [train(TINY, name="nightly_retraining", home=home) for _ in range(2)]
     assert all(trained(night) for night in nights)
-    folders = [outputs(ended)["model_state"].parent for ended in (on_demand, *nights)]
+    folders = [files["model_state"].parent, *(outputs(night)["model_state"].parent for night in nights)]
     assert len(set(folders)) == 3
 
 

@@ -26,17 +26,33 @@ def assert_refused(ended: Ended, runs: Path, *words: str) -> None:
     assert not [path for pattern in RESULTS for path in runs.rglob(pattern)]
 
 
-def also(*values: Any) -> Any:
-    """A case that takes its two seconds in the full run only."""
+def slow(*values: Any) -> Any:
+    """A case that takes more than a second."""
     return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def also(*values: Any) -> Any:
+    """One more case of a rule, that takes its two seconds in the full run only."""
+    return pytest.param(*values, marks=[pytest.mark.slow, pytest.mark.exhaustive])
+
+
+def without_pauses(folder: Path) -> dict[str, str]:
+    """The environment of a process that asks a server again at once."""
+    (folder / "sitecustomize.py").write_text(
+        "import flyte_ddp.storage.retries as retries\nretries.FIRST_DELAY = 0.01\n"
+    )
+    return {"PYTHONPATH": str(folder)}
 
 
 @pytest.mark.parametrize(
     ("values", "words"),
     [
         ({"dataset": "no_such_package.data:load"}, ("no_such_package", "install it")),
-        ({"dataset": "mnist", "data_source": "no/such/mirror"}, ("'no/such/mirror'", "no such directory")),
-        ({"batch_size": 3, "num_ranks": 2, "accumulation_steps": 2}, ("batch_size=3", "at least", "raise batch_size")),
+        also({"dataset": "mnist", "data_source": "no/such/mirror"}, ("'no/such/mirror'", "no such directory")),
+        slow(
+            {"batch_size": 3, "num_ranks": 2, "accumulation_steps": 2},
+            ("batch_size=3", "at least", "raise batch_size"),
+        ),
         also({"dataset": "json:no_such_callable"}, ("json", "no_such_callable")),
         also({"dataset": "a:b:c"}, ("'a:b:c'", "package.module:callable")),
         also({"model": "no_such_package:Net"}, ("no_such_package", "install it")),
@@ -49,19 +65,25 @@ def also(*values: Any) -> Any:
     ],
 )
 def test_bad_hyperparameters_that_a_task_finds(values: dict[str, Any], words: tuple[str, ...], tmp_path: Path) -> None:
-    assert_refused(train(values, home=tmp_path), tmp_path, *words)
+    (tmp_path / "temporary/flyte-of-another-process").mkdir(parents=True)
+    ended = train(values, home=tmp_path, TMPDIR=str(tmp_path / "temporary"))
+    assert_refused(ended, tmp_path, *words)
+    assert [path.name for path in (tmp_path / "temporary").iterdir()] == ["flyte-of-another-process"]
 
 
+@pytest.mark.slow
 def test_more_ranks_than_the_pod_has_gpus(tmp_path: Path) -> None:
     ended = train({"num_ranks": 4}, home=tmp_path, FLYTE_DDP_GPUS="2")
     assert_refused(ended, tmp_path, "num_ranks=4", "2 GPU(s)", "set num_ranks to at most 2")
 
 
+@pytest.mark.slow
 def test_fewer_gpus_than_the_pod_was_given(tmp_path: Path) -> None:
     ended = train({}, home=tmp_path, FLYTE_DDP_GPUS="1")
     assert_refused(ended, tmp_path, "0 GPU(s) visible", "1 requested")
 
 
+@pytest.mark.slow
 def test_bf16_where_there_is_none(tmp_path: Path) -> None:
     patch = "import flyte_ddp.hardware\nfrom flyte_ddp.cpu import Bf16\n"
     patch += "flyte_ddp.hardware.bf16_support = lambda device: Bf16.NONE\n"
@@ -71,6 +93,7 @@ def test_bf16_where_there_is_none(tmp_path: Path) -> None:
     assert_refused(ended, tmp_path, "precision='bf16'", "no bf16", "precision='fp32' or 'auto'")
 
 
+@pytest.mark.slow
 def test_hyperparameters_that_are_no_json(tmp_path: Path) -> None:
     ended = pyflyte("run", WORKFLOWS, "training_wf", "--hp", "{'epochs': 3}", home=tmp_path)
     assert_refused(ended, tmp_path, "--hp", "valid json object")
@@ -89,7 +112,7 @@ def altered(content: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        ("altered", (LABELS, "damaged or altered", "copy it again")),
+        slow("altered", (LABELS, "damaged or altered", "copy it again")),
         also("truncated", (LABELS, "damaged or altered", "copy it again")),
         also("missing", (LABELS, "no such file", "must hold")),
         also("empty", (LABELS, "no such file", "must hold")),
@@ -115,7 +138,7 @@ def test_a_mirror_that_is_not_reachable(tmp_path: Path) -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))  # taken, so that nobody else can listen there, and not listened on
         mirror = f"http://127.0.0.1:{closed.getsockname()[1]}/mnist"
-        ended = train({"dataset": "mnist", "data_source": mirror}, home=tmp_path)
+        ended = train({"dataset": "mnist", "data_source": mirror}, home=tmp_path, **without_pauses(tmp_path))
     assert_refused(ended, tmp_path, mirror, "Connection refused", "check the address")
 
 
@@ -129,7 +152,7 @@ def test_a_model_whose_output_does_not_fit(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_a_loss_that_is_not_finite(num_ranks: int, tmp_path: Path) -> None:
     hp = {"learning_rate": 1000, "schedule": "constant", "epochs": 20, "num_ranks": num_ranks}
     ended = train(hp, home=tmp_path)
@@ -156,9 +179,9 @@ def on_a_disk(options: str, folder: Path, after: str = ":") -> tuple[str, ...]:
 @pytest.mark.parametrize(
     ("size", "words"),
     [
-        pytest.param("60k", "disk is full", id="at the data"),
-        pytest.param("210k", "No space left", marks=pytest.mark.slow, id="at the model"),
-        pytest.param("300k", "No space left", marks=pytest.mark.slow, id="at the report"),
+        pytest.param("60k", "disk is full", marks=pytest.mark.slow, id="at the data"),
+        pytest.param("210k", "No space left", marks=[pytest.mark.slow, pytest.mark.exhaustive], id="at the model"),
+        pytest.param("300k", "No space left", marks=[pytest.mark.slow, pytest.mark.exhaustive], id="at the report"),
     ],
 )
 def test_a_full_disk(size: str, words: str, tmp_path: Path) -> None:
@@ -173,6 +196,7 @@ def test_a_full_disk(size: str, words: str, tmp_path: Path) -> None:
     assert not [name for name in left if re.search(r"model\.|report|predictions|tmp", name)], left
 
 
+@pytest.mark.slow
 def test_a_read_only_runs_folder(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     runs.mkdir()

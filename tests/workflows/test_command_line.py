@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 from cli import DEADLINE, ROOT, TINY, WORKFLOWS, Ended, is_pyflyte, pyflyte, train
-from test_cli_errors import also, assert_refused
+from test_cli_errors import also, assert_refused, slow
 
 from benchmarks.running import descendants, process_name
 
-LONG = {"num_ranks": 2, "epochs": 120, "batch_size": 64, "eval_interval": 5}
+LONG = {"num_ranks": 2, "epochs": 60, "batch_size": 64, "eval_interval": 5}
 
 
 def disturbed(disturb: Callable[[int], None], folder: Path, hp: dict[str, Any] = LONG, **options: Any) -> Ended:
@@ -55,6 +55,10 @@ def kill_a_rank(launcher: int) -> None:
     os.kill(rank, signal.SIGKILL)
 
 
+def terminate(launcher: int) -> None:
+    os.kill(launcher, signal.SIGTERM)
+
+
 def last_line(ended: Ended) -> str:
     """Of the text, without the frame around it."""
     return [line.strip("│ ") for line in ended.output.splitlines() if re.search(r"\w", line)][-1]
@@ -63,32 +67,43 @@ def last_line(ended: Ended) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("disturb", "words"),
-    [(press_ctrl_c, "stopped by Ctrl-C"), (kill_a_rank, "rank 1 was killed by SIGKILL")],
+    [
+        (press_ctrl_c, "stopped by Ctrl-C"),
+        pytest.param(kill_a_rank, "rank 1 was killed by SIGKILL", marks=pytest.mark.exhaustive),
+        pytest.param(terminate, "stopped by SIGTERM", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_the_last_line_says_that_the_same_command_goes_on(
     disturb: Callable[[int], None], words: str, tmp_path: Path
 ) -> None:
-    stopped = disturbed(disturb, tmp_path)
+    """And so it does; no temporary file is left."""
+    (tmp_path / "temporary").mkdir()
+    stopped = disturbed(disturb, tmp_path, TMPDIR=str(tmp_path / "temporary"))
+    assert [*(tmp_path / "temporary").iterdir()] == []
     assert stopped.panel.startswith(words)
     said = re.search(r"the same command will go on after step ([\d,]+), which is saved$", last_line(stopped))
     assert said, stopped.output
     again = train(LONG, home=tmp_path)
     assert f"going on after step {said[1]}," in again.output
     assert again.exit_code == 0
+    assert not [*tmp_path.rglob("*.ckpt")]
+    [report] = (tmp_path / "runs").rglob("report.html")
+    assert f"went on from a checkpoint after step {said[1]};" in report.read_text()
 
 
 @pytest.mark.slow
-def test_under_elastic_as_well(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("disturb", "words"),
+    [
+        (press_ctrl_c, "stopped by Ctrl-C"),
+        pytest.param(terminate, "stopped by SIGTERM", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_under_elastic_as_well(disturb: Callable[[int], None], words: str, tmp_path: Path) -> None:
     workflow = str(ROOT / "workflows/elastic_training.py")
-    for disturb, words in ((press_ctrl_c, "stopped by Ctrl-C"), (terminate, "stopped by SIGTERM")):
-        folder = tmp_path / words[-6:]
-        stopped = disturbed(disturb, folder, name="elastic_training_wf", workflow=workflow)
-        assert stopped.panel.startswith(words)
-        assert re.search(r"the same command will go on after step ([\d,]+), which is saved$", last_line(stopped))
-
-
-def terminate(launcher: int) -> None:
-    os.kill(launcher, signal.SIGTERM)
+    stopped = disturbed(disturb, tmp_path, name="elastic_training_wf", workflow=workflow)
+    assert stopped.panel.startswith(words)
+    assert re.search(r"the same command will go on after step ([\d,]+), which is saved$", last_line(stopped))
 
 
 @pytest.mark.slow
@@ -141,13 +156,24 @@ def model(num_classes, input_shape):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("engine", ["", "elastic_"])
+@pytest.mark.parametrize(
+    ("engine", "num_ranks"),
+    [
+        ("", 2),
+        pytest.param("elastic_", 1, marks=pytest.mark.exhaustive),
+        pytest.param("", 1, marks=pytest.mark.exhaustive),
+        pytest.param("elastic_", 2, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_rank_that_raises_is_one_panel(num_ranks: int, engine: str, tmp_path: Path) -> None:
+    """The same command, once the code is right, trains; no temporary file is left by either."""
+    temporary = tmp_path / "temporary"
+    (temporary / "flyte-of-another-process").mkdir(parents=True)
     (tmp_path / "mine.py").write_text(RAISES)
     hp = {"model": "mine:model", "num_ranks": num_ranks}
-    workflow = str(ROOT / f"workflows/{engine}training.py")
-    ended = train(hp, f"{engine}training_wf", workflow=workflow, home=tmp_path / "home", directory=tmp_path)
+    command = {"name": f"{engine}training_wf", "workflow": str(ROOT / f"workflows/{engine}training.py")}
+    here = {"home": tmp_path / "home", "directory": tmp_path, "TMPDIR": str(temporary)}
+    ended = train(hp, **command, **here)
     assert_refused(ended, tmp_path, "ArithmeticError: own words")
     assert re.match(r"rank [01]: ", ended.panel)
     [file] = (tmp_path / "home/runs").rglob("traceback.txt")
@@ -158,16 +184,19 @@ def test_a_rank_that_raises_is_one_panel(num_ranks: int, engine: str, tmp_path: 
     (tmp_path / "mine.py").write_text(
         RAISES.replace('raise ArithmeticError("own words")', "return self.layer(images.flatten(1))")
     )
-    fixed = train({**hp, **TINY, "num_ranks": num_ranks}, home=tmp_path / "home", directory=tmp_path)
+    fixed = train({**hp, **TINY, "num_ranks": num_ranks}, **command, **here)
     assert fixed.exit_code == 0, fixed.output
+    torchs_own = ("torchelastic_", "pytorch-errorfile-")  # the second of the rank that raised
+    left = {path.name for path in temporary.iterdir() if not path.name.startswith(torchs_own)}
+    assert left == {"flyte-of-another-process"}
 
 
 @pytest.mark.parametrize(
     ("arguments", "content", "words"),
-    [
+    [  # mistakes in each kind of argument; then others
         (["--hp", "."], None, ("--hp .", "Is a directory", "JSON object")),
-        (["--hp", "file.yaml"], "learning_rate: [", ("--hp file.yaml", "not valid YAML", "line 1, column 17")),
-        (["--inputs-file", "file.json"], '{"epochs": 3}', ("file.json", "epochs is a hyperparameter", '{"hp": {')),
+        slow(["--hp", "file.yaml"], "learning_rate: [", ("--hp file.yaml", "not valid YAML", "line 1, column 17")),
+        slow(["--inputs-file", "file.json"], '{"epochs": 3}', ("file.json", "epochs is a hyperparameter", '{"hp": {')),
         also(["--hp", "nowhere.json"], None, ("--hp nowhere.json", "no such file", "JSON object such as")),
         also(["--hp", "file.json"], '{"epochs": ', ("--hp file.json", "not valid JSON", "line 1 column 12")),
         also(["--hp", "file.yaml"], b"\xff\xfe\x00", ("--hp file.yaml", "UTF-8")),
@@ -192,11 +221,13 @@ def test_inputs_that_cannot_be_read(
     assert_refused(ended, tmp_path, *words)
 
 
+@pytest.mark.slow
 def test_an_unknown_launch_plan(tmp_path: Path) -> None:
     ended = pyflyte("run", WORKFLOWS, "nightly_training", home=tmp_path)
     assert_refused(ended, tmp_path, "'nightly_training': did you mean 'nightly_retraining'?", "training_on_demand")
 
 
+@pytest.mark.slow
 def test_an_error_of_our_own_keeps_its_traceback(tmp_path: Path) -> None:
     """It is no user's mistake, so whoever fixes it needs to see where it is."""
     (tmp_path / "sitecustomize.py").write_text(
@@ -209,43 +240,30 @@ def test_an_error_of_our_own_keeps_its_traceback(tmp_path: Path) -> None:
     assert "in broken" in " ".join(ended.output.replace("│", "").split())  # lines of it are wrapped
 
 
-@pytest.mark.slow
-def test_a_yaml_file_with_an_exponent(tmp_path: Path) -> None:
-    (tmp_path / "hp.yaml").write_text("learning_rate: 1e-1\nnum_ranks: 1\nmax_steps: 1\n")
-    ended = pyflyte("run", WORKFLOWS, "training_wf", "--hp", str(tmp_path / "hp.yaml"), home=tmp_path)
+@pytest.fixture(scope="module")
+def from_yaml(tmp_path_factory: pytest.TempPathFactory) -> tuple[Ended, Path]:
+    """A run with hyperparameters from a file of YAML, and its home."""
+    home = tmp_path_factory.mktemp("yaml")
+    (home / "hp.yaml").write_text("learning_rate: 1e-1\nnum_ranks: 1\nmax_steps: 1\n")
+    ended = pyflyte("run", WORKFLOWS, "training_wf", "--hp", str(home / "hp.yaml"), home=home)
     assert ended.exit_code == 0, ended.output
-    same = train({"learning_rate": 0.1, **TINY}, home=tmp_path)
+    return ended, home
+
+
+@pytest.mark.slow
+def test_a_yaml_file_with_an_exponent(from_yaml: tuple[Ended, Path]) -> None:
+    ended, home = from_yaml
+    same = train({"learning_rate": 0.1, **TINY}, home=home)
     assert "epoch 1" in ended.output
     assert "epoch 1" not in same.output, "it is the same run"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["", "elastic_"])
-def test_no_temporary_folder_is_left(engine: str, tmp_path: Path) -> None:
-    temporary = tmp_path / "temporary"
-    for hp in (TINY, {"num_ranks": 2, "max_steps": 2, "batch_size": 64}, {"model": "nowhere:model"}):
-        temporary.mkdir()
-        (temporary / "flyte-of-another-process").mkdir()
-        workflow = str(ROOT / f"workflows/{engine}training.py")
-        train(hp, f"{engine}training_wf", workflow=workflow, home=tmp_path / "home", TMPDIR=str(temporary))
-        left = {path.name for path in temporary.iterdir() if not path.name.startswith("torchelastic_")}
-        assert left == {"flyte-of-another-process"}, hp
-        temporary.rename(tmp_path / f"before-{len([*tmp_path.iterdir()])}")
-
-
-@pytest.mark.slow
-def test_the_folder_is_removed_after_ctrl_c(tmp_path: Path) -> None:
-    (tmp_path / "temporary").mkdir()
-    disturbed(press_ctrl_c, tmp_path, TMPDIR=str(tmp_path / "temporary"))
-    assert [*(tmp_path / "temporary").iterdir()] == []
-
-
-@pytest.mark.slow
-def test_the_table_of_files_is_aligned_and_names_the_folder_once(tmp_path: Path) -> None:
-    ended = train(TINY, home=tmp_path)
+def test_the_table_of_files_is_aligned_and_names_the_folder_once(from_yaml: tuple[Ended, Path]) -> None:
+    ended, home = from_yaml
     table = ended.output.rpartition("test accuracy")[2].partition("TrainingOutputs(")[0]
     headline, *rows = table.strip().splitlines()
-    [folder] = (tmp_path / "runs").glob("digits-*")
+    [folder] = (home / "runs").glob("digits-*")
     assert headline.endswith(f"made in {folder}")  # whole, as it is not below ROOT
     assert [row.split()[0] for row in rows] == ["model.pt", "model.json", "report.html", "metrics.jsonl"]
     assert {re.match(r"  \S+ +", row).end() for row in rows} == {len("  metrics.jsonl  ")}  # type: ignore[union-attr]
@@ -256,10 +274,10 @@ def test_the_table_of_files_is_aligned_and_names_the_folder_once(tmp_path: Path)
     ("option", "value", "words"),
     [
         ("--images", "nothing-here", "--images 'nothing-here': there is no such path"),
-        ("--images", "", "--images '': there is no such path"),
-        ("--images", "model.json", "--images 'model.json': is a file"),
+        also("--images", "", "--images '': there is no such path"),
+        also("--images", "model.json", "--images 'model.json': is a file"),
         ("--model_state", "model.json", "model.json: is of the type application/json, which the input does not take"),
-        ("--images", "broken", "sidecar model.json has format None"),
+        also("--images", "broken", "sidecar model.json has format None"),
     ],
 )
 def test_what_predictions_cannot_be_made_from(option: str, value: str, words: str, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,10 +18,14 @@ import yaml
 from cli import ROOT
 from engine_rules import packed, resolved
 from flyteidl.admin.launch_plan_pb2 import CONCURRENCY_LIMIT_BEHAVIOR_SKIP
+from flyteidl.admin.task_pb2 import TaskSpec
 from flyteidl.core.execution_pb2 import WorkflowExecution
 from flyteidl.core.literals_pb2 import Literal
 from flyteidl.core.security_pb2 import Secret
 from flyteidl.core.tasks_pb2 import Resources
+from flytekit.configuration import ImageConfig, SerializationSettings
+from flytekit.core.python_auto_container import PythonAutoContainerTask
+from flytekit.tools.translator import get_serializable
 from packaged import Package
 
 from flyte_ddp.code_digest import library_digest
@@ -81,6 +86,12 @@ def hyperparameters(literal: Literal) -> Mapping[str, Any]:
     return content
 
 
+def serialized(task: PythonAutoContainerTask[Any]) -> TaskSpec:
+    """What a cluster would be given of a task of this file."""
+    settings = SerializationSettings(ImageConfig.auto(img_name="flyte-ddp:test"), version="1")
+    return get_serializable(OrderedDict(), settings, task).to_flyte_idl()
+
+
 def test_everything_is_there(default: Package) -> None:
     workflows = {
         "workflows.training.training_wf",
@@ -125,17 +136,23 @@ def test_a_profile_can_be_for_nodes_that_are_taken_away(monkeypatch: pytest.Monk
     assert not flytekit.task(**pods.prediction_pod())(train).metadata.interruptible
 
 
-@pytest.mark.slow
-def test_a_profile_can_ask_for_a_type_of_gpu(made: Callable[..., Package]) -> None:
-    tasks = made(FLYTE_DDP_PROFILE="gpu-a100", FLYTE_DDP_WANDB_SECRET="off").tasks
-    assert tasks[PREDICT].template.extended_resources.gpu_accelerator.device == "nvidia-tesla-a100"
-    template = tasks[TRAIN].template
-    assert template.extended_resources.gpu_accelerator.device == "nvidia-tesla-a100"
+def test_a_profile_can_ask_for_a_type_of_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLYTE_DDP_PROFILE", "gpu-a100")
+    monkeypatch.setenv("FLYTE_DDP_WANDB_SECRET", "off")
+
+    def work() -> None:
+        """Nothing."""
+
+    predict, train = (flytekit.task(**options)(work) for options in (pods.prediction_pod(), pods.training_pod()))
+    for task in (predict, train):
+        assert serialized(task).template.extended_resources.gpu_accelerator.device == "nvidia-tesla-a100"
+    template = serialized(train).template
     assert resources(template.container.resources.requests)["GPU"] == "8"
     assert resources(template.container.resources.limits)["GPU"] == "8"
     assert not template.security_context.secrets
 
 
+@pytest.mark.slow
 def test_an_unknown_profile_is_refused_with_the_choices(tmp_path: Path) -> None:
     ended, package = packaged.make(tmp_path, FLYTE_DDP_PROFILE="sandbux")
     assert ended.exit_code == 1
