@@ -43,6 +43,7 @@ def test_debians_files_are_the_published_ones_compressed_again(published_fashion
         assert gzip.decompress(published) == gzip.decompress(debian)
 
 
+@pytest.mark.slow
 def test_fashion_mnist_from_the_system_copy_is_what_torchvision_reads(tmp_path: Path) -> None:
     if not DEBIAN.is_dir():
         pytest.skip("needs Debian's package dataset-fashion-mnist")

@@ -137,6 +137,7 @@ class TestBadSamples:
 class TestMistakes:
     """What is wrong with the names and numbers of a run, said before a rank starts."""
 
+    @pytest.mark.slow
     def test_an_index_that_does_not_say_how_many_classes(self, shards: Path, tmp_path: Path) -> None:
         content = json.loads((shards / "train.json").read_text())
         del content["flyte_ddp"]
@@ -199,6 +200,7 @@ class TestMistakes:
         with pytest.raises(UserError, match=r"image .*green/10.jpg: has .* bytes, and .* when it was listed"):
             run_training(hp, data, tmp_path / "run", quiet(tmp_path))
 
+    @pytest.mark.slow
     def test_an_object_that_is_replaced_by_one_of_its_size(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -239,6 +241,7 @@ class TestFaultsOfAStore:
     def hp(self) -> Hyperparameters:
         return replace(BASE, dataset="image_folder:s3://bucket", batch_size=9)
 
+    @pytest.mark.slow
     def test_that_pass(self, hp: Hyperparameters, store: Store, tmp_path: Path) -> None:
         expected = train(hp, tmp_path / "one")
         faults = itertools.cycle([503, "truncate", "slow", "reset", 500])

@@ -166,7 +166,13 @@ def test_shards_far_away_go_through_a_cache_smaller_than_the_data(tmp_path: Path
     assert 0 < int(found[1]) <= sum(1 for times in fetched.values() if times > 1)
 
 
-@pytest.mark.parametrize("scheme", ["file", "http", "s3", "gs", "az"])
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        *(pytest.param(scheme, marks=pytest.mark.slow) for scheme in ("file", "az")),
+        *(pytest.param(scheme, marks=pytest.mark.exhaustive) for scheme in ("http", "s3", "gs")),
+    ],
+)
 def test_shards_of_any_storage_give_the_same_model(
     scheme: str, shards: Path, server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,7 +272,7 @@ def test_a_local_shard_with_another_label_in_it_is_not_trained_on(shards: Path, 
     assert not [name for name in OUTPUTS if (tmp_path / "out" / "run" / name).exists()]
 
 
-@pytest.mark.parametrize("where", ["path", "s3"])
+@pytest.mark.parametrize("where", ["path", pytest.param("s3", marks=pytest.mark.exhaustive)])
 def test_an_image_folder_is_learnt(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = labelled(tmp_path / "bucket" / "images", 60)
     (folder / "notes.txt").write_text("not an image")
@@ -303,7 +309,7 @@ def tinted(folder: Path, number: int) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_easy_photos_are_learnt_with_default_hyperparameters(seed: int, tmp_path: Path) -> None:
     """Without clipping the loss explodes on them, as the first run shows."""
     dataset = f"image_folder:{tinted(tmp_path / 'images', 600)}"

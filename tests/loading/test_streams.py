@@ -202,6 +202,7 @@ def test_a_sample_that_cannot_be_used_is_one_clear_error(tmp_path: Path, workers
     images.close()
 
 
+@pytest.mark.slow
 def test_samples_that_are_all_allowed_to_be_bad_are_an_error_all_the_same(tmp_path: Path) -> None:
     """For an endless stream would look for a good one for ever."""
     contents = {".jpg": b"no image", ".cls": b"1"}

@@ -132,6 +132,7 @@ artifacts.save_model(Path(folder), state, {"model": "m"})
 """
 
 
+@pytest.mark.slow
 def test_equal_weights_are_equal_files_whatever_process_saves_them(tmp_path: Path) -> None:
     for seed in ("0", "1"):
         command = [sys.executable, "-c", SAVING, seed, str(tmp_path / seed)]

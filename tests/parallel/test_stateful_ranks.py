@@ -58,7 +58,7 @@ def others_in_ranks(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_blocks_that_are_run_again_drop_the_same(tmp_path: Path, ranks: int) -> None:
     """The reference keeps all activations, as autograd does by itself."""
     data = fetch("digits", "", tmp_path / "digits", progress="off")
@@ -70,7 +70,7 @@ def test_blocks_that_are_run_again_drop_the_same(tmp_path: Path, ranks: int) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_batch_norm_at_the_end_of_a_block_and_the_shapes_of_tutorials(tmp_path: Path, ranks: int) -> None:
     """The reference is torch's own BatchNorm in one process, whose running statistics each run of a block changes."""
     data = fetch("digits", "", tmp_path / "digits", progress="off")

@@ -232,6 +232,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.mark.parametrize("kind", ["photos", "colour", "grey"])
+@pytest.mark.slow
 def test_outside_this_package_ten_lines_of_the_readme_prepare_an_image(
     kind: str, photos: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -109,8 +109,16 @@ def packed_texts(index: Path) -> str:
     return b"".join(sample[".txt"] for sample in contents(index)).decode()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-@pytest.mark.parametrize("links", [True, False])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("links", "number"),
+    [
+        (True, signal.SIGINT),
+        (False, signal.SIGKILL),
+        pytest.param(True, signal.SIGKILL, marks=pytest.mark.exhaustive),
+        pytest.param(False, signal.SIGINT, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_pack_that_is_ended_at_any_change_leaves_the_old_or_the_new(
     tmp_path: Path, number: signal.Signals, links: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,6 +155,7 @@ def test_wids_reads_what_is_not_yet_in_its_place(tmp_path: Path, monkeypatch: py
     assert packed_texts(index) == "bbbbb"
 
 
+@pytest.mark.slow
 def test_a_first_pack_that_is_killed_leaves_no_index_or_a_whole_one(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     whole = set()

@@ -58,6 +58,7 @@ NAMES = st.lists(st.builds("/".join, st.lists(PARTS, min_size=1, max_size=3)), u
 
 @settings(max_examples=300, deadline=None)
 @given(NAMES, st.sampled_from(FORMATS), st.data())
+@pytest.mark.slow
 def test_names_are_grouped_as_by_wids(names: list[str], form: int, data: st.DataObject) -> None:
     contents = [data.draw(st.binary(max_size=1200)) for _ in names]
     content = tar_bytes(zip(names, contents, strict=True), form)

@@ -83,6 +83,7 @@ GNU = tar_bytes([("a.jpg", b"x" * 600), (f"{'n' * 120}.jpg", b"y" * 512)], tarfi
 
 
 @pytest.mark.parametrize("content", [WHOLE, GNU], ids=["pax", "gnu"])
+@pytest.mark.slow
 def test_cut_short_at_any_byte(content: bytes) -> None:
     """It is an error, or all that is missing is a part of the zeros at the end."""
     whole = list(members(io.BytesIO(content), "x.tar"))

@@ -102,7 +102,7 @@ def plain_loop(hp: Hyperparameters, data: Path) -> tuple[list[float], list[dict[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.exhaustive) for ranks in (1, 3, 4))])
 def test_every_step_of_any_number_of_ranks_is_that_of_one_process(
     ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,6 +121,7 @@ def test_every_step_of_any_number_of_ranks_is_that_of_one_process(
                     torch.testing.assert_close(state[key], value, rtol=0, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_the_loop_it_is_compared_with_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(HELPERS)
     data = fetch("digits", "", tmp_path / "digits", progress="off")

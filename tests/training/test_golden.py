@@ -53,6 +53,7 @@ def losses(folder: Path) -> dict[str, list[float]]:
     }
 
 
+@pytest.mark.slow
 def test_the_losses_are_what_they_were(tmp_path: Path) -> None:
     golden = json.loads(LOSSES.read_text())
     now = losses(tmp_path)

@@ -88,12 +88,12 @@ def figures(result: Result) -> list[dict[str, Any]]:
     ("change", "fault"),
     [
         # Rank 0, which is still there, saves the last step that was finished, in the middle of an epoch.
-        ({}, {"rank": 1, "at": "training", "pass": 42, "kind": "SIGKILL"}),
+        pytest.param({}, {"rank": 1, "at": "training", "pass": 42, "kind": "SIGKILL"}, marks=pytest.mark.exhaustive),
         ({"keep": "ema", "optimizer": "adamw", "learning_rate": 0.01}, {"rank": 1, "at": "training", "pass": 35}),
         ({"strategy": "ddp"}, {"rank": 1, "at": "evaluation", "pass": 1}),
         # Rank 0 itself: the end of the epoch before is what is left.
         ({}, {"rank": 0, "at": "training", "pass": 65}),
-        ({"keep": "last"}, {"rank": 0, "at": "evaluation", "pass": 5}),
+        pytest.param({"keep": "last"}, {"rank": 0, "at": "evaluation", "pass": 5}, marks=pytest.mark.exhaustive),
         ({}, {"rank": 0, "at": "checkpoint", "pass": 1}),
         ({}, {"rank": 0, "at": "results", "pass": 0}),
     ],
@@ -207,6 +207,7 @@ def test_what_changed_is_named(before: list[Arithmetic], now: Arithmetic, words:
     assert now.changes(before) == words
 
 
+@pytest.mark.slow
 def test_a_step_that_failed_half_way_is_not_saved(
     digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -61,9 +61,9 @@ def plain_loop(hp: Hyperparameters, data: Path) -> tuple[dict[str, torch.Tensor]
     ("ranks", "accumulation", "strategy", "batch_size"),
     [
         (1, 1, "auto", 100),
-        (2, 3, "shared_memory", 100),
-        pytest.param(3, 1, "shared_memory", 71, marks=pytest.mark.slow),
-        pytest.param(2, 3, "ddp", 100, marks=pytest.mark.slow),
+        pytest.param(2, 3, "shared_memory", 100, marks=pytest.mark.slow),
+        pytest.param(3, 1, "shared_memory", 71, marks=pytest.mark.exhaustive),
+        pytest.param(2, 3, "ddp", 100, marks=pytest.mark.exhaustive),
         pytest.param(3, 1, "ddp", 71, marks=pytest.mark.slow),
     ],
 )
@@ -265,6 +265,7 @@ def test_shared_memory_is_for_cpu_ranks_on_linux(monkeypatch: pytest.MonkeyPatch
     assert hardware.strategy(BASE, "cpu") == "ddp"
 
 
+@pytest.mark.slow
 def test_a_batch_too_small_for_batch_norm_is_explained(digits: Path, tmp_path: Path) -> None:
     """1,350 samples to train on: a batch of 1,349 leaves one of a single sample, and ResNet18 makes 8x8 images 1x1."""
     hp = replace(BASE, model="resnet18", batch_size=1349, num_ranks=1, validation_fraction=0.1, epochs=1)
