@@ -118,6 +118,7 @@ class Checkpointer:
         self.wake = threading.Event()
         self.pending: Snapshot | None = None
         self.closed = False
+        self.final = False
         self.reported = False  # that one could not be written
         self.active = rank() == 0 and job.settings.checkpoint_seconds > 0
         self.thread = threading.Thread(target=self._work, name="checkpoints", daemon=True)
@@ -144,14 +145,15 @@ class Checkpointer:
             self.wake.set()
 
     def save(self) -> int:
-        """Writes the state as it is now, unless that is saved already; from any thread.
+        """Writes the state as it is now, unless that is saved already; from any thread. It is the last one.
 
         Returns:
             The step of the newest checkpoint; 0 if there is none.
         """
         with self.writing:
-            if self.active:
+            if self.active and not self.final:
                 self._save(now=True)
+                self.final = True  # or the run would go on from another step than the caller is told
         return self.saved[0]
 
     def _save(self, *, now: bool) -> None:
@@ -188,7 +190,8 @@ class Checkpointer:
             self.wake.clear()
             closed = self.closed
             with self.writing:
-                self._save(now=not closed and self.pending is None)
+                if not self.final:
+                    self._save(now=not closed and self.pending is None)
 
     def _is_good(self, snapshot: Snapshot) -> bool:
         """Whether it is worth resuming from: of a step that went wrong it may be the weights that show it first."""
