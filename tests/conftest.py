@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import packaged
@@ -29,19 +30,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--cold", action="store_true", help="start each interpreter as users do")
 
 
-@pytest.fixture(scope="session")
-def running_zygote() -> Iterator[zygote.Zygote]:
-    with zygote.started() as running:
-        yield running
+@pytest.fixture(scope="session", autouse=True)
+def forked_interpreters(request: pytest.FixtureRequest) -> Iterator[None]:
+    """``pyflyte`` commands, pods and ranks are forks of a process that has imported flytekit's modules and torch."""
+    if request.config.getoption("--cold"):
+        yield
+        return
+    with zygote.used():
+        yield
 
 
 @pytest.fixture(autouse=True)
-def forked_interpreters(request: pytest.FixtureRequest) -> Iterator[None]:
-    """``pyflyte`` commands, pods and ranks are forks of a process that has imported flytekit's modules and torch."""
-    if request.config.getoption("--cold") or request.node.get_closest_marker("cold"):
-        yield
-        return
-    with zygote.used(request.getfixturevalue("running_zygote")):
+def interpreters(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Those of tests that are marked ``cold`` start as users start them."""
+    with zygote.unused() if request.node.get_closest_marker("cold") else nullcontext():
         yield
 
 

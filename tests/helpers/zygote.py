@@ -41,7 +41,7 @@ HELPERS = Path(__file__).parent
 SCRIPTS = Path(sys.executable).parent
 HIGH = 512  # above the numbers that a fork gives its files
 cold_popen = subprocess.Popen
-cold_spawn = util.spawnv_passfds  # type: ignore[attr-defined]
+cold_spawn = util.spawnv_passfds
 
 
 class Hidden(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -101,7 +101,7 @@ def run(arguments: list[str]) -> NoReturn:
         code = 1
     if isinstance(code, str):
         print(code, file=sys.stderr)
-    threading._shutdown()  # type: ignore[attr-defined]
+    threading._shutdown()
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -146,14 +146,17 @@ def serve(requests: socket.socket) -> dict[str, Any]:
         goes, go = os.pipe()
         if not (between := os.fork()):
             # The end of the process between has Linux make the fork a child of the subreaper above, which has asked.
-            if pid := os.fork():
-                os.write(says, str(pid).encode())
+            if os.fork():
                 os._exit(0)
+            request = {**json.loads(message), "files": files}
+            if request["session"]:
+                os.setsid()  # before anybody can send the session's processes a signal
+            os.write(says, str(os.getpid()).encode())
             for number in (requests.detach(), said, says, go):
                 os.close(number)
             os.read(goes, 1)
             os.close(goes)
-            return {**json.loads(message), "files": files}
+            return request
         os.waitpid(between, 0)
         requests.send(os.read(said, 32))
         for number in (said, says, goes, go, *files):
@@ -165,8 +168,6 @@ def become(request: dict[str, Any], path: list[str]) -> NoReturn:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, request["mask"])
-    if request["session"]:
-        os.setsid()
     high = [fcntl.fcntl(number, fcntl.F_DUPFD, HIGH) for number in request["files"]]
     for number in request["files"]:
         os.close(number)
@@ -177,13 +178,13 @@ def become(request: dict[str, Any], path: list[str]) -> NoReturn:
     os.environ.clear()
     os.environ.update(request["environment"])
     if "numpy.random" in sys.modules:
-        sys.modules["numpy.random"].seed()  # type: ignore[attr-defined]
+        sys.modules["numpy.random"].seed()
     option = request["arguments"][0]
     set_name("python" if option == "-c" else Path(option).name)
     added = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     sys.path[:] = ["" if option == "-c" else str(Path(option).parent), *added, *path]
     if os.environ.get("PYTHONUNBUFFERED"):
-        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+        sys.stdout.reconfigure(write_through=True)
     if added:
         sys.modules.pop("sitecustomize", None)
         with suppress(ImportError):
@@ -247,20 +248,20 @@ class Popen(subprocess.Popen[Any]):
 
     zygote: Zygote
 
-    def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, *others: Any) -> None:  # type: ignore[override]
+    def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, *others: Any) -> None:
         _, pass_fds, cwd, env, _, _, shell, *rest = others
         pipes, session, process_group = rest[:6], rest[-2], rest[-1]
         words = [os.fspath(word) for word in args] if isinstance(args, list) else []
         script = shutil.which(words[0], path=(env or os.environ).get("PATH")) if words and not shell else None
         usual = preexec_fn is None and not pass_fds and process_group == -1
         if script is None or not usual or Path(script).parent != SCRIPTS or not Path(script).name.startswith("pyflyte"):
-            super()._execute_child(args, executable, preexec_fn, *others)  # type: ignore[misc]
+            super()._execute_child(args, executable, preexec_fn, *others)
             return
         sys.stdout.flush()
         files = {number: number if pipe == -1 else pipe for number, pipe in enumerate((pipes[0], pipes[3], pipes[5]))}
         self.pid = self.zygote.start([script, *words[1:]], files, cwd and os.fspath(cwd), env, session=session)
         self._child_created = True
-        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+        self._close_pipe_fds(*pipes)
 
 
 def spawnv_passfds(path: Any, arguments: Any, numbers: Any) -> int:
@@ -271,35 +272,39 @@ def spawnv_passfds(path: Any, arguments: Any, numbers: Any) -> int:
     return Popen.zygote.start(code, {number: number for number in {0, 1, 2, *map(int, numbers)}})
 
 
+def use(zygote: Zygote) -> None:
+    """Has the interpreters that this process starts be started by this zygote, as far as it can."""
+    Popen.zygote = zygote
+    subprocess.Popen = Popen
+    util.spawnv_passfds = spawnv_passfds
+
+
 @contextmanager
-def started() -> Iterator[Zygote]:
-    """A zygote of this process, which is none yet for some seconds; requests wait until then."""
+def used() -> Iterator[None]:
+    """Starts a zygote and uses it in the block; for some seconds it is none yet, and requests wait."""
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     path = f"sys.path.insert(0, {str(HELPERS)!r})"
     code = f"import sys; {path}; import zygote; del sys.path[0]; zygote.main({there.fileno()})"
     process = cold_popen([sys.executable, "-c", code], pass_fds=[there.fileno()], stdin=subprocess.DEVNULL)
     there.close()
-    with here:
-        yield Zygote(here)
-    process.wait()
-
-
-def use(zygote: Zygote) -> None:
-    """Has the interpreters that this process starts be started by this zygote, as far as it can."""
-    Popen.zygote = zygote
-    subprocess.Popen = Popen  # type: ignore[misc]
-    util.spawnv_passfds = spawnv_passfds  # type: ignore[attr-defined]
+    try:
+        with unused(), here:
+            use(Zygote(here))
+            yield
+    finally:
+        process.kill()
+        process.wait()
 
 
 @contextmanager
-def used(zygote: Zygote) -> Iterator[None]:
-    """The same in a block."""
-    use(zygote)
+def unused() -> Iterator[None]:
+    """Starts interpreters as usual in the block."""
+    before = subprocess.Popen, util.spawnv_passfds
+    subprocess.Popen, util.spawnv_passfds = cold_popen, cold_spawn
     try:
         yield
     finally:
-        subprocess.Popen = cold_popen  # type: ignore[misc]
-        util.spawnv_passfds = cold_spawn  # type: ignore[attr-defined]
+        subprocess.Popen, util.spawnv_passfds = before
 
 
 def become_subreaper(wanted: bool = True) -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import agents
 import pytest
+import zygote
 from cli import HELPERS
 from engines import AGENTS, DASK, ELASTIC, FRESH, SPAWN, Launch, set_environment
 from faulty_runs import INTRODUCED
@@ -34,8 +35,10 @@ sys.stdin.read()
 
 
 @pytest.fixture(autouse=True)
-def forked_interpreters() -> None:
-    """None here: how ranks start is what is tested."""
+def interpreters() -> Iterator[None]:
+    """All start as users start them: how ranks start is what is tested."""
+    with zygote.unused():
+        yield
 
 
 @pytest.fixture

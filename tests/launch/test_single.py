@@ -20,6 +20,7 @@ from test_link import MuteError
 from flyte_ddp.errors import RankError, StoppedError, UserError
 from flyte_ddp.launch import single, spawn
 from flyte_ddp.run import run_training
+from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.run_folder import OUTPUTS
 from flyte_ddp.settings import Settings
 
@@ -58,6 +59,19 @@ def test_the_same_weights_as_from_a_spawned_rank(digits: Path, tmp_path: Path, q
     assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
     torch.set_num_threads(threads)
     assert equal(expected.run_folder, found.run_folder)
+
+
+def test_nothing_is_saved_after_what_was_asked_for(
+    digits: Path, tmp_path: Path, quiet: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever asks is told a step and ends the run; the retry goes on from that step."""
+    told: list[int] = []
+    written: list[object] = []
+    monkeypatch.setattr(single.Stopping, "offer_saving", lambda _, save: told.append(save()))
+    monkeypatch.setattr(checkpoint, "write", lambda *args: written.append(args))
+    run_training(HP, digits, tmp_path / "run", quiet)
+    assert told == [0]
+    assert written == []
 
 
 @pytest.mark.slow

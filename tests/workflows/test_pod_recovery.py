@@ -109,6 +109,8 @@ def test_attempts_that_are_cut_off_lose_nothing(
     assert "could not be sent" not in first.log + second.log + third.log
 
 
+@pytest.mark.cold
+@pytest.mark.exhaustive  # two hosts of which one is lost are in tests/launch
 def test_another_pod_takes_the_place_of_a_lost_one_of_several(
     cluster: Cluster, train_inputs: dict[str, Literal]
 ) -> None:

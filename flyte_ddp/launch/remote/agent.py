@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 from flyte_ddp.launch.remote.sources import unpacked
 from flyte_ddp.launch.supervise.processes import start
-from flyte_ddp.launch.supervise.supervisor import end
 from flyte_ddp.process import become_subreaper, kill_descendants
 
 if TYPE_CHECKING:
@@ -73,8 +72,7 @@ def main() -> None:
         threading.Thread(target=end_with_parent, name="parent", daemon=True).start()
         code = 0 if proxy_rank(group[0], ticket) else 1
     finally:
-        end(group)
-        kill_descendants()
+        kill_descendants()  # the rank, too; to wait for it alone would be to wait for what it has left behind
     sys.exit(code)
 
 
