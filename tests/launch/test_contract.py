@@ -53,7 +53,8 @@ def unchanged(launch: Launch) -> Iterator[None]:
 
     def now() -> tuple[object, ...]:
         handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
-        other = {"PYTEST_CURRENT_TEST", "FAULTS", "RAY_CLIENT_MODE", "PYTHONBREAKPOINT"}  # and Ray's, where we connect
+        # Those of the tests, of Ray, where we connect, and of joblib, when it is imported.
+        other = {"PYTEST_CURRENT_TEST", "FAULTS", "RAY_CLIENT_MODE", "PYTHONBREAKPOINT", "KMP_INIT_AT_FORK"}
         environment = {name: os.environ[name] for name in os.environ.keys() - other}
         return environment, Path.cwd(), [*sys.path], handlers, torch.get_num_threads()
 
