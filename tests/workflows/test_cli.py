@@ -78,6 +78,7 @@ def finished(trained_once: tuple[Ended, Path]) -> tuple[dict[str, Path], Path]:
 
 
 @pytest.mark.slow
+@pytest.mark.cold
 def test_a_run_leaves_its_files_and_the_same_run_again_trains_nothing(tmp_path: Path) -> None:
     first = pyflyte("run", WORKFLOWS, "training_wf", "--hp", "config/smoke.json", home=tmp_path)
     files = outputs(first)

@@ -201,6 +201,7 @@ def test_other_inputs_that_cannot_be_read_are_the_systems_fault(
     assert error.origin == ExecutionError.SYSTEM
 
 
+@pytest.mark.cold
 def test_a_loss_that_is_not_finite_is_the_users_mistake(cluster: Cluster, train_inputs: dict[str, Literal]) -> None:
     hp = {**SMOKE, "learning_rate": 1000.0, "schedule": "constant", "max_steps": 0}
     ended = cluster.run(TRAIN, {**train_inputs, "hp": from_workflow(hp), "run_version": text("not-finite")})
