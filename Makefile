@@ -30,7 +30,7 @@ test: install ## Run the tests, each promise once (7 minutes on two quiet cores)
 test-all: install ## Also run what repeats them with more faults, stores, launchers and seeds (14 minutes)
 	$(BIN)/python -m pytest $(PARALLEL)
 
-test-fast: install ## Run the tests one wants while working (a minute and a half)
+test-fast: install ## Run the tests one wants while working (70 seconds)
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not exhaustive"
 
 lint: install ## Check style (ruff), types (mypy, strict) and layers (import-linter)

@@ -151,13 +151,15 @@ class Checkpointer:
             The step of the newest checkpoint; 0 if there is none.
         """
         with self.writing:
-            if self.active and not self.final:
+            if self.active:
                 self._save(now=True)
                 self.final = True  # or the run would go on from another step than the caller is told
         return self.saved[0]
 
     def _save(self, *, now: bool) -> None:
         """Writes the state as it is ``now``, if it is worth resuming from; else the copy that waits to be written."""
+        if self.final:
+            return
         waiting, self.pending = self.pending, None
         try:
             for snapshot in (take(self.run) if now else None, waiting):
@@ -190,8 +192,7 @@ class Checkpointer:
             self.wake.clear()
             closed = self.closed
             with self.writing:
-                if not self.final:
-                    self._save(now=not closed and self.pending is None)
+                self._save(now=not closed and self.pending is None)
 
     def _is_good(self, snapshot: Snapshot) -> bool:
         """Whether it is worth resuming from: of a step that went wrong it may be the weights that show it first."""

@@ -209,6 +209,7 @@ def test_progress_can_be_off(
         fetch("mnist", server.url, tmp_path / "other", progress="of")
 
 
+@pytest.mark.slow
 def test_the_digits_are_scikit_learns(tmp_path: Path) -> None:
     from sklearn.datasets import load_digits
 

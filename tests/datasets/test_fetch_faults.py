@@ -24,6 +24,7 @@ def test_a_fault_that_passes_is_retried(tiny: Tiny, server: FileServer, tmp_path
     assert server.requests.count(NAMES[0]) == (1 if fault == "gzip" else 2)
 
 
+@pytest.mark.slow
 def test_a_server_that_answers_late_is_asked_again(
     tiny: Tiny, server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

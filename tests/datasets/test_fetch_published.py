@@ -35,6 +35,7 @@ def test_the_tables_are_torchvisions() -> None:
     assert f"{CIFAR10.addresses[0]}/{CIFAR10.files[0].name}" == datasets.CIFAR10.url
 
 
+@pytest.mark.slow
 def test_debians_files_are_the_published_ones_compressed_again(published_fashion: dict[str, bytes]) -> None:
     for file in FASHION_MNIST.files:
         published, debian = published_fashion[file.name], (DEBIAN / file.name).read_bytes()
@@ -68,6 +69,7 @@ def test_fashion_mnist_from_the_system_copy_is_what_torchvision_reads(tmp_path: 
     assert ours.std[0] == pytest.approx((scaled - scaled.mean()).square().mean().sqrt().item(), rel=1e-12)
 
 
+@pytest.mark.slow
 def test_fashion_mnist_from_its_public_address(
     tmp_path: Path, server: FileServer, published_fashion: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:

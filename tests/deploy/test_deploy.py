@@ -336,6 +336,7 @@ def called_in_the_image() -> list[str]:
     return [command for row in rows.splitlines() for command in re.findall("`([^`]+)`", row.split("|")[2])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", called_in_the_image())
 def test_what_flyte_and_operators_call_is_in_the_image(command: str, tmp_path: Path) -> None:
     """The locked packages' commands are those of this environment; what they have not, Debian's must, or ours."""

@@ -247,6 +247,7 @@ def test_outputs_are_named_and_downloaded_without_a_key_of_the_store(
     assert found == {name: admin.blobs[ADDRESSES[output]] for output, name in NAMES.items()}
 
 
+@pytest.mark.slow
 def test_a_download_is_whole_or_not_at_all(launch: Any, admin: FakeFlyteAdmin, tmp_path: Path) -> None:
     (tmp_path / "model.pt").write_text("of the run before")
     before = {path.name for path in tmp_path.iterdir()} | {"cluster.yaml"}
@@ -290,6 +291,7 @@ def test_a_cluster_that_is_not_there_is_one_sentence(launch: Any) -> None:
         assert error(launch(endpoint=address)).startswith(f"nothing answers at {address}: Connection refused; start")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", ["GetActiveLaunchPlan", "ListLaunchPlans", "GetWorkflow", "CreateExecution"])
 def test_a_call_that_takes_too_long_is_one_sentence(
     launch: Any, admin: FakeFlyteAdmin, script: ModuleType, monkeypatch: pytest.MonkeyPatch, call: str

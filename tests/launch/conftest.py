@@ -14,7 +14,6 @@ from pathlib import Path
 
 import agents
 import pytest
-import zygote
 from cli import HELPERS
 from engines import AGENTS, DASK, ELASTIC, FRESH, SPAWN, Launch, set_environment
 from faulty_runs import INTRODUCED
@@ -32,13 +31,6 @@ context = ray.init(num_cpus=4, include_dashboard=False, _temp_dir=sys.argv[1], o
 print(context.address_info["address"], flush=True)
 sys.stdin.read()
 """
-
-
-@pytest.fixture(autouse=True)
-def interpreters() -> Iterator[None]:
-    """All start as users start them: how ranks start is what is tested."""
-    with zygote.unused():
-        yield
 
 
 @pytest.fixture

@@ -76,6 +76,7 @@ def losses(result: Result) -> list[float]:
     return [record["loss"] for record in read_records(result.metrics) if record["kind"] == "train"]
 
 
+@pytest.mark.cold
 @everywhere
 def test_the_same_weights_as_from_spawned_ranks(
     launch: Launch, expected: Result, digits: Path, tmp_path: Path, temporary: Path, quiet: Settings

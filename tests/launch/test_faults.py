@@ -58,6 +58,7 @@ def test_a_rank_that_fails_is_named_and_takes_the_others_along(
     nothing_is_left(tmp_path / "run", temporary)
 
 
+@pytest.mark.cold
 def test_a_failed_import_is_told(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before there is a process group, or torch."""
     broken = tmp_path / "site"

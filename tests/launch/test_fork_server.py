@@ -18,7 +18,7 @@ from flyte_ddp.launch.supervise.fork_server import SERVER
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
 
-pytestmark = pytest.mark.usefixtures("temporary")
+pytestmark = [pytest.mark.cold, pytest.mark.usefixtures("temporary")]
 
 QUIET = Settings(progress="off", wandb_mode="disabled")
 

@@ -90,6 +90,7 @@ def is_turned_away(stranger: socket.socket | Connection) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_slow_strangers_hold_nobody_up(
     rendezvous: Rendezvous, connections: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -61,6 +61,7 @@ def test_the_same_weights_as_from_a_spawned_rank(digits: Path, tmp_path: Path, q
     assert equal(expected.run_folder, found.run_folder)
 
 
+@pytest.mark.slow
 def test_nothing_is_saved_after_what_was_asked_for(
     digits: Path, tmp_path: Path, quiet: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,6 +55,7 @@ class TestWhatAFolderHolds:
             f"warning: image folder {folder}: all images are of one class, photos, so that there is"
         )
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("names", [("train", "test"), ("Train", "val"), ("train", "test", "other")])
     def test_parts_that_are_taken_for_classes(
         self, names: tuple[str, ...], tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -87,6 +88,7 @@ class TestBadSamples:
         pack_image_folder(str(folder), tmp_path / "packed", progress="off", seed=None)
         return tmp_path / "packed" / "train.json"
 
+    @pytest.mark.slow
     def test_one_is_an_error_by_default(self, tmp_path: Path) -> None:
         index = self.spoilt(tmp_path, lambda folder: (folder / "red" / "9.jpg").write_bytes(b"no image"))
         with pytest.raises(UserError, match=r"sample 'red/9' in shard .*-000000.tar cannot be decoded.*bad_samples"):

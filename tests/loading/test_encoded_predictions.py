@@ -31,6 +31,7 @@ class TestPredictions:
         rows = self.rows(table)
         return sum(row["prediction"] == row["truth"] for row in rows) / len(rows)
 
+    @pytest.mark.slow
     def test_of_what_was_held_out(self, shards: Path, tmp_path: Path) -> None:
         """Whatever the seed, and the share for validation, were."""
         result = train(of(shards / "train.json", epochs=1, seed=7, validation_fraction=0.3), tmp_path)
@@ -70,6 +71,7 @@ class TestPredictions:
         expected, found = ([row["score_red"] for row in self.rows(path)] for path in (table, files))
         assert found == expected
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("kind", ["image_folder", "shards"])
     def test_of_images_that_cannot_be_decoded(self, kind: str, tmp_path: Path) -> None:
         """They have their names, and their own truth, and not those, or the prediction, of what stands in elsewhere."""

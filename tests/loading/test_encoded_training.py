@@ -321,6 +321,7 @@ def test_easy_photos_are_learnt_with_default_hyperparameters(seed: int, tmp_path
     assert train(hp, tmp_path / "clipped").test_accuracy > 0.9
 
 
+@pytest.mark.slow
 def test_images_of_a_web_server_are_those_of_its_list(server: FileServer, tmp_path: Path) -> None:
     folder = labelled(tmp_path / "images")
     server.files = {f"data/{path.relative_to(folder)}": path.read_bytes() for path in folder.rglob("*.jpg")}

@@ -231,6 +231,7 @@ def test_what_each_rank_has_of_its_own_is_named(tmp_path: Path) -> None:
     assert torch.load(tmp_path / "in_list.pt") == ["teacher"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["noisy_gradient", *(f"dropout_{name}" for name in parallel_models.RUNS)])
 def test_draws_of_the_backward_pass_are_noticed(digits: Path, model: str) -> None:
     """And not those of blocks that are run again."""

@@ -211,6 +211,7 @@ def test_what_no_file_holds_is_named(digits: Path, tmp_path: Path) -> None:
     assert "changes generator, numbers, object, queue, neither" in " ".join(read_records(result.metrics)[-1]["notes"])
 
 
+@pytest.mark.slow
 def test_equal_runs_are_equal_whatever_a_model_draws_from(digits: Path, tmp_path: Path) -> None:
     """When it is made; the process that runs a single rank draws on as if nothing had been."""
     hp = Hyperparameters(model="unusual_models:drawn", epochs=1, batch_size=500, num_ranks=1)
@@ -289,6 +290,7 @@ def test_what_a_state_dict_may_hold_goes_through_a_resume(
         assert sidecar["metrics"]["test_loss"] == pytest.approx(losses_of(model, digits).mean().item(), abs=1e-6)
 
 
+@pytest.mark.slow
 def test_what_only_looks_the_same_is_not_called_so(
     digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

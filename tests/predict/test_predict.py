@@ -274,6 +274,7 @@ USED_BY_THE_EXAMPLE = (
 )
 
 
+@pytest.mark.slow
 def test_a_runs_sidecar_has_these_numbers(digits: Path, tmp_path: Path) -> None:
     hp = Hyperparameters(num_ranks=1, max_steps=1)
     result = run_training(hp, digits, tmp_path, Settings(progress="off", wandb_mode="disabled"))

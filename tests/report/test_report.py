@@ -218,6 +218,7 @@ def test_a_retry_replaces_what_the_attempt_before_said(tmp_path: Path) -> None:
     assert [line["step"] for line in run.train] == list(range(10, 301, 10))
 
 
+@pytest.mark.slow
 def test_the_report_is_written_whole_and_the_same_every_time(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", records(), matrix(10))
     path = report.write_report(folder)

@@ -69,6 +69,7 @@ model = net.make
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [*HIDDEN, "seen"])
 def test_what_a_model_uses_and_the_cache_key_does_not_cover_is_named(
     digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture, way: str

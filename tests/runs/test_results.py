@@ -121,6 +121,7 @@ def test_a_run_that_restarts_from_scratch_has_none_of_the_run_before(
     assert sorted(path.name for path in stale.parent.iterdir()) == ["events.jsonl", "forward-1.txt", "forward-2.txt"]
 
 
+@pytest.mark.slow
 def test_a_copy_in_a_folder_is_made_while_training(kept: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copies/run"
     with result_store.copied(kept.parent, str(tmp_path / "copies"), goes_on=False):
@@ -132,6 +133,7 @@ def test_a_copy_in_a_folder_is_made_while_training(kept: Path, tmp_path: Path) -
     assert {path.name for path in copy.iterdir()} == {"maps", "events.jsonl", "later", "last"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flytes_own", [False, True])
 def test_a_copy_on_s3(kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flytes_own: bool) -> None:
     (tmp_path / "served/bucket").mkdir(parents=True)

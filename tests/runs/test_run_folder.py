@@ -80,6 +80,7 @@ def fail() -> None:
     raise ArithmeticError
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("action", "error"), [(sigterm, StoppedError), (fail, RankError)])
 def test_a_finished_run_stays_while_it_is_made_again(
     digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: Result,
@@ -167,6 +168,7 @@ def test_ctrl_c_at_the_end_leaves_results_or_a_checkpoint(
     assert contents(folder)[METRICS] != before.get(METRICS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "with_results"),
     [

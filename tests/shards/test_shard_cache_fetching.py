@@ -268,6 +268,7 @@ def test_healing_fetches_only_what_is_damaged(server: FileServer, tmp_path: Path
     assert not cache.holds(without)
 
 
+@pytest.mark.slow
 def test_locks_do_not_stay_with_forked_children(
     server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,6 +71,7 @@ def open_files(folder: Path) -> int:
     return sum(is_below(descriptor, folder) for descriptor in Path("/proc/self/fd").iterdir())
 
 
+@pytest.mark.slow
 def test_files_are_closed(server: FileServer, tmp_path: Path) -> None:
     served = serve_samples(server, 3, 3)
     dataset = ShardDataset(served.index, tmp_path, decode=False)

@@ -34,6 +34,7 @@ def served(
     return f"{start}/bucket/s/{{00..{len(contents) - 1:02d}}}.tar"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_an_index_of_remote_shards(
     scheme: str, server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -208,6 +208,7 @@ def test_a_data_set_of_torchvisions(tmp_path: Path) -> None:
         assert (sample[".png"].tobytes(), sample[".cls"]) == (image.tobytes(), label)
 
 
+@pytest.mark.slow
 def test_a_data_set_by_its_name(tmp_path: Path, digits: Path) -> None:
     """The embedded digits, of which each part becomes a data set of shards."""
     from flyte_ddp.datasets import open_arrays

@@ -210,6 +210,7 @@ def test_hidden_files_are_passed_over_as_by_webdataset() -> None:
             assert [sample["__key__"] for sample in theirs] == [key for key, _ in found]
 
 
+@pytest.mark.slow
 def test_tens_of_thousands_of_extensions() -> None:
     """As names have that are numbered behind a dot; no number of an extension wraps around."""
     found = [Member("key", f".{number}.jpg", 512 * number, 1, number) for number in range(70_000)]

@@ -103,6 +103,7 @@ def header_blocks(content: bytes) -> list[int]:
     return [place for place in range(0, len(content), BLOCK) if content[place + 257 : place + 262] == b"ustar"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("content", [WHOLE, GNU], ids=["pax", "gnu"])
 def test_a_flipped_bit_in_any_header(content: bytes) -> None:
     """It is an error, unless it is in what fills up the checksum itself."""

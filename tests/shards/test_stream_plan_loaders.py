@@ -105,6 +105,7 @@ def dealt(
     return list(itertools.islice(wds.DataPipeline(one_pass).repeat(options.repeat), options.nbatches))
 
 
+@pytest.mark.slow
 @settings(max_examples=150, derandomize=True, deadline=None)
 @given(run=runs(), buffer=st.sampled_from([0, 1000]))
 def test_the_plan_is_what_loaders_give(shards: Shards, run: Run, buffer: int) -> None:

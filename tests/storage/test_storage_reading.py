@@ -284,6 +284,7 @@ fork(lambda: fork(read))
 """
 
 
+@pytest.mark.slow
 @objects
 def test_forked_children_can_read_if_their_parent_has_not(place: Place) -> None:
     """Else it is an error that says what to do: obstore would wait for threads that a fork does not have."""

@@ -160,6 +160,7 @@ def test_keys_of_a_profiles_process(keyed: S3Server, monkeypatch: pytest.MonkeyP
         storage.read("s3://few/x")
 
 
+@pytest.mark.slow
 def test_keys_of_a_machines_role(keyed: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     s3_environment(keyed.endpoint, monkeypatch)
     with file_server() as metadata:

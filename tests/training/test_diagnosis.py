@@ -141,6 +141,7 @@ def end_of(run: Path) -> dict[str, Any]:
     return next(record for record in read_records(run / "metrics.jsonl") if record["kind"] == "end")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_run_that_has_learned_nothing_says_so(
     digits: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], num_ranks: int

@@ -154,6 +154,7 @@ def went_on(result: Result) -> str:
     return str(note)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

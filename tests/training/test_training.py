@@ -133,6 +133,7 @@ def test_the_same_run_twice_gives_the_same_bits(digits: Path, tmp_path: Path) ->
         assert torch.equal(value, weights(second)[name])
 
 
+@pytest.mark.slow
 def test_keeping_the_best_goes_by_the_validation_loss(digits: Path, tmp_path: Path) -> None:
     """So high a constant rate that the last epoch is not the best."""
     hp = replace(
@@ -180,6 +181,7 @@ def test_parameters_that_get_no_gradient_stay_as_they_are(digits: Path, tmp_path
     assert unchanged == {"unused.weight", "unused.bias"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("hp", "words"),
     [
@@ -198,6 +200,7 @@ def test_the_report_says_where_the_number_of_ranks_matters(
     assert all(note in html.unescape(result.report.read_text()) for note in notes)
 
 
+@pytest.mark.slow
 def test_training_starts_from_given_weights(digits: Path, tmp_path: Path) -> None:
     first = train(replace(BASE, num_ranks=1, epochs=1), digits, tmp_path / "first")
     hp = replace(BASE, num_ranks=1, init_from=str(first.model), learning_rate=1e-9, max_steps=1, weight_decay=0.0)

@@ -162,6 +162,7 @@ def test_a_loss_that_is_not_finite(num_ranks: int, tmp_path: Path) -> None:
     assert not math.isfinite(float(found[1]))
 
 
+@pytest.mark.slow
 def test_a_file_in_place_of_the_runs_folder(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     runs.write_text("not a folder")

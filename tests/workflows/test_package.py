@@ -92,6 +92,7 @@ def serialized(task: PythonAutoContainerTask[Any]) -> TaskSpec:
     return get_serializable(OrderedDict(), settings, task).to_flyte_idl()
 
 
+@pytest.mark.slow
 def test_everything_is_there(default: Package) -> None:
     workflows = {
         "workflows.training.training_wf",
@@ -114,6 +115,7 @@ def test_without_a_profile_the_training_pod_gets_gpus(default: Package) -> None:
     assert template.metadata.pod_template_name == "flyte-ddp-gpu"
 
 
+@pytest.mark.slow
 def test_the_sandbox_gets_none(sandbox: Package) -> None:
     template = sandbox.tasks[TRAIN].template
     expected = {"CPU": "1", "MEMORY": "2Gi", "EPHEMERAL_STORAGE": "2Gi"}
