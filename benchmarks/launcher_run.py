@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import signal
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from typing import Any
 
 import workflows.training  # noqa: F401
 from benchmarks.launcher_ranks import PIDS, RANKS, bare_rank, bare_worker
+from benchmarks.running import most_memory
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import RankError
 from flyte_ddp.hardware import Hardware, detect
@@ -116,7 +116,7 @@ def main(request: str) -> None:
             found = {"seconds": float(Path(own, "stepped").read_text()) - began}
         else:
             found = ours(order, folder / "run", launch, hardware, began)
-    found["memory"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    found["memory"] = most_memory() / (1 << 20)
     (folder / "found.json").write_text(json.dumps(found))
 
 

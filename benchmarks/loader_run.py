@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 import tempfile
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import image_loaders, remote_loaders
+from benchmarks.running import most_memory
 
 SIDES = image_loaders.SIDES | remote_loaders.SIDES
 
@@ -29,8 +29,8 @@ def main() -> None:
             for images in epoch(number):
                 count += len(images)
             seconds = time.perf_counter() - begin
-        [memory] = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    found = {"rate": count / seconds, "images": count, "memory": int(memory) * 1024}
+        memory = most_memory()
+    found = {"rate": count / seconds, "images": count, "memory": memory}
     Path(order["output"]).write_text(json.dumps(found))
 
 

@@ -94,6 +94,15 @@ def pss(pid: int) -> tuple[int, int] | None:
     return sizes["Pss"], sizes["Pss_Anon"]
 
 
+def most_memory() -> int:
+    """The most that this process has had at a time, in bytes.
+
+    Not getrusage's figure, which the kernel hands on to a child: that of a benchmark that has run long is larger.
+    """
+    [kilobytes] = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return int(kilobytes) * 1024
+
+
 def run_python(module: str, *arguments: str) -> None:
     """Runs ``python -m module`` from the repository's root.
 
