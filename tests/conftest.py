@@ -18,10 +18,15 @@ from packaged import Package
 from flyte_ddp.datasets import fetch
 
 
+def pytest_configure() -> None:
+    """Before torch is imported: its idle threads are not to turn on cores that other tests need."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with many slow tests first, so that at the end no worker sits over one while the other is idle."""
+    """First test_chaos.py, which has the longest test, then files with many slow ones: no worker is idle at the end."""
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
-    items.sort(key=lambda item: (item.path.name != "test_chaos.py", -slow[item.path]))  # which has one of 36 seconds
+    items.sort(key=lambda item: (item.path.name != "test_chaos.py", -slow[item.path]))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

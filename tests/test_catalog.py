@@ -21,7 +21,7 @@ from flyte_ddp.models.images import InputSpec, prepare
 ALL = set(torchvision.models.list_models())
 CLASSIFIERS = set(torchvision.models.list_models(module=torchvision.models))
 CLASSES = 7
-# One of each family; the others, built alike, are marked slow.
+# One of each family; the others, built alike, are marked exhaustive.
 QUICK = {
     *("alexnet", "convnext_tiny", "densenet121", "efficientnet_b0", "googlenet", "inception_v3", "maxvit_t"),
     *("mnasnet0_5", "mobilenet_v2", "mobilenet_v3_small", "regnet_x_400mf", "regnet_y_400mf", "resnet18"),
@@ -40,7 +40,7 @@ def images(channels: int, height: int, width: int) -> InputSpec:
 
 
 def marked(names: list[str]) -> list[Any]:
-    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in names]
+    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.exhaustive) for name in names]
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from test_cli_errors import also, assert_refused, slow
 
 from benchmarks.running import descendants, process_name
 
-LONG = {"num_ranks": 2, "epochs": 60, "batch_size": 64, "eval_interval": 5}
+LONG = {"num_ranks": 2, "epochs": 20, "batch_size": 64, "eval_interval": 5}
 
 
 def disturbed(disturb: Callable[[int], None], folder: Path, hp: dict[str, Any] = LONG, **options: Any) -> Ended:
