@@ -51,7 +51,7 @@ def launch(job: Job, *, num_ranks: int, client: Any = None, retries: int = 0, fo
 
     with connected(client, num_ranks) as cluster:
         there = workers_of(cluster)
-        workers = chosen(there, cluster.processing(), num_ranks)
+        workers = chosen(there, work_of(cluster), num_ranks)
         refuse_other_versions(cluster, workers)
         devices = numbered(workers, ask(cluster, os.getenv, DEVICES, workers=workers))
         files, run = sources.packed(job.hp, folder), by_value(agent.run_with)
@@ -63,7 +63,8 @@ def launch(job: Job, *, num_ranks: int, client: Any = None, retries: int = 0, fo
                 with annotate(workers=[worker], allow_other_workers=False, retries=retries):
                     tasks.append(delayed(run, pure=False)(files, words, there[worker]["local_directory"]))
             # All at once, so that of two runs at the same time no worker takes the other's rank first.
-            futures: list[Any] = cluster.compute(tasks, optimize_graph=False)
+            with answering(cluster):
+                futures: list[Any] = cluster.compute(tasks, optimize_graph=False)
             try:
                 rendezvous.run(num_ranks, lambda: refuse_failed(futures, workers, workers_of(cluster)))
             finally:
@@ -97,7 +98,7 @@ def hardware(hp: Hyperparameters, client: Any, *, coming: int = 0, seconds: floa
     there = coming or len(workers)
     most = there if device == "cuda" else min(there, hp.batch_size)
     num_ranks = capacity.clamp_ranks(hp, there, f"the Dask cluster has {there} workers", most, exact=coming > 0)
-    used = chosen(workers, client.processing(), num_ranks)
+    used = chosen(workers, work_of(client), num_ranks)
     cores = ask(client, machine.cores, workers=used)
     bf16 = ask(client, machine.bf16_support, device, workers=used)
     on_host = Counter(workers[worker]["host"] for worker in used)
@@ -194,6 +195,13 @@ def workers_of(client: Any) -> dict[str, Any]:
     with answering(client):
         workers: dict[str, Any] = client.sync(client.scheduler.identity, n_workers=-1)["workers"]
     return workers
+
+
+def work_of(client: Any) -> dict[str, Any]:
+    """What each worker works at, by address."""
+    with answering(client):
+        work: dict[str, Any] = client.processing()
+    return work
 
 
 @contextmanager
