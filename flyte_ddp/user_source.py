@@ -11,6 +11,7 @@ import sysconfig
 import threading
 import warnings
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -21,7 +22,8 @@ from flyte_ddp.user_code import not_found, search_working_directory, split
 IDENTIFIED = {"flyte_ddp", *ARITHMETIC}  # by a digest and releases of their own
 INSTALLED = {"site-packages", "dist-packages"}
 STANDARD = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")]
-PARSING = threading.Lock()  # Python 3.11 counts the depth of recursion for all threads together, and fails
+PARSING = threading.Lock()  # for what warnings do meanwhile, which is the same for all threads
+PARSED_AGAIN = 10  # times
 
 
 def user_source_digest(spec: str) -> str:
@@ -155,7 +157,7 @@ def imported(source: bytes) -> set[str]:
     try:
         with PARSING, warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            tree = ast.parse(source)
+            tree = parsed(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return set()
     nodes = [*ast.walk(tree)]
@@ -177,6 +179,17 @@ def imported(source: bytes) -> set[str]:
                 value.value for value in given if isinstance(value, ast.Constant) and isinstance(value.value, str)
             ]
     return {name.partition(".")[0] for name in names} - {""}
+
+
+def parsed(source: bytes) -> ast.Module:
+    """The tree. Parses again where another thread, of any library, has done so at the same time.
+
+    Python 3.11 counts the depth of all threads' trees in one place, and raises SystemError when the count is wrong.
+    """
+    for _ in range(PARSED_AGAIN):
+        with suppress(SystemError):
+            return ast.parse(source)
+    return ast.parse(source)
 
 
 def last_name(node: ast.AST) -> str:

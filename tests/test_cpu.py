@@ -107,7 +107,7 @@ class Workers:
 
     def __init__(self, worth: Bf16) -> None:
         self.worth = {"tcp://a:1": Bf16.FASTER, "tcp://b:1": worth, "tcp://c:1": Bf16.FASTER}
-        self.scheduler = SimpleNamespace(identity=None)
+        self.scheduler = SimpleNamespace(address="tcp://s:1", identity=None)
 
     def sync(self, *_: object, **__: object) -> dict[str, Any]:
         return {"workers": {address: {"host": address[6]} for address in self.worth}}

@@ -70,9 +70,9 @@ def launch(job: Job, *, num_ranks: int, client: Any = None, retries: int = 0, fo
             finally:
                 # Agents end by themselves when nobody listens any more; those of workers that are gone have ended.
                 rendezvous.close()
-                with suppress(Exception):  # in time, or there is no scheduler any more
+                with suppress(Exception):  # not in time, or there is no scheduler any more
                     wait(futures, timeout=JOIN_SECONDS)
-                with suppress(OSError):
+                with suppress(Exception):  # which is what Dask raises at a client that is closed
                     cluster.cancel(futures, force=True)
 
 
@@ -207,12 +207,13 @@ def work_of(client: Any) -> dict[str, Any]:
 @contextmanager
 def answering(client: Any) -> Iterator[None]:
     """Goes around what is asked of a cluster: raises UnreachableError where that is gone, or a worker of it."""
+    where = f" of {client.scheduler.address}" if client.scheduler else ""  # None: Dask has given it up
     try:
         yield
-    except OSError as error:
-        raise UnreachableError(
-            f"the Dask cluster of {client.scheduler.address} does not answer ({error}); run again when it does"
-        ) from None
+    except Exception as error:
+        if client.status == "running" and not isinstance(error, OSError):
+            raise
+        raise UnreachableError(f"the Dask cluster{where} does not answer ({error}); run again when it does") from None
 
 
 def chosen(workers: Mapping[str, Any], busy: Mapping[str, Any], num_ranks: int) -> list[str]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import gc
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,7 @@ from hypothesis import strategies as st
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.user_code import SPEC, load_callable, split
-from flyte_ddp.user_source import user_source_digest, user_sources
+from flyte_ddp.user_source import imported, user_source_digest, user_sources
 
 
 @pytest.fixture
@@ -203,6 +206,33 @@ def test_the_digest_follows_imports_through_the_users_own_code(project: Path, te
     (project / "users_layers.py").write_text("import users_top\nclass Block: changed = True\n")
     assert user_source_digest(USERS_TOP) != before
     assert not [name for name in sys.modules if name.startswith("users_")]
+
+
+@pytest.fixture
+def another_thread_parses() -> Iterator[list[str]]:
+    """In the middle of what the main thread parses, three times: where objects are collected. Lists each one."""
+    threshold = gc.get_threshold()
+    parsed: list[str] = []
+
+    def parse(phase: str, _: object) -> None:
+        if phase == "start" and len(parsed) < 3 and threading.current_thread() is threading.main_thread():
+            parsed.append(phase)
+            other = threading.Thread(target=ast.parse, args=("a",))
+            other.start()
+            other.join()
+
+    gc.callbacks.append(parse)
+    gc.set_threshold(50)
+    yield parsed
+    gc.set_threshold(*threshold)
+    gc.callbacks.remove(parse)
+
+
+def test_another_thread_may_parse_at_the_same_time(another_thread_parses: list[str]) -> None:
+    """Which Python 3.11 takes for an error of its own (SystemError)."""
+    source = b"import one\n" + b"x = (1, [2, {3: 4}])\n" * 100
+    assert imported(source) == {"one"}
+    assert another_thread_parses
 
 
 def test_every_init_on_the_way_counts(project: Path) -> None:

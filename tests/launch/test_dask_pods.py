@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -76,9 +77,7 @@ def processes() -> list[subprocess.Popen[str]]:
 
 @pytest.fixture
 def start(commands: Path, tmp_path: Path, processes: list[subprocess.Popen[str]]) -> Iterator[Start]:
-    """Starts one of them, where Python does not find this library; what it says is in ``stderr.txt`` of its folder."""
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site/sitecustomize.py").write_text(WITHOUT_LIBRARY)
+    """Starts one of them; what it says is in ``stderr.txt`` of its folder."""
     with ExitStack() as stack:
 
         def run(name: str, *arguments: str, prefix: Sequence[str] = ()) -> subprocess.Popen[str]:
@@ -86,7 +85,7 @@ def start(commands: Path, tmp_path: Path, processes: list[subprocess.Popen[str]]
             folder.mkdir()
             log = stack.enter_context((folder / "stderr.txt").open("w"))
             path = f"{commands}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-            variables = {**os.environ, "PATH": path, "PYTHONPATH": str(tmp_path / "site")}
+            variables = {**os.environ, "PATH": path}
             command = [*prefix, commands / name, *arguments]
             process = subprocess.Popen(command, cwd=folder, env=variables, stderr=log, text=True)
             processes.append(process)
@@ -168,24 +167,40 @@ def test_a_scheduler_that_starts_later(start: Start, tmp_path: Path, monkeypatch
         assert found.result() == 0
 
 
-@pytest.mark.slow
+def train(client: distributed.Client, data: Path, folder: Path) -> None:
+    """For longer than any test; Dask would start the ranks again."""
+    long, quiet = replace(HP, epochs=1000, max_steps=0), Settings(progress="off", wandb_mode="disabled")
+    launch, hardware = partial(dask.launch, client=client, retries=2), dask.hardware(long, client)
+    run_training(long, data, folder, quiet, launch=launch, hardware=hardware)
+
+
+@pytest.mark.exhaustive  # 39 s, as workers whose scheduler is gone wait 30 s for what they are at
 def test_a_scheduler_that_dies(
     address: str, start: Start, digits: Path, tmp_path: Path, processes: list[subprocess.Popen[str]]
 ) -> None:
-    """Its workers end with it, and their ranks; there is no other try on this cluster."""
+    """Its workers end with it, and their ranks; there is no other try on this cluster, but by Flyte."""
     for name in ("one", "two"):
         start(*WORKER[:2], name, *WORKER[3:])
     run = tmp_path / "run"
     with dask.connected() as client:
         client.wait_for_workers(2, timeout=60)
-        launch = partial(dask.launch, client=client, retries=2)
-        hardware = dask.hardware(HP, client)
-        quiet = Settings(progress="off", wandb_mode="disabled", cache_folder=tmp_path / "cache")
-        long = replace(HP, epochs=1000, max_steps=0)
-        when(run / "unfinished/metrics.jsonl", processes[0].kill)
+        when(run / "unfinished/results/events.jsonl", processes[0].kill)  # of the model that introduces itself
         with pytest.raises((RankError, UnreachableError)) as raised:
-            run_training(long, digits, run, quiet, launch=launch, hardware=hardware)
+            train(client, digits, run)
+        assert processes[0].wait() == -signal.SIGKILL
     assert isinstance(raised.value, UnreachableError) or raised.value.recoverable
+
+
+@pytest.mark.slow
+def test_a_scheduler_that_has_died(address: str, processes: list[subprocess.Popen[str]]) -> None:
+    """Whatever asks it says so, also when Dask has closed the client, which it does in some time."""
+    with distributed.Client(address, timeout=1) as client:
+        processes[0].kill()
+        for ask in (dask.workers_of, dask.work_of, partial(dask.ask, function=os.getpid)):
+            with pytest.raises(UnreachableError, match=r"the Dask cluster of tcp://.* does not answer .*; run again"):
+                ask(client)
+    with pytest.raises(UnreachableError, match=r"the Dask cluster does not answer .*; run again when it does"):
+        dask.workers_of(client)
 
 
 def test_a_worker_of_another_version() -> None:
@@ -193,7 +208,7 @@ def test_a_worker_of_another_version() -> None:
     ours = {"packages": {"python": "3.12.1.final.0", "torch": "2.9.0", "torchvision": "0.24.0"}}
     theirs = {"packages": {**ours["packages"], "python": "3.11.9.final.0"}}
     found = {"client": ours, "workers": {"tcp://a:1": ours, "tcp://b:1": theirs}}
-    cluster = SimpleNamespace(get_versions=lambda **_: found)
+    cluster = SimpleNamespace(scheduler=None, get_versions=lambda **_: found)
     dask.refuse_other_versions(cluster, ["tcp://a:1"])
     words = "Dask worker tcp://b:1 has python 3.11, torch .*, and this process python 3.12, .*; use one image for all"
     with pytest.raises(UserError, match=words):
@@ -214,7 +229,10 @@ def test_runs_with_other_sources_at_once_on_workers_that_have_none(
     projects = tmp_path / "projects"
     projects.mkdir()
     need_mounts(projects)
-    hiding = (*ALONE, "sh", "-c", f'mount -t tmpfs none "{projects}" && exec "$@"', "sh")
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/sitecustomize.py").write_text(WITHOUT_LIBRARY)
+    no_library = ("env", f"PYTHONPATH={tmp_path / 'site'}")
+    hiding = (*no_library, *ALONE, "sh", "-c", f'mount -t tmpfs none "{projects}" && exec "$@"', "sh")
     for name in ("one", "two"):
         start(*WORKER[:2], name, *WORKER[3:], prefix=hiding)
     client.wait_for_workers(2, timeout=60)

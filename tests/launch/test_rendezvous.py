@@ -61,7 +61,7 @@ def in_a_thread(action: Callable[[], object]) -> threading.Thread:
 
 
 def agent(rendezvous: Rendezvous, connections: ExitStack, rank: int, num_ranks: int) -> Connection:
-    """Comes as an agent does; returns when it has been let in."""
+    """Comes as an agent does; returns when it has said who it is."""
     return connections.enter_context(join(rendezvous.ticket(RankInfo(rank, num_ranks, local_rank=0)))[0])
 
 
@@ -146,18 +146,24 @@ def test_a_request_to_stop_is_heard_while_a_stranger_says_nothing(
 
 def test_of_two_agents_of_one_rank_the_later_counts(rendezvous: Rendezvous, connections: ExitStack) -> None:
     """The engine has sent it because the other one is gone."""
+    group: list[RankHandle] = []
+    one_is_in = threading.Event()
     gone: list[bool] = []
 
     def three_come() -> None:
         first = agent(rendezvous, connections, 1, 2)
+        one_is_in.wait()  # else the launcher may hear the second one's hello before the first one's
         agent(rendezvous, connections, 1, 2)
         gone.append(is_turned_away(first))
         agent(rendezvous, connections, 0, 2)
 
     came = in_a_thread(three_come)
-    assert [handle.rank for handle in gathered(rendezvous, 2)] == [0, 1]
+    rendezvous.gather(group, 2, StopRequest(), lambda: one_is_in.set() if group else None)
+    assert [handle.rank for handle in group] == [0, 1]
     came.join()
     assert gone == [True]
+    for handle in group:
+        handle.pipe.close()
 
 
 class Bomb:
