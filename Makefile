@@ -24,13 +24,13 @@ train: install ## Train on the embedded digits, 2 ranks (other settings: make tr
 	@echo "Training; results will be under runs/ ..."
 	$(BIN)/pyflyte run workflows/training.py training_wf --hp '$(HP)'
 
-test: install ## Run the tests, each promise once (7 minutes on two quiet cores)
+test: install ## Run the tests, each promise once (5 to 9 minutes on two quiet cores)
 	$(BIN)/python -m pytest $(PARALLEL) -m "not exhaustive"
 
-test-all: install ## Also run what repeats them with more faults, stores, launchers and seeds (14 minutes)
+test-all: install ## Also run what repeats them with more faults, stores, launchers and seeds (13 to 22 minutes)
 	$(BIN)/python -m pytest $(PARALLEL)
 
-test-fast: install ## Run the tests one wants while working (70 seconds)
+test-fast: install ## Run the tests one wants while working (50 to 80 seconds)
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not exhaustive"
 
 lint: install ## Check style (ruff), types (mypy, strict) and layers (import-linter)

@@ -138,6 +138,7 @@ def test_anything_but_an_object_is_refused(values: Any) -> None:
         ("[" * 100_000, "not valid JSON"),
     ],
 )
+@pytest.mark.usefixtures("no_collection")
 def test_bad_json_is_refused(text: str, words: str) -> None:
     with pytest.raises(UserError) as refusal:
         Hyperparameters.from_json(text)

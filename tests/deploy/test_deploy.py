@@ -210,7 +210,7 @@ def test_an_image_without_a_tag_is_refused(clone: Path, image: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("option", [(), ("--activate",)])
+@pytest.mark.parametrize("option", [pytest.param((), marks=pytest.mark.exhaustive), ("--activate",)])
 def test_registration_sends_everything_and_activates_what_it_is_told_to(
     clone: Path, tmp_path: Path, option: tuple[str, ...]
 ) -> None:

@@ -32,7 +32,7 @@ RETRIES = {AGENTS: "retries", DASK: "retries", RAY: "max_retries", ELASTIC: "max
 
 
 @pytest.mark.slow
-@on(AGENTS, ELASTIC, exhaustive=(DASK, RAY))
+@on(AGENTS, exhaustive=(ELASTIC, DASK, RAY))
 def test_an_engine_tries_again_and_the_run_goes_on(
     launch: Launch,
     request: pytest.FixtureRequest,

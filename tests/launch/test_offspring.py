@@ -69,13 +69,13 @@ def test_after_a_good_end(launch: Launch, digits: Path, tmp_path: Path, temporar
     offspring_models.wait(lambda: not survivors(temporary))  # agents see to it, after the launcher has heard of the end
 
 
-ONCE_EACH = [(FRESH, "SIGKILL"), (AGENTS, "ArithmeticError"), (ELASTIC, "SIGKILL")]
+QUICK = [(FRESH, "SIGKILL"), (AGENTS, "ArithmeticError")]
 ALL = [(launcher, kind) for kind in ("ArithmeticError", "SIGKILL") for launcher in (SPAWN, FRESH, AGENTS, ELASTIC)]
 
 
 @pytest.mark.parametrize(
     ("launch", "kind"),
-    [pytest.param(*case, marks=[] if case in ONCE_EACH else pytest.mark.exhaustive) for case in ALL],
+    [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.exhaustive) for case in ALL],
     indirect=["launch"],
 )
 def test_after_a_failure(

@@ -195,6 +195,7 @@ HELLO = {"rank": 0, "host": "127.0.0.1", "shares": True, "code": "code"}
     ],
     ids=lambda hello: hello[:40].decode(errors="replace"),
 )
+@pytest.mark.usefixtures("no_collection")
 def test_a_hello_that_is_none(rendezvous: Rendezvous, connections: ExitStack, hello: bytes) -> None:
     rendezvous.code = "code"
 
@@ -252,6 +253,7 @@ def test_what_listens_in_the_launchers_place_is_not_unpickled_either(tmp_path: P
     [b"", b"null", b"[]", b"{}", b'"x"', b"\xff", b"[" * 100_000],
     ids=lambda text: text[:9].decode(errors="replace"),
 )
+@pytest.mark.usefixtures("no_collection")
 def test_tickets_that_are_none(text: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "host")
     assert elastic_rank.ticket_from_json(text, RankInfo(0, 1, 0)) is None

@@ -129,6 +129,7 @@ def test_no_code_is_run_that_data_bring_along(tmp_path: Path, monkeypatch: pytes
         (".npy", npy_bytes(np.arange(5))[:9], "."),
     ],
 )
+@pytest.mark.usefixtures("no_collection")
 def test_a_member_that_is_not_what_its_name_says(tmp_path: Path, name: str, content: bytes, said: str) -> None:
     dataset = ShardDataset(indexed_raw(tmp_path, {"k": {name: content}}), tmp_path / "cache")
     with pytest.raises(

@@ -339,6 +339,7 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("text", MALFORMED, ids=range(len(MALFORMED)))
+@pytest.mark.usefixtures("no_collection")
 def test_an_index_that_is_none(text: str, tmp_path: Path) -> None:
     path = tmp_path / "index.json"
     path.write_text(text)

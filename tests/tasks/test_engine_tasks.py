@@ -56,7 +56,9 @@ def test_elastic_on_one_node_is_a_plain_pod(made: Callable[..., Package]) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("nodes", "least", "most"), [("2", 2, 2), ("2:4", 2, 4)])
+@pytest.mark.parametrize(
+    ("nodes", "least", "most"), [pytest.param("2", 2, 2, marks=pytest.mark.exhaustive), ("2:4", 2, 4)]
+)
 def test_elastic_on_several_is_a_pytorchjob(made: Callable[..., Package], nodes: str, least: int, most: int) -> None:
     template = task(made(FLYTE_DDP_NODES=nodes), "elastic")
     assert template.type == "pytorch"

@@ -77,7 +77,7 @@ sys.meta_path.insert(0, Finder())
         (1, {"optimizer": "adamw"}, 0),
         (2, {"strategy": "shared_memory"}, 0),
         pytest.param(3, {"strategy": "hooks"}, 0, marks=pytest.mark.exhaustive),
-        (2, {"strategy": "ddp", "model": "user_models:of_torchvision"}, 2),
+        pytest.param(2, {"strategy": "ddp", "model": "user_models:of_torchvision"}, 2, marks=pytest.mark.exhaustive),
     ],
 )
 def test_only_ddp_and_torchvision_import_it(
