@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from flyte_ddp.datasets import fetch, image_arrays
     from flyte_ddp.errors import RankError, StoppedError, UnreachableError, UserError
     from flyte_ddp.models.artifacts import load_model
+    from flyte_ddp.release.promotion import load_champion
     from flyte_ddp.run import Result, run_training
     from flyte_ddp.settings import Settings
 
@@ -28,6 +29,7 @@ __all__ = [
     "UserError",
     "fetch",
     "image_arrays",
+    "load_champion",
     "load_model",
     "results",
     "run_training",
@@ -42,6 +44,7 @@ MODULES = {
     "UserError": "errors",
     "fetch": "datasets",
     "image_arrays": "datasets",
+    "load_champion": "release.promotion",
     "load_model": "models.artifacts",
     "results": "results",
     "run_training": "run",

@@ -6,51 +6,15 @@ all pay for what this module loads.
 """
 
 # No "from __future__ import annotations" here: flytekit derives the console's form from real types.
-import dataclasses
-import functools
-import json
-import operator
-import re
-import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Optional, TypeVar
-
-from dataclasses_json import DataClassJsonMixin
 
 from flyte_ddp import catalog
+from flyte_ddp.checked_fields import CheckedFields, setting, shown
 from flyte_ddp.errors import UserError, unknown_name
 
-Kind = TypeVar("Kind")
-# Numbers that YAML 1.1, and so flytekit when it reads a YAML file, takes for text: 1e-1, 1.5e3.
-YAML_NUMBER = re.compile(r"[-+]?(\d+e[-+]?\d+|(\d+\.\d*|\.\d+)e\d+)", re.IGNORECASE)
-BOUNDS = {"at_least": operator.ge, "at_most": operator.le, "above": operator.gt, "below": operator.lt}
-TYPES: dict[type, str] = {bool: "true or false", str: "text", int: "a whole number", float: "a finite number"}
-LARGEST_INT = 2**53  # the console's form (protobuf Struct) carries doubles: larger ones would be rounded silently
 
-
-def setting(default: Any, doc: str, *, choices: Optional[tuple[str, ...]] = None, **bounds: float) -> Any:
-    """A field with its documentation and its range, by the names of ``BOUNDS``."""
-    if type(default) is int:
-        bounds.setdefault("at_most", LARGEST_INT)
-    return dataclasses.field(default=default, metadata={"doc": doc, "choices": choices, **bounds})
-
-
-def names_checked(cls: type[Kind]) -> type[Kind]:
-    """Makes the constructor refuse an unknown name as all other paths do, with the nearest known one."""
-    made_by_dataclass = cls.__init__
-
-    @functools.wraps(made_by_dataclass)
-    def init(self: Kind, *args: Any, **values: Any) -> None:
-        made_by_dataclass(self, *args, **known_fields(values))
-
-    cls.__init__ = init  # type: ignore[method-assign, assignment]
-    return cls
-
-
-@names_checked
 @dataclass(frozen=True)
-class Hyperparameters(DataClassJsonMixin):
+class Hyperparameters(CheckedFields, called="hyperparameter"):
     """Everything that determines a training run's result.
 
     Raises:
@@ -225,78 +189,9 @@ class Hyperparameters(DataClassJsonMixin):
     )
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = checked(field, getattr(self, field.name))
-            object.__setattr__(self, field.name, value)
+        super().__post_init__()
         check_names(self)
         check_combinations(self)
-
-    @classmethod
-    def from_dict(cls, kvs: Any, **_: Any) -> "Hyperparameters":
-        """Builds from untrusted key-value pairs, such as decoded JSON; the inherited one drops and converts."""
-        return cls(**known_fields(kvs))
-
-    @classmethod
-    def from_json(cls, s: Any, **_: Any) -> "Hyperparameters":
-        """The command line's way in (``--hp '{...}'``, ``--hp preset.json``, ``--inputs-file``)."""
-        try:
-            values = json.loads(s)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"hyperparameters are not valid JSON: {error}") from None
-        values = known_fields(values)
-        for field in dataclasses.fields(cls):
-            text = values.get(field.name)
-            if field.type in (int, float) and isinstance(text, str) and YAML_NUMBER.fullmatch(text):
-                values[field.name] = float(text)
-        return cls(**values)
-
-    @classmethod
-    def __pre_deserialize__(cls, values: Any) -> dict[str, Any]:
-        """Mashumaro's hook: the only place that sees raw values on a cluster, before they are silently converted."""
-        return {**vars(cls.from_dict(values))}
-
-
-def known_fields(values: Any) -> dict[str, Any]:
-    """A copy of the mapping; an error if a key is no hyperparameter's name."""
-    if not isinstance(values, Mapping):
-        raise UserError(f"hyperparameters must be a JSON object, got {shown(values)}")
-    names = [field.name for field in dataclasses.fields(Hyperparameters)]
-    for key in values:
-        if key not in names:
-            raise unknown_name("hyperparameter", str(key), names)
-    return dict(values)
-
-
-def checked(field: "dataclasses.Field[Any]", value: Any) -> Any:
-    """The value in the field's own type and range.
-
-    A whole number given as ``3.0`` is taken for an int, because the console's form (protobuf Struct) has only doubles.
-    Any other value of another type is refused.
-    """
-    rule = field.metadata
-    kind: Any = field.type
-    if kind is bool or kind is str:
-        fits = isinstance(value, kind)
-    else:
-        fits = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-        fits = fits and (kind is float or value == int(value))
-    if not fits:
-        misread = kind is str and isinstance(value, bool)
-        hint = "; YAML takes on, off, yes and no for true and false unless they are in quotes" if misread else ""
-        raise UserError(f"{field.name}={shown(value)}: must be {TYPES[kind]}{hint}")
-    value = kind(value)
-    if rule["choices"] is not None and value not in rule["choices"]:
-        raise unknown_name(field.name, value, rule["choices"])
-    for key, holds in BOUNDS.items():
-        if key in rule and not holds(value, rule[key]):
-            raise UserError(f"{field.name}={shown(value)}: must be {key.replace('_', ' ')} {rule[key]}")
-    return value
-
-
-def shown(value: Any) -> str:
-    """A value as an error message shows it: on one line and not too long."""
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def check_names(hp: Hyperparameters) -> None:

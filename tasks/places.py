@@ -5,9 +5,11 @@ text that is part of the cache key and is renewed when the folder's files are go
 folder is ever answered with paths that are not there.
 """
 
+import getpass
 import itertools
 import os
 import secrets
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
@@ -23,6 +25,7 @@ from flyte_ddp.errors import UserError, from_here
 from flyte_ddp.runs.run_folder import settle
 from flyte_ddp.runs.run_lock import release, reserve
 from flyte_ddp.settings import runs_folder
+from tasks.pods import REGISTRY_VARIABLE
 
 # Set in Elastic's workers: the working directory of the pod's task, as workers have others; empty in a local run.
 POD_FOLDER = "FLYTE_DDP_POD_FOLDER"
@@ -41,6 +44,31 @@ def folder_for(name: str) -> Path:
     """The folder called ``name``, with or without its token: under the runs folder locally, else under the pod's."""
     base = runs_folder() if is_local() else Path(os.environ.get(POD_FOLDER) or current_context().working_directory)
     return base / name.partition("@")[0]
+
+
+def registry() -> str:
+    """The address of the registries of models.
+
+    Raises:
+        UserError: a pod was given none that lasts longer than itself.
+    """
+    address = os.environ.get(REGISTRY_VARIABLE, "")
+    if is_local():
+        return address or str(runs_folder() / "registry")
+    if "://" not in address:
+        raise UserError(
+            f"{REGISTRY_VARIABLE}={address!r}: must be an address that all pods reach, such as s3://bucket/models; set "
+            "it and register again"
+        )
+    return address
+
+
+def who() -> str:
+    """Who does something: the Flyte execution, which knows who launched it; locally the user."""
+    if is_local():
+        return f"{getpass.getuser()}@{socket.gethostname()}"
+    execution = current_context().execution_id
+    return f"{execution.project}/{execution.domain}/{execution.name}"
 
 
 def free_run(name: str) -> str:

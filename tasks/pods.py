@@ -17,7 +17,7 @@ from flytekit import Cache, Resources, Secret
 from flytekit.extras import accelerators
 from flytekit.extras.accelerators import BaseAccelerator
 
-from flyte_ddp.code_digest import library_digest
+from flyte_ddp.code_digest import library_digest, package_digest
 from flyte_ddp.errors import UserError, unknown_name
 from flyte_ddp.hardware import MOST_CPU_RANKS
 from flyte_ddp.settings import REQUESTED_GPUS
@@ -34,6 +34,7 @@ NOTIFY_VARIABLE = "FLYTE_DDP_NOTIFY"
 SETTINGS_VARIABLE = "FLYTE_DDP_SETTINGS"
 FROM_SCRATCH_VARIABLE = "FLYTE_DDP_FROM_SCRATCH"  # set for an execution that is to train from the first step
 RESULTS_VARIABLE = "FLYTE_DDP_RESULTS"
+REGISTRY_VARIABLE = "FLYTE_DDP_REGISTRY"  # where champions are
 CARRIED = (  # into training pods, as they are set at registration
     "FLYTE_DDP_TIMEOUT",
     "WANDB_PROJECT",
@@ -125,7 +126,7 @@ def pod_environment() -> dict[str, str]:
     """What every pod is told of its registration."""
     name = chosen_profile()
     return {
-        CODE_VARIABLE: library_digest(),
+        CODE_VARIABLE: package_digest(),
         PROFILE_VARIABLE: name,
         REQUESTED_GPUS: str(PROFILES[name].gpus),
         NODES_VARIABLE: os.environ.get(NODES_VARIABLE) or "1",
@@ -134,7 +135,7 @@ def pod_environment() -> dict[str, str]:
 
 def settings_digest() -> dict[str, str]:
     """A variable that differs between settings: flytekit makes a registration's version of such variables."""
-    ours = {**training_environment(), NOTIFY_VARIABLE: os.environ.get(NOTIFY_VARIABLE, "")}
+    ours = {name: os.environ.get(name, "") for name in (NOTIFY_VARIABLE, REGISTRY_VARIABLE)} | training_environment()
     text = "\n".join(f"{name}={value}" for name, value in sorted(ours.items()))
     return {SETTINGS_VARIABLE: hashlib.sha256(text.encode()).hexdigest()[:12]}
 
@@ -172,6 +173,12 @@ def prediction_pod() -> dict[str, Any]:
         "retries": 2,
         **WITH_DECK,
     }
+
+
+def with_registry(options: dict[str, Any]) -> dict[str, Any]:
+    """The options of a task that reads or writes the registry of models."""
+    address = os.environ.get(REGISTRY_VARIABLE, "")
+    return {**options, "environment": {**options["environment"], REGISTRY_VARIABLE: address}}
 
 
 def training_pod() -> dict[str, Any]:
@@ -321,7 +328,7 @@ def check_code() -> None:
         UserError: an image with a stale copy of the library.
     """
     registered = os.environ.get(CODE_VARIABLE)
-    if registered is not None and registered != (here := library_digest()):
+    if registered is not None and registered != (here := package_digest()):
         raise UserError(
             f"this pod runs library sources {here} but {registered} were registered: the image holds another copy; "
             "register with deploy/register.sh, which sends all sources along, or rebuild the image"

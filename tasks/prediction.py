@@ -1,6 +1,7 @@
 """The prediction task: a trained model applied to a folder of images, or to a data set's test split."""
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple, Optional
 
 from flytekit import Deck, task
@@ -10,6 +11,8 @@ from flytekit.types.file import FlyteFile
 from flyte_ddp import hardware
 from flyte_ddp.datasets import fetch, fingerprint
 from flyte_ddp.errors import UserError
+from flyte_ddp.release.promotion import champion_files
+from flyte_ddp.release.registry import Registry
 from flyte_ddp.settings import from_environment
 from tasks import places, pods, recovery
 from tasks.pickled_file import PythonPickledFile
@@ -21,11 +24,12 @@ class Predictions(NamedTuple):
     table: FlyteFile
 
 
-@task(**pods.prediction_pod())
+@task(**pods.with_registry(pods.prediction_pod()))
 @recovery.guarded()
 def predict_images(
-    model_state: PythonPickledFile,
-    sidecar: FlyteFile,
+    model_state: Optional[PythonPickledFile] = None,
+    sidecar: Optional[FlyteFile] = None,
+    model_name: str = "",
     images: Optional[FlyteDirectory] = None,
     dataset: str = "",
     data_source: str = "",
@@ -34,6 +38,7 @@ def predict_images(
 ) -> Predictions:
     """Classify a folder of images, or the test split of a data set, into a table (CSV) of predictions.
 
+    The model is a run's, or the champion of that name in the registry.
     So many images may be impossible to decode: they have no prediction. The default is what the model's training had.
     """
     from flyte_ddp.predict.predict import predict
@@ -45,10 +50,16 @@ def predict_images(
     if dataset:
         place = places.folder_for(f"datasets/{fingerprint(dataset, data_source, test_dataset)}")
         prepared = fetch(dataset, data_source, place, test_dataset=test_dataset, progress=settings.progress)
-    with places.new_folder("predictions") as folder:
+    with places.new_folder("predictions") as folder, TemporaryDirectory() as fetched:
+        if model_name and model_state is None and sidecar is None:
+            model = champion_files(Registry(places.registry(), model_name), Path(fetched))
+        elif not model_name and model_state is not None and sidecar is not None:
+            model = Path(model_state.download()), Path(sidecar.download())
+        else:
+            given = "the name of a model in the registry, or model_state and sidecar of a run"
+            raise UserError(f"model_name={model_name!r}: give either {given}")
         table = predict(
-            Path(model_state.download()),
-            Path(sidecar.download()),
+            *model,
             images=Path(images.download()) if images is not None else None,
             dataset=prepared,
             output=folder / "predictions.csv",

@@ -14,8 +14,9 @@ from tasks.prediction import Predictions, predict_images
 
 @workflow
 def predict_wf(
-    model_state: PythonPickledFile,
-    sidecar: FlyteFile,
+    model_state: Optional[PythonPickledFile] = None,
+    sidecar: Optional[FlyteFile] = None,
+    model_name: str = "",
     images: Optional[FlyteDirectory] = None,
     dataset: str = "",
     data_source: str = "",
@@ -24,13 +25,15 @@ def predict_wf(
 ) -> Predictions:
     """Classify a folder of images, or the test split of a data set, with a trained model and its sidecar.
 
-    In: model_state and sidecar as training_wf returns them, and either images, a folder such as s3://bucket/images, or
+    In: model_state and sidecar as training_wf returns them, or model_name, whose champion in the registry
+    (FLYTE_DDP_REGISTRY) is taken; and either images, a folder such as s3://bucket/images, or
     a data set, such as fashion_mnist or shards:s3://bucket/val.json. So many images may be impossible to decode as
     bad_samples says, and if it is not given, as many as in training. Out: a table (CSV) with a row for each image.
     """
     return predict_images(
         model_state=model_state,
         sidecar=sidecar,
+        model_name=model_name,
         images=images,
         dataset=dataset,
         data_source=data_source,

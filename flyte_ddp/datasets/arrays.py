@@ -21,6 +21,7 @@ Labels = NDArray[np.int64]
 
 ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")
 DESCRIPTION = "dataset.json"
+TEST_DIGEST = "test_digest"  # an entry of it: of the test split alone
 CHUNK_BYTES = 4 << 20  # of images that are counted at a time, because counting takes eight times their memory
 
 
@@ -152,10 +153,10 @@ def normalisation(images: Images) -> tuple[tuple[float, ...], tuple[float, ...]]
     return tuple(mean), tuple(std)
 
 
-def content_digest(arrays: ImageArrays) -> str:
-    """SHA-256 (hex) of the four arrays (type, shape and values) and the names of the classes."""
+def content_digest(arrays: ImageArrays, names: Sequence[str] = ARRAYS) -> str:
+    """SHA-256 (hex) of the arrays of these names (type, shape and values) and the names of the classes."""
     digest = hashlib.sha256(json.dumps(arrays.classes).encode())
-    for name in ARRAYS:
+    for name in names:
         array = getattr(arrays, name)
         digest.update(f"\n{name} {array.dtype.str} {array.shape}\n".encode())
         digest.update(array.reshape(-1).data)
@@ -177,6 +178,7 @@ def write_arrays(arrays: ImageArrays, folder: Path, origin: dict[str, str]) -> N
         "mean": mean,
         "std": std,
         "digest": content_digest(arrays),
+        TEST_DIGEST: content_digest(arrays, ARRAYS[2:]),
         **origin,
     }
     write_json(folder / DESCRIPTION, description, indent=1)

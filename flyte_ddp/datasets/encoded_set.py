@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.catalog import encoded_kind
-from flyte_ddp.datasets.arrays import DESCRIPTION, read_description, write_array, write_json
+from flyte_ddp.datasets.arrays import DESCRIPTION, TEST_DIGEST, read_description, write_array, write_json
 from flyte_ddp.datasets.identity import digest_of
 from flyte_ddp.datasets.image_folder import ImageList, list_images
 from flyte_ddp.errors import UserError
@@ -69,7 +69,15 @@ def write_encoded_set(data: EncodedSet, folder: Path, origin: dict[str, str]) ->
             write_array(folder / f"{split}_name_ends.npy", np.cumsum([*map(len, names)], dtype=np.int64))
             for column in COLUMNS:
                 write_array(folder / f"{split}_{column}.npy", getattr(source, column))
-    description = {"name": data.name, "classes": data.classes, "digest": data.digest, **origin}
+    tests = data.train if data.test is None else data.test  # None: a tenth of them
+    test_digest = digest_of([tests.digest, "a tenth" if data.test is None else "all", *data.classes])
+    description = {
+        "name": data.name,
+        "classes": data.classes,
+        "digest": data.digest,
+        TEST_DIGEST: test_digest,
+        **origin,
+    }
     write_json(folder / DESCRIPTION, description, indent=1)
 
 

@@ -12,14 +12,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from flyte_ddp.datasets import ImageArrays, open_prepared
+from flyte_ddp.datasets import open_prepared
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replacing
 from flyte_ddp.loading.encoded import BadSamples
 from flyte_ddp.loading.facts import few
 from flyte_ddp.models import artifacts
 from flyte_ddp.models.images import InputSpec
-from flyte_ddp.predict.prediction_batches import Batch, Request, array_batches, encoded_batches, folder_batches
+from flyte_ddp.predict.prediction_batches import Batch, Request, folder_batches, split_batches
 from flyte_ddp.progress import Progress
 from flyte_ddp.report.previews import FirstPredictions
 from flyte_ddp.settings import Settings
@@ -72,11 +72,7 @@ def predict(
     if images is not None:
         batches = folder_batches(images, request, crop=sidecar["input"].get("crop", ""))
     elif dataset is not None:
-        data = open_prepared(dataset)
-        if isinstance(data, ImageArrays):
-            batches = array_batches(data, request)
-        else:
-            batches = encoded_batches(data, request, classes=classes, settings=settings)
+        batches = split_batches(open_prepared(dataset), request, classes=classes, settings=settings)
     truth_column = ["truth"] if dataset is not None else []
     with replacing(output) as file, torch.no_grad():
         # surrogateescape: file names that are not UTF-8 go through as they are.

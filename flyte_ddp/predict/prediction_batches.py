@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +14,7 @@ from torch import Tensor
 from flyte_ddp.datasets import ImageArrays
 from flyte_ddp.datasets.encoded_set import EncodedSet
 from flyte_ddp.datasets.image_folder import SUFFIXES, files_below, is_image
+from flyte_ddp.datasets.prepared import PreparedSet
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading import cropping, open_tests
 from flyte_ddp.loading.decoding import DecodingError, decode, with_pillow
@@ -84,7 +85,16 @@ def pixels_of(path: Path, spec: InputSpec, crop: str, bad: BadSamples) -> Tensor
         return None
 
 
-def array_batches(arrays: ImageArrays, request: Request) -> Iterator[Batch]:
+def split_batches(
+    data: PreparedSet, request: Request, *, classes: Sequence[str], settings: Settings
+) -> Generator[Batch, None, None]:
+    """The test split of a data set; ``classes`` are the model's, if the data set does not say its own."""
+    if isinstance(data, ImageArrays):
+        return array_batches(data, request)
+    return encoded_batches(data, request, classes=classes, settings=settings)
+
+
+def array_batches(arrays: ImageArrays, request: Request) -> Generator[Batch, None, None]:
     """The test split of a data set held as arrays, in its own order."""
     spec, batch_size, device, _ = request
     channels = arrays.test_images.shape[3]
@@ -103,7 +113,7 @@ def array_batches(arrays: ImageArrays, request: Request) -> Iterator[Batch]:
 
 def encoded_batches(
     data: EncodedSet, request: Request, *, classes: Sequence[str], settings: Settings
-) -> Iterator[Batch]:
+) -> Generator[Batch, None, None]:
     """The test split of shards, or of a folder of images, as training evaluates it."""
     spec, batch_size, device, bad = request
     if spec.channels != 3 or spec.height != spec.width:

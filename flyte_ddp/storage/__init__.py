@@ -7,21 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Protocol
 
 from flyte_ddp.storage import local
 from flyte_ddp.storage.addresses import as_in, join, local_path, parent, resolve, scheme
 from flyte_ddp.storage.content import Content, Entry, Span, check_length
-from flyte_ddp.storage.failures import AlteredError, MissingError, UnavailableError
+from flyte_ddp.storage.failures import AlteredError, ExistsError, MissingError, UnavailableError
 from flyte_ddp.storage.retries import retried
 
 __all__ = [
     "AlteredError",
     "Entry",
+    "ExistsError",
     "MissingError",
     "UnavailableError",
     "as_in",
     "check_length",
+    "create",
     "join",
     "list_files",
     "local_path",
@@ -50,6 +53,9 @@ class Storage(Protocol):
 
     def put(self, address: str, content: bytes) -> None:
         """Writes a file."""
+
+    def create(self, address: str, content: bytes | Path) -> None:
+        """Writes a file that is not there yet."""
 
 
 def storage_of(address: str) -> Storage:
@@ -123,3 +129,17 @@ def put(address: str, content: bytes) -> None:
         UserError: an address of no known kind, or of a web server.
     """
     storage_of(address).put(address, content)
+
+
+def create(address: str, content: bytes | Path) -> None:
+    """Writes a file, which appears whole, and only if there is none of that name.
+
+    Args:
+        content: or the path of a file that has it.
+
+    Raises:
+        ExistsError: there is one, perhaps this one: the answer to an earlier try may have been lost.
+        UnavailableError: it cannot be written.
+        UserError: an address of no known kind, or of a web server.
+    """
+    storage_of(address).create(address, content)

@@ -25,6 +25,10 @@ class MissingError(UnavailableError):
     """No such file, or none that we may read; S3 answers 403 for a missing key in a bucket that we may not list."""
 
 
+class ExistsError(UnavailableError):
+    """There is a file of that name, which is not replaced."""
+
+
 class AlteredError(UnavailableError):
     """The file that is there is not the one that was expected: it has another digest, size or tag."""
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from http.cookiejar import DefaultCookiePolicy
+from pathlib import Path
 from typing import Any, NoReturn
 
 import requests
@@ -57,9 +58,12 @@ def list_files(address: str) -> Iterator[Entry]:
         yield Entry(name, -1, digest)
 
 
-def put(address: str, content: bytes) -> NoReturn:  # noqa: ARG001
+def put(address: str, content: bytes | Path) -> NoReturn:  # noqa: ARG001
     """Web servers only give files."""
     raise UserError(f"address {address!r}: nothing can be written to a web server; give a path, s3://, gs:// or az://")
+
+
+create = put
 
 
 @contextmanager

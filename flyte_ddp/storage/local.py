@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import secrets
+import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from stat import S_ISREG
 from typing import BinaryIO
 
+from flyte_ddp.files import sync
 from flyte_ddp.storage.addresses import local_path
 from flyte_ddp.storage.content import CHUNK_BYTES, Content, Entry, Span
-from flyte_ddp.storage.failures import MissingError, UnavailableError
+from flyte_ddp.storage.failures import ExistsError, MissingError, UnavailableError
 
 
 @contextmanager
@@ -63,6 +66,47 @@ def put(address: str, content: bytes) -> None:
     partial = path.with_name(f".{path.name}.tmp")
     partial.write_bytes(content)
     partial.replace(path)
+
+
+def create(address: str, content: bytes | Path) -> None:
+    """:func:`flyte_ddp.storage.create` for a path: under a second name, which only one process can give."""
+    path = path_of(address)
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    try:
+        make_folder(path.parent)
+        with partial.open("wb") as file:
+            if isinstance(content, Path):
+                with content.open("rb") as source:
+                    shutil.copyfileobj(source, file, CHUNK_BYTES)
+            else:
+                file.write(content)
+            sync(file)
+        os.link(partial, path)
+        sync_folder(path.parent)
+    except FileExistsError:
+        raise ExistsError("there is a file of that name") from None
+    except OSError as error:
+        raise UnavailableError(error.strerror or str(error)) from None
+    finally:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+
+
+def make_folder(folder: Path) -> None:
+    """Makes a folder and those above it, if they are not there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise NotADirectoryError(*error.args) from None
+
+
+def sync_folder(folder: Path) -> None:
+    """Puts a folder's names on the disk, so that a power cut takes none that was there before a later one."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
 
 
 def list_files(address: str) -> Iterator[Entry]:

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, TypeVar
 
 import obstore
@@ -18,12 +19,13 @@ import obstore
 from flyte_ddp.storage import failures
 from flyte_ddp.storage.clouds import CLOUDS, VARIABLES
 from flyte_ddp.storage.content import CHUNK_BYTES, Content, Entry, Span, entity_tag
-from flyte_ddp.storage.failures import UnavailableError, refusal
+from flyte_ddp.storage.failures import ExistsError, UnavailableError, refusal
 
 BUCKET = re.compile(r"[A-Za-z0-9._$-]+")
 STATUS = re.compile(r"status code: (\d{3})(?:.*?<Code>(\w+)</Code>)?", re.DOTALL)
 CAUSE = re.compile(r'(?:message|error): "([^"]*)"|InvalidCertificate\(\s*(\w+)')
 SERVER = re.compile(r"Error performing \w+ (\w+://[^/\s]+)")
+CONFLICT = "ConditionalRequestConflict"  # of S3: somebody else is writing the object, and may fail
 WRAPPING = re.compile(r"Generic \w+ error: |Error performing \w+( \S+ in \S+ -| request:) |HTTP error: ")
 Result = TypeVar("Result")
 
@@ -70,6 +72,11 @@ def put(address: str, content: bytes) -> None:
     ask(address, lambda store, key: obstore.put(store, key, content))
 
 
+def create(address: str, content: bytes | Path) -> None:
+    """:func:`flyte_ddp.storage.create` for an object: in one request, so of at most 5 GB on S3."""
+    ask(address, lambda store, key: obstore.put(store, key, content, mode="create", use_multipart=False))
+
+
 def ask(address: str, action: Callable[[Any, str], Result]) -> Result:
     """The result of ``action`` for an object's store and key; its errors become an UnavailableError."""
     bucket, _, key = address.partition("://")[2].partition("/")
@@ -79,6 +86,10 @@ def ask(address: str, action: Callable[[Any, str], Result]) -> Result:
         return action(store, key)
     except UnavailableError:
         raise
+    except obstore.exceptions.AlreadyExistsError as error:
+        if CONFLICT in str(error):
+            raise UnavailableError(f"HTTP 409 {CONFLICT}", transient=True) from None
+        raise ExistsError("there is an object of that name") from None
     except Exception as error:  # of many classes, some of them Python's own
         raise failure(error, anonymous=store is not None and "skip_signature" in store.config) from None
 

@@ -90,7 +90,24 @@ def test_what_is_written_is_what_is_opened(tmp_path: Path) -> None:
     assert (opened.name, opened.classes) == ("flowers", ("a", "b", "c"))
     assert opened.digest == content_digest(made) == content_digest(opened)
     description = json.loads((tmp_path / "dataset.json").read_text())
-    assert set(description) == {"name", "classes", "mean", "std", "digest", "source"}
+    assert set(description) == {"name", "classes", "mean", "std", "digest", "test_digest", "source"}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [("train_images", False), ("train_labels", False), ("test_images", True), ("test_labels", True)],
+)
+def test_the_test_split_has_a_digest_of_its_own(name: str, changes: bool, tmp_path: Path) -> None:
+    found = []
+    for folder in ("before", "after"):
+        (tmp_path / folder).mkdir()
+        values = small()
+        values[name] = values[name] if folder == "before" else values[name][::-1].copy()
+        assert folder == "before" or not np.array_equal(values[name], small()[name])
+        write_arrays(image_arrays(**values, name="flowers"), tmp_path / folder, {})
+        found.append(json.loads((tmp_path / folder / "dataset.json").read_text()))
+    assert found[0]["digest"] != found[1]["digest"]
+    assert (found[0]["test_digest"] != found[1]["test_digest"]) == changes
 
 
 @settings(max_examples=60, deadline=None)

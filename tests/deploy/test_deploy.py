@@ -22,7 +22,7 @@ from flyteidl.admin.launch_plan_pb2 import ACTIVE
 from flytekit.configuration import PlatformConfig
 from image import make_commands
 
-from flyte_ddp.code_digest import library_digest
+from flyte_ddp.code_digest import package_digest
 
 BIN = Path(sys.executable).parent
 SOURCES = ("config/", "flyte_ddp/", "tasks/", "workflows/")  # what a pod needs
@@ -116,7 +116,7 @@ def test_a_dry_run_packs_all_sources_of_the_commit(clone: Path, tmp_path: Path) 
     [variables] = [task.template.container.env for name, task in package.tasks.items() if name.endswith("train_model")]
     registered = {pair.key: pair.value for pair in variables}
     assert registered["FLYTE_DDP_PROFILE"] == "sandbox"
-    assert registered["FLYTE_DDP_CODE"] == library_digest(clone / "flyte_ddp") != library_digest()
+    assert registered["FLYTE_DDP_CODE"] == package_digest(clone / "flyte_ddp") != package_digest()
 
 
 @pytest.mark.slow

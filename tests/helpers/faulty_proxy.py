@@ -30,19 +30,19 @@ class Proxy:
     requests: list[str] = field(default_factory=list)
 
 
-def forwarded(host: str, request: BaseHTTPRequestHandler) -> tuple[int, dict[str, str], bytes]:
+def forwarded(host: str, request: BaseHTTPRequestHandler, body: bytes = b"") -> tuple[int, dict[str, str], bytes]:
     """What the real server answers: status, headers and body."""
     connection = HTTPConnection(host)
     connection.putrequest(request.command, request.path, skip_host=True, skip_accept_encoding=True)
     for header, value in request.headers.items():  # the host, too, as it is signed
         connection.putheader(header, value)
-    connection.endheaders()
+    connection.endheaders(body or None)
     found = connection.getresponse()
     content = found.read()
     left_out = ("connection", "date", "transfer-encoding")
     headers = {key: value for key, value in found.getheaders() if key.lower() not in left_out}
     connection.close()
-    if request.command == "GET":
+    if request.command != "HEAD":
         headers["Content-Length"] = str(len(content))
     return found.status, headers, content
 

@@ -28,7 +28,7 @@ from flytekit.core.python_auto_container import PythonAutoContainerTask
 from flytekit.tools.translator import get_serializable
 from packaged import Package
 
-from flyte_ddp.code_digest import library_digest
+from flyte_ddp.code_digest import library_digest, package_digest
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from tasks import pods
@@ -208,7 +208,7 @@ def test_pods_know_what_was_requested(profile: str, request: pytest.FixtureReque
         if task != PREDICT:
             assert variables["FLYTE_DDP_GPUS"] == requested
         assert variables["FLYTE_DDP_PROFILE"] == {"default": "gpu", "sandbox": "sandbox"}[profile]
-        assert variables["FLYTE_DDP_CODE"] == library_digest()
+        assert variables["FLYTE_DDP_CODE"] == package_digest()
 
 
 def test_only_the_training_pod_knows_wandb(default: Package, sandbox: Package) -> None:

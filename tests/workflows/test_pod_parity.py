@@ -34,7 +34,7 @@ from pod_inputs import (
     text,
 )
 
-from flyte_ddp.code_digest import library_digest
+from flyte_ddp.code_digest import library_digest, package_digest
 from flyte_ddp.config import Hyperparameters
 
 pytestmark = pytest.mark.slow
@@ -48,12 +48,12 @@ def trained(cluster: Cluster, train_inputs: dict[str, Literal]) -> PodEnded:
 
 
 def test_the_cache_version_is_that_of_the_sources_sent(cluster: Cluster, tmp_path: Path) -> None:
-    digest = library_digest(unpacked(cluster.package, tmp_path) / "flyte_ddp")
-    assert digest != library_digest()
+    sent = unpacked(cluster.package, tmp_path) / "flyte_ddp"
+    assert package_digest(sent) != package_digest()
     for name in (FETCH, TRAIN):
         task = cluster.package.tasks[name].template
-        assert task.metadata.discovery_version == digest
-        assert {pair.key: pair.value for pair in task.container.env}["FLYTE_DDP_CODE"] == digest
+        assert task.metadata.discovery_version == library_digest(sent)
+        assert {pair.key: pair.value for pair in task.container.env}["FLYTE_DDP_CODE"] == package_digest(sent)
 
 
 def test_the_first_task_identifies_the_run_and_prepares_what_is_here(cluster: Cluster, checked: PodEnded) -> None:
@@ -226,4 +226,4 @@ def test_an_image_with_another_library_is_refused(
     image = unpacked(cluster.package, tmp_path / "image")
     (image / "flyte_ddp/__init__.py").write_text('__version__ = "stale"\n')
     message = refused(cluster.run(TRAIN, train_inputs, image=image))
-    assert f"this pod runs library sources {library_digest(image / 'flyte_ddp')}" in message
+    assert f"this pod runs library sources {package_digest(image / 'flyte_ddp')}" in message

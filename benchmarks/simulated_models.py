@@ -1,0 +1,35 @@
+"""Models that are simulated by what they get right: for measuring a gate without training anything."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flyte_ddp.release.answers import Answers
+
+Correct = NDArray[np.bool_]
+
+
+def answers(correct: Correct, labels: NDArray[np.int64], classes: int = 10, confidence: float = 3.0) -> Answers:
+    """Of a model that names the next class where it is wrong."""
+    logits = np.zeros((len(labels), classes), dtype=np.float32)
+    logits[np.arange(len(labels)), np.where(correct, labels, (labels + 1) % classes)] = confidence
+    return Answers(logits, labels, [str(number) for number in range(len(labels))])
+
+
+def equal_model(random: np.random.Generator, samples: int, discordant: float) -> Correct:
+    """One of many equally good models, any two of which differ on that share of the samples.
+
+    On twice as many samples, the hard ones, each is right by the toss of a coin; on the others all are right.
+    """
+    correct = np.ones(samples, dtype=bool)
+    hard = round(2 * discordant * samples)
+    correct[:hard] = random.random(hard) < 0.5
+    return correct
+
+
+def changed_model(random: np.random.Generator, before: Correct, gain: float, loss: float) -> Correct:
+    """A model whose true gains and losses against another are these shares of all samples."""
+    right, wrong = np.mean(before), np.mean(~before)
+    chances = np.where(before, loss / max(right, 1e-9), gain / max(wrong, 1e-9))
+    return np.asarray(before ^ (random.random(len(before)) < chances))

@@ -1,0 +1,206 @@
+"""The questions that a judgement asks of two models' answers; each gives a check with its value, limit and reason."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flyte_ddp import storage
+from flyte_ddp.errors import UserError
+from flyte_ddp.formatting import percent
+from flyte_ddp.release import statistics
+from flyte_ddp.release.answers import Answers
+from flyte_ddp.release.policy import Policy
+from flyte_ddp.release.verdict import Check
+from flyte_ddp.storage import UnavailableError
+
+LEAST_SAMPLES = 30  # of a class or a slice, for a veto
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What the challenger gets right where another model does not, and the other way round."""
+
+    gained: int
+    lost: int
+    samples: int
+
+    @classmethod
+    def of(cls, challenger: Answers, other: Answers, part: NDArray[np.int64] | slice = slice(None)) -> Pair:
+        """On all samples, or on a part of them."""
+        mine, theirs = challenger.correct[part], other.correct[part]
+        return cls(int((mine & ~theirs).sum()), int((theirs & ~mine).sum()), len(mine))
+
+    @property
+    def difference(self) -> float:
+        """In accuracy, the challenger's minus the other's."""
+        return (self.gained - self.lost) / self.samples
+
+    def told(self) -> str:
+        """In words."""
+        return f"{points(self.difference)}: {self.gained:,} samples gained and {self.lost:,} lost of {self.samples:,}"
+
+
+def points(share: float) -> str:
+    """A difference in accuracy, such as +1.25 points."""
+    return f"{100 * share:+.2f} points"
+
+
+def same_task(challenger: Sequence[str], champion: Sequence[str], takes: Sequence[str]) -> Check:
+    """Both have the same classes, in the same order, and take the same images."""
+    classes, alike = list(challenger) == list(champion), takes[0] == takes[1]
+    changed = "classes" if not classes else "input"
+    reason = (
+        "" if classes and alike else f"the {changed} changed, so whoever uses it must change too: promote it by hand"
+    )
+    value = f"{len(challenger)} classes, {takes[0]}"
+    return Check("same classes and input", classes and alike, value, f"{len(champion)} classes, {takes[1]}", reason)
+
+
+def finite(challenger: Answers) -> Check:
+    """All that the model answers are numbers."""
+    bad = np.flatnonzero(~np.isfinite(challenger.logits).all(axis=1))
+    reason = f"sample {challenger.ids[bad[0]] if challenger.ids else bad[0]} gives NaN or infinity" if len(bad) else ""
+    return Check("finite", not len(bad), f"{len(bad):,} samples are not", "0", reason)
+
+
+def ratio(name: str, value: float, limit: float) -> Check:
+    """The challenger's size, or its time, as a multiple of the champion's."""
+    passed = value <= limit
+    reason = "" if passed else f"its {name} is {value:.2f} of the champion's, and {limit:g} is allowed"
+    return Check(name, passed, f"{value:.2f}x", f"at most {limit:g}x", reason)
+
+
+def floor(challenger: Answers, policy: Policy) -> Check:
+    """The accuracy that every champion must have."""
+    passed = challenger.accuracy >= policy.min_accuracy
+    value, limit = percent(challenger.accuracy), percent(policy.min_accuracy)
+    reason = "" if passed else f"its accuracy is {value}, and min_accuracy is {limit}"
+    return Check("accuracy", passed, value, f"at least {limit}", reason)
+
+
+def above_majority(challenger: Answers, alpha: float) -> Check:
+    """Better than naming the most frequent class each time: what a first champion must be."""
+    share = float(np.bincount(challenger.labels).max() / len(challenger.labels))
+    p = statistics.above_share(int(challenger.correct.sum()), len(challenger.labels), share)
+    reason = "" if p <= alpha else f"naming the most frequent class is right in {percent(share)}, which it hardly beats"
+    return Check("better than the most frequent class", p <= alpha, f"p = {p:.3g}", f"p at most {alpha:.3g}", reason)
+
+
+def superior(pair: Pair, alpha: float) -> Check:
+    """Better than the champion."""
+    p = statistics.better(pair.gained, pair.lost)
+    if pair.gained + pair.lost == 0:
+        reason = "both models get the same samples right"
+    else:
+        reason = f"{pair.told()} (p = {p:.3g}, {alpha:.3g} is needed)"
+    return Check("superior", p <= alpha, f"p = {p:.3g}", f"p at most {alpha:.3g}", reason)
+
+
+def not_worse(name: str, pair: Pair, margin: float, alpha: float) -> Check:
+    """Not worse by more than a margin than the champion, or than the best version ever."""
+    bound = statistics.least_difference(pair.gained, pair.lost, pair.samples, alpha)
+    passed = bound > -margin and pair.gained + pair.lost > 0
+    reason = f"{pair.told()}; at least {points(bound)} against the {name}, and more than {points(-margin)} are needed"
+    if pair.gained + pair.lost == 0:
+        reason = f"it and the {name} get the same samples right"
+    return Check(f"not worse than the {name}", passed, f"at least {points(bound)}", f"above {points(-margin)}", reason)
+
+
+def parts(
+    kind: str, members: Mapping[str, NDArray[np.int64]], challenger: Answers, champion: Answers, policy: Policy
+) -> tuple[Check, list[Check]]:
+    """No class, or no slice, may lose: over all of them, and for each.
+
+    A veto needs both: that the loss is above the limit, and that it is no chance, by McNemar's test with Holm's
+    correction for so many tests.
+    """
+    pairs = {name: Pair.of(challenger, champion, part) for name, part in members.items()}
+    tested = {name: pair for name, pair in pairs.items() if pair.samples >= LEAST_SAMPLES}
+    corrected = statistics.holm([statistics.better(pair.lost, pair.gained) for pair in tested.values()])
+    p_values = dict(zip(tested, corrected, strict=True))
+    limit = f"above {points(-policy.class_loss)}, or p above {policy.alpha:g}"
+    rows = []
+    for name, pair in pairs.items():
+        p = p_values.get(name)
+        passed = p is None or p > policy.alpha or -pair.difference <= policy.class_loss
+        value = f"{points(pair.difference)}, " + (f"p = {p:.3g}" if p is not None else "not tested")
+        few = f"only {pair.samples} samples" if p is None else ""
+        rows.append(Check(name, passed, value, limit, few if passed else f"{kind} {name!r} loses: {pair.told()}"))
+    vetoes = [row for row in rows if not row.passed]
+    if not tested:
+        value = f"no {kind} has {LEAST_SAMPLES} samples"
+    else:
+        worst = min(tested, key=lambda name: tested[name].difference)
+        value = f"worst: {worst}, {points(tested[worst].difference)}, p = {p_values[worst]:.3g}"
+    reason = "; ".join(row.reason for row in vetoes[:3])
+    plural = "classes" if kind == "class" else "slices"
+    return Check(f"no {plural} lost", not vetoes, value, limit, reason), rows
+
+
+def class_members(challenger: Answers, classes: Sequence[str]) -> dict[str, NDArray[np.int64]]:
+    """The samples of each class.
+
+    Raises:
+        UserError: one has none.
+    """
+    members = {name: np.flatnonzero(challenger.labels == place) for place, name in enumerate(classes)}
+    for name, samples in members.items():
+        if not len(samples):
+            raise UserError(f"class {name!r}: the test split has no sample of it; judge on one that has")
+    return members
+
+
+def slice_members(address: str, ids: Sequence[str]) -> dict[str, NDArray[np.int64]]:
+    """The samples of each slice in a CSV file with the columns ``id`` and ``slice``.
+
+    Raises:
+        UserError: it cannot be read, or names a sample that is not in the test split.
+    """
+    try:
+        text = storage.retried(address, storage.read).decode("utf-8", "surrogateescape")
+    except UnavailableError as failure:
+        raise failure.explained(f"slices={address!r}: cannot be read: {failure}; check the address") from None
+    places = {name: place for place, name in enumerate(ids)}
+    members: dict[str, list[int]] = {}
+    for number, (sample, name) in enumerate(rows_of(address, text), 2):
+        if sample not in places:
+            raise UserError(f"slices={address!r}: id {sample!r} in line {number} is not in the test split; correct it")
+        members.setdefault(name, []).append(places[sample])
+    return {name: np.array(sorted(set(found)), dtype=np.int64) for name, found in members.items()}
+
+
+def rows_of(address: str, text: str) -> Iterator[tuple[str, str]]:
+    """The ids and slices of a CSV file."""
+    table = csv.DictReader(io.StringIO(text))
+    if not {"id", "slice"} <= {*(table.fieldnames or ())}:
+        raise UserError(f"slices={address!r}: must have the columns id and slice; its first line names others")
+    for row in table:
+        yield str(row["id"]), str(row["slice"])
+
+
+def not_risen(
+    name: str, challenger: NDArray[np.float64], champion: NDArray[np.float64], limit: float, alpha: float
+) -> Check:
+    """A mean over all samples, of which less is better, may not rise: above the limit, where that is no chance."""
+    rise = float((challenger - champion).mean())
+    bound = statistics.least_mean(challenger - champion, alpha)
+    passed = bound <= 0 or rise <= limit
+    value = f"{champion.mean():.4f} to {challenger.mean():.4f}, a rise of at least {bound:+.4f}"
+    reason = "" if passed else f"its {name} rises by {rise:.4f}, and {limit:g} is allowed"
+    return Check(name, passed, value, f"a rise of {limit:g}, or by chance", reason)
+
+
+def calibration(challenger: Answers, champion: Answers | None) -> Check:
+    """How honest the scores are; only shown, as its estimate depends on the bins."""
+    errors = [
+        statistics.calibration_error(np.exp(model.log_probabilities.max(axis=1)), model.correct)
+        for model in (champion, challenger)
+        if model is not None
+    ]
+    return Check("calibration error", True, " to ".join(f"{error:.4f}" for error in errors), "", "")

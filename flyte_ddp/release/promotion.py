@@ -1,0 +1,148 @@
+"""What follows a verdict, or a person's decision: the version is stored, and the log gets an entry or not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from flyte_ddp.errors import UserError
+from flyte_ddp.release import versions
+from flyte_ddp.release.registry import PROMOTE, ROLLBACK, Entry, LostError, Registry, file_name, rollback_target
+from flyte_ddp.release.verdict import Verdict
+
+if TYPE_CHECKING:
+    from torch import nn
+
+VERDICT, PAGE = "verdict.json", "verdict.html"
+
+
+class Outcome(NamedTuple):
+    """What came of a model."""
+
+    version: str  # of the model
+    champion: str  # from now on, as far as this one knows; empty if there is none
+    reason: str
+
+
+def store(registry: Registry, weights: Path, sidecar: Path, verdict: Verdict, page: Path) -> versions.Version:
+    """Writes a judged model into the registry, champion or not, so that it can be promoted later by hand.
+
+    Raises:
+        UserError: the registry cannot be written to.
+    """
+    described = verdict.to_json(indent=1).encode() + b"\n"
+    files: Mapping[str, Path | bytes] = {
+        versions.WEIGHTS: weights,
+        versions.SIDECAR: sidecar,
+        VERDICT: described,
+        PAGE: page,
+    }
+    if verdict.look:
+        judged = registry.at("judgements", verdict.test_digest, "verdicts", file_name(verdict.look))
+        with registry.explained("written"):
+            versions.written(judged, described)
+    return versions.write(registry, files)
+
+
+def promote_judged(registry: Registry, version: versions.Version, verdict: Verdict, *, by: str) -> Outcome:
+    """Makes a version the champion as its verdict says, unless the champion that it was judged against is none now.
+
+    Returns:
+        The outcome; that of two rivals the other one won is no error, and its reason.
+
+    Raises:
+        UserError: the registry cannot be read or written.
+    """
+    before = registry.entry(verdict.log_number) if verdict.log_number else None
+    values = {"action": PROMOTE, "version": version.name, "manifest": version.manifest, "best": verdict.best}
+    try:
+        entry = registry.append(before, by=by, reason=verdict.reason, **values)
+    except LostError as lost:
+        entry = lost.winner
+        if (entry.version, entry.by) != (version.name, by):  # else this task has been here before, and was killed
+            return Outcome(version.name, entry.version, f"not promoted: {lost.message}")
+    return Outcome(version.name, entry.version, f"promoted: {entry.reason}")
+
+
+def keep(registry: Registry, version: versions.Version, verdict: Verdict) -> Outcome:
+    """Leaves the champion as it is."""
+    champion = registry.champion()
+    return Outcome(version.name, champion.version if champion else "", f"kept: {verdict.reason}")
+
+
+def promote(registry: Registry, version: str, reason: str, *, by: str) -> Entry:
+    """Makes a version the champion because a person says so.
+
+    Raises:
+        UserError: there is no such version, it is the champion, no reason is given, or somebody was faster.
+    """
+    found = versions.read(registry, version)
+    before = registry.champion()
+    if before is not None and before.version == version:
+        raise UserError(f"version {version[:12]} is the champion already, since {before.time}")
+    values = {"action": PROMOTE, "version": version, "manifest": found.manifest}
+    best = before.best if before else version
+    return registry.append(before, by=by, reason=given(reason), best=best, **values)
+
+
+def roll_back(registry: Registry, reason: str, *, by: str) -> Entry:
+    """Makes the champion before the present one the champion again.
+
+    Raises:
+        UserError: there was none, no reason is given, or somebody was faster.
+    """
+    history = registry.history()
+    target = rollback_target(history)
+    if target is None:
+        raise UserError(f"model {registry.name!r}: there is no champion before the present one; nothing was changed")
+    versions.read(registry, target.version, target.manifest)
+    values = {"action": ROLLBACK, "version": target.version, "manifest": target.manifest, "best": history[-1].best}
+    return registry.append(history[-1], by=by, reason=given(reason), **values)
+
+
+def given(reason: str) -> str:
+    """A person's reason.
+
+    Raises:
+        UserError: it is empty.
+    """
+    if not reason.strip():
+        raise UserError("reason='': must say why; it is kept in the registry's log")
+    return reason.strip()
+
+
+def champion_files(registry: Registry, folder: Path) -> tuple[Path, Path]:
+    """Puts the champion's weights and sidecar into a folder, and returns their paths.
+
+    Raises:
+        UserError: there is no champion, or it cannot be read.
+    """
+    entry = registry.champion()
+    if entry is None:
+        raise UserError(f"registry {registry.address!r}: {registry.name} has no champion; promote a version first")
+    return stored_files(registry, entry.version, folder, entry.manifest)
+
+
+def load_champion(address: str, name: str, device: str = "cpu") -> tuple[nn.Module, dict[str, Any]]:
+    """The champion in evaluation mode, and its sidecar.
+
+    Args:
+        address: of the registry: a folder, or an address of S3, Google Cloud Storage or Azure Blob Storage.
+        name: of the model in it.
+        device: where it is to be.
+
+    Raises:
+        UserError: there is no champion, or it cannot be read.
+    """
+    from flyte_ddp.models.artifacts import load_model
+
+    with TemporaryDirectory() as folder:
+        return load_model(*champion_files(Registry(address, name), Path(folder)), device)
+
+
+def stored_files(registry: Registry, version: str, folder: Path, manifest: str = "") -> tuple[Path, Path]:
+    """The same of any version; see :func:`flyte_ddp.release.versions.read` for ``manifest``."""
+    versions.fetch(registry, versions.read(registry, version, manifest), folder)
+    return folder / versions.WEIGHTS, folder / versions.SIDECAR

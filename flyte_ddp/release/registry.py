@@ -1,0 +1,227 @@
+"""A model's registry in a folder or an object store: a log that only grows, whose last entry names the champion.
+
+    ADDRESS/NAME/log/00000001.json          an entry: who became champion, why, and the digest of the entry before
+    ADDRESS/NAME/champion.json              a copy of the last entry, for people
+    ADDRESS/NAME/versions/DIGEST/           a model, by the SHA-256 of its weights; see versions.py
+    ADDRESS/NAME/judgements/TEST_DIGEST/    what has been judged on a test split; see looks.py
+
+Every file but the copy is written once and never again. So there is nothing to lock, and nothing half done to repair:
+of two who want to write the next entry one succeeds, and the other is told so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Self
+
+from flyte_ddp import storage
+from flyte_ddp.errors import UserError
+from flyte_ddp.storage import ExistsError, MissingError, UnavailableError
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
+PROMOTE, ROLLBACK = "promote", "rollback"
+PROBE = "creates-once"  # a file that is written to find out whether the store can do that
+
+
+class LostError(UserError):
+    """Somebody else has written the next entry of the log; ``winner`` is that entry."""
+
+    def __init__(self, winner: Entry) -> None:
+        super().__init__(
+            f"entry {winner.number} of the log is another one's: version {winner.version[:12]} became champion by "
+            f"{winner.by} ({winner.reason}); judge against that one"
+        )
+        self.winner = winner
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An entry of the log."""
+
+    number: int  # from 1
+    action: str  # promote or rollback
+    version: str  # of the champion from now on
+    manifest: str  # SHA-256 of its list of files
+    best: str  # the version with the best test accuracy so far, which is not forgotten when others take its place
+    reason: str
+    by: str  # a Flyte execution, or user@host
+    time: str  # ISO 8601, UTC
+    previous: str  # SHA-256 of the entry before; empty for the first
+    digest: str  # SHA-256 of this one, as it is stored
+
+    @classmethod
+    def stored(cls, content: bytes) -> Self:
+        """The entry in a file.
+
+        Raises:
+            ValueError, TypeError, KeyError: it is none.
+        """
+        values = {**json.loads(content), "digest": hashlib.sha256(content).hexdigest()}
+        return cls(**{field.name: values[field.name] for field in dataclasses.fields(cls)})
+
+
+class Registry:
+    """The registry of one model.
+
+    Args:
+        address: of all registries: a path, or an address of S3, Google Cloud Storage or Azure Blob Storage.
+        name: of the model.
+
+    Raises:
+        UserError: a name that is none, or an address of another kind.
+
+    """
+
+    def __init__(self, address: str, name: str) -> None:
+        if not NAME.fullmatch(name):
+            raise UserError(
+                f"model name {name!r}: must be letters, digits, '_', '-' and '.' only, and begin with a letter or digit"
+            )
+        if storage.scheme(address) in ("http", "https"):
+            raise UserError(f"registry {address!r}: a web server cannot be one; give a path, s3://, gs:// or az://")
+        self.address, self.name = address, name
+
+    def at(self, *parts: str) -> str:
+        """The address of something in it."""
+        return storage.join(self.address, "/".join((self.name, *parts)))
+
+    def check_store(self) -> None:
+        """Refuses a store that replaces a file although it was told not to: two at once could both become champion.
+
+        Raises:
+            UserError: it does, or it cannot be written to.
+        """
+        probe = storage.join(self.address, PROBE)
+        with self.explained("written"):
+            if self.created(probe, secrets.token_bytes(16)) and self.created(probe, secrets.token_bytes(16)):
+                raise UserError(
+                    f"registry {self.address!r}: its store ignores If-None-Match, so that two promotions at the same "
+                    "time could both succeed; take one that knows it, such as S3, Google's, Azure's, or a folder"
+                )
+
+    def created(self, address: str, content: bytes) -> bool:
+        """Writes a file that nobody else writes the same way; False: there is another one of that name.
+
+        An answer may be lost, and the next try find what the one before has written: so the file is read then.
+        """
+        try:
+            storage.retried(address, lambda to: storage.create(to, content))
+        except ExistsError:
+            return storage.retried(address, storage.read) == content
+        return True
+
+    def history(self) -> list[Entry]:
+        """All entries of the log, the oldest first; empty where nothing was promoted.
+
+        Raises:
+            UserError: the registry cannot be read, or an entry is missing or altered.
+        """
+        folder = self.at("log")
+        with self.explained("listed"):
+            try:
+                names = [entry.name for entry in storage.retried(folder, lambda of: [*storage.list_files(of)])]
+            except MissingError:
+                if storage.local_path(folder) is None:
+                    raise
+                names = []
+        entries: list[Entry] = []
+        for number, name in enumerate(sorted(names), 1):
+            if name != file_name(number):
+                raise UserError(
+                    f"registry {self.address!r}: {self.name}/log/{file_name(number)} is missing, and {name} is there; "
+                    "restore it, as no entry may be deleted"
+                )
+            entry = self.entry(number)
+            if entry.previous != (entries[-1].digest if entries else ""):
+                raise UserError(
+                    f"registry {self.address!r}: {self.name}/log/{name} does not follow the entry before it, one of "
+                    "the two was altered; restore them"
+                )
+            entries.append(entry)
+        return entries
+
+    def entry(self, number: int) -> Entry:
+        """An entry of the log that is there."""
+        address = self.at("log", file_name(number))
+        with self.explained("read"):
+            content = storage.retried(address, storage.read)
+        try:
+            entry = Entry.stored(content)
+            if entry.number == number:
+                return entry
+        except (ValueError, TypeError, KeyError):
+            pass
+        raise UserError(f"{address}: is damaged; restore it, as no entry of the log may be altered")
+
+    def champion(self) -> Entry | None:
+        """The last entry; None where nothing was promoted."""
+        history = self.history()
+        return history[-1] if history else None
+
+    def append(self, before: Entry | None, *, by: str, **values: Any) -> Entry:
+        """Writes the entry after ``before``, which was the last one when the reason for this one was found.
+
+        Args:
+            by: who does it.
+            values: the entry's ``action``, ``version``, ``manifest``, ``best`` and ``reason``.
+
+        Raises:
+            LostError: somebody else has written one.
+            UserError: the store cannot be written to, or does not keep a file from being replaced.
+        """
+        self.check_store()
+        number = before.number + 1 if before else 1
+        about = {"by": by, "time": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}", "nonce": secrets.token_hex(16)}
+        entry = {"number": number, **values, **about, "previous": before.digest if before else ""}
+        content = json.dumps(entry, indent=1).encode() + b"\n"
+        with self.explained("written"):
+            won = self.created(self.at("log", file_name(number)), content)
+        if not won:
+            raise LostError(self.entry(number))
+        self.copy_champion(number, content)
+        return Entry.stored(content)
+
+    def copy_champion(self, number: int, content: bytes) -> None:
+        """Renews the copy for people; that it may fail, or be of an older entry for a while, harms nobody."""
+        address = self.at("champion.json")
+        try:
+            storage.retried(address, lambda to: storage.put(to, content))
+        except (UnavailableError, OSError) as error:
+            print(f"{address}: not renewed: {error}; the log counts, which has entry {number}", flush=True)
+
+    @contextmanager
+    def explained(self, what: str) -> Iterator[None]:
+        """Makes what fails in the store an error that names the registry."""
+        try:
+            yield
+        except UnavailableError as failure:
+            raise failure.explained(
+                f"registry {self.address!r}: {self.name} cannot be {what}: {failure}; check the address and the rights"
+            ) from None
+
+
+def file_name(number: int) -> str:
+    """Of an entry of the log."""
+    return f"{number:08}.json"
+
+
+def rollback_target(history: list[Entry]) -> Entry | None:
+    """The entry that promoted the champion before the present one; None if there was none.
+
+    A rollback takes the last promotion back, as an undo does: a second one takes back the promotion before.
+    """
+    promotions: list[Entry] = []
+    for entry in history:
+        if entry.action == PROMOTE:
+            promotions.append(entry)
+        else:
+            promotions.pop()
+    return promotions[-2] if len(promotions) > 1 else None

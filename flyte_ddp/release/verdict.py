@@ -1,0 +1,50 @@
+"""What came of a judgement: each check with its value, its limit and its reason."""
+
+# No "from __future__ import annotations" here: flytekit derives the type of a task's output from real types.
+from dataclasses import dataclass, field
+
+from dataclasses_json import DataClassJsonMixin
+
+PROMOTED, KEPT, NO_COMPARISON = "promote", "keep", "no_comparison"
+
+
+@dataclass(frozen=True)
+class Check(DataClassJsonMixin):
+    """One of the questions that a judgement asks."""
+
+    name: str
+    passed: bool
+    value: str
+    limit: str  # empty where there is none: the value is only shown
+    reason: str
+
+
+@dataclass(frozen=True)
+class Verdict(DataClassJsonMixin):
+    """The judgement of a challenger against the champion."""
+
+    decision: str  # promote, keep or no_comparison
+    reason: str
+    challenger: str  # the SHA-256 of its weights
+    champion: str  # likewise; empty if there was none
+    best: str  # the version with the best accuracy so far, the challenger among them
+    log_number: int  # of the registry's last entry then; 0: it had none
+    test_digest: str  # of the test split
+    samples: int  # of the test split, without those that cannot be decoded
+    challenger_accuracy: float
+    champion_accuracy: float  # 0 if there was none
+    look: int  # at this test split; 0: nothing was decided by it
+    alpha: float  # of this look
+    power: str  # what difference could be found
+    time: str  # ISO 8601, UTC
+    checks: list[Check] = field(default_factory=list)
+
+    @property
+    def promotes(self) -> bool:
+        """Whether the challenger is to be the champion."""
+        return self.decision == PROMOTED
+
+    def told(self) -> str:
+        """In a sentence."""
+        said = {PROMOTED: "to be promoted", KEPT: "the champion is kept", NO_COMPARISON: "no comparison"}
+        return f"{said[self.decision]}: {self.reason}"

@@ -1,0 +1,130 @@
+"""Tasks that release a model: the judgement against the champion, promotion, and the way back. None is ever cached."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from flytekit import Deck, task
+from flytekit.types.directory import FlyteDirectory
+from flytekit.types.file import FlyteFile
+
+from flyte_ddp.datasets import fetch, fingerprint
+from flyte_ddp.release.policy import Policy
+from flyte_ddp.release.promotion import champion_files, keep, promote, promote_judged, roll_back, store, stored_files
+from flyte_ddp.release.registry import Entry, Registry
+from flyte_ddp.release.verdict import Verdict
+from flyte_ddp.release.versions import Version
+from flyte_ddp.settings import from_environment
+from tasks import places, pods, recovery
+from tasks.pickled_file import PythonPickledFile
+
+
+class Judged(NamedTuple):
+    """A verdict: whether to promote, the checks behind that, and the page that shows them."""
+
+    promotes: bool
+    verdict: Verdict
+    page: FlyteFile
+
+
+class Released(NamedTuple):
+    """What came of a model: its version, the champion's, and why."""
+
+    version: str
+    champion: str
+    outcome: str
+
+
+@recovery.mistakes_in_inputs
+@task(**pods.with_registry(pods.prediction_pod()))
+@recovery.guarded()
+def judge_model(
+    model_state: PythonPickledFile, sidecar: FlyteFile, data: FlyteDirectory, model_name: str, policy: Policy
+) -> Judged:
+    """Compare a model with the champion on the test split of a data set, by the checks of a policy."""
+    registry = Registry(places.registry(), model_name)
+    files = Path(model_state.download()), Path(sidecar.download())
+    return judged(*files, Path(data.download()), registry, policy, counts=True)
+
+
+@recovery.mistakes_in_inputs
+@task(**pods.with_registry(pods.prediction_pod()))
+@recovery.guarded()
+def evaluate_version(
+    model_name: str, version: str, dataset: str, data_source: str, test_dataset: str, policy: Policy
+) -> Judged:
+    """Compare a version with the champion on the test split of any data set, which decides nothing."""
+    registry = Registry(places.registry(), model_name)
+    place = places.folder_for(f"datasets/{fingerprint(dataset, data_source, test_dataset)}")
+    progress = from_environment().progress
+    data = fetch(dataset, data_source, place, test_dataset=test_dataset, progress=progress)
+    with places.new_folder("versions") as folder:
+        files = stored_files(registry, version, folder) if version else champion_files(registry, folder)
+        return judged(*files, data, registry, policy, counts=False)
+
+
+def judged(model: Path, sidecar: Path, data: Path, registry: Registry, policy: Policy, *, counts: bool) -> Judged:
+    """The verdict on a model, with its page."""
+    from flyte_ddp.release.judge import judge
+    from flyte_ddp.release.page import write_page
+
+    judgement = judge(model, sidecar, data, registry, policy, settings=from_environment(), counts=counts)
+    with places.new_folder("verdicts") as folder:
+        page = write_page(judgement, registry.name, folder / "verdict.html")
+    Deck("Verdict", page.read_text(encoding="ascii"))
+    places.tell(f"{judgement.verdict.told()}; made in", {page: "all checks, to open in a browser"})
+    return Judged(judgement.verdict.promotes, judgement.verdict, places.file(FlyteFile, page))
+
+
+@task(**pods.with_registry(pods.light_pod()))
+@recovery.guarded()
+def promote_challenger(
+    model_state: PythonPickledFile, sidecar: FlyteFile, verdict: Verdict, page: FlyteFile, model_name: str
+) -> Released:
+    """Store a version, and make it the champion."""
+    registry, version = stored(model_state, sidecar, verdict, page, model_name)
+    return shown(Released(*promote_judged(registry, version, verdict, by=places.who())))
+
+
+@task(**pods.with_registry(pods.light_pod()))
+@recovery.guarded()
+def keep_champion(
+    model_state: PythonPickledFile, sidecar: FlyteFile, verdict: Verdict, page: FlyteFile, model_name: str
+) -> Released:
+    """Store a version, and leave the champion as it is."""
+    registry, version = stored(model_state, sidecar, verdict, page, model_name)
+    return shown(Released(*keep(registry, version, verdict)))
+
+
+def stored(
+    model_state: PythonPickledFile, sidecar: FlyteFile, verdict: Verdict, page: FlyteFile, model_name: str
+) -> tuple[Registry, Version]:
+    """The registry of the model, with its version in it."""
+    registry = Registry(places.registry(), model_name)
+    files = Path(model_state.download()), Path(sidecar.download())
+    return registry, store(registry, *files, verdict, Path(page.download()))
+
+
+def told(entry: Entry) -> Released:
+    """The new champion, which a local run also prints."""
+    return shown(Released(entry.version, entry.version, f"champion {entry.number}: {entry.reason}"))
+
+
+def shown(released: Released) -> Released:
+    """The same, which a local run also prints."""
+    if places.is_local():
+        print(f"{released.outcome}; champion {released.champion[:12] or 'none'}", flush=True)
+    return released
+
+
+@task(**pods.with_registry(pods.light_pod()))
+@recovery.guarded()
+def promote_version(model_name: str, version: str, reason: str) -> Released:
+    """Make a stored version the champion, as the person who launched this says."""
+    return told(promote(Registry(places.registry(), model_name), version, reason, by=places.who()))
+
+
+@task(**pods.with_registry(pods.light_pod()))
+@recovery.guarded()
+def roll_back_champion(model_name: str, reason: str) -> Released:
+    """Make the champion before the present one the champion again."""
+    return told(roll_back(Registry(places.registry(), model_name), reason, by=places.who()))

@@ -1,0 +1,67 @@
+"""A proxy on loopback before rclone's S3 server that keeps ``If-None-Match: *``, as S3 does and rclone does not."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from urllib.parse import unquote, urlsplit
+
+from faulty_proxy import forwarded
+from loopback import QuietHandler, serving
+from s3_server import S3Server
+
+
+@dataclass
+class Locking:
+    """``lost`` are paths of which the next answer to a PUT is lost, after it was done."""
+
+    url: str = ""
+    lost: list[str] = field(default_factory=list)
+    conflicts: list[str] = field(default_factory=list)  # paths of which the next PUT is answered by 409
+
+
+@contextmanager
+def locking_proxy(server: S3Server) -> Iterator[Locking]:
+    """Runs one in a thread until the context ends."""
+    state, lock = Locking(), threading.Lock()
+    host = urlsplit(server.endpoint).netloc
+
+    class Handler(QuietHandler):
+        def do_GET(self) -> None:
+            self.answer(*forwarded(host, self))
+
+        do_HEAD = do_GET
+
+        def do_PUT(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            name = unquote(urlsplit(self.path).path).lstrip("/")
+            if name in state.conflicts:
+                state.conflicts.remove(name)
+                self.refuse(409, "ConditionalRequestConflict")
+                return
+            with lock:
+                if self.headers.get("If-None-Match") == "*" and (server.folder / name).exists():
+                    self.refuse(412, "PreconditionFailed")
+                    return
+                answer = forwarded(host, self, body)
+            if name in state.lost:
+                state.lost.remove(name)
+                self.close_connection = True
+                return
+            self.answer(*answer)
+
+        def refuse(self, status: int, code: str) -> None:
+            content = f"<Error><Code>{code}</Code><Message>no</Message></Error>".encode()
+            self.answer(status, {"Content-Length": str(len(content))}, content)
+
+        def answer(self, status: int, headers: dict[str, str], content: bytes) -> None:
+            self.send_response(status)
+            for header, value in headers.items():
+                self.send_header(header, value)
+            self.end_headers()
+            self.wfile.write(content)
+
+    with serving(Handler) as state.url:
+        yield state

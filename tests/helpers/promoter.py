@@ -1,0 +1,63 @@
+"""Promotes in a process of its own: ``race ADDRESS WHO ROUNDS`` for each entry of a log, ``release ADDRESS FOLDER``."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from flyte_ddp import storage
+from flyte_ddp.release import versions
+from flyte_ddp.release.promotion import promote_judged, store
+from flyte_ddp.release.registry import LostError, Registry
+from flyte_ddp.release.verdict import Verdict
+
+
+def race(address: str, who: str, rounds: str) -> None:
+    """Wants to write each of the first entries, and prints who has."""
+    registry, before = Registry(address, "model"), None
+    for _ in range(int(rounds)):
+        try:
+            values = {"version": who, "manifest": "m", "best": who, "reason": "it was faster"}
+            before = registry.append(before, by=who, action="promote", **values)
+            print(json.dumps({"number": before.number, "winner": before.by, "won": True}))
+        except LostError as lost:
+            before = lost.winner
+            print(json.dumps({"number": before.number, "winner": before.by, "won": False, "said": str(lost)}))
+
+
+def release(address: str, folder: str) -> None:
+    """Stores a version and promotes it; ``KILL_AT`` numbers the write before or after which the process is killed."""
+    verdict = Verdict.from_json(Path(folder, "verdict.json").read_text())
+    registry = Registry(address, "model")
+    files = (Path(folder, name) for name in (versions.WEIGHTS, versions.SIDECAR))
+    version = store(registry, *files, verdict, Path(folder, "page.html"))
+    print(promote_judged(registry, version, verdict, by="the same execution").reason)
+
+
+def killed_at(number: int, *, after: bool) -> None:
+    """Ends the process at a write, as SIGKILL does: nothing is tidied up."""
+    left = [number]
+
+    def killing(write: Any) -> Any:
+        def wrapped(*arguments: Any) -> None:
+            left[0] -= 1
+            if left[0] < 0 and not after:
+                os._exit(9)
+            write(*arguments)
+            if left[0] < 0:
+                os._exit(9)
+
+        return wrapped
+
+    for name in ("create", "put"):
+        setattr(storage, name, killing(getattr(storage, name)))
+
+
+if __name__ == "__main__":
+    if at := os.environ.get("KILL_AT"):
+        place, _, when = at.partition(" ")
+        killed_at(int(place), after=when == "after")
+    {"race": race, "release": release}[sys.argv[1]](*sys.argv[2:])

@@ -1,0 +1,196 @@
+"""The checks of a judgement, on simulated models whose truth is known."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.simulated_models import answers, changed_model, equal_model
+from flyte_ddp.errors import UserError
+from flyte_ddp.release import checks, statistics
+from flyte_ddp.release.answers import Answers
+from flyte_ddp.release.checks import Pair
+from flyte_ddp.release.policy import Policy
+
+LABELS = np.arange(10_000) % 10
+NAMES = [f"class {number}" for number in range(10)]
+
+
+def pair_of(one: np.ndarray, other: np.ndarray) -> Pair:
+    return Pair(int((one & ~other).sum()), int((other & ~one).sum()), len(one))
+
+
+def test_of_equal_models_no_more_than_alpha_are_promoted() -> None:
+    random, alpha, pairs = np.random.default_rng(0), 0.05, 2000
+    promoted = 0
+    for _ in range(pairs):
+        one, other = (equal_model(random, 1000, 0.12) for _ in range(2))
+        promoted += checks.superior(pair_of(one, other), alpha).passed
+    assert promoted / pairs <= alpha + 3 * math.sqrt(alpha * (1 - alpha) / pairs)
+    assert promoted > 0
+
+
+def test_equal_challengers_are_hardly_ever_promoted_in_a_lifetime() -> None:
+    """Where the more accurate one would win, one is every few weeks: see ``python -m benchmarks gate``."""
+    random, alpha, lifetimes = np.random.default_rng(1), 0.05, 100
+    fooled = naive = 0
+    for _ in range(lifetimes):
+        champion = winner = equal_model(random, 1000, 0.12)
+        promotions = 0
+        for look in range(1, 61):
+            challenger = equal_model(random, 1000, 0.12)
+            naive += challenger.sum() > winner.sum()
+            winner = challenger if challenger.sum() > winner.sum() else winner
+            if checks.superior(pair_of(challenger, champion), statistics.spent(alpha, look)).passed:
+                champion, promotions = challenger, promotions + 1
+        fooled += promotions > 0
+    assert fooled / lifetimes <= alpha + 3 * math.sqrt(alpha * (1 - alpha) / lifetimes)
+    assert naive / lifetimes > 2
+
+
+def test_two_points_more_are_found() -> None:
+    random, alpha = np.random.default_rng(2), 0.05
+    found = 0
+    for _ in range(200):
+        champion = equal_model(random, 10_000, 0.12)
+        better = changed_model(random, champion, 0.07, 0.05)
+        found += checks.superior(pair_of(better, champion), statistics.spent(alpha, 2)).passed
+    assert found >= 160
+
+
+def test_a_class_that_loses_is_a_veto_that_names_it() -> None:
+    random = np.random.default_rng(3)
+    champion = random.random(len(LABELS)) < 0.85
+    challenger = champion | (random.random(len(LABELS)) < 0.3)
+    of_three = np.flatnonzero((LABELS == 3) & champion)
+    challenger[of_three] = True
+    challenger[of_three[:100]] = False  # 10 points of 1,000 samples
+    challenger[(LABELS == 3) & ~champion] = False
+    one, other = answers(challenger, LABELS), answers(champion, LABELS)
+    assert checks.superior(Pair.of(one, other), 0.05).passed
+    found, rows = checks.parts("class", checks.class_members(one, NAMES), one, other, Policy())
+    assert not found.passed
+    assert found.reason.startswith("class 'class 3' loses: -10.00 points")
+    assert [row.name for row in rows if not row.passed] == ["class 3"]
+    assert checks.parts("class", checks.class_members(one, NAMES), one, other, Policy(class_loss=0.11))[0].passed
+
+
+def test_a_class_of_few_samples_is_only_shown() -> None:
+    labels = np.array([0] * 29 + [1] * 40)
+    one, other = answers(labels == 1, labels, 2), answers(np.ones(69, dtype=bool), labels, 2)
+    found, rows = checks.parts("class", checks.class_members(one, ["a", "b"]), one, other, Policy())
+    assert found.passed
+    assert rows[0].reason == "only 29 samples"
+    assert rows[0].value.endswith("not tested")
+
+
+def test_small_losses_that_add_up_are_stopped_by_the_best_version_ever() -> None:
+    """Each is within the margin of the champion before it."""
+    random, policy = np.random.default_rng(4), Policy(rule="not_worse", margin=0.01)
+    best = champion = np.ones(10_000, dtype=bool)
+    without_anchor, with_anchor = champion, champion
+    drifted, stopped = 0, 0
+    for _ in range(50):
+        worse = changed_model(random, without_anchor, 0.0, 0.004)
+        if checks.not_worse("champion", pair_of(worse, without_anchor), policy.margin, 0.05).passed:
+            without_anchor, drifted = worse, drifted + 1
+        worse = changed_model(random, with_anchor, 0.0, 0.004)
+        anchored = [pair_of(worse, with_anchor), pair_of(worse, best)]
+        if all(checks.not_worse("x", pair, policy.margin, 0.05).passed for pair in anchored):
+            with_anchor = worse
+        else:
+            stopped += 1
+    assert drifted == 50
+    assert np.mean(without_anchor) < 0.85
+    assert stopped > 40
+    assert np.mean(with_anchor) > 0.99
+
+
+def test_equal_predictions_are_no_reason_to_promote() -> None:
+    same = Pair(0, 0, 500)
+    assert not checks.superior(same, 0.05).passed
+    assert checks.superior(same, 0.05).reason == "both models get the same samples right"
+    assert not checks.not_worse("champion", same, 0.01, 0.05).passed
+
+
+def test_not_a_number() -> None:
+    found = answers(np.ones(10, dtype=bool), np.zeros(10, dtype=np.int64))
+    assert checks.finite(found).passed
+    found.logits[7, 2] = np.nan
+    assert checks.finite(found).reason == "sample 7 gives NaN or infinity"
+
+
+def test_accuracy_and_the_most_frequent_class() -> None:
+    labels = np.array([0] * 80 + [1] * 20)
+    always_zero = answers(labels == 0, labels, 2)
+    assert not checks.above_majority(always_zero, 0.05).passed
+    assert checks.above_majority(answers(np.ones(100, dtype=bool), labels, 2), 0.05).passed
+    assert checks.floor(always_zero, Policy(min_accuracy=0.8)).passed
+    assert not checks.floor(always_zero, Policy(min_accuracy=0.81)).passed
+
+
+def test_likelihoods_and_scores_are_those_of_their_definitions() -> None:
+    random = np.random.default_rng(5)
+    logits = random.normal(size=(50, 4)).astype(np.float32)
+    labels = random.integers(0, 4, 50)
+    found = Answers(logits, labels)
+    scores = np.exp(logits.astype(float)) / np.exp(logits.astype(float)).sum(axis=1, keepdims=True)
+    truth = np.eye(4)[labels]
+    np.testing.assert_allclose(found.nll, -np.log((scores * truth).sum(axis=1)))
+    np.testing.assert_allclose(found.brier, ((scores - truth) ** 2).sum(axis=1))
+    assert found.confusion()[2, 1] == ((labels == 2) & (scores.argmax(axis=1) == 1)).sum()
+
+
+def test_a_rise_counts_where_it_is_large_and_no_chance() -> None:
+    random = np.random.default_rng(6)
+    before = random.normal(0.5, 0.2, 4000)
+    assert not checks.not_risen("loss", before + 0.1, before, 0.05, 0.05).passed
+    assert checks.not_risen("loss", before + 0.01, before, 0.05, 0.05).passed, "small"
+    few = random.normal(0.06, 5.0, 100)
+    assert checks.not_risen("loss", few, np.zeros(100), 0.01, 0.05).passed, "by chance"
+
+
+def test_other_classes_or_another_input_are_for_a_person() -> None:
+    takes = ("1 x 8 x 8", "1 x 8 x 8")
+    assert checks.same_task(["a", "b"], ["a", "b"], takes).passed
+    assert "the classes changed" in checks.same_task(["b", "a"], ["a", "b"], takes).reason
+    assert "the input changed" in checks.same_task(["a"], ["a"], ("3 x 8 x 8", "1 x 8 x 8")).reason
+
+
+def test_slices(tmp_path: Path) -> None:
+    table = tmp_path / "slices.csv"
+    table.write_text("slice,id\nnight,2\nnight,0\nday,1\nrain,2\n")
+    members = checks.slice_members(str(table), ["0", "1", "2"])
+    assert {name: found.tolist() for name, found in members.items()} == {"night": [0, 2], "day": [1], "rain": [2]}
+    with pytest.raises(UserError, match="id '2' in line 2 is not in the test split; correct it"):
+        checks.slice_members(str(table), ["0", "1"])
+    table.write_text("a,b\n")
+    with pytest.raises(UserError, match="must have the columns id and slice"):
+        checks.slice_members(str(table), [])
+    with pytest.raises(UserError, match=r"cannot be read: no such file; check the address"):
+        checks.slice_members(str(tmp_path / "none.csv"), [])
+
+
+def test_a_class_without_a_sample_is_named() -> None:
+    with pytest.raises(UserError, match="class 'b': the test split has no sample of it"):
+        checks.class_members(answers(np.ones(3, dtype=bool), np.array([0, 0, 2]), 3), ["a", "b", "c"])
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"alpha": 0.0}, "alpha=0.0: must be above 0.0"),
+        ({"margin": 1}, "margin=1.0: must be below 1.0"),
+        ({"rule": "best"}, "unknown rule 'best': choose one of not_worse, superior"),
+        ({"alhpa": 0.1}, "unknown policy setting 'alhpa': did you mean 'alpha'"),
+        ({"slices": 3}, "slices=3: must be text"),
+    ],
+)
+def test_a_policy_out_of_range(values: dict[str, object], said: str) -> None:
+    for make in (lambda: Policy(**values), lambda: Policy.from_dict(values)):  # type: ignore[arg-type]
+        with pytest.raises(UserError) as caught:
+            make()
+        assert said in str(caught.value)

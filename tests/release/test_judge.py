@@ -1,0 +1,229 @@
+"""Judgements of real models on real digits."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.datasets import image_arrays, open_arrays
+from flyte_ddp.datasets.arrays import write_arrays
+from flyte_ddp.errors import UserError
+from flyte_ddp.models.artifacts import save_model
+from flyte_ddp.predict.predict import predict
+from flyte_ddp.release.judge import Judgement, judge
+from flyte_ddp.release.page import write_page
+from flyte_ddp.release.policy import Policy
+from flyte_ddp.release.promotion import load_champion, promote_judged, store
+from flyte_ddp.release.registry import Registry
+from flyte_ddp.run import Result, run_training
+from flyte_ddp.settings import Settings
+
+QUIET = Settings(progress="off", wandb_mode="disabled", checkpoint_seconds=0.0)
+PATIENT = Policy(latency_ratio=1000)  # where time is not what the test is about
+
+
+@pytest.fixture(scope="module")
+def models(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
+    """A weak one, a good one and another good one."""
+    folder = tmp_path_factory.mktemp("models")
+    settings = {"weak": {"epochs": 3}, "good": {"epochs": 10}, "other": {"epochs": 10, "seed": 1}}
+    return {
+        name: run_training(Hyperparameters(num_ranks=1, **values), digits, folder / name, QUIET)
+        for name, values in settings.items()
+    }
+
+
+@pytest.fixture
+def registry(tmp_path: Path) -> Registry:
+    return Registry(str(tmp_path / "registry"), "digits")
+
+
+@pytest.fixture
+def judged(registry: Registry, digits: Path, tmp_path: Path) -> Callable[..., Judgement]:
+    """Judges a model, and does what its verdict says."""
+
+    def one(model: Result | Path, data: Path = digits, policy: Policy = PATIENT) -> Judgement:
+        folder = model if isinstance(model, Path) else model.run_folder
+        files = folder / "model.pt", folder / "model.json"
+        found = judge(*files, data, registry, policy, settings=QUIET)
+        if found.verdict.promotes:
+            page = write_page(found, "digits", tmp_path / "page.html")
+            promote_judged(registry, store(registry, *files, found.verdict, page), found.verdict, by="x")
+        return found
+
+    return one
+
+
+def altered(model: Result, folder: Path, change: Callable[[dict[str, Any], dict[str, Any]], None]) -> Path:
+    """Another model, of which weights or sidecar differ."""
+    weights, sidecar = torch.load(model.model, weights_only=True), json.loads(model.sidecar.read_text())
+    change(weights, sidecar)
+    save_model(folder, weights, sidecar)
+    return folder
+
+
+def with_tests(digits: Path, folder: Path, chosen: np.ndarray) -> Path:
+    """The digits with some of their test samples only."""
+    found = open_arrays(digits)
+    tests = found.test_images[chosen], found.test_labels[chosen]
+    folder.mkdir()
+    write_arrays(image_arrays(found.train_images, found.train_labels, *tests, found.classes, name="digits"), folder, {})
+    return folder
+
+
+def test_a_promotion_and_what_follows_it(
+    judged: Callable[..., Judgement], models: dict[str, Result], registry: Registry, digits: Path, tmp_path: Path
+) -> None:
+    first = judged(models["weak"]).verdict
+    assert first.promotes
+    assert first.reason == "there is no champion yet, and it is better than the most frequent class"
+    assert first.challenger_accuracy == pytest.approx(models["weak"].test_accuracy)
+    better = judged(models["good"])
+    verdict = better.verdict
+    assert verdict.promotes, verdict.reason
+    assert (verdict.look, verdict.samples, verdict.champion) == (2, 297, first.challenger)
+    assert verdict.best == verdict.challenger
+    assert verdict.champion_accuracy == pytest.approx(models["weak"].test_accuracy)
+    tables = {}
+    for name in ("weak", "good"):
+        files, table = (models[name].model, models[name].sidecar), tmp_path / f"{name}.csv"
+        with predict(*files, images=None, dataset=digits, output=table, settings=QUIET).open() as file:
+            tables[name] = [row["prediction"] == row["truth"] for row in csv.DictReader(file)]
+    pairs = [*zip(tables["good"], tables["weak"], strict=True)]
+    gained, lost = pairs.count((True, False)), pairs.count((False, True))
+    assert f"{gained} samples gained and {lost} lost of 297" in verdict.reason
+    champion, sidecar = load_champion(registry.address, "digits")
+    assert sidecar["digests"]["weights"] == verdict.challenger
+    weights = torch.load(models["good"].model, weights_only=True)
+    assert all(torch.equal(tensor, weights[key]) for key, tensor in champion.state_dict().items())
+    again = judged(models["good"]).verdict
+    assert (again.decision, again.reason) == ("keep", "it has the champion's weights")
+    kept = judged(models["other"]).verdict
+    assert kept.decision == "keep"
+    assert "samples gained" in kept.reason
+    assert kept.look == 3
+    assert judged(models["other"]).verdict.look == 3, "the same two models"
+    assert [entry.version for entry in registry.history()] == [first.challenger, verdict.challenger]
+    page = (tmp_path / "page.html").read_text()
+    assert "Only the challenger is right" in page
+    assert page.count("<svg") == 2
+    assert "Digits" not in page
+    assert "digits: Promote" in page
+
+
+def test_a_model_that_has_learned_nothing_is_no_first_champion(
+    judged: Callable[..., Judgement], models: dict[str, Result], tmp_path: Path
+) -> None:
+    def forget(weights: dict[str, Any], _: dict[str, Any]) -> None:
+        for tensor in weights.values():
+            tensor.zero_()
+
+    verdict = judged(altered(models["good"], tmp_path / "zero", forget)).verdict
+    assert verdict.decision == "keep"
+    assert "naming the most frequent class is right in" in verdict.reason
+
+
+def test_not_a_number_is_kept_back(judged: Callable[..., Judgement], models: dict[str, Result], tmp_path: Path) -> None:
+    def spoil(weights: dict[str, Any], _: dict[str, Any]) -> None:
+        next(iter(weights.values())).fill_(float("nan"))
+
+    judged(models["weak"])
+    verdict = judged(altered(models["good"], tmp_path / "nan", spoil)).verdict
+    assert (verdict.decision, verdict.reason) == ("keep", "sample 0 gives NaN or infinity")
+    assert verdict.look == 0, "nothing was decided by the test split"
+
+
+@pytest.mark.parametrize("gone", ["model.pt", "manifest.json", "its code"])
+def test_a_champion_that_cannot_be_evaluated(
+    judged: Callable[..., Judgement], models: dict[str, Result], registry: Registry, gone: str, tmp_path: Path
+) -> None:
+    """Nobody takes its place without a person's word."""
+    judged(models["weak"])
+    entry = registry.champion()
+    assert entry is not None
+    version = Path(registry.at("versions", entry.version))
+    if gone == "its code":
+        sidecar = version / "model.json"
+        sidecar.write_text(sidecar.read_text().replace('"small_cnn"', '"no_such_module:model"'))
+    else:
+        (version / gone).unlink()
+    verdict = judged(models["good"]).verdict
+    assert verdict.decision == "no_comparison"
+    assert verdict.reason.startswith(f"version {entry.version[:12]} cannot be loaded: ")
+    assert registry.champion() == entry
+
+
+def test_other_classes_are_for_a_person(
+    judged: Callable[..., Judgement], models: dict[str, Result], tmp_path: Path
+) -> None:
+    def rename(_: dict[str, Any], sidecar: dict[str, Any]) -> None:
+        sidecar["classes"] = [f"digit {name}" for name in sidecar["classes"]]
+
+    judged(models["weak"])
+    assert "the classes changed" in judged(altered(models["good"], tmp_path / "renamed", rename)).verdict.reason
+
+
+def test_a_test_split_that_lacks_a_class(
+    judged: Callable[..., Judgement], models: dict[str, Result], registry: Registry, digits: Path, tmp_path: Path
+) -> None:
+    judged(models["weak"])
+    lacking = with_tests(digits, tmp_path / "lacking", np.flatnonzero(open_arrays(digits).test_labels != 4))
+    with pytest.raises(UserError, match="class '4': the test split has no sample of it; judge on one that has"):
+        judged(models["good"], lacking)
+    assert len(registry.history()) == 1
+
+
+def test_another_test_split_judges_anew(
+    judged: Callable[..., Judgement], models: dict[str, Result], digits: Path, tmp_path: Path
+) -> None:
+    judged(models["good"])
+    other = with_tests(digits, tmp_path / "other", np.arange(200))
+    first, second = judged(models["other"]).verdict, judged(models["other"], other).verdict
+    assert first.test_digest != second.test_digest
+    assert (first.look, second.look, second.samples) == (2, 1, 200)
+
+
+def test_a_slice_that_loses(
+    judged: Callable[..., Judgement], models: dict[str, Result], digits: Path, tmp_path: Path
+) -> None:
+    """Of the samples that the good model loses against the other one, made many by being of one slice."""
+    judged(models["good"])
+    found = judged(models["weak"])
+    assert found.challenger is not None
+    assert found.champion is not None
+    lost = np.flatnonzero(found.champion.correct & ~found.challenger.correct)[:30]
+    table = tmp_path / "slices.csv"
+    table.write_text("id,slice\n" + "".join(f"{number},hard\n" for number in lost))
+    policy = Policy(slices=str(table), latency_ratio=1000)
+    reason = judged(models["weak"], policy=policy).verdict.reason
+    assert "slice 'hard' loses: -100.00 points: 0 samples gained and 30 lost of 30" in reason
+
+
+def test_not_worse_looks_at_the_best_version_ever(
+    judged: Callable[..., Judgement], models: dict[str, Result], registry: Registry, digits: Path
+) -> None:
+    """The champion is a weak one by a person's word; what is better than that is still worse than the best."""
+    lenient = Policy(rule="not_worse", margin=0.02, latency_ratio=1000)
+    judged(models["weak"])
+    judged(models["good"])
+    weak, good = registry.history()
+    values = {"action": "promote", "version": weak.version, "manifest": weak.manifest, "best": good.version}
+    registry.append(good, by="me", reason="to see", **values)
+    other = models["other"].model, models["other"].sidecar
+    verdict = judge(*other, digits, registry, lenient, settings=QUIET).verdict
+    names = [check.name for check in verdict.checks if check.name.startswith("not worse")]
+    assert names == ["not worse than the champion", "not worse than the best version ever"]
+    assert [check.passed for check in verdict.checks if check.name == names[0]] == [True]
+    shutil.rmtree(registry.at("versions", good.version))
+    verdict = judge(*other, digits, registry, lenient, settings=QUIET).verdict
+    assert verdict.decision == "no_comparison"
+    assert verdict.reason.startswith(f"version {good.version[:12]} cannot be loaded")

@@ -1,0 +1,108 @@
+"""The tests behind a verdict, against their definitions, published figures and simulations."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import optimize
+
+from flyte_ddp.release import statistics
+
+
+@given(st.integers(0, 60), st.integers(0, 60))
+def test_mcnemar_is_a_sum_of_binomial_coefficients(gained: int, lost: int) -> None:
+    discordant = gained + lost
+    at_least = sum(math.comb(discordant, k) for k in range(gained, discordant + 1))
+    assert statistics.better(gained, lost) == pytest.approx(at_least / 2**discordant)
+
+
+def test_all_looks_together_spend_alpha() -> None:
+    spent = sum(statistics.spent(0.05, look) for look in range(1, 200_000))
+    assert 0.04999 < spent < 0.05
+
+
+def test_better_than_a_share() -> None:
+    """Eight heads of ten, from the binomial table."""
+    assert statistics.above_share(8, 10, 0.5) == pytest.approx(56 / 1024)
+
+
+def likeliest(gained: int, lost: int, samples: int, difference: float) -> float:
+    """The likeliest share of what is lost, if that is the true difference, found by search."""
+
+    def unlikely(share: float) -> float:
+        cells = ((gained, share + difference), (lost, share), (samples - gained - lost, 1 - 2 * share - difference))
+        return -sum(count * math.log(max(part, 1e-300)) for count, part in cells if count)
+
+    low, high = max(0.0, -difference), (1 - difference) / 2
+    return float(optimize.minimize_scalar(unlikely, bounds=(low, high), method="bounded", options={"xatol": 1e-12}).x)
+
+
+@pytest.mark.parametrize(
+    ("gained", "lost", "samples"), [(9, 3, 297), (0, 5, 100), (7, 0, 50), (40, 60, 10_000), (1, 1, 30), (200, 10, 400)]
+)
+@pytest.mark.parametrize("alpha", [0.05, 0.001])
+def test_the_bound_is_where_the_score_test_begins_to_refuse(gained: int, lost: int, samples: int, alpha: float) -> None:
+    """Tango's statistic, with the likeliest share found by search and not by his formula."""
+    bound = statistics.least_difference(gained, lost, samples, alpha)
+    share = likeliest(gained, lost, samples, bound)
+    variance = samples * (2 * share + bound - bound**2)
+    score = (gained - lost - samples * bound) / math.sqrt(variance)
+    assert math.erfc(score / math.sqrt(2)) / 2 == pytest.approx(alpha, rel=1e-3)
+    assert bound < (gained - lost) / samples
+
+
+def test_a_bound_where_all_is_lost() -> None:
+    assert statistics.least_difference(0, 10, 10, 0.05) == -1.0
+
+
+def test_the_bound_covers_the_truth() -> None:
+    """In 95 of 100 cases, simulated."""
+    random, samples, gain, loss = np.random.default_rng(1), 500, 0.05, 0.03
+    draws = random.multinomial(samples, [gain, loss, 1 - gain - loss], size=2000)
+    below = np.mean([statistics.least_difference(int(g), int(b), samples, 0.05) <= gain - loss for g, b, _ in draws])
+    assert abs(below - 0.95) < 3 * math.sqrt(0.05 * 0.95 / 2000) + 0.005
+
+
+def test_holm_by_hand() -> None:
+    """The example has 0.01 x 4, 0.02 x 3, 0.03 x 2 and 0.04, none of which may be less than the one before."""
+    assert statistics.holm([0.03, 0.01, 0.04, 0.02]) == pytest.approx([0.06, 0.04, 0.06, 0.06])
+    assert statistics.holm([0.9, 0.8]) == [1.0, 1.0]
+    assert statistics.holm([]) == []
+
+
+def test_the_bound_of_a_mean_is_nearly_the_normal_one() -> None:
+    values = np.random.default_rng(0).normal(0.1, 2.0, size=4000)
+    normal = values.mean() - 1.6449 * values.std() / math.sqrt(len(values))
+    assert statistics.least_mean(values, 0.05) == pytest.approx(normal, abs=0.005)
+    assert statistics.least_mean(values, 0.05) == statistics.least_mean(values, 0.05)
+
+
+def test_the_bound_of_one_value() -> None:
+    assert statistics.least_mean(np.full(5, 0.25), 0.05) == 0.25
+
+
+@pytest.mark.parametrize(("samples", "points"), [(297, 3.5), (10_000, 0.6)])
+def test_what_can_be_found(samples: int, points: float) -> None:
+    """By the figures of a simulation with 6 % discordant samples and alpha 0.05."""
+    assert round(100 * statistics.detectable(samples, 0.06, 0.05), 1) == points
+    assert statistics.detectable(2, 0.06, 0.05) == 1.0
+
+
+def test_the_power_is_as_stated() -> None:
+    """Simulated; the exact test finds a little less than the approximation says."""
+    random, samples, discordant = np.random.default_rng(2), 2000, 0.08
+    difference = statistics.detectable(samples, discordant, 0.05)
+    shares = [(discordant + difference) / 2, (discordant - difference) / 2, 1 - discordant]
+    draws = random.multinomial(samples, shares, size=1000)
+    found = np.mean([statistics.better(int(gained), int(lost)) <= 0.05 for gained, lost, _ in draws])
+    assert 0.74 < found < 0.84
+
+
+def test_calibration_by_hand() -> None:
+    """Two bins: 0.95 said and half right, 0.55 said and all right."""
+    error = statistics.calibration_error(np.array([0.95, 0.95, 0.55, 0.55]), np.array([True, False, True, True]))
+    assert error == pytest.approx((0.45 + 0.45) / 2)

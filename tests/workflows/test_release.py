@@ -1,0 +1,106 @@
+"""What a user gets from ``pyflyte run workflows/release.py``, and what a cluster would be given."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cli import ROOT, Ended, pyflyte
+from packaged import Package
+
+RELEASE = str(ROOT / "workflows/release.py")
+HP = {"num_ranks": 1, "epochs": 3}
+
+
+def released(ended: Ended) -> dict[str, str]:
+    """The outputs that were printed."""
+    assert ended.exit_code == 0, ended.output
+    line = ended.output[ended.output.rindex("Released(") :]
+    return {name: found for name, _, found in re.findall(r"""(version|champion|outcome)=(['"])(.*?)\2""", line)}
+
+
+@pytest.mark.slow
+def test_promoted_kept_and_back(tmp_path: Path) -> None:
+    """A first champion, the same model again, a better one, and the way back."""
+
+    def run(workflow: str, *arguments: str) -> Ended:
+        return pyflyte("run", RELEASE, workflow, "--model_name", "digits", *arguments, home=tmp_path)
+
+    first = released(run("release_wf", "--hp", json.dumps(HP)))
+    assert first["champion"] == first["version"]
+    assert first["outcome"].startswith("promoted: there is no champion yet")
+    again = released(run("release_wf", "--hp", json.dumps(HP)))
+    assert again == {**first, "outcome": "kept: it has the champion's weights"}, "the same bits"
+    better = run("release_wf", "--hp", json.dumps({**HP, "epochs": 10}), "--policy", '{"latency_ratio": 1000}')
+    second = released(better)
+    assert re.fullmatch(
+        r"promoted: \+\d+\.\d+ points: \d+ samples gained and \d+ lost of 297 \(p = .*", second["outcome"]
+    )
+    [page] = re.findall(r"made in (\S+verdicts\S+)", better.output)
+    assert "Only the challenger is right" in (ROOT / page / "verdict.html").read_text()
+    back = released(run("rollback_wf", "--reason", "a test"))
+    assert back["champion"] == first["version"]
+    refused = run("rollback_wf", "--reason", "a test")
+    assert refused.exit_code == 1
+    assert refused.panel == "model 'digits': there is no champion before the present one; nothing was changed"
+    assert released(run("promote_wf", "--version", second["version"], "--reason", "x"))["champion"] == second["version"]
+    predicting = ("run", str(ROOT / "workflows/prediction.py"), "predict_wf", "--dataset", "digits")
+    predicted = pyflyte(*predicting, "--model_name", "digits", home=tmp_path)
+    assert predicted.exit_code == 0, predicted.output
+    assert "predictions made in" in predicted.output
+    nobody = pyflyte(*predicting, home=tmp_path)
+    assert nobody.panel.startswith("model_name='': give either the name of a model in the registry")
+    judged = run("evaluate_wf", "--version", first["version"], "--dataset", "digits")
+    assert judged.exit_code == 0, judged.output
+    assert "the champion is kept: " in judged.output
+    log = tmp_path / "runs/registry/digits/log"
+    assert [json.loads(entry.read_text())["action"] for entry in sorted(log.iterdir())] == [
+        *("promote", "promote", "rollback", "promote")
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("workflow", "arguments", "said"),
+    [
+        ("rollback_wf", ("--model_name", "../x", "--reason", "y"), "model name '../x': must be letters, digits"),
+        ("promote_wf", ("--model_name", "x", "--version", "1", "--reason", "y"), "version '1': must be the SHA-256"),
+        (
+            "release_wf",
+            ("--model_name", "x", "--policy", '{"alpha": 2}'),
+            "alpha=2.0: must be at most 0.5",
+        ),
+    ],
+)
+def test_mistakes_are_one_panel(workflow: str, arguments: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    ended = pyflyte("run", RELEASE, workflow, *arguments, home=tmp_path)
+    assert ended.exit_code == 1
+    assert said in ended.panel, ended.output
+    assert not (tmp_path / "runs/registry").exists()
+
+
+@pytest.mark.slow
+def test_the_gate_is_a_plain_bool_of_the_judgement(made: Callable[..., Package]) -> None:
+    """So an engine branches as a local run does; what branches take was made before the gate."""
+    package = made()
+    nodes = {node.id: node for node in package.workflows["workflows.release.release_wf"].template.nodes}
+    [gate] = [node for node in nodes.values() if node.HasField("branch_node")]
+    branch = gate.branch_node.if_else
+    condition = branch.case.condition.comparison
+    assert condition.right_value.primitive.boolean
+    judge, output = condition.left_value.var.split(".")
+    assert output == "promotes"
+    assert nodes[judge].task_node.reference_id.name == "tasks.release.judge_model"
+    taken = (branch.case.then_node, branch.else_node)
+    names = [node.task_node.reference_id.name for node in taken]
+    assert names == ["tasks.release.promote_challenger", "tasks.release.keep_champion"]
+    inputs = {(binding.binding.promise.node_id) for node in taken for binding in node.inputs} - {""}
+    given = {binding.binding.promise.node_id for binding in nodes[judge].inputs} | {judge}
+    assert inputs <= given
+    for name in ("judge_model", "promote_challenger", "keep_champion", "promote_version", "roll_back_champion"):
+        assert not package.tasks[f"tasks.release.{name}"].template.metadata.discoverable
+    plan = package.launch_plans["nightly_release"].spec
+    assert plan.entity_metadata.schedule.kickoff_time_input_arg == "kickoff_time"

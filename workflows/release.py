@@ -1,0 +1,116 @@
+"""Data set to champion: train, judge against the champion, and promote or keep; and what a person decides.
+
+Run it with ``pyflyte run workflows/release.py release_wf --model_name digits``.
+"""
+
+from datetime import datetime
+
+from flytekit import CronSchedule, LaunchPlan, conditional, workflow
+
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.release.policy import Policy
+from tasks.preparation import NO_SCHEDULE, check_inputs
+from tasks.release import (
+    Judged,
+    Released,
+    evaluate_version,
+    judge_model,
+    keep_champion,
+    promote_challenger,
+    promote_version,
+    roll_back_champion,
+)
+from tasks.training import train_model
+from workflows.training import ONE_AT_A_TIME, failure_notifications
+
+
+@workflow
+def release_wf(
+    model_name: str,
+    hp: Hyperparameters = Hyperparameters(),
+    policy: Policy = Policy(),
+    kickoff_time: datetime = NO_SCHEDULE,
+) -> Released:
+    """Train an image classifier, judge it against the champion of that name, and promote it if the verdict says so.
+
+    In: hp as of training_wf; model_name, which names a model in the registry (FLYTE_DDP_REGISTRY); policy, what a
+    challenger must show; kickoff_time, which a schedule fills in (by hand it stays 1 January 1970, which means now).
+    Out: the version that was trained, the champion's, and what was decided and why; the deck of judge_model is the
+    verdict's page.
+    """
+    checked = check_inputs(hp=hp, kickoff_time=kickoff_time)
+    trained = train_model(hp=checked.hp, data=checked.data, run_version=checked.run_version)
+    judged = judge_model(
+        model_state=trained.model_state,
+        sidecar=trained.sidecar,
+        data=checked.data,
+        model_name=model_name,
+        policy=policy,
+    )
+    challenger = {
+        "model_state": trained.model_state,
+        "sidecar": trained.sidecar,
+        "verdict": judged.verdict,
+        "page": judged.page,
+        "model_name": model_name,
+    }
+    return (
+        conditional("gate")
+        .if_(judged.promotes.is_true())
+        .then(promote_challenger(**challenger))
+        .else_()
+        .then(keep_champion(**challenger))
+    )
+
+
+@workflow
+def promote_wf(model_name: str, version: str, reason: str) -> Released:
+    """Make a stored version the champion: whoever launches this approves it, and Flyte and the log record that.
+
+    In: the version, the SHA-256 of its weights, as release_wf returns it; and why. Out: the version and the champion.
+    """
+    return promote_version(model_name=model_name, version=version, reason=reason)
+
+
+@workflow
+def rollback_wf(model_name: str, reason: str) -> Released:
+    """Take the last promotion back: the champion before it is the champion again.
+
+    In: why. Out: the version that is champion from now on.
+    """
+    return roll_back_champion(model_name=model_name, reason=reason)
+
+
+@workflow
+def evaluate_wf(
+    model_name: str,
+    dataset: str,
+    version: str = "",
+    data_source: str = "",
+    test_dataset: str = "",
+    policy: Policy = Policy(),
+) -> Judged:
+    """Judge a stored version against the champion on the test split of any data set; nothing is promoted.
+
+    In: the version (empty: the champion itself), and the data set as in the hyperparameters. Out: the verdict that a
+    promotion would have had, and its page.
+    """
+    return evaluate_version(
+        model_name=model_name,
+        version=version,
+        dataset=dataset,
+        data_source=data_source,
+        test_dataset=test_dataset,
+        policy=policy,
+    )
+
+
+# Train every night at 04:00 UTC, and promote what is better; a tick is skipped while the run before is still going.
+nightly_release = LaunchPlan.get_or_create(
+    release_wf,
+    name="nightly_release",
+    default_inputs={"hp": Hyperparameters(), "model_name": "nightly", "policy": Policy()},
+    schedule=CronSchedule(schedule="0 4 * * *", kickoff_time_input_arg="kickoff_time"),
+    concurrency=ONE_AT_A_TIME,
+    notifications=failure_notifications(),
+)
