@@ -31,6 +31,7 @@ NAMES = (
     "memory",
     "scaling",
     "cost",
+    "gate",
 )
 LONG = ("published", "chaos")  # run when they are named
 HERE = Path(__file__).resolve().parent

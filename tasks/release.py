@@ -101,7 +101,7 @@ def stored(
     """The registry of the model, with its version in it."""
     registry = Registry(places.registry(), model_name)
     files = Path(model_state.download()), Path(sidecar.download())
-    return registry, store(registry, *files, verdict, Path(page.download()))
+    return registry, store(registry, *files, verdict, Path(page.download()), by=places.who())
 
 
 def told(entry: Entry) -> Released:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -9,13 +10,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.release import versions
+from flyte_ddp.release.card import card
+from flyte_ddp.release.lineage import lineage
 from flyte_ddp.release.registry import PROMOTE, ROLLBACK, Entry, LostError, Registry, file_name, rollback_target
 from flyte_ddp.release.verdict import Verdict
 
 if TYPE_CHECKING:
     from torch import nn
 
-VERDICT, PAGE = "verdict.json", "verdict.html"
+VERDICT, PAGE, LINEAGE, CARD = "verdict.json", "verdict.html", "lineage.json", "README.md"
 
 
 class Outcome(NamedTuple):
@@ -26,18 +29,29 @@ class Outcome(NamedTuple):
     reason: str
 
 
-def store(registry: Registry, weights: Path, sidecar: Path, verdict: Verdict, page: Path) -> versions.Version:
+def store(
+    registry: Registry, weights: Path, sidecar: Path, verdict: Verdict, page: Path, *, by: str
+) -> versions.Version:
     """Writes a judged model into the registry, champion or not, so that it can be promoted later by hand.
+
+    Args:
+        weights: ``model.pt`` of its run.
+        sidecar: ``model.json`` of the same run.
+        verdict: on it.
+        page: of the verdict.
+        by: the Flyte execution, or the user, that trained it.
 
     Raises:
         UserError: the registry cannot be written to.
     """
-    described = verdict.to_json(indent=1).encode() + b"\n"
+    described, about = verdict.to_json(indent=1).encode() + b"\n", json.loads(sidecar.read_bytes())
     files: Mapping[str, Path | bytes] = {
         versions.WEIGHTS: weights,
         versions.SIDECAR: sidecar,
         VERDICT: described,
         PAGE: page,
+        LINEAGE: lineage(registry.address, registry.name, about, verdict, by=by),
+        CARD: card(registry.name, about, verdict),
     }
     if verdict.look:
         judged = registry.at("judgements", verdict.test_digest, "verdicts", file_name(verdict.look))

@@ -98,6 +98,7 @@ def write_outputs(job: Job, data: PreparedSet, state: TrainingState, selection: 
         },
         "num_ranks": world_size(),
         "num_nodes": job.num_nodes,
+        "threads_per_rank": job.hardware.threads,
     }
     artifacts.save_model(job.run_folder, model.state_dict(), sidecar)
     recorder.log.write(

@@ -1,0 +1,92 @@
+"""Gate: how often equal models are promoted, and how often better ones are, by rule.
+
+Simulated on 10,000 test samples, of which any two equal models differ on 12 %. A year is 365 equal challengers, one a
+night, on the same test split. "higher accuracy wins" promotes what is right more often than the champion; "McNemar each
+night" at alpha 0.05; the gate spends 0.05 * 6 / (pi^2 k^2) on the k-th night. What the champion is overstated by is its
+accuracy on the test split minus its true one. No model is trained, so nothing depends on the machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from benchmarks.measuring import Options, Result, Target
+from benchmarks.simulated_models import Correct, changed_model, equal_model
+from flyte_ddp.release import checks, statistics
+from flyte_ddp.release.checks import Pair
+
+SAMPLES, DISCORDANT, ALPHA, NIGHTS = 10_000, 0.12, 0.05, 365
+MARGIN = 0.01
+Rule = Callable[[Pair, int], bool]  # of the challenger against the champion, on the k-th night
+RULES: dict[str, Rule] = {
+    "higher accuracy wins": lambda pair, _: pair.gained > pair.lost,
+    "McNemar each night": lambda pair, _: checks.superior(pair, ALPHA).passed,
+    "the gate": lambda pair, night: checks.superior(pair, statistics.spent(ALPHA, night)).passed,
+}
+
+
+def measure(options: Options) -> Result:
+    """Simulates equal, better and slowly worsening challengers."""
+    random = np.random.default_rng(0)
+    years, pairs, nights = (5, 100, 20) if options.quick else (200, 2000, NIGHTS)
+    result = Result(settings={"samples": SAMPLES, "discordant": DISCORDANT, "alpha": ALPHA, "nights": nights})
+    equal = [promoted(random, equal_model(random, SAMPLES, DISCORDANT), 1) for _ in range(pairs)]
+    limit = ALPHA + 3 * (ALPHA * (1 - ALPHA) / pairs) ** 0.5
+    result.targets.append(
+        Target(f"{pairs:,} pairs of equal models: promoted", float(np.mean(equal)), "%", at_most=limit)
+    )
+    for name, rule in RULES.items():
+        lives = [year(random, rule, nights) for _ in range(years)]
+        for promotions, overstated in lives:
+            result.add(f"{name}: promotions in a year of equal models", promotions, "")
+            result.add(f"{name}: the champion is overstated by, in points", 100 * overstated, "")
+        fooled = float(np.mean([promotions > 0 for promotions, _ in lives]))
+        bound = ALPHA + 3 * (ALPHA * (1 - ALPHA) / years) ** 0.5 if name == "the gate" else None
+        result.targets.append(Target(f"{name}: years with a false promotion", fooled, "%", at_most=bound))
+    found = []
+    for _ in range(pairs // 4):
+        champion = equal_model(random, SAMPLES, DISCORDANT)
+        found.append(promoted(random, champion, 2, gain=0.07, loss=0.05))
+    result.targets.append(Target("a true +2 points: promoted", float(np.mean(found)), "%", at_least=0.8))
+    for anchored in (False, True):
+        result.targets.append(worsening(random, anchored=anchored))
+    return result
+
+
+def promoted(
+    random: np.random.Generator, champion: Correct, look: int, *, gain: float = 0.0, loss: float = 0.0
+) -> bool:
+    """Whether the gate promotes a challenger that is as good, or differs by these shares of all samples."""
+    changed = changed_model(random, champion, gain, loss)
+    challenger = changed if gain else equal_model(random, SAMPLES, DISCORDANT)
+    return RULES["the gate"](pair_of(challenger, champion), look)
+
+
+def year(random: np.random.Generator, rule: Rule, nights: int) -> tuple[int, float]:
+    """How often a rule promotes one of many equal models, and by how much it overstates the last champion."""
+    champion, promotions = equal_model(random, SAMPLES, DISCORDANT), 0
+    for night in range(1, nights + 1):
+        challenger = equal_model(random, SAMPLES, DISCORDANT)
+        if rule(pair_of(challenger, champion), night):
+            champion, promotions = challenger, promotions + 1
+    return promotions, float(champion.mean()) - (1 - DISCORDANT)
+
+
+def worsening(random: np.random.Generator, *, anchored: bool) -> Target:
+    """50 challengers that each lose 0.4 points, under not_worse; with the best version ever, or without it."""
+    best = champion = np.ones(SAMPLES, dtype=bool)
+    for _ in range(50):
+        challenger = changed_model(random, champion, 0.0, 0.004)
+        others = (champion, best) if anchored else (champion,)
+        pairs = [pair_of(challenger, other) for other in others]
+        if all(checks.not_worse("other", pair, MARGIN, ALPHA).passed for pair in pairs):
+            champion = challenger
+    what = f"50 x -0.4 points under not_worse, {'with' if anchored else 'without'} the best version: lost in all"
+    return Target(what, 1 - float(champion.mean()), "%", at_most=MARGIN if anchored else None)
+
+
+def pair_of(one: Correct, other: Correct) -> Pair:
+    """What the first gets right where the other does not, and the other way round."""
+    return Pair(int((one & ~other).sum()), int((other & ~one).sum()), len(one))

@@ -1,0 +1,70 @@
+"""Where a version comes from, as an event of OpenLineage: enough to train it again.
+
+https://openlineage.io/spec/2-0-2/OpenLineage.json has the form; facets of our own begin with ``flyteDdp``.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+import flyte_ddp
+from flyte_ddp.release.verdict import Verdict
+
+SCHEMA = "https://openlineage.io/spec/2-0-2/OpenLineage.json#/$defs/RunEvent"
+PRODUCER = f"flyte-ddp/{flyte_ddp.__version__}"
+
+
+def lineage(address: str, name: str, sidecar: Mapping[str, Any], verdict: Verdict, *, by: str) -> bytes:
+    """The event for a model of that name in the registry at an address.
+
+    Args:
+        by: the Flyte execution that trained it, or a user.
+    """
+    hp, digests = sidecar.get("hyperparameters", {}), sidecar["digests"]
+    trained_on = dataset("data", hp.get("dataset", ""), digests.get("data", ""), source=hp.get("data_source", ""))
+    tested_on = dataset("data", hp.get("test_dataset") or hp.get("dataset", ""), verdict.test_digest, split="test")
+    started_from = [dataset("weights", hp["init_from"], "")] if hp.get("init_from") else []
+    parent = [dataset(address, name, verdict.champion)] if verdict.champion else []
+    training = {
+        "hyperparameters": hp,
+        "num_ranks": sidecar.get("num_ranks"),
+        "threads_per_rank": sidecar.get("threads_per_rank"),
+        "code": digests.get("code", ""),
+        "versions": sidecar.get("versions", {}),
+    }
+    event = {
+        "eventType": "COMPLETE",
+        "eventTime": verdict.time,
+        "producer": PRODUCER,
+        "schemaURL": SCHEMA,
+        "job": {"namespace": "flyte-ddp", "name": name},
+        "run": {
+            "runId": str(uuid.uuid5(uuid.NAMESPACE_URL, f"{by} {digests['weights']}")),
+            "facets": {
+                "flyteDdpExecution": facet(launchedAs=by),
+                "flyteDdpTraining": facet(**training),
+                "flyteDdpVerdict": facet(**verdict.to_dict()),
+            },
+        },
+        "inputs": [trained_on, tested_on, *started_from, *parent],
+        "outputs": [dataset(address, name, digests["weights"])],
+    }
+    return json.dumps(event, indent=1, ensure_ascii=False).encode() + b"\n"
+
+
+def dataset(namespace: str, name: str, digest: str, **about: str) -> dict[str, Any]:
+    """A data set, or a model, by the digest of its content."""
+    facets = {"version": facet(datasetVersion=digest)} if digest else {}
+    return {
+        "namespace": namespace,
+        "name": name,
+        "facets": facets | ({"flyteDdpData": facet(**about)} if about else {}),
+    }
+
+
+def facet(**values: Any) -> dict[str, Any]:
+    """Values with what each facet must say."""
+    return {"_producer": PRODUCER, "_schemaURL": SCHEMA, **values}

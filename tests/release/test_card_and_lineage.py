@@ -1,0 +1,88 @@
+"""The card and the lineage of a version: its numbers are the verdict's, and it leads to the same bits."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from flyte_ddp import storage
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.datasets import fetch
+from flyte_ddp.release.judge import judge
+from flyte_ddp.release.page import write_page
+from flyte_ddp.release.policy import Policy
+from flyte_ddp.release.promotion import promote_judged, store
+from flyte_ddp.release.registry import Registry
+from flyte_ddp.release.verdict import Verdict
+from flyte_ddp.run import run_training
+from flyte_ddp.settings import Settings
+
+QUIET = Settings(progress="off", wandb_mode="disabled", checkpoint_seconds=0.0)
+HP = Hyperparameters(num_ranks=1, epochs=4, deterministic=True)
+
+
+@pytest.fixture(scope="module")
+def version(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The files of a second champion, as texts."""
+    folder = tmp_path_factory.mktemp("releases")
+    registry = Registry(str(folder / "registry"), "my-digits")
+    for number, hp in enumerate((Hyperparameters(num_ranks=1, epochs=2), HP)):
+        run = run_training(hp, digits, folder / str(number), QUIET)
+        policy = Policy(latency_ratio=1000)
+        found = judge(run.model, run.sidecar, digits, registry, policy, settings=QUIET)
+        page = write_page(found, registry.name, folder / "page.html")
+        stored = store(registry, run.model, run.sidecar, found.verdict, page, by="p/d/execution")
+        promote_judged(registry, stored, found.verdict, by="p/d/execution")
+    names = [name for name in stored.files if name != "model.pt"]
+    return {name: storage.read(registry.at("versions", stored.name, name)).decode() for name in names}
+
+
+def test_the_cards_numbers_are_the_sidecars_and_the_verdicts(version: dict[str, str]) -> None:
+    sidecar, verdict = json.loads(version["model.json"]), Verdict.from_json(version["verdict.json"])
+    _, front, body = version["README.md"].split("---\n", 2)
+    [entry] = yaml.safe_load(front)["model-index"]
+    [results] = entry["results"]
+    assert entry["name"] == "my-digits"
+    values = {metric["type"]: metric["value"] for metric in results["metrics"]}
+    assert values == {"accuracy": sidecar["metrics"]["test_accuracy"], "loss": sidecar["metrics"]["test_loss"]}
+    rows = dict(re.findall(r"^\| ([^|]+) \| ([^|]*) \|$", body, re.MULTILINE))
+    assert float(rows["Test accuracy"]) == sidecar["metrics"]["test_accuracy"]
+    assert rows["Version (SHA-256 of the weights)"] == sidecar["digests"]["weights"] == verdict.challenger
+    assert rows["License"] == rows["Limitations"] == "not stated"
+    assert {name: rows[name] for name in sidecar["hyperparameters"]} == {
+        name: str(value) for name, value in sidecar["hyperparameters"].items()
+    }
+    for check in verdict.checks:
+        cells = check.name, check.value, check.limit, "yes" if check.passed else "no"
+        assert f"| {' | '.join(' '.join(cell.split()) for cell in cells)} |" in body
+    assert f"promote: {verdict.reason}. Judged {verdict.time} on {verdict.samples} test samples." in body
+
+
+def test_the_lineage_names_all_that_went_in(version: dict[str, str]) -> None:
+    event, sidecar = json.loads(version["lineage.json"]), json.loads(version["model.json"])
+    verdict = json.loads(version["verdict.json"])
+    assert {"eventType", "eventTime", "producer", "schemaURL", "job", "run", "inputs", "outputs"} == set(event)
+    digests = [item["facets"]["version"]["datasetVersion"] for item in event["inputs"]]
+    assert digests == [sidecar["digests"]["data"], verdict["test_digest"], verdict["champion"]]
+    [output] = event["outputs"]
+    assert output["facets"]["version"]["datasetVersion"] == sidecar["digests"]["weights"]
+    facets = event["run"]["facets"]
+    assert facets["flyteDdpExecution"]["launchedAs"] == "p/d/execution"
+    assert facets["flyteDdpTraining"]["code"] == sidecar["digests"]["code"]
+    assert facets["flyteDdpTraining"]["versions"] == sidecar["versions"]
+    assert facets["flyteDdpVerdict"]["reason"] == verdict["reason"]
+
+
+def test_from_the_lineage_alone_the_same_weights_are_trained(version: dict[str, str], tmp_path: Path) -> None:
+    event = json.loads(version["lineage.json"])
+    hp = Hyperparameters.from_dict(event["run"]["facets"]["flyteDdpTraining"]["hyperparameters"])
+    assert hp.deterministic
+    data = fetch(hp.dataset, hp.data_source, tmp_path / "data", test_dataset=hp.test_dataset, progress="off")
+    run = run_training(hp, data, tmp_path / "again", QUIET)
+    [output] = event["outputs"]
+    digest = json.loads(run.sidecar.read_text())["digests"]["weights"]
+    assert digest == output["facets"]["version"]["datasetVersion"]

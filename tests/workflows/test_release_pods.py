@@ -1,0 +1,68 @@
+"""The judgement and the promotion as pods do them, one after the other, with a registry in object storage."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+import msgpack
+import pytest
+from engine_rules import resolved
+from flyteidl.core.literals_pb2 import Literal
+from locking_proxy import locking_proxy
+from pod import BUCKET, Cluster, PodEnded
+from pod_inputs import TRAIN, from_workflow, refused, text
+
+pytestmark = pytest.mark.slow
+JUDGE, PROMOTE, KEEP = (f"tasks.release.{name}" for name in ("judge_model", "promote_challenger", "keep_champion"))
+
+
+def test_promoted_and_kept_as_the_gate_says(
+    cluster: Cluster, checked: PodEnded, train_inputs: dict[str, Literal]
+) -> None:
+    nodes = {
+        node.task_node.reference_id.name or "gate": node
+        for node in cluster.package.workflows["workflows.release.release_wf"].template.nodes
+    }
+    trained = cluster.run(TRAIN, train_inputs)
+    given: dict[str, Mapping[str, Literal]] = {
+        "start-node": {"model_name": text("digits"), "policy": from_workflow({"min_accuracy": 0.0})},
+        nodes["tasks.preparation.check_inputs"].id: checked.outputs or {},
+        nodes[TRAIN].id: trained.outputs or {},
+    }
+    branch = nodes["gate"].branch_node.if_else
+    with locking_proxy(cluster.server) as proxy:
+        registry = {"FLYTE_DDP_REGISTRY": f"s3://{BUCKET}/models", "FLYTE_AWS_ENDPOINT": proxy.url}
+        outcomes = []
+        for execution in ("first", "second"):
+            judged = cluster.run(JUDGE, resolved(nodes[JUDGE].inputs, given), environment=registry)
+            assert judged.outputs, judged.log
+            assert judged.deck is not None
+            assert "digits: " in judged.deck
+            promotes = judged.outputs["promotes"].scalar.primitive.boolean
+            taken = branch.case.then_node if promotes else branch.else_node
+            name = taken.task_node.reference_id.name
+            assert name == (PROMOTE if promotes else KEEP)
+            inputs = resolved(taken.inputs, {**given, nodes[JUDGE].id: judged.outputs})
+            ended = cluster.run(name, inputs, environment=registry, execution=execution)
+            assert ended.outputs, ended.log
+            outcomes.append((promotes, ended.outputs["outcome"].scalar.primitive.string_value))
+    folder = cluster.server.folder / BUCKET / "models/digits"
+    if outcomes[0][0]:
+        assert outcomes[1] == (False, "kept: it has the champion's weights")
+        [entry] = (folder / "log").iterdir()
+        assert json.loads(entry.read_text())["by"] == "flytesnacks/development/first"
+    else:  # eight steps may not be enough
+        assert not (folder / "log").exists()
+    [version] = (folder / "versions").iterdir()
+    assert (version / "manifest.json").exists()
+    verdict = msgpack.unpackb(judged.outputs["verdict"].scalar.binary.value)
+    assert verdict["challenger"] == version.name
+
+
+def test_a_pod_without_a_registry_says_how_to_give_one(
+    cluster: Cluster, checked: PodEnded, train_inputs: dict[str, Literal]
+) -> None:
+    inputs = {"model_name": text("digits"), "reason": text("a test")}
+    message = refused(cluster.run("tasks.release.roll_back_champion", inputs))
+    assert "FLYTE_DDP_REGISTRY='': must be an address that all pods reach, such as s3://bucket/models" in message
