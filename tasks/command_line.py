@@ -28,7 +28,6 @@ from flytekit.constants import CopyFileDetection
 from flytekit.core.data_persistence import flyte_tmp_dir
 from flytekit.core.type_engine import TypeTransformerFailedError
 from flytekit.exceptions.user import FlyteEntityNotFoundException
-from flytekit.types.file.file import FlyteFilePathTransformer
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import RankError, StoppedError, UserError, unknown_name
@@ -136,10 +135,6 @@ def unfit(error: BaseException | None) -> UserError | None:
             kind = "file" if path.is_file() else "folder"
             what = f"is a {kind}" if given and path.exists() else "there is no such path"
             return UserError(f"--{found[1]} {given!r}: {what}; see --help for what it takes")
-        for frame in cluster.frames(error):
-            if frame.f_code is FlyteFilePathTransformer.validate_file_type.__code__:
-                path, kind = frame.f_locals["source_path"], str(error).partition("got ")[2]
-                return UserError(f"{path}: is of the type {kind}, which the input does not take; give another file")
         error = error.__cause__ or error.__context__
     return None
 

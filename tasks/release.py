@@ -7,6 +7,7 @@ from flytekit import Deck, task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
+from flyte_ddp import hardware
 from flyte_ddp.datasets import fetch, fingerprint
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.promotion import champion_files, keep, promote, promote_judged, roll_back, store, stored_files
@@ -67,6 +68,7 @@ def judged(model: Path, sidecar: Path, data: Path, registry: Registry, policy: P
     from flyte_ddp.release.judge import judge
     from flyte_ddp.release.page import write_page
 
+    hardware.check_expected_gpus(hardware.visible_gpus())
     judgement = judge(model, sidecar, data, registry, policy, settings=from_environment(), counts=counts)
     with places.new_folder("verdicts") as folder:
         page = write_page(judgement, registry.name, folder / "verdict.html")

@@ -18,7 +18,7 @@ from flyte_ddp.datasets.arrays import TEST_DIGEST, read_description
 from flyte_ddp.datasets.prepared import PreparedSet, open_prepared
 from flyte_ddp.release import checks, looks, statistics, versions
 from flyte_ddp.release.answers import Answers, Model
-from flyte_ddp.release.checks import Pair, points
+from flyte_ddp.release.checks import Pair
 from flyte_ddp.release.policy import NOT_WORSE, Policy
 from flyte_ddp.release.registry import Entry, Registry
 from flyte_ddp.release.verdict import KEPT, NO_COMPARISON, PROMOTED, Check, Verdict
@@ -215,7 +215,7 @@ def compared(case: Case, champion: Model) -> Judgement:
         best=model.digest if best else "",
         look=number,
         alpha=alpha,
-        power=f"on {pair.samples:,} samples {points(found)} are found in {statistics.POWER:.0%} of cases",
+        power=f"on {pair.samples:,} samples {100 * found:.2f} points are found in {statistics.POWER:.0%} of cases",
         parts=parts,
     )
 

@@ -23,7 +23,7 @@ PICTURED = 12  # samples of each kind
 
 def write_page(judgement: Judgement, name: str, path: Path) -> Path:
     """Writes the page of the verdict on a model of that name."""
-    models = {"Champion": judgement.champion, "Challenger": judgement.challenger}
+    models = {"Challenger": judgement.challenger, "Champion": judgement.champion}
     page = rendered(
         "verdict.html",
         name=name,

@@ -59,7 +59,7 @@ def test_the_cards_numbers_are_the_sidecars_and_the_verdicts(version: dict[str, 
     for check in verdict.checks:
         cells = check.name, check.value, check.limit, "yes" if check.passed else "no"
         assert f"| {' | '.join(' '.join(cell.split()) for cell in cells)} |" in body
-    assert f"promote: {verdict.reason}. Judged {verdict.time} on {verdict.samples} test samples." in body
+    assert f"{verdict.decision}: {verdict.reason}. Judged {verdict.time} on {verdict.samples} test samples." in body
 
 
 def test_the_lineage_names_all_that_went_in(version: dict[str, str]) -> None:

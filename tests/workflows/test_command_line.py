@@ -276,7 +276,7 @@ def test_the_table_of_files_is_aligned_and_names_the_folder_once(from_yaml: tupl
         ("--images", "nothing-here", "--images 'nothing-here': there is no such path"),
         also("--images", "", "--images '': there is no such path"),
         also("--images", "model.json", "--images 'model.json': is a file"),
-        ("--model_state", "model.json", "model.json: is of the type application/json, which the input does not take"),
+        ("--model_state", "model.json", "--model_state 'model.json': is a file; see --help for what it takes"),
         also("--images", "broken", "sidecar model.json has format None"),
     ],
 )

@@ -54,6 +54,10 @@ SHARDS = tuple(
 )
 DATA = (FETCH, *(f"tasks.shards.{name}" for name in ("pack_shards", "index_shards", "verify_shards", "verify_packed")))
 LIGHT = (CHECK, *(name for name in SHARDS if name not in DATA))
+JUDGING = ("tasks.release.judge_model", "tasks.release.evaluate_version")
+PROMOTING = tuple(
+    f"tasks.release.{name}" for name in ("promote_challenger", "keep_champion", "promote_version", "roll_back_champion")
+)
 ENGINES = ("elastic", "ray", "dask")
 TRAINING = {TRAIN, *(f"tasks.{engine}_training.train_on_{engine}" for engine in ENGINES)}
 PLANS = {"training_on_demand", "nightly_retraining", "retraining_on_change"}
@@ -99,9 +103,10 @@ def test_everything_is_there(default: Package) -> None:
         "workflows.training.retraining_wf",
         "workflows.prediction.predict_wf",
         "workflows.shards.shards_wf",
+        *(f"workflows.release.{name}_wf" for name in ("release", "promote", "rollback", "evaluate")),
         *(f"workflows.{engine}_training.{engine}_training_wf" for engine in ENGINES),
     }
-    assert set(default.tasks) == {CHECK, FETCH, PREDICT, *TRAINING, *SHARDS}
+    assert set(default.tasks) == {CHECK, FETCH, PREDICT, *TRAINING, *SHARDS, *JUDGING, *PROMOTING}
     assert set(default.workflows) == workflows
     assert set(default.launch_plans) == PLANS | workflows  # each workflow has a plan of its own name, Flyte's default
 
@@ -205,7 +210,7 @@ def test_pods_know_what_was_requested(profile: str, request: pytest.FixtureReque
     requested = resources(package.tasks[TRAIN].template.container.resources.requests).get("GPU", "0")
     for task in package.tasks:
         variables = environment(package, task)
-        if task != PREDICT:
+        if task not in (PREDICT, *JUDGING):  # which get one
             assert variables["FLYTE_DDP_GPUS"] == requested
         assert variables["FLYTE_DDP_PROFILE"] == {"default": "gpu", "sandbox": "sandbox"}[profile]
         assert variables["FLYTE_DDP_CODE"] == package_digest()
@@ -264,7 +269,7 @@ def test_what_the_console_leaves_out_is_not_asked_for(default: Package, hp: dict
 
 def test_tasks_that_have_something_to_show_have_a_deck(default: Package) -> None:
     found = {name for name, task in default.tasks.items() if task.template.metadata.generates_deck.value}
-    assert found == {*TRAINING, CHECK, PREDICT, "tasks.shards.verify_packed"}
+    assert found == {*TRAINING, CHECK, PREDICT, *JUDGING, "tasks.shards.verify_packed"}
 
 
 def test_training_returns_what_it_says(default: Package) -> None:

@@ -82,10 +82,15 @@ def test_mistakes_are_one_panel(workflow: str, arguments: tuple[str, ...], said:
     assert not (tmp_path / "runs/registry").exists()
 
 
+def variables(package: Package, task: str) -> dict[str, str]:
+    """A task's environment."""
+    return {pair.key: pair.value for pair in package.tasks[f"tasks.release.{task}"].template.container.env}
+
+
 @pytest.mark.slow
 def test_the_gate_is_a_plain_bool_of_the_judgement(made: Callable[..., Package]) -> None:
     """So an engine branches as a local run does; what branches take was made before the gate."""
-    package = made()
+    package = made(FLYTE_DDP_REGISTRY="s3://bucket/models")
     nodes = {node.id: node for node in package.workflows["workflows.release.release_wf"].template.nodes}
     [gate] = [node for node in nodes.values() if node.HasField("branch_node")]
     branch = gate.branch_node.if_else
@@ -102,5 +107,6 @@ def test_the_gate_is_a_plain_bool_of_the_judgement(made: Callable[..., Package])
     assert inputs <= given
     for name in ("judge_model", "promote_challenger", "keep_champion", "promote_version", "roll_back_champion"):
         assert not package.tasks[f"tasks.release.{name}"].template.metadata.discoverable
+        assert variables(package, name)["FLYTE_DDP_REGISTRY"] == "s3://bucket/models"
     plan = package.launch_plans["nightly_release"].spec
     assert plan.entity_metadata.schedule.kickoff_time_input_arg == "kickoff_time"
