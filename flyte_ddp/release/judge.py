@@ -71,7 +71,7 @@ def judge(
     if before is None:
         return case.alone(challenger.answers(split))
     if before.version == challenger.digest:
-        return case.kept("it has the champion's weights")
+        return case.same_weights(None if counts else challenger.answers(split))
     try:
         with fetched(registry, before, settings) as champion:
             return compared(case, champion)
@@ -132,9 +132,16 @@ class Case:
         """The reasons of the checks that do not hold."""
         return "; ".join(check.reason for check in self.checks if not check.passed)
 
-    def kept(self, reason: str = "") -> Judgement:
+    def kept(self) -> Judgement:
         """The verdict without any comparison."""
-        return self.closed(KEPT, reason or self.why_not())
+        return self.closed(KEPT, self.why_not())
+
+    def same_weights(self, answers: Answers | None) -> Judgement:
+        """The verdict on the champion itself, with its answers if somebody wants to see them."""
+        if answers is not None and self.passes(checks.finite(answers)):
+            self.passes(checks.floor(answers, self.policy))
+            self.passes(checks.calibration(answers, None))
+        return self.closed(KEPT, "it has the champion's weights", challenger=answers)
 
     def closed(
         self,

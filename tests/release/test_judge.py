@@ -120,6 +120,21 @@ def test_a_promotion_and_what_follows_it(
     assert "digits: Promote" in page
 
 
+def test_a_look_at_the_champion_itself(
+    judged: Callable[..., Judgement], models: dict[str, Result], registry: Registry, digits: Path, tmp_path: Path
+) -> None:
+    """Which decides nothing, and so is none that counts."""
+    judged(models["good"])
+    model = models["good"].model, models["good"].sidecar
+    found = judge(*model, digits, registry, PATIENT, settings=QUIET, counts=False)
+    assert found.verdict.reason == "it has the champion's weights"
+    assert found.verdict.challenger_accuracy == pytest.approx(models["good"].test_accuracy)
+    assert write_page(found, "digits", tmp_path / "page.html").read_text().count("<svg") == 1
+    weak = models["weak"].model, models["weak"].sidecar
+    assert judge(*weak, digits, registry, PATIENT, settings=QUIET, counts=False).verdict.look == 0
+    assert judged(models["weak"]).verdict.look == 2
+
+
 def test_a_model_that_has_learned_nothing_is_no_first_champion(
     judged: Callable[..., Judgement], models: dict[str, Result], tmp_path: Path
 ) -> None:
