@@ -1,7 +1,7 @@
-"""The console's form for hyperparameters: a field for each with its help, its default and its choices.
+"""The console's forms for hyperparameters and policies: a field for each with its help, its default and its choices.
 
 The console draws one from a JSON schema of an older draft than flytekit writes into the type of a dataclass. This is
-flytekit's own transformer of dataclasses for this one, with such a schema beside the other; what is sent is as before.
+flytekit's own transformer of dataclasses for these two, with such a schema beside the other; what is sent is as before.
 """
 
 import dataclasses
@@ -10,38 +10,38 @@ from typing import Any
 from flytekit.core.type_engine import DataclassTransformer, TypeEngine, TypeTransformer
 from flytekit.models.types import LiteralType
 
+from flyte_ddp.checked_fields import CheckedFields
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.release.policy import Policy
 
-NAME = Hyperparameters.__name__
 KINDS = {bool: {"type": "boolean"}, int: {"type": "integer"}, float: {"type": "number"}, str: {"type": "string"}}
 
 
-class HyperparametersTransformer(DataclassTransformer):  # type: ignore[misc]  # which flytekit leaves untyped
+class FormTransformer(DataclassTransformer):  # type: ignore[misc]  # which flytekit leaves untyped
     """flytekit's, with a schema that the console understands."""
 
-    def __init__(self) -> None:
+    def __init__(self, form: type[CheckedFields]) -> None:
         super().__init__()
-        TypeTransformer.__init__(self, name=NAME, t=Hyperparameters)
+        self.form = form
+        TypeTransformer.__init__(self, name=form.__name__, t=form)
 
-    def get_literal_type(self, t: type[Hyperparameters]) -> LiteralType:
+    def get_literal_type(self, t: type[CheckedFields]) -> LiteralType:
         """The type as Flyte stores it."""
-        found = super().get_literal_type(t)
-        found.metadata |= {"$ref": f"#/definitions/{NAME}", "definitions": {NAME: schema()}}
+        found, name = super().get_literal_type(t), self.form.__name__
+        found.metadata |= {"$ref": f"#/definitions/{name}", "definitions": {name: schema(self.form)}}
         return found
 
-    def guess_python_type(self, literal_type: LiteralType) -> type[Hyperparameters]:
+    def guess_python_type(self, literal_type: LiteralType) -> type[CheckedFields]:
         """The dataclass of such a type."""
-        if literal_type.metadata and NAME in literal_type.metadata.get("definitions", {}):
-            return Hyperparameters
-        raise ValueError(f"{literal_type} is not the type of hyperparameters")
+        if literal_type.metadata and self.form.__name__ in literal_type.metadata.get("definitions", {}):
+            return self.form
+        raise ValueError(f"{literal_type} is not the type {self.form.__name__}")
 
 
-def schema() -> dict[str, Any]:
+def schema(form: type[CheckedFields]) -> dict[str, Any]:
     """The fields, in JSON schema's draft 7."""
-    return {
-        "type": "object",
-        "properties": {field.name: described(field) for field in dataclasses.fields(Hyperparameters)},
-    }
+    fields = dataclasses.fields(form)  # type: ignore[arg-type]
+    return {"type": "object", "properties": {field.name: described(field) for field in fields}}
 
 
 def described(field: "dataclasses.Field[Any]") -> dict[str, Any]:
@@ -52,4 +52,5 @@ def described(field: "dataclasses.Field[Any]") -> dict[str, Any]:
     return {**found, "enum": [*choices]} if choices else found
 
 
-TypeEngine.register(HyperparametersTransformer())
+for filled_in in (Hyperparameters, Policy):
+    TypeEngine.register(FormTransformer(filled_in))

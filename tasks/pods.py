@@ -316,9 +316,9 @@ def wandb_secret() -> Optional[Secret]:
     return Secret(group=group, key=key, mount_requirement=Secret.MountType.ENV_VAR)
 
 
-def by_content(ignored_inputs: tuple[str, ...] = ()) -> Cache:
-    """Caching by inputs and the library's sources; identical executions at the same time run once."""
-    return Cache(version=library_digest(), ignored_inputs=ignored_inputs, serialize=True)
+def by_content(ignored_inputs: tuple[str, ...] = (), code: str = "") -> Cache:
+    """Caching by inputs and the sources that training may import, or others; equal executions at a time run once."""
+    return Cache(version=code or library_digest(), ignored_inputs=ignored_inputs, serialize=True)
 
 
 def check_code() -> None:

@@ -18,10 +18,11 @@ from tasks import places, pods, recovery
 
 
 class CheckedInputs(NamedTuple):
-    """What training needs: every hyperparameter, the prepared data set, and what identifies the run."""
+    """What training needs: every hyperparameter, the prepared data set, and what identifies it and the run."""
 
     hp: Hyperparameters
     data: FlyteDirectory
+    data_version: str
     run_version: str
 
 
@@ -64,6 +65,7 @@ def check_inputs(hp: Hyperparameters, kickoff_time: Optional[datetime] = None, e
     return CheckedInputs(
         hp=hp,
         data=found,
+        data_version=data_version,
         run_version=places.with_token(run, complete=is_finished(places.folder_for(run))),
     )
 

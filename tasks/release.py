@@ -1,6 +1,7 @@
 """Tasks that release a model: the judgement against the champion, promotion, and the way back. None is ever cached."""
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from flytekit import Deck, task
@@ -10,21 +11,31 @@ from flytekit.types.file import FlyteFile
 from flyte_ddp import hardware
 from flyte_ddp.datasets import fetch, fingerprint
 from flyte_ddp.release.policy import Policy
-from flyte_ddp.release.promotion import champion_files, keep, promote, promote_judged, roll_back, store, stored_files
+from flyte_ddp.release.promotion import (
+    PROFILE,
+    champion_files,
+    keep,
+    promote,
+    promote_judged,
+    roll_back,
+    store,
+    stored_files,
+)
 from flyte_ddp.release.registry import Entry, Registry
 from flyte_ddp.release.verdict import Verdict
 from flyte_ddp.release.versions import Version
 from flyte_ddp.settings import from_environment
+from flyte_ddp.validation.profile import DataProfile
 from tasks import places, pods, recovery
 from tasks.pickled_file import PythonPickledFile
 
 
 class Judged(NamedTuple):
-    """A verdict: whether to promote, the checks behind that, and the page that shows them."""
+    """A verdict: whether to promote, the checks behind that, and files: the page that shows them."""
 
     promotes: bool
     verdict: Verdict
-    page: FlyteFile
+    files: FlyteDirectory
 
 
 class Released(NamedTuple):
@@ -58,8 +69,8 @@ def evaluate_version(
     place = places.folder_for(f"datasets/{fingerprint(dataset, data_source, test_dataset)}")
     progress = from_environment().progress
     data = fetch(dataset, data_source, place, test_dataset=test_dataset, progress=progress)
-    with places.new_folder("versions") as folder:
-        files = stored_files(registry, version, folder) if version else champion_files(registry, folder)
+    with TemporaryDirectory() as folder:
+        files = stored_files(registry, version, Path(folder)) if version else champion_files(registry, Path(folder))
         return judged(*files, data, registry, policy, counts=False)
 
 
@@ -74,36 +85,53 @@ def judged(model: Path, sidecar: Path, data: Path, registry: Registry, policy: P
         page = write_page(judgement, registry.name, folder / "verdict.html")
     Deck("Verdict", page.read_text(encoding="ascii"))
     places.tell(f"{judgement.verdict.told()}; made in", {page: "all checks, to open in a browser"})
-    return Judged(judgement.verdict.promotes, judgement.verdict, places.file(FlyteFile, page))
+    return Judged(judgement.verdict.promotes, judgement.verdict, places.directory(folder))
 
 
 @task(**pods.with_registry(pods.light_pod()))
 @recovery.guarded()
 def promote_challenger(
-    model_state: PythonPickledFile, sidecar: FlyteFile, verdict: Verdict, page: FlyteFile, model_name: str
+    model_state: PythonPickledFile,
+    sidecar: FlyteFile,
+    verdict: Verdict,
+    files: FlyteDirectory,
+    profile: DataProfile,
+    model_name: str,
 ) -> Released:
     """Store a version, and make it the champion."""
-    registry, version = stored(model_state, sidecar, verdict, page, model_name)
+    registry, version = stored(model_state, sidecar, verdict, files, profile, model_name)
     return shown(Released(*promote_judged(registry, version, verdict, by=places.who())))
 
 
 @task(**pods.with_registry(pods.light_pod()))
 @recovery.guarded()
 def keep_champion(
-    model_state: PythonPickledFile, sidecar: FlyteFile, verdict: Verdict, page: FlyteFile, model_name: str
+    model_state: PythonPickledFile,
+    sidecar: FlyteFile,
+    verdict: Verdict,
+    files: FlyteDirectory,
+    profile: DataProfile,
+    model_name: str,
 ) -> Released:
     """Store a version, and leave the champion as it is."""
-    registry, version = stored(model_state, sidecar, verdict, page, model_name)
+    registry, version = stored(model_state, sidecar, verdict, files, profile, model_name)
     return shown(Released(*keep(registry, version, verdict)))
 
 
 def stored(
-    model_state: PythonPickledFile, sidecar: FlyteFile, verdict: Verdict, page: FlyteFile, model_name: str
+    model_state: PythonPickledFile,
+    sidecar: FlyteFile,
+    verdict: Verdict,
+    files: FlyteDirectory,
+    profile: DataProfile,
+    model_name: str,
 ) -> tuple[Registry, Version]:
     """The registry of the model, with its version in it."""
     registry = Registry(places.registry(), model_name)
-    files = Path(model_state.download()), Path(sidecar.download())
-    return registry, store(registry, *files, verdict, Path(page.download()), by=places.who())
+    model = Path(model_state.download()), Path(sidecar.download())
+    beside: dict[str, Path | bytes] = {path.name: path for path in sorted(Path(files.download()).iterdir())}
+    beside[PROFILE] = profile.to_json(indent=1).encode() + b"\n"
+    return registry, store(registry, *model, verdict, beside, by=places.who())
 
 
 def told(entry: Entry) -> Released:

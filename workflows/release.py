@@ -23,6 +23,7 @@ from tasks.release import (
     roll_back_champion,
 )
 from tasks.training import train_model
+from tasks.validation import profile_dataset, validate_dataset
 from workflows.training import ONE_AT_A_TIME, failure_notifications
 
 
@@ -41,11 +42,15 @@ def release_wf(
     verdict's page.
     """
     checked = check_inputs(hp=hp, kickoff_time=kickoff_time)
-    trained = train_model(hp=checked.hp, data=checked.data, run_version=checked.run_version)
+    profile = profile_dataset(data=checked.data, data_version=checked.data_version)
+    validated = validate_dataset(
+        data=checked.data, profile=profile, hp=checked.hp, model_name=model_name, policy=policy
+    )
+    trained = train_model(hp=checked.hp, data=validated.data, run_version=checked.run_version)
     judged = judge_model(
         model_state=trained.model_state,
         sidecar=trained.sidecar,
-        data=checked.data,
+        data=validated.data,
         model_name=model_name,
         policy=policy,
     )
@@ -53,7 +58,8 @@ def release_wf(
         "model_state": trained.model_state,
         "sidecar": trained.sidecar,
         "verdict": judged.verdict,
-        "page": judged.page,
+        "files": judged.files,
+        "profile": profile,
         "model_name": model_name,
     }
     return (

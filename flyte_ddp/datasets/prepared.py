@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -77,7 +78,7 @@ def check_prepared(
             few shards.
     """
     data = open_prepared(folder)
-    class_names(data, hp)
+    class_names(data.classes, hp)
     orders = orders_of(data, hp)
     if not len(orders["training"]) and len(orders["validation"]):
         raise UserError(
@@ -141,15 +142,15 @@ def no_samples(dataset: str, purpose: str) -> UserError:
     return UserError(f"dataset={dataset!r}: has no samples for {purpose}; give more, or hold out less, or test_dataset")
 
 
-def class_names(data: PreparedSet, hp: Hyperparameters) -> tuple[str, ...]:
+def class_names(classes: Sequence[str], hp: Hyperparameters) -> tuple[str, ...]:
     """The names of the classes; their numbers where the data set does not say and ``num_classes`` does.
 
     Raises:
         UserError: neither says, or they do not agree.
     """
-    if data.classes and hp.num_classes not in (0, len(data.classes)):
-        raise UserError(f"num_classes={hp.num_classes}: the data set has {len(data.classes)}; set that, or 0")
-    names = data.classes or tuple(str(number) for number in range(hp.num_classes))
+    if classes and hp.num_classes not in (0, len(classes)):
+        raise UserError(f"num_classes={hp.num_classes}: the data set has {len(classes)}; set that, or 0")
+    names = tuple(classes) or tuple(str(number) for number in range(hp.num_classes))
     if not names:
         raise UserError(
             f"dataset={hp.dataset!r}: its index does not say how many classes there are; set num_classes, or make an "

@@ -193,7 +193,9 @@ class EncodedImages(Images):
         if found.name in self.bad.names:
             return None
         try:
-            return decoded(self.reader, sample, found, self.classes)
+            checked_label(found, self.classes)  # also of one that cannot be decoded
+            pixels, whole = decoded(self.reader, sample, found)
+            return pixels, checked_label(whole, self.classes)
         except DecodingError as error:
             self.bad.add(found.name, str(error))
             return None
@@ -214,22 +216,20 @@ def work_alone() -> None:
     threadpoolctl.threadpool_limits(1, user_api="openmp")
 
 
-def decoded(reader: Reader, sample: int, found: Encoded, classes: int) -> tuple[Pixels, int]:
-    """The pixels and the label of a sample that was read; if our copy of its file is damaged, of another copy.
+def decoded(reader: Reader, sample: int, found: Encoded) -> tuple[Pixels, Encoded]:
+    """The pixels of a sample that was read, and the sample; if our copy of its file is damaged, another copy's.
 
     Raises:
         DecodingError: it is damaged where it comes from.
-        UserError: the label is not a class's.
     """
-    label = checked_label(found, classes)
     try:
-        return decode(found.content), label
+        return decode(found.content), found
     except DecodingError:
         reader.heal(sample)
         again = reader.read(sample)
         if again.content == found.content:  # else it was healed now, or by another thread or rank
             raise
-    return decode(again.content), checked_label(again, classes)
+    return decode(again.content), again
 
 
 def checked_label(found: Encoded, classes: int) -> int:

@@ -24,7 +24,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading import cropping
 from flyte_ddp.loading.decoding import DecodingError
-from flyte_ddp.loading.encoded import BadSamples, Encoded, decoded
+from flyte_ddp.loading.encoded import BadSamples, Encoded, checked_label, decoded
 from flyte_ddp.loading.shards import ShardImages
 from flyte_ddp.loading.split import Images
 from flyte_ddp.order import sampling
@@ -194,7 +194,9 @@ def images_of(
     most = int(stream.index.counts[number::workers].sum()) + stream.hp.shuffle_buffer  # all of them have come by then
     for passes, sample, found in samples:
         try:
-            pixels, label = decoded(reader, sample, found, stream.classes)
+            checked_label(found, stream.classes)
+            pixels, whole = decoded(reader, sample, found)
+            label = checked_label(whole, stream.classes)
         except DecodingError as error:
             bad.add(found.name, str(error))
             in_a_row += 1

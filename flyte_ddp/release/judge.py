@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flyte_ddp.datasets.arrays import TEST_DIGEST, read_description
 from flyte_ddp.datasets.prepared import PreparedSet, open_prepared
+from flyte_ddp.errors import UserError
 from flyte_ddp.release import checks, looks, statistics, versions
 from flyte_ddp.release.answers import Answers, Model
 from flyte_ddp.release.checks import Pair
@@ -67,7 +68,7 @@ def judge(
     settings = settings or Settings()
     before = registry.champion()
     challenger, split = Model(weights, sidecar, settings), open_prepared(data)
-    case = Case(registry, policy, before, challenger, split, read_description(data)[TEST_DIGEST], counts=counts)
+    case = Case(registry, policy, before, challenger, split, test_digest_of(data), counts=counts)
     if before is None:
         return case.alone(challenger.answers(split))
     if before.version == challenger.digest:
@@ -77,6 +78,18 @@ def judge(
             return compared(case, champion)
     except Incomparable as failure:
         return case.closed(NO_COMPARISON, str(failure))
+
+
+def test_digest_of(data: Path) -> str:
+    """The digest of the test split alone.
+
+    Raises:
+        UserError: the data set was prepared by a version of this library that did not write it.
+    """
+    found = read_description(data).get(TEST_DIGEST)
+    if found is None:
+        raise UserError(f"{data}: was prepared by an older version, without {TEST_DIGEST}; fetch it again")
+    return str(found)
 
 
 class Incomparable(Exception):  # noqa: N818  # never shown to anybody

@@ -1,4 +1,4 @@
-"""When a trained model takes the champion's place: one flat, frozen, validated dataclass."""
+"""What data may be trained on, and when a model takes the champion's place: one flat, frozen, validated dataclass."""
 
 # No "from __future__ import annotations" here: flytekit derives the console's form from real types.
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ SUPERIOR, NOT_WORSE = "superior", "not_worse"
 
 @dataclass(frozen=True)
 class Policy(CheckedFields, called="policy setting"):
-    """What a challenger must show. All tests are on the same test samples as the champion's.
+    """What data must be like, and what a challenger must show. Tests are on the same samples as the champion's.
 
     Raises:
         UserError: an unknown field, a value of the wrong type, or a value out of range.
@@ -56,4 +56,13 @@ class Policy(CheckedFields, called="policy setting"):
     size_ratio: float = setting(2.0, "Largest size of the weights, as a multiple of the champion's.", above=0.0)
     latency_ratio: float = setting(
         2.0, "Longest time for a batch, as a multiple of the champion's, in turns on the same machine.", above=0.0
+    )
+    max_duplicates: float = setting(
+        0.01, "Share of test samples that may have the pixels of a training sample.", at_least=0.0, at_most=1.0
+    )
+    max_conflicts: float = setting(
+        0.001,
+        "Share of samples that may have the pixels of another sample with another label.",
+        at_least=0.0,
+        at_most=1.0,
     )

@@ -14,11 +14,13 @@ from flyte_ddp.release.card import card
 from flyte_ddp.release.lineage import lineage
 from flyte_ddp.release.registry import PROMOTE, ROLLBACK, Entry, LostError, Registry, file_name, rollback_target
 from flyte_ddp.release.verdict import Verdict
+from flyte_ddp.validation.profile import DataProfile
 
 if TYPE_CHECKING:
     from torch import nn
 
-VERDICT, PAGE, LINEAGE, CARD = "verdict.json", "verdict.html", "lineage.json", "README.md"
+VERDICT, LINEAGE, CARD = "verdict.json", "lineage.json", "README.md"
+PROFILE = "data_profile.json"
 
 
 class Outcome(NamedTuple):
@@ -30,7 +32,13 @@ class Outcome(NamedTuple):
 
 
 def store(
-    registry: Registry, weights: Path, sidecar: Path, verdict: Verdict, page: Path, *, by: str
+    registry: Registry,
+    weights: Path,
+    sidecar: Path,
+    verdict: Verdict,
+    beside: Mapping[str, Path | bytes],
+    *,
+    by: str,
 ) -> versions.Version:
     """Writes a judged model into the registry, champion or not, so that it can be promoted later by hand.
 
@@ -38,7 +46,7 @@ def store(
         weights: ``model.pt`` of its run.
         sidecar: ``model.json`` of the same run.
         verdict: on it.
-        page: of the verdict.
+        beside: further files of the version by their names: the page of the verdict, the profile of the data.
         by: the Flyte execution, or the user, that trained it.
 
     Raises:
@@ -49,7 +57,7 @@ def store(
         versions.WEIGHTS: weights,
         versions.SIDECAR: sidecar,
         VERDICT: described,
-        PAGE: page,
+        **beside,
         LINEAGE: lineage(registry.address, registry.name, about, verdict, by=by),
         CARD: card(registry.name, about, verdict),
     }
@@ -137,6 +145,21 @@ def champion_files(registry: Registry, folder: Path) -> tuple[Path, Path]:
     if entry is None:
         raise UserError(f"registry {registry.address!r}: {registry.name} has no champion; promote a version first")
     return stored_files(registry, entry.version, folder, entry.manifest)
+
+
+def champion_profile(registry: Registry) -> DataProfile | None:
+    """What the data were like that the champion was trained on; None if there is no champion, or it does not say.
+
+    Raises:
+        UserError: the registry cannot be read, or the file was altered.
+    """
+    entry = registry.champion()
+    version = versions.read(registry, entry.version, entry.manifest) if entry is not None else None
+    if version is None or PROFILE not in version.files:
+        return None
+    with TemporaryDirectory() as folder:
+        versions.fetch(registry, version, Path(folder), (PROFILE,))
+        return DataProfile.from_json(Path(folder, PROFILE).read_text(encoding="utf-8"))
 
 
 def load_champion(address: str, name: str, device: str = "cpu") -> tuple[nn.Module, dict[str, Any]]:

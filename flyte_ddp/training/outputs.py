@@ -54,7 +54,7 @@ def write_start(job: Job, data: PreparedSet, state: TrainingState, recorder: Rec
             "validation_samples": len(state.validation),
             "test_samples": len(state.test),
             "steps": state.total_steps,
-            "classes": list(class_names(data, job.hp)),
+            "classes": list(class_names(data.classes, job.hp)),
             "init_skipped": left_out(state.model.state_dict(), job.hp.init_skip),
         }
     )
@@ -79,7 +79,7 @@ def write_outputs(job: Job, data: PreparedSet, state: TrainingState, selection: 
     sidecar = {
         "format": artifacts.FORMAT,
         "model": hp.model,
-        "classes": list(class_names(data, hp)),
+        "classes": list(class_names(data.classes, hp)),
         "input": artifacts.described_input(state.spec, artifacts.MIDDLE if encoded_kind(hp.dataset) else ""),
         "late_buffers": state.buffers.unlike_new(),
         "hyperparameters": hp.to_dict(),

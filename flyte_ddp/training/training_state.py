@@ -67,7 +67,7 @@ class TrainingState:
         np.random.seed(hp.seed)  # noqa: NPY002
         if hp.deterministic:
             torch.use_deterministic_algorithms(True)
-        self.num_classes = len(class_names(data, hp))
+        self.num_classes = len(class_names(data.classes, hp))
         self.splits = open_splits(data, hp, hardware, self.device, settings or Settings())
         self.training, self.validation, self.test = self.splits.training, self.splits.validation, self.splits.test
         self.steps_per_epoch = sampling.steps_per_epoch(len(self.training), hp.batch_size)

@@ -72,13 +72,5 @@ def faulty_proxy(target: str) -> Iterator[Proxy]:
 
         do_HEAD = do_GET
 
-        def answer(self, status: int, headers: dict[str, str], content: bytes) -> None:
-            self.send_response(status)
-            for header, value in headers.items():
-                self.send_header(header, value)
-            self.end_headers()
-            self.wfile.write(content)
-            self.wfile.flush()
-
     with serving(Handler) as state.url:
         yield state

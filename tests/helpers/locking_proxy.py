@@ -56,12 +56,5 @@ def locking_proxy(server: S3Server) -> Iterator[Locking]:
             content = f"<Error><Code>{code}</Code><Message>no</Message></Error>".encode()
             self.answer(status, {"Content-Length": str(len(content))}, content)
 
-        def answer(self, status: int, headers: dict[str, str], content: bytes) -> None:
-            self.send_response(status)
-            for header, value in headers.items():
-                self.send_header(header, value)
-            self.end_headers()
-            self.wfile.write(content)
-
     with serving(Handler) as state.url:
         yield state

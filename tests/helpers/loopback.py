@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -16,6 +16,15 @@ class QuietHandler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002
         del format, args
+
+    def answer(self, status: int, headers: Mapping[str, str], content: bytes) -> None:
+        """Sends all of an answer."""
+        self.send_response(status)
+        for header, value in headers.items():
+            self.send_header(header, value)
+        self.end_headers()
+        self.wfile.write(content)
+        self.wfile.flush()
 
 
 class Server(ThreadingHTTPServer):

@@ -33,7 +33,7 @@ def release(address: str, folder: str) -> None:
     verdict = Verdict.from_json(Path(folder, "verdict.json").read_text())
     registry = Registry(address, "model")
     files = (Path(folder, name) for name in (versions.WEIGHTS, versions.SIDECAR))
-    version = store(registry, *files, verdict, Path(folder, "page.html"), by="the same execution")
+    version = store(registry, *files, verdict, {"page.html": Path(folder, "page.html")}, by="the same execution")
     print(promote_judged(registry, version, verdict, by="the same execution").reason)
 
 

@@ -35,7 +35,7 @@ def version(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         policy = Policy(latency_ratio=1000)
         found = judge(run.model, run.sidecar, digits, registry, policy, settings=QUIET)
         page = write_page(found, registry.name, folder / "page.html")
-        stored = store(registry, run.model, run.sidecar, found.verdict, page, by="p/d/execution")
+        stored = store(registry, run.model, run.sidecar, found.verdict, {page.name: page}, by="p/d/execution")
         promote_judged(registry, stored, found.verdict, by="p/d/execution")
     names = [name for name in stored.files if name != "model.pt"]
     return {name: storage.read(registry.at("versions", stored.name, name)).decode() for name in names}

@@ -57,7 +57,8 @@ def judged(registry: Registry, digits: Path, tmp_path: Path) -> Callable[..., Ju
         found = judge(*files, data, registry, policy, settings=QUIET)
         if found.verdict.promotes:
             page = write_page(found, "digits", tmp_path / "page.html")
-            promote_judged(registry, store(registry, *files, found.verdict, page, by="x"), found.verdict, by="x")
+            version = store(registry, *files, found.verdict, {page.name: page}, by="x")
+            promote_judged(registry, version, found.verdict, by="x")
         return found
 
     return one

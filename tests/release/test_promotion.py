@@ -54,7 +54,7 @@ def trained(folder: Path, weights: bytes = b"weights") -> Path:
 def stored(registry: Registry, model: Path, **values: Any) -> tuple[versions.Version, Verdict]:
     verdict = judged(model, **values)
     files = model / versions.WEIGHTS, model / versions.SIDECAR
-    return store(registry, *files, verdict, model / "page.html", by="somebody"), verdict
+    return store(registry, *files, verdict, {"page.html": model / "page.html"}, by="somebody"), verdict
 
 
 def test_two_rivals(address: str, tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from packaged import Package
 from flyte_ddp.code_digest import library_digest, package_digest
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
+from flyte_ddp.release.policy import Policy
 from tasks import pods
 
 CHECK, FETCH, TRAIN, PREDICT = (
@@ -58,6 +59,7 @@ JUDGING = ("tasks.release.judge_model", "tasks.release.evaluate_version")
 PROMOTING = tuple(
     f"tasks.release.{name}" for name in ("promote_challenger", "keep_champion", "promote_version", "roll_back_champion")
 )
+VALIDATING = ("tasks.validation.profile_dataset", "tasks.validation.validate_dataset")
 ENGINES = ("elastic", "ray", "dask")
 TRAINING = {TRAIN, *(f"tasks.{engine}_training.train_on_{engine}" for engine in ENGINES)}
 PLANS = {"training_on_demand", "nightly_retraining", "retraining_on_change"}
@@ -106,7 +108,7 @@ def test_everything_is_there(default: Package) -> None:
         *(f"workflows.release.{name}_wf" for name in ("release", "promote", "rollback", "evaluate")),
         *(f"workflows.{engine}_training.{engine}_training_wf" for engine in ENGINES),
     }
-    assert set(default.tasks) == {CHECK, FETCH, PREDICT, *TRAINING, *SHARDS, *JUDGING, *PROMOTING}
+    assert set(default.tasks) == {CHECK, FETCH, PREDICT, *TRAINING, *SHARDS, *VALIDATING, *JUDGING, *PROMOTING}
     assert set(default.workflows) == workflows
     assert set(default.launch_plans) == PLANS | workflows  # each workflow has a plan of its own name, Flyte's default
 
@@ -269,7 +271,7 @@ def test_what_the_console_leaves_out_is_not_asked_for(default: Package, hp: dict
 
 def test_tasks_that_have_something_to_show_have_a_deck(default: Package) -> None:
     found = {name for name, task in default.tasks.items() if task.template.metadata.generates_deck.value}
-    assert found == {*TRAINING, CHECK, PREDICT, *JUDGING, "tasks.shards.verify_packed"}
+    assert found == {*TRAINING, CHECK, PREDICT, *JUDGING, VALIDATING[1], "tasks.shards.verify_packed"}
 
 
 def test_training_returns_what_it_says(default: Package) -> None:
@@ -333,6 +335,10 @@ def test_the_console_draws_a_form(default: Package) -> None:
             assert list(fields["schedule"]["enum"]) == ["constant", "cosine", "one_cycle"]
             assert fields["epochs"]["type"] == "integer"
             assert fields["epochs"]["description"].startswith("Passes over")
+    metadata = default.workflows["workflows.release.release_wf"].template.interface.inputs.variables["policy"].type
+    fields = metadata.metadata["definitions"]["Policy"]["properties"]
+    assert {name: fields[name]["default"] for name in fields} == Policy().to_dict()
+    assert list(fields["rule"]["enum"]) == ["superior", "not_worse"]
 
 
 @pytest.mark.parametrize("name", ["abc", "/key", "group/"])

@@ -15,6 +15,7 @@ from pod_inputs import TRAIN, from_workflow, refused, text
 
 pytestmark = pytest.mark.slow
 JUDGE, PROMOTE, KEEP = (f"tasks.release.{name}" for name in ("judge_model", "promote_challenger", "keep_champion"))
+PROFILE, VALIDATE = (f"tasks.validation.{name}" for name in ("profile_dataset", "validate_dataset"))
 
 
 def test_promoted_and_kept_as_the_gate_says(
@@ -34,6 +35,13 @@ def test_promoted_and_kept_as_the_gate_says(
     with locking_proxy(cluster.server) as proxy:
         registry = {"FLYTE_DDP_REGISTRY": f"s3://{BUCKET}/models", "FLYTE_AWS_ENDPOINT": proxy.url}
         outcomes = []
+        for name in (PROFILE, VALIDATE):
+            ended = cluster.run(name, resolved(nodes[name].inputs, given), environment=registry)
+            assert ended.outputs, ended.log
+            given[nodes[name].id] = ended.outputs
+        assert "1,500 samples in 10 classes" in str(ended.deck)
+        passed_on, fetched = (given[nodes[name].id]["data"] for name in (VALIDATE, "tasks.preparation.check_inputs"))
+        assert passed_on.scalar.blob.uri == fetched.scalar.blob.uri, "nothing is copied"
         for execution in ("first", "second"):
             judged = cluster.run(JUDGE, resolved(nodes[JUDGE].inputs, given), environment=registry)
             assert judged.outputs, judged.log
@@ -56,6 +64,7 @@ def test_promoted_and_kept_as_the_gate_says(
         assert not (folder / "log").exists()
     [version] = (folder / "versions").iterdir()
     assert (version / "manifest.json").exists()
+    assert json.loads((version / "data_profile.json").read_text())["training"]["samples"] == 1500
     verdict = msgpack.unpackb(judged.outputs["verdict"].scalar.binary.value)
     assert verdict["challenger"] == version.name
 

@@ -1,0 +1,119 @@
+"""What a data set's profile says against training on it, and how it differs from what the champion was trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+from scipy.stats import chi2_contingency
+
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.datasets.prepared import class_names
+from flyte_ddp.errors import UserError
+from flyte_ddp.formatting import counted
+from flyte_ddp.loading.facts import few
+from flyte_ddp.validation.profile import DataProfile, SplitProfile
+
+SHIFT, SIGNIFICANCE = 0.1, 0.001  # from which a difference is worth a warning, if chance does not explain it
+STATISTICS = {"labels": "classes", "modes": "colour modes", "sizes": "sizes", "brightness": "brightness"}
+
+
+def check(found: DataProfile, hp: Hyperparameters, *, max_duplicates: float, max_conflicts: float) -> None:
+    """Refuses a data set that should not be trained on.
+
+    Args:
+        found: what it is like.
+        hp: of the training.
+        max_duplicates: share of test samples that may have the pixels of a training sample.
+        max_conflicts: share of samples that may have the pixels of another one with another label.
+
+    Raises:
+        UserError: all that is wrong with it, a line each, with examples.
+    """
+    problems = [*of_samples(found, hp), *of_equal_pixels(found, max_duplicates, max_conflicts)]
+    if problems:
+        raise UserError("\n".join(f"dataset={hp.dataset!r}: {problem}" for problem in problems))
+
+
+def of_samples(found: DataProfile, hp: Hyperparameters) -> Iterator[str]:
+    """What is wrong with samples and classes, with a remedy each."""
+    names = class_names(found.classes, hp)
+    bad = found.training.undecodable + found.test.undecodable
+    if bad > hp.bad_samples:
+        yield (
+            f"{counted(bad, 'image')} cannot be decoded, and bad_samples={hp.bad_samples} allows fewer: "
+            f"{few(found.bad)}; fix or remove them, or raise it"
+        )
+    for label, sample in found.labelled.items():
+        if not 0 <= int(label) < len(names):
+            yield f"{sample} has label {label}: must be 0..{len(names) - 1} with {len(names)} classes; fix it"
+    for split, counts in {"training": found.training, "test": found.test}.items():
+        empty = [name for number, name in enumerate(names) if not counts.labels.get(str(number))]
+        if empty:
+            yield f"no {split} sample is of class {few(empty)}; add some, or take the class out"
+
+
+def of_equal_pixels(found: DataProfile, max_duplicates: float, max_conflicts: float) -> Iterator[str]:
+    """What is wrong with samples that have the pixels of others, with a remedy each."""
+    if found.duplicates > max_duplicates * found.test.samples:
+        yield (
+            f"{found.duplicates:,} of {counted(found.test.samples, 'test sample')} have the pixels of a training "
+            f"sample, more than max_duplicates={max_duplicates:g} of them, such as "
+            f"{'; '.join(found.duplicated)}; remove them from one of the two"
+        )
+    samples = found.training.samples + found.test.samples
+    if found.conflicts > max_conflicts * samples:
+        yield (
+            f"{found.conflicts:,} of {counted(samples, 'sample')} have the pixels of another one with another label, "
+            f"more than max_conflicts={max_conflicts:g} of them, such as {'; '.join(found.conflicting)}; "
+            "correct the labels"
+        )
+
+
+def differences(found: DataProfile, champions: DataProfile) -> Iterator[str]:
+    """Warnings: in what the data are unlike those that the champion was trained and tested on.
+
+    The size of a difference is the total variation distance of the two distributions, which is the share of images that
+    would have to be others to make them equal. One that chance explains (Pearson's chi-squared test) is left out.
+    """
+    if found.classes != champions.classes:
+        yield "the classes are not the champion's"
+    for split in ("training", "test"):
+        ours, theirs = (getattr(profile, split) for profile in (found, champions))
+        for statistic, name in STATISTICS.items():
+            if statistic == "labels" and found.classes != champions.classes:
+                continue
+            yield from difference(f"{split} split: {name}", found.classes, statistic, ours, theirs)
+
+
+def difference(
+    what: str, classes: list[str], statistic: str, ours: SplitProfile, theirs: SplitProfile
+) -> Iterator[str]:
+    """A warning if the two splits differ in this statistic."""
+    counts: tuple[Mapping[str, int], ...] = tuple(getattr(split, statistic) for split in (ours, theirs))
+    values = sorted({*counts[0], *counts[1]})
+    table = np.array([[of_split.get(value, 0) for value in values] for of_split in counts])
+    if len(values) < 2 or not table.any(axis=1).all():
+        return
+    shares = table / table.sum(axis=1, keepdims=True)
+    changes = shares[0] - shares[1]
+    distance, p = np.abs(changes).sum() / 2, chi2_contingency(table).pvalue
+    if distance < SHIFT or p >= SIGNIFICANCE:
+        return
+    most = int(np.abs(changes).argmax())
+    now, before = shares[:, most]
+    yield (
+        f"{what} differ from the champion's in {distance:.0%} of images (p = {p:.1g}), most in "
+        f"{called(statistic, values[most], classes)}: {now:.0%} instead of {before:.0%}"
+    )
+
+
+def called(statistic: str, value: str, classes: list[str]) -> str:
+    """What a value of a statistic is called."""
+    if statistic == "labels" and int(value) < len(classes):
+        return f"class {classes[int(value)]}"
+    if statistic == "sizes":
+        return f"images of {2 ** int(value):,} to {2 ** (int(value) + 1) - 1:,} pixels"
+    if statistic == "brightness":
+        return f"images of mean value {16 * int(value)} to {16 * int(value) + 15}"
+    return value

@@ -1,0 +1,122 @@
+"""What is found in data sets whose faults are known, as arrays, files and shards."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from encoded_runs import quiet
+from image_folders import image_bytes, image_files, write_files
+from PIL import Image
+from tars import shard_bytes
+
+from flyte_ddp.datasets import fetch
+from flyte_ddp.datasets.arrays import image_arrays, open_arrays, write_arrays
+from flyte_ddp.validation.profile import DataProfile
+from flyte_ddp.validation.profiling import profile
+
+
+def folder_of(arrays: dict[str, np.ndarray], folder: Path) -> Path:
+    folder.mkdir()
+    write_arrays(image_arrays(**arrays, classes=("a", "b"), name="digits"), folder, {})
+    return folder
+
+
+def test_of_digits_by_numpy(digits: Path) -> None:
+    found, arrays = profile(digits), open_arrays(digits)
+    labels = Counter(arrays.train_labels.tolist())
+    assert found.training.labels == {str(label): count for label, count in labels.items()}
+    assert (found.training.samples, found.test.samples) == (len(arrays.train_labels), len(arrays.test_labels))
+    assert found.test.modes == {"L": len(arrays.test_labels)}
+    assert found.test.sizes == {"6": len(arrays.test_labels)}, "8 x 8 is 2 ** 6"
+    means = np.histogram(arrays.test_images.reshape(len(arrays.test_images), -1).mean(axis=1), 16, (0, 256))[0]
+    assert found.test.brightness == {str(bin_): count for bin_, count in enumerate(means.tolist()) if count}
+    distinct = {image.tobytes() for image in (*arrays.train_images, *arrays.test_images)}
+    assert len(distinct) == found.training.samples + found.test.samples, "no two are equal"
+    assert (found.duplicates, found.conflicts, found.bad, found.labelled) == (0, 0, [], {})
+    assert DataProfile.from_json(found.to_json()) == found
+
+
+def test_equal_pixels_among_arrays(tmp_path: Path) -> None:
+    images = np.random.default_rng(0).integers(0, 256, (9, 4, 4, 1), dtype=np.uint8)
+    images[3] = images[1]  # with one label, in training: nothing to say
+    images[7] = images[1]  # and in the test split
+    images[8] = images[2]  # likewise, with another label
+    labels = np.array([0, 0, 1, 0, 1, 1, 0, 0, 0])
+    data = folder_of(
+        {
+            "train_images": images[:6],
+            "train_labels": labels[:6],
+            "test_images": images[6:],
+            "test_labels": labels[6:],
+        },
+        tmp_path / "data",
+    )
+    found = profile(data)
+    assert found.duplicates == 2
+    assert sorted(found.duplicated) == [
+        "test sample 1 and training sample 1",
+        "test sample 2 and training sample 2",
+    ]
+    assert found.conflicts == 2
+    assert found.conflicting == ["training sample 2 (label 1) and test sample 2 (label 0)"]
+
+
+def test_the_same_bytes_in_another_shape_are_no_duplicates(tmp_path: Path) -> None:
+    folder = tmp_path / "images"
+    for name, size in {"a/1": (4, 9), "b/2": (9, 4), "a/3": (6, 6)}.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", size, (9, 9, 9)).save(folder / f"{name}.png")
+    found = profile(fetch(f"image_folder:{folder}", "", tmp_path / "data", test_dataset=f"image_folder:{folder}"))
+    assert found.conflicts == 0
+    assert found.duplicates == 3, "each with itself, as the test set is the training set"
+
+
+def test_of_files(tmp_path: Path) -> None:
+    """Undecodable files, other modes, an image in two classes, and one in both splits."""
+    train = image_files("cat/1.png", "cat/2.jpg", "dog/1.png", "dog/2.png")
+    train["dog/3.png"] = train["cat/1.png"]
+    train["dog/4.png"] = train["dog/1.png"][:60]
+    tests = {"cat/x.png": train["dog/2.png"], "dog/y.png": image_bytes(seed=77)}
+    folders = [write_files(tmp_path / name, files) for name, files in {"train": train, "test": tests}.items()]
+    Image.new("L", (40, 30), 200).save(folders[0] / "cat/grey.png")
+    dataset, test_dataset = (f"image_folder:{folder}" for folder in folders)
+    data = fetch(dataset, "", tmp_path / "data", test_dataset=test_dataset)
+    found = profile(data, quiet(tmp_path))
+    assert found.classes == ["cat", "dog"]
+    assert found.training.labels == {"0": 3, "1": 4}
+    assert found.training.undecodable == 1
+    [bad] = found.bad
+    assert bad.startswith(f"image {folders[0]}/dog/4.png (")
+    assert found.training.modes == {"RGB": 5, "L": 1}
+    assert found.training.sizes == {"6": 5, "10": 1}
+    assert found.training.brightness["12"] == 1
+    assert found.duplicates == 1
+    assert found.duplicated == [f"image {folders[1]}/cat/x.png and image {folders[0]}/dog/2.png"]
+    assert found.conflicts == 4, "the two that are in cat and in dog, and the one whose copy is tested as a cat"
+    assert sorted(found.conflicting) == [
+        f"image {folders[0]}/cat/1.png (label 0) and image {folders[0]}/dog/3.png (label 1)",
+        f"image {folders[0]}/dog/2.png (label 1) and image {folders[1]}/cat/x.png (label 0)",
+    ]
+
+
+@pytest.mark.parametrize("kind", ["shards", "stream"])
+def test_of_shards_of_which_a_part_is_for_testing(kind: str, tmp_path: Path) -> None:
+    """Labels are those of the samples, and each sample is in one of the splits."""
+    for shard in range(4):
+        seeds = {f"{shard}{number}": (10 * shard + number) % 35 for number in range(10)}  # five of them again
+        labels = {key: b"7" if key == "23" else b"%d" % (seed % 2) for key, seed in seeds.items()}
+        contents = {key: {".png": image_bytes(seed=seed), ".cls": labels[key]} for key, seed in seeds.items()}
+        (tmp_path / f"{shard}.tar").write_bytes(shard_bytes(contents))
+    listed = [{"url": f"{shard}.tar", "nsamples": 10} for shard in range(4)]
+    (tmp_path / "index.json").write_text(json.dumps({"wids_version": 1, "shardlist": listed}))
+    found = profile(fetch(f"{kind}:{tmp_path}/index.json", "", tmp_path / "data", progress="off"), quiet(tmp_path))
+    assert found.training.samples + found.test.samples == 40
+    counts = Counter(found.training.labels) + Counter(found.test.labels)
+    assert counts == {"0": 21, "1": 18, "7": 1}
+    assert found.labelled["7"] == f"sample '23' in shard {tmp_path}/2.tar"
+    assert found.conflicts == 0
+    assert 0 <= found.duplicates <= 5

@@ -1,0 +1,119 @@
+"""What is refused, and what is warned of."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from scipy.stats import chi2
+
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.errors import UserError
+from flyte_ddp.validation.profile import DataProfile, SplitProfile
+from flyte_ddp.validation.validate import check, differences
+
+HP = Hyperparameters(dataset="image_folder:x")
+
+
+def split(**values: object) -> SplitProfile:
+    counts = {"samples": 100, "labels": {"0": 50, "1": 50}, "modes": {"RGB": 100}, "sizes": {"10": 100}}
+    return SplitProfile(**{**counts, "brightness": {"7": 100}, **values})
+
+
+GOOD = DataProfile(["cat", "dog"], split(), split(), 0, 0, [], {}, [], [])
+
+
+def problems(found: DataProfile, hp: Hyperparameters = HP, duplicates: float = 0.01) -> list[str]:
+    """The lines of the error."""
+    with pytest.raises(UserError) as raised:
+        check(found, hp, max_duplicates=duplicates, max_conflicts=0.01)
+    return [line.removeprefix("dataset='image_folder:x': ") for line in str(raised.value).splitlines()]
+
+
+def test_good_data_pass() -> None:
+    check(GOOD, HP, max_duplicates=0, max_conflicts=0)
+    assert not [*differences(GOOD, GOOD)]
+
+
+def test_all_that_is_wrong_is_said_at_once_with_examples() -> None:
+    bad = replace(
+        GOOD,
+        training=split(labels={"0": 99, "5": 1}, undecodable=2),
+        test=split(samples=10),
+        duplicates=1,
+        conflicts=3,
+        bad=["image a.jpg (truncated)", "image b.jpg (truncated)"],
+        labelled={"5": "sample 'k' in shard s.tar"},
+        duplicated=["test sample 3 and training sample 9"],
+        conflicting=["training sample 1 (label 0) and training sample 2 (label 1)"],
+    )
+    assert problems(bad) == [
+        (
+            "2 images cannot be decoded, and bad_samples=0 allows fewer: image a.jpg (truncated), "
+            "image b.jpg (truncated); fix or remove them, or raise it"
+        ),
+        "sample 'k' in shard s.tar has label 5: must be 0..1 with 2 classes; fix it",
+        "no training sample is of class dog; add some, or take the class out",
+        (
+            "1 of 10 test samples have the pixels of a training sample, more than max_duplicates=0.01 of them, such as "
+            "test sample 3 and training sample 9; remove them from one of the two"
+        ),
+        (
+            "3 of 110 samples have the pixels of another one with another label, more than max_conflicts=0.01 of them, "
+            "such as training sample 1 (label 0) and training sample 2 (label 1); correct the labels"
+        ),
+    ]
+
+
+def test_limits_are_limits() -> None:
+    ten = replace(GOOD, duplicates=10, conflicts=2, training=split(undecodable=3), bad=["x (y)"])
+    check(ten, replace(HP, bad_samples=3), max_duplicates=0.1, max_conflicts=0.01)
+    assert len(problems(ten, replace(HP, bad_samples=2), duplicates=0.09)) == 2
+
+
+def test_the_number_of_classes_may_come_from_the_hyperparameters() -> None:
+    unnamed = replace(GOOD, classes=[], labelled={"0": "sample 'a'", "1": "sample 'b'"})
+    check(unnamed, replace(HP, num_classes=2), max_duplicates=0, max_conflicts=0)
+    assert problems(unnamed, replace(HP, num_classes=3)) == [
+        "no training sample is of class 2; add some, or take the class out",
+        "no test sample is of class 2; add some, or take the class out",
+    ]
+    with pytest.raises(UserError, match="set num_classes"):
+        check(unnamed, HP, max_duplicates=0, max_conflicts=0)
+
+
+def test_what_differs_is_named_with_its_size() -> None:
+    now = replace(GOOD, training=split(labels={"0": 80, "1": 20}, modes={"RGB": 75, "L": 25}, sizes={"12": 100}))
+    expected_p = chi2.sf(200 * (30 * 100) ** 2 / (130 * 70 * 100 * 100), 1)  # before Yates' correction
+    classes, modes, sizes = differences(now, GOOD)
+    assert classes.startswith("training split: classes differ from the champion's in 30% of images (p = ")
+    assert classes.endswith("most in class cat: 80% instead of 50%")
+    found = float(classes.partition("p = ")[2].partition(")")[0])
+    assert abs(math.log10(found) - math.log10(expected_p)) < 1
+    assert modes.startswith("training split: colour modes differ from the champion's in 25% of images")
+    assert sizes.endswith(("1,024 to 2,047 pixels: 0% instead of 100%", "4,096 to 8,191 pixels: 100% instead of 0%"))
+    few = replace(GOOD, training=split(labels={"0": 4, "1": 1}))
+    assert not [*differences(few, GOOD)], "which chance explains"
+    small = replace(GOOD, training=split(labels={"0": 58_000, "1": 50_000}))
+    assert not [*differences(small, GOOD)], "which is too small to matter, though no chance"
+
+
+def test_equal_sources_seldom_alarm() -> None:
+    """Of 500 pairs of samples from one source at most a few: six tests each, at 0.001."""
+    random = np.random.default_rng(0)
+
+    def drawn() -> SplitProfile:
+        bins = {name: random.multinomial(150, np.full(10, 0.1)) for name in ("labels", "sizes", "brightness")}
+        return SplitProfile(
+            150, **{name: dict(zip(map(str, range(10)), bins[name].tolist(), strict=True)) for name in bins}
+        )
+
+    pairs = [[replace(GOOD, training=drawn(), test=drawn()) for _ in range(2)] for _ in range(500)]
+    assert sum(bool([*differences(*pair)]) for pair in pairs) <= 500 * 6 * 0.001 + 3 * math.sqrt(3)
+
+
+def test_other_classes() -> None:
+    other = replace(GOOD, classes=["cat", "dog", "cow"])
+    assert [*differences(other, GOOD)] == ["the classes are not the champion's"]
