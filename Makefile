@@ -50,7 +50,7 @@ cluster-test: install ## Check a Flyte cluster from outside: make cluster-test C
 	$(BIN)/python -m pytest deploy/cluster_tests --flyte-config $(CONFIG) --image $(IMAGE) $(if $(K),-k "$(K)") $(OPTIONS)
 
 lock: install ## Pin the image's dependencies, with hashes, in requirements.lock
-	$(BIN)/uv pip compile pyproject.toml --extra images --extra streams --extra elastic --extra ray --extra dask --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --output-file requirements.lock
+	$(BIN)/uv pip compile pyproject.toml --extra images --extra streams --extra elastic --extra ray --extra dask --extra export --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --output-file requirements.lock
 
 package: install ## Serialize tasks, workflows and launch plans into build/flyte-package.tgz
 	@mkdir -p build

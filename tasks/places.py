@@ -66,7 +66,11 @@ def registry() -> str:
 def who() -> str:
     """Who does something: the Flyte execution, which knows who launched it; locally the user."""
     if is_local():
-        return f"{getpass.getuser()}@{socket.gethostname()}"
+        try:
+            user = getpass.getuser()
+        except (KeyError, OSError):  # in a container, of a user without a name
+            user = str(os.getuid())
+        return f"{user}@{socket.gethostname()}"
     execution = current_context().execution_id
     return f"{execution.project}/{execution.domain}/{execution.name}"
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flytekit import Deck, task
 from flytekit.types.directory import FlyteDirectory
@@ -31,7 +31,7 @@ from tasks.pickled_file import PythonPickledFile
 
 
 class Judged(NamedTuple):
-    """A verdict: whether to promote, the checks behind that, and files: the page that shows them."""
+    """A verdict: whether to promote, the checks behind that, and files: the page that shows them, and exports."""
 
     promotes: bool
     verdict: Verdict
@@ -50,12 +50,20 @@ class Released(NamedTuple):
 @task(**pods.with_registry(pods.prediction_pod()))
 @recovery.guarded()
 def judge_model(
-    model_state: PythonPickledFile, sidecar: FlyteFile, data: FlyteDirectory, model_name: str, policy: Policy
+    model_state: PythonPickledFile,
+    sidecar: FlyteFile,
+    data: FlyteDirectory,
+    profile: DataProfile,
+    model_name: str,
+    policy: Policy,
 ) -> Judged:
     """Compare a model with the champion on the test split of a data set, by the checks of a policy."""
     registry = Registry(places.registry(), model_name)
     files = Path(model_state.download()), Path(sidecar.download())
-    return judged(*files, Path(data.download()), registry, policy, counts=True)
+    with places.new_folder("verdicts") as folder:
+        found = judged(*files, Path(data.download()), registry, policy, folder, counts=True)
+        (folder / PROFILE).write_text(profile.to_json(indent=1), encoding="utf-8")
+        return found
 
 
 @recovery.mistakes_in_inputs
@@ -71,18 +79,21 @@ def evaluate_version(
     data = fetch(dataset, data_source, place, test_dataset=test_dataset, progress=progress)
     with TemporaryDirectory() as folder:
         files = stored_files(registry, version, Path(folder)) if version else champion_files(registry, Path(folder))
-        return judged(*files, data, registry, policy, counts=False)
+        with places.new_folder("verdicts") as made:
+            return judged(*files, data, registry, policy, made, counts=False)
 
 
-def judged(model: Path, sidecar: Path, data: Path, registry: Registry, policy: Policy, *, counts: bool) -> Judged:
-    """The verdict on a model, with its page."""
+def judged(
+    model: Path, sidecar: Path, data: Path, registry: Registry, policy: Policy, folder: Path, *, counts: bool
+) -> Judged:
+    """The verdict on a model, with its page and exports in a folder."""
     from flyte_ddp.release.judge import judge
     from flyte_ddp.release.page import write_page
 
     hardware.check_expected_gpus(hardware.visible_gpus())
-    judgement = judge(model, sidecar, data, registry, policy, settings=from_environment(), counts=counts)
-    with places.new_folder("verdicts") as folder:
-        page = write_page(judgement, registry.name, folder / "verdict.html")
+    settings, exports = from_environment(), folder if counts else None
+    judgement = judge(model, sidecar, data, registry, policy, settings=settings, counts=counts, exports=exports)
+    page = write_page(judgement, registry.name, folder / "verdict.html")
     Deck("Verdict", page.read_text(encoding="ascii"))
     places.tell(f"{judgement.verdict.told()}; made in", {page: "all checks, to open in a browser"})
     return Judged(judgement.verdict.promotes, judgement.verdict, places.directory(folder))
@@ -95,11 +106,10 @@ def promote_challenger(
     sidecar: FlyteFile,
     verdict: Verdict,
     files: FlyteDirectory,
-    profile: DataProfile,
     model_name: str,
 ) -> Released:
     """Store a version, and make it the champion."""
-    registry, version = stored(model_state, sidecar, verdict, files, profile, model_name)
+    registry, version = stored(model_state, sidecar, verdict, files, model_name)
     return shown(Released(*promote_judged(registry, version, verdict, by=places.who())))
 
 
@@ -110,11 +120,10 @@ def keep_champion(
     sidecar: FlyteFile,
     verdict: Verdict,
     files: FlyteDirectory,
-    profile: DataProfile,
     model_name: str,
 ) -> Released:
     """Store a version, and leave the champion as it is."""
-    registry, version = stored(model_state, sidecar, verdict, files, profile, model_name)
+    registry, version = stored(model_state, sidecar, verdict, files, model_name)
     return shown(Released(*keep(registry, version, verdict)))
 
 
@@ -123,14 +132,12 @@ def stored(
     sidecar: FlyteFile,
     verdict: Verdict,
     files: FlyteDirectory,
-    profile: DataProfile,
     model_name: str,
 ) -> tuple[Registry, Version]:
     """The registry of the model, with its version in it."""
     registry = Registry(places.registry(), model_name)
     model = Path(model_state.download()), Path(sidecar.download())
-    beside: dict[str, Path | bytes] = {path.name: path for path in sorted(Path(files.download()).iterdir())}
-    beside[PROFILE] = profile.to_json(indent=1).encode() + b"\n"
+    beside = {path.name: path for path in sorted(Path(files.download()).iterdir())}
     return registry, store(registry, *model, verdict, beside, by=places.who())
 
 
@@ -146,15 +153,20 @@ def shown(released: Released) -> Released:
     return released
 
 
+def launched() -> dict[str, Any]:
+    """Who wants something, and whether that one wants it only once, as an execution does."""
+    return {"by": places.who(), "again": not places.is_local()}
+
+
 @task(**pods.with_registry(pods.light_pod()))
 @recovery.guarded()
 def promote_version(model_name: str, version: str, reason: str) -> Released:
     """Make a stored version the champion, as the person who launched this says."""
-    return told(promote(Registry(places.registry(), model_name), version, reason, by=places.who()))
+    return told(promote(Registry(places.registry(), model_name), version, reason, **launched()))
 
 
 @task(**pods.with_registry(pods.light_pod()))
 @recovery.guarded()
 def roll_back_champion(model_name: str, reason: str) -> Released:
     """Make the champion before the present one the champion again."""
-    return told(roll_back(Registry(places.registry(), model_name), reason, by=places.who()))
+    return told(roll_back(Registry(places.registry(), model_name), reason, **launched()))

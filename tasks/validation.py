@@ -6,16 +6,24 @@ from typing import List, NamedTuple
 from flytekit import Deck, task
 from flytekit.types.directory import FlyteDirectory
 
+from flyte_ddp.catalog import encoded_kind
 from flyte_ddp.code_digest import package_digest
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.errors import UnreachableError, UserError
 from flyte_ddp.formatting import counted
 from flyte_ddp.progress import Progress
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.promotion import champion_profile
 from flyte_ddp.release.registry import Registry
+from flyte_ddp.release.slices import read_slices
 from flyte_ddp.settings import from_environment
 from flyte_ddp.validation.profile import DataProfile
 from tasks import places, pods, recovery
+
+HELD_OUT = (
+    "test_dataset is not set: the tenth that is held out for testing is another one when the data grow, and the "
+    "champion was trained on most of it; give a test set of its own"
+)
 
 
 class Validated(NamedTuple):
@@ -45,8 +53,18 @@ def validate_dataset(
     from flyte_ddp.validation.validate import check, differences
 
     check(profile, hp, max_duplicates=policy.max_duplicates, max_conflicts=policy.max_conflicts)
-    champions = champion_profile(Registry(places.registry(), model_name))
-    warnings = [*differences(profile, champions)] if champions is not None else []
+    registry = Registry(places.registry(), model_name)
+    registry.check_store()  # not hours later, when there is a champion to be written
+    if policy.slices:
+        read_slices(policy.slices)
+    warnings = [HELD_OUT] if encoded_kind(hp.dataset) and not hp.test_dataset else []
+    try:
+        champions = champion_profile(registry)
+        warnings += [*differences(profile, champions)] if champions is not None else []
+    except UnreachableError:
+        raise
+    except UserError as error:  # the judgement says the same, and promotes nothing
+        warnings.append(f"the champion's data are not known: {error}")
     for warning in warnings:
         Progress(from_environment().progress).note(f"warning: {warning}")
     Deck("Data set", page(profile, hp, warnings))

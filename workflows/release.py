@@ -51,6 +51,7 @@ def release_wf(
         model_state=trained.model_state,
         sidecar=trained.sidecar,
         data=validated.data,
+        profile=profile,
         model_name=model_name,
         policy=policy,
     )
@@ -59,7 +60,6 @@ def release_wf(
         "sidecar": trained.sidecar,
         "verdict": judged.verdict,
         "files": judged.files,
-        "profile": profile,
         "model_name": model_name,
     }
     return (
@@ -100,8 +100,8 @@ def evaluate_wf(
 ) -> Judged:
     """Judge a stored version against the champion on the test split of any data set; nothing is promoted.
 
-    In: the version (empty: the champion itself), and the data set as in the hyperparameters. Out: the verdict that a
-    promotion would have had, and its page.
+    In: the version (empty: the champion itself), and the data set as in the hyperparameters. Out: the verdict, as of a
+    first look at these data, and its page.
     """
     return evaluate_version(
         model_name=model_name,

@@ -30,6 +30,7 @@ class Answers:
     logits: NDArray[np.float32]  # [N, C]
     labels: NDArray[np.int64]  # [N]
     ids: Sequence[str] = field(default_factory=list)  # of the N samples
+    undecoded: Sequence[str] = field(default_factory=list)  # ids of other samples, which cannot be decoded
 
     @cached_property
     def predictions(self) -> NDArray[np.int64]:
@@ -111,17 +112,17 @@ class Model:
             UserError: the data set has a class that the model does not know, or images that it does not take.
         """
         places = {name: place for place, name in enumerate(self.classes)}
-        logits, labels, ids = [], [], []
+        logits, labels, ids, undecoded = [], [], list[str](), list[str]()
         for batch in self.batches(data):
             if len(batch.inputs):  # no model is asked about no image at all
                 logits.append(self.logits(batch.inputs).cpu().numpy())
             for name, truth, decoded in zip(batch.ids, batch.truths or (), batch.decoded, strict=True):
+                (ids if decoded else undecoded).append(name)
                 if decoded:
-                    ids.append(name)
                     labels.append(place_of(truth, places))
         if not logits:
             raise UserError("the test split has no image that can be decoded; repair it")
-        return Answers(np.concatenate(logits), np.array(labels, dtype=np.int64), ids)
+        return Answers(np.concatenate(logits), np.array(labels, dtype=np.int64), ids, undecoded)
 
 
 def place_of(truth: str, places: Mapping[str, int]) -> int:

@@ -5,7 +5,7 @@ Mitchell et al., "Model cards for model reporting", FAT* 2019; its metadata are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import yaml
@@ -15,10 +15,10 @@ from flyte_ddp.release.verdict import Verdict
 UNKNOWN = "not stated"
 
 
-def card(name: str, sidecar: Mapping[str, Any], verdict: Verdict) -> bytes:
+def card(name: str, sidecar: Mapping[str, Any], verdict: Verdict, files: Collection[str]) -> bytes:
     """The card of a model of that name; what its sidecar and its verdict do not know reads "not stated"."""
     front = yaml.safe_dump(metadata(name, sidecar), sort_keys=False, allow_unicode=True)
-    return "\n".join(("---", f"{front}---", "", *body(name, sidecar, verdict), "")).encode()
+    return "\n".join(("---", f"{front}---", "", *body(name, sidecar, verdict), *use(files), "")).encode()
 
 
 def metadata(name: str, sidecar: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,6 +74,10 @@ def body(name: str, sidecar: Mapping[str, Any], verdict: Verdict) -> Iterator[st
     yield "## Training"
     yield ""
     yield from table(("Hyperparameter", "Value"), hp.items())
+
+
+def use(files: Collection[str]) -> Iterator[str]:
+    """The lines that say what the version's files are for."""
     yield "## Use"
     yield ""
     yield "`model.pt` is a state_dict of torch, and `model.json` says what the model takes and gives:"
@@ -83,6 +87,13 @@ def body(name: str, sidecar: Mapping[str, Any], verdict: Verdict) -> Iterator[st
     yield "from flyte_ddp import load_model"
     yield 'model, sidecar = load_model(Path("model.pt"), Path("model.json"))'
     yield "```"
+    if "model.onnx" in files:
+        yield ""
+        yield (
+            "`model.onnx` is the same for ONNX: it takes `images`, uint8 [N, height, width, channels] of any size, "
+            "upright, and gives `logits`. All test samples were answered as by torch. `python serve_check.py` compares "
+            "some of them again, without torch."
+        )
 
 
 def table(header: tuple[str, ...], rows: Any) -> Iterator[str]:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flyte_ddp import storage
 from flyte_ddp.errors import UserError
+from flyte_ddp.export.exporting import Comparison
 from flyte_ddp.formatting import percent
 from flyte_ddp.release import statistics
 from flyte_ddp.release.answers import Answers
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.verdict import Check
-from flyte_ddp.storage import UnavailableError
 
 LEAST_SAMPLES = 30  # of a class or a slice, for a veto
 
@@ -156,34 +153,6 @@ def class_members(challenger: Answers, classes: Sequence[str]) -> dict[str, NDAr
     return members
 
 
-def slice_members(address: str, ids: Sequence[str]) -> dict[str, NDArray[np.int64]]:
-    """The samples of each slice in a CSV file with the columns ``id`` and ``slice``.
-
-    Raises:
-        UserError: it cannot be read, or names a sample that is not in the test split.
-    """
-    try:
-        text = storage.retried(address, storage.read).decode("utf-8", "surrogateescape")
-    except UnavailableError as failure:
-        raise failure.explained(f"slices={address!r}: cannot be read: {failure}; check the address") from None
-    places = {name: place for place, name in enumerate(ids)}
-    members: dict[str, list[int]] = {}
-    for number, (sample, name) in enumerate(rows_of(address, text), 2):
-        if sample not in places:
-            raise UserError(f"slices={address!r}: id {sample!r} in line {number} is not in the test split; correct it")
-        members.setdefault(name, []).append(places[sample])
-    return {name: np.array(sorted(set(found)), dtype=np.int64) for name, found in members.items()}
-
-
-def rows_of(address: str, text: str) -> Iterator[tuple[str, str]]:
-    """The ids and slices of a CSV file."""
-    table = csv.DictReader(io.StringIO(text))
-    if not {"id", "slice"} <= {*(table.fieldnames or ())}:
-        raise UserError(f"slices={address!r}: must have the columns id and slice; its first line names others")
-    for row in table:
-        yield str(row["id"]), str(row["slice"])
-
-
 def not_risen(
     name: str, challenger: NDArray[np.float64], champion: NDArray[np.float64], limit: float, alpha: float
 ) -> Check:
@@ -204,3 +173,18 @@ def calibration(challenger: Answers, champion: Answers | None) -> Check:
         if model is not None
     ]
     return Check("calibration error", True, " to ".join(f"{error:.4f}" for error in errors), "", "")
+
+
+def exported(found: Comparison | str, *, required: bool) -> Check:
+    """Whether there is an ONNX that answers as torch does; where none is required that is only shown.
+
+    Args:
+        found: how far its answers are from torch's, or why there is none.
+    """
+    limit = "as torch" if required else ""
+    if isinstance(found, str):
+        return Check("export", not required, "none", limit, f"not exported: {found}")
+    others = f", and {len(found.others):,} classes are others" if found.others else ""
+    said = f"logits of the ONNX differ by {found.worst:.2g} at most, {found.tolerance:.2g} is allowed{others}"
+    left_out = "" if found.passed else "; it is left out"
+    return Check("export", found.passed or not required, f"{found.worst:.2g}", limit, f"{said}{left_out}")

@@ -16,16 +16,19 @@ from torch import Tensor
 
 from flyte_ddp.datasets.arrays import TEST_DIGEST, read_description
 from flyte_ddp.datasets.prepared import PreparedSet, open_prepared
-from flyte_ddp.errors import UserError
+from flyte_ddp.errors import UnreachableError, UserError
+from flyte_ddp.export.exporting import Comparison, NotExportedError, export
 from flyte_ddp.release import checks, looks, statistics, versions
 from flyte_ddp.release.answers import Answers, Model
 from flyte_ddp.release.checks import Pair
-from flyte_ddp.release.policy import NOT_WORSE, Policy
+from flyte_ddp.release.policy import NOT_WORSE, OFF, REQUIRED, Policy
 from flyte_ddp.release.registry import Entry, Registry
+from flyte_ddp.release.slices import slice_members
 from flyte_ddp.release.verdict import KEPT, NO_COMPARISON, PROMOTED, Check, Verdict
 from flyte_ddp.settings import Settings
 
 LATENCY_BATCH, LATENCY_ROUNDS = 64, 15
+PASSING = (UnreachableError, MemoryError, torch.OutOfMemoryError)  # say nothing about a model; another try may do
 NOBODY = "none"  # stands for the champion where there is none
 
 
@@ -50,6 +53,7 @@ def judge(
     *,
     settings: Settings | None = None,
     counts: bool = True,
+    exports: Path | None = None,
 ) -> Judgement:
     """Judges a model against the champion, or, where there is none, on its own.
 
@@ -61,6 +65,7 @@ def judge(
         policy: what the challenger must show.
         settings: for shards: where they are cached, and how many threads decode.
         counts: whether the judgement may lead to a promotion, and so is one of the looks at the test split.
+        exports: a folder for what a model that is to be promoted becomes for programs without torch.
 
     Raises:
         UserError: the challenger, the data or the registry cannot be read, or the test split lacks a class.
@@ -68,16 +73,26 @@ def judge(
     settings = settings or Settings()
     before = registry.champion()
     challenger, split = Model(weights, sidecar, settings), open_prepared(data)
-    case = Case(registry, policy, before, challenger, split, test_digest_of(data), counts=counts)
+    files = weights, sidecar
+    case = Case(registry, policy, before, challenger, split, test_digest_of(data), counts, exports, files)
     if before is None:
         return case.alone(challenger.answers(split))
-    if before.version == challenger.digest:
+    if before.version == challenger.digest and same_task(registry, before, challenger):
         return case.same_weights(None if counts else challenger.answers(split))
     try:
         with fetched(registry, before, settings) as champion:
             return compared(case, champion)
     except Incomparable as failure:
         return case.closed(NO_COMPARISON, str(failure))
+
+
+def same_task(registry: Registry, before: Entry, challenger: Model) -> bool:
+    """Whether the champion, which has the challenger's weights, also has its classes and input."""
+    try:
+        with fetched(registry, before, challenger.settings) as champion:
+            return (champion.classes, champion.takes()) == (challenger.classes, challenger.takes())
+    except Incomparable:
+        return True
 
 
 def test_digest_of(data: Path) -> str:
@@ -107,6 +122,8 @@ class Case:
     split: PreparedSet
     test_digest: str
     counts: bool
+    exports: Path | None
+    files: tuple[Path, Path]  # the challenger's
     checks: list[Check] = field(default_factory=list)
 
     def passes(self, check: Check) -> bool:
@@ -119,7 +136,8 @@ class Case:
         if not self.counts:
             return 0, self.policy.alpha
         champion = self.before.version if self.before else NOBODY
-        number = looks.claim(self.registry, self.test_digest, self.model.digest, champion)
+        rule = f"{self.policy.rule} {self.policy.margin:g} {self.policy.alpha:g}"
+        number = looks.claim(self.registry, self.test_digest, self.model.digest, champion, rule)
         return number, statistics.spent(self.policy.alpha, number)
 
     def alone(self, answers: Answers) -> Judgement:
@@ -132,6 +150,7 @@ class Case:
             passed = self.passes(checks.floor(answers, self.policy))
             passed = self.passes(checks.above_majority(answers, alpha)) and passed
             self.passes(checks.calibration(answers, None))
+            passed = passed and self.exported(answers)
         return self.closed(
             PROMOTED if passed else KEPT,
             "there is no champion yet, and it is better than the most frequent class" if passed else self.why_not(),
@@ -140,6 +159,19 @@ class Case:
             look=number,
             alpha=alpha,
         )
+
+    def exported(self, answers: Answers) -> bool:
+        """Writes the challenger for programs without torch; False if it is kept back for that."""
+        if self.exports is None or self.policy.export == OFF:
+            return True
+        device, settings = self.model.device.type, self.model.settings
+        try:
+            found: Comparison | str = export(
+                self.files, self.split, answers.logits, self.exports, device=device, settings=settings
+            )
+        except NotExportedError as error:
+            found = str(error)
+        return self.passes(checks.exported(found, required=self.policy.export == REQUIRED))
 
     def why_not(self) -> str:
         """The reasons of the checks that do not hold."""
@@ -198,24 +230,29 @@ def compared(case: Case, champion: Model) -> Judgement:
     answers = model.answers(split)
     members = {"class": checks.class_members(answers, model.classes)}
     if policy.slices:
-        members["slice"] = checks.slice_members(policy.slices, answers.ids)
+        members["slice"] = slice_members(policy.slices, answers.ids, answers.undecoded)
     if not case.passes(checks.finite(answers)):
         return case.kept()
     theirs = answers_of(champion, split)
     anchors = {"champion": theirs}
-    if policy.rule == NOT_WORSE and case.before and case.before.best not in (champion.digest, model.digest):
-        anchors["best version ever"] = answers_of_best(case)
+    if case.before and case.before.best not in (champion.digest, model.digest):
+        try:
+            anchors["best version ever"] = answers_of_best(case)
+        except Incomparable:  # which counts for nothing where a challenger must only be better than the champion
+            if policy.rule == NOT_WORSE:
+                raise
     case.passes(checks.ratio("size", model.bytes / champion.bytes, policy.size_ratio))
     case.passes(checks.ratio("latency", latency_ratio(model, champion, split), policy.latency_ratio))
     case.passes(checks.floor(answers, policy))
     pair = Pair.of(answers, theirs)
     number, alpha = case.look() if pair.gained + pair.lost else (0, policy.alpha)
-    for name, other in anchors.items():
-        if policy.rule == NOT_WORSE:
-            case.passes(checks.not_worse(name, Pair.of(answers, other), policy.margin, alpha))
-        else:
-            case.passes(checks.superior(pair, alpha))
-    decisive = case.checks[-1]
+    if policy.rule == NOT_WORSE:
+        decisive, *others = (
+            checks.not_worse(name, Pair.of(answers, other), policy.margin, alpha) for name, other in anchors.items()
+        )
+    else:
+        decisive, *others = [checks.superior(pair, alpha)]
+    case.checks += [decisive, *others]
     parts: dict[str, list[Check]] = {}
     for kind, of_kind in members.items():
         check, parts[kind] = checks.parts(kind, of_kind, answers, theirs, policy)
@@ -223,10 +260,8 @@ def compared(case: Case, champion: Model) -> Judgement:
     case.passes(checks.not_risen("negative log-likelihood", answers.nll, theirs.nll, policy.nll_rise, policy.alpha))
     case.passes(checks.not_risen("Brier score", answers.brier, theirs.brier, policy.brier_rise, policy.alpha))
     case.passes(checks.calibration(answers, theirs))
-    passed = all(check.passed for check in case.checks)
-    found = statistics.detectable(pair.samples, (pair.gained + pair.lost) / pair.samples, alpha)
-    knows_best = (case.before is not None and case.before.best in (champion.digest, model.digest)) or len(anchors) > 1
-    best = knows_best and answers.accuracy > max(other.accuracy for other in anchors.values())
+    passed = all(check.passed for check in case.checks) and case.exported(answers)
+    best = answers.accuracy > max(other.accuracy for other in anchors.values())
     return case.closed(
         PROMOTED if passed else KEPT,
         decisive.reason if passed else case.why_not(),
@@ -235,9 +270,19 @@ def compared(case: Case, champion: Model) -> Judgement:
         best=model.digest if best else "",
         look=number,
         alpha=alpha,
-        power=f"on {pair.samples:,} samples {100 * found:.2f} points are found in {statistics.POWER:.0%} of cases",
+        power=power(pair, policy, alpha),
         parts=parts,
     )
+
+
+def power(pair: Pair, policy: Policy, alpha: float) -> str:
+    """What the rule can find on so many samples."""
+    discordant = (pair.gained + pair.lost) / pair.samples
+    if policy.rule == NOT_WORSE:
+        share = statistics.passing(pair.samples, discordant, policy.margin, alpha)
+        return f"on {pair.samples:,} samples a model of the same accuracy passes in {share:.0%} of cases"
+    found = statistics.detectable(pair.samples, discordant, alpha)
+    return f"on {pair.samples:,} samples {100 * found:.2f} points are found in {statistics.POWER:.0%} of cases"
 
 
 @contextmanager
@@ -252,6 +297,8 @@ def fetched(registry: Registry, entry: Entry, settings: Settings, version: str =
             found = versions.read(registry, version or entry.version, "" if version else entry.manifest)
             versions.fetch(registry, found, Path(folder))
             model = Model(Path(folder, versions.WEIGHTS), Path(folder, versions.SIDECAR), settings)
+        except PASSING:
+            raise
         except Exception as error:  # also of code that builds the user's own model
             raise Incomparable(f"version {(version or entry.version)[:12]} cannot be loaded: {error}") from error
         yield model
@@ -265,6 +312,8 @@ def answers_of(model: Model, split: PreparedSet) -> Answers:
     """
     try:
         answers = model.answers(split)
+    except PASSING:
+        raise
     except Exception as error:  # of any kind, as the model may be the user's own
         raise Incomparable(f"version {model.digest[:12]} cannot be evaluated: {error}") from error
     if not checks.finite(answers).passed:

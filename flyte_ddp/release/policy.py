@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from flyte_ddp.checked_fields import CheckedFields, setting
 
 SUPERIOR, NOT_WORSE = "superior", "not_worse"
+IF_POSSIBLE, REQUIRED, OFF = "if_possible", "required", "off"
 
 
 @dataclass(frozen=True)
@@ -25,10 +26,10 @@ class Policy(CheckedFields, called="policy setting"):
     )
     alpha: float = setting(
         0.05,
-        "How often, over all judgements on one test split together, a model that is no better may be promoted; and how "
-        "often one of equal quality may be kept back by a veto.",
+        "How often, over all judgements on one test split together, superior may promote a model that is no better, or "
+        "not_worse one that is worse by `margin`; and how often each kind of veto may keep one of equal quality back.",
         above=0.0,
-        at_most=0.5,
+        below=0.5,
     )
     margin: float = setting(
         0.01, "With not_worse: by how much less accuracy is accepted; 0.01 is a point.", above=0.0, below=1.0
@@ -56,6 +57,12 @@ class Policy(CheckedFields, called="policy setting"):
     size_ratio: float = setting(2.0, "Largest size of the weights, as a multiple of the champion's.", above=0.0)
     latency_ratio: float = setting(
         2.0, "Longest time for a batch, as a multiple of the champion's, in turns on the same machine.", above=0.0
+    )
+    export: str = setting(
+        IF_POSSIBLE,
+        "Whether a version gets an ONNX that answers all test samples as torch does: required keeps a model back that "
+        "has none.",
+        choices=(IF_POSSIBLE, REQUIRED, OFF),
     )
     max_duplicates: float = setting(
         0.01, "Share of test samples that may have the pixels of a training sample.", at_least=0.0, at_most=1.0

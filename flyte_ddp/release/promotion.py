@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from flyte_ddp.errors import UserError
+from flyte_ddp.errors import UnreachableError, UserError
 from flyte_ddp.release import versions
 from flyte_ddp.release.card import card
 from flyte_ddp.release.lineage import lineage
@@ -59,13 +59,30 @@ def store(
         VERDICT: described,
         **beside,
         LINEAGE: lineage(registry.address, registry.name, about, verdict, by=by),
-        CARD: card(registry.name, about, verdict),
+        CARD: card(registry.name, about, verdict, beside),
     }
     if verdict.look:
         judged = registry.at("judgements", verdict.test_digest, "verdicts", file_name(verdict.look))
         with registry.explained("written"):
             versions.written(judged, described)
-    return versions.write(registry, files)
+    version = versions.write(registry, files)
+    check_same_task(registry, version, about)
+    return version
+
+
+def check_same_task(registry: Registry, version: versions.Version, about: Mapping[str, Any]) -> None:
+    """Refuses a model whose weights are in the registry already as those of a model with other classes or input.
+
+    Raises:
+        UserError: as versions are named by their weights, there can be only one.
+    """
+    stored = sidecar_of(registry, version)
+    for what in ("model", "classes", "input"):
+        if stored.get(what) != about.get(what):
+            raise UserError(
+                f"version {version.name[:12]} is in the registry already, with another {what}: equal weights are one "
+                "version; train with another seed"
+            )
 
 
 def promote_judged(registry: Registry, version: versions.Version, verdict: Verdict, *, by: str) -> Outcome:
@@ -85,7 +102,8 @@ def promote_judged(registry: Registry, version: versions.Version, verdict: Verdi
         entry = lost.winner
         if (entry.version, entry.by) != (version.name, by):  # else this task has been here before, and was killed
             return Outcome(version.name, entry.version, f"not promoted: {lost.message}")
-    return Outcome(version.name, entry.version, f"promoted: {entry.reason}")
+    now = registry.champion() or entry  # somebody may have been here since an earlier try of this task
+    return Outcome(version.name, now.version, f"promoted: {entry.reason}")
 
 
 def keep(registry: Registry, version: versions.Version, verdict: Verdict) -> Outcome:
@@ -94,8 +112,15 @@ def keep(registry: Registry, version: versions.Version, verdict: Verdict) -> Out
     return Outcome(version.name, champion.version if champion else "", f"kept: {verdict.reason}")
 
 
-def promote(registry: Registry, version: str, reason: str, *, by: str) -> Entry:
+def promote(registry: Registry, version: str, reason: str, *, by: str, again: bool = False) -> Entry:
     """Makes a version the champion because a person says so.
+
+    Args:
+        registry: of the model.
+        version: the SHA-256 of its weights.
+        reason: why.
+        by: the Flyte execution, or a user.
+        again: whether ``by`` does this only once, so that an entry of the same is of an earlier try.
 
     Raises:
         UserError: there is no such version, it is the champion, no reason is given, or somebody was faster.
@@ -103,19 +128,42 @@ def promote(registry: Registry, version: str, reason: str, *, by: str) -> Entry:
     found = versions.read(registry, version)
     before = registry.champion()
     if before is not None and before.version == version:
+        if again and before.by == by:
+            return before
         raise UserError(f"version {version[:12]} is the champion already, since {before.time}")
     values = {"action": PROMOTE, "version": version, "manifest": found.manifest}
-    best = before.best if before else version
+    best = before.best if before and comparable(registry, before.best, found) else version
     return registry.append(before, by=by, reason=given(reason), best=best, **values)
 
 
-def roll_back(registry: Registry, reason: str, *, by: str) -> Entry:
-    """Makes the champion before the present one the champion again.
+def comparable(registry: Registry, best: str, version: versions.Version) -> bool:
+    """Whether a version can be compared with the best one so far, without which not_worse would promote nothing."""
+    try:
+        one, other = (sidecar_of(registry, found) for found in (versions.read(registry, best), version))
+    except UnreachableError:
+        raise
+    except UserError:  # it is gone, or altered
+        return False
+    return (one.get("classes"), one.get("input")) == (other.get("classes"), other.get("input"))
+
+
+def sidecar_of(registry: Registry, version: versions.Version) -> dict[str, Any]:
+    """What describes a version."""
+    with TemporaryDirectory() as folder:
+        versions.fetch(registry, version, Path(folder), (versions.SIDECAR,))
+        found: dict[str, Any] = json.loads(Path(folder, versions.SIDECAR).read_bytes())
+        return found
+
+
+def roll_back(registry: Registry, reason: str, *, by: str, again: bool = False) -> Entry:
+    """Makes the champion before the present one the champion again; see :func:`promote` for the arguments.
 
     Raises:
         UserError: there was none, no reason is given, or somebody was faster.
     """
     history = registry.history()
+    if again and history and (history[-1].by, history[-1].action) == (by, ROLLBACK):
+        return history[-1]
     target = rollback_target(history)
     if target is None:
         raise UserError(f"model {registry.name!r}: there is no champion before the present one; nothing was changed")

@@ -17,7 +17,7 @@ import json
 import re
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Self
@@ -146,7 +146,31 @@ class Registry:
                     "the two was altered; restore them"
                 )
             entries.append(entry)
+        self.check_end(entries[-1] if entries else None)
         return entries
+
+    def check_end(self, last: Entry | None) -> None:
+        """Refuses a log whose last entries were deleted, or altered: the copy for people has them, though maybe late.
+
+        Raises:
+            UserError: with the number of the entry.
+        """
+        with self.explained("read"):
+            try:
+                copy = Entry.stored(storage.retried(self.at("champion.json"), storage.read))
+            except (MissingError, ValueError, TypeError, KeyError):  # it is for people: who alters it harms nobody
+                return
+            number = last.number if last else 0
+            if copy.number < number or (last and copy.digest == last.digest):
+                return
+            address = self.at("log", file_name(copy.number))
+            with suppress(MissingError):  # it may be younger than the log that was listed
+                if storage.retried(address, storage.read) == storage.retried(self.at("champion.json"), storage.read):
+                    return
+        raise UserError(
+            f"registry {self.address!r}: {self.name}/log/{file_name(copy.number)} is missing or was altered, as "
+            "champion.json is another one; restore it, or delete champion.json if that is what was altered"
+        )
 
     def entry(self, number: int) -> Entry:
         """An entry of the log that is there."""

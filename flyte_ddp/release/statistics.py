@@ -106,7 +106,20 @@ def detectable(samples: int, discordant: float, alpha: float) -> float:
         spread = at_null * math.sqrt(share) + at_power * math.sqrt(max(0.0, share - difference**2))
         return difference * math.sqrt(samples) - spread
 
-    return float(optimize.brentq(missing, 0.0, 1.0)) if missing(1.0) > 0 else 1.0
+    return float(optimize.brentq(missing, 1e-12, 1.0)) if missing(1.0) > 0 else 1.0
+
+
+def passing(samples: int, discordant: float, margin: float, alpha: float) -> float:
+    """How often a model of the same accuracy is found to be not worse by a margin.
+
+    Args:
+        discordant: the share of samples that only one of the models gets right.
+
+    By the normal approximation to the test, as above.
+    """
+    if not discordant:
+        return 1.0
+    return float(stats.norm.cdf(margin * math.sqrt(samples / discordant) - stats.norm.isf(alpha)))
 
 
 def calibration_error(confidence: NDArray[np.float64], correct: NDArray[np.bool_], bins: int = 15) -> float:

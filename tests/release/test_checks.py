@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -160,20 +159,6 @@ def test_other_classes_or_another_input_are_for_a_person() -> None:
     assert "the input changed" in checks.same_task(["a"], ["a"], ("3 x 8 x 8", "1 x 8 x 8")).reason
 
 
-def test_slices(tmp_path: Path) -> None:
-    table = tmp_path / "slices.csv"
-    table.write_text("slice,id\nnight,2\nnight,0\nday,1\nrain,2\n")
-    members = checks.slice_members(str(table), ["0", "1", "2"])
-    assert {name: found.tolist() for name, found in members.items()} == {"night": [0, 2], "day": [1], "rain": [2]}
-    with pytest.raises(UserError, match="id '2' in line 2 is not in the test split; correct it"):
-        checks.slice_members(str(table), ["0", "1"])
-    table.write_text("a,b\n")
-    with pytest.raises(UserError, match="must have the columns id and slice"):
-        checks.slice_members(str(table), [])
-    with pytest.raises(UserError, match=r"cannot be read: no such file; check the address"):
-        checks.slice_members(str(tmp_path / "none.csv"), [])
-
-
 def test_a_class_without_a_sample_is_named() -> None:
     with pytest.raises(UserError, match="class 'b': the test split has no sample of it"):
         checks.class_members(answers(np.ones(3, dtype=bool), np.array([0, 0, 2]), 3), ["a", "b", "c"])
@@ -183,6 +168,7 @@ def test_a_class_without_a_sample_is_named() -> None:
     ("values", "said"),
     [
         ({"alpha": 0.0}, "alpha=0.0: must be above 0.0"),
+        ({"alpha": 0.5}, "alpha=0.5: must be below 0.5"),
         ({"margin": 1}, "margin=1.0: must be below 1.0"),
         ({"rule": "best"}, "unknown rule 'best': choose one of not_worse, superior"),
         ({"alhpa": 0.1}, "unknown policy setting 'alhpa': did you mean 'alpha'"),

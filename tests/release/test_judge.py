@@ -16,13 +16,14 @@ import torch
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import image_arrays, open_arrays
 from flyte_ddp.datasets.arrays import write_arrays
-from flyte_ddp.errors import UserError
+from flyte_ddp.errors import UnreachableError, UserError
 from flyte_ddp.models.artifacts import save_model
 from flyte_ddp.predict.predict import predict
+from flyte_ddp.release import versions
 from flyte_ddp.release.judge import Judgement, judge
 from flyte_ddp.release.page import write_page
 from flyte_ddp.release.policy import Policy
-from flyte_ddp.release.promotion import load_champion, promote_judged, store
+from flyte_ddp.release.promotion import load_champion, promote_judged, roll_back, store
 from flyte_ddp.release.registry import Registry
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.settings import Settings
@@ -176,6 +177,43 @@ def test_a_champion_that_cannot_be_evaluated(
     assert verdict.decision == "no_comparison"
     assert verdict.reason.startswith(f"version {entry.version[:12]} cannot be loaded: ")
     assert registry.champion() == entry
+
+
+def test_an_outage_is_no_verdict(
+    judged: Callable[..., Judgement], models: dict[str, Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which another try may have; nothing is known of the champion."""
+    judged(models["weak"])
+
+    def failing(*_: object) -> None:
+        raise UnreachableError("HTTP 503")
+
+    monkeypatch.setattr(versions, "fetch", failing)
+    with pytest.raises(UnreachableError, match="HTTP 503"):
+        judged(models["good"])
+
+
+def test_the_champions_weights_with_other_classes(
+    judged: Callable[..., Judgement], models: dict[str, Result], tmp_path: Path
+) -> None:
+    def rename(_: dict[str, Any], sidecar: dict[str, Any]) -> None:
+        sidecar["classes"] = [f"digit {name}" for name in sidecar["classes"]]
+
+    judged(models["weak"])
+    assert "the classes changed" in judged(altered(models["weak"], tmp_path / "renamed", rename)).verdict.reason
+
+
+def test_after_a_rollback_the_best_is_found_again(
+    judged: Callable[..., Judgement], models: dict[str, Result], registry: Registry
+) -> None:
+    weak = judged(models["weak"]).verdict
+    good = judged(models["good"]).verdict
+    back = roll_back(registry, "a test", by="me")
+    assert (back.version, back.best) == (weak.challenger, good.challenger)
+    verdict = judged(models["other"]).verdict
+    assert verdict.promotes
+    accuracies = {models["good"].test_accuracy: good.challenger, models["other"].test_accuracy: verdict.challenger}
+    assert verdict.best == accuracies[max(accuracies)]
 
 
 def test_other_classes_are_for_a_person(

@@ -144,8 +144,57 @@ def test_what_a_person_decides(address: str, tmp_path: Path) -> None:
     assert weights.read_bytes() == b"one"
 
 
+def test_a_pod_that_tries_again_decides_once(address: str, tmp_path: Path) -> None:
+    """An execution wants something once: what an earlier try of it has written is its own."""
+    registry = Registry(address, "model")
+    names = [stored(registry, trained(tmp_path / name, name.encode()))[0].name for name in ("one", "two", "three")]
+    for name in names:
+        first = promote(registry, name, "why", by=f"p/d/{name}", again=True)
+        assert promote(registry, name, "why", by=f"p/d/{name}", again=True) == first
+    back = roll_back(registry, "why", by="p/d/back", again=True)
+    assert roll_back(registry, "why", by="p/d/back", again=True) == back
+    assert back.version == names[1]
+    assert roll_back(registry, "why", by="p/d/another", again=True).version == names[0]
+    assert len(registry.history()) == 5
+
+
+def test_equal_weights_with_other_classes_are_refused(address: str, tmp_path: Path) -> None:
+    registry = Registry(address, "model")
+    stored(registry, trained(tmp_path / "one"))
+    other = trained(tmp_path / "two")
+    sidecar = other / versions.SIDECAR
+    sidecar.write_text(sidecar.read_text().replace('["a", "b"]', '["b", "a"]'))
+    with pytest.raises(UserError, match="is in the registry already, with another classes: equal weights are one"):
+        stored(registry, other)
+
+
+def test_the_best_version_is_one_that_can_be_compared(tmp_path: Path) -> None:
+    """After new classes, or when its files are gone, the best one so far is whom a person promotes."""
+    registry = Registry(str(tmp_path / "registry"), "model")
+    one, two, three = (trained(tmp_path / name, name.encode()) for name in ("one", "two", "three"))
+    sidecar = three / versions.SIDECAR
+    sidecar.write_text(sidecar.read_text().replace('["a", "b"]', '["a", "b", "c"]'))
+    names = [stored(registry, model)[0].name for model in (one, two, three)]
+    bests = [promote(registry, name, "why", by="me").best for name in (names[0], names[1], names[2], names[1])]
+    assert bests == [names[0], names[0], names[2], names[1]]
+    Path(registry.at("versions", names[1], versions.MANIFEST)).unlink()
+    assert promote(registry, names[0], "why", by="me").best == names[0]
+
+
 def test_looks_are_numbered_and_the_same_two_models_have_one(address: str) -> None:
     registry = Registry(address, "model")
-    assert [looks.claim(registry, "t", pair, "champion") for pair in ("a", "b", "a", "c")] == [1, 2, 1, 3]
-    assert looks.claim(registry, "another test split", "a", "champion") == 1
-    assert looks.claim(registry, "t", "a", "another champion") == 4
+    numbers = [looks.claim(registry, "t", pair, "champion", "superior") for pair in ("a", "b", "a", "c")]
+    assert numbers == [1, 2, 1, 3]
+    assert looks.claim(registry, "another test split", "a", "champion", "superior") == 1
+    assert looks.claim(registry, "t", "a", "another champion", "superior") == 4
+    assert looks.claim(registry, "t", "a", "champion", "not_worse 0.05") == 5, "another test is another look"
+
+
+def test_a_judge_who_was_killed_has_spent_one_look(tmp_path: Path) -> None:
+    registry = Registry(str(tmp_path), "model")
+    assert looks.claim(registry, "t", "a", "champion", "superior") == 1
+    assert looks.claim(registry, "t", "b", "champion", "superior") == 2
+    for pair in Path(registry.at("judgements", "t", "pairs")).iterdir():
+        pair.unlink()  # as if it had not come that far
+    assert looks.claim(registry, "t", "a", "champion", "superior") == 1
+    assert looks.claim(registry, "t", "c", "champion", "superior") == 3

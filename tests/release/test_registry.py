@@ -114,6 +114,27 @@ def test_an_altered_entry_is_named(tmp_path: Path) -> None:
         registry.history()
 
 
+def test_the_last_entry_is_protected_by_its_copy(tmp_path: Path) -> None:
+    registry = Registry(str(tmp_path), "model")
+    appended(registry, appended(registry, None))
+    entry = tmp_path / "model/log/00000002.json"
+    content = entry.read_text()
+    said = r"model/log/00000002.json is missing or was altered, as champion.json is another one; restore it"
+    entry.write_text(content.replace("somebody", "nobody"))
+    with pytest.raises(UserError, match=said):
+        registry.history()
+    entry.unlink()
+    with pytest.raises(UserError, match=said):
+        registry.history()
+    entry.write_text(content)
+    assert len(registry.history()) == 2
+    copy = tmp_path / "model/champion.json"
+    copy.write_text((tmp_path / "model/log/00000001.json").read_text())  # a late one
+    assert len(registry.history()) == 2
+    copy.write_text("{}")
+    assert len(registry.history()) == 2
+
+
 @pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden", "a b", "a" * 101, "models\n"])
 def test_a_name_that_is_none(name: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="must be letters, digits"):

@@ -90,6 +90,16 @@ def test_what_can_be_found(samples: int, points: float) -> None:
     """By the figures of a simulation with 6 % discordant samples and alpha 0.05."""
     assert round(100 * statistics.detectable(samples, 0.06, 0.05), 1) == points
     assert statistics.detectable(2, 0.06, 0.05) == 1.0
+    assert statistics.detectable(297, 0.0, 0.05) > 0.005, "though no sample has told the two apart"
+
+
+def test_how_often_an_equal_model_passes() -> None:
+    """Simulated, with the bound itself."""
+    random, samples, discordant, margin = np.random.default_rng(3), 2000, 0.04, 0.01
+    draws = random.multinomial(samples, [discordant / 2, discordant / 2, 1 - discordant], size=400)
+    bounds = [statistics.least_difference(int(gained), int(lost), samples, 0.05) for gained, lost, _ in draws]
+    passed = np.mean([bound > -margin for bound in bounds])
+    assert abs(passed - statistics.passing(samples, discordant, margin, 0.05)) < 0.08
 
 
 def test_the_power_is_as_stated() -> None:

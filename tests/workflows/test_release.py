@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from cli import ROOT, Ended, pyflyte
+from image_folders import image_files, write_files
 from packaged import Package
 
 RELEASE = str(ROOT / "workflows/release.py")
@@ -56,6 +59,13 @@ def test_promoted_kept_and_back(tmp_path: Path) -> None:
     judged = run("evaluate_wf", "--version", first["version"], "--dataset", "digits")
     assert judged.exit_code == 0, judged.output
     assert "the champion is kept: " in judged.output
+    version = tmp_path / "runs/registry/digits/versions" / second["version"]
+    assert {path.name for path in version.iterdir()} == {
+        *("model.pt", "model.json", "model.onnx", "model.pt2", "golden.npz", "serve_check.py"),
+        *("README.md", "lineage.json", "verdict.json", "verdict.html", "data_profile.json", "manifest.json"),
+    }
+    served = subprocess.run([sys.executable, str(version / "serve_check.py")], capture_output=True, text=True)
+    assert served.returncode == 0, served.stderr
     log = tmp_path / "runs/registry/digits/log"
     assert [json.loads(entry.read_text())["action"] for entry in sorted(log.iterdir())] == [
         *("promote", "promote", "rollback", "promote")
@@ -71,7 +81,7 @@ def test_promoted_kept_and_back(tmp_path: Path) -> None:
         (
             "release_wf",
             ("--model_name", "x", "--policy", '{"alpha": 2}'),
-            "alpha=2.0: must be at most 0.5",
+            "alpha=2.0: must be below 0.5",
         ),
     ],
 )
@@ -80,6 +90,27 @@ def test_mistakes_are_one_panel(workflow: str, arguments: tuple[str, ...], said:
     assert ended.exit_code == 1
     assert said in ended.panel, ended.output
     assert not (tmp_path / "runs/registry").exists()
+
+
+@pytest.mark.slow
+def test_data_that_should_not_be_trained_on(tmp_path: Path) -> None:
+    """One panel, with what is wrong and where, and no training."""
+    files = image_files(*(f"{name}/{number}.png" for name in ("cat", "dog") for number in range(20)))
+    files["dog/x.png"] = files["cat/3.png"]
+    tests = {**image_files("cat/x.jpg"), "cat/y.jpg": b"none"}
+    folders = [write_files(tmp_path / name, found) for name, found in {"train": files, "test": tests}.items()]
+    hp = {"dataset": f"image_folder:{folders[0]}", "test_dataset": f"image_folder:{folders[1]}"}
+    # The classes of the two must be the same, so there is a dog to be tested on, of which nothing can be decoded.
+    write_files(folders[1], {"dog/z.jpg": b"none"})
+    ended = pyflyte("run", RELEASE, "release_wf", "--model_name", "x", "--hp", json.dumps(hp), home=tmp_path)
+    assert ended.exit_code == 1
+    assert "2 images cannot be decoded, and bad_samples=0 allows fewer: " in ended.panel
+    assert f"image {folders[1]}/cat/y.jpg (of no known format)" in ended.panel
+    assert "2 of 44 samples have the pixels of another one with another label" in ended.panel
+    assert f"image {folders[0]}/cat/3.png (label 0) and image {folders[0]}/dog/x.png (label 1)" in ended.panel
+    assert not [*(tmp_path / "runs").glob("image_folder*/model.pt")]
+    again = pyflyte("run", RELEASE, "release_wf", "--model_name", "x", "--hp", json.dumps(hp), home=tmp_path)
+    assert again.panel == ended.panel
 
 
 def variables(package: Package, task: str) -> dict[str, str]:

@@ -1,0 +1,51 @@
+"""The images of a test split as they come to a server: decoded, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.datasets.arrays import ImageArrays
+from flyte_ddp.datasets.prepared import PreparedSet, orders_of
+from flyte_ddp.export.served import Served
+from flyte_ddp.loading.cropping import squared
+from flyte_ddp.loading.decoding import DecodingError
+from flyte_ddp.loading.encoded import decoded
+from flyte_ddp.loading.opening import reader
+from flyte_ddp.settings import Settings
+
+
+def raw_images(data: PreparedSet, channels: int, settings: Settings) -> Iterator[NDArray[np.uint8]]:
+    """All that can be decoded [H, W, channels], in the split's order; grey ones as RGB where the model takes that."""
+    if isinstance(data, ImageArrays):
+        for image in data.test_images:
+            yield np.repeat(image, channels // image.shape[2], axis=2)
+        return
+    hp = Hyperparameters(dataset=data.name, validation_fraction=0.0)
+    order = orders_of(data, hp)["test"]
+    with closing(reader(data.train if data.test is None else data.test, hp, settings)) as images:
+        for sample in order.samples(slice(0, len(order))).tolist():
+            try:
+                pixels, _ = decoded(images, sample, images.read(sample))
+            except DecodingError:
+                continue
+            yield pixels
+
+
+def canvas(image: NDArray[np.uint8], served: Served) -> NDArray[np.uint8]:
+    """An image in a form that is of one size for all images, so that they make batches; the model finds the same in it.
+
+    One of which the model takes the middle comes as the middle of a larger square, in the size that the model works
+    with. Others are of one size already.
+    """
+    if not served.middle:
+        return image
+    side = served.height
+    square = np.zeros((round(side * 8 / 7), round(side * 8 / 7), served.channels), dtype=np.uint8)
+    start = (len(square) - side) // 2
+    square[start : start + side, start : start + side] = squared(image, side)
+    return square

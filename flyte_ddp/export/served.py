@@ -1,0 +1,83 @@
+"""A model with all that is done to an image before: uint8 pixels of any size to logits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flyte_ddp.models import artifacts
+from flyte_ddp.models.images import EVALUATION_SHARE, normalisation
+
+LARGEST = 2**15  # of the whole numbers that stand for weights
+assert EVALUATION_SHARE == 7 / 8, "middle_side computes with this"
+
+
+class Served(nn.Module):
+    """Takes images uint8 [N, H, W, C] of one size, upright, grey or RGB as the model's; gives logits [N, classes].
+
+    It crops and resizes as evaluations do, by products with matrices of weights: exporters know many kinds of resizing,
+    none of which gives the same pixels as torch's.
+    """
+
+    def __init__(self, model: nn.Module, sidecar: Mapping[str, Any]) -> None:
+        super().__init__()
+        spec = artifacts.input_spec(sidecar)
+        self.model, self.channels, self.height, self.width = model, spec.channels, spec.height, spec.width
+        self.middle = sidecar["input"].get("crop") == artifacts.MIDDLE
+        scale, shift = normalisation(spec, torch.device("cpu"), torch.float32)
+        self.register_buffer("scale", scale.clone())
+        self.register_buffer("shift", shift.clone())
+
+    def forward(self, images: Tensor) -> Tensor:
+        """The logits."""
+        if self.middle:
+            height, width = images.shape[1], images.shape[2]
+            side = middle_side(torch.sym_min(height, width))
+            images = images.narrow(1, (height - side) // 2, side).narrow(2, (width - side) // 2, side)
+        pixels = along_columns(along_rows(images.float(), self.width, self.middle), self.height, self.middle)
+        scale, shift = self.get_buffer("scale"), self.get_buffer("shift")
+        logits: Tensor = self.model((pixels * scale + shift).permute(0, 3, 1, 2)).float()
+        return logits
+
+
+def middle_side(shorter: Any) -> Any:
+    """7/8 of the shorter side to the nearest whole number, of two the even one, as Python's ``round`` has it.
+
+    Only by operations that an exporter can follow for a size that it does not know.
+    """
+    is_odd_half = (shorter + 4) // 16 - (shorter + 3) // 16  # 1 if shorter is 12 modulo 16, else 0
+    return torch.sym_max((7 * shorter + 4) // 8 - is_odd_half, 1)
+
+
+def along_rows(pixels: Tensor, size: int, rounded: bool) -> Tensor:
+    """Resizes rows: [N, H, W, C] to [N, H, size, C], of values 0..255, to whole ones if asked."""
+    weights = triangle_weights(pixels.shape[2], size)
+    if not rounded:
+        return torch.matmul(weights.float(), pixels)
+    # torch's own arithmetic for uint8 (upsample_avx_bilinear_bicubic_uint8): weights are whole numbers below 2 ** 15,
+    # of one unit for all. Sums of 255 times such are below 2 ** 24, and so exact in float32.
+    powers = 2.0 ** torch.arange(1, 23, dtype=torch.float64)
+    unit = 2.0 ** ((weights.max() * powers + 0.5).floor() < LARGEST).sum().double()
+    sums = torch.matmul((weights * unit + 0.5).floor().float(), pixels)
+    return (sums / unit.float() + 0.5).floor().clamp(0, 255)
+
+
+def along_columns(pixels: Tensor, size: int, rounded: bool) -> Tensor:
+    """Resizes columns: [N, H, W, C] to [N, size, W, C]."""
+    return along_rows(pixels.transpose(1, 2), size, rounded).transpose(1, 2)
+
+
+def triangle_weights(inputs: Any, outputs: int) -> Tensor:
+    """What each of ``inputs`` pixels counts for each of ``outputs``, float64 [outputs, inputs].
+
+    It is bilinear interpolation with antialiasing, in torch as in Pillow: a triangle as wide as two pixels of the
+    smaller picture.
+    """
+    scale = torch.full((), inputs, dtype=torch.float64) / outputs
+    centers = (torch.arange(outputs, dtype=torch.float64) + 0.5) * scale
+    places = torch.arange(inputs, dtype=torch.float64) + 0.5
+    weights = (1 - ((places[None] - centers[:, None]) / scale.clamp(min=1)).abs()).clamp(min=0)
+    return weights / weights.sum(dim=1, keepdim=True)

@@ -1,0 +1,173 @@
+"""Models as ONNX and .pt2, which answer as torch does wherever they are asked."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from encoded_runs import quiet
+from onnx import numpy_helper
+from PIL import Image
+
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.datasets import fetch
+from flyte_ddp.datasets.prepared import open_prepared
+from flyte_ddp.export import exporting
+from flyte_ddp.export.exporting import NotExportedError, export
+from flyte_ddp.export.served import Served, middle_side
+from flyte_ddp.loading.cropping import middle_crop, squared
+from flyte_ddp.models.artifacts import input_spec, load_model
+from flyte_ddp.models.images import prepare
+from flyte_ddp.release.answers import Model
+from flyte_ddp.run import Result, run_training
+from flyte_ddp.settings import Settings
+
+QUIET = Settings(progress="off", wandb_mode="disabled", checkpoint_seconds=0.0)
+
+
+@pytest.fixture(scope="module")
+def trained(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
+    return run_training(
+        Hyperparameters(num_ranks=1, epochs=3, image_size=16), digits, tmp_path_factory.mktemp("run"), QUIET
+    )
+
+
+def logits_of(model: Result, data: Path, settings: Settings = QUIET) -> np.ndarray:
+    return Model(model.model, model.sidecar, settings).answers(open_prepared(data)).logits
+
+
+@pytest.fixture(scope="module")
+def exported(trained: Result, digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("exported")
+    files = trained.model, trained.sidecar
+    found = export(files, open_prepared(digits), logits_of(trained, digits), folder)
+    assert found.passed
+    assert 0 < found.worst < 1e-4
+    return folder
+
+
+def checked(folder: Path) -> subprocess.CompletedProcess[str]:
+    """What serve_check.py says, in a process that has no torch."""
+    blocked = folder / "blocked/torch"
+    blocked.mkdir(parents=True, exist_ok=True)
+    (blocked / "__init__.py").write_text("raise ImportError('no torch here')")
+    command = [sys.executable, str(folder / "serve_check.py")]
+    environment = {**os.environ, "PYTHONPATH": str(blocked.parent)}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_the_requests_of_a_version_are_answered_alike_without_torch(exported: Path) -> None:
+    assert {path.name for path in exported.iterdir()} >= {"model.onnx", "model.pt2", "golden.npz", "serve_check.py"}
+    assert len((exported / "serve_check.py").read_text().splitlines()) <= 25
+    ended = checked(exported)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith("16 requests; logits differ by ")
+
+
+def test_a_damaged_bias_is_caught(exported: Path, trained: Result, digits: Path, tmp_path: Path) -> None:
+    """By the requests, and by the comparison on all samples: a tenth of the logits' range on one class is enough."""
+    logits = logits_of(trained, digits)
+    model = onnx.load(exported / "model.onnx")
+    [bias] = [one for one in model.graph.initializer if list(one.dims) == [10] and "bias" in one.name]
+    values = numpy_helper.to_array(bias).copy()
+    values[3] += 0.1 * np.ptp(logits)
+    bias.CopyFrom(numpy_helper.from_array(values, bias.name))
+    for name in ("serve_check.py", "golden.npz"):
+        (tmp_path / name).write_bytes((exported / name).read_bytes())
+    onnx.save(model, tmp_path / "model.onnx")
+    assert checked(tmp_path).returncode == 1
+    found = exporting.Comparison(logits, 1e-3 * float(np.ptp(logits)))
+    served = Served(*load_model(trained.model, trained.sidecar))
+    images = open_prepared(digits).test_images
+    exporting.compare(tmp_path / "model.onnx", served, iter(images), found)
+    assert not found.passed
+    assert found.worst == pytest.approx(0.1 * np.ptp(logits), rel=1e-3)
+    truth = logits.argmax(axis=1) != (logits + 0.1 * np.ptp(logits) * np.eye(10)[3]).argmax(axis=1)
+    assert found.others
+    assert found.others <= set(np.flatnonzero(truth).tolist())
+
+
+def test_what_does_not_answer_alike_is_not_handed_out(trained: Result, digits: Path, tmp_path: Path) -> None:
+    wrong = logits_of(trained, digits) + 1
+    found = export((trained.model, trained.sidecar), open_prepared(digits), wrong, tmp_path)
+    assert not found.passed
+    assert not (tmp_path / "model.onnx").exists()
+    assert not (tmp_path / "serve_check.py").exists()
+
+
+def test_the_pt2_answers_as_the_model(exported: Path, trained: Result) -> None:
+    model, sidecar = load_model(trained.model, trained.sidecar)
+    images = torch.randint(0, 256, (5, 13, 21, 1), dtype=torch.uint8)
+    served = torch.export.load(exported / "model.pt2").module()
+    with torch.no_grad():
+        expected = model(prepare(images, input_spec(sidecar)))
+        torch.testing.assert_close(served(images), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_that_cannot_be_followed_is_no_error_of_the_run(
+    trained: Result, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def depends_on_values(self: Served, images: torch.Tensor) -> torch.Tensor:
+        return images.float() if images.sum().item() > 7 else images
+
+    monkeypatch.setattr(Served, "forward", depends_on_values)
+    with pytest.raises(NotExportedError, match=r"torch\.onnx cannot follow the model: "):
+        export((trained.model, trained.sidecar), open_prepared(digits), logits_of(trained, digits), tmp_path)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_without_the_extra(trained: Result, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    with pytest.raises(NotExportedError, match=r"onnxscript is not installed; pip install 'flyte-ddp\[export\]'"):
+        export((trained.model, trained.sidecar), open_prepared(digits), np.zeros((297, 10), np.float32), tmp_path)
+
+
+def test_the_middles_side_is_pythons() -> None:
+    assert all(middle_side(size) == middle_crop(size, 2 * size).height for size in range(1, 3000))
+
+
+@pytest.mark.parametrize("side", [32, 224])
+@pytest.mark.parametrize("size", [(375, 500), (500, 333), (256, 256), (73, 64), (17, 9), (28, 90), (2, 2), (1200, 801)])
+def test_pixels_are_those_that_training_evaluates(side: int, size: tuple[int, int]) -> None:
+    """torch's own resizing of bytes, by another way: at most one pixel in a thousand is one off."""
+    random = np.random.default_rng(sum(size))
+    rough = Image.fromarray(random.integers(0, 256, (size[0] // 8 + 2, size[1] // 8 + 2, 3), dtype=np.uint8))
+    image = np.array(rough.resize(size[::-1], Image.Resampling.BICUBIC))
+    takes = {"channels": 3, "height": side, "width": side, "mean": [0.0] * 3, "std": [1 / 255] * 3, "crop": "middle"}
+    served = Served(torch.nn.Identity(), {"input": takes})
+    with torch.no_grad():
+        found = served(torch.from_numpy(image)[None])[0].permute(1, 2, 0).round().numpy().astype(int)
+    differences = np.abs(found - squared(image, side).astype(int))
+    assert differences.max() <= 1
+    assert (differences > 0).mean() <= 1e-3
+
+
+@pytest.mark.slow
+def test_images_of_many_sizes(tmp_path: Path) -> None:
+    """A model that takes the middle of photos: each as it is, and in batches; some cannot be decoded."""
+    random = np.random.default_rng(0)
+    for number in range(90):
+        height, width = random.integers(20, 60, 2).tolist()
+        path = tmp_path / "images" / "ab"[number % 2] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shade = np.full((height, width, 3), 60 + 100 * (number % 2))
+        Image.fromarray((shade + random.integers(-50, 50, (height, width, 3))).astype(np.uint8)).save(path)
+    (tmp_path / "images/a/bad.png").write_bytes(b"no image")
+    dataset, settings = f"image_folder:{tmp_path / 'images'}", quiet(tmp_path)
+    data = fetch(dataset, "", tmp_path / "data", test_dataset=dataset, progress="off")
+    hp = Hyperparameters(dataset=dataset, test_dataset=dataset, image_size=32, num_ranks=1, epochs=2, bad_samples=2)
+    model = run_training(hp, data, tmp_path / "run", settings)
+    logits = logits_of(model, data, settings)
+    assert len(logits) == 90
+    (tmp_path / "exported").mkdir()
+    files = model.model, model.sidecar
+    found = export(files, open_prepared(data), logits, tmp_path / "exported", settings=settings)
+    assert found.passed, found
+    ended = checked(tmp_path / "exported")
+    assert ended.returncode == 0, ended.stderr
