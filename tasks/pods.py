@@ -181,6 +181,14 @@ def with_registry(options: dict[str, Any]) -> dict[str, Any]:
     return {**options, "environment": {**options["environment"], REGISTRY_VARIABLE: address}}
 
 
+def promoting_pod() -> dict[str, Any]:
+    """Options of a task that makes a version the champion, in the registry and, where there is a key, for wandb."""
+    options, secret = with_registry(light_pod()), wandb_secret()
+    environment = {name: value for name, value in training_environment().items() if "WANDB" in name}
+    environment = {**options["environment"], **environment}
+    return {**options, "environment": environment, "secret_requests": [secret] if secret else []}
+
+
 def training_pod() -> dict[str, Any]:
     """Options of a training task whose ranks are in its own pod."""
     profile = PROFILES[chosen_profile()]

@@ -24,9 +24,10 @@ from flyte_ddp.release.promotion import (
 from flyte_ddp.release.registry import Entry, Registry
 from flyte_ddp.release.verdict import Verdict
 from flyte_ddp.release.versions import Version
+from flyte_ddp.release.wandb_mirror import mirror
 from flyte_ddp.settings import from_environment
 from flyte_ddp.validation.profile import DataProfile
-from tasks import places, pods, recovery
+from tasks import places, pods, recovery, tracking
 from tasks.pickled_file import PythonPickledFile
 
 
@@ -99,7 +100,7 @@ def judged(
     return Judged(judgement.verdict.promotes, judgement.verdict, places.directory(folder))
 
 
-@task(**pods.with_registry(pods.light_pod()))
+@task(**pods.promoting_pod())
 @recovery.guarded()
 def promote_challenger(
     model_state: PythonPickledFile,
@@ -110,7 +111,9 @@ def promote_challenger(
 ) -> Released:
     """Store a version, and make it the champion."""
     registry, version = stored(model_state, sidecar, verdict, files, model_name)
-    return shown(Released(*promote_judged(registry, version, verdict, by=places.who())))
+    outcome = promote_judged(registry, version, verdict, by=places.who())
+    mirrored(registry, version.name)
+    return shown(Released(*outcome))
 
 
 @task(**pods.with_registry(pods.light_pod()))
@@ -141,9 +144,17 @@ def stored(
     return registry, store(registry, *model, verdict, beside, by=places.who())
 
 
-def told(entry: Entry) -> Released:
-    """The new champion, which a local run also prints."""
+def decided(registry: Registry, entry: Entry) -> Released:
+    """The new champion."""
+    mirrored(registry, entry.version)
     return shown(Released(entry.version, entry.version, f"champion {entry.number}: {entry.reason}"))
+
+
+def mirrored(registry: Registry, version: str) -> None:
+    """Has wandb know the champion, if it is this version."""
+    entry = registry.champion()
+    if entry is not None and entry.version == version:
+        mirror(registry, entry, tracking.settings(f"{registry.name}-champion"))
 
 
 def shown(released: Released) -> Released:
@@ -158,15 +169,17 @@ def launched() -> dict[str, Any]:
     return {"by": places.who(), "again": not places.is_local()}
 
 
-@task(**pods.with_registry(pods.light_pod()))
+@task(**pods.promoting_pod())
 @recovery.guarded()
 def promote_version(model_name: str, version: str, reason: str) -> Released:
     """Make a stored version the champion, as the person who launched this says."""
-    return told(promote(Registry(places.registry(), model_name), version, reason, **launched()))
+    registry = Registry(places.registry(), model_name)
+    return decided(registry, promote(registry, version, reason, **launched()))
 
 
-@task(**pods.with_registry(pods.light_pod()))
+@task(**pods.promoting_pod())
 @recovery.guarded()
 def roll_back_champion(model_name: str, reason: str) -> Released:
     """Make the champion before the present one the champion again."""
-    return told(roll_back(Registry(places.registry(), model_name), reason, **launched()))
+    registry = Registry(places.registry(), model_name)
+    return decided(registry, roll_back(registry, reason, **launched()))

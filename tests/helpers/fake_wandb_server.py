@@ -21,7 +21,26 @@ class FakeServer:
     run_ids: set[str] = field(default_factory=set)
     history: list[dict[str, Any]] = field(default_factory=list)
     uploads: dict[str, bytes] = field(default_factory=dict)
+    artifacts: list[dict[str, Any]] = field(default_factory=list)  # as they were asked for
     requests: int = 0
+
+    def stored_artifact(self, project: dict[str, Any]) -> dict[str, Any]:
+        """The last artifact, as wandb asks for it when it waits for one."""
+        asked = self.artifacts[-1]
+        sequence = {"name": asked["artifactCollectionName"], "project": {**project, "name": "p", "internalId": "i"}}
+        times = {
+            "ttlDurationSeconds": -1,
+            "ttlIsInherited": True,
+            "createdAt": "2026-01-01T00:00:00",
+            "updatedAt": None,
+        }
+        numbers = {"versionIndex": 0, "size": 1, "fileCount": 1, "historyStep": None, "commitHash": None}
+        about = {name: asked[name] for name in ("description", "metadata", "digest", "digestAlgorithm")}
+        aliases = [
+            {"id": each["alias"], "alias": each["alias"], "artifactCollection": None} for each in asked["aliases"]
+        ]
+        kind = {"state": "COMMITTED", "tags": [], "aliases": aliases, "artifactType": {"name": "model"}}
+        return {"id": "a", "artifactSequence": sequence, **kind, **about, **numbers, **times}
 
     def graphql(self, body: dict[str, Any]) -> dict[str, Any]:
         """The least that wandb 0.31 needs to go on."""
@@ -29,6 +48,8 @@ class FakeServer:
         project = {"id": "p", "name": variables.get("project"), "entity": {"id": "e", "name": "someone"}}
         if "query ArtifactType" in body["query"]:
             return {"project": {"artifact": None}}
+        if "query ArtifactByID" in body["query"]:
+            return {"artifact": self.stored_artifact(project)}
         match body.get("operationName"):
             case "Viewer":
                 viewer = {"id": "u", "entity": "someone", "username": "someone", "email": "", "flags": "{}"}
@@ -43,6 +64,7 @@ class FakeServer:
                 files = [{"name": name, "uploadUrl": f"{self.url}/upload/{name}"} for name in variables["files"]]
                 return {"createRunFiles": {"runID": "b", "uploadHeaders": [], "files": files}}
             case "CreateArtifact":
+                self.artifacts.append(variables["input"])
                 artifact = {"id": "a", "state": "COMMITTED", "artifactSequence": {"id": "s", "latestArtifact": None}}
                 return {"createArtifact": {"artifact": artifact}}
         return {}

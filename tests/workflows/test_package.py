@@ -218,7 +218,7 @@ def test_pods_know_what_was_requested(profile: str, request: pytest.FixtureReque
         assert variables["FLYTE_DDP_CODE"] == package_digest()
 
 
-def test_only_the_training_pod_knows_wandb(default: Package, sandbox: Package) -> None:
+def test_pods_that_do_not_train_do_not_know_wandb(default: Package, sandbox: Package) -> None:
     wandb = {"WANDB_PROJECT": "digits", "WANDB_MODE": "online", "FLYTE_DDP_WANDB_SECRET": "wandb/api_key"}
     assert wandb.items() <= environment(default, TRAIN).items()
     for task in (CHECK, FETCH, PREDICT, *SHARDS):
@@ -226,6 +226,14 @@ def test_only_the_training_pod_knows_wandb(default: Package, sandbox: Package) -
     [secret] = default.tasks[TRAIN].template.security_context.secrets
     assert (secret.group, secret.key, secret.mount_requirement) == ("wandb", "api_key", Secret.ENV_VAR)
     assert environment(sandbox, TRAIN)["FLYTE_DDP_WANDB_SECRET"] == "off"
+
+
+def test_who_promotes_knows_wandb(default: Package) -> None:
+    wandb = {"WANDB_PROJECT": "digits", "WANDB_MODE": "online", "FLYTE_DDP_WANDB_SECRET": "wandb/api_key"}
+    for task in PROMOTING:
+        keeps = task.endswith("keep_champion")
+        assert (wandb.items() <= environment(default, task).items()) is not keeps
+        assert bool(default.tasks[task].template.security_context.secrets) is not keeps
 
 
 def test_only_the_training_pod_copies_results(default: Package, sandbox: Package) -> None:

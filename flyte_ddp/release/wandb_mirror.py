@@ -1,0 +1,97 @@
+"""A copy of the champion for wandb: an artifact with the alias ``champion``. What fails there costs a message.
+
+wandb runs in a process of its own, whose program this file is, too: nothing that it does can hold a promotion up.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from flyte_ddp.errors import UserError
+from flyte_ddp.process import kill_trees
+from flyte_ddp.release import versions
+from flyte_ddp.release.registry import Entry, Registry
+from flyte_ddp.settings import Settings
+
+UPLOAD = 20  # times the timeout of wandb's answers: for all of an upload
+
+
+def mirror(registry: Registry, entry: Entry, settings: Settings) -> None:
+    """Sends the champion of an entry to wandb, if there is a key for it, and prints how that ended."""
+    if settings.wandb_mode != "online":
+        return
+    with TemporaryDirectory() as folder:
+        try:
+            version = versions.read(registry, entry.version, entry.manifest)
+            files = Path(folder, "files")
+            files.mkdir()
+            versions.fetch(registry, version, files, tuple(version.files))
+            ended = sent(described(registry, entry, settings), files, Path(folder), settings.wandb_timeout)
+        except (UserError, OSError) as error:
+            ended = f"not mirrored ({error})"
+    print(f"wandb: champion {entry.number} of {registry.name} {ended}", flush=True)
+
+
+def described(registry: Registry, entry: Entry, settings: Settings) -> dict[str, Any]:
+    """What the process is told: the run's arguments, and the artifact's."""
+    run = {
+        "project": settings.wandb_project,
+        "entity": settings.wandb_entity or None,
+        "mode": "online",
+        "job_type": "release",
+        "name": f"{registry.name}-champion-{entry.number}",
+        "settings": {"console": "off", "disable_git": True, "disable_code": True, "silent": True},
+    }
+    about = {name: getattr(entry, name) for name in ("number", "version", "reason", "by", "time")}
+    artifact = {"name": registry.name, "type": "model", "description": entry.reason, "metadata": about}
+    return {"run": run, "artifact": artifact, "aliases": ["champion", entry.version[:12]]}
+
+
+def sent(what: dict[str, Any], files: Path, folder: Path, seconds: float) -> str:
+    """Has the process send the files; what came of it, in words."""
+    what["run"] |= {"dir": str(folder)}
+    what["run"]["settings"] |= {"init_timeout": seconds, "finish_timeout": UPLOAD * seconds}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "flyte_ddp.release.wandb_mirror", json.dumps(what), str(files)],
+        cwd=Path(__file__).resolve().parents[2],
+        env={**os.environ, "WANDB_ERROR_REPORTING": "false", "WANDB_DATA_DIR": str(folder)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        said, _ = process.communicate(timeout=(UPLOAD + 2) * seconds)
+    except subprocess.TimeoutExpired:
+        kill_trees(lambda: [process.pid])
+        process.communicate()
+        return "not mirrored (the server took too long)"
+    last = said.strip().rpartition("\n")[2][:200]
+    return f"is {last}" if process.returncode == 0 else f"not mirrored ({last})"
+
+
+def main(what: str, files: str) -> None:
+    """Sends the files, and prints under which name, or why not."""
+    import wandb
+
+    asked = json.loads(what)
+    try:
+        with wandb.init(**asked["run"]) as run:
+            artifact = wandb.Artifact(**asked["artifact"])
+            artifact.add_dir(files)
+            run.log_artifact(artifact, aliases=asked["aliases"]).wait()
+            print(f"{run.entity}/{run.project}/{artifact.name.partition(':')[0]}:champion")
+    except Exception as error:
+        line = next(iter(str(error).splitlines()), "")
+        print(f"{type(error).__name__}: {line}")
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,75 @@
+"""The champion in wandb, with a real wandb: what arrives, and what a bad server costs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from fake_wandb_server import fake_server
+
+from flyte_ddp.release import versions
+from flyte_ddp.release.promotion import promote
+from flyte_ddp.release.registry import Entry, Registry
+from flyte_ddp.release.wandb_mirror import mirror
+from flyte_ddp.settings import Settings
+
+pytestmark = pytest.mark.slow
+ONLINE = Settings(wandb_mode="online", wandb_timeout=2.0)
+
+
+@pytest.fixture
+def registry(tmp_path: Path) -> Registry:
+    return Registry(str(tmp_path / "registry"), "digits")
+
+
+@pytest.fixture
+def champion(registry: Registry) -> Entry:
+    version = versions.write(registry, {"model.pt": b"weights", "model.json": b"{}"})
+    return promote(registry, version.name, "a test", by="me")
+
+
+def test_what_arrives(
+    registry: Registry, champion: Entry, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef" * 2 + "01234567")
+    with fake_server() as server:
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        mirror(registry, champion, Settings(wandb_mode="online"))
+    [artifact] = server.artifacts
+    assert {"champion", champion.version[:12]} <= {each["alias"] for each in artifact["aliases"]}
+    assert (artifact["artifactCollectionName"], artifact["artifactTypeName"]) == ("digits", "model")
+    assert json.loads(artifact["metadata"])["version"] == champion.version
+    assert capsys.readouterr().out == "wandb: champion 1 of digits is someone/flyte-ddp/digits:champion\n"
+
+
+@pytest.mark.parametrize("behaviour", ["refuses", "hangs", "fails", "denies", "babbles"])
+def test_a_bad_server_costs_a_message(
+    registry: Registry,
+    champion: Entry,
+    behaviour: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef" * 2 + "01234567")
+    with fake_server(behaviour) as server:
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        mirror(registry, champion, ONLINE)
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.startswith("wandb: champion 1 of digits not mirrored (")
+
+
+@pytest.mark.parametrize("mode", ["offline", "disabled"])
+def test_without_a_key_nothing_is_sent(
+    registry: Registry, champion: Entry, mode: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mirror(registry, champion, Settings(wandb_mode=mode))
+    assert not capsys.readouterr().out
+
+
+def test_an_altered_version_is_not_sent(
+    registry: Registry, champion: Entry, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path(registry.at("versions", champion.version, "model.json")).write_text("{ }")
+    mirror(registry, champion, ONLINE)
+    assert "not mirrored (" in capsys.readouterr().out
