@@ -20,6 +20,7 @@ class Locking:
     url: str = ""
     lost: list[str] = field(default_factory=list)
     conflicts: list[str] = field(default_factory=list)  # paths of which the next PUT is answered by 409
+    meetings: dict[str, threading.Barrier] = field(default_factory=dict)  # whom PUTs of a path wait for
 
 
 @contextmanager
@@ -41,6 +42,8 @@ def locking_proxy(server: S3Server) -> Iterator[Locking]:
                 state.conflicts.remove(name)
                 self.refuse(409, "ConditionalRequestConflict")
                 return
+            if name in state.meetings:
+                state.meetings[name].wait(timeout=60)
             with lock:
                 if self.headers.get("If-None-Match") == "*" and (server.folder / name).exists():
                     self.refuse(412, "PreconditionFailed")

@@ -6,16 +6,29 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from cli import ROOT, Ended, pyflyte
 from image_folders import image_files, write_files
+from locking_proxy import locking_proxy
 from packaged import Package
+from s3_server import S3Server, s3_server
+
+from flyte_ddp.release import versions
+from flyte_ddp.release.registry import Registry
 
 RELEASE = str(ROOT / "workflows/release.py")
 HP = {"num_ranks": 1, "epochs": 3}
+
+
+@pytest.fixture
+def s3(tmp_path: Path) -> Iterator[S3Server]:
+    with s3_server(tmp_path / "s3") as server:
+        yield server
 
 
 def released(ended: Ended) -> dict[str, str]:
@@ -113,6 +126,32 @@ def test_data_that_should_not_be_trained_on(tmp_path: Path) -> None:
     assert not [*(tmp_path / "runs").glob("image_folder*/model.pt")]
     again = pyflyte("run", RELEASE, "release_wf", "--model_name", "x", "--hp", json.dumps(hp), home=tmp_path)
     assert again.panel == ended.panel
+
+
+@pytest.mark.slow
+def test_two_persons_at_the_same_moment(tmp_path: Path, s3: S3Server) -> None:
+    """Both want to write the same entry: one does, and the other is told who was faster."""
+    (s3.folder / "rivals").mkdir(parents=True)
+    with locking_proxy(s3) as proxy, ThreadPoolExecutor(2) as persons:
+        proxy.meetings["rivals/model/log/00000001.json"] = threading.Barrier(2)
+        environment = {**s3.aws_environment(), "AWS_ENDPOINT_URL": proxy.url, "FLYTE_DDP_REGISTRY": "s3://rivals"}
+        with pytest.MonkeyPatch.context() as here:
+            for name, value in environment.items():
+                here.setenv(name, value)
+            registry = Registry("s3://rivals", "model")
+            contents = [{"model.pt": name.encode(), "model.json": b"{}"} for name in ("one", "two")]
+            names = [versions.write(registry, content).name for content in contents]
+
+        def promoted(version: str) -> Ended:
+            arguments = ("promote_wf", "--model_name", "model", "--version", version, "--reason", "I say so")
+            return pyflyte("run", RELEASE, *arguments, home=tmp_path / version[:4], **environment)
+
+        won, lost = sorted(persons.map(promoted, names), key=lambda ended: ended.exit_code)
+    assert (won.exit_code, lost.exit_code) == (0, 1), won.output + lost.output
+    champion = released(won)["champion"]
+    assert lost.panel.startswith(f"entry 1 of the log is another one's: version {champion[:12]} became champion by ")
+    log = [json.loads(entry.read_text()) for entry in (s3.folder / "rivals/model/log").iterdir()]
+    assert [entry["version"] for entry in log] == [champion]
 
 
 def variables(package: Package, task: str) -> dict[str, str]:
