@@ -32,6 +32,7 @@ NAMES = (
     "scaling",
     "cost",
     "gate",
+    "validation",
 )
 LONG = ("published", "chaos")  # run when they are named
 HERE = Path(__file__).resolve().parent

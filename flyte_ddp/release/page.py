@@ -48,8 +48,14 @@ def told_apart(judgement: Judgement) -> dict[str, list[Picture]]:
     if mine is None or theirs is None:
         return {}
     wanted = {
-        "Only the challenger is right": (np.flatnonzero(mine.correct & ~theirs.correct)[:PICTURED], theirs),
-        "Only the champion is right": (np.flatnonzero(theirs.correct & ~mine.correct)[:PICTURED], mine),
+        "Only the challenger is right; the champion predicts": (
+            np.flatnonzero(mine.correct & ~theirs.correct)[:PICTURED],
+            theirs,
+        ),
+        "Only the champion is right; the challenger predicts": (
+            np.flatnonzero(theirs.correct & ~mine.correct)[:PICTURED],
+            mine,
+        ),
     }
     images = images_of(
         judgement.model, judgement.split, {int(place) for places, _ in wanted.values() for place in places}

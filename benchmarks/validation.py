@@ -1,0 +1,51 @@
+"""Images a second that are looked at before training: photos in shards, and arrays. The bound is decoding alone."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from benchmarks import generated_images
+from benchmarks.measuring import Options, Result, Target, interleaved
+from flyte_ddp.datasets import fetch
+from flyte_ddp.hardware import cores
+from flyte_ddp.loading.decoding import decode
+from flyte_ddp.loading.encoded import work_alone
+from flyte_ddp.settings import Settings
+from flyte_ddp.validation.profiling import profile
+
+
+def measure(options: Options) -> Result:
+    """All sides in turn."""
+    images = 40 if options.quick else 2000
+    index = generated_images.write_shards(options.folder / "photos", 4, images // 4)
+    photos = fetch(f"shards:{index}", "", options.folder / "prepared", progress="off")
+    arrays = fetch("digits" if options.quick else "fashion_mnist", "", options.folder / "arrays", progress="off")
+    contents = [generated_images.content(number) for number in range(images)]
+    result = Result(settings={"photos": images, "threads": cores()})
+
+    def rate(name: str, number: int, began: float) -> None:
+        result.add(name, number / (time.perf_counter() - began), "images/s")
+
+    def looking(_: int) -> None:
+        began = time.perf_counter()
+        found = profile(photos, Settings(progress="off"))
+        rate("photos", found.training.samples + found.test.samples, began)
+
+    def decoding(_: int) -> None:
+        with ThreadPoolExecutor(cores(), initializer=work_alone) as pool:
+            began = time.perf_counter()
+            for _pixels in pool.map(decode, contents):
+                pass
+            rate("decoding alone", images, began)
+
+    def looking_at_arrays(_: int) -> None:
+        began = time.perf_counter()
+        found = profile(arrays)
+        rate("arrays of 28 x 28", found.training.samples + found.test.samples, began)
+
+    sides = {"photos": looking, "decoding alone": decoding, "arrays": looking_at_arrays}
+    interleaved(options, result, sides, options.number(7))
+    share = result.ratio("photos / decoding alone", "photos", "decoding alone")
+    result.targets.append(Target("share of decoding alone", share, "%"))
+    return result
