@@ -61,7 +61,7 @@ def promoted(
     """Whether the gate promotes a challenger that is as good, or differs by these shares of all samples."""
     changed = changed_model(random, champion, gain, loss)
     challenger = changed if gain else equal_model(random, SAMPLES, DISCORDANT)
-    return RULES["the gate"](pair_of(challenger, champion), look)
+    return RULES["the gate"](Pair.of(challenger, champion), look)
 
 
 def year(random: np.random.Generator, rule: Rule, nights: int) -> tuple[int, float]:
@@ -69,7 +69,7 @@ def year(random: np.random.Generator, rule: Rule, nights: int) -> tuple[int, flo
     champion, promotions = equal_model(random, SAMPLES, DISCORDANT), 0
     for night in range(1, nights + 1):
         challenger = equal_model(random, SAMPLES, DISCORDANT)
-        if rule(pair_of(challenger, champion), night):
+        if rule(Pair.of(challenger, champion), night):
             champion, promotions = challenger, promotions + 1
     return promotions, float(champion.mean()) - (1 - DISCORDANT)
 
@@ -80,13 +80,8 @@ def worsening(random: np.random.Generator, *, anchored: bool) -> Target:
     for _ in range(50):
         challenger = changed_model(random, champion, 0.0, 0.004)
         others = (champion, best) if anchored else (champion,)
-        pairs = [pair_of(challenger, other) for other in others]
+        pairs = [Pair.of(challenger, other) for other in others]
         if all(checks.not_worse("other", pair, MARGIN, ALPHA).passed for pair in pairs):
             champion = challenger
     what = f"50 x -0.4 points under not_worse, {'with' if anchored else 'without'} the best version: lost in all"
     return Target(what, 1 - float(champion.mean()), "%", at_most=MARGIN if anchored else None)
-
-
-def pair_of(one: Correct, other: Correct) -> Pair:
-    """What the first gets right where the other does not, and the other way round."""
-    return Pair(int((one & ~other).sum()), int((other & ~one).sum()), len(one))

@@ -8,7 +8,7 @@ import hashlib
 import math
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from decimal import Decimal
 from typing import Any, Optional
@@ -151,6 +151,13 @@ def light_pod() -> dict[str, Any]:
     }
 
 
+def storing_pod() -> dict[str, Any]:
+    """Options of a task that puts a version into the registry: a small pod with a large disk, without GPUs."""
+    options, disk = light_pod(), PROFILES[chosen_profile()].data.ephemeral_storage
+    sizes = {name: replace(options[name], ephemeral_storage=disk) for name in ("requests", "limits")}
+    return with_registry({**options, **sizes})
+
+
 def data_pod() -> dict[str, Any]:
     """Options of a task through which all data go: it fetches, packs, indexes or checks them, without GPUs."""
     return {
@@ -183,7 +190,7 @@ def with_registry(options: dict[str, Any]) -> dict[str, Any]:
 
 def promoting_pod() -> dict[str, Any]:
     """Options of a task that makes a version the champion, in the registry and, where there is a key, for wandb."""
-    options, secret = with_registry(light_pod()), wandb_secret()
+    options, secret = storing_pod(), wandb_secret()
     environment = {name: value for name, value in training_environment().items() if "WANDB" in name}
     environment = {**options["environment"], **environment}
     return {**options, "environment": environment, "secret_requests": [secret] if secret else []}

@@ -47,9 +47,6 @@ def predict_images(
     if (images is None) == (not dataset):
         raise UserError(f"images={images}, dataset={dataset!r}: give either a folder of images or a data set")
     settings, prepared = from_environment(), None
-    if dataset:
-        place = places.folder_for(f"datasets/{fingerprint(dataset, data_source, test_dataset)}")
-        prepared = fetch(dataset, data_source, place, test_dataset=test_dataset, progress=settings.progress)
     with places.new_folder("predictions") as folder, TemporaryDirectory() as fetched:
         if model_name and model_state is None and sidecar is None:
             model = champion_files(Registry(places.registry(), model_name), Path(fetched))
@@ -58,6 +55,9 @@ def predict_images(
         else:
             given = "the name of a model in the registry, or model_state and sidecar of a run"
             raise UserError(f"model_name={model_name!r}: give either {given}")
+        if dataset:
+            place = places.folder_for(f"datasets/{fingerprint(dataset, data_source, test_dataset)}")
+            prepared = fetch(dataset, data_source, place, test_dataset=test_dataset, progress=settings.progress)
         table = predict(
             *model,
             images=Path(images.download()) if images is not None else None,

@@ -13,17 +13,15 @@ from flyte_ddp.datasets import fetch, fingerprint
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.promotion import (
     PROFILE,
+    carry_out,
     champion_files,
-    keep,
     promote,
-    promote_judged,
     roll_back,
     store,
     stored_files,
 )
 from flyte_ddp.release.registry import Entry, Registry
 from flyte_ddp.release.verdict import Verdict
-from flyte_ddp.release.versions import Version
 from flyte_ddp.release.wandb_mirror import mirror
 from flyte_ddp.settings import from_environment
 from flyte_ddp.validation.profile import DataProfile
@@ -75,11 +73,11 @@ def evaluate_version(
 ) -> Judged:
     """Compare a version with the champion on the test split of any data set, which decides nothing."""
     registry = Registry(places.registry(), model_name)
-    place = places.folder_for(f"datasets/{fingerprint(dataset, data_source, test_dataset)}")
-    progress = from_environment().progress
-    data = fetch(dataset, data_source, place, test_dataset=test_dataset, progress=progress)
     with TemporaryDirectory() as folder:
         files = stored_files(registry, version, Path(folder)) if version else champion_files(registry, Path(folder))
+        place = places.folder_for(f"datasets/{fingerprint(dataset, data_source, test_dataset)}")
+        progress = from_environment().progress
+        data = fetch(dataset, data_source, place, test_dataset=test_dataset, progress=progress)
         with places.new_folder("verdicts") as made:
             return judged(*files, data, registry, policy, made, counts=False)
 
@@ -103,51 +101,39 @@ def judged(
 @task(**pods.promoting_pod())
 @recovery.guarded()
 def promote_challenger(
-    model_state: PythonPickledFile,
-    sidecar: FlyteFile,
-    verdict: Verdict,
-    files: FlyteDirectory,
-    model_name: str,
+    model_state: PythonPickledFile, sidecar: FlyteFile, verdict: Verdict, files: FlyteDirectory, model_name: str
 ) -> Released:
     """Store a version, and make it the champion."""
-    registry, version = stored(model_state, sidecar, verdict, files, model_name)
-    outcome = promote_judged(registry, version, verdict, by=places.who())
-    mirrored(registry, version.name)
-    return shown(Released(*outcome))
+    return carried_out(model_state, sidecar, verdict, files, Registry(places.registry(), model_name))
 
 
-@task(**pods.with_registry(pods.light_pod()))
+@task(**pods.storing_pod())
 @recovery.guarded()
 def keep_champion(
-    model_state: PythonPickledFile,
-    sidecar: FlyteFile,
-    verdict: Verdict,
-    files: FlyteDirectory,
-    model_name: str,
+    model_state: PythonPickledFile, sidecar: FlyteFile, verdict: Verdict, files: FlyteDirectory, model_name: str
 ) -> Released:
     """Store a version, and leave the champion as it is."""
-    registry, version = stored(model_state, sidecar, verdict, files, model_name)
-    return shown(Released(*keep(registry, version, verdict)))
+    return carried_out(model_state, sidecar, verdict, files, Registry(places.registry(), model_name))
 
 
-def stored(
-    model_state: PythonPickledFile,
-    sidecar: FlyteFile,
-    verdict: Verdict,
-    files: FlyteDirectory,
-    model_name: str,
-) -> tuple[Registry, Version]:
-    """The registry of the model, with its version in it."""
-    registry = Registry(places.registry(), model_name)
+def carried_out(
+    model_state: PythonPickledFile, sidecar: FlyteFile, verdict: Verdict, files: FlyteDirectory, registry: Registry
+) -> Released:
+    """What a verdict says, done."""
     model = Path(model_state.download()), Path(sidecar.download())
     beside = {path.name: path for path in sorted(Path(files.download()).iterdir())}
-    return registry, store(registry, *model, verdict, beside, by=places.who())
+    version = store(registry, *model, verdict, beside, by=places.who())
+    outcome = carry_out(registry, version, verdict, by=places.who())
+    if verdict.promotes:
+        mirrored(registry, version.name)
+    return shown(Released(*outcome))
 
 
 def decided(registry: Registry, entry: Entry) -> Released:
     """The new champion."""
     mirrored(registry, entry.version)
-    return shown(Released(entry.version, entry.version, f"champion {entry.number}: {entry.reason}"))
+    now = registry.champion() or entry  # somebody may have been here since an earlier try of this task
+    return shown(Released(entry.version, now.version, f"champion {entry.number}: {entry.reason}"))
 
 
 def mirrored(registry: Registry, version: str) -> None:
@@ -166,7 +152,7 @@ def shown(released: Released) -> Released:
 
 def launched() -> dict[str, Any]:
     """Who wants something, and whether that one wants it only once, as an execution does."""
-    return {"by": places.who(), "again": not places.is_local()}
+    return {"by": places.who(), "once": not places.is_local()}
 
 
 @task(**pods.promoting_pod())

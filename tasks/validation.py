@@ -55,6 +55,7 @@ def validate_dataset(
     check(profile, hp, max_duplicates=policy.max_duplicates, max_conflicts=policy.max_conflicts)
     registry = Registry(places.registry(), model_name)
     registry.check_store()  # not hours later, when there is a champion to be written
+    registry.champion()  # likewise a log with a gap
     if policy.slices:
         read_slices(policy.slices)
     warnings = [HELD_OUT] if encoded_kind(hp.dataset) and not hp.test_dataset else []
@@ -63,7 +64,7 @@ def validate_dataset(
         warnings += [*differences(profile, champions)] if champions is not None else []
     except UnreachableError:
         raise
-    except UserError as error:  # the judgement says the same, and promotes nothing
+    except UserError as error:  # of the champion's version: the judgement compares nothing then, or does not need this
         warnings.append(f"the champion's data are not known: {error}")
     for warning in warnings:
         Progress(from_environment().progress).note(f"warning: {warning}")

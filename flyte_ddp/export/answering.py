@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import IO, Self
 
@@ -15,11 +16,12 @@ Array = NDArray[np.generic]
 
 
 class OnnxProcess:
-    """The process, which ends with the context."""
+    """The process, which ends with the context; so many threads of it compute."""
 
-    def __init__(self, model: Path) -> None:
-        command = [sys.executable, "-I", __file__, str(model)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    def __init__(self, model: Path, threads: int) -> None:
+        command = [sys.executable, "-I", __file__, str(model), str(threads)]
+        self.said = tempfile.TemporaryFile()  # noqa: SIM115  # and no pipe, which nobody would read in time
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.said)
 
     def __enter__(self) -> Self:
         return self
@@ -27,6 +29,7 @@ class OnnxProcess:
     def __exit__(self, *_: object) -> None:
         self.process.kill()
         self.process.communicate()
+        self.said.close()
 
     def answer(self, images: Array) -> NDArray[np.float32]:
         """Logits [n, classes] of images uint8 [n, H, W, C].
@@ -42,8 +45,10 @@ class OnnxProcess:
         except BrokenPipeError:
             found = None
         if found is None:
-            said = self.process.communicate()[1].decode(errors="replace").strip()
-            raise OSError(said.rpartition("\n")[2][:200] or "it was killed")
+            self.process.wait()
+            self.said.seek(0)
+            said = self.said.read().decode(errors="replace").strip()
+            raise OSError(f"onnxruntime cannot run it: {said.rpartition(chr(10))[2][:200] or 'it was killed'}")
         return found.astype(np.float32)
 
 
@@ -63,17 +68,18 @@ def receive(pipe: IO[bytes]) -> Array | None:
     return np.frombuffer(pipe.read(int(np.prod(shape)) * np.dtype(kind).itemsize), dtype=kind).reshape(shape)
 
 
-def main(model: str) -> None:
+def main(model: str, threads: str) -> None:
     """Answers until its input ends."""
     sys.modules["torch"] = None  # type: ignore[assignment]  # an import of it fails from now on
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
+    options.intra_op_num_threads = int(threads)  # it would take all of the machine's, whatever the pod has
     session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     while (images := receive(sys.stdin.buffer)) is not None:
         send(sys.stdout.buffer, session.run(None, {"images": images})[0])
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import shutil
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -16,14 +18,16 @@ import torch
 from numpy.typing import NDArray
 
 from flyte_ddp.datasets.prepared import PreparedSet
+from flyte_ddp.errors import UnreachableError
 from flyte_ddp.export.answering import OnnxProcess
 from flyte_ddp.export.requests import canvas, raw_images
 from flyte_ddp.export.served import Served
+from flyte_ddp.hardware import cores
 from flyte_ddp.models import artifacts
 from flyte_ddp.settings import Settings
 
 ONNX, PT2, GOLDEN, CHECK = "model.onnx", "model.pt2", "golden.npz", "serve_check.py"
-REQUESTS = 16  # golden ones
+REQUESTS, GOLDEN_BYTES = 16, 32 * 2**20  # so many golden ones, or fewer if their images are large
 BATCH_SIZES = (1, 7, 64)
 TOLERANCE = {"cpu": 1e-3, "cuda": 5e-3}  # of the logits' range; a GPU's convolutions are in TF32, of 10 bits
 
@@ -73,7 +77,7 @@ def export(
 ) -> Comparison:
     """Writes ``model.onnx``, ``model.pt2``, ``golden.npz`` and ``serve_check.py`` into a folder.
 
-    An ONNX that does not answer as torch does, and a .pt2 that torch cannot make, are left out.
+    All are left out where the ONNX does not answer as torch does, and a .pt2 that torch cannot make.
 
     Args:
         model: ``model.pt`` and ``model.json``.
@@ -84,25 +88,37 @@ def export(
         settings: for shards: where they are cached.
 
     Raises:
-        NotExportedError: there is no ONNX.
+        NotExportedError: there is none.
     """
-    settings, served = settings or Settings(), Served(*artifacts.load_model(*model)).eval()
-    with_onnx = folder / ONNX
-    example = next(raw_images(split, served.channels, settings))
-    write_onnx(served, example, with_onnx)
-    write_pt2(served, example, folder / PT2)
-    found = Comparison(logits, TOLERANCE[device] * float(np.ptp(logits)))
-    try:
-        compare(with_onnx, served, raw_images(split, served.channels, settings), found)
-    except OSError as error:  # of the process that answers
-        with_onnx.unlink()
-        raise NotExportedError(f"onnxruntime cannot run it: {error}") from error
-    if not found.passed:
-        with_onnx.unlink()
-    else:
-        write_golden(raw_images(split, served.channels, settings), logits, folder / GOLDEN)
-        shutil.copyfile(Path(__file__).with_name(CHECK), folder / CHECK)
+    settings = settings or Settings()
+    with TemporaryDirectory() as name:
+        made = Path(name)
+        try:
+            served = Served(*artifacts.load_model(*model)).eval()
+            images = raw_images(split, served.channels, settings)
+            example = next((image for image in images if min(image.shape[:2]) > 1), np.zeros((2, 2, served.channels)))
+            write_onnx(served, example.astype(np.uint8), made / ONNX)
+            write_pt2(served, example.astype(np.uint8), made / PT2)
+            found = Comparison(logits, TOLERANCE[device] * float(np.ptp(logits)))
+            golden = compare(made / ONNX, served, raw_images(split, served.channels, settings), found)
+            if found.passed:
+                np.savez_compressed(made / GOLDEN, tolerance=found.tolerance, **golden)
+                shutil.copyfile(Path(__file__).with_name(CHECK), made / CHECK)
+                for path in made.iterdir():
+                    shutil.move(path, folder / path.name)
+        except (NotExportedError, UnreachableError):
+            raise
+        except Exception as error:  # a full disk, or whatever the user's model comes up with
+            raise NotExportedError(innermost(error)) from error
     return found
+
+
+def innermost(error: BaseException) -> str:
+    """Of an error, and those that it was made from, the first one in a line."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {line[:200]}"
 
 
 def write_onnx(served: Served, example: Image, path: Path) -> None:
@@ -113,21 +129,17 @@ def write_onnx(served: Served, example: Image, path: Path) -> None:
         import onnxscript  # noqa: F401
     except ImportError as error:
         raise NotExportedError(f"{error.name} is not installed; pip install 'flyte-ddp[export]'") from error
-    try:
-        with quietly():
-            program: Any = torch.onnx.export(
-                served,
-                pair(example),
-                dynamo=True,
-                dynamic_shapes=any_size(),
-                input_names=["images"],
-                output_names=["logits"],
-                verbose=False,
-            )
-            program.save(path, external_data=False)
-    except Exception as error:  # whatever the exporter, or the user's model under it, comes up with
-        line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-        raise NotExportedError(f"torch.onnx cannot follow the model: {type(error).__name__}: {line[:150]}") from error
+    with quietly():
+        program: Any = torch.onnx.export(
+            served,
+            pair(example),
+            dynamo=True,
+            dynamic_shapes=any_size(),
+            input_names=["images"],
+            output_names=["logits"],
+            verbose=False,
+        )
+        program.save(path, external_data=False)
 
 
 def write_pt2(served: Served, example: Image, path: Path) -> None:
@@ -138,7 +150,7 @@ def write_pt2(served: Served, example: Image, path: Path) -> None:
             torch.export.save(torch.export.export(served, images, dynamic_shapes=any_size()), path)
             again = torch.export.load(path).module()
             torch.testing.assert_close(again(*images), served(*images))
-    except Exception:  # as above
+    except Exception:  # it is an extra
         path.unlink(missing_ok=True)
 
 
@@ -154,35 +166,37 @@ def any_size() -> tuple[dict[int, Any]]:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Without the exporters' remarks, which are for those who write them."""
+    """Without the exporters' remarks, and graphs on standard error, which are for those who write them."""
     before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
+    logging.disable(logging.ERROR)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
         logging.disable(before)
 
 
-def compare(path: Path, served: Served, images: Iterator[Image], found: Comparison) -> None:
+def compare(path: Path, served: Served, images: Iterator[Image], found: Comparison) -> dict[str, Any]:
     """Asks a process without torch about all images: about each by itself, and in batches.
+
+    Returns:
+        The golden requests: a few images, evenly spread over the test split, and their logits.
 
     Raises:
         OSError: the process has ended.
     """
+    samples = len(found.expected)
     waiting: dict[int, list[Image]] = {size: [] for size in BATCH_SIZES}
-    with OnnxProcess(path) as onnx:
+    spread, golden, size_of_golden = {*np.linspace(0, samples - 1, REQUESTS, dtype=int).tolist()}, dict[int, Image](), 0
+    with OnnxProcess(path, cores()) as onnx:
         for place, image in enumerate(images):
+            if place in spread and (not golden or size_of_golden + image.nbytes <= GOLDEN_BYTES):
+                golden[place], size_of_golden = image, size_of_golden + image.nbytes
             for size, batch in waiting.items():
                 batch.append(image if size == 1 else canvas(image, served))
-                if len(batch) == size or place + 1 == len(found.expected):
+                if len(batch) == size or place + 1 == samples:
                     found.add(place + 1 - len(batch), onnx.answer(np.stack(batch)))
                     batch.clear()
-
-
-def write_golden(images: Iterator[Image], logits: NDArray[np.float32], path: Path) -> None:
-    """Writes a few images, evenly spread over the test split, with their logits."""
-    chosen = sorted({*np.linspace(0, len(logits) - 1, min(REQUESTS, len(logits)), dtype=int).tolist()})
-    arrays: dict[str, Any] = {f"image_{place:09d}": image for place, image in enumerate(images) if place in chosen}
-    np.savez_compressed(path, logits=logits[chosen], **arrays)
+    named = {f"image_{place:09d}": image for place, image in golden.items()}
+    return {**named, "logits": found.expected[[*golden]]}

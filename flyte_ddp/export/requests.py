@@ -12,11 +12,14 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.arrays import ImageArrays
 from flyte_ddp.datasets.prepared import PreparedSet, orders_of
 from flyte_ddp.export.served import Served
+from flyte_ddp.hardware import cores
 from flyte_ddp.loading.cropping import squared
-from flyte_ddp.loading.decoding import DecodingError
-from flyte_ddp.loading.encoded import decoded
+from flyte_ddp.loading.decoding import DecodingError, Pixels
+from flyte_ddp.loading.encoded import Encoded, decoded, in_order
 from flyte_ddp.loading.opening import reader
 from flyte_ddp.settings import Settings
+
+AHEAD = 32  # images that are decoded and wait
 
 
 def raw_images(data: PreparedSet, channels: int, settings: Settings) -> Iterator[NDArray[np.uint8]]:
@@ -28,12 +31,15 @@ def raw_images(data: PreparedSet, channels: int, settings: Settings) -> Iterator
     hp = Hyperparameters(dataset=data.name, validation_fraction=0.0)
     order = orders_of(data, hp)["test"]
     with closing(reader(data.train if data.test is None else data.test, hp, settings)) as images:
-        for sample in order.samples(slice(0, len(order))).tolist():
+
+        def pixels(sample: int, found: Encoded) -> Pixels | None:
             try:
-                pixels, _ = decoded(images, sample, images.read(sample))
+                return decoded(images, sample, found)[0]
             except DecodingError:
-                continue
-            yield pixels
+                return None
+
+        samples, threads = order.samples(slice(0, len(order))), settings.loader_threads or cores()
+        yield from (image for image in in_order(images, samples, threads, pixels, AHEAD) if image is not None)
 
 
 def canvas(image: NDArray[np.uint8], served: Served) -> NDArray[np.uint8]:

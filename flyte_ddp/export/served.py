@@ -39,7 +39,8 @@ class Served(nn.Module):
             images = images.narrow(1, (height - side) // 2, side).narrow(2, (width - side) // 2, side)
         pixels = along_columns(along_rows(images.float(), self.width, self.middle), self.height, self.middle)
         scale, shift = self.get_buffer("scale"), self.get_buffer("shift")
-        logits: Tensor = self.model((pixels * scale + shift).permute(0, 3, 1, 2)).float()
+        inputs = (pixels * scale + shift).permute(0, 3, 1, 2).contiguous()  # as in training: models may use view()
+        logits: Tensor = self.model(inputs).float()
         return logits
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import KW_ONLY, dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import threadpoolctl
@@ -21,6 +22,7 @@ from flyte_ddp.loading.split import Images
 from flyte_ddp.order.sampling import Indices
 
 SAMPLES_A_TASK = 8  # at most: it makes little of a task's own cost
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -208,6 +210,29 @@ class EncodedImages(Images):
         """Ends the threads and closes files, without waiting for those that are in the middle of a download."""
         self.pool.shutdown(wait=False, cancel_futures=True)
         self.reader.close()
+
+
+def in_order(
+    reader: Reader, samples: Indices, threads: int, use: Callable[[int, Encoded], Result], ahead: int
+) -> Iterator[Result]:
+    """What threads make of each sample, in the samples' order; so many are read, and worked on, ahead."""
+    waiting: deque[Future[Result]] = deque()
+
+    def used(sample: int, coming: Future[Encoded] | None) -> Result:
+        return use(sample, coming.result() if coming is not None else reader.read(sample))
+
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="decoder", initializer=work_alone)
+    try:
+        for place, sample in enumerate(samples.tolist()):
+            if place % ahead == 0:
+                reader.expect(samples[place : place + 2 * ahead])
+            waiting.append(pool.submit(used, sample, reader.begin(sample)))
+            if len(waiting) == ahead:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def work_alone() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +21,14 @@ from flyte_ddp.predict.prediction_batches import Batch, Request, split_batches
 from flyte_ddp.settings import Settings
 
 BATCH_SIZE = 500
+
+
+class Scores(NamedTuple):
+    """What the probabilities of N samples come to: [N] each."""
+
+    confidence: NDArray[np.float64]  # the probability of the prediction
+    nll: NDArray[np.float64]  # the negative log-likelihood of the label, in nats
+    brier: NDArray[np.float64]  # from 0 to 2; Brier, Monthly Weather Review 78 (1950)
 
 
 @dataclass
@@ -48,21 +56,17 @@ class Answers:
         return float(self.correct.mean())
 
     @cached_property
-    def log_probabilities(self) -> NDArray[np.float64]:
-        """[N, C]."""
-        return torch.log_softmax(torch.from_numpy(self.logits).double(), dim=1).numpy()
-
-    @cached_property
-    def nll(self) -> NDArray[np.float64]:
-        """The negative log-likelihood of each sample, in nats: [N]."""
-        return -self.log_probabilities[np.arange(len(self.labels)), self.labels]
-
-    @cached_property
-    def brier(self) -> NDArray[np.float64]:
-        """The Brier score of each sample, from 0 to 2: [N]. Brier, Monthly Weather Review 78 (1950)."""
-        probabilities = np.exp(self.log_probabilities)
-        of_label = probabilities[np.arange(len(self.labels)), self.labels]
-        return np.asarray((probabilities**2).sum(axis=1) - 2 * of_label + 1)
+    def scores(self) -> Scores:
+        """In double precision, of so many samples at a time that thousands of classes do not fill the memory."""
+        parts = []
+        for start in range(0, len(self.labels), BATCH_SIZE):
+            logits = torch.from_numpy(self.logits[start : start + BATCH_SIZE]).double()
+            labels = torch.from_numpy(self.labels[start : start + BATCH_SIZE])[:, None]
+            logs = torch.log_softmax(logits, dim=1)
+            of_label = logs.gather(1, labels)[:, 0]
+            brier = logs.exp().square().sum(dim=1) - 2 * of_label.exp() + 1
+            parts.append(torch.stack((logs.max(dim=1).values.exp(), -of_label, brier)))
+        return Scores(*torch.cat(parts, dim=1).numpy())
 
     def confusion(self) -> NDArray[np.int64]:
         """[C, C], the label first."""
@@ -73,12 +77,19 @@ class Answers:
 class Model:
     """A saved model, ready to be asked.
 
+    Args:
+        weights: ``model.pt``.
+        sidecar: ``model.json``.
+        settings: for shards: where they are cached, and how many threads decode.
+        bad_samples: how many images may be undecodable; by default as many as in its training.
+
     Raises:
         UserError: its files are missing, damaged, or do not belong together.
 
     """
 
-    def __init__(self, weights: Path, sidecar: Path, settings: Settings) -> None:
+    def __init__(self, weights: Path, sidecar: Path, settings: Settings, bad_samples: int | None = None) -> None:
+        self.files = weights, sidecar
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.module: nn.Module
         self.sidecar: dict[str, Any]
@@ -87,6 +98,8 @@ class Model:
         self.bytes = weights.stat().st_size
         self.digest = str(self.sidecar["digests"]["weights"])
         self.classes = [str(name) for name in self.sidecar["classes"]]
+        trained_with = int(self.sidecar.get("hyperparameters", {}).get("bad_samples", 0))
+        self.bad_samples = trained_with if bad_samples is None else bad_samples
 
     def takes(self) -> str:
         """Channels, height and width of its input, such as 3 x 224 x 224."""
@@ -94,8 +107,8 @@ class Model:
         return f"{spec.channels} x {spec.height} x {spec.width}"
 
     def batches(self, data: PreparedSet, batch_size: int = BATCH_SIZE) -> Generator[Batch, None, None]:
-        """The test split, as this model takes it; so many images may be undecodable as in its training."""
-        allowed = BadSamples(self.sidecar.get("hyperparameters", {}).get("bad_samples", 0))
+        """The test split, as this model takes it."""
+        allowed = BadSamples(self.bad_samples)
         request = Request(artifacts.input_spec(self.sidecar), batch_size, self.device, allowed)
         return split_batches(data, request, classes=self.classes, settings=self.settings)
 

@@ -5,7 +5,7 @@ Mitchell et al., "Model cards for model reporting", FAT* 2019; its metadata are 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -23,19 +23,21 @@ def card(name: str, sidecar: Mapping[str, Any], verdict: Verdict, files: Collect
 
 def metadata(name: str, sidecar: Mapping[str, Any]) -> dict[str, Any]:
     """What stands at the top, for programs."""
-    dataset = sidecar.get("hyperparameters", {}).get("dataset", UNKNOWN)
+    hp = sidecar.get("hyperparameters", {})
+    trained_on = hp.get("dataset", UNKNOWN)
+    tested_on = hp.get("test_dataset") or trained_on
     metrics = sidecar.get("metrics", {})
     named = {"accuracy": "test_accuracy", "loss": "test_loss"}
     results = {
         "task": {"type": "image-classification", "name": "Image classification"},
-        "dataset": {"type": dataset, "name": dataset, "split": "test"},
+        "dataset": {"type": tested_on, "name": tested_on, "split": "test"},
         "metrics": [{"type": kind, "value": metrics[key]} for kind, key in named.items() if key in metrics],
     }
     return {
         "library_name": "pytorch",
         "pipeline_tag": "image-classification",
         "tags": ["flyte-ddp"],
-        "datasets": [dataset],
+        "datasets": [trained_on],
         "metrics": ["accuracy"],
         "model-index": [{"name": name, "results": [results]}],
     }
@@ -52,8 +54,9 @@ def body(name: str, sidecar: Mapping[str, Any], verdict: Verdict) -> Iterator[st
             "Version (SHA-256 of the weights)": sidecar["digests"]["weights"],
             "Model": sidecar["model"],
             "Input": f"{takes['channels']} x {takes['height']} x {takes['width']}",
-            "Classes": f"{len(sidecar['classes'])}: {', '.join(map(str, sidecar['classes'][:20]))}",
+            "Classes": f"{len(sidecar['classes'])}: {few(sidecar['classes'])}",
             "Data set": hp.get("dataset", UNKNOWN),
+            "Test set": hp.get("test_dataset") or "a part of it",
             "Source of the data": hp.get("data_source") or UNKNOWN,
             "Started from": hp.get("init_from") or "random weights",
             "Test accuracy": metrics.get("test_accuracy", UNKNOWN),
@@ -74,6 +77,11 @@ def body(name: str, sidecar: Mapping[str, Any], verdict: Verdict) -> Iterator[st
     yield "## Training"
     yield ""
     yield from table(("Hyperparameter", "Value"), hp.items())
+
+
+def few(classes: Sequence[str]) -> str:
+    """The first of many classes."""
+    return ", ".join([*map(str, classes[:20]), *(["..."] if len(classes) > 20 else [])])
 
 
 def use(files: Collection[str]) -> Iterator[str]:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.export.exporting import Comparison
-from flyte_ddp.formatting import percent
+from flyte_ddp.formatting import counted, percent
 from flyte_ddp.release import statistics
 from flyte_ddp.release.answers import Answers
 from flyte_ddp.release.policy import Policy
@@ -28,10 +28,14 @@ class Pair:
     samples: int
 
     @classmethod
-    def of(cls, challenger: Answers, other: Answers, part: NDArray[np.int64] | slice = slice(None)) -> Pair:
-        """On all samples, or on a part of them."""
-        mine, theirs = challenger.correct[part], other.correct[part]
+    def of(cls, mine: NDArray[np.bool_], theirs: NDArray[np.bool_]) -> Pair:
+        """From what each of the two gets right of the same samples: [N] each."""
         return cls(int((mine & ~theirs).sum()), int((theirs & ~mine).sum()), len(mine))
+
+    @property
+    def discordant(self) -> int:
+        """Samples that only one of the two gets right."""
+        return self.gained + self.lost
 
     @property
     def difference(self) -> float:
@@ -63,7 +67,7 @@ def finite(challenger: Answers) -> Check:
     """All that the model answers are numbers."""
     bad = np.flatnonzero(~np.isfinite(challenger.logits).all(axis=1))
     reason = f"sample {challenger.ids[bad[0]] if challenger.ids else bad[0]} gives NaN or infinity" if len(bad) else ""
-    return Check("finite", not len(bad), f"{len(bad):,} samples are not", "0", reason)
+    return Check("finite", not len(bad), f"{counted(len(bad), 'sample')} with NaN or infinity", "none", reason)
 
 
 def ratio(name: str, value: float, limit: float) -> Check:
@@ -92,21 +96,16 @@ def above_majority(challenger: Answers, alpha: float) -> Check:
 def superior(pair: Pair, alpha: float) -> Check:
     """Better than the champion."""
     p = statistics.better(pair.gained, pair.lost)
-    if pair.gained + pair.lost == 0:
-        reason = "both models get the same samples right"
-    else:
-        reason = f"{pair.told()} (p = {p:.3g}, {alpha:.3g} is needed)"
+    reason = f"{pair.told()} (p = {p:.3g}, {alpha:.3g} is needed)"
     return Check("superior", p <= alpha, f"p = {p:.3g}", f"p at most {alpha:.3g}", reason)
 
 
 def not_worse(name: str, pair: Pair, margin: float, alpha: float) -> Check:
     """Not worse by more than a margin than the champion, or than the best version ever."""
     bound = statistics.least_difference(pair.gained, pair.lost, pair.samples, alpha)
-    passed = bound > -margin and pair.gained + pair.lost > 0
     reason = f"{pair.told()}; at least {points(bound)} against the {name}, and more than {points(-margin)} are needed"
-    if pair.gained + pair.lost == 0:
-        reason = f"it and the {name} get the same samples right"
-    return Check(f"not worse than the {name}", passed, f"at least {points(bound)}", f"above {points(-margin)}", reason)
+    value, limit = f"at least {points(bound)}", f"above {points(-margin)}"
+    return Check(f"not worse than the {name}", bound > -margin, value, limit, reason)
 
 
 def parts(
@@ -117,7 +116,7 @@ def parts(
     A veto needs both: that the loss is above the limit, and that it is no chance, by McNemar's test with Holm's
     correction for so many tests.
     """
-    pairs = {name: Pair.of(challenger, champion, part) for name, part in members.items()}
+    pairs = {name: Pair.of(challenger.correct[part], champion.correct[part]) for name, part in members.items()}
     tested = {name: pair for name, pair in pairs.items() if pair.samples >= LEAST_SAMPLES}
     corrected = statistics.holm([statistics.better(pair.lost, pair.gained) for pair in tested.values()])
     p_values = dict(zip(tested, corrected, strict=True))
@@ -168,7 +167,7 @@ def not_risen(
 def calibration(challenger: Answers, champion: Answers | None) -> Check:
     """How honest the scores are; only shown, as its estimate depends on the bins."""
     errors = [
-        statistics.calibration_error(np.exp(model.log_probabilities.max(axis=1)), model.correct)
+        statistics.calibration_error(model.scores.confidence, model.correct)
         for model in (champion, challenger)
         if model is not None
     ]
@@ -184,7 +183,7 @@ def exported(found: Comparison | str, *, required: bool) -> Check:
     limit = "as torch" if required else ""
     if isinstance(found, str):
         return Check("export", not required, "none", limit, f"not exported: {found}")
-    others = f", and {len(found.others):,} classes are others" if found.others else ""
+    others = f", and {counted(len(found.others), 'sample')} get another class" if found.others else ""
     said = f"logits of the ONNX differ by {found.worst:.2g} at most, {found.tolerance:.2g} is allowed{others}"
     left_out = "" if found.passed else "; it is left out"
     return Check("export", found.passed or not required, f"{found.worst:.2g}", limit, f"{said}{left_out}")

@@ -18,6 +18,7 @@ from flyte_ddp.datasets.arrays import TEST_DIGEST, read_description
 from flyte_ddp.datasets.prepared import PreparedSet, open_prepared
 from flyte_ddp.errors import UnreachableError, UserError
 from flyte_ddp.export.exporting import Comparison, NotExportedError, export
+from flyte_ddp.formatting import counted
 from flyte_ddp.release import checks, looks, statistics, versions
 from flyte_ddp.release.answers import Answers, Model
 from flyte_ddp.release.checks import Pair
@@ -28,7 +29,7 @@ from flyte_ddp.release.verdict import KEPT, NO_COMPARISON, PROMOTED, Check, Verd
 from flyte_ddp.settings import Settings
 
 LATENCY_BATCH, LATENCY_ROUNDS = 64, 15
-PASSING = (UnreachableError, MemoryError, torch.OutOfMemoryError)  # say nothing about a model; another try may do
+NOT_THE_MODELS = (UnreachableError, MemoryError, torch.OutOfMemoryError)  # these say nothing about a model
 NOBODY = "none"  # stands for the champion where there is none
 
 
@@ -70,29 +71,18 @@ def judge(
     Raises:
         UserError: the challenger, the data or the registry cannot be read, or the test split lacks a class.
     """
-    settings = settings or Settings()
     before = registry.champion()
-    challenger, split = Model(weights, sidecar, settings), open_prepared(data)
-    files = weights, sidecar
-    case = Case(registry, policy, before, challenger, split, test_digest_of(data), counts, exports, files)
+    challenger, split = Model(weights, sidecar, settings or Settings()), open_prepared(data)
+    case = Case(registry, policy, before, challenger, split, test_digest_of(data), counts, exports)
     if before is None:
         return case.alone(challenger.answers(split))
-    if before.version == challenger.digest and same_task(registry, before, challenger):
+    if before.version == challenger.digest:
         return case.same_weights(None if counts else challenger.answers(split))
     try:
-        with fetched(registry, before, settings) as champion:
+        with fetched(registry, before.version, before.manifest, challenger) as champion:
             return compared(case, champion)
     except Incomparable as failure:
         return case.closed(NO_COMPARISON, str(failure))
-
-
-def same_task(registry: Registry, before: Entry, challenger: Model) -> bool:
-    """Whether the champion, which has the challenger's weights, also has its classes and input."""
-    try:
-        with fetched(registry, before, challenger.settings) as champion:
-            return (champion.classes, champion.takes()) == (challenger.classes, challenger.takes())
-    except Incomparable:
-        return True
 
 
 def test_digest_of(data: Path) -> str:
@@ -123,7 +113,6 @@ class Case:
     test_digest: str
     counts: bool
     exports: Path | None
-    files: tuple[Path, Path]  # the challenger's
     checks: list[Check] = field(default_factory=list)
 
     def passes(self, check: Check) -> bool:
@@ -132,9 +121,9 @@ class Case:
         return check.passed
 
     def look(self) -> tuple[int, float]:
-        """The number of this look at the test split, and its share of alpha; 0 and all of it if it does not count."""
+        """The number of this look at the test split, and its share of alpha; 0 and the first one's if none counts."""
         if not self.counts:
-            return 0, self.policy.alpha
+            return 0, statistics.spent(self.policy.alpha, 1)
         champion = self.before.version if self.before else NOBODY
         rule = f"{self.policy.rule} {self.policy.margin:g} {self.policy.alpha:g}"
         number = looks.claim(self.registry, self.test_digest, self.model.digest, champion, rule)
@@ -150,7 +139,7 @@ class Case:
             passed = self.passes(checks.floor(answers, self.policy))
             passed = self.passes(checks.above_majority(answers, alpha)) and passed
             self.passes(checks.calibration(answers, None))
-            passed = passed and self.exported(answers)
+            passed = self.exported(answers) and passed
         return self.closed(
             PROMOTED if passed else KEPT,
             "there is no champion yet, and it is better than the most frequent class" if passed else self.why_not(),
@@ -161,13 +150,17 @@ class Case:
         )
 
     def exported(self, answers: Answers) -> bool:
-        """Writes the challenger for programs without torch; False if it is kept back for that."""
+        """Writes the challenger for programs without torch, also if only a person may promote it.
+
+        Returns:
+            False if it is kept back for there being no such file.
+        """
         if self.exports is None or self.policy.export == OFF:
             return True
         device, settings = self.model.device.type, self.model.settings
         try:
             found: Comparison | str = export(
-                self.files, self.split, answers.logits, self.exports, device=device, settings=settings
+                self.model.files, self.split, answers.logits, self.exports, device=device, settings=settings
             )
         except NotExportedError as error:
             found = str(error)
@@ -176,10 +169,6 @@ class Case:
     def why_not(self) -> str:
         """The reasons of the checks that do not hold."""
         return "; ".join(check.reason for check in self.checks if not check.passed)
-
-    def kept(self) -> Judgement:
-        """The verdict without any comparison."""
-        return self.closed(KEPT, self.why_not())
 
     def same_weights(self, answers: Answers | None) -> Judgement:
         """The verdict on the champion itself, with its answers if somebody wants to see them."""
@@ -225,43 +214,42 @@ class Case:
 def compared(case: Case, champion: Model) -> Judgement:
     """The verdict on a challenger beside the champion, by all checks."""
     policy, model, split = case.policy, case.model, case.split
-    if not case.passes(checks.same_task(model.classes, champion.classes, (model.takes(), champion.takes()))):
-        return case.kept()
     answers = model.answers(split)
     members = {"class": checks.class_members(answers, model.classes)}
     if policy.slices:
         members["slice"] = slice_members(policy.slices, answers.ids, answers.undecoded)
     if not case.passes(checks.finite(answers)):
-        return case.kept()
+        return case.closed(KEPT, case.why_not())
+    if not case.passes(checks.same_task(model.classes, champion.classes, (model.takes(), champion.takes()))):
+        case.exported(answers)
+        return case.closed(KEPT, case.why_not(), challenger=answers)
     theirs = answers_of(champion, split)
-    anchors = {"champion": theirs}
-    if case.before and case.before.best not in (champion.digest, model.digest):
-        try:
-            anchors["best version ever"] = answers_of_best(case)
-        except Incomparable:  # which counts for nothing where a challenger must only be better than the champion
-            if policy.rule == NOT_WORSE:
-                raise
+    others = {} if case.before is None else answers_of_best(case, case.before, champion)
     case.passes(checks.ratio("size", model.bytes / champion.bytes, policy.size_ratio))
     case.passes(checks.ratio("latency", latency_ratio(model, champion, split), policy.latency_ratio))
     case.passes(checks.floor(answers, policy))
-    pair = Pair.of(answers, theirs)
-    number, alpha = case.look() if pair.gained + pair.lost else (0, policy.alpha)
+    pair = Pair.of(answers.correct, theirs.correct)
+    if not pair.discordant:
+        case.exported(answers)
+        same = "both models get the same samples right"
+        return case.closed(KEPT, same, challenger=answers, champion=theirs)
+    number, alpha = case.look()
+    decisive = rule(policy, "champion", pair, alpha)
+    case.passes(decisive)
     if policy.rule == NOT_WORSE:
-        decisive, *others = (
-            checks.not_worse(name, Pair.of(answers, other), policy.margin, alpha) for name, other in anchors.items()
-        )
-    else:
-        decisive, *others = [checks.superior(pair, alpha)]
-    case.checks += [decisive, *others]
+        for name, other in others.items():
+            case.passes(rule(policy, name, Pair.of(answers.correct, other.correct), alpha))
     parts: dict[str, list[Check]] = {}
     for kind, of_kind in members.items():
         check, parts[kind] = checks.parts(kind, of_kind, answers, theirs, policy)
         case.passes(check)
-    case.passes(checks.not_risen("negative log-likelihood", answers.nll, theirs.nll, policy.nll_rise, policy.alpha))
-    case.passes(checks.not_risen("Brier score", answers.brier, theirs.brier, policy.brier_rise, policy.alpha))
+    ours, champions = answers.scores, theirs.scores
+    case.passes(checks.not_risen("negative log-likelihood", ours.nll, champions.nll, policy.nll_rise, policy.alpha))
+    case.passes(checks.not_risen("Brier score", ours.brier, champions.brier, policy.brier_rise, policy.alpha))
     case.passes(checks.calibration(answers, theirs))
-    passed = all(check.passed for check in case.checks) and case.exported(answers)
-    best = answers.accuracy > max(other.accuracy for other in anchors.values())
+    case.exported(answers)
+    passed = all(check.passed for check in case.checks)
+    best = answers.accuracy > max(other.accuracy for other in (theirs, *others.values()))
     return case.closed(
         PROMOTED if passed else KEPT,
         decisive.reason if passed else case.why_not(),
@@ -275,32 +263,59 @@ def compared(case: Case, champion: Model) -> Judgement:
     )
 
 
+def rule(policy: Policy, name: str, pair: Pair, alpha: float) -> Check:
+    """The check that decides, against the champion or the best version ever."""
+    if policy.rule == NOT_WORSE:
+        return checks.not_worse(name, pair, policy.margin, alpha)
+    return checks.superior(pair, alpha)
+
+
+def answers_of_best(case: Case, before: Entry, champion: Model) -> dict[str, Answers]:
+    """What the best version ever answers, if that is neither of the two.
+
+    Raises:
+        Incomparable: it cannot be loaded or evaluated, and the challenger must not be worse.
+    """
+    if before.best in (champion.digest, case.model.digest):
+        return {}
+    try:
+        with fetched(case.registry, before.best, "", case.model) as best:
+            return {"best version ever": answers_of(best, case.split)}
+    except Incomparable:
+        if case.policy.rule == NOT_WORSE:
+            raise
+        return {}
+
+
 def power(pair: Pair, policy: Policy, alpha: float) -> str:
     """What the rule can find on so many samples."""
-    discordant = (pair.gained + pair.lost) / pair.samples
+    samples = counted(pair.samples, "sample")
+    discordant = pair.discordant / pair.samples
     if policy.rule == NOT_WORSE:
         share = statistics.passing(pair.samples, discordant, policy.margin, alpha)
-        return f"on {pair.samples:,} samples a model of the same accuracy passes in {share:.0%} of cases"
+        return f"on {samples} a model of the same accuracy passes a comparison in {share:.0%} of cases"
     found = statistics.detectable(pair.samples, discordant, alpha)
-    return f"on {pair.samples:,} samples {100 * found:.2f} points are found in {statistics.POWER:.0%} of cases"
+    if found is None:
+        return f"on {samples} no difference is found in {statistics.POWER:.0%} of cases"
+    return f"on {samples} {100 * found:.2f} points are found in {statistics.POWER:.0%} of cases"
 
 
 @contextmanager
-def fetched(registry: Registry, entry: Entry, settings: Settings, version: str = "") -> Iterator[Model]:
-    """The champion of an entry, or another version, out of the registry.
+def fetched(registry: Registry, name: str, manifest: str, challenger: Model) -> Iterator[Model]:
+    """A version out of the registry, which may meet as many images that cannot be decoded as the challenger.
 
     Raises:
         Incomparable: it cannot be loaded.
     """
     with tempfile.TemporaryDirectory() as folder:
+        files = Path(folder, versions.WEIGHTS), Path(folder, versions.SIDECAR)
         try:
-            found = versions.read(registry, version or entry.version, "" if version else entry.manifest)
-            versions.fetch(registry, found, Path(folder))
-            model = Model(Path(folder, versions.WEIGHTS), Path(folder, versions.SIDECAR), settings)
-        except PASSING:
+            versions.fetch(registry, versions.read(registry, name, manifest), Path(folder))
+            model = Model(*files, challenger.settings, challenger.bad_samples)
+        except NOT_THE_MODELS:
             raise
         except Exception as error:  # also of code that builds the user's own model
-            raise Incomparable(f"version {(version or entry.version)[:12]} cannot be loaded: {error}") from error
+            raise Incomparable(f"version {name[:12]} cannot be loaded: {error}") from error
         yield model
 
 
@@ -312,20 +327,13 @@ def answers_of(model: Model, split: PreparedSet) -> Answers:
     """
     try:
         answers = model.answers(split)
-    except PASSING:
+    except NOT_THE_MODELS:
         raise
     except Exception as error:  # of any kind, as the model may be the user's own
         raise Incomparable(f"version {model.digest[:12]} cannot be evaluated: {error}") from error
     if not checks.finite(answers).passed:
         raise Incomparable(f"version {model.digest[:12]} answers with NaN or infinity")
     return answers
-
-
-def answers_of_best(case: Case) -> Answers:
-    """What the best version ever answers."""
-    assert case.before is not None
-    with fetched(case.registry, case.before, case.model.settings, case.before.best) as best:
-        return answers_of(best, case.split)
 
 
 def latency_ratio(challenger: Model, champion: Model, split: PreparedSet) -> float:

@@ -13,8 +13,11 @@ from typing import Any
 import flyte_ddp
 from flyte_ddp.release.verdict import Verdict
 
-SCHEMA = "https://openlineage.io/spec/2-0-2/OpenLineage.json#/$defs/RunEvent"
-PRODUCER = f"flyte-ddp/{flyte_ddp.__version__}"
+SPEC = "https://openlineage.io/spec/2-0-2/OpenLineage.json#/$defs"
+VERSION_FACET = (
+    "https://openlineage.io/spec/facets/1-0-1/DatasetVersionDatasetFacet.json#/$defs/DatasetVersionDatasetFacet"
+)
+PRODUCER = f"urn:flyte-ddp:{flyte_ddp.__version__}"
 
 
 def lineage(address: str, name: str, sidecar: Mapping[str, Any], verdict: Verdict, *, by: str) -> bytes:
@@ -26,20 +29,21 @@ def lineage(address: str, name: str, sidecar: Mapping[str, Any], verdict: Verdic
     hp, digests = sidecar.get("hyperparameters", {}), sidecar["digests"]
     trained_on = dataset("data", hp.get("dataset", ""), digests.get("data", ""), source=hp.get("data_source", ""))
     tested_on = dataset("data", hp.get("test_dataset") or hp.get("dataset", ""), verdict.test_digest, split="test")
-    started_from = [dataset("weights", hp["init_from"], "")] if hp.get("init_from") else []
+    started_from = [dataset("weights", hp["init_from"], digests.get("init_from", ""))] if hp.get("init_from") else []
     parent = [dataset(address, name, verdict.champion)] if verdict.champion else []
     training = {
         "hyperparameters": hp,
         "num_ranks": sidecar.get("num_ranks"),
         "threads_per_rank": sidecar.get("threads_per_rank"),
         "code": digests.get("code", ""),
+        "userCode": digests.get("user_code", ""),
         "versions": sidecar.get("versions", {}),
     }
     event = {
         "eventType": "COMPLETE",
         "eventTime": verdict.time,
         "producer": PRODUCER,
-        "schemaURL": SCHEMA,
+        "schemaURL": f"{SPEC}/RunEvent",
         "job": {"namespace": "flyte-ddp", "name": name},
         "run": {
             "runId": str(uuid.uuid5(uuid.NAMESPACE_URL, f"{by} {digests['weights']}")),
@@ -57,7 +61,7 @@ def lineage(address: str, name: str, sidecar: Mapping[str, Any], verdict: Verdic
 
 def dataset(namespace: str, name: str, digest: str, **about: str) -> dict[str, Any]:
     """A data set, or a model, by the digest of its content."""
-    facets = {"version": facet(datasetVersion=digest)} if digest else {}
+    facets = {"version": {**facet(datasetVersion=digest), "_schemaURL": VERSION_FACET}} if digest else {}
     return {
         "namespace": namespace,
         "name": name,
@@ -67,4 +71,4 @@ def dataset(namespace: str, name: str, digest: str, **about: str) -> dict[str, A
 
 def facet(**values: Any) -> dict[str, Any]:
     """Values with what each facet must say."""
-    return {"_producer": PRODUCER, "_schemaURL": SCHEMA, **values}
+    return {"_producer": PRODUCER, "_schemaURL": f"{SPEC}/BaseFacet", **values}

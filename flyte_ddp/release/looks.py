@@ -1,8 +1,8 @@
 """How often a test split has been looked at: each look is claimed once, before anything is decided by it.
 
-judgements/TEST_DIGEST/looks/00000007.json     the seventh look: which two models were compared
-judgements/TEST_DIGEST/pairs/DIGEST.json       the look of two models by a rule; they may be compared again by it
-judgements/TEST_DIGEST/verdicts/00000007.json  what came of it
+judgements/TEST_DIGEST/looks/00000007.json            the seventh look: which two models were compared
+judgements/TEST_DIGEST/pairs/DIGEST.json              the look of two models by a rule: by it they may be compared again
+judgements/TEST_DIGEST/verdicts/00000007-DIGEST.json  what came of it
 """
 
 from __future__ import annotations
@@ -10,18 +10,17 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
-from collections.abc import Mapping
 
 from flyte_ddp import storage
 from flyte_ddp.errors import UserError
 from flyte_ddp.release.registry import Registry, file_name
 from flyte_ddp.storage import MissingError
 
-RECENT = 5  # looks among which that of a judge who was killed is searched for
-
 
 def claim(registry: Registry, test_digest: str, challenger: str, champion: str, rule: str) -> int:
     """The number of this look at a test split, from 1; that of the same two models before, by the same rule.
+
+    A judge who is killed between its two writes has spent a look for nothing: that makes later ones stricter only.
 
     Raises:
         UserError: the registry cannot be read or written.
@@ -36,36 +35,18 @@ def claim(registry: Registry, test_digest: str, challenger: str, champion: str, 
             pass
         except (ValueError, TypeError, KeyError):
             raise UserError(f"{pair}: is damaged; restore it, or delete it to spend another look") from None
+    looks = storage.join(folder, "looks")
     with registry.explained("listed"):
-        looks = storage.join(folder, "looks")
         try:
-            number = sum(1 for _ in storage.retried(looks, lambda of: [*storage.list_files(of)]))
+            number = 1 + sum(1 for _ in storage.retried(looks, lambda of: [*storage.list_files(of)]))
         except MissingError:
-            number = 0
-    if not (mine := begun(registry, looks, number, compared)):
-        mine = number + 1
-        with registry.explained("written"):
-            while not registry.created(storage.join(looks, file_name(mine)), described(mine, compared)):
-                mine += 1
+            number = 1
+    nonce = {"nonce": secrets.token_hex(16)}
     with registry.explained("written"):
+        while not registry.created(
+            storage.join(looks, file_name(number)), json.dumps({"look": number, **compared, **nonce}, indent=1).encode()
+        ):
+            number += 1
         # Two who judge the same pair at the same time have two looks: the first one's counts for both from now on.
-        registry.created(pair, json.dumps({"look": mine}).encode())
-    return mine
-
-
-def described(number: int, compared: Mapping[str, str]) -> bytes:
-    """The content of a look, which no other one has."""
-    return json.dumps({"look": number, **compared, "nonce": secrets.token_hex(16)}, indent=1).encode()
-
-
-def begun(registry: Registry, looks: str, last: int, compared: Mapping[str, str]) -> int:
-    """Among the last looks that of the same pair, whose judge was killed before anything came of it; 0 if none is."""
-    for number in range(last, max(0, last - RECENT), -1):
-        with registry.explained("read"):
-            try:
-                found = json.loads(storage.retried(storage.join(looks, file_name(number)), storage.read))
-            except (MissingError, ValueError):
-                continue
-        if isinstance(found, dict) and {name: found.get(name) for name in compared} == compared:
-            return number
-    return 0
+        registry.created(pair, json.dumps({"look": number}).encode())
+    return number

@@ -48,18 +48,13 @@ def told_apart(judgement: Judgement) -> dict[str, list[Picture]]:
     if mine is None or theirs is None:
         return {}
     wanted = {
-        "Only the challenger is right; the champion predicts": (
-            np.flatnonzero(mine.correct & ~theirs.correct)[:PICTURED],
-            theirs,
-        ),
-        "Only the champion is right; the challenger predicts": (
-            np.flatnonzero(theirs.correct & ~mine.correct)[:PICTURED],
-            mine,
-        ),
+        f"Only the {right} is right; the {wrong} predicts": (np.flatnonzero(apart)[:PICTURED], answers)
+        for right, wrong, apart, answers in (
+            ("challenger", "champion", mine.correct & ~theirs.correct, theirs),
+            ("champion", "challenger", theirs.correct & ~mine.correct, mine),
+        )
     }
-    images = images_of(
-        judgement.model, judgement.split, {int(place) for places, _ in wanted.values() for place in places}
-    )
+    images = images_of(judgement.model, judgement.split, {place for found, _ in wanted.values() for place in found})
     return {
         headline: [picture(int(place), images, wrong, judgement.model.classes) for place in places]
         for headline, (places, wrong) in wanted.items()
@@ -85,5 +80,5 @@ def images_of(model: Model, split: PreparedSet, places: set[int]) -> dict[int, N
 def picture(place: int, images: dict[int, NDArray[np.uint8]], wrong: Answers, classes: list[str]) -> Picture:
     """A sample with the prediction of the model that is wrong about it."""
     prediction, label = int(wrong.predictions[place]), int(wrong.labels[place])
-    score = float(np.exp(wrong.log_probabilities[place, prediction]))
+    score = float(wrong.scores.confidence[place])
     return Picture(f"sample {wrong.ids[place]}", images[place], classes[prediction], classes[label], score)

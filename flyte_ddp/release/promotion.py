@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flyte_ddp.errors import UnreachableError, UserError
+from flyte_ddp.files import file_digest
 from flyte_ddp.release import versions
 from flyte_ddp.release.card import card
 from flyte_ddp.release.lineage import lineage
@@ -49,70 +50,83 @@ def store(
         beside: further files of the version by their names: the page of the verdict, the profile of the data.
         by: the Flyte execution, or the user, that trained it.
 
+    Returns:
+        The version; of weights that were stored before and are not promoted now, as it is.
+
     Raises:
-        UserError: the registry cannot be written to.
+        UserError: the registry cannot be written to, or the verdict is on another model.
     """
     described, about = verdict.to_json(indent=1).encode() + b"\n", json.loads(sidecar.read_bytes())
+    name = file_digest(weights)
+    if verdict.challenger != name:
+        raise UserError(f"verdict: is on version {verdict.challenger[:12]}, not on {name[:12]}; give what was judged")
+    if verdict.look:
+        judged = f"{verdict.look:08}-{versions.content_digest(described)[:12]}.json"
+        with registry.explained("written"):
+            versions.written(registry.at("judgements", verdict.test_digest, "verdicts", judged), described)
+    stored = versions.find(registry, name)
+    if stored is not None:
+        check_same_task(registry, stored, about)
+        if not verdict.promotes:
+            return stored
     files: Mapping[str, Path | bytes] = {
+        VERDICT: described,
         versions.WEIGHTS: weights,
         versions.SIDECAR: sidecar,
-        VERDICT: described,
         **beside,
         LINEAGE: lineage(registry.address, registry.name, about, verdict, by=by),
         CARD: card(registry.name, about, verdict, beside),
     }
-    if verdict.look:
-        judged = registry.at("judgements", verdict.test_digest, "verdicts", file_name(verdict.look))
-        with registry.explained("written"):
-            versions.written(judged, described)
-    version = versions.write(registry, files)
-    check_same_task(registry, version, about)
-    return version
+    return versions.write(registry, files)
 
 
-def check_same_task(registry: Registry, version: versions.Version, about: Mapping[str, Any]) -> None:
+def check_same_task(registry: Registry, stored: versions.Version, about: Mapping[str, Any]) -> None:
     """Refuses a model whose weights are in the registry already as those of a model with other classes or input.
 
     Raises:
         UserError: as versions are named by their weights, there can be only one.
     """
-    stored = sidecar_of(registry, version)
+    described = sidecar_of(registry, stored)
     for what in ("model", "classes", "input"):
-        if stored.get(what) != about.get(what):
+        if described.get(what) != about.get(what):
             raise UserError(
-                f"version {version.name[:12]} is in the registry already, with another {what}: equal weights are one "
+                f"version {stored.name[:12]} is in the registry already, with another {what}: equal weights are one "
                 "version; train with another seed"
             )
 
 
-def promote_judged(registry: Registry, version: versions.Version, verdict: Verdict, *, by: str) -> Outcome:
-    """Makes a version the champion as its verdict says, unless the champion that it was judged against is none now.
+def carry_out(registry: Registry, version: versions.Version, verdict: Verdict, *, by: str) -> Outcome:
+    """Does what a verdict says: makes the version the champion, or leaves the champion as it is.
 
     Returns:
-        The outcome; that of two rivals the other one won is no error, and its reason.
+        The outcome; where somebody else has promoted a model since the judgement, that is no error, and its reason.
 
     Raises:
-        UserError: the registry cannot be read or written.
+        UserError: the registry cannot be read or written, or its log has a gap.
     """
-    before = registry.entry(verdict.log_number) if verdict.log_number else None
-    values = {"action": PROMOTE, "version": version.name, "manifest": version.manifest, "best": verdict.best}
+    history = registry.history()
+    if len(history) < verdict.log_number:
+        raise UserError(
+            f"registry {registry.address!r}: {registry.name}/log/{file_name(verdict.log_number)} is missing, which the "
+            "judgement has seen; restore it, as no entry may be deleted"
+        )
+    if not verdict.promotes:
+        return Outcome(version.name, history[-1].version if history else "", f"kept: {verdict.reason}")
+    before, after = history[: verdict.log_number], history[verdict.log_number :]
+    values = {"version": version.name, "manifest": version.manifest, "best": verdict.best, "reason": verdict.reason}
     try:
-        entry = registry.append(before, by=by, reason=verdict.reason, **values)
+        entry = after[0] if after else registry.append(before[-1] if before else None, by=by, action=PROMOTE, **values)
     except LostError as lost:
         entry = lost.winner
-        if (entry.version, entry.by) != (version.name, by):  # else this task has been here before, and was killed
-            return Outcome(version.name, entry.version, f"not promoted: {lost.message}")
-    now = registry.champion() or entry  # somebody may have been here since an earlier try of this task
+    now = registry.history()[-1]
+    if (entry.version, entry.by) != (version.name, by):
+        return Outcome(version.name, now.version, f"not promoted: {LostError(entry).message}")
+    if after:  # this task has been here before, and may have been killed
+        registry.copy_champion(now.number)
     return Outcome(version.name, now.version, f"promoted: {entry.reason}")
 
 
-def keep(registry: Registry, version: versions.Version, verdict: Verdict) -> Outcome:
-    """Leaves the champion as it is."""
-    champion = registry.champion()
-    return Outcome(version.name, champion.version if champion else "", f"kept: {verdict.reason}")
-
-
-def promote(registry: Registry, version: str, reason: str, *, by: str, again: bool = False) -> Entry:
+def promote(registry: Registry, version: str, reason: str, *, by: str, once: bool = False) -> Entry:
     """Makes a version the champion because a person says so.
 
     Args:
@@ -120,20 +134,30 @@ def promote(registry: Registry, version: str, reason: str, *, by: str, again: bo
         version: the SHA-256 of its weights.
         reason: why.
         by: the Flyte execution, or a user.
-        again: whether ``by`` does this only once, so that an entry of the same is of an earlier try.
+        once: whether ``by`` does this only once, so that an entry of the same is of an earlier try.
 
     Raises:
         UserError: there is no such version, it is the champion, no reason is given, or somebody was faster.
     """
-    found = versions.read(registry, version)
-    before = registry.champion()
+    found, history = versions.read(registry, version), registry.history()
+    if once and (earlier := earlier_try(registry, history, by, PROMOTE)):
+        return earlier
+    before = history[-1] if history else None
     if before is not None and before.version == version:
-        if again and before.by == by:
-            return before
         raise UserError(f"version {version[:12]} is the champion already, since {before.time}")
-    values = {"action": PROMOTE, "version": version, "manifest": found.manifest}
+    versions.check_content(registry, found)
     best = before.best if before and comparable(registry, before.best, found) else version
-    return registry.append(before, by=by, reason=given(reason), best=best, **values)
+    values = {"version": version, "manifest": found.manifest, "best": best}
+    return registry.append(before, by=by, action=PROMOTE, reason=given(reason), **values)
+
+
+def earlier_try(registry: Registry, history: list[Entry], by: str, action: str) -> Entry | None:
+    """The entry that an execution has written, which was killed before it could say so; None if there is none."""
+    for entry in history:
+        if (entry.by, entry.action) == (by, action):
+            registry.copy_champion(history[-1].number)
+            return entry
+    return None
 
 
 def comparable(registry: Registry, best: str, version: versions.Version) -> bool:
@@ -155,21 +179,23 @@ def sidecar_of(registry: Registry, version: versions.Version) -> dict[str, Any]:
         return found
 
 
-def roll_back(registry: Registry, reason: str, *, by: str, again: bool = False) -> Entry:
+def roll_back(registry: Registry, reason: str, *, by: str, once: bool = False) -> Entry:
     """Makes the champion before the present one the champion again; see :func:`promote` for the arguments.
+
+    What was the best version then is that again, too: who takes a model back does not want others compared with it.
 
     Raises:
         UserError: there was none, no reason is given, or somebody was faster.
     """
     history = registry.history()
-    if again and history and (history[-1].by, history[-1].action) == (by, ROLLBACK):
-        return history[-1]
+    if once and (earlier := earlier_try(registry, history, by, ROLLBACK)):
+        return earlier
     target = rollback_target(history)
     if target is None:
         raise UserError(f"model {registry.name!r}: there is no champion before the present one; nothing was changed")
-    versions.read(registry, target.version, target.manifest)
-    values = {"action": ROLLBACK, "version": target.version, "manifest": target.manifest, "best": history[-1].best}
-    return registry.append(history[-1], by=by, reason=given(reason), **values)
+    versions.check_content(registry, versions.read(registry, target.version, target.manifest))
+    values = {"version": target.version, "manifest": target.manifest, "best": target.best}
+    return registry.append(history[-1], by=by, action=ROLLBACK, reason=given(reason), **values)
 
 
 def given(reason: str) -> str:
@@ -207,7 +233,10 @@ def champion_profile(registry: Registry) -> DataProfile | None:
         return None
     with TemporaryDirectory() as folder:
         versions.fetch(registry, version, Path(folder), (PROFILE,))
-        return DataProfile.from_json(Path(folder, PROFILE).read_text(encoding="utf-8"))
+        try:
+            return DataProfile.from_json(Path(folder, PROFILE).read_text(encoding="utf-8"))
+        except (KeyError, TypeError, ValueError):
+            raise UserError(f"{PROFILE} of version {version.name[:12]}: is another release's of this library") from None
 
 
 def load_champion(address: str, name: str, device: str = "cpu") -> tuple[nn.Module, dict[str, Any]]:

@@ -28,7 +28,8 @@ from flyte_ddp.storage import ExistsError, MissingError, UnavailableError
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 PROMOTE, ROLLBACK = "promote", "rollback"
-PROBE = "creates-once"  # a file that is written to find out whether the store can do that
+ENTRY = re.compile(r"[0-9]{8}\.json")
+PROBE = ".creates-once"  # no model's name; a file that is written to find out whether the store can do that
 
 
 class LostError(UserError):
@@ -36,8 +37,8 @@ class LostError(UserError):
 
     def __init__(self, winner: Entry) -> None:
         super().__init__(
-            f"entry {winner.number} of the log is another one's: version {winner.version[:12]} became champion by "
-            f"{winner.by} ({winner.reason}); judge against that one"
+            f"{winner.by} was faster: by entry {winner.number} of the log version {winner.version[:12]} is the "
+            f"champion ({winner.reason}); compare with that one, and try again"
         )
         self.winner = winner
 
@@ -65,7 +66,10 @@ class Entry:
             ValueError, TypeError, KeyError: it is none.
         """
         values = {**json.loads(content), "digest": hashlib.sha256(content).hexdigest()}
-        return cls(**{field.name: values[field.name] for field in dataclasses.fields(cls)})
+        found = {field.name: values[field.name] for field in dataclasses.fields(cls)}
+        if any(type(found[field.name]).__name__ != field.type for field in dataclasses.fields(cls)):
+            raise ValueError("a value of another type")
+        return cls(**found)
 
 
 class Registry:
@@ -85,8 +89,8 @@ class Registry:
             raise UserError(
                 f"model name {name!r}: must be letters, digits, '_', '-' and '.' only, and begin with a letter or digit"
             )
-        if storage.scheme(address) in ("http", "https"):
-            raise UserError(f"registry {address!r}: a web server cannot be one; give a path, s3://, gs:// or az://")
+        if not address or storage.scheme(address) in ("http", "https"):
+            raise UserError(f"registry {address!r}: must be a path, or an address of s3://, gs:// or az://; give one")
         self.address, self.name = address, name
 
     def at(self, *parts: str) -> str:
@@ -133,7 +137,7 @@ class Registry:
                     raise
                 names = []
         entries: list[Entry] = []
-        for number, name in enumerate(sorted(names), 1):
+        for number, name in enumerate(filter(ENTRY.fullmatch, sorted(names)), 1):
             if name != file_name(number):
                 raise UserError(
                     f"registry {self.address!r}: {self.name}/log/{file_name(number)} is missing, and {name} is there; "
@@ -163,9 +167,9 @@ class Registry:
             number = last.number if last else 0
             if copy.number < number or (last and copy.digest == last.digest):
                 return
-            address = self.at("log", file_name(copy.number))
             with suppress(MissingError):  # it may be younger than the log that was listed
-                if storage.retried(address, storage.read) == storage.retried(self.at("champion.json"), storage.read):
+                content = storage.retried(self.at("log", file_name(copy.number)), storage.read)
+                if hashlib.sha256(content).hexdigest() == copy.digest:
                     return
         raise UserError(
             f"registry {self.address!r}: {self.name}/log/{file_name(copy.number)} is missing or was altered, as "
@@ -210,13 +214,14 @@ class Registry:
             won = self.created(self.at("log", file_name(number)), content)
         if not won:
             raise LostError(self.entry(number))
-        self.copy_champion(number, content)
+        self.copy_champion(number)
         return Entry.stored(content)
 
-    def copy_champion(self, number: int, content: bytes) -> None:
-        """Renews the copy for people; that it may fail, or be of an older entry for a while, harms nobody."""
+    def copy_champion(self, number: int) -> None:
+        """Makes champion.json, the copy for people, this entry; that it may fail, or be late, harms nobody."""
         address = self.at("champion.json")
         try:
+            content = storage.retried(self.at("log", file_name(number)), storage.read)
             storage.retried(address, lambda to: storage.put(to, content))
         except (UnavailableError, OSError) as error:
             print(f"{address}: not renewed: {error}; the log counts, which has entry {number}", flush=True)

@@ -46,5 +46,6 @@ class Verdict(DataClassJsonMixin):
 
     def told(self) -> str:
         """In a sentence."""
-        said = {PROMOTED: "to be promoted", KEPT: "the champion is kept", NO_COMPARISON: "no comparison"}
+        promoted = "to be promoted" if self.look else "would be promoted"
+        said = {PROMOTED: promoted, KEPT: "the champion is kept", NO_COMPARISON: "no comparison"}
         return f"{said[self.decision]}: {self.reason}"

@@ -13,7 +13,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from flyte_ddp.errors import UserError
 from flyte_ddp.process import kill_trees
 from flyte_ddp.release import versions
 from flyte_ddp.release.registry import Entry, Registry
@@ -26,27 +25,30 @@ def mirror(registry: Registry, entry: Entry, settings: Settings) -> None:
     """Sends the champion of an entry to wandb, if there is a key for it, and prints how that ended."""
     if settings.wandb_mode != "online":
         return
-    with TemporaryDirectory() as folder:
-        try:
+    try:
+        with TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # wandb's own processes may still write there
             version = versions.read(registry, entry.version, entry.manifest)
             files = Path(folder, "files")
             files.mkdir()
             versions.fetch(registry, version, files, tuple(version.files))
-            ended = sent(described(registry, entry, settings), files, Path(folder), settings.wandb_timeout)
-        except (UserError, OSError) as error:
-            ended = f"not mirrored ({error})"
+            ended = sent(described(registry, entry, settings, folder), files, Path(folder), settings.wandb_timeout)
+    except Exception as error:  # whatever it is: the promotion stands
+        ended = f"not mirrored ({error})"
     print(f"wandb: champion {entry.number} of {registry.name} {ended}", flush=True)
 
 
-def described(registry: Registry, entry: Entry, settings: Settings) -> dict[str, Any]:
+def described(registry: Registry, entry: Entry, settings: Settings, folder: str) -> dict[str, Any]:
     """What the process is told: the run's arguments, and the artifact's."""
+    seconds = settings.wandb_timeout
+    quiet = {"console": "off", "disable_git": True, "disable_code": True, "silent": True}
     run = {
         "project": settings.wandb_project,
         "entity": settings.wandb_entity or None,
         "mode": "online",
         "job_type": "release",
         "name": f"{registry.name}-champion-{entry.number}",
-        "settings": {"console": "off", "disable_git": True, "disable_code": True, "silent": True},
+        "dir": folder,
+        "settings": {**quiet, "init_timeout": seconds, "finish_timeout": UPLOAD * seconds},
     }
     about = {name: getattr(entry, name) for name in ("number", "version", "reason", "by", "time")}
     artifact = {"name": registry.name, "type": "model", "description": entry.reason, "metadata": about}
@@ -55,24 +57,23 @@ def described(registry: Registry, entry: Entry, settings: Settings) -> dict[str,
 
 def sent(what: dict[str, Any], files: Path, folder: Path, seconds: float) -> str:
     """Has the process send the files; what came of it, in words."""
-    what["run"] |= {"dir": str(folder)}
-    what["run"]["settings"] |= {"init_timeout": seconds, "finish_timeout": UPLOAD * seconds}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "flyte_ddp.release.wandb_mirror", json.dumps(what), str(files)],
-        cwd=Path(__file__).resolve().parents[2],
-        env={**os.environ, "WANDB_ERROR_REPORTING": "false", "WANDB_DATA_DIR": str(folder)},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        said, _ = process.communicate(timeout=(UPLOAD + 2) * seconds)
-    except subprocess.TimeoutExpired:
-        kill_trees(lambda: [process.pid])
-        process.communicate()
-        return "not mirrored (the server took too long)"
-    last = said.strip().rpartition("\n")[2][:200]
+    said = folder / "said.txt"  # and no pipe, which a process that wandb leaves behind would keep open
+    with said.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "flyte_ddp.release.wandb_mirror", json.dumps(what), str(files)],
+            cwd=Path(__file__).resolve().parents[2],
+            env={**os.environ, "WANDB_ERROR_REPORTING": "false", "WANDB_DATA_DIR": str(folder)},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            process.wait(timeout=(UPLOAD + 2) * seconds)
+        except subprocess.TimeoutExpired:
+            kill_trees(lambda: [process.pid])
+            process.wait()
+            return "not mirrored (the server took too long)"
+    last = said.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2][:200]
     return f"is {last}" if process.returncode == 0 else f"not mirrored ({last})"
 
 

@@ -143,13 +143,15 @@ def confusion_heatmap(confusion: NDArray[np.int64], classes: Sequence[str]) -> s
     correct = np.eye(count, dtype=bool)
     wrong_depth = np.sqrt(shares / max(1e-12, float(shares[~correct].max(initial=0.0))))
     depth = np.where(correct, shares, np.minimum(1.0, wrong_depth))
-    colors = np.where(correct[:, :, None], (0.14, 0.34, 0.77), (0.90, 0.45, 0.10))
-    pixels = np.rint(255 * (1.0 - depth[:, :, None] * (1.0 - colors))).astype(np.uint8)
+    channels = [  # one at a time, as there may be thousands of classes
+        np.rint(255 * (1.0 - depth * (1.0 - np.where(correct, blue, orange)))).astype(np.uint8)
+        for blue, orange in zip((0.14, 0.34, 0.77), (0.90, 0.45, 0.10), strict=True)
+    ]
     longest, size = max(map(len, names)), 8.5 if count <= NAMED_CLASSES else 6.5
     cells = zip(*np.nonzero(confusion), strict=True) if count <= NAMED_CLASSES else ()
     return rendered(
         "confusion.svg",
-        image=png(Image.fromarray(pixels)),
+        image=png(Image.fromarray(np.stack(channels, axis=2))),
         names=names,
         cells=[(*cell, confusion[cell], correct[cell] and depth[cell] > 0.55) for cell in cells],
         unit="" if labelled else " (number of the class)",

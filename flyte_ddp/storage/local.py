@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from stat import S_ISREG
+from stat import S_ISDIR, S_ISREG
 from typing import BinaryIO
 
 from flyte_ddp.files import sync
@@ -52,20 +52,32 @@ def pieces(file: BinaryIO, length: int) -> Iterator[bytes]:
 
 def stat(address: str) -> Entry:
     """:func:`flyte_ddp.storage.stat` for a path."""
-    path = path_of(address)
-    if not path.is_file():
+    status = status_of(path_of(address))
+    if status is None or not S_ISREG(status.st_mode):
         raise MissingError("no such file")
-    status = path.stat()
     return Entry("", status.st_size, f"{status.st_mtime_ns}")
+
+
+def status_of(path: Path) -> os.stat_result | None:
+    """What the system says of a path; None if nothing is there."""
+    try:
+        return path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise UnavailableError(error.strerror or str(error)) from None
 
 
 def put(address: str, content: bytes) -> None:
     """:func:`flyte_ddp.storage.put` for a path."""
     path = path_of(address)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.tmp")
-    partial.write_bytes(content)
-    partial.replace(path)
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    try:
+        partial.write_bytes(content)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def create(address: str, content: bytes | Path) -> None:
@@ -112,7 +124,8 @@ def sync_folder(folder: Path) -> None:
 def list_files(address: str) -> Iterator[Entry]:
     """:func:`flyte_ddp.storage.list_files` for a directory; links are followed, hidden files and folders left out."""
     root = path_of(address)
-    if not root.is_dir():
+    status = status_of(root)
+    if status is None or not S_ISDIR(status.st_mode):
         raise MissingError("no such directory")
     found: list[Entry] = []
     walk(str(root), "", (), found)

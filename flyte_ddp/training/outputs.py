@@ -89,7 +89,7 @@ def write_outputs(job: Job, data: PreparedSet, state: TrainingState, selection: 
             "epoch_accuracies": recorder.epoch_accuracies,
             "kept_epoch": selection.epoch,
         },
-        "digests": {"data": data.digest, "code": library_digest()},
+        "digests": digests(job, data),
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -112,6 +112,13 @@ def write_outputs(job: Job, data: PreparedSet, state: TrainingState, selection: 
             "notes": [*recorder.warnings, *notes(job, state, recorder.arithmetic), *facts.describe()],
         }
     )
+
+
+def digests(job: Job, data: PreparedSet) -> dict[str, str]:
+    """Of all that the weights come from."""
+    found = {"data": data.digest, "code": library_digest()}
+    others = {"user_code": job.identity.user_code, "init_from": job.identity.initial_weights}
+    return found | {name: digest for name, digest in others.items() if digest}
 
 
 def predictions(state: TrainingState, test: Evaluation, rows: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from dataclasses_json import DataClassJsonMixin
 
 @dataclass
 class SplitProfile(DataClassJsonMixin):
-    """What the samples of a split are like. The last three count images that can be decoded."""
+    """What the samples of a split are like. All that is counted by a value is of those that can be decoded."""
 
     samples: int = 0
     labels: dict[str, int] = field(default_factory=dict)  # samples of each, by the class's number

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +16,7 @@ from flyte_ddp.datasets.image_folder import ImageList
 from flyte_ddp.datasets.prepared import PreparedSet, open_prepared, orders_of
 from flyte_ddp.hardware import cores
 from flyte_ddp.loading.decoding import DecodingError, Pixels, opened
-from flyte_ddp.loading.encoded import Encoded, Reader, decoded, work_alone
+from flyte_ddp.loading.encoded import Encoded, Reader, decoded, in_order
 from flyte_ddp.loading.facts import FEW
 from flyte_ddp.loading.opening import reader
 from flyte_ddp.order.sampling import Indices
@@ -60,8 +59,11 @@ class Arrays:
         """What is seen of each."""
         mode = MODES.get(self.images.shape[3], f"{self.images.shape[3]} channels")
         for number in numbers.tolist():
-            name, label = f"{self.split} sample {number}", int(self.labels[number])
-            yield seen(Sample(name, label, mode=mode), self.images[number])
+            yield seen(Sample(self.name(number), int(self.labels[number]), mode=mode), self.images[number])
+
+    def name(self, number: int) -> str:
+        """What a sample is called."""
+        return f"{self.split} sample {number}"
 
     def close(self) -> None:
         """Does nothing."""
@@ -71,19 +73,14 @@ class EncodedSamples:
     """The samples of encoded images, which threads decode."""
 
     def __init__(self, images: Reader, threads: int) -> None:
-        self.reader = images
-        self.pool = ThreadPoolExecutor(threads, thread_name_prefix="decoder", initializer=work_alone)
+        self.reader, self.threads = images, threads
 
     def samples(self, numbers: Indices) -> Iterator[Sample]:
         """What is seen of each, in their order."""
-        for start in range(0, len(numbers), AHEAD):
-            self.reader.expect(numbers[start : start + 2 * AHEAD])
-            part = numbers[start : start + AHEAD].tolist()
-            yield from self.pool.map(self.sample, part, [self.reader.begin(number) for number in part])
+        return in_order(self.reader, numbers, self.threads, self.sample, AHEAD)
 
-    def sample(self, number: int, coming: Future[Encoded] | None) -> Sample:
+    def sample(self, number: int, found: Encoded) -> Sample:
         """What is seen of one."""
-        found = coming.result() if coming is not None else self.reader.read(number)
         try:
             pixels, found = decoded(self.reader, number, found)
             with opened(found.content) as image:
@@ -91,9 +88,12 @@ class EncodedSamples:
         except DecodingError as error:
             return Sample(found.name, found.label, failure=str(error))
 
+    def name(self, number: int) -> str:
+        """What a sample is called."""
+        return self.reader.read(number).name
+
     def close(self) -> None:
-        """Ends the threads, and closes files."""
-        self.pool.shutdown(wait=False, cancel_futures=True)
+        """Closes files."""
         self.reader.close()
 
 
@@ -155,13 +155,13 @@ def counted(data: PreparedSet, split: str, numbers: Indices, found: DataProfile,
         for place, sample in enumerate(source.samples(numbers)):
             labels[place], digests[place], good[place] = sample.label, sample.digest, not sample.failure
             counts.samples += 1
-            add(counts.labels, sample.label)
             if not 0 <= sample.label < len(data.classes):
                 found.labelled.setdefault(str(sample.label), sample.name)
             if sample.failure:
                 counts.undecodable += 1
                 found.bad += [f"{sample.name} ({sample.failure})"] if len(found.bad) < FEW else []
                 continue
+            add(counts.labels, sample.label)
             add(counts.modes, sample.mode)
             add(counts.sizes, sample.size)
             add(counts.brightness, sample.brightness)
@@ -176,8 +176,7 @@ def add(counts: dict[str, int], value: object) -> None:
 def name_of(data: PreparedSet, split: str, number: int, settings: Settings) -> str:
     """What a sample is called where it is."""
     with closing(source_of(data, split, settings)) as source:
-        [sample] = source.samples(np.array([number]))
-    return sample.name
+        return source.name(number)
 
 
 def compare(training: Seen, test: Seen, found: DataProfile, name: Callable[[str, int], str]) -> None:

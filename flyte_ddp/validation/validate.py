@@ -41,16 +41,18 @@ def of_samples(found: DataProfile, hp: Hyperparameters) -> Iterator[str]:
     bad = found.training.undecodable + found.test.undecodable
     if bad > hp.bad_samples:
         yield (
-            f"{counted(bad, 'image')} cannot be decoded, and bad_samples={hp.bad_samples} allows fewer: "
+            f"{counted(bad, 'image')} cannot be decoded, and bad_samples={hp.bad_samples} are allowed: "
             f"{few(found.bad)}; fix or remove them, or raise it"
         )
-    for label, sample in found.labelled.items():
-        if not 0 <= int(label) < len(names):
-            yield f"{sample} has label {label}: must be 0..{len(names) - 1} with {len(names)} classes; fix it"
+    outside = {label: sample for label, sample in found.labelled.items() if not 0 <= int(label) < len(names)}
+    if outside:
+        examples = few(f"{sample} has label {label}" for label, sample in outside.items())
+        yield f"{examples}: must be 0..{len(names) - 1} with {len(names)} classes; fix them, or set num_classes"
     for split, counts in {"training": found.training, "test": found.test}.items():
         empty = [name for number, name in enumerate(names) if not counts.labels.get(str(number))]
         if empty:
-            yield f"no {split} sample is of class {few(empty)}; add some, or take the class out"
+            remedy = "add some" if split == "training" or hp.test_dataset else "give a test_dataset that has some"
+            yield f"no {split} sample that can be decoded is of class {few(empty)}; {remedy}, or take the class out"
 
 
 def of_equal_pixels(found: DataProfile, max_duplicates: float, max_conflicts: float) -> Iterator[str]:
@@ -110,8 +112,8 @@ def difference(
 
 def called(statistic: str, value: str, classes: list[str]) -> str:
     """What a value of a statistic is called."""
-    if statistic == "labels" and int(value) < len(classes):
-        return f"class {classes[int(value)]}"
+    if statistic == "labels":
+        return f"class {classes[int(value)] if int(value) < len(classes) else value}"
     if statistic == "sizes":
         return f"images of {2 ** int(value):,} to {2 ** (int(value) + 1) - 1:,} pixels"
     if statistic == "brightness":

@@ -15,7 +15,7 @@ from flyte_ddp.datasets import fetch
 from flyte_ddp.release.judge import judge
 from flyte_ddp.release.page import write_page
 from flyte_ddp.release.policy import Policy
-from flyte_ddp.release.promotion import promote_judged, store
+from flyte_ddp.release.promotion import carry_out, store
 from flyte_ddp.release.registry import Registry
 from flyte_ddp.release.verdict import Verdict
 from flyte_ddp.run import run_training
@@ -36,7 +36,7 @@ def version(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         found = judge(run.model, run.sidecar, digits, registry, policy, settings=QUIET)
         page = write_page(found, registry.name, folder / "page.html")
         stored = store(registry, run.model, run.sidecar, found.verdict, {page.name: page}, by="p/d/execution")
-        promote_judged(registry, stored, found.verdict, by="p/d/execution")
+        carry_out(registry, stored, found.verdict, by="p/d/execution")
     names = [name for name in stored.files if name != "model.pt"]
     return {name: storage.read(registry.at("versions", stored.name, name)).decode() for name in names}
 

@@ -23,7 +23,7 @@ from flyte_ddp.release import versions
 from flyte_ddp.release.judge import Judgement, judge
 from flyte_ddp.release.page import write_page
 from flyte_ddp.release.policy import Policy
-from flyte_ddp.release.promotion import load_champion, promote_judged, roll_back, store
+from flyte_ddp.release.promotion import carry_out, load_champion, roll_back, store
 from flyte_ddp.release.registry import Registry
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.settings import Settings
@@ -59,7 +59,7 @@ def judged(registry: Registry, digits: Path, tmp_path: Path) -> Callable[..., Ju
         if found.verdict.promotes:
             page = write_page(found, "digits", tmp_path / "page.html")
             version = store(registry, *files, found.verdict, {page.name: page}, by="x")
-            promote_judged(registry, version, found.verdict, by="x")
+            carry_out(registry, version, found.verdict, by="x")
         return found
 
     return one
@@ -193,37 +193,39 @@ def test_an_outage_is_no_verdict(
         judged(models["good"])
 
 
-def test_the_champions_weights_with_other_classes(
-    judged: Callable[..., Judgement], models: dict[str, Result], tmp_path: Path
-) -> None:
-    def rename(_: dict[str, Any], sidecar: dict[str, Any]) -> None:
-        sidecar["classes"] = [f"digit {name}" for name in sidecar["classes"]]
-
-    judged(models["weak"])
-    assert "the classes changed" in judged(altered(models["weak"], tmp_path / "renamed", rename)).verdict.reason
-
-
-def test_after_a_rollback_the_best_is_found_again(
+def test_a_rollback_takes_back_who_was_the_best_too(
     judged: Callable[..., Judgement], models: dict[str, Result], registry: Registry
 ) -> None:
     weak = judged(models["weak"]).verdict
     good = judged(models["good"]).verdict
     back = roll_back(registry, "a test", by="me")
-    assert (back.version, back.best) == (weak.challenger, good.challenger)
+    assert good.best == good.challenger
+    assert (back.version, back.best) == (weak.challenger, weak.challenger), "who was taken back counts no more"
     verdict = judged(models["other"]).verdict
     assert verdict.promotes
-    accuracies = {models["good"].test_accuracy: good.challenger, models["other"].test_accuracy: verdict.challenger}
-    assert verdict.best == accuracies[max(accuracies)]
+    assert verdict.best == verdict.challenger
 
 
 def test_other_classes_are_for_a_person(
-    judged: Callable[..., Judgement], models: dict[str, Result], tmp_path: Path
+    judged: Callable[..., Judgement], models: dict[str, Result], registry: Registry, digits: Path, tmp_path: Path
 ) -> None:
+    """Who finds an ONNX beside the weights all the same."""
+    names = [f"digit {number}" for number in range(10)]
+
     def rename(_: dict[str, Any], sidecar: dict[str, Any]) -> None:
-        sidecar["classes"] = [f"digit {name}" for name in sidecar["classes"]]
+        sidecar["classes"] = names
 
     judged(models["weak"])
-    assert "the classes changed" in judged(altered(models["good"], tmp_path / "renamed", rename)).verdict.reason
+    renamed, found, data = altered(models["good"], tmp_path / "renamed", rename), open_arrays(digits), tmp_path / "data"
+    data.mkdir()
+    arrays = found.train_images, found.train_labels, found.test_images, found.test_labels
+    write_arrays(image_arrays(*arrays, names, name="digits"), data, {})
+    (tmp_path / "exports").mkdir()
+    files = renamed / "model.pt", renamed / "model.json"
+    verdict = judge(*files, data, registry, PATIENT, settings=QUIET, exports=tmp_path / "exports").verdict
+    assert (verdict.decision, verdict.look) == ("keep", 0)
+    assert verdict.reason == "the classes changed, so whoever uses it must change too: promote it by hand"
+    assert (tmp_path / "exports/model.onnx").exists()
 
 
 def test_a_test_split_that_lacks_a_class(

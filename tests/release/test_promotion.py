@@ -16,7 +16,7 @@ from flyte_ddp import storage
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import file_digest
 from flyte_ddp.release import looks, versions
-from flyte_ddp.release.promotion import champion_files, promote, promote_judged, roll_back, store
+from flyte_ddp.release.promotion import carry_out, champion_files, promote, roll_back, store
 from flyte_ddp.release.registry import Registry
 from flyte_ddp.release.verdict import Verdict
 
@@ -31,9 +31,9 @@ def helper(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
     )
 
 
-def judged(challenger: Path, **values: Any) -> Verdict:
+def judged(model: Path, **values: Any) -> Verdict:
     """A verdict that promotes."""
-    digest = file_digest(challenger / versions.WEIGHTS)
+    digest = file_digest(model / versions.WEIGHTS)
     about = {"decision": "promote", "reason": "better", "challenger": digest, "champion": "", "best": digest}
     numbers = {"log_number": 0, "samples": 9, "challenger_accuracy": 1.0, "champion_accuracy": 0.0, "look": 1}
     return Verdict(**{**about, **numbers, "test_digest": "t", "alpha": 0.05, "power": "", "time": "", **values})
@@ -61,59 +61,118 @@ def test_two_rivals(address: str, tmp_path: Path) -> None:
     """Both were better than the champion of before; the second one's verdict does not count any more."""
     registry = Registry(address, "model")
     first, second = (stored(registry, trained(tmp_path / name, name.encode())) for name in ("one", "two"))
-    won = promote_judged(registry, *first, by="one's execution")
-    lost = promote_judged(registry, *second, by="another execution")
+    won = carry_out(registry, *first, by="one's execution")
+    lost = carry_out(registry, *second, by="another execution")
     assert (won.champion, won.reason) == (first[0].name, "promoted: better")
     assert lost.champion == first[0].name
-    assert lost.reason.startswith("not promoted: entry 1 of the log is another one's")
+    assert lost.reason.startswith("not promoted: one's execution was faster: by entry 1 of the log version ")
     assert [entry.version for entry in registry.history()] == [first[0].name]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["before", pytest.param("after", marks=pytest.mark.exhaustive)])
-def test_killed_at_every_write_a_second_try_ends_well(when: str, tmp_path: Path) -> None:
+def test_killed_at_every_write_a_second_try_ends_well(when: str, address: str, tmp_path: Path) -> None:
     model = trained(tmp_path / "trained")
     whole = file_digest(model / versions.WEIGHTS)
     for place in range(20):
-        address = str(tmp_path / f"registry{place}")
-        killed = helper("release", address, str(model), KILL_AT=f"{place} {when}")
-        registry = Registry(address, "model")
+        killed = helper("release", f"{address}{place}", str(model), KILL_AT=f"{place} {when}")
+        registry = Registry(f"{address}{place}", "model")
         for entry in registry.history():
             version = versions.read(registry, entry.version, entry.manifest)
             versions.fetch(registry, version, tmp_path / f"fetched{place}", tuple(version.files))
-        again = helper("release", address, str(model))
+        again = helper("release", f"{address}{place}", str(model))
         assert again.stdout.strip() == "promoted: better", again.stderr
         assert [(entry.number, entry.version) for entry in registry.history()] == [(1, whole)]
+        assert json.loads(storage.read(registry.at("champion.json")))["version"] == whole
         if killed.returncode == 0:
             break
         assert killed.returncode == 9, killed.stderr
     assert place == 12, "as many writes as there are"
 
 
-def test_a_version_may_be_written_by_two(address: str, tmp_path: Path) -> None:
-    """Of equal weights: what the first one has written stays."""
-    registry = Registry(address, "model")
-    first, _ = stored(registry, trained(tmp_path / "one"))
-    second, _ = stored(registry, trained(tmp_path / "two"), reason="another one")
-    assert first == second
-    content = storage.read(registry.at("versions", first.name, "verdict.json"))
-    assert json.loads(content)["reason"] == "better"
+def test_what_was_kept_and_is_promoted_later_has_both_verdicts(address: str, tmp_path: Path) -> None:
+    """A version is a folder for all that was made with the judgement; the champion's is that of its promotion."""
+    registry, model = Registry(address, "model"), trained(tmp_path / "one")
+    kept, verdict = stored(registry, model, decision="keep", reason="worse")
+    assert carry_out(registry, kept, verdict, by="x").reason == "kept: worse"
+    assert not registry.history()
+    assert stored(registry, model, decision="keep", reason="no better")[0] == kept, "nothing new is written for that"
+    (model / "model.onnx").write_text("exported now")
+    files = model / versions.WEIGHTS, model / versions.SIDECAR
+    verdict = judged(model)
+    beside = {name: model / name for name in ("page.html", "model.onnx")}
+    version = store(registry, *files, verdict, beside, by="x")
+    assert store(registry, *files, verdict, beside, by="x") == version
+    assert (version.name, version.folder) == (kept.name, f"versions/{kept.name}/2")
+    carry_out(registry, version, verdict, by="x")
+    entry = registry.champion()
+    assert entry is not None
+    champion = versions.read(registry, entry.version, entry.manifest)
+    assert champion == version == versions.read(registry, entry.version)
+    versions.fetch(registry, champion, tmp_path, ("model.onnx", "verdict.json", "README.md"))
+    assert json.loads((tmp_path / "verdict.json").read_text())["decision"] == "promote"
+    assert "`model.onnx`" in (tmp_path / "README.md").read_text()
+    assert json.loads(storage.read(registry.at(kept.folder, "verdict.json")))["decision"] == "keep"
+    assert "model.onnx" not in versions.read(registry, kept.name, kept.manifest).files
+
+
+def test_a_verdict_on_another_model_is_refused(tmp_path: Path) -> None:
+    registry = Registry(str(tmp_path / "registry"), "model")
+    with pytest.raises(UserError, match=r"verdict: is on version aaaaaaaaaaaa, not on .*; give what was judged"):
+        stored(registry, trained(tmp_path / "one"), challenger="a" * 64)
+    assert not (tmp_path / "registry").exists()
+
+
+@pytest.mark.parametrize("gone", [1, 2])
+def test_a_gap_in_the_log_is_promoted_over_by_nobody(gone: int, tmp_path: Path) -> None:
+    """Neither before the entry that was judged against, nor after it."""
+    registry = Registry(str(tmp_path / "registry"), "model")
+    one, two, three = (trained(tmp_path / name, name.encode()) for name in ("one", "two", "three"))
+    carry_out(registry, *stored(registry, one), by="x")
+    late = stored(registry, three, log_number=1)
+    carry_out(registry, *stored(registry, two, log_number=1), by="y")
+    Path(registry.at("log", f"0000000{gone}.json")).unlink()
+    with pytest.raises(UserError, match=rf"model/log/0000000{gone}.json is missing"):
+        carry_out(registry, *late, by="z")
+    Path(registry.at("champion.json")).unlink()
+    for entry in Path(registry.at("log")).iterdir():
+        entry.unlink()
+    with pytest.raises(UserError, match=r"model/log/00000001.json is missing, which the judgement has seen"):
+        carry_out(registry, *late, by="z")
+    assert not [*Path(registry.at("log")).iterdir()]
 
 
 @pytest.mark.parametrize("file", ["model.pt", "manifest.json"])
 def test_an_altered_version_is_named(file: str, tmp_path: Path) -> None:
     registry = Registry(str(tmp_path), "model")
-    promote_judged(registry, *stored(registry, trained(tmp_path / "trained")), by="x")
+    carry_out(registry, *stored(registry, trained(tmp_path / "trained")), by="x")
     version = registry.history()[0].version
     path = tmp_path / "model/versions" / version / file
     path.write_bytes(path.read_bytes() + b" ")
     with pytest.raises(UserError, match=rf"versions/{version}/{file}: is damaged or was altered"):
         champion_files(registry, tmp_path / "fetched")
     path.unlink()
-    said = "has no complete version" if file == "manifest.json" else "cannot be read: no such file"
+    said = "has no complete version" if file == "manifest.json" else f"{file}: is missing; restore it, or promote"
     with pytest.raises(UserError, match=said):
         champion_files(registry, tmp_path / "again")
     assert not [*(tmp_path / "again").glob("*.pt")]
+
+
+def test_a_person_can_promote_only_what_is_whole(tmp_path: Path) -> None:
+    """Nor go back to it; an altered file that is no weights counts, too."""
+    registry = Registry(str(tmp_path / "registry"), "model")
+    names = [stored(registry, trained(tmp_path / name, name.encode()))[0].name for name in ("one", "two")]
+    for name in names:
+        promote(registry, name, "why", by="me")
+    Path(registry.at("versions", names[0], "page.html")).write_text("altered")
+    for decide in (lambda: promote(registry, names[0], "why", by="me"), lambda: roll_back(registry, "why", by="me")):
+        with pytest.raises(UserError, match=r"page.html: is damaged or was altered; restore it"):
+            decide()
+    Path(registry.at("versions", names[0], "model.pt")).unlink()
+    for decide in (lambda: promote(registry, names[0], "why", by="me"), lambda: roll_back(registry, "why", by="me")):
+        with pytest.raises(UserError, match=r"model.pt: is missing; restore it"):
+            decide()
+    assert len(registry.history()) == 2
 
 
 def test_what_a_person_decides(address: str, tmp_path: Path) -> None:
@@ -149,13 +208,18 @@ def test_a_pod_that_tries_again_decides_once(address: str, tmp_path: Path) -> No
     registry = Registry(address, "model")
     names = [stored(registry, trained(tmp_path / name, name.encode()))[0].name for name in ("one", "two", "three")]
     for name in names:
-        first = promote(registry, name, "why", by=f"p/d/{name}", again=True)
-        assert promote(registry, name, "why", by=f"p/d/{name}", again=True) == first
-    back = roll_back(registry, "why", by="p/d/back", again=True)
-    assert roll_back(registry, "why", by="p/d/back", again=True) == back
+        first = promote(registry, name, "why", by=f"p/d/{name}", once=True)
+        assert promote(registry, name, "why", by=f"p/d/{name}", once=True) == first
+    back = roll_back(registry, "why", by="p/d/back", once=True)
+    assert roll_back(registry, "why", by="p/d/back", once=True) == back
     assert back.version == names[1]
-    assert roll_back(registry, "why", by="p/d/another", again=True).version == names[0]
-    assert len(registry.history()) == 5
+    promote(registry, names[0], "by somebody else in between", by="p/d/else", once=True)
+    storage.put(registry.at("champion.json"), b"{}")
+    assert roll_back(registry, "why", by="p/d/back", once=True) == back
+    assert promote(registry, names[2], "why", by=f"p/d/{names[2]}", once=True).number == 3
+    assert json.loads(storage.read(registry.at("champion.json")))["number"] == 5, "the copy is made again"
+    assert roll_back(registry, "why", by="p/d/another", once=True).version == names[1]
+    assert len(registry.history()) == 6
 
 
 def test_equal_weights_with_other_classes_are_refused(address: str, tmp_path: Path) -> None:
@@ -190,11 +254,14 @@ def test_looks_are_numbered_and_the_same_two_models_have_one(address: str) -> No
     assert looks.claim(registry, "t", "a", "champion", "not_worse 0.05") == 5, "another test is another look"
 
 
-def test_a_judge_who_was_killed_has_spent_one_look(tmp_path: Path) -> None:
-    registry = Registry(str(tmp_path), "model")
-    assert looks.claim(registry, "t", "a", "champion", "superior") == 1
-    assert looks.claim(registry, "t", "b", "champion", "superior") == 2
-    for pair in Path(registry.at("judgements", "t", "pairs")).iterdir():
-        pair.unlink()  # as if it had not come that far
-    assert looks.claim(registry, "t", "a", "champion", "superior") == 1
-    assert looks.claim(registry, "t", "c", "champion", "superior") == 3
+@pytest.mark.slow
+def test_judges_at_the_same_time_have_a_look_each(address: str) -> None:
+    """Also one who was killed before it had written down which: no look is two judges'."""
+    script = [sys.executable, str(HELPERS / "promoter.py"), "look", address]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    running = [
+        subprocess.Popen([*script, f"judge {number}", "5"], env=environment, stdout=subprocess.PIPE)
+        for number in range(4)
+    ]
+    said = [json.loads(line) for process in running for line in process.communicate()[0].splitlines()]
+    assert sorted(said) == [*range(1, 21)]

@@ -42,7 +42,7 @@ def raced(address: str, processes: int, rounds: int) -> None:
         [winner] = [place for place, line in enumerate(of_all) if line["won"]]
         assert f"process {winner}" == entry.by
         losers = [line for line in of_all if not line["won"]]
-        assert all(f"became champion by {entry.by} (it was faster)" in line["said"] for line in losers)
+        assert all(line["said"].startswith(f"{entry.by} was faster: by entry {number + 1} ") for line in losers)
 
 
 @pytest.mark.slow
@@ -80,7 +80,7 @@ def test_a_conflict_is_tried_again(s3: tuple[S3Server, Locking], bucket: str) ->
 def test_the_winner_is_named(address: str) -> None:
     registry = Registry(address, "model")
     first = appended(registry, None, "one")
-    with pytest.raises(LostError, match=r"entry 1 of the log is another one's: version one became champion by one"):
+    with pytest.raises(LostError, match=r"one was faster: by entry 1 of the log version one is the champion \(why not"):
         appended(registry, None, "other")
     assert registry.champion() == first
     assert json.loads(storage.read(registry.at("champion.json")))["version"] == "one"
@@ -131,7 +131,10 @@ def test_the_last_entry_is_protected_by_its_copy(tmp_path: Path) -> None:
     copy = tmp_path / "model/champion.json"
     copy.write_text((tmp_path / "model/log/00000001.json").read_text())  # a late one
     assert len(registry.history()) == 2
-    copy.write_text("{}")
+    for altered in ("{}", "[]", content.replace('"number": 2', '"number": "3"')):
+        copy.write_text(altered)
+        assert len(registry.history()) == 2
+    (tmp_path / "model/log/notes.txt").write_text("is no entry")
     assert len(registry.history()) == 2
 
 
@@ -141,9 +144,24 @@ def test_a_name_that_is_none(name: str, tmp_path: Path) -> None:
         Registry(str(tmp_path), name)
 
 
-def test_a_web_server_is_no_registry() -> None:
-    with pytest.raises(UserError, match=r"a web server cannot be one; give a path, s3://"):
-        Registry("https://example.org/models", "model")
+@pytest.mark.parametrize("address", ["https://example.org/models", ""])
+def test_an_address_that_is_no_registry(address: str) -> None:
+    with pytest.raises(UserError, match=rf"registry '{address}': must be a path, or an address of s3://"):
+        Registry(address, "model")
+
+
+def test_a_path_that_the_system_refuses(tmp_path: Path) -> None:
+    registry = Registry(str(tmp_path / ("long" * 80)), "model")
+    with pytest.raises(UserError, match=r"model cannot be listed: File name too long; check the address"):
+        registry.history()
+    with pytest.raises(storage.UnavailableError, match="File name too long"):
+        storage.stat(registry.address)
+
+
+def test_a_model_may_have_any_name(tmp_path: Path) -> None:
+    """The file that probes the store is no model's folder."""
+    for name in ("creates-once", "log", "versions"):
+        assert appended(Registry(str(tmp_path), name), None).number == 1
 
 
 def test_a_registry_that_cannot_be_reached(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
