@@ -26,11 +26,13 @@ from flytekit.remote.executions import FlyteNodeExecution, FlyteWorkflowExecutio
 from google.protobuf.struct_pb2 import Struct
 
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.release.policy import Policy
 
 ROOT = Path(__file__).parents[2]
 PYFLYTE = Path(sys.executable).with_name("pyflyte")
 DEADLINE = 300.0  # seconds, for one execution
 POLL_SECONDS = 0.5
+HINTS: dict[str, Any] = {"hp": Hyperparameters, "policy": Policy}
 
 
 @dataclass
@@ -51,8 +53,11 @@ class Cluster:
         configuration = Config.auto(str(self.config))
         self.remote = FlyteRemote(configuration, default_project=self.project, default_domain=self.domain)
         self.sources = self.folder / "project"
-        ignored = shutil.ignore_patterns(".venv", ".git", "runs", "build", "__pycache__", ".*_cache")
-        shutil.copytree(ROOT, self.sources, ignore=ignored)
+        made = {str(ROOT): {".venv", ".git", "runs", "build"}}  # elsewhere in it these may be names of sources
+        anywhere = shutil.ignore_patterns("__pycache__", ".*_cache")
+        shutil.copytree(
+            ROOT, self.sources, ignore=lambda folder, names: made.get(folder, set()) | anywhere(folder, names)
+        )
         self.namespace = f"{self.project}-{self.domain}"
         found = self.kubectl("get", "namespace", self.namespace, check=False) if shutil.which("kubectl") else None
         self.has_kubectl = found is not None and found.returncode == 0
@@ -87,7 +92,7 @@ class Cluster:
     def launch(self, plan: str, inputs: dict[str, Any], version: str = "", **options: Any) -> str:
         """Starts a launch plan; returns the execution's name."""
         found = self.remote.fetch_launch_plan(name=plan, version=version or self.version)
-        execution = self.remote.execute(found, inputs=inputs, type_hints={"hp": Hyperparameters}, **options)
+        execution = self.remote.execute(found, inputs=inputs, type_hints=HINTS, **options)
         return self.remembered(execution.id.name)
 
     def run_remote(self, hp: dict[str, Any], **environment: str) -> str:

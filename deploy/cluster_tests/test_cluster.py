@@ -17,6 +17,7 @@ from flytekit.models.concurrency import ConcurrencyLimitBehavior, ConcurrencyPol
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
+from flyte_ddp.release.policy import Policy
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
 
@@ -229,6 +230,36 @@ def test_shards_training_on_them_and_predictions(cluster: Cluster) -> None:
     predicted = cluster.succeeded(cluster.launch("workflows.prediction.predict_wf", {**model, "dataset": "digits"}))
     rows = cluster.content(address_of(predicted, "table")).decode().splitlines()
     assert len(rows) == 1 + 297
+
+
+def test_a_model_is_released_as_on_ones_own_machine(cluster: Cluster) -> None:
+    """Promoted, kept, promoted over, and taken back; the registry is a new model's in the bucket of the outputs."""
+    execution = cluster.succeeded(cluster.train(epochs=1, seed=seeded(cluster)))
+    bucket = "/".join(address_of(execution, "sidecar").split("/")[:3])
+    version, name = f"{cluster.version}-release", f"cluster-test-{int(time.time())}"
+    cluster.register(version, FLYTE_DDP_REGISTRY=f"{bucket}/cluster-test-models")
+
+    def released(workflow: str, **inputs: Any) -> dict[str, str]:
+        inputs = {"model_name": name, **inputs}
+        found = cluster.succeeded(cluster.launch(f"workflows.release.{workflow}", inputs, version))
+        assert found.outputs is not None
+        return {key: found.outputs.get(key, as_type=str) for key in ("version", "champion", "outcome")}
+
+    weak, good = (Hyperparameters(epochs=epochs, num_ranks=1) for epochs in (3, 10))
+    first = released("release_wf", hp=weak)
+    assert first["champion"] == first["version"]
+    assert first["outcome"].startswith("promoted: there is no champion yet")
+    assert released("release_wf", hp=weak) == {**first, "outcome": "kept: it has the champion's weights"}
+    second = released("release_wf", hp=good, policy=Policy(latency_ratio=1000))
+    assert second["outcome"].startswith("promoted: +"), second
+    back = released("rollback_wf", reason="a test")
+    assert back == {"version": first["version"], "champion": first["version"], "outcome": "champion 3: a test"}
+    predicted = cluster.launch("workflows.prediction.predict_wf", {"model_name": name, "dataset": "digits"}, version)
+    rows = cluster.content(address_of(cluster.succeeded(predicted), "table")).decode().splitlines()
+    assert len(rows) == 1 + 297
+    refused = cluster.launch("workflows.release.rollback_wf", {"model_name": name, "reason": "once more"}, version)
+    said = "there is no champion before the present one; nothing was changed"
+    assert last_line(cluster.failure(refused)).endswith(said)
 
 
 @pytest.mark.parametrize(
