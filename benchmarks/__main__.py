@@ -33,6 +33,7 @@ NAMES = (
     "cost",
     "gate",
     "validation",
+    "export",
 )
 LONG = ("published", "chaos")  # run when they are named
 HERE = Path(__file__).resolve().parent

@@ -48,7 +48,8 @@ class OnnxProcess:
             self.process.wait()
             self.said.seek(0)
             said = self.said.read().decode(errors="replace").strip()
-            raise OSError(f"onnxruntime cannot run it: {said.rpartition(chr(10))[2][:200] or 'it was killed'}")
+            errors = [line for line in said.splitlines() if "Error" in line]
+            raise OSError(f"onnxruntime cannot run it: {errors[-1][:200] if errors else 'it was killed'}")
         return found.astype(np.float32)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -95,10 +96,7 @@ def export(
         made = Path(name)
         try:
             served = Served(*artifacts.load_model(*model)).eval()
-            images = raw_images(split, served.channels, settings)
-            example = next((image for image in images if min(image.shape[:2]) > 1), np.zeros((2, 2, served.channels)))
-            write_onnx(served, example.astype(np.uint8), made / ONNX)
-            write_pt2(served, example.astype(np.uint8), made / PT2)
+            write_graphs(served, made)
             found = Comparison(logits, TOLERANCE[device] * float(np.ptp(logits)))
             golden = compare(made / ONNX, served, raw_images(split, served.channels, settings), found)
             if found.passed:
@@ -121,47 +119,36 @@ def innermost(error: BaseException) -> str:
     return f"{type(error).__name__}: {line[:200]}"
 
 
-def write_onnx(served: Served, example: Image, path: Path) -> None:
-    """Writes the model for ONNX."""
+def write_graphs(served: Served, folder: Path) -> None:
+    """Writes the model for ONNX, and for torch without this library, where that then answers alike."""
     try:
         import onnx  # noqa: F401
         import onnxruntime  # noqa: F401
         import onnxscript  # noqa: F401
     except ImportError as error:
         raise NotExportedError(f"{error.name} is not installed; pip install 'flyte-ddp[export]'") from error
-    with quietly():
-        program: Any = torch.onnx.export(
-            served,
-            pair(example),
-            dynamo=True,
-            dynamic_shapes=any_size(),
-            input_names=["images"],
-            output_names=["logits"],
-            verbose=False,
+    shape = 2, served.height + 1, served.width + 2, served.channels  # two images, as exporters take 1 for a constant
+    images = (torch.arange(math.prod(shape)).remainder(251).to(torch.uint8).reshape(shape),)
+    with quietly(), torch.no_grad():
+        program = followed(served, images)
+        written: Any = torch.onnx.export(
+            program, (), dynamo=True, input_names=["images"], output_names=["logits"], verbose=False
         )
-        program.save(path, external_data=False)
+        written.save(folder / ONNX, external_data=False)
+        try:
+            torch.export.save(program, folder / PT2)
+            torch.testing.assert_close(torch.export.load(folder / PT2).module()(*images), served(*images))
+        except Exception:  # it is an extra
+            (folder / PT2).unlink(missing_ok=True)
 
 
-def write_pt2(served: Served, example: Image, path: Path) -> None:
-    """Writes the model for torch without this library, where torch can, and if it then answers alike."""
-    images = pair(example)
+def followed(served: Served, images: tuple[torch.Tensor]) -> torch.export.ExportedProgram:
+    """The model's graph, for batches of any size with images of any size; by one of the two ways that torch has."""
+    sizes = ({place: torch.export.Dim(name, min=min(place + 1, 2)) for place, name in enumerate("nhw")},)
     try:
-        with quietly(), torch.no_grad():
-            torch.export.save(torch.export.export(served, images, dynamic_shapes=any_size()), path)
-            again = torch.export.load(path).module()
-            torch.testing.assert_close(again(*images), served(*images))
-    except Exception:  # it is an extra
-        path.unlink(missing_ok=True)
-
-
-def pair(example: Image) -> tuple[torch.Tensor]:
-    """A batch of two images, as exporters take 1 for a constant."""
-    return (torch.from_numpy(np.stack([example] * 2)),)
-
-
-def any_size() -> tuple[dict[int, Any]]:
-    """Of the batch, and of its images."""
-    return ({place: torch.export.Dim(name, min=min(place + 1, 2)) for place, name in enumerate("nhw")},)
+        return torch.export.export(served, images, dynamic_shapes=sizes)
+    except Exception:  # of code that makes a number of a size, such as len(images), which the other way understands
+        return torch.export.export(served, images, dynamic_shapes=sizes, strict=True)
 
 
 @contextmanager

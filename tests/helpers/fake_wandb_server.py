@@ -42,6 +42,11 @@ class FakeServer:
         kind = {"state": "COMMITTED", "tags": [], "aliases": aliases, "artifactType": {"name": "model"}}
         return {"id": "a", "artifactSequence": sequence, **kind, **about, **numbers, **times}
 
+    def asked_for(self, name: str) -> dict[str, Any]:
+        """Where a file of an artifact is to be sent."""
+        at = {"name": name, "displayName": name, "uploadUrl": f"{self.url}/upload/{name}", "uploadHeaders": []}
+        return {"id": name, **at, "storagePath": name, "uploadMultipartUrls": None, "artifact": {"id": "a"}}
+
     def graphql(self, body: dict[str, Any]) -> dict[str, Any]:
         """The least that wandb 0.31 needs to go on."""
         variables = body.get("variables") or {}
@@ -63,10 +68,23 @@ class FakeServer:
             case "CreateRunFiles":
                 files = [{"name": name, "uploadUrl": f"{self.url}/upload/{name}"} for name in variables["files"]]
                 return {"createRunFiles": {"runID": "b", "uploadHeaders": [], "files": files}}
+        return self.about_artifact(str(body.get("operationName")), variables)
+
+    def about_artifact(self, operation: str, variables: dict[str, Any]) -> dict[str, Any]:
+        """What an upload of an artifact asks for, step by step."""
+        match operation:
             case "CreateArtifact":
                 self.artifacts.append(variables["input"])
-                artifact = {"id": "a", "state": "COMMITTED", "artifactSequence": {"id": "s", "latestArtifact": None}}
+                artifact = {"id": "a", "state": "PENDING", "artifactSequence": {"id": "s", "latestArtifact": None}}
                 return {"createArtifact": {"artifact": artifact}}
+            case "CreateArtifactManifest" | "UpdateArtifactManifest" as name:
+                manifest = {"id": "m", "file": self.asked_for("manifest")}
+                return {name[0].lower() + name[1:]: {"artifactManifest": manifest}}
+            case "CreateArtifactFiles":
+                asked = [self.asked_for(each["name"]) for each in variables["input"]["artifactFiles"]]
+                return {"createArtifactFiles": {"files": {"edges": [{"node": each} for each in asked]}}}
+            case "CommitArtifact":
+                return {"commitArtifact": {"artifact": {"id": "a", "digest": "d"}}}
         return {}
 
     def answer(self, path: str, body: bytes) -> dict[str, Any]:

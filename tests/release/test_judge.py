@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import shutil
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from encoded_runs import quiet
+from image_folders import image_files, write_files
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.datasets import image_arrays, open_arrays
+from flyte_ddp.datasets import fetch, image_arrays, open_arrays
 from flyte_ddp.datasets.arrays import write_arrays
 from flyte_ddp.errors import UnreachableError, UserError
 from flyte_ddp.models.artifacts import save_model
@@ -23,7 +28,7 @@ from flyte_ddp.release import versions
 from flyte_ddp.release.judge import Judgement, judge
 from flyte_ddp.release.page import write_page
 from flyte_ddp.release.policy import Policy
-from flyte_ddp.release.promotion import carry_out, load_champion, roll_back, store
+from flyte_ddp.release.promotion import carry_out, load_champion, promote, roll_back, store
 from flyte_ddp.release.registry import Registry
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.settings import Settings
@@ -133,8 +138,14 @@ def test_a_look_at_the_champion_itself(
     assert found.verdict.challenger_accuracy == pytest.approx(models["good"].test_accuracy)
     assert write_page(found, "digits", tmp_path / "page.html").read_text().count("<svg") == 1
     weak = models["weak"].model, models["weak"].sidecar
-    assert judge(*weak, digits, registry, PATIENT, settings=QUIET, counts=False).verdict.look == 0
+    verdict = judge(*weak, digits, registry, PATIENT, settings=QUIET, counts=False).verdict
+    assert verdict.look == 0
+    assert verdict.alpha == pytest.approx(0.05 * 6 / math.pi**2), "as of a first look"
     assert judged(models["weak"]).verdict.look == 2
+    elsewhere = Registry(str(tmp_path / "elsewhere"), "digits")
+    found = judge(*model, digits, elsewhere, PATIENT, settings=QUIET, counts=False)
+    assert found.verdict.told().startswith("would be promoted: there is no champion yet")
+    assert "digits: Would be promoted" in write_page(found, "digits", tmp_path / "page.html").read_text()
 
 
 def test_a_model_that_has_learned_nothing_is_no_first_champion(
@@ -191,6 +202,82 @@ def test_an_outage_is_no_verdict(
     monkeypatch.setattr(versions, "fetch", failing)
     with pytest.raises(UnreachableError, match="HTTP 503"):
         judged(models["good"])
+
+
+def test_a_model_that_answers_as_the_champion_is_kept(
+    judged: Callable[..., Judgement], models: dict[str, Result], tmp_path: Path
+) -> None:
+    """Other weights, and the same samples right: that is no look at the test split."""
+
+    def scale(weights: dict[str, Any], _: dict[str, Any]) -> None:
+        for name in list(weights)[-2:]:
+            weights[name] *= 2
+
+    judged(models["good"])
+    twin = altered(models["good"], tmp_path / "twin", scale)
+    for rule in ("superior", "not_worse"):
+        verdict = judged(twin, policy=Policy(rule=rule, latency_ratio=1000)).verdict
+        assert (verdict.decision, verdict.reason) == ("keep", "both models get the same samples right")
+        assert (verdict.look, verdict.champion_accuracy) == (0, pytest.approx(models["good"].test_accuracy))
+
+
+def test_not_worse_may_equal_the_best_version_ever(
+    judged: Callable[..., Judgement], models: dict[str, Result], registry: Registry, tmp_path: Path
+) -> None:
+    """Where a person has put a weak one in its place."""
+
+    def scale(weights: dict[str, Any], _: dict[str, Any]) -> None:
+        for name in list(weights)[-2:]:
+            weights[name] *= 2
+
+    judged(models["weak"])
+    judged(models["good"])
+    weak, good = registry.history()
+    values = {"action": "promote", "version": weak.version, "manifest": weak.manifest, "best": good.version}
+    registry.append(good, by="me", reason="to see", **values)
+    lenient = Policy(rule="not_worse", margin=0.05, latency_ratio=1000, nll_rise=10.0, brier_rise=2.0)
+    verdict = judged(altered(models["good"], tmp_path / "twin", scale), policy=lenient).verdict
+    assert verdict.promotes, verdict.reason
+    assert verdict.best == good.version
+
+
+@pytest.mark.parametrize("export", ["if_possible", "required", "off"])
+def test_a_model_without_an_export(
+    export: str, models: dict[str, Result], registry: Registry, digits: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "exports").mkdir()
+    files = models["good"].model, models["good"].sidecar
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "onnxscript", None)
+        verdict = judge(
+            *files, digits, registry, Policy(export=export), settings=QUIET, exports=tmp_path / "exports"
+        ).verdict
+    said = "not exported: onnxscript is not installed; pip install 'flyte-ddp[export]'"
+    assert [check.reason for check in verdict.checks if check.name == "export"] == [said] * (export != "off")
+    assert (verdict.decision, verdict.reason == said) == (
+        ("keep", True) if export == "required" else ("promote", False)
+    )
+    assert not [*(tmp_path / "exports").iterdir()]
+
+
+def test_both_models_may_meet_as_many_undecodable_images(registry: Registry, tmp_path: Path) -> None:
+    """As the challenger's training: one that came later must not keep the champion for ever."""
+    files = image_files(*(f"{name}/{number}.png" for name in ("cat", "dog") for number in range(40)))
+    dataset = f"image_folder:{write_files(tmp_path / 'images', files)}"
+    hp = Hyperparameters(dataset=dataset, test_dataset=dataset, image_size=16, num_ranks=1, epochs=1)
+    settings, verdicts = quiet(tmp_path), []
+    for number, allowed in enumerate((0, 1)):
+        (tmp_path / "images/cat/0.png").write_bytes(b"damaged" if number else files["cat/0.png"])
+        data = fetch(dataset, "", tmp_path / f"data{number}", test_dataset=dataset, progress="off")
+        run = run_training(replace(hp, bad_samples=allowed, seed=number), data, tmp_path / str(number), settings)
+        verdict = judge(run.model, run.sidecar, data, registry, PATIENT, settings=settings).verdict
+        version = store(registry, run.model, run.sidecar, verdict, {}, by="x")
+        if not number:
+            promote(registry, version.name, "to begin", by="me")
+        verdicts.append(verdict)
+    assert verdicts[1].decision != "no_comparison", verdicts[1].reason
+    assert verdicts[1].samples == 79
+    assert verdicts[1].champion_accuracy > 0
 
 
 def test_a_rollback_takes_back_who_was_the_best_too(

@@ -15,6 +15,7 @@ from flyte_ddp.release.wandb_mirror import mirror
 from flyte_ddp.settings import Settings
 
 pytestmark = pytest.mark.slow
+FILES = {"model.pt": b"weights", "model.json": b"{}"}
 ONLINE = Settings(wandb_mode="online", wandb_timeout=2.0)
 
 
@@ -25,7 +26,7 @@ def registry(tmp_path: Path) -> Registry:
 
 @pytest.fixture
 def champion(registry: Registry) -> Entry:
-    version = versions.write(registry, {"model.pt": b"weights", "model.json": b"{}"})
+    version = versions.write(registry, FILES)
     return promote(registry, version.name, "a test", by="me")
 
 
@@ -37,6 +38,7 @@ def test_what_arrives(
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
         mirror(registry, champion, Settings(wandb_mode="online"))
     [artifact] = server.artifacts
+    assert {name: server.uploads[name] for name in ("model.pt", "model.json")} == FILES
     assert {"champion", champion.version[:12]} <= {each["alias"] for each in artifact["aliases"]}
     assert (artifact["artifactCollectionName"], artifact["artifactTypeName"]) == ("digits", "model")
     assert json.loads(artifact["metadata"])["version"] == champion.version

@@ -207,6 +207,8 @@ def test_training_starts_from_given_weights(digits: Path, tmp_path: Path) -> Non
     second = train(hp, digits, tmp_path / "second")
     for name, value in weights(second).items():
         torch.testing.assert_close(value, weights(first)[name], rtol=0, atol=1e-6)
+    assert json.loads(second.sidecar.read_text())["digests"]["init_from"]
+    assert "init_from" not in json.loads(first.sidecar.read_text())["digests"]
     with pytest.raises(UserError, match=r"init_from=.*does not fit the model"):
         train(replace(hp, model="user_models:linear"), digits, tmp_path / "third")
 

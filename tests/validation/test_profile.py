@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -119,4 +120,6 @@ def test_of_shards_of_which_a_part_is_for_testing(kind: str, tmp_path: Path) -> 
     assert counts == {"0": 21, "1": 18, "7": 1}
     assert found.labelled["7"] == f"sample '23' in shard {tmp_path}/2.tar"
     assert found.conflicts == 0
-    assert 0 <= found.duplicates <= 5
+    assert found.duplicates == len(found.duplicated)
+    pairs = [tuple(sorted(re.findall(r"sample '(\d+)'", said))) for said in found.duplicated]
+    assert {*pairs} <= {(f"0{number}", f"3{number + 5}") for number in range(5)}

@@ -1,0 +1,106 @@
+"""Export: seconds to write a model as ONNX and .pt2, and images/s while it is checked on a test split.
+
+Each image is asked about three times: alone, in batches of 7 and of 64. The bound is torch itself, with the resizing
+of the evaluation.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from benchmarks import generated_images
+from benchmarks.measuring import Options, Result, Target, interleaved
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.datasets import fetch
+from flyte_ddp.datasets.prepared import open_prepared
+from flyte_ddp.export import exporting
+from flyte_ddp.export.answering import OnnxProcess
+from flyte_ddp.export.requests import raw_images
+from flyte_ddp.export.served import Served
+from flyte_ddp.hardware import cores
+from flyte_ddp.release.answers import Model
+from flyte_ddp.run import run_training
+from flyte_ddp.settings import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+QUIET = Settings(progress="off", wandb_mode="disabled", checkpoint_seconds=0.0)
+PHOTOS = "ResNet18, photos"
+
+
+def measure(options: Options) -> Result:
+    """A small network on arrays, and ResNet18 on photos of 500 x 375 pixels."""
+    images, side = (64, 32) if options.quick else (256, 224)
+    index = generated_images.write_shards(options.folder / "photos", 4, images // 4)
+    shards = f"shards:{index}"
+    trained = {
+        "small_cnn, 28 x 28": Hyperparameters(dataset="digits" if options.quick else "fashion_mnist"),
+        PHOTOS: Hyperparameters(dataset=shards, test_dataset=shards, model="resnet18", image_size=side),
+    }
+    sides = {}
+    for name, hp in trained.items():
+        folder = options.folder / name.split(",")[0]
+        data = fetch(hp.dataset, "", folder / "data", test_dataset=hp.test_dataset, progress="off")
+        run = run_training(
+            Hyperparameters.from_dict({**hp.to_dict(), "max_steps": 1, "num_ranks": 1}), data, folder, QUIET
+        )
+        sides[name] = Model(run.model, run.sidecar, QUIET), open_prepared(data)
+    result = Result(settings={"photos": images, "side": side, "threads": cores()})
+    logits = {name: model.answers(split).logits for name, (model, split) in sides.items()}
+
+    def exported(name: str, _: int) -> None:
+        model, split = sides[name]
+        with TemporaryDirectory() as folder:
+            served = Served(model.module, model.sidecar).eval()
+            with timed() as took:
+                exporting.write_graphs(served, Path(folder))
+            result.add(f"{name}: graphs written", took[0], "s")
+            found = exporting.Comparison(logits[name], 1e-3 * float(np.ptp(logits[name])))
+            with timed() as took:
+                exporting.compare(
+                    Path(folder, exporting.ONNX), served, raw_images(split, served.channels, QUIET), found
+                )
+            assert found.passed
+            result.add(f"{name}: checked", len(logits[name]) / took[0], "images/s")
+            if name == PHOTOS:
+                batches(served, Path(folder, exporting.ONNX), result)
+
+    interleaved(
+        options, result, {name: lambda number, name=name: exported(name, number) for name in sides}, options.number(5)
+    )
+    result.ratio("photos: onnxruntime / torch", "photos: onnxruntime", "photos: torch")
+    result.targets.append(
+        Target("ResNet18 on photos: rate of onnxruntime, of torch's", result.median("photos: onnxruntime / torch"), "x")
+    )
+    return result
+
+
+def batches(served: Served, onnx: Path, result: Result) -> None:
+    """Batches of 64 photos, resized and answered by onnxruntime and by torch."""
+    photos = np.random.default_rng(0).integers(0, 256, (64, 375, 500, 3), dtype=np.uint8)
+    with OnnxProcess(onnx, cores()) as process, torch.no_grad():
+        process.answer(photos)
+        with timed() as took:
+            process.answer(photos)
+        result.add("photos: onnxruntime", len(photos) / took[0], "images/s")
+        served(torch.from_numpy(photos))
+        with timed() as took:
+            served(torch.from_numpy(photos))
+        result.add("photos: torch", len(photos) / took[0], "images/s")
+
+
+@contextmanager
+def timed() -> Iterator[list[float]]:
+    """Gives the seconds that it took, once that is over."""
+    took: list[float] = []
+    began = time.perf_counter()
+    yield took
+    took.append(time.perf_counter() - began)

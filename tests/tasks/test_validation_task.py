@@ -1,0 +1,67 @@
+"""The task before training: what it warns of, and what it refuses before a GPU is paid for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from flytekit.types.directory import FlyteDirectory
+
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.errors import UserError
+from flyte_ddp.release import versions
+from flyte_ddp.release.policy import Policy
+from flyte_ddp.release.promotion import promote
+from flyte_ddp.release.registry import Registry
+from flyte_ddp.validation.profile import DataProfile, SplitProfile
+from tasks.validation import HELD_OUT, validate_dataset
+
+EVEN = SplitProfile(1000, {"0": 500, "1": 500}, modes={"RGB": 1000})
+PROFILE = DataProfile(["cat", "dog"], EVEN, EVEN, 0, 0, [], {}, [], [])
+
+
+@pytest.fixture
+def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
+    monkeypatch.setenv("FLYTE_DDP_REGISTRY", f"file://{tmp_path}/registry")  # as in a pod, which takes no bare path
+    return Registry(str(tmp_path / "registry"), "pets")
+
+
+def champion(registry: Registry, profile: str) -> None:
+    """One that was trained on such data."""
+    files = {"model.pt": b"weights", "model.json": b"{}", "data_profile.json": profile.encode()}
+    promote(registry, versions.write(registry, files).name, "to begin", by="me")
+
+
+def warnings(tmp_path: Path, **hp: str) -> list[str]:
+    """The task's output."""
+    data, asked = FlyteDirectory(str(tmp_path)), Hyperparameters(dataset="image_folder:pets", **hp)
+    found = validate_dataset.task_function(data, PROFILE, asked, "pets", Policy())
+    assert found.data.path == str(tmp_path)
+    return list(found.warnings)
+
+
+def test_a_test_set_of_its_own_is_recommended(registry: Registry, tmp_path: Path) -> None:
+    assert warnings(tmp_path) == [HELD_OUT]
+    assert not warnings(tmp_path, test_dataset="image_folder:tests")
+    assert not registry.history()
+
+
+def test_other_data_than_the_champions(registry: Registry, tmp_path: Path) -> None:
+    grey = replace(PROFILE, training=replace(EVEN, modes={"L": 1000}))
+    champion(registry, grey.to_json())
+    [said] = warnings(tmp_path, test_dataset="image_folder:tests")
+    assert said.startswith("training split: colour modes differ from the champion's in 100% of images")
+
+
+def test_a_profile_of_another_release_is_a_warning(registry: Registry, tmp_path: Path) -> None:
+    champion(registry, '{"classes": []}')
+    [said] = warnings(tmp_path, test_dataset="image_folder:tests")
+    assert said.startswith("the champion's data are not known: data_profile.json of version ")
+
+
+def test_a_gap_in_the_log_is_refused_before_training(registry: Registry, tmp_path: Path) -> None:
+    champion(registry, PROFILE.to_json())
+    Path(registry.at("log", "00000001.json")).unlink()
+    with pytest.raises(UserError, match=r"pets/log/00000001.json is missing"):
+        warnings(tmp_path)
