@@ -41,7 +41,7 @@ def of_samples(found: DataProfile, hp: Hyperparameters) -> Iterator[str]:
     bad = found.training.undecodable + found.test.undecodable
     if bad > hp.bad_samples:
         yield (
-            f"{counted(bad, 'image')} cannot be decoded, and bad_samples={hp.bad_samples} are allowed: "
+            f"{counted(bad, 'image')} cannot be decoded, more than bad_samples={hp.bad_samples}: "
             f"{few(found.bad)}; fix or remove them, or raise it"
         )
     outside = {label: sample for label, sample in found.labelled.items() if not 0 <= int(label) < len(names)}

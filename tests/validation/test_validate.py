@@ -51,7 +51,7 @@ def test_all_that_is_wrong_is_said_at_once_with_examples() -> None:
     )
     assert problems(bad) == [
         (
-            "2 images cannot be decoded, and bad_samples=0 are allowed: image a.jpg (truncated), "
+            "2 images cannot be decoded, more than bad_samples=0: image a.jpg (truncated), "
             "image b.jpg (truncated); fix or remove them, or raise it"
         ),
         "sample 'k' in shard s.tar has label 5: must be 0..1 with 2 classes; fix them, or set num_classes",
