@@ -125,22 +125,15 @@ def carried_out(
     version = store(registry, *model, verdict, beside, by=places.who())
     outcome = carry_out(registry, version, verdict, by=places.who())
     if verdict.promotes:
-        mirrored(registry, version.name)
+        mirror(registry, version.name, tracking.settings(f"{registry.name}-champion"))
     return shown(Released(*outcome))
 
 
 def decided(registry: Registry, entry: Entry) -> Released:
     """The new champion."""
-    mirrored(registry, entry.version)
+    mirror(registry, entry.version, tracking.settings(f"{registry.name}-champion"))
     now = registry.champion() or entry  # somebody may have been here since an earlier try of this task
     return shown(Released(entry.version, now.version, f"champion {entry.number}: {entry.reason}"))
-
-
-def mirrored(registry: Registry, version: str) -> None:
-    """Has wandb know the champion, if it is this version."""
-    entry = registry.champion()
-    if entry is not None and entry.version == version:
-        mirror(registry, entry, tracking.settings(f"{registry.name}-champion"))
 
 
 def shown(released: Released) -> Released:

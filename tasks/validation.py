@@ -55,12 +55,12 @@ def validate_dataset(
     check(profile, hp, max_duplicates=policy.max_duplicates, max_conflicts=policy.max_conflicts)
     registry = Registry(places.registry(), model_name)
     registry.check_store()  # not hours later, when there is a champion to be written
-    registry.champion()  # likewise a log with a gap
+    champion = registry.champion()  # likewise if its log has a gap
     if policy.slices:
         read_slices(policy.slices)
     warnings = [HELD_OUT] if encoded_kind(hp.dataset) and not hp.test_dataset else []
     try:
-        champions = champion_profile(registry)
+        champions = champion_profile(registry, champion) if champion is not None else None
         warnings += [*differences(profile, champions)] if champions is not None else []
     except UnreachableError:
         raise

@@ -92,7 +92,7 @@ def export(
         NotExportedError: there is none.
     """
     settings = settings or Settings()
-    with TemporaryDirectory() as name:
+    with TemporaryDirectory(dir=folder) as name:  # so that what is right gets its place at once
         made = Path(name)
         try:
             served = Served(*artifacts.load_model(*model)).eval()
@@ -103,7 +103,7 @@ def export(
                 np.savez_compressed(made / GOLDEN, tolerance=found.tolerance, **golden)
                 shutil.copyfile(Path(__file__).with_name(CHECK), made / CHECK)
                 for path in made.iterdir():
-                    shutil.move(path, folder / path.name)
+                    path.rename(folder / path.name)
         except (NotExportedError, UnreachableError):
             raise
         except Exception as error:  # a full disk, or whatever the user's model comes up with
@@ -176,14 +176,18 @@ def compare(path: Path, served: Served, images: Iterator[Image], found: Comparis
     samples = len(found.expected)
     waiting: dict[int, list[Image]] = {size: [] for size in BATCH_SIZES}
     spread, golden, size_of_golden = {*np.linspace(0, samples - 1, REQUESTS, dtype=int).tolist()}, dict[int, Image](), 0
+    place = -1
     with OnnxProcess(path, cores()) as onnx:
         for place, image in enumerate(images):
             if place in spread and (not golden or size_of_golden + image.nbytes <= GOLDEN_BYTES):
                 golden[place], size_of_golden = image, size_of_golden + image.nbytes
+            of_one_size = canvas(image, served)
             for size, batch in waiting.items():
-                batch.append(image if size == 1 else canvas(image, served))
+                batch.append(image if size == 1 else of_one_size)
                 if len(batch) == size or place + 1 == samples:
                     found.add(place + 1 - len(batch), onnx.answer(np.stack(batch)))
                     batch.clear()
+    if place + 1 != samples:
+        raise ValueError(f"the test split has {place + 1} images now, and torch has answered {samples}")
     named = {f"image_{place:09d}": image for place, image in golden.items()}
     return {**named, "logits": found.expected[[*golden]]}

@@ -19,8 +19,6 @@ from flyte_ddp.loading.encoded import Encoded, decoded, in_order
 from flyte_ddp.loading.opening import reader
 from flyte_ddp.settings import Settings
 
-AHEAD = 32  # images that are decoded and wait
-
 
 def raw_images(data: PreparedSet, channels: int, settings: Settings) -> Iterator[NDArray[np.uint8]]:
     """All that can be decoded [H, W, channels], in the split's order; grey ones as RGB where the model takes that."""
@@ -39,7 +37,8 @@ def raw_images(data: PreparedSet, channels: int, settings: Settings) -> Iterator
                 return None
 
         samples, threads = order.samples(slice(0, len(order))), settings.loader_threads or cores()
-        yield from (image for image in in_order(images, samples, threads, pixels, AHEAD) if image is not None)
+        ahead = 2 * threads  # of images that may be large
+        yield from (image for image in in_order(images, samples, threads, pixels, ahead) if image is not None)
 
 
 def canvas(image: NDArray[np.uint8], served: Served) -> NDArray[np.uint8]:

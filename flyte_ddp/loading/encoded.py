@@ -215,7 +215,7 @@ class EncodedImages(Images):
 def in_order(
     reader: Reader, samples: Indices, threads: int, use: Callable[[int, Encoded], Result], ahead: int
 ) -> Iterator[Result]:
-    """What threads make of each sample, in the samples' order; so many are read, and worked on, ahead."""
+    """What threads make of each sample, in the samples' order; at most ``ahead`` are read or in work at a time."""
     waiting: deque[Future[Result]] = deque()
 
     def used(sample: int, coming: Future[Encoded] | None) -> Result:

@@ -23,7 +23,7 @@ from flyte_ddp.release import checks, looks, statistics, versions
 from flyte_ddp.release.answers import Answers, Model
 from flyte_ddp.release.checks import Pair
 from flyte_ddp.release.policy import NOT_WORSE, OFF, REQUIRED, Policy
-from flyte_ddp.release.registry import Entry, Registry
+from flyte_ddp.release.registry import Entry, Registry, promotions
 from flyte_ddp.release.slices import slice_members
 from flyte_ddp.release.verdict import KEPT, NO_COMPARISON, PROMOTED, Check, Verdict
 from flyte_ddp.settings import Settings
@@ -71,18 +71,26 @@ def judge(
     Raises:
         UserError: the challenger, the data or the registry cannot be read, or the test split lacks a class.
     """
-    before = registry.champion()
+    history = registry.history()
+    before, taken_back = history[-1] if history else None, promotions(history).taken_back
     challenger, split = Model(weights, sidecar, settings or Settings()), open_prepared(data)
     case = Case(registry, policy, before, challenger, split, test_digest_of(data), counts, exports)
+    if counts and challenger.digest in taken_back:
+        back = taken_back[challenger.digest]
+        return case.closed(KEPT, f"{back.by} took it back ({back.reason}); only a person can promote it again")
     if before is None:
         return case.alone(challenger.answers(split))
     if before.version == challenger.digest:
         return case.same_weights(None if counts else challenger.answers(split))
+    answers = challenger.answers(split)
+    if not case.passes(checks.finite(answers)):
+        return case.closed(KEPT, case.why_not())
     try:
         with fetched(registry, before.version, before.manifest, challenger) as champion:
-            return compared(case, champion)
+            return compared(case, answers, champion)
     except Incomparable as failure:
-        return case.closed(NO_COMPARISON, str(failure))
+        case.exported(answers)
+        return case.closed(NO_COMPARISON, str(failure), challenger=answers)
 
 
 def test_digest_of(data: Path) -> str:
@@ -125,7 +133,7 @@ class Case:
         if not self.counts:
             return 0, statistics.spent(self.policy.alpha, 1)
         champion = self.before.version if self.before else NOBODY
-        rule = f"{self.policy.rule} {self.policy.margin:g} {self.policy.alpha:g}"
+        rule = f"{self.policy.rule} {self.policy.margin!r} {self.policy.alpha!r}"
         number = looks.claim(self.registry, self.test_digest, self.model.digest, champion, rule)
         return number, statistics.spent(self.policy.alpha, number)
 
@@ -211,15 +219,12 @@ class Case:
         return Judgement(verdict, self.model, self.split, challenger, champion, parts or {})
 
 
-def compared(case: Case, champion: Model) -> Judgement:
+def compared(case: Case, answers: Answers, champion: Model) -> Judgement:
     """The verdict on a challenger beside the champion, by all checks."""
     policy, model, split = case.policy, case.model, case.split
-    answers = model.answers(split)
     members = {"class": checks.class_members(answers, model.classes)}
     if policy.slices:
         members["slice"] = slice_members(policy.slices, answers.ids, answers.undecoded)
-    if not case.passes(checks.finite(answers)):
-        return case.closed(KEPT, case.why_not())
     if not case.passes(checks.same_task(model.classes, champion.classes, (model.takes(), champion.takes()))):
         case.exported(answers)
         return case.closed(KEPT, case.why_not(), challenger=answers)

@@ -13,7 +13,7 @@ from flyte_ddp.files import file_digest
 from flyte_ddp.release import versions
 from flyte_ddp.release.card import card
 from flyte_ddp.release.lineage import lineage
-from flyte_ddp.release.registry import PROMOTE, ROLLBACK, Entry, LostError, Registry, file_name, rollback_target
+from flyte_ddp.release.registry import PROMOTE, ROLLBACK, Entry, LostError, Registry, promotions
 from flyte_ddp.release.verdict import Verdict
 from flyte_ddp.validation.profile import DataProfile
 
@@ -104,26 +104,25 @@ def carry_out(registry: Registry, version: versions.Version, verdict: Verdict, *
     Raises:
         UserError: the registry cannot be read or written, or its log has a gap.
     """
-    history = registry.history()
-    if len(history) < verdict.log_number:
-        raise UserError(
-            f"registry {registry.address!r}: {registry.name}/log/{file_name(verdict.log_number)} is missing, which the "
-            "judgement has seen; restore it, as no entry may be deleted"
-        )
+    history = registry.history(at_least=verdict.log_number)
+    now, after = history[-1] if history else None, history[verdict.log_number :]
     if not verdict.promotes:
-        return Outcome(version.name, history[-1].version if history else "", f"kept: {verdict.reason}")
-    before, after = history[: verdict.log_number], history[verdict.log_number :]
+        return Outcome(version.name, now.version if now else "", f"kept: {verdict.reason}")
+    if after and (after[0].version, after[0].by) == (
+        version.name,
+        by,
+    ):  # this task has been here before, and was killed
+        registry.copy_champion(after[0].number)
+        return Outcome(version.name, history[-1].version, f"promoted: {after[0].reason}")
     values = {"version": version.name, "manifest": version.manifest, "best": verdict.best, "reason": verdict.reason}
     try:
-        entry = after[0] if after else registry.append(before[-1] if before else None, by=by, action=PROMOTE, **values)
+        winner = after[0] if after else None
+        if winner is None:
+            registry.append(now, by=by, action=PROMOTE, **values)
+            return Outcome(version.name, version.name, f"promoted: {verdict.reason}")
     except LostError as lost:
-        entry = lost.winner
-    now = registry.history()[-1]
-    if (entry.version, entry.by) != (version.name, by):
-        return Outcome(version.name, now.version, f"not promoted: {LostError(entry).message}")
-    if after:  # this task has been here before, and may have been killed
-        registry.copy_champion(now.number)
-    return Outcome(version.name, now.version, f"promoted: {entry.reason}")
+        winner = lost.winner
+    return Outcome(version.name, registry.history()[-1].version, f"not promoted: {LostError(winner).message}")
 
 
 def promote(registry: Registry, version: str, reason: str, *, by: str, once: bool = False) -> Entry:
@@ -134,15 +133,15 @@ def promote(registry: Registry, version: str, reason: str, *, by: str, once: boo
         version: the SHA-256 of its weights.
         reason: why.
         by: the Flyte execution, or a user.
-        once: whether ``by`` does this only once, so that an entry of the same is of an earlier try.
+        once: whether ``by`` does this only once, so that an entry of its own is of an earlier try.
 
     Raises:
         UserError: there is no such version, it is the champion, no reason is given, or somebody was faster.
     """
-    found, history = versions.read(registry, version), registry.history()
-    if once and (earlier := earlier_try(registry, history, by, PROMOTE)):
+    history = registry.history()
+    if once and (earlier := earlier_try(registry, history, by, PROMOTE, version)):
         return earlier
-    before = history[-1] if history else None
+    found, before = versions.read(registry, version), history[-1] if history else None
     if before is not None and before.version == version:
         raise UserError(f"version {version[:12]} is the champion already, since {before.time}")
     versions.check_content(registry, found)
@@ -151,10 +150,10 @@ def promote(registry: Registry, version: str, reason: str, *, by: str, once: boo
     return registry.append(before, by=by, action=PROMOTE, reason=given(reason), **values)
 
 
-def earlier_try(registry: Registry, history: list[Entry], by: str, action: str) -> Entry | None:
+def earlier_try(registry: Registry, history: list[Entry], by: str, action: str, version: str = "") -> Entry | None:
     """The entry that an execution has written, which was killed before it could say so; None if there is none."""
     for entry in history:
-        if (entry.by, entry.action) == (by, action):
+        if (entry.by, entry.action) == (by, action) and version in ("", entry.version):
             registry.copy_champion(history[-1].number)
             return entry
     return None
@@ -190,9 +189,10 @@ def roll_back(registry: Registry, reason: str, *, by: str, once: bool = False) -
     history = registry.history()
     if once and (earlier := earlier_try(registry, history, by, ROLLBACK)):
         return earlier
-    target = rollback_target(history)
-    if target is None:
+    standing = promotions(history).standing
+    if len(standing) < 2:
         raise UserError(f"model {registry.name!r}: there is no champion before the present one; nothing was changed")
+    target = standing[-2]
     versions.check_content(registry, versions.read(registry, target.version, target.manifest))
     values = {"version": target.version, "manifest": target.manifest, "best": target.best}
     return registry.append(history[-1], by=by, action=ROLLBACK, reason=given(reason), **values)
@@ -221,15 +221,14 @@ def champion_files(registry: Registry, folder: Path) -> tuple[Path, Path]:
     return stored_files(registry, entry.version, folder, entry.manifest)
 
 
-def champion_profile(registry: Registry) -> DataProfile | None:
-    """What the data were like that the champion was trained on; None if there is no champion, or it does not say.
+def champion_profile(registry: Registry, entry: Entry) -> DataProfile | None:
+    """What the data were like that the champion of an entry was trained on; None if its version does not say.
 
     Raises:
         UserError: the registry cannot be read, or the file was altered.
     """
-    entry = registry.champion()
-    version = versions.read(registry, entry.version, entry.manifest) if entry is not None else None
-    if version is None or PROFILE not in version.files:
+    version = versions.read(registry, entry.version, entry.manifest)
+    if PROFILE not in version.files:
         return None
     with TemporaryDirectory() as folder:
         versions.fetch(registry, version, Path(folder), (PROFILE,))

@@ -12,15 +12,17 @@ of two who want to write the next entry one succeeds, and the other is told so.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import re
 import secrets
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from flyte_ddp import storage
 from flyte_ddp.errors import UserError
@@ -29,6 +31,7 @@ from flyte_ddp.storage import ExistsError, MissingError, UnavailableError
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 PROMOTE, ROLLBACK = "promote", "rollback"
 ENTRY = re.compile(r"[0-9]{8}\.json")
+READERS = 16  # of entries at a time
 PROBE = ".creates-once"  # no model's name; a file that is written to find out whether the store can do that
 
 
@@ -122,8 +125,11 @@ class Registry:
             return storage.retried(address, storage.read) == content
         return True
 
-    def history(self) -> list[Entry]:
+    def history(self, at_least: int = 0) -> list[Entry]:
         """All entries of the log, the oldest first; empty where nothing was promoted.
+
+        Args:
+            at_least: how many there are known to be.
 
         Raises:
             UserError: the registry cannot be read, or an entry is missing or altered.
@@ -136,22 +142,29 @@ class Registry:
                 if storage.local_path(folder) is None:
                     raise
                 names = []
-        entries: list[Entry] = []
-        for number, name in enumerate(filter(ENTRY.fullmatch, sorted(names)), 1):
+        numbered = [*enumerate(filter(ENTRY.fullmatch, sorted(names)), 1)]
+        for number, name in numbered:
             if name != file_name(number):
+                raise self.missing(number, f"and {name} is there")
+        with ThreadPoolExecutor(READERS) as pool:
+            entries = [*pool.map(self.entry, (number for number, _ in numbered))]
+        for before, entry in zip([None, *entries], entries, strict=False):
+            if entry.previous != (before.digest if before else ""):
                 raise UserError(
-                    f"registry {self.address!r}: {self.name}/log/{file_name(number)} is missing, and {name} is there; "
-                    "restore it, as no entry may be deleted"
+                    f"registry {self.address!r}: {self.name}/log/{file_name(entry.number)} does not follow the entry "
+                    "before it, one of the two was altered; restore them"
                 )
-            entry = self.entry(number)
-            if entry.previous != (entries[-1].digest if entries else ""):
-                raise UserError(
-                    f"registry {self.address!r}: {self.name}/log/{name} does not follow the entry before it, one of "
-                    "the two was altered; restore them"
-                )
-            entries.append(entry)
         self.check_end(entries[-1] if entries else None)
+        if len(entries) < at_least:
+            raise self.missing(at_least, "which a judgement has seen")
         return entries
+
+    def missing(self, number: int, why: str) -> UserError:
+        """The error for an entry that was deleted."""
+        return UserError(
+            f"registry {self.address!r}: {self.name}/log/{file_name(number)} is missing, {why}; restore it, as no "
+            "entry may be deleted"
+        )
 
     def check_end(self, last: Entry | None) -> None:
         """Refuses a log whose last entries were deleted, or altered: the copy for people has them, though maybe late.
@@ -218,11 +231,19 @@ class Registry:
         return Entry.stored(content)
 
     def copy_champion(self, number: int) -> None:
-        """Makes champion.json, the copy for people, this entry; that it may fail, or be late, harms nobody."""
+        """Makes champion.json, the copy for people, the last entry; that it may fail, or be late, harms nobody.
+
+        Args:
+            number: of an entry, since which there may have been others.
+        """
         address = self.at("champion.json")
         try:
-            content = storage.retried(self.at("log", file_name(number)), storage.read)
-            storage.retried(address, lambda to: storage.put(to, content))
+            while True:
+                content = storage.retried(self.at("log", file_name(number)), storage.read)
+                storage.retried(address, functools.partial(storage.put, content=content))
+                number += 1
+        except MissingError:
+            return
         except (UnavailableError, OSError) as error:
             print(f"{address}: not renewed: {error}; the log counts, which has entry {number}", flush=True)
 
@@ -242,15 +263,20 @@ def file_name(number: int) -> str:
     return f"{number:08}.json"
 
 
-def rollback_target(history: list[Entry]) -> Entry | None:
-    """The entry that promoted the champion before the present one; None if there was none.
+class Promotions(NamedTuple):
+    """What a log comes to. A rollback takes the last promotion back, as an undo does; a second one that before it."""
 
-    A rollback takes the last promotion back, as an undo does: a second one takes back the promotion before.
-    """
-    promotions: list[Entry] = []
+    standing: list[Entry]  # those that were not taken back
+    taken_back: dict[str, Entry]  # versions whose promotion was, and which nobody has promoted since, with the rollback
+
+
+def promotions(history: list[Entry]) -> Promotions:
+    """The promotions in a log."""
+    found = Promotions([], {})
     for entry in history:
         if entry.action == PROMOTE:
-            promotions.append(entry)
+            found.standing.append(entry)
+            found.taken_back.pop(entry.version, None)
         else:
-            promotions.pop()
-    return promotions[-2] if len(promotions) > 1 else None
+            found.taken_back[found.standing.pop().version] = entry
+    return found

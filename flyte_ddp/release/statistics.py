@@ -96,7 +96,8 @@ def least_mean(values: Floats, alpha: float) -> float:
         drawn = values[random.integers(len(values), size=(min(batch, BOOTSTRAP_DRAWS - start), len(values)))]
         spread = np.maximum(drawn.std(axis=1), 1e-9 * error)  # of few values all that are drawn may be the same
         found.append((drawn.mean(axis=1) - mean) / spread)
-    return mean - error * float(np.quantile(np.concatenate(found), 1 - alpha))
+    bound = mean - error * float(np.quantile(np.concatenate(found), 1 - alpha))
+    return max(bound, float(values.min()))
 
 
 def detectable(samples: int, discordant: float, alpha: float) -> float | None:

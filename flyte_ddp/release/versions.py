@@ -8,7 +8,6 @@ entry of the log names the revision that became champion by the digest of its li
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import re
 from collections.abc import Mapping
@@ -39,29 +38,28 @@ def write(registry: Registry, files: Mapping[str, Path | bytes]) -> Version:
     """Writes a version, or what is missing of it; a revision of one that is there with other files.
 
     Args:
-        files: contents or paths by name, ``model.pt`` among them. The first one tells writers of two revisions apart.
+        files: contents or paths by name, ``model.pt`` among them. The first one must differ between judgements: by it a
+            writer sees that a folder is another one's.
 
     Raises:
         UserError: the store cannot be written to, or the weights there have been altered.
     """
     digests = {file: content_digest(content) for file, content in files.items()}
     manifest = json.dumps({"files": dict(sorted(digests.items()))}, indent=1).encode() + b"\n"
-    name = digests[WEIGHTS]
-    for number in itertools.count(1):
+    name, expected = digests[WEIGHTS], digests | {MANIFEST: content_digest(manifest)}
+    number, differing = 1, ""
+    while True:
         folder = revision_folder(name, number)
         with registry.explained("written"):
-            listed = stored_digest(registry.at(folder, MANIFEST))
-            if listed not in ("", content_digest(manifest)):
-                continue
-            for file, content in files.items():
-                if (stored := written(registry.at(folder, file), content)) != digests[file]:
+            for file, content in {**files, MANIFEST: manifest}.items():
+                if written(registry.at(folder, file), content) != expected[file]:
+                    differing = file
                     break
             else:
-                written(registry.at(folder, MANIFEST), manifest)
-                return Version(name, folder, content_digest(manifest), digests)
-        if file == WEIGHTS and stored != name:
+                return Version(name, folder, expected[MANIFEST], digests)
+        if differing == WEIGHTS:
             raise altered(registry, folder, WEIGHTS)
-    raise AssertionError("there is always another number")
+        number += 1
 
 
 def revision_folder(name: str, number: int) -> str:
@@ -134,7 +132,10 @@ def find(registry: Registry, name: str, manifest: str = "") -> Version | None:
     for folder, content in lists.items():
         if manifest in ("", content_digest(content)):
             return complete(registry, Version(name, folder, content_digest(content), files_in(content)), there)
-    raise altered(registry, folders[-1], MANIFEST)
+    raise UserError(
+        f"{place}: has no {MANIFEST} with the SHA-256 {manifest[:12]}..., which was altered or deleted; restore it, or "
+        "promote another version"
+    )
 
 
 def files_in(manifest: bytes) -> dict[str, str]:

@@ -21,20 +21,28 @@ from flyte_ddp.settings import Settings
 UPLOAD = 20  # times the timeout of wandb's answers: for all of an upload
 
 
-def mirror(registry: Registry, entry: Entry, settings: Settings) -> None:
-    """Sends the champion of an entry to wandb, if there is a key for it, and prints how that ended."""
+def mirror(registry: Registry, version: str, settings: Settings) -> None:
+    """Sends the champion to wandb, if it is this version and there is a key, and prints how that ended."""
     if settings.wandb_mode != "online":
         return
     try:
-        with TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # wandb's own processes may still write there
-            version = versions.read(registry, entry.version, entry.manifest)
-            files = Path(folder, "files")
-            files.mkdir()
-            versions.fetch(registry, version, files, tuple(version.files))
-            ended = sent(described(registry, entry, settings, folder), files, Path(folder), settings.wandb_timeout)
+        sent_last, champion = None, registry.champion()
+        while champion is not None and champion != sent_last and (sent_last or champion.version == version):
+            ended = uploaded(registry, champion, settings)
+            print(f"wandb: champion {champion.number} of {registry.name} {ended}", flush=True)
+            sent_last, champion = champion, registry.champion()  # of two at the same time the last one has the alias
     except Exception as error:  # whatever it is: the promotion stands
-        ended = f"not mirrored ({error})"
-    print(f"wandb: champion {entry.number} of {registry.name} {ended}", flush=True)
+        print(f"wandb: champion of {registry.name} not mirrored ({error})", flush=True)
+
+
+def uploaded(registry: Registry, champion: Entry, settings: Settings) -> str:
+    """Sends the champion of an entry; what came of it, in words."""
+    with TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # wandb's own processes may still write there
+        version = versions.read(registry, champion.version, champion.manifest)
+        files = Path(folder, "files")
+        files.mkdir()
+        versions.fetch(registry, version, files, tuple(version.files))
+        return sent(described(registry, champion, settings, folder), files, Path(folder), settings.wandb_timeout)
 
 
 def described(registry: Registry, entry: Entry, settings: Settings, folder: str) -> dict[str, Any]:

@@ -105,11 +105,14 @@ def create(address: str, content: bytes | Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Makes a folder and those above it, if they are not there."""
+    """Makes a folder and those above it, if they are not there, and puts their names on the disk."""
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:
         raise NotADirectoryError(*error.args) from None
+    for each in missing:
+        sync_folder(each.parent)
 
 
 def sync_folder(folder: Path) -> None:

@@ -188,6 +188,13 @@ def test_golden_requests_of_large_images_are_few(trained: Result, digits: Path, 
     np.testing.assert_array_equal(golden["logits"], logits[[0, 19, 39]])
 
 
+def test_answers_to_other_images_are_no_check(trained: Result, digits: Path, tmp_path: Path) -> None:
+    more = np.concatenate([logits_of(trained, digits)] * 2)
+    with pytest.raises(NotExportedError, match="the test split has 297 images now, and torch has answered 594"):
+        export((trained.model, trained.sidecar), open_prepared(digits), more, tmp_path)
+    assert not [*tmp_path.iterdir()]
+
+
 def test_without_the_extra(trained: Result, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     with pytest.raises(NotExportedError, match=r"onnxscript is not installed; pip install 'flyte-ddp\[export\]'"):

@@ -53,11 +53,11 @@ def killed_at(number: int, *, after: bool) -> None:
     left = [number]
 
     def killing(write: Any) -> Any:
-        def wrapped(*arguments: Any) -> None:
+        def wrapped(*arguments: Any, **named: Any) -> None:
             left[0] -= 1
             if left[0] < 0 and not after:
                 os._exit(9)
-            write(*arguments)
+            write(*arguments, **named)
             if left[0] < 0:
                 os._exit(9)
 

@@ -172,7 +172,12 @@ def test_not_a_number_is_kept_back(judged: Callable[..., Judgement], models: dic
 
 @pytest.mark.parametrize("gone", ["model.pt", "manifest.json", "its code"])
 def test_a_champion_that_cannot_be_evaluated(
-    judged: Callable[..., Judgement], models: dict[str, Result], registry: Registry, gone: str, tmp_path: Path
+    judged: Callable[..., Judgement],
+    models: dict[str, Result],
+    registry: Registry,
+    digits: Path,
+    gone: str,
+    tmp_path: Path,
 ) -> None:
     """Nobody takes its place without a person's word."""
     judged(models["weak"])
@@ -184,9 +189,13 @@ def test_a_champion_that_cannot_be_evaluated(
         sidecar.write_text(sidecar.read_text().replace('"small_cnn"', '"no_such_module:model"'))
     else:
         (version / gone).unlink()
-    verdict = judged(models["good"]).verdict
+    (tmp_path / "exports").mkdir()
+    files = models["good"].model, models["good"].sidecar
+    verdict = judge(*files, digits, registry, PATIENT, settings=QUIET, exports=tmp_path / "exports").verdict
     assert verdict.decision == "no_comparison"
     assert verdict.reason.startswith(f"version {entry.version[:12]} cannot be loaded: ")
+    assert (verdict.look, verdict.challenger_accuracy) == (0, pytest.approx(models["good"].test_accuracy))
+    assert (tmp_path / "exports/model.onnx").exists(), "for whom a person may promote"
     assert registry.champion() == entry
 
 
@@ -278,6 +287,22 @@ def test_both_models_may_meet_as_many_undecodable_images(registry: Registry, tmp
     assert verdicts[1].decision != "no_comparison", verdicts[1].reason
     assert verdicts[1].samples == 79
     assert verdicts[1].champion_accuracy > 0
+
+
+def test_what_a_person_took_back_only_a_person_promotes_again(
+    judged: Callable[..., Judgement], models: dict[str, Result], registry: Registry
+) -> None:
+    """Though tonight's training gives the same bits, and they are still better than the champion."""
+    judged(models["weak"])
+    good = judged(models["good"]).verdict.challenger
+    roll_back(registry, "it hallucinates", by="ann")
+    verdict = judged(models["good"]).verdict
+    assert (verdict.decision, verdict.look) == ("keep", 0)
+    assert verdict.reason == "ann took it back (it hallucinates); only a person can promote it again"
+    assert promote(registry, good, "it does not", by="bob").version == good
+    assert judged(models["good"]).verdict.reason == "it has the champion's weights"
+    roll_back(registry, "it does", by="ann")
+    assert "took it back (it does)" in judged(models["good"]).verdict.reason
 
 
 def test_a_rollback_takes_back_who_was_the_best_too(

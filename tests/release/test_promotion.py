@@ -116,6 +116,29 @@ def test_what_was_kept_and_is_promoted_later_has_both_verdicts(address: str, tmp
     assert "model.onnx" not in versions.read(registry, kept.name, kept.manifest).files
 
 
+def test_two_writers_of_other_files_have_a_revision_each(address: str) -> None:
+    """Whoever comes second at the list of files: no list that is not in the store is ever handed on."""
+    registry = Registry(address, "model")
+    files: dict[str, Path | bytes] = {"verdict.json": b"{}", "model.pt": b"weights", "model.json": b"{}"}
+    create, others = storage.create, []
+
+    def interrupted(to: str, content: bytes | Path) -> None:
+        if to.endswith("manifest.json") and not others:
+            others.append(None)
+            others[0] = versions.write(registry, {**files, "model.onnx": b"exported"})
+        create(to, content)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(storage, "create", interrupted)
+        mine = versions.write(registry, files)
+    assert versions.read(registry, mine.name, mine.manifest) == mine
+    assert versions.read(registry, mine.name, others[0].manifest) == others[0]
+    assert [mine.folder, others[0].folder] == [f"versions/{mine.name}/2", f"versions/{mine.name}"]
+    storage.put(registry.at(mine.folder, "manifest.json"), b"{}")
+    with pytest.raises(UserError, match=rf"{mine.name}: has no manifest.json with the SHA-256 {mine.manifest[:12]}"):
+        versions.read(registry, mine.name, mine.manifest)
+
+
 def test_a_verdict_on_another_model_is_refused(tmp_path: Path) -> None:
     registry = Registry(str(tmp_path / "registry"), "model")
     with pytest.raises(UserError, match=r"verdict: is on version aaaaaaaaaaaa, not on .*; give what was judged"):
@@ -137,7 +160,7 @@ def test_a_gap_in_the_log_is_promoted_over_by_nobody(gone: int, tmp_path: Path) 
     Path(registry.at("champion.json")).unlink()
     for entry in Path(registry.at("log")).iterdir():
         entry.unlink()
-    with pytest.raises(UserError, match=r"model/log/00000001.json is missing, which the judgement has seen"):
+    with pytest.raises(UserError, match=r"model/log/00000001.json is missing, which a judgement has seen"):
         carry_out(registry, *late, by="z")
     assert not [*Path(registry.at("log")).iterdir()]
 
@@ -149,7 +172,8 @@ def test_an_altered_version_is_named(file: str, tmp_path: Path) -> None:
     version = registry.history()[0].version
     path = tmp_path / "model/versions" / version / file
     path.write_bytes(path.read_bytes() + b" ")
-    with pytest.raises(UserError, match=rf"versions/{version}/{file}: is damaged or was altered"):
+    said = f"{version}: has no manifest.json with the SHA-256 " if file == "manifest.json" else f"{file}: is damaged or"
+    with pytest.raises(UserError, match=said):
         champion_files(registry, tmp_path / "fetched")
     path.unlink()
     said = "has no complete version" if file == "manifest.json" else f"{file}: is missing; restore it, or promote"
@@ -217,6 +241,8 @@ def test_a_pod_that_tries_again_decides_once(address: str, tmp_path: Path) -> No
     storage.put(registry.at("champion.json"), b"{}")
     assert roll_back(registry, "why", by="p/d/back", once=True) == back
     assert promote(registry, names[2], "why", by=f"p/d/{names[2]}", once=True).number == 3
+    with pytest.raises(UserError, match="is the champion already"):
+        promote(registry, names[0], "another model than before", by=f"p/d/{names[2]}", once=True)
     assert json.loads(storage.read(registry.at("champion.json")))["number"] == 5, "the copy is made again"
     assert roll_back(registry, "why", by="p/d/another", once=True).version == names[1]
     assert len(registry.history()) == 6

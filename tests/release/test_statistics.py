@@ -85,6 +85,7 @@ def test_the_bound_of_a_mean_is_nearly_the_normal_one() -> None:
 def test_the_bound_of_one_value() -> None:
     assert statistics.least_mean(np.full(5, 0.25), 0.05) == 0.25
     assert statistics.least_mean(np.full(700, 0.1), 0.05) == pytest.approx(0.1)
+    assert statistics.least_mean(np.array([-1.0] + [0.0] * 99), 0.05) >= -1
 
 
 def test_the_bound_of_a_mean_is_rarely_above_it() -> None:
