@@ -66,7 +66,7 @@ def judge(
         policy: what the challenger must show.
         settings: for shards: where they are cached, and how many threads decode.
         counts: whether the judgement may lead to a promotion, and so is one of the looks at the test split.
-        exports: a folder for what a model that is to be promoted becomes for programs without torch.
+        exports: a folder for what the model becomes for programs without torch.
 
     Raises:
         UserError: the challenger, the data or the registry cannot be read, or the test split lacks a class.

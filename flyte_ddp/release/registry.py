@@ -267,7 +267,7 @@ class Promotions(NamedTuple):
     """What a log comes to. A rollback takes the last promotion back, as an undo does; a second one that before it."""
 
     standing: list[Entry]  # those that were not taken back
-    taken_back: dict[str, Entry]  # versions whose promotion was, and which nobody has promoted since, with the rollback
+    taken_back: dict[str, Entry]  # versions whose promotion was, and which were not champion since, with the rollback
 
 
 def promotions(history: list[Entry]) -> Promotions:
@@ -276,7 +276,7 @@ def promotions(history: list[Entry]) -> Promotions:
     for entry in history:
         if entry.action == PROMOTE:
             found.standing.append(entry)
-            found.taken_back.pop(entry.version, None)
         else:
             found.taken_back[found.standing.pop().version] = entry
+        found.taken_back.pop(entry.version, None)
     return found

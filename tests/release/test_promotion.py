@@ -17,7 +17,7 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.files import file_digest
 from flyte_ddp.release import looks, versions
 from flyte_ddp.release.promotion import carry_out, champion_files, promote, roll_back, store
-from flyte_ddp.release.registry import Registry
+from flyte_ddp.release.registry import Entry, Registry, promotions
 from flyte_ddp.release.verdict import Verdict
 
 
@@ -225,6 +225,23 @@ def test_what_a_person_decides(address: str, tmp_path: Path) -> None:
     assert {(entry.by, entry.best) for entry in log} == {("me", names[0])}
     weights, _ = champion_files(registry, tmp_path / "fetched")
     assert weights.read_bytes() == b"one"
+
+
+def test_what_stands_and_what_was_taken_back() -> None:
+    """By hand: who becomes champion by a rollback was not taken back, whatever was before."""
+
+    def after(*log: str) -> tuple[list[str], set[str]]:
+        entries = [
+            Entry(number, "promote" if name.isupper() else "rollback", name.upper(), *["x"] * 7)
+            for number, name in enumerate(log, 1)
+        ]
+        found = promotions(entries)
+        return [entry.version for entry in found.standing], {*found.taken_back}
+
+    assert after("A", "B", "C") == (["A", "B", "C"], set())
+    assert after("A", "B", "C", "b", "a") == (["A"], {"B", "C"})
+    assert after("A", "B", "a", "B") == (["A", "B"], set())
+    assert after("A", "B", "A", "b", "a") == (["A"], {"B"})
 
 
 def test_a_pod_that_tries_again_decides_once(address: str, tmp_path: Path) -> None:
