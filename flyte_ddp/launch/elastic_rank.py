@@ -162,7 +162,7 @@ def take_part(
 
     info, (pipe, shares) = ticket.info, joined
     set_name(f"rank {info.rank}")
-    with folder_of(ticket.run_folder, shares) as folder, descendants_killed_at_end():
+    with folder_of(ticket.run_folder, shares) as folder:
         try:
             job, host = received(pipe, folder, shares=shares)
         except RunOverError as told:
@@ -171,7 +171,8 @@ def take_part(
             raise rank_0_is_gone() from None
         use_network(host)
         link = WorkerLink(pipe, info.rank, saved=job.checkpoint.step if job.checkpoint else 0)
-        with handed_on(SIGNALS, lambda: link.send("stop")):
+        # Elastic sends SIGTERM as soon as another worker has failed; it must not end this process before all is killed.
+        with handed_on(SIGNALS, lambda: link.send("stop")), descendants_killed_at_end():
             try:
                 run_rank(replace(job, data=prepared_here(job, fetch_into)), info, link.offer_saving, link)
             except BaseException as error:
