@@ -98,6 +98,8 @@ def copy_from_rank_0(tensors: Iterable[Tensor]) -> None:
 
 def from_rank_0(value: Value) -> Value:
     """Rank 0's value, on all ranks; small, as it is pickled."""
+    if not dist.is_initialized():
+        return value
     values = [value]
     dist.broadcast_object_list(values, src=0)
     return values[0]

@@ -6,15 +6,15 @@ of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from flyte_ddp.loading.split import Split
-from flyte_ddp.parallel.distributed import rank, sum_over_ranks, wait_for, world_size
+from flyte_ddp.parallel.distributed import from_rank_0, rank, sum_over_ranks, wait_for, world_size
 
 
 @dataclass(frozen=True)
@@ -64,3 +64,14 @@ def evaluate(predict: Callable[[Tensor], Tensor], images: Split, batch_size: int
         predictions=predictions.long(),
         truth=truth.long(),
     )
+
+
+def as_on_rank_0(evaluations: Iterable[Evaluation]) -> list[Evaluation]:
+    """Return the evaluations with the loss and the accuracy that rank 0 has computed; all ranks call it together.
+
+    Every rank adds up the same numbers, but another processor's vector units may add in another order. By its own last
+    bit a rank could stop training while the others go on, and wait for it.
+    """
+    own = list(evaluations)
+    measures = from_rank_0([(each.loss, each.accuracy) for each in own])
+    return [replace(each, loss=loss, accuracy=accuracy) for each, (loss, accuracy) in zip(own, measures, strict=True)]

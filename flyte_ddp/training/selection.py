@@ -14,7 +14,7 @@ SAVED = ("best_loss", "evaluations_since_best", "stopped", "epoch")
 
 
 class Selection:
-    """The weights to keep with their evaluation, updated at every evaluation; equal on all ranks."""
+    """The weights to keep with their evaluation, updated at every evaluation; equal on all ranks, as their input is."""
 
     def __init__(self, hp: Hyperparameters) -> None:
         self.hp = hp

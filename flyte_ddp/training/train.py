@@ -24,7 +24,7 @@ from flyte_ddp.parallel.distributed import rank, world_size
 from flyte_ddp.runs.job import Job
 from flyte_ddp.training.checkpointing import Checkpointer, Run, restore
 from flyte_ddp.training.diagnosis import LossWatch, not_finite
-from flyte_ddp.training.evaluate import Evaluation, evaluate
+from flyte_ddp.training.evaluate import Evaluation, as_on_rank_0, evaluate
 from flyte_ddp.training.optimisation import clip_norm, learning_rate
 from flyte_ddp.training.outputs import write_outputs, write_start
 from flyte_ddp.training.recording import Recorder
@@ -218,7 +218,7 @@ def evaluate_splits(state: TrainingState) -> tuple[Evaluation, Evaluation]:
                 statistic.copy_(average)
             state.buffers.keep()
     with state.clock("evaluation"), state.evaluating():
-        validation, test = (
+        validation, test = as_on_rank_0(
             evaluate(state.predict, split, state.hp.test_batch_size, state.device)
             for split in (state.validation, state.test)
         )

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from cli import HELPERS
 from ranks import run_ranks
+from torch import nn
 from torch.nn import functional
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_arrays
 from flyte_ddp.hardware import detect
+from flyte_ddp.json_lines import read_records
 from flyte_ddp.loading import Split
 from flyte_ddp.loading.arrays import ArrayImages
 from flyte_ddp.order.sampling import ListedOrder
 from flyte_ddp.parallel.distributed import rank, world_size
+from flyte_ddp.run import run_training
+from flyte_ddp.settings import Settings
+from flyte_ddp.training import train
 from flyte_ddp.training.evaluate import evaluate
 from flyte_ddp.training.train import evaluate_splits
 from flyte_ddp.training.training_state import TrainingState
@@ -63,3 +71,27 @@ def test_a_sample_that_is_not_counted_once_is_an_error() -> None:
     split = Twice(ArrayImages(images, labels), ListedOrder(torch.arange(5, dtype=torch.int32).numpy()))
     with pytest.raises(RuntimeError, match="counted 5 of 5 samples not exactly once"):
         evaluate(lambda batch: functional.one_hot(batch[:, 0, 0, 0].long(), 2).float(), split, 2, torch.device("cpu"))
+
+
+def disagreeing(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+    """A model in whose run rank 1 adds up each evaluation's losses to one bit less than before, and rank 0 does not."""
+    calls = itertools.count()
+
+    def evaluate_with_other_bits(*args):
+        return replace(evaluate(*args), loss=1.0 - rank() * next(calls) * 2.0**-53)
+
+    train.evaluate = evaluate_with_other_bits
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, num_classes))
+
+
+@pytest.mark.slow
+def test_the_sums_of_rank_0_decide_when_all_ranks_stop(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Machines whose vector units differ add up the same losses to other last bits."""
+    monkeypatch.chdir(HELPERS)
+    hp = replace(HP, model="test_evaluation:disagreeing", num_ranks=2, epochs=6, early_stop_patience=2, keep="best")
+    settings = Settings(progress="off", wandb_mode="disabled", timeout=60.0)
+    records = read_records(run_training(hp, digits, tmp_path / "run", settings).metrics)
+    evaluations = [record for record in records if record["kind"] == "evaluation"]
+    assert [record["validation_loss"] for record in evaluations] == [1.0, 1.0, 1.0], "the first is the best"
