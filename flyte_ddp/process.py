@@ -148,6 +148,19 @@ def processes() -> dict[int, tuple[int, bool]]:
 
 
 def helpers() -> set[int]:
-    """Python's own process that keeps count of what processes share; it ends with this one."""
-    pid = getattr(resource_tracker._resource_tracker, "_pid", None)
-    return {pid} if pid is not None else set()
+    """Return the children that Python and torch have started for themselves; these processes end with this one.
+
+    Python's counts what processes share. torch's is where its compiler compiles for GPUs: if that is killed, whatever
+    this process compiles later fails.
+    """
+    counts = getattr(resource_tracker._resource_tracker, "_pid", None)
+    return {pid for pid in children_of(os.getpid()) if pid == counts or is_compile_worker(pid)}
+
+
+def is_compile_worker(pid: int) -> bool:
+    """Return whether torch's compiler has started the process from this one; reads its command line in ``/proc``."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return f"--parent={os.getpid()}".encode() in words and any(b"/torch/_inductor/" in word for word in words)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import user_models
 from cli import HELPERS
 from torch import nn
 
@@ -106,3 +107,28 @@ def test_a_compiled_model_learns_the_same(
         for run in (plain, compiled)
     ]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def with_compile_workers(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+    """A model that starts what torch's compiler compiles in on a GPU, as compiling there does."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    AsyncCompile.process_pool()
+    return user_models.dropout(num_classes, input_shape)
+
+
+@pytest.mark.slow
+def test_the_compilers_own_processes_outlive_a_run(
+    digits: Path, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that trains a second time, or compiles a model of its own afterwards, uses them again."""
+    from torch._inductor import config
+    from torch._inductor.async_compile import AsyncCompile, shutdown_compile_workers
+
+    monkeypatch.setattr(config, "compile_threads", 2)
+    shutdown_compile_workers()  # of an earlier test, so that the run starts some
+    try:
+        run_training(replace(HP, model="test_compiler:with_compile_workers"), digits, tmp_path / "run", QUIET)
+        assert AsyncCompile.process_pool().submit(os.getppid).result(timeout=120)
+    finally:
+        shutdown_compile_workers()
