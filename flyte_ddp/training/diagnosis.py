@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
-from flyte_ddp.parallel.distributed import objects_of_all_ranks, wait_for_event
+from flyte_ddp.parallel.distributed import objects_of_all_ranks
 from flyte_ddp.training.optimisation import clip_norm
 
 LEARNED = 0.97  # of the loss of random predictions: a model that has learned anything is below
@@ -33,12 +33,14 @@ class LossWatch:
 
     On a GPU that would mean to wait for the device in every step. There the device itself leaves the weights as they
     are from the first loss on that is not finite, and the loss is checked a step later, or at the end of the epoch.
+    Only torch's fused optimisers can do that; with another one, that of complex weights, every step is waited for.
     """
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, hp: Hyperparameters, *, a_step_later: bool
     ) -> None:
-        self.model, self.optimizer, self.hp, self.a_step_later = model, optimizer, hp, a_step_later
+        self.model, self.optimizer, self.hp = model, optimizer, hp
+        self.a_step_later = a_step_later and bool(optimizer.defaults["fused"])
         self.saw_non_finite = torch.zeros((), dtype=torch.bool, device=next(model.parameters()).device)
         self.pending: Step | None = None
 
@@ -51,7 +53,8 @@ class LossWatch:
         Raises:
             UserError: the loss is not finite; with the first weight or activation that is not.
         """
-        arrived = torch.cuda.Event() if loss_sum.is_cuda else None  # type: ignore[no-untyped-call]
+        # Blocking: a host that spins would take a core from the threads that load data.
+        arrived = torch.cuda.Event(blocking=True) if loss_sum.is_cuda else None  # type: ignore[no-untyped-call]
         now = Step(epoch, step, loss_sum.to("cpu", non_blocking=True), forward, arrived)
         if arrived is not None:
             arrived.record()
@@ -72,7 +75,7 @@ class LossWatch:
     def check(self, step: Step) -> None:
         """Raises UserError if the loss is not finite."""
         if step.arrived is not None:
-            wait_for_event(step.arrived)
+            step.arrived.synchronize()
         if not math.isfinite(loss := step.loss_sum.item()):
             activation = first_activation(self.model, step.forward)
             raise not_finite(

@@ -21,6 +21,7 @@ from flyte_ddp.runs import checkpoint
 from flyte_ddp.settings import Settings
 from flyte_ddp.training import train
 from flyte_ddp.training.diagnosis import LossWatch, no_better_than_random
+from flyte_ddp.training.optimisation import make_optimizer
 
 QUIET = Settings(progress="off", wandb_mode="disabled", checkpoint_seconds=0.1)
 BAD_STEP = 17  # in the second epoch, of 14 steps
@@ -135,6 +136,22 @@ def test_the_error_names_epoch_step_and_where_it_began(
     assert all(bool(value.isfinite().all()) for value in weights.values())
     with pytest.raises(UserError, match=re.escape(caught.value.message)):  # the same again, from the checkpoint
         run_training(hp, digits, tmp_path / "run", QUIET)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
+def test_complex_weights_are_checked_before_they_change(name: str) -> None:
+    """Also on a GPU: torch's optimisers that are not fused, as those of complex weights, do not skip a step."""
+    model = nn.Linear(3, 2, bias=False, dtype=torch.complex64)
+    hp = Hyperparameters(optimizer=name)
+    optimizer = make_optimizer(model.parameters(), hp)
+    watch = LossWatch(model, optimizer, hp, a_step_later=True)
+    before = model.weight.detach().clone()
+    model.weight.grad = torch.ones_like(model.weight)
+    watch.look(0, 1, torch.tensor(1.0, dtype=torch.float64), lambda: None)
+    optimizer.step()
+    assert not torch.equal(model.weight, before)
+    with pytest.raises(UserError, match="the loss is nan at epoch 0, step 2"):
+        watch.look(0, 2, torch.tensor(float("nan"), dtype=torch.float64), lambda: None)
 
 
 def end_of(run: Path) -> dict[str, Any]:
