@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from flyte_ddp.device_copy import copy_to_device
 from flyte_ddp.loading.split import Images
 from flyte_ddp.order.augmentation import augment
 from flyte_ddp.order.sampling import Indices
@@ -30,7 +31,7 @@ class ArrayImages(Images):
     def gather(self, samples: Indices, epoch: int | None = None) -> tuple[Tensor, Tensor]:
         """Images uint8 [n, H, W, C] and labels int64 [n] of these rows of the arrays."""
         if isinstance(self.images, Tensor):
-            where = torch.from_numpy(samples).to(self.images.device)
+            where = copy_to_device(torch.from_numpy(samples), self.images.device)
             assert isinstance(self.labels, Tensor)
             images, labels = self.images[where], self.labels[where]
         else:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.device_copy import copy_to_device
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading import cropping
 from flyte_ddp.loading.decoding import DecodingError
@@ -109,7 +110,7 @@ class StreamImages(Images):
             labels = torch.empty(len(samples), dtype=torch.int64)
             for place in range(len(samples)):
                 images[place], labels[place] = next(self.samples)
-            self.last = (key, (images.to(self.device), labels.to(self.device)))
+            self.last = (key, (copy_to_device(images, self.device), copy_to_device(labels, self.device)))
         return self.last[1]
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from flyte_ddp.device_copy import copy_to_device
 from flyte_ddp.order.sampling import Indices
 
 STEP = np.uint64(0x9E3779B97F4A7C15)
@@ -64,5 +65,5 @@ def augment(images: Tensor, kind: str, *, seed: int, epoch: int, samples: Indice
         mirrored = torch.from_numpy(((bits >> np.uint64(32)) & np.uint64(1)).astype(bool))
         columns = torch.where(mirrored[:, None], columns.flip(1), columns)
     padded = torch.nn.functional.pad(images, (0, 0, margins[1], margins[1], margins[0], margins[0]))
-    rows, columns = rows.to(images.device), columns.to(images.device)
+    rows, columns = copy_to_device(rows, images.device), copy_to_device(columns, images.device)
     return padded[torch.arange(count, device=images.device)[:, None, None], rows[:, :, None], columns[:, None, :]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from datetime import timedelta
 from typing import TypeVar
@@ -11,9 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flyte_ddp.errors import CollectiveTimeoutError
+from flyte_ddp.parallel.hang_watch import in_collective
 
-POLL_SECONDS = 0.0001
 Value = TypeVar("Value")
 _timeout = 600.0
 
@@ -34,30 +32,6 @@ def seconds(number: float) -> timedelta:
     return timedelta(seconds=number)
 
 
-def wait_for(device: torch.device) -> None:
-    """Waits until a device has done all that it was given so far; returns at once for a CPU.
-
-    NCCL's collectives do not block the host, but fetching a number that depends on one does (``item()``, ``cpu()``),
-    without a time limit. So call this before.
-
-    Raises:
-        CollectiveTimeoutError: it was not done within the time limit of collectives: another rank did not come.
-    """
-    if device.type == "cuda":
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        wait_for_event(event)
-
-
-def wait_for_event(event: torch.cuda.Event) -> None:
-    """The same for what the device was given before the event was recorded."""
-    deadline = time.monotonic() + _timeout
-    while not event.query():  # type: ignore[no-untyped-call]
-        if time.monotonic() > deadline:
-            raise CollectiveTimeoutError(f"the GPU waited for other ranks for {_timeout:g} s")
-        time.sleep(POLL_SECONDS)
-
-
 def rank() -> int:
     """The rank of this process; 0 without a process group."""
     return dist.get_rank() if dist.is_initialized() else 0
@@ -71,7 +45,8 @@ def world_size() -> int:
 def sum_over_ranks(values: Tensor) -> Tensor:
     """Adds up a tensor over all ranks, in place, and returns it. Its device must suit the backend."""
     if dist.is_initialized():
-        dist.all_reduce(values, op=dist.ReduceOp.SUM)
+        with in_collective():
+            dist.all_reduce(values, op=dist.ReduceOp.SUM)
     return values
 
 
@@ -91,7 +66,8 @@ def copy_from_rank_0(tensors: Iterable[Tensor]) -> None:
             continue
         # gloo takes memory for dense, whatever the strides say, and does not know all types: bytes it is.
         value = tensor.detach().resolve_conj().resolve_neg().contiguous()
-        dist.broadcast(value.view(-1).view(torch.uint8), src=0)
+        with in_collective():
+            dist.broadcast(value.view(-1).view(torch.uint8), src=0)
         if value.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(value)
 
@@ -101,7 +77,8 @@ def from_rank_0(value: Value) -> Value:
     if not dist.is_initialized():
         return value
     values = [value]
-    dist.broadcast_object_list(values, src=0)
+    with in_collective():
+        dist.broadcast_object_list(values, src=0)
     return values[0]
 
 
@@ -110,5 +87,6 @@ def objects_of_all_ranks(value: Value) -> list[Value]:
     if not dist.is_initialized():
         return [value]
     values = [value] * world_size()
-    dist.all_gather_object(values, value)
+    with in_collective():
+        dist.all_gather_object(values, value)
     return values

@@ -18,10 +18,12 @@ from torch._C._distributed_c10d import GradBucket  # what torch.distributed re-e
 from torch.nn.parallel import DistributedDataParallel
 
 from flyte_ddp.clock import Clock
+from flyte_ddp.device_copy import copy_to_device
 from flyte_ddp.errors import UserError
 from flyte_ddp.parallel.batch_norm import GlobalBatchNorm
-from flyte_ddp.parallel.distributed import copy_from_rank_0, rank, sum_over_ranks, wait_for, world_size
+from flyte_ddp.parallel.distributed import copy_from_rank_0, rank, sum_over_ranks, world_size
 from flyte_ddp.parallel.dropout import SampleDropout
+from flyte_ddp.parallel.hang_watch import in_collective, watch_work
 from flyte_ddp.parallel.node_memory import NodeMemory, Piece, cut, sizes
 
 BUCKET_BYTES = 16 << 20  # of one rank's gradients
@@ -142,16 +144,17 @@ class DDPSync(GradientSync):
         warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
         warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
         warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
-        self.model = self.parallel = DistributedDataParallel(
-            model,
-            device_ids=[device] if device.type == "cuda" else None,
-            gradient_as_bucket_view=True,
-            broadcast_buffers=False,
-            # Otherwise a model with a parameter that no output depends on fails in its second step, or, if there is
-            # none, ends with gradients that were never averaged. Nor would buckets stay as they are after the first
-            # step, and so the rounding of sums: a run that was cut off would end in other bits.
-            find_unused_parameters=True,
-        )
+        with in_collective():
+            self.model = self.parallel = DistributedDataParallel(
+                model,
+                device_ids=[device] if device.type == "cuda" else None,
+                gradient_as_bucket_view=True,
+                broadcast_buffers=False,
+                # Otherwise a model with a parameter that no output depends on fails in its second step, or, if there
+                # is none, ends with gradients that were never averaged. Nor would buckets stay as they are after the
+                # first step, and so the rounding of sums: a run that was cut off would end in other bits.
+                find_unused_parameters=True,
+            )
         self.parallel.register_comm_hook(self, average_over_ranks)
 
     @contextmanager
@@ -206,6 +209,7 @@ class HooksSync(GradientSync):
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         self.started.append(dist.all_reduce(parameter.grad, async_op=True))
+        watch_work(self.started[-1])
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
         """See :class:`GradientSync`."""
@@ -215,12 +219,13 @@ class HooksSync(GradientSync):
     def combine(self, loss_sum: Tensor) -> Tensor:
         """See :class:`GradientSync`; a gradient that no rank has becomes None again, as on a single rank."""
         has_gradient = torch.tensor([parameter.grad is not None for parameter in self.order], dtype=torch.int32)
-        has_gradient = has_gradient.to(loss_sum.device)
+        has_gradient = copy_to_device(has_gradient, loss_sum.device)
         while len(self.started) < len(self.order):
             self.start_next()
-        for work in (*self.started, *(dist.all_reduce(numbers, async_op=True) for numbers in (has_gradient, loss_sum))):
-            work.wait()
-        wait_for(loss_sum.device)
+        with in_collective():
+            last = [dist.all_reduce(numbers, async_op=True) for numbers in (has_gradient, loss_sum)]
+            for work in (*self.started, *last):
+                work.wait()
         for parameter, ranks_with_gradient in zip(self.order, has_gradient.tolist(), strict=True):
             if ranks_with_gradient:
                 parameter.grad.div_(world_size())  # type: ignore[union-attr]
@@ -243,6 +248,7 @@ def average_over_ranks(sync: DDPSync, bucket: GradBucket) -> torch.futures.Futur
     """DDP communication hook: the mean of one bucket of gradients over the ranks."""
     sync.last_bucket_started = sync.clock.mark(WAITED)
     work: Any = dist.all_reduce(bucket.buffer(), async_op=True)
+    watch_work(work)
     future: torch.futures.Future[Any] = work.get_future()
     return future.then(lambda done: done.value()[0].div_(world_size()))
 

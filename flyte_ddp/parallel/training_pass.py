@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flyte_ddp.device_copy import copy_to_device
 from flyte_ddp.order.augmentation import sample_bits
 from flyte_ddp.order.sampling import Indices
 
@@ -50,7 +51,7 @@ class TrainingPass:
             return
         # Another seed than augmentation's, whose bits would tell which pixels and which units go together.
         bits = sample_bits(seed + 2**32, epoch, samples)
-        self.keys = torch.from_numpy(bits.view(np.int64)).to(device)
+        self.keys = copy_to_device(torch.from_numpy(bits.view(np.int64)), device)
         self.calls = {}
         for generators in (self.generators, self.untouched):
             generators.seed(int(bits[0]))

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from flyte_ddp.loading.split import Split
-from flyte_ddp.parallel.distributed import from_rank_0, rank, sum_over_ranks, wait_for, world_size
+from flyte_ddp.parallel.distributed import from_rank_0, rank, sum_over_ranks, world_size
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,6 @@ def evaluate(predict: Callable[[Tensor], Tensor], images: Split, batch_size: int
             table[2, place] = labels.double()
             table[3, place] += 1
     sum_over_ranks(table)
-    wait_for(device)
     losses, predictions, truth, counted = table.cpu()
     if not bool((counted == 1).all()):
         raise RuntimeError(f"evaluation counted {int((counted != 1).sum())} of {len(images)} samples not exactly once")

@@ -84,7 +84,6 @@ class Recorder:
         elapsed = self.training_time() - self.since
         self.training_seconds += elapsed
         self.samples_in_all += self.samples
-        distributed.wait_for(self.device)
         loss = self.last_loss = self.loss_sum.item() / self.samples
         if self.writes:
             rate = self.samples / elapsed

@@ -9,13 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from flyte_ddp.errors import CollectiveTimeoutError, PeerGoneError, UserError
 from flyte_ddp.launch.supervise.failures import first_failure
 from flyte_ddp.launch.supervise.link import Link, cause, described
 from flyte_ddp.launch.supervise.rank_handle import RankHandle
-from flyte_ddp.parallel import distributed
 
 OPEN: list[Connection] = []  # a rank ends with its launcher's end of the pipe, and this process must not
 
@@ -131,22 +129,3 @@ def handle(rank: int, exit_code: int | None = None, kind: str = "", time: float 
 )
 def test_the_first_to_fail_is_blamed(group: list[Any], words: str) -> None:
     assert str(first_failure(group, 600.0)).startswith(words)
-
-
-class Event:
-    """A CUDA event that takes so many looks to come."""
-
-    def __init__(self, looks: int) -> None:
-        self.looks = looks
-
-    def query(self) -> bool:
-        self.looks -= 1
-        return self.looks < 0
-
-
-def test_a_gpu_that_waits_for_another_rank_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distributed, "_timeout", 0.05)
-    distributed.wait_for_event(Event(3))  # type: ignore[arg-type]
-    with pytest.raises(CollectiveTimeoutError, match=r"the GPU waited for other ranks for 0.05 s"):
-        distributed.wait_for_event(Event(10**9))  # type: ignore[arg-type]
-    distributed.wait_for(torch.device("cpu"))

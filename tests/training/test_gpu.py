@@ -81,6 +81,17 @@ def test_a_loss_that_is_not_finite(digits: Path, tmp_path: Path, max_steps: int)
     assert found.step == 14
 
 
+def test_complex_weights_train(digits: Path, tmp_path: Path) -> None:
+    hp = replace(HP, model="parallel_models:complex_filter", precision="fp32", deterministic=False)
+    assert all(loss > 0 for loss in losses(run_training(hp, digits, tmp_path / "run", QUIET).metrics))
+
+
+def test_a_second_run_in_this_process_compiles_as_well(digits: Path, tmp_path: Path) -> None:
+    hp = Hyperparameters(model="small_cnn", max_steps=5, batch_size=100, num_ranks=1, backend="nccl", compile=True)
+    for name, batch_size in (("first", 100), ("second", 90)):  # another size, so that it is compiled again
+        run_training(replace(hp, batch_size=batch_size), digits, tmp_path / name, QUIET)
+
+
 def test_the_default_precision_trains(digits: Path, tmp_path: Path) -> None:
     hp = Hyperparameters(epochs=8, batch_size=100, num_ranks=1, backend="nccl", learning_rate=0.05)
     assert run_training(hp, digits, tmp_path / "run", QUIET).test_accuracy > 0.9

@@ -19,12 +19,13 @@ from flyte_ddp import results
 from flyte_ddp.launch.supervise.link import Link
 from flyte_ddp.launch.supervise.rank_info import RankInfo
 from flyte_ddp.parallel import distributed
+from flyte_ddp.parallel.hang_watch import in_collective, watch_collectives
 from flyte_ddp.runs.job import Job
 from flyte_ddp.training.train import train
 
 NCCL_GRACE_SECONDS = 60.0
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h of glibc
-MMAP_MAX, TRIM_THRESHOLD = 65536, 128 * 1024  # glibc's own settings
+MMAP_MAX, TRIM_THRESHOLD = 65536, 128 * 1024  # what glibc starts with
 OfferSaving = Callable[[Callable[[], int]], None]
 
 
@@ -43,12 +44,13 @@ def run_rank(job: Job, info: RankInfo, offer_saving: OfferSaving, link: Link | N
         torch.cuda.set_device(info.local_rank)
     if info.world_size > 1:
         assert link is not None
-        join_process_group(job, info, meet(job, info, link))
+        join_process_group(job, info, meet(job, info, link), link)
     deliver = link.send if link is not None else results.ResultWriter(job.run_folder).write
     with results.delivered_by(deliver, info.rank):
         train(job, offer_saving)
     if info.world_size > 1:
-        dist.barrier()  # no rank closes its connections while another still needs them
+        with in_collective():
+            dist.barrier()  # no rank closes its connections while another still needs them
         dist.destroy_process_group()
 
 
@@ -78,12 +80,12 @@ def meet(job: Job, info: RankInfo, link: Link) -> Store:
     return store
 
 
-def join_process_group(job: Job, info: RankInfo, store: Store) -> None:
-    """Joins the other ranks."""
+def join_process_group(job: Job, info: RankInfo, store: Store, link: Link) -> None:
+    """Joins the other ranks; on a GPU, reports from then on, by the link, that this rank waits for them too long."""
     distributed.set_timeout(job.settings.timeout)
     on_gpu = job.hardware.device_type == "cuda"
-    # NCCL ends a process that has waited too long by SIGABRT. The rank itself, which can say what it waited for, goes
-    # first: see distributed.wait_for.
+    # NCCL ends a process that has waited too long by SIGABRT, and the launcher would take it for the one to blame. So
+    # its report goes first.
     limit = job.settings.timeout + (NCCL_GRACE_SECONDS if on_gpu else 0.0)
     dist.init_process_group(
         job.hardware.backend,
@@ -93,6 +95,8 @@ def join_process_group(job: Job, info: RankInfo, store: Store) -> None:
         timeout=distributed.seconds(limit),
         device_id=torch.device("cuda", info.local_rank) if on_gpu else None,
     )
+    if on_gpu:
+        watch_collectives(job.settings.timeout, link.report, torch.cuda.Event)
 
 
 def keep_freed_memory() -> None:
@@ -113,7 +117,10 @@ def tune_memory(mappings: int, trim_threshold: int) -> None:
 
 @contextmanager
 def settings_restored() -> Iterator[None]:
-    """Puts back what :func:`run_rank` and training set in the whole process, for one that does other things as well."""
+    """Puts back what :func:`run_rank` and training set in the whole process, for one that does other things as well.
+
+    Only glibc's adaptation of its threshold for mappings does not come back: the first ``mallopt`` ends it.
+    """
     threads, cublas = torch.get_num_threads(), os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     deterministic = torch.are_deterministic_algorithms_enabled()
     of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002

@@ -1,0 +1,216 @@
+"""A rank whose host waits for others without a time limit of its own, as with NCCL, still says so in time."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import faults
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from faulty_runs import HP, in_spawned_processes, nothing_is_left
+from ranks import run_ranks
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flyte_ddp.clock import Clock
+from flyte_ddp.errors import RankError
+from flyte_ddp.launch.supervise import supervisor
+from flyte_ddp.launch.supervise.link import cause, described
+from flyte_ddp.loading.arrays import ArrayImages
+from flyte_ddp.loading.streams import StreamImages
+from flyte_ddp.parallel.distributed import copy_from_rank_0, from_rank_0, objects_of_all_ranks, sum_over_ranks
+from flyte_ddp.parallel.hang_watch import HangWatch, watch_collectives
+from flyte_ddp.parallel.strategies import synchronised
+from flyte_ddp.parallel.training_pass import TrainingPass
+from flyte_ddp.run import run_training
+from flyte_ddp.settings import Settings
+
+META = torch.device("meta")
+
+
+class Event:
+    """A CUDA event that comes after so many looks; without a number, never."""
+
+    def __init__(self, looks: float = float("inf")) -> None:
+        self.looks, self.recorded = looks, False
+
+    def record(self) -> None:
+        self.recorded = True
+
+    def query(self) -> bool:
+        assert self.recorded
+        self.looks -= 1
+        return self.looks < 0
+
+
+def test_a_device_that_does_not_end_is_reported_with_the_place_of_the_host() -> None:
+    reported: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
+    watch = HangWatch(0.05, reported.put, Event)
+    with watch.in_collective():
+        pass
+    watch.watch()
+    error = reported.get_nowait()
+    assert cause(error) == "timeout"
+    told = described(error)
+    assert told["message"].startswith("the GPU waited for other ranks for 0.05 s")
+    assert "in test_a_device_that_does_not_end" in told["traceback"]
+
+
+def test_what_ends_is_forgotten_and_what_is_young_is_waited_for() -> None:
+    watch = HangWatch(60.0, pytest.fail, lambda: Event(looks=2))
+    with watch.in_collective():
+        pass
+    with suppress(ArithmeticError), watch.in_collective():
+        raise ArithmeticError
+    assert [watch.is_overdue() for _ in range(2)] == [False, False]
+    assert len(watch.entered) == 2
+    assert not watch.is_overdue()
+    assert not watch.entered
+    with watch.in_collective():
+        assert not watch.is_overdue()
+        assert watch.entered
+
+
+def test_a_device_that_fails_ends_the_watch_without_a_report() -> None:
+    """The rank's own thread meets the same error."""
+
+    class Failing(Event):
+        def query(self) -> bool:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+
+    watch = HangWatch(0.0, pytest.fail, Failing)
+    with watch.in_collective():
+        pass
+    watch.watch()
+
+
+def collectives() -> dict[str, Callable[[], object]]:
+    """All that a rank may wait for others in; each is done by both ranks in turn."""
+    model = nn.Linear(2, 2)
+    of_ddp = synchronised(nn.Linear(2, 2), "ddp", Clock())
+    hooks = synchronised(nn.Linear(2, 2), "hooks", Clock())
+
+    def step(sync):
+        with sync.micro_batch(last=True):
+            sync(torch.ones(1, 2)).sum().backward()
+        sync.combine(torch.zeros((), dtype=torch.float64))
+
+    return {
+        "sum": lambda: sum_over_ranks(torch.zeros(3)),
+        "copies": lambda: copy_from_rank_0(model.parameters()),
+        "object": lambda: from_rank_0("value"),
+        "objects": lambda: objects_of_all_ranks("value"),
+        "making DDP": lambda: synchronised(nn.Linear(2, 2), "ddp", Clock()),
+        "the backward pass of DDP": lambda: step(of_ddp),
+        "hooks": lambda: step(hooks),
+    }
+
+
+def come_late(_: Path) -> None:
+    """Rank 1 comes to each collective only when rank 0 has reported that it does not come."""
+    store = dist.distributed_c10d._get_default_store()
+    for name, collective in collectives().items():
+        if dist.get_rank() == 0:
+            watch_collectives(0.2, lambda error, name=name: store.set(name, str(error)), lambda: Event(looks=0))
+        else:
+            store.wait([name])
+            assert store.get(name) == b"the GPU waited for other ranks for 0.2 s"
+        collective()
+
+
+@pytest.mark.slow
+def test_every_collective_is_watched(tmp_path: Path) -> None:
+    """gloo's own limit is a minute, in which rank 0 waits inside torch."""
+    assert run_ranks(come_late, tmp_path, 2) == [0, 0]
+
+
+AS_ON_A_GPU = """
+import dataclasses
+from flyte_ddp.launch.supervise import rank
+from flyte_ddp.parallel import hang_watch
+from flyte_ddp.training import checkpointing
+join, copied = rank.join_process_group, checkpointing.copied
+class Event:
+    def record(self): pass
+    def query(self): return True
+def join_without_limit(job, info, store, link):
+    settings = dataclasses.replace(job.settings, timeout=3600.0)
+    join(dataclasses.replace(job, settings=settings), info, store, link)
+    hang_watch.watch_collectives(job.settings.timeout, link.report, Event)
+def copy_behind_a_collective(value):
+    while os.path.exists(os.environ["NOTED"]):
+        time.sleep(0.01)
+    return copied(value)
+rank.join_process_group, checkpointing.copied = join_without_limit, copy_behind_a_collective
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("at", ["training", pytest.param("evaluation", marks=pytest.mark.exhaustive)])
+def test_a_rank_that_hangs_is_named_wherever_the_host_of_another_waits(
+    digits: Path, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    """gloo waits for an hour here, and from the hang on each checkpoint, which holds the state's lock, for ever."""
+    noted = in_spawned_processes(monkeypatch, tmp_path, AS_ON_A_GPU)
+    monkeypatch.setattr(supervisor, "SAVE_SECONDS", 1.0)
+    faults.inject(monkeypatch, noted, rank=1, at=at, kind="hang", **{"pass": 3 if at == "training" else 0})
+    settings = Settings(progress="off", wandb_mode="disabled", timeout=3.0, checkpoint_seconds=0.1)
+    with pytest.raises(RankError) as caught:
+        run_training(replace(HP, strategy="ddp"), digits, tmp_path / "run", settings)
+    assert time.time() - float(noted.read_text()) < 30
+    assert caught.value.recoverable
+    assert "rank 1 did not come where rank 0 waited for 3 s" in str(caught.value)
+    assert "in hang" in str(caught.value)
+    nothing_is_left(tmp_path / "run", temporary)
+
+
+class Copies(TorchDispatchMode):
+    """Collects the copies from the host to the device: from page-locked memory or not, waited for or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pinned: set[int] = set()
+        self.found: list[tuple[bool, bool]] = []
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        copy = tensor.clone()
+        self.pinned.add(copy.data_ptr())
+        return copy
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function is torch.ops.aten._to_copy.default and kwargs.get("device") == META and args[0].device != META:
+            self.found.append((args[0].data_ptr() in self.pinned, kwargs.get("non_blocking", False)))
+        return function(*args, **kwargs)
+
+
+@pytest.mark.slow
+def test_the_host_does_not_wait_for_the_device_to_copy_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a device that computes nothing in the place of a GPU."""
+    copies = Copies()
+
+    def pin_memory(tensor: torch.Tensor) -> torch.Tensor:
+        return copies.pin(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    samples = np.arange(4)
+    arrays = ArrayImages(
+        torch.zeros(9, 8, 8, 1, dtype=torch.uint8, device=META),
+        torch.zeros(9, dtype=torch.int64, device=META),
+        augment="crop_flip",
+    )
+    stream = StreamImages(SimpleNamespace(size=8), META)
+    stream.samples = iter([(torch.zeros(8, 8, 3, dtype=torch.uint8), torch.tensor(0))] * 4)
+    with copies:
+        for images, labels in (arrays.gather(samples, 0), stream.gather(samples, 0)):
+            assert (images.device, labels.device) == (META, META)
+        TrainingPass().begin(0, 0, samples, META)
+    assert copies.found == [(True, True)] * 6  # rows; places of two axes; images and labels; keys
