@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from faulty_runs import HP, in_spawned_processes
 from ranks import run_ranks
 from torch import nn
 
@@ -17,6 +19,8 @@ from flyte_ddp.clock import Clock
 from flyte_ddp.parallel.distributed import copy_from_rank_0
 from flyte_ddp.parallel.node_memory import NodeMemory
 from flyte_ddp.parallel.strategies import BUCKET_BYTES, SharedMemorySync, synchronised
+from flyte_ddp.run import run_training
+from flyte_ddp.settings import Settings
 
 RANKS = 3
 
@@ -236,3 +240,27 @@ def test_shared_memory(function: Callable[[Path], None], tmp_path: Path) -> None
 def test_the_others_notice_at_once_that_a_rank_has_gone(tmp_path: Path) -> None:
     run_ranks(lose_a_rank, tmp_path, RANKS)
     assert {path.name for path in tmp_path.glob("noticed-*")} == {"noticed-0", "noticed-2"}
+
+
+NOTES_FILTERS = """
+import warnings
+from flyte_ddp.launch.supervise import rank
+run_rank = rank.run_rank
+def noting_filters(job, info, *others):
+    before = [*warnings.filters]
+    run_rank(job, info, *others)
+    with open(os.environ["NOTED"], "a") as file:
+        print(warnings.filters == before, file=file)
+rank.run_rank = noting_filters
+"""
+
+
+@pytest.mark.slow
+def test_warnings_are_hidden_during_the_run_only(
+    digits: Path, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker of Elastic's may go on with DDP of its own."""
+    noted = in_spawned_processes(monkeypatch, tmp_path, NOTES_FILTERS)
+    quiet = Settings(progress="off", wandb_mode="disabled")
+    run_training(replace(HP, strategy="ddp", max_steps=2), digits, tmp_path / "run", quiet)
+    assert noted.read_text().split() == ["True", "True"]

@@ -7,6 +7,7 @@ import faulthandler
 import os
 import random
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -46,7 +47,7 @@ def run_rank(job: Job, info: RankInfo, offer_saving: OfferSaving, link: Link | N
         assert link is not None
         join_process_group(job, info, meet(job, info, link), link)
     deliver = link.send if link is not None else results.ResultWriter(job.run_folder).write
-    with results.delivered_by(deliver, info.rank):
+    with results.delivered_by(deliver, info.rank), warnings.catch_warnings():
         train(job, offer_saving)
     if info.world_size > 1:
         with in_collective():
