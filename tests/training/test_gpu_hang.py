@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cli import HELPERS
+from faulty_runs import in_spawned_processes
 from ranks import run_ranks
 from test_gpu import losses
 
@@ -125,6 +126,27 @@ def test_a_rank_that_hangs_is_named_by_those_that_wait_in_nccl(
     assert caught.value.recoverable
     assert f"rank {rank} did not come where rank {1 - rank} waited for 5 s" in str(caught.value)
     assert "in hang" in str(caught.value)
+
+
+HANGS_EARLY = """
+from flyte_ddp.launch.supervise import rank
+join = rank.join_process_group
+def hang_or_join(job, info, *others):
+    while info.rank == 1:
+        time.sleep(0.01)
+    join(job, info, *others)
+rank.join_process_group = hang_or_join
+"""
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_rank_that_hangs_before_nccl_has_connected_it(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(HELPERS)
+    in_spawned_processes(monkeypatch, tmp_path, HANGS_EARLY)
+    with pytest.raises(RankError, match="rank 1 did not come where rank 0 waited for 5 s"):
+        run_training(HP, digits, tmp_path / "run", QUIET)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

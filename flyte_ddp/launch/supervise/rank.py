@@ -82,22 +82,23 @@ def meet(job: Job, info: RankInfo, link: Link) -> Store:
 
 
 def join_process_group(job: Job, info: RankInfo, store: Store, link: Link) -> None:
-    """Joins the other ranks; on a GPU, reports from then on, by the link, that this rank waits for them too long."""
+    """Joins the other ranks; on a GPU, reports from now on, by the link, that this rank waits for them too long."""
     distributed.set_timeout(job.settings.timeout)
     on_gpu = job.hardware.device_type == "cuda"
     # NCCL ends a process that has waited too long by SIGABRT, and the launcher would take it for the one to blame. So
     # its report goes first.
     limit = job.settings.timeout + (NCCL_GRACE_SECONDS if on_gpu else 0.0)
-    dist.init_process_group(
-        job.hardware.backend,
-        store=store,
-        rank=info.rank,
-        world_size=info.world_size,
-        timeout=distributed.seconds(limit),
-        device_id=torch.device("cuda", info.local_rank) if on_gpu else None,
-    )
     if on_gpu:
         watch_collectives(job.settings.timeout, link.report, torch.cuda.Event)
+    with in_collective():  # NCCL connects the ranks here, and has no limit for that
+        dist.init_process_group(
+            job.hardware.backend,
+            store=store,
+            rank=info.rank,
+            world_size=info.world_size,
+            timeout=distributed.seconds(limit),
+            device_id=torch.device("cuda", info.local_rank) if on_gpu else None,
+        )
 
 
 def keep_freed_memory() -> None:
