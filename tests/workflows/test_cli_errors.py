@@ -71,6 +71,23 @@ def test_bad_hyperparameters_that_a_task_finds(values: dict[str, Any], words: tu
     assert [path.name for path in (tmp_path / "temporary").iterdir()] == ["flyte-of-another-process"]
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "words"),
+    [
+        slow("WANDB_PROJECT", "team/project", ("'team/project'", "none of / ", "WANDB_ENTITY")),
+        also("WANDB_PROJECT", "vision#2", ("'vision#2'", "none of / ")),
+        also("WANDB_PROJECT", "a" * 129, ("'aaaa", "at most 128 characters")),
+        also("WANDB_BASE_URL", "wandb.example.com:8080", ("'wandb.example.com:8080'", "https://")),
+    ],
+)
+def test_a_setting_of_wandbs_that_wandb_would_refuse(
+    variable: str, value: str, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    ended = train(TINY, home=tmp_path, **{variable: value})
+    assert_refused(ended, tmp_path, variable, *words)
+    assert not (tmp_path / "runs").exists()
+
+
 @pytest.mark.slow
 def test_more_ranks_than_the_pod_has_gpus(tmp_path: Path) -> None:
     ended = train({"num_ranks": 4}, home=tmp_path, FLYTE_DDP_GPUS="2")
