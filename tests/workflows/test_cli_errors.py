@@ -221,3 +221,14 @@ def test_a_read_only_runs_folder(tmp_path: Path) -> None:
     need_mounts(runs)
     ended = train(TINY, home=tmp_path, wrapper=on_a_disk("ro", runs))
     assert_refused(ended, tmp_path, str(runs), "Read-only file system", "FLYTE_DDP_RUNS")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"), [slow("ro", ("could not be created",)), also("size=4k", ("database or disk is full",))]
+)
+def test_a_home_that_takes_no_cache(options: str, words: tuple[str, ...], tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    need_mounts(home)
+    ended = train(TINY, home=home, runs=tmp_path / "runs", wrapper=on_a_disk(options, home))
+    assert_refused(ended, tmp_path, str(home / ".flyte/local-cache"), "FLYTE_LOCAL_CACHE_ENABLED=false", *words)
