@@ -168,6 +168,15 @@ def test_a_model_whose_output_does_not_fit(tmp_path: Path) -> None:
     assert_refused(ended, tmp_path, "'own_model:linear'", "(32, 11)", "(32, 10)", "num_classes")
 
 
+@pytest.mark.cold
+@pytest.mark.parametrize("name", [slow("select"), also("math")])
+def test_a_module_of_the_users_that_hides_pythons(name: str, tmp_path: Path) -> None:
+    """Interpreters of ranks look for modules in the working directory first."""
+    (tmp_path / f"{name}.py").write_text("def best(models): return max(models)")
+    ended = train({**TINY, "num_ranks": 2}, home=tmp_path / "home", directory=tmp_path)
+    assert_refused(ended, tmp_path / "home", f"{name}.py hides Python's own module '{name}'", "rename it")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_a_loss_that_is_not_finite(num_ranks: int, tmp_path: Path) -> None:
