@@ -146,9 +146,9 @@ def unusable_cache(error: Exception) -> UserError | None:
     in_cache = any(frame.f_code.co_filename == local_cache.__file__ for frame in cluster.frames(error))
     if not in_cache or not isinstance(error, (OSError, sqlite3.Error)):
         return None
+    reason = getattr(error, "strerror", None) or error
     return UserError(
-        f"Flyte's local cache {Path(local_cache.CACHE_LOCATION).expanduser()}: "
-        f"{getattr(error, 'strerror', None) or error}; make it writable or free some space, set HOME to another folder, "
+        f"Flyte's local cache {Path(local_cache.CACHE_LOCATION).expanduser()}: {reason}; make it writable or free some space, set HOME to another folder, "
         "or set FLYTE_LOCAL_CACHE_ENABLED=false and train without it"
     )
 

@@ -174,7 +174,7 @@ def test_a_module_of_the_users_that_hides_pythons(name: str, tmp_path: Path) -> 
     """Interpreters of ranks look for modules in the working directory first."""
     (tmp_path / f"{name}.py").write_text("def best(models): return max(models)")
     ended = train({**TINY, "num_ranks": 2}, home=tmp_path / "home", directory=tmp_path)
-    assert_refused(ended, tmp_path / "home", f"{name}.py hides Python's own module '{name}'", "rename it")
+    assert f"{name}.py hides Python's own module '{name}', which may be the cause: rename it" in ended.panel
 
 
 @pytest.mark.slow
