@@ -2,8 +2,8 @@
 
 flytekit reads the command line before any code of ours runs, and answers most of what can be wrong in it with a
 traceback. Our modules are imported under click's context of the command, though, and click shows an exception to the
-resources of a context that it leaves (since 8.3). So what is raised is translated there, and nothing of flytekit's is
-changed.
+resources of a context that it leaves (since 8.3). So what is raised is translated there. For ``pyflyte run --remote``
+the options of the command, and the method of flytekit's remote that registers a script, are changed.
 """
 
 from __future__ import annotations
@@ -148,8 +148,8 @@ def unusable_cache(error: Exception) -> UserError | None:
         return None
     reason = getattr(error, "strerror", None) or error
     return UserError(
-        f"Flyte's local cache {Path(local_cache.CACHE_LOCATION).expanduser()}: {reason}; make it writable or free some space, set HOME to another folder, "
-        "or set FLYTE_LOCAL_CACHE_ENABLED=false and train without it"
+        f"Flyte's local cache {Path(local_cache.CACHE_LOCATION).expanduser()}: {reason}; make it writable or free some "
+        "space, set HOME to another folder, or set FLYTE_LOCAL_CACHE_ENABLED=false and train without it"
     )
 
 

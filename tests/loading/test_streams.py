@@ -200,7 +200,7 @@ def test_a_sample_that_cannot_be_used_is_one_clear_error(tmp_path: Path, workers
     images = StreamImages(options_of(tmp_path, classes=2, workers=workers), torch.device("cpu"))
     with pytest.raises(UserError, match=r"^sample '\d+' in shard .*tar cannot be decoded: .*bad_samples$") as caught:
         images.gather(np.arange(3), 0)
-    # The error, which is still held, holds no worker: who ends the run kills those that are left, for which torch raises.
+    # The error, which is still held, holds no worker: whoever ends the run kills those left, for which torch raises.
     assert caught.tb is not None
     assert not multiprocessing.active_children()
     images.close()
