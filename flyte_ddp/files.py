@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +24,7 @@ def replacing(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
     ``OSError`` in the block is taken for a failure to write and becomes a ``UserError``, so a block that also reads
     must turn errors of reading into others.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")  # two threads may write one path
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:

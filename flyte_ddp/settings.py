@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from flyte_ddp.errors import UserError
 
 REQUESTED_GPUS = "FLYTE_DDP_GPUS"  # set in pods by the table that requests the GPUs (tasks/pods.py)
+WANDB_NAME_LENGTH, WANDB_RESERVED = 128, "/\\#?%:"  # wandb's own rules for the name of a project
 
 
 @dataclass(frozen=True)
@@ -40,12 +42,13 @@ def runs_folder() -> Path:
 def from_environment(wandb_run_id: str = "") -> Settings:
     """Reads the environment; without a wandb key the mode is offline, so that nothing ever prompts."""
     env, default = os.environ, Settings()
-    with_key = "online" if env.get("WANDB_API_KEY") else "offline"
+    check_wandb()
+    with_key = "online" if env.get("WANDB_API_KEY", "").strip() else "offline"
     return Settings(
         progress=choice("FLYTE_DDP_PROGRESS", default.progress, ("auto", "bar", "lines", "off")),
         checkpoint_seconds=number("FLYTE_DDP_CHECKPOINT_SECONDS", default.checkpoint_seconds),
         timeout=number("FLYTE_DDP_TIMEOUT", default.timeout, least=1.0),
-        wandb_project=env.get("WANDB_PROJECT", default.wandb_project),
+        wandb_project=env.get("WANDB_PROJECT") or default.wandb_project,
         wandb_entity=env.get("WANDB_ENTITY", ""),
         wandb_mode=choice("WANDB_MODE", with_key, ("online", "offline", "disabled")),
         wandb_table_rows=int(number("FLYTE_DDP_WANDB_TABLE_ROWS", default.wandb_table_rows)),
@@ -57,6 +60,21 @@ def from_environment(wandb_run_id: str = "") -> Settings:
         results_copy=env.get("FLYTE_DDP_RESULTS", ""),
         wandb_run_id=wandb_run_id,
     )
+
+
+def check_wandb() -> None:
+    """Raise UserError for a ``WANDB_PROJECT`` or ``WANDB_BASE_URL`` that wandb refuses.
+
+    wandb looks at them when it opens its run, offline as well: nothing of the run would be logged.
+    """
+    project, address = os.environ.get("WANDB_PROJECT", ""), os.environ.get("WANDB_BASE_URL", "")
+    if len(project) > WANDB_NAME_LENGTH or set(project) & set(WANDB_RESERVED):
+        raise UserError(
+            f"WANDB_PROJECT={project!r}: must have at most {WANDB_NAME_LENGTH} characters, and none of "
+            f"{' '.join(WANDB_RESERVED)}; the name of a team goes into WANDB_ENTITY"
+        )
+    if address and not re.match(r"https?://[^/\s]+", address):
+        raise UserError(f"WANDB_BASE_URL={address!r}: must be an address such as https://wandb.example.com")
 
 
 def choice(name: str, default: str, choices: tuple[str, ...]) -> str:

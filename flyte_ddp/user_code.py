@@ -63,6 +63,15 @@ def search_working_directory() -> None:
     importlib.invalidate_caches()
 
 
+def modules_hiding_pythons() -> dict[str, Path]:
+    """Return the modules in the working directory that have the name of one of Python's own, by that name.
+
+    A rank's interpreter looks there first, and so may import them instead of Python's.
+    """
+    here = [*Path.cwd().glob("*.py"), *(path.parent for path in Path.cwd().glob("*/__init__.py"))]
+    return {path.stem: path for path in here if path.stem in sys.stdlib_module_names}
+
+
 def not_found(spec: str, module: str) -> UserError:
     """The error for a module that Python does not find."""
     return UserError(

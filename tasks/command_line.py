@@ -2,8 +2,8 @@
 
 flytekit reads the command line before any code of ours runs, and answers most of what can be wrong in it with a
 traceback. Our modules are imported under click's context of the command, though, and click shows an exception to the
-resources of a context that it leaves (since 8.3). So what is raised is translated there, and nothing of flytekit's is
-changed.
+resources of a context that it leaves (since 8.3). So what is raised is translated there. For ``pyflyte run --remote``
+the options of the command, and the method of flytekit's remote that registers a script, are changed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import shutil
+import sqlite3
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ import yaml
 from flytekit import FlyteContextManager
 from flytekit.configuration import Config
 from flytekit.constants import CopyFileDetection
+from flytekit.core import local_cache
 from flytekit.core.data_persistence import flyte_tmp_dir
 from flytekit.core.type_engine import TypeTransformerFailedError
 from flytekit.exceptions.user import FlyteEntityNotFoundException
@@ -79,7 +81,7 @@ def in_panels(context: click.Context) -> Iterator[None]:
     except FlyteEntityNotFoundException:
         raise unknown_entity(context) from None
     except Exception as error:
-        refusal = unreadable(error) or unfit(error) or unknown_option(error)
+        refusal = unreadable(error) or unfit(error) or unknown_option(error) or unusable_cache(error)
         refusal = refusal or cluster.refusal(error, context.find_root().params.get("config"))
         if refusal is not None:
             raise refusal from None
@@ -137,6 +139,18 @@ def unfit(error: BaseException | None) -> UserError | None:
             return UserError(f"--{found[1]} {given!r}: {what}; see --help for what it takes")
         error = error.__cause__ or error.__context__
     return None
+
+
+def unusable_cache(error: Exception) -> UserError | None:
+    """Return the error for flytekit's local cache where its folder or disk fails; None if that is not what happened."""
+    in_cache = any(frame.f_code.co_filename == local_cache.__file__ for frame in cluster.frames(error))
+    if not in_cache or not isinstance(error, (OSError, sqlite3.Error)):
+        return None
+    reason = getattr(error, "strerror", None) or error
+    return UserError(
+        f"Flyte's local cache {Path(local_cache.CACHE_LOCATION).expanduser()}: {reason}; make it writable or free some "
+        "space, set HOME to another folder, or set FLYTE_LOCAL_CACHE_ENABLED=false and train without it"
+    )
 
 
 def why_no_text(error: Exception) -> str:

@@ -20,7 +20,7 @@ from flytekit.extras.accelerators import BaseAccelerator
 from flyte_ddp.code_digest import library_digest, package_digest
 from flyte_ddp.errors import UserError, unknown_name
 from flyte_ddp.hardware import MOST_CPU_RANKS
-from flyte_ddp.settings import REQUESTED_GPUS
+from flyte_ddp.settings import REQUESTED_GPUS, check_wandb
 
 PROFILE_VARIABLE = "FLYTE_DDP_PROFILE"
 CODE_VARIABLE = "FLYTE_DDP_CODE"
@@ -225,7 +225,12 @@ def exactly(resources: Resources) -> dict[str, Resources]:
 
 
 def training_environment() -> dict[str, str]:
-    """What a training pod is told besides: how long to wait, where to log, and where results and checkpoints go."""
+    """What a training pod is told besides: how long to wait, where to log, and where results and checkpoints go.
+
+    Raises:
+        UserError: wandb would refuse a setting, in each pod.
+    """
+    check_wandb()
     carried = {name: os.environ[name] for name in CARRIED if os.environ.get(name)}
     if "://" not in carried.get(RESULTS_VARIABLE, ""):  # a folder of this machine's would go with the pod
         carried.pop(RESULTS_VARIABLE, None)

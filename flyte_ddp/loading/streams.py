@@ -10,6 +10,7 @@ hang.
 from __future__ import annotations
 
 import signal
+import traceback
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -108,8 +109,15 @@ class StreamImages(Images):
                 self.samples = remixed(replace(self.stream, start=int(samples[0]) if len(samples) else 0))
             images = torch.empty(len(samples), self.stream.size, self.stream.size, 3, dtype=torch.uint8)
             labels = torch.empty(len(samples), dtype=torch.int64)
-            for place in range(len(samples)):
-                images[place], labels[place] = next(self.samples)
+            try:
+                for place in range(len(samples)):
+                    images[place], labels[place] = next(self.samples)
+            except BaseException as error:
+                # The traceback's frames hold the DataLoader. Its workers, and the semaphores that they share with this
+                # process, end with it, and this process may end by os._exit, which takes nothing down.
+                traceback.clear_frames(error.__traceback__)
+                self.samples = None
+                raise
             self.last = (key, (copy_to_device(images, self.device), copy_to_device(labels, self.device)))
         return self.last[1]
 

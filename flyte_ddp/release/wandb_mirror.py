@@ -6,7 +6,6 @@ wandb runs in a process of its own, whose program this file is, too: nothing tha
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ from flyte_ddp.process import kill_trees
 from flyte_ddp.release import versions
 from flyte_ddp.release.registry import Entry, Registry
 from flyte_ddp.settings import Settings
+from flyte_ddp.tracking.wandb_run import wandb_environment
 
 UPLOAD = 20  # times the timeout of wandb's answers: for all of an upload
 
@@ -70,7 +70,7 @@ def sent(what: dict[str, Any], files: Path, folder: Path, seconds: float) -> str
         process = subprocess.Popen(
             [sys.executable, "-m", "flyte_ddp.release.wandb_mirror", json.dumps(what), str(files)],
             cwd=Path(__file__).resolve().parents[2],
-            env={**os.environ, "WANDB_ERROR_REPORTING": "false", "WANDB_DATA_DIR": str(folder)},
+            env=wandb_environment(folder),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -6,19 +6,34 @@ import sys
 import traceback
 from pathlib import Path
 
-from flyte_ddp.errors import RankError, where_it_goes_on
+from flyte_ddp.errors import RankError, from_here, where_it_goes_on
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.run_folder import TRACEBACK, UNFINISHED
+from flyte_ddp.user_code import modules_hiding_pythons
 
 
 def explain(error: BaseException, run_folder: Path) -> None:
-    """Adds to an error, unless it has them, the step after which the run will go on, and a file with all details."""
+    """Adds to an error, unless it has them, the step after which the run will go on, and a file with all details.
+
+    Also names the user's modules that may have been imported instead of Python's own.
+    """
     if isinstance(error, RankError):
+        name_hiding_modules(error)
         error.step = newest_step(run_folder)
         if error.file is None:
             error.file = written(error, run_folder / UNFINISHED / TRACEBACK)
     elif isinstance(error, KeyboardInterrupt) and not error.args:
         error.args = (f"stopped by Ctrl-C; {where_it_goes_on(newest_step(run_folder))}",)
+
+
+def name_hiding_modules(error: RankError) -> None:
+    """Add to the message the user's modules that hide Python's, where the error names one or a rank did not begin."""
+    did_not_begin = not error.details and not error.recoverable
+    for name, path in modules_hiding_pythons().items():
+        if did_not_begin or f"'{name}'" in error.details or str(path) in error.details:
+            error.message += (
+                f"; {from_here(path)} hides Python's own module {name!r}, which may be the cause: rename it"
+            )
 
 
 def newest_step(run_folder: Path) -> int:

@@ -73,7 +73,7 @@ def verify(index: str, decode: bool, progress: str) -> None:
     for problem in problems:
         click.echo(problem)
     if problems:
-        raise UserError(f"index {index}: {len(problems)} problems")
+        raise UserError(f"index {index}: {counted(len(problems), 'problem')}")
     click.echo(f"{index}: all is as it says")
 
 

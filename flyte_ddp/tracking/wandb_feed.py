@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.25
 NOT_SENT = 2  # exit code: all is on disk, but not with the server
 RETRY_SECONDS = 30.0  # between attempts to reach the server
+OWN_VARIABLES = ("WANDB_ERROR_REPORTING", "WANDB_DATA_DIR")  # which wandb_run.py sets for this process
 RENAMED = {"test_accuracy": "accuracy"}
 
 Over = Callable[[float], bool]  # waits so many seconds for the end of the run; whether it has come
@@ -75,7 +76,10 @@ def logged(error: Exception) -> str:
 def open_run(arguments: dict[str, Any], over: Over, failed: Callable[[Exception], None]) -> wandb.Run:
     """A wandb run whose x axis is the optimiser step; an offline one if no server is reached before training is over.
 
-    ``failed`` is called with the reason why an online one cannot be opened: no key, no answer or a wrong one.
+    An offline run that cannot be opened is opened without the user's ``WANDB_`` variables, of which wandb may refuse
+    one, such as a tag of over 64 characters in ``WANDB_TAGS``.
+
+    ``failed`` is called with the reason why a run cannot be opened: no key, no answer or a wrong one, a bad setting.
     """
     import wandb
 
@@ -84,15 +88,24 @@ def open_run(arguments: dict[str, Any], over: Over, failed: Callable[[Exception]
             run = wandb.init(**arguments)
             break
         except Exception as error:
-            if arguments["mode"] == "offline":
+            if arguments["mode"] == "offline" and not forget_wandb_variables():
                 raise
             failed(error)
             wandb.teardown(exit_code=1)  # until then wandb takes the run's id for used
-            arguments["mode"] = "offline" if over(RETRY_SECONDS) else "online"
+            if arguments["mode"] == "online" and over(RETRY_SECONDS):
+                arguments["mode"] = "offline"
     # Records are logged as rows of their own with the step as a column, never with log(step=...): a train and an
     # evaluation record share a step, and a retry goes back to earlier ones, which wandb would drop.
     run.define_metric("*", step_metric="step")
     return run
+
+
+def forget_wandb_variables() -> bool:
+    """Delete the variables of wandb's that the user has set from this process's environment; False: there are none."""
+    theirs = [name for name in os.environ if name.startswith("WANDB_") and name not in OWN_VARIABLES]
+    for name in theirs:
+        del os.environ[name]
+    return bool(theirs)
 
 
 def feed(run: wandb.Run, records: Iterable[dict[str, Any]]) -> tuple[bool, list[str]]:

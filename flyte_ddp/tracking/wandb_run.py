@@ -91,8 +91,7 @@ class WandbProcess:
             self.process = Popen(
                 [*COMMAND, str(its_pipe.fileno())],
                 cwd=Path(__file__).resolve().parents[2],  # what `-m` puts first on the path: this very copy
-                # No error reports to others, and images of tables in the run folder, not in the home.
-                env={**os.environ, "WANDB_ERROR_REPORTING": "false", "WANDB_DATA_DIR": str(self.folder)},
+                env=wandb_environment(self.folder),
                 pass_fds=[its_pipe.fileno()],
                 stdin=DEVNULL,
                 stdout=log,
@@ -172,6 +171,17 @@ class WandbProcess:
         if url:
             return f"wandb: {url} is not complete{reason}; send the rest with: {sync}"
         return f"wandb: kept offline{reason}; send it with: {sync}"
+
+
+def wandb_environment(folder: Path) -> dict[str, str]:
+    """Return the environment of a process that runs wandb.
+
+    Without error reports to others, and with images of tables in ``folder``, not in the home. The key is the user's
+    without white space at its ends: a Kubernetes secret made ``--from-file`` ends with a newline, which wandb refuses.
+    """
+    key = os.environ.get("WANDB_API_KEY", "").strip()
+    ours = {"WANDB_ERROR_REPORTING": "false", "WANDB_DATA_DIR": str(folder)}
+    return {**os.environ, **ours, **({"WANDB_API_KEY": key} if key else {})}
 
 
 def say(text: str) -> None:

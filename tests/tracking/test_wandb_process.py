@@ -127,6 +127,50 @@ def test_without_a_key_nothing_is_asked(tmp_path: Path, mark: str, capsys: pytes
 @needs_proc
 @pytest.mark.slow
 @pytest.mark.parametrize(
+    ("mode", "variable", "value"),
+    [
+        ("offline", "WANDB_TAGS", "a" * 65),
+        pytest.param("online", "WANDB_HTTP_TIMEOUT", "soon", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_setting_that_wandb_refuses_loses_nothing(
+    tmp_path: Path,
+    mark: str,
+    mode: str,
+    variable: str,
+    value: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv(variable, value)
+    wandb = start(tmp_path, mode)
+    write_run(tmp_path)
+    wandb.finish()
+    assert processes(mark) == []
+    assert capsys.readouterr().err.startswith("wandb: kept offline (ValidationError: 1 validation error for Settings")
+    assert logged_rows([each["item"] for each in offline_records(tmp_path)["history"]]) == ROWS
+
+
+@needs_proc
+@pytest.mark.slow
+def test_a_key_from_a_file_with_a_last_line_is_the_key(
+    tmp_path: Path, mark: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As ``kubectl create secret --from-file`` takes it over from an editor."""
+    monkeypatch.setenv("WANDB_API_KEY", f"{KEY}\n")
+    with fake_server() as server:
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        wandb = start(tmp_path, "online")
+        wait_for(wandb.is_open)
+        write_run(tmp_path)
+        wandb.finish()
+    check_arrived(server)
+    assert capsys.readouterr().err == f"wandb: {server.url}/someone/a-project/runs/exec-task-7\n"
+
+
+@needs_proc
+@pytest.mark.slow
+@pytest.mark.parametrize(
     "behaviour",
     [
         "hangs",

@@ -71,6 +71,23 @@ def test_bad_hyperparameters_that_a_task_finds(values: dict[str, Any], words: tu
     assert [path.name for path in (tmp_path / "temporary").iterdir()] == ["flyte-of-another-process"]
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "words"),
+    [
+        slow("WANDB_PROJECT", "team/project", ("'team/project'", "none of / ", "WANDB_ENTITY")),
+        also("WANDB_PROJECT", "vision#2", ("'vision#2'", "none of / ")),
+        also("WANDB_PROJECT", "a" * 129, ("'aaaa", "at most 128 characters")),
+        also("WANDB_BASE_URL", "wandb.example.com:8080", ("'wandb.example.com:8080'", "https://")),
+    ],
+)
+def test_a_setting_of_wandbs_that_wandb_would_refuse(
+    variable: str, value: str, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    ended = train(TINY, home=tmp_path, **{variable: value})
+    assert_refused(ended, tmp_path, variable, *words)
+    assert not (tmp_path / "runs").exists()
+
+
 @pytest.mark.slow
 def test_more_ranks_than_the_pod_has_gpus(tmp_path: Path) -> None:
     ended = train({"num_ranks": 4}, home=tmp_path, FLYTE_DDP_GPUS="2")
@@ -151,6 +168,15 @@ def test_a_model_whose_output_does_not_fit(tmp_path: Path) -> None:
     assert_refused(ended, tmp_path, "'own_model:linear'", "(32, 11)", "(32, 10)", "num_classes")
 
 
+@pytest.mark.cold
+@pytest.mark.parametrize("name", [slow("select"), also("math")])
+def test_a_module_of_the_users_that_hides_pythons(name: str, tmp_path: Path) -> None:
+    """Interpreters of ranks look for modules in the working directory first."""
+    (tmp_path / f"{name}.py").write_text("def best(models): return max(models)")
+    ended = train({**TINY, "num_ranks": 2}, home=tmp_path / "home", directory=tmp_path)
+    assert f"{name}.py hides Python's own module '{name}', which may be the cause: rename it" in ended.panel
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_a_loss_that_is_not_finite(num_ranks: int, tmp_path: Path) -> None:
@@ -204,3 +230,14 @@ def test_a_read_only_runs_folder(tmp_path: Path) -> None:
     need_mounts(runs)
     ended = train(TINY, home=tmp_path, wrapper=on_a_disk("ro", runs))
     assert_refused(ended, tmp_path, str(runs), "Read-only file system", "FLYTE_DDP_RUNS")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"), [slow("ro", ("could not be created",)), also("size=4k", ("database or disk is full",))]
+)
+def test_a_home_that_takes_no_cache(options: str, words: tuple[str, ...], tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    need_mounts(home)
+    ended = train(TINY, home=home, runs=tmp_path / "runs", wrapper=on_a_disk(options, home))
+    assert_refused(ended, tmp_path, str(home / ".flyte/local-cache"), "FLYTE_LOCAL_CACHE_ENABLED=false", *words)

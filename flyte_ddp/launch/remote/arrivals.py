@@ -110,11 +110,13 @@ class Door:
 
     def receive(self, connected: socket.socket) -> None:
         """Accepts one who is an agent, and ends any other connection."""
-        pipe = Connection(os.dup(connected.fileno()))
+        pipe = None
         try:
+            pipe = Connection(os.dup(connected.fileno()))
             arrival = self.greeted(connected, pipe)
-        except Exception:  # whatever a stranger may bring about
-            pipe.close()
+        except Exception:  # whatever a stranger may bring about, too many open files among it
+            if pipe is not None:
+                pipe.close()
         else:
             with self.lock:
                 if self.closed.is_set():

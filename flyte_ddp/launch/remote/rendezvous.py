@@ -217,8 +217,10 @@ class Rendezvous:
         except BaseException as error:
             if isinstance(error, RankError) and error.recoverable and not self.only_once:
                 return error
-            not_sent = isinstance(error, UnreachableError) and len(group) < num_ranks
-            final = before if before is not None and not_sent else error
+            final = error
+            if before is not None and isinstance(error, UnreachableError) and len(group) < num_ranks:
+                final = before  # of which the engine has sent no others
+                final.message += f"; then {error.message}"
             broadcast_outcome(group, final)
             raise final from None
         else:
