@@ -105,8 +105,7 @@ def start(job: Job, num_ranks: int, max_restarts: int) -> None:
         except ChildFailedError as error:
             raise failure(error) from None
         except SignalException as stopped:
-            found = checkpoint.newest_of(job.run_folder / checkpoint.FOLDER)
-            raise stopped_by(stopped.sigval, found.step if found else 0) from None
+            raise stopped_by(stopped.sigval, checkpoint.newest_step(job.run_folder)) from None
 
 
 def worker(job: Job, key: str) -> None:

@@ -29,7 +29,7 @@ from flyte_ddp.launch.supervise.rank_handle import RankHandle
 from flyte_ddp.launch.supervise.rank_info import RankInfo
 from flyte_ddp.launch.supervise.stopping import StopRequest, stop_requests
 from flyte_ddp.launch.supervise.supervisor import end, watch
-from flyte_ddp.runs.checkpoint import load_latest
+from flyte_ddp.runs.checkpoint import load_latest, newest_step
 from flyte_ddp.runs.job import Job
 
 GATHER_SECONDS = 300.0  # for all agents: images may have to be pulled, and nodes added
@@ -237,7 +237,7 @@ class Rendezvous:
         with Door(self.server, self.key) as door:
             while len(found) < num_ranks:
                 if stop.signal is not None:
-                    raise stop.error(self.job.checkpoint.step if self.job.checkpoint else 0)
+                    raise stop.error(newest_step(self.job.run_folder))  # an attempt before may have saved one
                 check()
                 if time.monotonic() > deadline:
                     missing = sorted(set(range(num_ranks)) - found.keys())
