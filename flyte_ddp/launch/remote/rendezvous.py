@@ -95,11 +95,16 @@ class RemoteHandle(RankHandle):
         super().__init__(rank, pipe, host)
         self.network, self.folder = host, folder
         self.early: list[dict[str, Any]] = []
+        self.out_of_memory = False
 
     @property
     def lost(self) -> bool:
         """The agent is gone without having said how its rank ended."""
         return not self.listening and self.exitcode is None
+
+    def ran_out_of_memory(self) -> bool:
+        """Return what the agent has found on its host when the rank's process had ended."""
+        return self.out_of_memory
 
     def waitables(self) -> list[Any]:
         """Its agent's connection."""
@@ -110,7 +115,7 @@ class RemoteHandle(RankHandle):
         early, self.early = self.early, []
         for message in (*early, *super().messages()):
             if message["kind"] == "exit":
-                self.exitcode = message["code"]
+                self.exitcode, self.out_of_memory = message["code"], message.get("out_of_memory", False)
             elif message["kind"] == "file":
                 if self.folder is not None:
                     take_piece(self.folder, message)
