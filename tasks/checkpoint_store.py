@@ -294,7 +294,7 @@ class CheckpointStore:
 def more_memory() -> str:
     """Return what helps against a lack of memory, with what the pod has."""
     name = pods.chosen_profile()
-    given = f"profile {name!r} gives {pods.PROFILES[name].memory}"
+    given = f"profile {name!r} gives {pods.PROFILES[name].memory} of memory"
     return f"{given}: take one with more, fewer num_ranks, or a smaller batch_size"
 
 

@@ -39,7 +39,7 @@ def test_memory_is_named_where_the_kernel_has_counted(
         own = replace(store, attempt=attempt)
         begun(own, tmp_path / str(attempt))
         own.end(OutOfMemoryError("rank 0 was killed by SIGKILL, as memory ran out"))
-    with pytest.raises(UserError, match="memory ran out; profile 'sandbox' gives 2Gi: take one with more"):
+    with pytest.raises(UserError, match="memory ran out; profile 'sandbox' gives 2Gi of memory: take one with more"):
         begun(replace(store, attempt=2), tmp_path / "2")
 
 
