@@ -11,7 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Optional, TypeVar
@@ -20,6 +20,7 @@ from flytekit import FlyteContextManager
 
 from flyte_ddp.errors import OutOfMemoryError, RankError, RankLostError, UnreachableError, UserError
 from flyte_ddp.runs import checkpoint
+from flyte_ddp.runs.checkpoint import Checkpoint
 from tasks import pods
 
 SAVED = "saved"  # a checkpoint; the other kinds of files are notes of a few bytes
@@ -105,13 +106,13 @@ class CheckpointStore:
             from_scratch=bool(os.environ.get(pods.FROM_SCRATCH_VARIABLE)),
         )
 
-    def begin(self, path: Path) -> int:
+    def begin(self, path: Path) -> Checkpoint | None:
         """Download the newest checkpoint that can be read to ``path``, unless the folder there has one as new.
 
         Prints which checkpoint is used, and which ones cannot be read.
 
         Returns:
-            The step of the newest checkpoint in that folder; 0 if there is none, there and in the store.
+            The newest checkpoint in that folder; None if there is none, there and in the store.
 
         Raises:
             UserError: the store may not be read, or it has checkpoints and none can be read, or one attempt after the
@@ -125,9 +126,9 @@ class CheckpointStore:
                 f"{self.folder}: {error}; whether there is a checkpoint is not known: allow pods to list, read and "
                 f"write files there, or set {pods.CHECKPOINTS_VARIABLE} to where they may, and register again"
             ) from error
-        step = self.fetch_newest(entries, path)
-        self.stop_if_futile(entries, step)
-        return step
+        newest = self.fetch_newest(entries, path)
+        self.stop_if_futile(entries, newest.step if newest else 0)
+        return newest
 
     def listed(self) -> list[Entry]:
         """The run's files that matter to this execution, newest checkpoints first."""
@@ -159,29 +160,28 @@ class CheckpointStore:
         self.files.invalidate_cache()
         return [entry for path in self.files.find(folder) if (entry := Entry.at(path)) is not None]
 
-    def fetch_newest(self, entries: list[Entry], path: Path) -> int:
+    def fetch_newest(self, entries: list[Entry], path: Path) -> Checkpoint | None:
         """Download the newest checkpoint that can be read; see :meth:`begin`."""
-        here, unreadable = checkpoint.find_newest(path.parent)  # where Elastic has restarted the ranks
+        newest, unreadable = checkpoint.find_newest(path.parent)  # where Elastic has restarted the ranks
         reasons = {str(local): why for local, why in unreadable.items()}
-        newest, replaced = (here.step, here.epoch) if here else (-1, -1), False
+        replaced = False
         for entry in entries:
-            if entry.kind != SAVED or (entry.step, entry.epoch) <= newest:
+            if entry.kind != SAVED or (newest and (entry.step, entry.epoch) <= (newest.step, newest.epoch)):
                 continue
             try:
-                self.fetch(entry, path)
+                newest = self.fetch(entry, path)
             except FileNotFoundError:  # its attempt has removed it, as there are newer ones
                 replaced = True
             except (PermissionError, checkpoint.UnreadableError) as error:
                 reasons[entry.path] = str(error)
             else:
                 print(f"found the checkpoint of attempt {entry.attempt} of {entry.execution}", flush=True)
-                newest = (entry.step, entry.epoch)
                 break
         said = " and ".join(f"{address} ({why})" for address, why in reasons.items())
-        if newest[0] >= 0:
+        if newest is not None:
             if reasons:
-                print(f"checkpoint {said} cannot be used; that of step {newest[0]:,} is", flush=True)
-            return newest[0]
+                print(f"checkpoint {said} cannot be used; that of step {newest.step:,} is", flush=True)
+            return newest
         if replaced:
             raise UnreachableError(f"{self.folder}: checkpoints were replaced meanwhile; the same run will try again")
         if reasons:
@@ -189,10 +189,10 @@ class CheckpointStore:
                 f"cannot read the run's checkpoints {said}: make one of them readable to go on from it, or launch with "
                 "--overwrite-cache or delete them to restart from scratch"
             )
-        return 0
+        return None
 
-    def fetch(self, entry: Entry, path: Path) -> None:
-        """Download a checkpoint in place of the file ``path``, if it can be read.
+    def fetch(self, entry: Entry, path: Path) -> Checkpoint:
+        """Download a checkpoint in place of the file ``path``, if it can be read, and return it.
 
         Raises:
             FileNotFoundError, PermissionError: of the store.
@@ -202,8 +202,10 @@ class CheckpointStore:
         temporary = path.with_name(f".{path.name}.tmp")
         try:
             tried(partial(self.files.get_file, entry.path, str(temporary)))
-            checkpoint.read(temporary)
+            found = checkpoint.read(temporary)
+            assert found is not None
             temporary.replace(path)
+            return replace(found, path=path)
         finally:
             temporary.unlink(missing_ok=True)
 

@@ -16,8 +16,7 @@ from flytekit.exceptions.user import FlyteRecoverableException, FlyteUserRuntime
 
 from flyte_ddp.errors import RankError, StoppedError, UnreachableError, UserError
 from flyte_ddp.process import postponed
-from flyte_ddp.runs import checkpoint
-from flyte_ddp.runs.checkpoint import FOLDER, SLOTS
+from flyte_ddp.runs.checkpoint import FOLDER, SLOTS, Checkpoint
 from flyte_ddp.runs.run_folder import METRICS, UNFINISHED
 from flyte_ddp.runs.run_lock import release_reserved
 from flyte_ddp.settings import Settings, from_environment
@@ -106,12 +105,12 @@ def checkpoints_kept(run_folder: Path) -> Iterator[Callable[[], None]]:
     folder.mkdir(parents=True, exist_ok=True)
     store = CheckpointStore.of_this_pod(run_folder.name)
     with postponed(signal.SIGTERM):
-        step = store.begin(folder / SLOTS[0])
-    sender = Sender(store, folder, from_environment())
+        found = store.begin(folder / SLOTS[0])
+    sender = Sender(store, folder, from_environment(), found)
 
     def ranks_start() -> None:
         try:
-            store.started(step)
+            store.started(found.step if found else 0)
         except PermissionError as error:
             lost = "without checkpoints there, a lost pod loses all that it has done"
             print(f"{store.folder}: {error}; {lost}", flush=True)
@@ -151,11 +150,10 @@ def sweep(store: CheckpointStore) -> None:
 class Sender:
     """Uploads new checkpoints, and notes where there should be one and is none."""
 
-    def __init__(self, store: CheckpointStore, folder: Path, settings: Settings) -> None:
+    def __init__(self, store: CheckpointStore, folder: Path, settings: Settings, found: Checkpoint | None) -> None:
         self.store, self.folder, self.settings = store, folder, settings
         self.sent = {name: self.mark(name) for name in SLOTS}  # what is there was downloaded
-        newest = checkpoint.newest_of(folder)
-        self.starts_before = newest.metrics.count(START) if newest else 0
+        self.starts_before = found.metrics.count(START) if found else 0
         self.training_since: float | None = None
         self.saved_or_noted = False
         self.stop = threading.Event()

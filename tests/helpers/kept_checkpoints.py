@@ -25,10 +25,10 @@ def write(path: Path, step: int, metrics: bytes = b"") -> Path:
 def begun(store: CheckpointStore, folder: Path) -> int:
     """After which step an attempt goes on, whose ranks are then launched."""
     folder.mkdir(parents=True, exist_ok=True)
-    step = store.begin(folder / SLOTS[0])
+    found = store.begin(folder / SLOTS[0])
+    step = found.step if found else 0
     store.started(step)
-    found = checkpoint.newest_of(folder)
-    assert step == (found.step if found else 0)
+    assert found == checkpoint.newest_of(folder)
     return step
 
 

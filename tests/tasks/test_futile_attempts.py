@@ -10,7 +10,7 @@ import pytest
 from kept_checkpoints import begun, names, write
 
 from flyte_ddp.errors import OutOfMemoryError, RankError, RankLostError, StoppedError, UnreachableError, UserError
-from flyte_ddp.runs.checkpoint import FOLDER, SLOTS
+from flyte_ddp.runs.checkpoint import FOLDER, SLOTS, newest_of
 from flyte_ddp.runs.run_folder import METRICS
 from flyte_ddp.settings import Settings
 from tasks import recovery
@@ -65,7 +65,7 @@ def test_attempts_that_were_lost_while_they_fetched_their_data_do_not_count(
 ) -> None:
     (tmp_path / "pod").mkdir()
     for attempt in range(6):
-        assert replace(store, attempt=attempt).begin(tmp_path / "pod" / SLOTS[0]) == 0
+        assert replace(store, attempt=attempt).begin(tmp_path / "pod" / SLOTS[0]) is None
 
 
 @pytest.mark.parametrize("with_its_pod", [True, False])
@@ -106,7 +106,7 @@ def test_that_an_attempt_had_time_to_save_is_noted(
     start, folder = b'{"kind": "start"}\n', tmp_path / FOLDER
     write(folder / SLOTS[0], 4, start)
     (tmp_path / METRICS).write_bytes(start)
-    sender = recovery.Sender(store, folder, Settings(timeout=600.0, checkpoint_seconds=60.0))
+    sender = recovery.Sender(store, folder, Settings(timeout=600.0, checkpoint_seconds=60.0), newest_of(folder))
     noted = []
     for now in (0.0, 5000.0, 5001.0, 5661.5):
         clock.now = now
