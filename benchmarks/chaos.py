@@ -187,9 +187,13 @@ def is_of_ranks(pid: int) -> bool:
 
 
 def damage(folder: Path, where: float) -> None:
-    """Changes one byte of the newest checkpoint, or cuts it off there."""
-    newest = checkpoint.newest_of(folder / UNFINISHED / checkpoint.FOLDER)
-    if newest is None:
+    """Change one byte of the newest checkpoint, or cut it off there, if there is another to go on from.
+
+    Without another one the same run would be refused, as it should.
+    """
+    checkpoints = folder / UNFINISHED / checkpoint.FOLDER
+    newest = checkpoint.newest_of(checkpoints)
+    if newest is None or not all((checkpoints / name).exists() for name in checkpoint.SLOTS):
         return
     content = bytearray(newest.path.read_bytes())
     position = int(where * len(content))

@@ -63,6 +63,14 @@ class RankError(click.ClickException, RuntimeError):
         return "\n".join(lines)
 
 
+class RankLostError(RankError):
+    """A rank's process or host was taken away; nothing says that this would happen again."""
+
+
+class OutOfMemoryError(RankError):
+    """The kernel killed a rank because memory ran out, by the kernel's own count."""
+
+
 class StoppedError(click.ClickException, RuntimeError):
     """The run was told to stop.
 

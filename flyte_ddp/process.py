@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import sys
 import threading
@@ -145,6 +146,24 @@ def processes() -> dict[int, tuple[int, bool]]:
             state, parent = path.read_text(errors="replace").rpartition(")")[2].split()[:2]
             found[int(path.parent.name)] = (int(parent), state not in "ZX")
     return found
+
+
+def out_of_memory_kills() -> int:
+    """Return how many processes of this one's memory cgroup the kernel has killed because memory ran out.
+
+    In a container that is the container's cgroup. 0 where the kernel does not say: not on Linux, or in no cgroup.
+    """
+    with suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, own = line.split(":", 2)
+            if controllers in ("", "memory"):  # version 2 and version 1 of cgroups
+                root = Path("/sys/fs/cgroup", controllers)
+                name = "memory.oom_control" if controllers else "memory.events"
+                for folder in (root / own.lstrip("/"), root):  # a container may see its own cgroup as the root
+                    with suppress(OSError):
+                        if count := re.search(r"^oom_kill (\d+)$", (folder / name).read_text(), re.MULTILINE):
+                            return int(count[1])
+    return 0
 
 
 def helpers() -> set[int]:

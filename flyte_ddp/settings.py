@@ -19,6 +19,7 @@ class Settings:
 
     progress: str = "auto"  # auto, bar, lines or off
     checkpoint_seconds: float = 60.0  # longest time between two checkpoints; 0: none are written
+    save_seconds: float = 30.0  # that a run which is told to stop waits for its last checkpoint
     timeout: float = 600.0  # seconds that ranks wait for one another
     wandb_project: str = "flyte-ddp"
     wandb_entity: str = ""
@@ -47,6 +48,7 @@ def from_environment(wandb_run_id: str = "") -> Settings:
     return Settings(
         progress=choice("FLYTE_DDP_PROGRESS", default.progress, ("auto", "bar", "lines", "off")),
         checkpoint_seconds=number("FLYTE_DDP_CHECKPOINT_SECONDS", default.checkpoint_seconds),
+        save_seconds=number("FLYTE_DDP_SAVE_SECONDS", default.save_seconds),
         timeout=number("FLYTE_DDP_TIMEOUT", default.timeout, least=1.0),
         wandb_project=env.get("WANDB_PROJECT") or default.wandb_project,
         wandb_entity=env.get("WANDB_ENTITY", ""),

@@ -1,31 +1,40 @@
 """A run's checkpoints in the blob store, for the next attempt, and for other executions of the same run.
 
 With flytekit's own checkpoints an attempt sees only those of the attempt before it, and a new execution none. Here each
-attempt writes files under its own names, so that two at the same time never mix, and begins with the newest whole
-checkpoint of any. The files of a run are BASE/RUN/EXECUTION/KIND-ATTEMPT-STEP-EPOCH-TIME.
+attempt writes files under its own names, so that two at the same time never mix, and begins with the newest checkpoint
+of any that can be read. The files of a run are BASE/RUN/EXECUTION/KIND-ATTEMPT-STEP-EPOCH-TIME.
 """
 
 import os
 import posixpath
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Optional, TypeVar
 
 from flytekit import FlyteContextManager
 
-from flyte_ddp.errors import UnreachableError, UserError
+from flyte_ddp.errors import OutOfMemoryError, RankError, RankLostError, UnreachableError, UserError
 from flyte_ddp.runs import checkpoint
+from flyte_ddp.runs.checkpoint import Checkpoint
 from tasks import pods
 
-SAVED, STARTED, ENDED, DONE = "saved", "started", "ended", "done"  # kinds of files
+SAVED = "saved"  # a checkpoint; the other kinds of files are notes of a few bytes
+STARTED = "started"  # the attempt has its data, and launches its ranks
+TRAINED = "trained"  # it has trained for so long that there should be a checkpoint, and there is none
+FAILED = "failed"  # a rank of it failed, which may happen again; with the reason
+ENDED = "ended"  # it was told to stop, or could not reach something; with the reason
+DONE = "done"  # it has a result
+KINDS = (SAVED, STARTED, TRAINED, FAILED, ENDED, DONE)
 KEPT = 2  # checkpoints of an execution
 DONE_SECONDS = 3600.0  # an execution with a result may still be handing it over
-FUTILE_ATTEMPTS = 2  # without progress; there is no third
-NOTHING_SAID = "it was killed, as a pod is that runs out of memory"
+FUTILE_ATTEMPTS = 2  # which failed or had time to save, and made no progress; there is no third
+LOST_ATTEMPTS = 5  # which were lost before that, likewise: about as many as a pod whose memory runs out should cost
+AT_ONCE = 1000  # files that one request removes
 PAUSES = (1.0, 4.0, 10.0)  # seconds between tries; within the time that a pod has after SIGTERM
 Returned = TypeVar("Returned")
 
@@ -55,7 +64,7 @@ class Entry(NamedTuple):
         """Parses a file's name; None for a file that is none of ours."""
         folder, name = posixpath.split(path)
         kind, *numbers = name.split("-")
-        if kind not in (SAVED, STARTED, ENDED, DONE) or len(numbers) != 4 or not all(map(str.isdecimal, numbers)):
+        if kind not in KINDS or len(numbers) != 4 or not all(map(str.isdecimal, numbers)):
             return None
         attempt, step, epoch, seconds = map(int, numbers)
         return cls(folder, kind, attempt, step, epoch, seconds)
@@ -97,18 +106,29 @@ class CheckpointStore:
             from_scratch=bool(os.environ.get(pods.FROM_SCRATCH_VARIABLE)),
         )
 
-    def begin(self, path: Path) -> None:
-        """Downloads the newest whole checkpoint to ``path``, if there is one, and records where this attempt begins.
+    def begin(self, path: Path) -> Checkpoint | None:
+        """Download the newest checkpoint that can be read to ``path``, unless the folder there has one as new.
+
+        Prints which checkpoint is used, and which ones cannot be read.
+
+        Returns:
+            The newest checkpoint in that folder; None if there is none, there and in the store.
 
         Raises:
-            UserError: one attempt after the other got no further than where it began.
-            UnreachableError: the store did not answer in several tries.
-            PermissionError: it may not be read, or not be written to.
+            UserError: the store may not be read, or it has checkpoints and none can be read, or one attempt after the
+                other got no further than where it began.
+            UnreachableError: the store did not answer in several tries, or its files were replaced meanwhile.
         """
-        entries = tried(self.listed)
-        step = self.fetch_newest(entries, path)
-        self.stop_if_futile(entries, step)
-        tried(partial(self.note, STARTED, step))
+        try:
+            entries = tried(self.listed)
+        except PermissionError as error:
+            raise UserError(
+                f"{self.folder}: {error}; whether there is a checkpoint is not known: allow pods to list, read and "
+                f"write files there, or set {pods.CHECKPOINTS_VARIABLE} to where they may, and register again"
+            ) from error
+        newest = self.fetch_newest(entries, path)
+        self.stop_if_futile(entries, newest.step if newest else 0)
+        return newest
 
     def listed(self) -> list[Entry]:
         """The run's files that matter to this execution, newest checkpoints first."""
@@ -120,53 +140,116 @@ class CheckpointStore:
         return sorted(found, key=lambda entry: (entry.step, entry.epoch, entry.time), reverse=True)
 
     def sweep(self, stopped: Callable[[], bool] = lambda: False) -> None:
-        """Removes the files of all runs in this project that nobody will continue, until it is stopped."""
+        """Remove the files of all runs in this project that nobody will continue, many by each request.
+
+        Args:
+            stopped: asked before each request; True ends the sweep.
+        """
         now = time.time()
         entries = self.entries_in(posixpath.dirname(self.folder))
         done = {entry.folder for entry in entries if entry.kind == DONE and now - entry.time > DONE_SECONDS}
-        for entry in entries:
+        old = [entry.path for entry in entries if entry.folder in done or now - entry.time > self.days * 86_400]
+        for first in range(0, len(old), AT_ONCE):
             if stopped():
                 return
-            if entry.folder in done or now - entry.time > self.days * 86_400:
-                self.remove(entry)
+            with suppress(OSError):  # that is not allowed, or someone else has removed one of them
+                self.files.rm(old[first : first + AT_ONCE])
 
     def entries_in(self, folder: str) -> list[Entry]:
         """The files below a folder."""
         self.files.invalidate_cache()
         return [entry for path in self.files.find(folder) if (entry := Entry.at(path)) is not None]
 
-    def fetch_newest(self, entries: list[Entry], path: Path) -> int:
-        """Downloads the newest checkpoint that is whole, unless it is here; returns its step, 0 if there is none."""
-        here = checkpoint.newest_of(path.parent)  # where Elastic has restarted the ranks
+    def fetch_newest(self, entries: list[Entry], path: Path) -> Checkpoint | None:
+        """Download the newest checkpoint that can be read; see :meth:`begin`."""
+        newest, unreadable = checkpoint.find_newest(path.parent)  # where Elastic has restarted the ranks
+        reasons = {str(local): why for local, why in unreadable.items()}
+        replaced = False
         for entry in entries:
-            if entry.kind == SAVED and (here is None or (entry.step, entry.epoch) > (here.step, here.epoch)):
-                with suppress(FileNotFoundError):  # its attempt has just replaced it
-                    tried(partial(self.files.get_file, entry.path, str(path)))
-                    if checkpoint.read(path) is not None:
-                        print(f"found the checkpoint of attempt {entry.attempt} of {entry.execution}", flush=True)
-                        return entry.step
-                    print(f"{entry.path} is damaged; the one before it is taken", flush=True)
-                    path.unlink(missing_ok=True)
-        found = checkpoint.newest_of(path.parent)
-        return found.step if found else 0
+            if entry.kind != SAVED or (newest and (entry.step, entry.epoch) <= (newest.step, newest.epoch)):
+                continue
+            try:
+                newest = self.fetch(entry, path)
+            except FileNotFoundError:  # its attempt has removed it, as there are newer ones
+                replaced = True
+            except (PermissionError, checkpoint.UnreadableError) as error:
+                reasons[entry.path] = str(error)
+            else:
+                print(f"found the checkpoint of attempt {entry.attempt} of {entry.execution}", flush=True)
+                break
+        said = " and ".join(f"{address} ({why})" for address, why in reasons.items())
+        if newest is not None:
+            if reasons:
+                print(f"checkpoint {said} cannot be used; that of step {newest.step:,} is", flush=True)
+            return newest
+        if replaced:
+            raise UnreachableError(f"{self.folder}: checkpoints were replaced meanwhile; the same run will try again")
+        if reasons:
+            raise UserError(
+                f"cannot read the run's checkpoints {said}: make one of them readable to go on from it, or launch with "
+                "--overwrite-cache or delete them to restart from scratch"
+            )
+        return None
+
+    def fetch(self, entry: Entry, path: Path) -> Checkpoint:
+        """Download a checkpoint in place of the file ``path``, if it can be read, and return it.
+
+        Raises:
+            FileNotFoundError, PermissionError: of the store.
+            UnreachableError: the store did not answer in several tries.
+            UnreadableError: it is damaged, or of another release's format.
+        """
+        temporary = path.with_name(f".{path.name}.tmp")
+        try:
+            tried(partial(self.files.get_file, entry.path, str(temporary)))
+            found = checkpoint.read(temporary)
+            assert found is not None
+            temporary.replace(path)
+            return replace(found, path=path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
     def stop_if_futile(self, entries: list[Entry], step: int) -> None:
-        """Refuses another attempt after some that made no progress; see :meth:`begin`."""
-        mine = [entry for entry in entries if entry.execution == self.execution and entry.attempt < self.attempt]
-        began = {entry.attempt: entry.step for entry in mine if entry.kind == STARTED}  # the first time
-        last = sorted(began)[-FUTILE_ATTEMPTS:]
-        if len(last) < FUTILE_ATTEMPTS or any(began[attempt] < step for attempt in last):
-            return
-        ends = [entry for entry in mine if (entry.kind, entry.attempt) == (ENDED, last[-1])]
-        why = tried(lambda: self.files.cat_file(ends[0].path).decode()) if ends else NOTHING_SAID
-        if "memory" in why:
-            name = pods.chosen_profile()
-            given = f"profile {name!r} gives {pods.PROFILES[name].memory}"
-            why += f"; {given}: take one with more, fewer num_ranks, or a smaller batch_size"
-        raise UserError(
-            f"{FUTILE_ATTEMPTS} attempts got no further than step {step:,}, where they began, so no other one is made; "
-            f"the last one: {why}"
-        )
+        """Refuse another attempt after those that began at the newest checkpoint and made no progress.
+
+        An attempt counts when a rank of it failed, or when it had time to save: two are enough. One that was lost
+        before, with or without its pod, may have been unlucky, or its pod ran out of memory, which only Kubernetes
+        knows: of these, five are enough. One that was lost while it fetched its data, was told to stop, or could not
+        reach something does not count.
+
+        Raises:
+            UserError: there were enough.
+        """
+        attempts: dict[int, dict[str, Entry]] = defaultdict(dict)
+        for entry in entries:  # of an attempt's starts the first, at the lowest step, counts
+            if entry.execution == self.execution and entry.attempt < self.attempt and entry.kind != SAVED:
+                attempts[entry.attempt][entry.kind] = entry
+        began_here = [
+            notes for _, notes in sorted(attempts.items()) if STARTED in notes and notes[STARTED].step >= step
+        ]
+        futile = [notes.get(FAILED) or notes[TRAINED] for notes in began_here if notes.keys() & {FAILED, TRAINED}]
+        lost = [notes for notes in began_here if notes.keys() == {STARTED}]
+        if len(futile) >= FUTILE_ATTEMPTS:
+            why = tried(lambda: self.files.cat_file(futile[-1].path).decode())
+            raise UserError(
+                f"{len(futile)} attempts got no further than step {step:,}, where they began, so no other one is made; "
+                f"the last one: {why}"
+            )
+        if len(lost) >= LOST_ATTEMPTS:
+            raise UserError(
+                f"{len(lost)} attempts were lost, or killed without a word, before they got further than step "
+                f"{step:,}, where they began, so no other one is made; Kubernetes says why (kubectl describe pod, or "
+                f"the console): if it is OOMKilled, {more_memory()}; else launch it again"
+            )
+
+    def started(self, step: int) -> None:
+        """Record that the attempt has its data and launches its ranks.
+
+        Raises:
+            UnreachableError: the store did not answer in several tries.
+            PermissionError: it may not be written to.
+        """
+        tried(partial(self.note, STARTED, step))
 
     def send(self, path: Path) -> None:
         """Uploads a checkpoint, and removes what newer ones of this execution have replaced.
@@ -181,12 +264,14 @@ class CheckpointStore:
         self.keep_newest(KEPT)
 
     def end(self, error: BaseException | None) -> None:
-        """Records how the attempt has ended: with a result, or with an error."""
+        """Record how the attempt has ended, unless that says nothing of the run: a rank of it was lost."""
         if error is None:
             self.note(DONE, 0)
             self.keep_newest(1)  # until Flyte has the result: this pod may be lost before
-        else:
-            self.note(ENDED, 0, str(error))
+        elif isinstance(error, OutOfMemoryError):
+            self.note(FAILED, 0, f"{error}; {more_memory()}")
+        elif not isinstance(error, RankLostError):
+            self.note(FAILED if isinstance(error, RankError) else ENDED, 0, str(error))
 
     def keep_newest(self, number: int) -> None:
         """Removes all but the newest checkpoints of this execution."""
@@ -206,6 +291,13 @@ class CheckpointStore:
     def entry(self, kind: str, step: int, epoch: int = 0) -> Entry:
         """Names a new file of this attempt."""
         return Entry(posixpath.join(self.folder, self.execution), kind, self.attempt, step, epoch, int(time.time()))
+
+
+def more_memory() -> str:
+    """Return what helps against a lack of memory, with what the pod has."""
+    name = pods.chosen_profile()
+    given = f"profile {name!r} gives {pods.PROFILES[name].memory} of memory"
+    return f"{given}: take one with more, fewer num_ranks, or a smaller batch_size"
 
 
 def beside_outputs(raw_output_prefix: str) -> str:

@@ -20,6 +20,7 @@ from flyte_ddp.errors import StoppedError
 from flyte_ddp.hardware import detect
 from flyte_ddp.launch.supervise.processes import main_script_hidden
 from flyte_ddp.launch.supervise.stopping import stopped_by
+from flyte_ddp.process import out_of_memory_kills
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.runs import run_lock
 from flyte_ddp.runs.failed_run import explain, newest_step
@@ -62,12 +63,13 @@ class ElasticTrainingTask(PytorchElasticFunctionTask):  # type: ignore[misc]
         if places.is_local():  # where there is one node, and no profile says how many ranks there may be
             self.min_nodes = self.max_nodes = 1
             self.task_config.nproc_per_node = detect(inputs["hp"]).num_ranks
+        memory_kills = out_of_memory_kills()
         with recovery.guarded(), where_it_goes_on(inputs["run_version"]):
             try:
                 with known_to_workers(), main_script_hidden(), log_kept_quiet(), one_of_several():
                     result = super()._execute(**inputs)
             except FlyteUserRuntimeException as error:
-                raise failure(error.value) from None
+                raise failure(error.value, memory_kills) from None
             except IgnoreOutputs as ignored:
                 stopped = ignored.__context__
                 if not isinstance(stopped, SignalException):  # a node without rank 0, which has outputs

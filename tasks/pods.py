@@ -25,6 +25,8 @@ from flyte_ddp.settings import REQUESTED_GPUS, check_wandb
 PROFILE_VARIABLE = "FLYTE_DDP_PROFILE"
 CODE_VARIABLE = "FLYTE_DDP_CODE"
 CACHE_VARIABLE = "FLYTE_DDP_CACHE_BYTES"
+SAVE_VARIABLE = "FLYTE_DDP_SAVE_SECONDS"
+ELASTIC_STOP_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # torch's own: seconds from SIGTERM to SIGKILL of its workers
 SECRET_VARIABLE = "FLYTE_DDP_WANDB_SECRET"  # noqa: S105 (a name)
 DEFAULT_SECRET = "wandb/api_key"  # noqa: S105 (a name)
 NODES_VARIABLE = "FLYTE_DDP_NODES"
@@ -47,7 +49,8 @@ CARRIED = (  # into training pods, as they are set at registration
     CHECKPOINT_DAYS_VARIABLE,
 )
 WITH_DECK: dict[str, Any] = {"enable_deck": True, "deck_fields": ()}  # with pages of the task's own only
-LOSSES = 100  # of a training pod, each after some progress; without any see CheckpointStore.stop_if_futile
+REPORT_SECONDS = 5  # of a pod's time to stop, to tell Flyte
+LOSSES = 100  # of a training pod; those without any progress: see CheckpointStore.stop_if_futile
 ENGINE_RETRIES = 2  # an engine's own, on the hosts that it has; Flyte's would set up another cluster
 UNITS = {  # of Kubernetes' quantities
     "": Decimal(1),
@@ -69,6 +72,7 @@ class Profile:
     data: Resources  # of pods that fetch, pack and check data, whose disk must hold all of it
     gpu_type: Optional[BaseAccelerator[Any]] = None  # of flytekit.extras.accelerators, such as L4; None takes any
     pod_template: Optional[str] = None  # in the cluster (deploy/pod-template.yaml): tolerations, grace period
+    grace_seconds: int = 30  # from SIGTERM to SIGKILL: the template's terminationGracePeriodSeconds, or Kubernetes' own
     interruptible: Optional[bool] = None  # True: train on nodes that may be taken away; None: as launched
 
 
@@ -99,6 +103,7 @@ PROFILES: dict[str, Profile] = {
         shared_memory="4Gi",
         data=Resources(cpu="2", mem="8Gi", ephemeral_storage="100Gi"),
         pod_template="flyte-ddp-gpu",
+        grace_seconds=120,
     ),
     "gpu-a100": Profile(
         gpus=8,
@@ -109,6 +114,7 @@ PROFILES: dict[str, Profile] = {
         data=Resources(cpu="4", mem="16Gi", ephemeral_storage="500Gi"),
         gpu_type=accelerators.A100,
         pod_template="flyte-ddp-gpu",
+        grace_seconds=120,
     ),
 }
 DEFAULT_PROFILE = "gpu"
@@ -236,7 +242,17 @@ def training_environment() -> dict[str, str]:
         carried.pop(RESULTS_VARIABLE, None)
     secret = wandb_secret()
     named = f"{secret.group}/{secret.key}" if secret else "off"
-    return {**pod_environment(), **cache_limit(), **carried, SECRET_VARIABLE: named}
+    return {**pod_environment(), **cache_limit(), **time_to_stop(), **carried, SECRET_VARIABLE: named}
+
+
+def time_to_stop() -> dict[str, str]:
+    """Return how the profile's grace period is shared out: half of it for writing the last checkpoint.
+
+    The other half is for ending the ranks and uploading the checkpoint. What is set at registration counts.
+    """
+    grace = PROFILES[chosen_profile()].grace_seconds
+    seconds = {SAVE_VARIABLE: grace // 2, ELASTIC_STOP_VARIABLE: grace - REPORT_SECONDS}
+    return {name: os.environ.get(name) or str(value) for name, value in seconds.items()}
 
 
 def cache_limit() -> dict[str, str]:

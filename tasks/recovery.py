@@ -4,7 +4,8 @@ import contextvars
 import os
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,13 +16,16 @@ from flytekit.exceptions.user import FlyteRecoverableException, FlyteUserRuntime
 
 from flyte_ddp.errors import RankError, StoppedError, UnreachableError, UserError
 from flyte_ddp.process import postponed
-from flyte_ddp.runs.checkpoint import FOLDER, SLOTS
-from flyte_ddp.runs.run_folder import UNFINISHED
+from flyte_ddp.runs.checkpoint import FOLDER, SLOTS, Checkpoint
+from flyte_ddp.runs.run_folder import METRICS, UNFINISHED
 from flyte_ddp.runs.run_lock import release_reserved
+from flyte_ddp.settings import Settings, from_environment
 from tasks import places, pods
-from tasks.checkpoint_store import CheckpointStore
+from tasks.checkpoint_store import TRAINED, CheckpointStore
 
 POLL_SECONDS = 0.5
+SWEEP_SECONDS = 30.0  # of a pod that has its result
+START = b'"kind": "start"'  # in metrics.jsonl: training begins, for the first time or again
 AnyTask = TypeVar("AnyTask", bound=PythonTask)
 
 
@@ -83,27 +87,39 @@ def stop(*_: object) -> None:
 
 
 @contextmanager
-def checkpoints_kept(run_folder: Path) -> Iterator[None]:
-    """In a pod: downloads the run's newest checkpoint, and uploads those of this attempt."""
+def checkpoints_kept(run_folder: Path) -> Iterator[Callable[[], None]]:
+    """In a pod: download the run's newest checkpoint, then upload those of this attempt, the last one at the end.
+
+    After an attempt with a result, removes what no run of the project will continue, for SWEEP_SECONDS at most.
+
+    Yields:
+        What the attempt calls when it has its data and is about to launch its ranks; it may raise UnreachableError.
+
+    Raises:
+        UserError, UnreachableError: see :meth:`CheckpointStore.begin`.
+    """
     if places.is_local():
-        yield
+        yield lambda: None
         return
     folder = run_folder / UNFINISHED / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     store = CheckpointStore.of_this_pod(run_folder.name)
-    try:
-        with postponed(signal.SIGTERM):
-            store.begin(folder / SLOTS[0])
-    except PermissionError as error:
-        print(f"{store.folder}: {error}; without checkpoints there, a lost pod loses all that it has done", flush=True)
-        yield
-        return
-    sender = Sender(store, folder)
+    with postponed(signal.SIGTERM):
+        found = store.begin(folder / SLOTS[0])
+    sender = Sender(store, folder, from_environment(), found)
+
+    def ranks_start() -> None:
+        try:
+            store.started(found.step if found else 0)
+        except PermissionError as error:
+            lost = "without checkpoints there, a lost pod loses all that it has done"
+            print(f"{store.folder}: {error}; {lost}", flush=True)
+
     thread = threading.Thread(target=contextvars.copy_context().run, args=(sender.run,), name="sender")
     thread.start()
     ended: BaseException | None = None
     try:
-        yield
+        yield ranks_start
     except BaseException as error:
         ended = error
         raise
@@ -113,23 +129,58 @@ def checkpoints_kept(run_folder: Path) -> Iterator[None]:
         sender.send_new()
         with suppress(Exception):  # the result counts without it
             store.end(ended)
+        if ended is None:
+            sweep(store)
+
+
+def sweep(store: CheckpointStore) -> None:
+    """Remove what no run will continue; returns after SWEEP_SECONDS, whether that is done or not."""
+    stop = threading.Event()
+
+    def remove() -> None:
+        with suppress(Exception):  # the next pod will do it
+            store.sweep(stop.is_set)
+
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(remove,), name="sweep", daemon=True)
+    thread.start()
+    thread.join(SWEEP_SECONDS)
+    stop.set()
 
 
 class Sender:
-    """Uploads new checkpoints."""
+    """Uploads new checkpoints, and notes where there should be one and is none."""
 
-    def __init__(self, store: CheckpointStore, folder: Path) -> None:
-        self.store, self.folder = store, folder
+    def __init__(self, store: CheckpointStore, folder: Path, settings: Settings, found: Checkpoint | None) -> None:
+        self.store, self.folder, self.settings = store, folder, settings
         self.sent = {name: self.mark(name) for name in SLOTS}  # what is there was downloaded
+        self.starts_before = found.metrics.count(START) if found else 0
+        self.training_since: float | None = None
+        self.saved_or_noted = False
         self.stop = threading.Event()
         self.reported = False
 
     def run(self) -> None:
-        """Uploads until it is stopped; first removes old files, for which training does not wait."""
-        with suppress(Exception):  # the next pod will do it
-            self.store.sweep(self.stop.is_set)
+        """Upload until it is stopped."""
         while not self.stop.wait(POLL_SECONDS):
             self.send_new()
+            with suppress(Exception):  # the store does not answer, or the file is being replaced
+                self.note_time_to_save()
+
+    def note_time_to_save(self) -> None:
+        """Record once that the attempt has trained for so long that there should be a checkpoint, unless one was sent.
+
+        Its first step takes less than the ranks' time limit, and a checkpoint follows within the time between two.
+        """
+        seconds = self.settings.timeout + self.settings.checkpoint_seconds
+        if self.saved_or_noted or not self.settings.checkpoint_seconds:
+            return
+        if self.training_since is None:
+            metrics = (self.folder.parent / METRICS).read_bytes()
+            if metrics.count(START) > self.starts_before:
+                self.training_since = time.monotonic()
+        elif time.monotonic() - self.training_since > seconds:
+            self.store.note(TRAINED, 0, f"it trained for {seconds:g} s, and no checkpoint came here")
+            self.saved_or_noted = True
 
     def send_new(self) -> None:
         """Uploads checkpoints that have changed; a failure is reported once, and tried again the next time."""
@@ -144,6 +195,7 @@ class Sender:
                 if self.sent.get(name) != mark:
                     self.store.send(link)
                     self.sent[name] = mark
+                    self.saved_or_noted = True  # it did save
             except FileNotFoundError:  # none yet, or the run is over and has removed them
                 continue
             except Exception as error:

@@ -49,8 +49,10 @@ def trained(hp: Hyperparameters, data: FlyteDirectory, run_version: str, train: 
         folder = places.folder_for(run_version)
         result = finished_before(run_version)
         if result is None:
-            with live_deck(folder), unsent_kept(folder), recovery.checkpoints_kept(folder):
-                result = train(hp, Path(data.download()), folder, settings(folder.name))
+            with live_deck(folder), unsent_kept(folder), recovery.checkpoints_kept(folder) as ranks_start:
+                prepared = Path(data.download())
+                ranks_start()
+                result = train(hp, prepared, folder, settings(folder.name))
     return result
 
 

@@ -37,7 +37,7 @@ from flyte_ddp.launch.remote.rendezvous import from_newest_checkpoint
 from flyte_ddp.launch.supervise.failures import was_killed
 from flyte_ddp.launch.supervise.processes import main_script_hidden
 from flyte_ddp.launch.supervise.stopping import stopped_by
-from flyte_ddp.process import descendants_killed_at_end, signal_handlers
+from flyte_ddp.process import descendants_killed_at_end, out_of_memory_kills, signal_handlers
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.job import Job
 
@@ -100,13 +100,13 @@ def start(job: Job, num_ranks: int, max_restarts: int) -> None:
             monitor_interval=POLL_SECONDS,
             logs_specs=DefaultLogsSpecs(log_dir=logs),
         )
+        memory_kills = out_of_memory_kills()
         try:
             elastic_launch(config, worker)(job, secrets.token_hex(32))
         except ChildFailedError as error:
-            raise failure(error) from None
+            raise failure(error, memory_kills) from None
         except SignalException as stopped:
-            found = checkpoint.newest_of(job.run_folder / checkpoint.FOLDER)
-            raise stopped_by(stopped.sigval, found.step if found else 0) from None
+            raise stopped_by(stopped.sigval, checkpoint.newest_step(job.run_folder)) from None
 
 
 def worker(job: Job, key: str) -> None:
@@ -121,11 +121,17 @@ def worker(job: Job, key: str) -> None:
         lead(job)
 
 
-def failure(error: Any) -> BaseException:
-    """What a worker raised, or how it ended, by Elastic's ChildFailedError."""
+def failure(error: Any, memory_kills: int) -> BaseException:
+    """Return what a worker raised, or how it ended.
+
+    Args:
+        error: Elastic's ChildFailedError.
+        memory_kills: :func:`out_of_memory_kills` before the workers started.
+    """
     rank, first = error.get_first_failure()
     if first.exitcode < 0:
-        return was_killed(rank, signal.Signals(-first.exitcode))
+        out_of_memory = out_of_memory_kills() > memory_kills
+        return was_killed(rank, signal.Signals(-first.exitcode), out_of_memory=out_of_memory)
     try:
         raised = pickle.loads(Path(first.error_file).with_suffix(ERROR_SUFFIX).read_bytes())
     except Exception:  # an exception of a user's own may fail in any way when it is made again

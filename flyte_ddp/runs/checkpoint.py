@@ -10,7 +10,9 @@ import hashlib
 import io
 import itertools
 import json
+import re
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -84,19 +86,58 @@ def write(
         file.write(f"{FORMAT} {hashing.sha256.hexdigest()}\n".encode())
 
 
+class UnreadableError(Exception):
+    """A checkpoint is there and cannot be read; the text is the reason."""
+
+
+def find_newest(folder: Path) -> tuple[Checkpoint | None, dict[Path, str]]:
+    """Read the checkpoints of a folder.
+
+    Returns:
+        The newest one that can be read, None without one; and of each one that cannot be read, why not.
+    """
+    readable: list[Checkpoint] = []
+    unreadable: dict[Path, str] = {}
+    for name in SLOTS:
+        try:
+            found = read(folder / name)
+        except UnreadableError as reason:
+            unreadable[folder / name] = str(reason)
+        else:
+            readable += [found] if found is not None else []
+    return max(readable, key=lambda checkpoint: (checkpoint.step, checkpoint.epoch), default=None), unreadable
+
+
 def newest_of(folder: Path) -> Checkpoint | None:
-    """The newest checkpoint that is whole; damaged ones are skipped."""
-    found = [checkpoint for name in SLOTS if (checkpoint := read(folder / name)) is not None]
-    return max(found, key=lambda checkpoint: (checkpoint.step, checkpoint.epoch), default=None)
+    """Return the newest checkpoint of a folder that can be read; None without one."""
+    return find_newest(folder)[0]
+
+
+def newest_step(run_folder: Path) -> int | None:
+    """Return the step of a run's newest checkpoint: 0 if the run has none, None if it has some and none can be read."""
+    found, unreadable = find_newest(run_folder / FOLDER)
+    if found is not None:
+        return found.step
+    return None if unreadable else 0
 
 
 def read(path: Path) -> Checkpoint | None:
-    """The checkpoint in a file; None if there is none, or it is damaged."""
+    """Read a checkpoint's header and metrics, and compare its content with its SHA-256; the state stays in the file.
+
+    Returns:
+        None if there is no such file.
+
+    Raises:
+        UnreadableError: the system does not let the file be read, or it is damaged, or of another release's format.
+    """
     try:
         with path.open("rb") as file:
             digest_line = file.read(DIGEST_LINE)
+            its_format = digest_line.partition(b" ")[0].decode(errors="replace")
+            if its_format != FORMAT and re.fullmatch(r"flyte-ddp-checkpoint/\d+", its_format):
+                raise UnreadableError(f"its format is {its_format}, and this release reads {FORMAT}")
             if digest_line != f"{FORMAT} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode():
-                return None
+                raise UnreadableError("damaged: its content does not match its SHA-256")
             file.seek(DIGEST_LINE)
             header = json.loads(file.readline())
             metrics = file.read(header.pop("metrics_bytes"))
@@ -105,8 +146,12 @@ def read(path: Path) -> Checkpoint | None:
             return Checkpoint(
                 path, **header, identity=identity, trained_in=trained_in, metrics=metrics, offset=file.tell()
             )
-    except (OSError, ValueError, KeyError, TypeError):
+    except FileNotFoundError:
         return None
+    except OSError as error:
+        raise UnreadableError(error.strerror or str(error)) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise UnreadableError("its header is another release's") from error
 
 
 def state_in(checkpoint: Checkpoint) -> io.BytesIO:
@@ -117,13 +162,27 @@ def state_in(checkpoint: Checkpoint) -> io.BytesIO:
 
 
 def load_latest(run_folder: Path, run: Identity) -> Checkpoint | None:
-    """The run's newest checkpoint, if there is one; UserError if it is of another run.
+    """Return the run's newest checkpoint, and put the run's metrics back to what they were when it was written.
 
-    The run's metrics are then as they were when it was written. Without one, there are no metrics, and no intermediate
-    results.
+    Without any checkpoint, empties metrics.jsonl and removes the intermediate results. Prints to stderr which
+    checkpoint beside the one that is used cannot be read.
+
+    Raises:
+        UserError: the checkpoint is of another run, or there are checkpoints and none can be read; nothing is changed.
     """
-    found = newest_of(run_folder / FOLDER)
+    found, unreadable = find_newest(run_folder / FOLDER)
+    reasons = " and ".join(f"{path} ({why})" for path, why in unreadable.items())
+    if found is None and unreadable:
+        one = len(unreadable) == 1
+        raise UserError(
+            f"cannot read the run's {'only checkpoint' if one else 'checkpoints'} {reasons}: make "
+            f"{'it' if one else 'one of them'} readable to go on from it, or delete {'it' if one else 'them'} to "
+            "restart from scratch; metrics and results are as they were"
+        )
     if found is not None:
+        if unreadable:
+            said = f"{reasons} cannot be used; {found.path.name} is, of step {found.step:,}"
+            print(f"checkpoint {said}", file=sys.stderr, flush=True)
         check_belongs(found, run)
     with replacing(run_folder / "metrics.jsonl") as file:
         file.write(found.metrics if found else b"")

@@ -36,10 +36,9 @@ def name_hiding_modules(error: RankError) -> None:
             )
 
 
-def newest_step(run_folder: Path) -> int:
-    """Of the newest checkpoint; 0 without any."""
-    found = checkpoint.newest_of(run_folder / UNFINISHED / checkpoint.FOLDER)
-    return found.step if found else 0
+def newest_step(run_folder: Path) -> int | None:
+    """Return the step of the newest checkpoint below ``run_folder``; see :func:`checkpoint.newest_step`."""
+    return checkpoint.newest_step(run_folder / UNFINISHED)
 
 
 def written(error: RankError, path: Path) -> Path | None:

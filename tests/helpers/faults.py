@@ -66,6 +66,7 @@ KINDS: dict[str, Callable[[], object]] = {
     "os._exit": lambda: os._exit(0),
     "KeyboardInterrupt": interrupt,
     "ArithmeticError": fail,
+    "slow": lambda: time.sleep(1.0),
     "hang": hang,
     "hang in C": hang_in_c,
 }

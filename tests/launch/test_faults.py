@@ -132,12 +132,11 @@ def test_sigterm_saves_the_last_step_wherever_the_ranks_are(
 ) -> None:
     """A rank hangs, so that the others sit in a collective, when SIGTERM comes."""
     marker = tmp_path / "marker"
-    if at == "checkpoint":  # where nothing can be saved, and this is waited for
-        monkeypatch.setattr(supervisor, "SAVE_SECONDS", 1.0)
+    settings = replace(QUIET, save_seconds=1.0) if at == "checkpoint" else QUIET  # there nothing can be saved
     faults.inject(monkeypatch, marker, rank=rank, at=at, kind="hang", **{"pass": 3 if at == "training" else 0})
     told = when(marker, lambda: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(StoppedError) as caught:
-        run_training(HP, digits, tmp_path / "run", QUIET)
+        run_training(HP, digits, tmp_path / "run", settings)
     told.join()
     assert time.time() - float(marker.read_text()) < 15
     found = saved(tmp_path / "run")
@@ -146,6 +145,19 @@ def test_sigterm_saves_the_last_step_wherever_the_ranks_are(
         assert found.step == {"training": 3, "evaluation": 14, "results": 20}[at]
         assert f"the same run will go on after step {found.step}, which is saved" in caught.value.message
     nothing_is_left(tmp_path / "run", temporary)
+
+
+@pytest.mark.slow
+def test_the_last_checkpoint_has_the_time_that_there_is(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which is another than after a failure, where rank 0 may wait for one that is gone."""
+    monkeypatch.setattr(supervisor, "SAVE_SECONDS", 0.01)
+    faults.inject(monkeypatch, tmp_path / "marker", rank=0, at="checkpoint", kind="slow")
+    told = when(tmp_path / "marker", lambda: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(StoppedError, match=r"the same run will go on after step \d+, which is saved"):
+        run_training(HP, digits, tmp_path / "run", QUIET)
+    told.join()
 
 
 @pytest.mark.slow

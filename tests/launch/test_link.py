@@ -108,7 +108,7 @@ def test_of_a_long_error_head_and_tail_are_told() -> None:
 def handle(rank: int, exit_code: int | None = None, kind: str = "", time: float = 0.0, **values: Any) -> Any:
     error = {"cause": kind, "type": "E", "message": f"of {rank}", "traceback": "", "time": time} if kind else None
     values = {"exitcode": exit_code, "error": error, "completed": False, "lost": False, "host": "h", **values}
-    return SimpleNamespace(rank=rank, **values)
+    return SimpleNamespace(rank=rank, ran_out_of_memory=lambda: False, **values)
 
 
 @pytest.mark.parametrize(

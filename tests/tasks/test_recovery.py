@@ -16,65 +16,15 @@ import pytest
 from flytekit import FlyteContextManager
 from flytekit.configuration import DataConfig
 from flytekit.core.data_persistence import FileAccessProvider
-from s3_server import S3Server, s3_server
+from kept_checkpoints import begun, names, write
+from s3_server import S3Server
 
 from flyte_ddp.errors import RankError, UnreachableError, UserError
 from flyte_ddp.runs import checkpoint
-from flyte_ddp.runs.arithmetic import Arithmetic
-from flyte_ddp.runs.checkpoint import FOLDER, SLOTS, Identity
+from flyte_ddp.runs.checkpoint import FOLDER, SLOTS
 from flyte_ddp.runs.run_folder import UNFINISHED
 from tasks import checkpoint_store, places, recovery
 from tasks.checkpoint_store import DONE, SAVED, STARTED, CheckpointStore, Entry
-
-IDENTITY = Identity({"epochs": 1}, data="d", code="c", user_code="", initial_weights="", releases="torch 2")
-ARITHMETIC = Arithmetic(1, "cpu", "fp32", 1, "off", "")
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    folder = tmp_path_factory.mktemp("s3")
-    (folder / "bucket").mkdir()
-    with s3_server(folder) as started:
-        yield started
-
-
-@pytest.fixture
-def base(server: S3Server, request: pytest.FixtureRequest) -> Path:
-    """The folder of a run in the bucket, of this test's own."""
-    return server.folder / "bucket" / request.node.name.translate(str.maketrans("[]", "--")) / "run"
-
-
-@pytest.fixture
-def store(server: S3Server, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CheckpointStore:
-    """Of the first attempt of execution ``one``."""
-    for name, value in server.flyte_environment().items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(checkpoint_store, "PAUSES", (0.0, 0.0))
-    access = FileAccessProvider(str(tmp_path), "s3://bucket/data/xy/one-n1-0", DataConfig.auto())
-    folder = f"s3://{base.relative_to(server.folder)}"
-    return CheckpointStore(access.get_filesystem_for_path(folder), folder, execution="one", attempt=0)
-
-
-def write(path: Path, step: int) -> Path:
-    """A checkpoint, such as training leaves."""
-    about = {"epoch": 0, "step": step, "trained_in": [vars(ARITHMETIC)], "time": time.time()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    checkpoint.write(path, about, IDENTITY, b"", lambda file: file.write(str(step).encode()))
-    return path
-
-
-def begun(store: CheckpointStore, folder: Path) -> int:
-    """After which step an attempt goes on."""
-    folder.mkdir(parents=True, exist_ok=True)
-    store.begin(folder / SLOTS[0])
-    found = checkpoint.newest_of(folder)
-    return found.step if found else 0
-
-
-def names(base: Path, kind: str = SAVED) -> list[str]:
-    """Execution, attempt and step of the files of a kind."""
-    found = [entry for path in base.rglob("*") if (entry := Entry.at(str(path))) is not None and entry.kind == kind]
-    return sorted(f"{entry.execution} {entry.attempt} {entry.step}" for entry in found)
 
 
 def test_any_attempt_finds_the_newest(store: CheckpointStore, base: Path, tmp_path: Path) -> None:
@@ -92,14 +42,11 @@ def test_any_attempt_finds_the_newest(store: CheckpointStore, base: Path, tmp_pa
     assert names(base, STARTED) == ["one 0 0", "one 1 7", "one 2 7", "one 5 9"]
 
 
-ORDERS = [order for order in itertools.product(("before", "during", "after"), repeat=3) if order.count("during") < 2]
-
-
-@pytest.mark.parametrize("order", ORDERS, ids="-".join)
+@pytest.mark.parametrize("order", [*itertools.product(("before", "during", "after"), repeat=3)], ids="-".join)
 def test_the_newest_is_found_whenever_attempts_were_killed(
     store: CheckpointStore, tmp_path: Path, order: tuple[str, ...]
 ) -> None:
-    """Before their ranks met, while they did, or after, with five steps more; two that only met are too many."""
+    """Before their ranks met, while they did, or after, with five steps more."""
     steps = 0
     for attempt, killed in enumerate(order):
         own = replace(store, attempt=attempt)
@@ -143,12 +90,90 @@ def test_a_new_execution_goes_on_where_the_last_one_stopped(store: CheckpointSto
     assert begun(replace(store, execution="three", from_scratch=True), tmp_path / "3") == 0
 
 
-def test_a_damaged_one_is_passed_over(store: CheckpointStore, base: Path, tmp_path: Path) -> None:
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def make_newer(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b"checkpoint/1 ", b"checkpoint/2 "))
+
+
+DAMAGE: dict[Callable[[Path], None], str] = {
+    cut: "damaged: its content does not match its SHA-256",
+    make_newer: "its format is flyte-ddp-checkpoint/2, and this release reads flyte-ddp-checkpoint/1",
+}
+each_damage = pytest.mark.parametrize(("damage", "reason"), DAMAGE.items(), ids=["cut", "newer"])
+
+
+@each_damage
+def test_one_that_cannot_be_read_beside_a_good_one_is_said(
+    store: CheckpointStore,
+    base: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    damage: Callable[[Path], None],
+    reason: str,
+) -> None:
     for step in (3, 5):
         store.send(write(tmp_path / "a.ckpt", step))
     [newest] = base.rglob("saved-0-5-*")
-    newest.write_bytes(newest.read_bytes()[:-1])
+    damage(newest)
     assert begun(replace(store, attempt=1), tmp_path / "1") == 3
+    assert f"{newest.name} ({reason}) cannot be used; that of step 3 is" in capsys.readouterr().out
+    assert sorted(path.name for path in (tmp_path / "1").iterdir()) == [SLOTS[0]]
+
+
+@each_damage
+def test_where_none_can_be_read_no_attempt_begins_anew(
+    store: CheckpointStore, base: Path, tmp_path: Path, damage: Callable[[Path], None], reason: str
+) -> None:
+    for step in (3, 5):
+        store.send(write(tmp_path / "a.ckpt", step))
+    damaged = [*base.rglob("saved-*")]
+    for path in damaged:
+        damage(path)
+    with pytest.raises(UserError, match="launch with --overwrite-cache or delete them") as caught:
+        begun(replace(store, attempt=1), tmp_path / "1")
+    assert not isinstance(caught.value, UnreachableError), "it would be tried again"
+    for path in damaged:
+        assert f"{path.name} ({reason})" in caught.value.message
+    assert [*(tmp_path / "1").iterdir()] == []
+    assert begun(replace(store, execution="two", from_scratch=True), tmp_path / "2") == 0
+    for path in damaged:
+        path.unlink()
+    assert begun(replace(store, attempt=1), tmp_path / "1") == 0
+
+
+def test_one_that_may_not_be_read_is_not_taken_for_none(
+    store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where another role encrypted it."""
+    store.send(write(tmp_path / "a.ckpt", 3))
+
+    def forbidden(*_: object) -> None:
+        raise PermissionError("Access Denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store.files, "get_file", forbidden)
+        with pytest.raises(UserError, match=r"saved-0-3-0-\d+ \(Access Denied\)"):
+            begun(replace(store, attempt=1), tmp_path / "1")
+    assert begun(replace(store, attempt=1), tmp_path / "1") == 3
+
+
+def test_one_that_is_replaced_while_it_is_fetched_is_not_taken_for_none(
+    store: CheckpointStore, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.send(write(tmp_path / "a.ckpt", 3))
+    fetch = store.files.get_file
+
+    def replaced_before(*arguments: object) -> None:
+        for path in base.rglob("saved-0-3-*"):
+            path.unlink()
+        fetch(*arguments)
+
+    monkeypatch.setattr(store.files, "get_file", replaced_before)
+    with pytest.raises(UnreachableError, match="the same run will try again"):
+        begun(replace(store, attempt=1), tmp_path / "1")
 
 
 def test_two_at_once_do_not_mix(store: CheckpointStore, base: Path, tmp_path: Path) -> None:
@@ -163,28 +188,6 @@ def test_two_at_once_do_not_mix(store: CheckpointStore, base: Path, tmp_path: Pa
     for thread in threads:
         thread.join()
     assert names(base) == ["one 0 18", "one 0 19", "two 0 18", "two 0 19"]
-
-
-def test_attempts_that_get_nowhere_are_the_last(
-    store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FLYTE_DDP_PROFILE", "sandbox")
-    store.send(write(tmp_path / "a.ckpt", 5))
-    assert begun(store, tmp_path / "0") == 5
-    second = replace(store, attempt=1)
-    assert begun(second, tmp_path / "1") == 5
-    third = replace(store, attempt=4)  # pods that were lost before they began do not count
-    with pytest.raises(UserError, match=r"^2 attempts got no further than step 5, .*: it was killed.*gives 2Gi"):
-        begun(third, tmp_path / "4")
-    second.end(RankError("rank 1: a cosmic ray"))
-    with pytest.raises(UserError, match=r"the last one: rank 1: a cosmic ray$"):
-        begun(third, tmp_path / "4")
-    second.end(RankError("rank 0 was killed by SIGKILL, which is often the kernel's out-of-memory killer"))
-    with pytest.raises(UserError, match=r"memory killer; profile 'sandbox' gives 2Gi: take one with more"):
-        begun(third, tmp_path / "4")
-    second.send(write(tmp_path / "a.ckpt", 6))
-    assert begun(third, tmp_path / "4 again") == 6
-    assert begun(replace(store, execution="two"), tmp_path / "two") == 6, "another execution counts for itself"
 
 
 def test_what_is_nobodys_is_removed(store: CheckpointStore, base: Path, tmp_path: Path) -> None:
@@ -260,14 +263,39 @@ class TestInAPod:
 
     @staticmethod
     def attempt(folder: Path, work: Callable[[Path], object]) -> None:
-        with recovery.guarded(), recovery.checkpoints_kept(folder / "run"):
+        with recovery.guarded(), recovery.checkpoints_kept(folder / "run") as ranks_start:
+            ranks_start()
             work(folder / "run" / UNFINISHED / FOLDER)
 
-    def test_what_was_saved_last_is_sent(self, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        abandoned = base.parent / "p/d/another/execution"
+    def test_checkpoints_are_sent_before_old_files_are_removed(self, base: Path, tmp_path: Path) -> None:
+        """Which is done at the end, by few requests."""
+        abandoned, project = base.parent / "p/d/another/execution", base.parent / "p/d"
         abandoned.mkdir(parents=True)
-        (abandoned / f"{SAVED}-0-1-0-{int(time.time()) - 15 * 86_400}").write_text("content")
+        for number in range(60):
+            (abandoned / f"{SAVED}-0-{number}-0-{int(time.time()) - 15 * 86_400}").write_text("content")
+        there: list[int] = []
 
+        def save(folder: Path) -> None:
+            write(folder / SLOTS[0], 4)
+            offspring_models.wait(lambda: names(project / "run") == ["one 0 4"])
+            there.append(len(names(project / "another")))
+
+        self.attempt(tmp_path / "0", save)
+        assert there == [60]
+        assert names(project / "another") == []
+
+    def test_a_store_that_does_not_end_a_sweep_does_not_hold_the_result_up(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        never = threading.Event()
+        monkeypatch.setattr(CheckpointStore, "sweep", lambda *_: never.wait(60))
+        monkeypatch.setattr(recovery, "SWEEP_SECONDS", 0.1)
+        begin = time.monotonic()
+        self.attempt(tmp_path / "0", lambda _: None)
+        assert time.monotonic() - begin < 30
+        never.set()
+
+    def test_what_was_saved_last_is_sent(self, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def fail(folder: Path) -> None:
             write(folder / SLOTS[0], 4)
             write(folder / SLOTS[1], 8)
@@ -281,7 +309,6 @@ class TestInAPod:
         def succeed(folder: Path) -> None:
             newest = checkpoint.newest_of(folder)
             found.append(newest.step if newest else 0)
-            offspring_models.wait(lambda: names(base.parent / "p/d/another") == [])  # beside training
             (folder / SLOTS[0]).unlink()
 
         self.attempt(tmp_path / "1", succeed)
@@ -317,18 +344,34 @@ class TestInAPod:
         monkeypatch.setattr(CheckpointStore, "begin", begin_and_be_stopped)
         with pytest.raises(recovery.FlyteRecoverableException, match="will go on from its last checkpoint"):
             self.attempt(tmp_path / "0", lambda _: None)
-        assert names(base.parent / "p/d/run", STARTED) == ["one 0 0"]
+        assert names(base.parent / "p/d/run", STARTED) == []
 
-    def test_without_permission_there_is_no_checkpoint(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    def test_a_store_that_may_not_be_read_is_not_taken_for_an_empty_one(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("FLYTE_AWS_SECRET_ACCESS_KEY", "wrong")
         access = FileAccessProvider(str(tmp_path), "s3://bucket/data/xy/one-n1-0", DataConfig.auto())
         done: list[Path] = []
-        with FlyteContextManager.with_context(FlyteContextManager.current_context().with_file_access(access)):
+        with (
+            FlyteContextManager.with_context(FlyteContextManager.current_context().with_file_access(access)),
+            pytest.raises(UserError, match="whether there is a checkpoint is not known: allow pods to list, read and"),
+        ):
             self.attempt(tmp_path / "0", done.append)
-        assert done
-        assert "without checkpoints there, a lost pod loses all that it has done" in capsys.readouterr().out
+        assert done == []
+
+    def test_a_store_that_may_not_be_written_to_loses_what_comes(
+        self, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        def forbidden(*_: object) -> None:
+            raise PermissionError("Access Denied")
+
+        monkeypatch.setattr(CheckpointStore, "note", forbidden)
+        monkeypatch.setattr(CheckpointStore, "send", forbidden)
+        self.attempt(tmp_path / "0", lambda folder: write(folder / SLOTS[0], 4))
+        assert names(base.parent / "p/d/run") == []
+        said = capsys.readouterr().out
+        assert "without checkpoints there, a lost pod loses all that it has done" in said
+        assert "checkpoint a.ckpt could not be sent: Access Denied; training continues" in said
 
 
 def test_what_flyte_tries_again() -> None:

@@ -123,6 +123,15 @@ def test_without_a_profile_the_training_pod_gets_gpus(default: Package) -> None:
 
 
 @pytest.mark.slow
+def test_training_pods_know_how_long_their_last_checkpoint_may_take(default: Package, sandbox: Package) -> None:
+    [in_cluster] = yaml.safe_load_all((ROOT / "deploy/pod-template.yaml").read_text())
+    grace = in_cluster["template"]["spec"]["terminationGracePeriodSeconds"]
+    assert environment(default, TRAIN)["FLYTE_DDP_SAVE_SECONDS"] == str(grace // 2) == "60"
+    assert environment(default, TRAIN)["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == str(grace - 5)
+    assert environment(sandbox, TRAIN)["FLYTE_DDP_SAVE_SECONDS"] == "15", "of Kubernetes' own 30"
+
+
+@pytest.mark.slow
 def test_the_sandbox_gets_none(sandbox: Package) -> None:
     template = sandbox.tasks[TRAIN].template
     expected = {"CPU": "1", "MEMORY": "2Gi", "EPHEMERAL_STORAGE": "2Gi"}

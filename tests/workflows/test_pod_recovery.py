@@ -163,14 +163,34 @@ def test_another_pod_takes_the_place_of_a_lost_one_of_several(
     assert resumed(cluster, with_rank_0)[-1] > 0
 
 
-def test_two_pods_killed_at_the_same_step_are_the_last(cluster: Cluster, train_inputs: dict[str, Literal]) -> None:
-    inputs = {**train_inputs, "hp": from_workflow({**LONG, "batch_size": 63}), "run_version": text("futile")}
+def test_two_pods_killed_before_their_first_checkpoint_are_followed_by_a_third(
+    cluster: Cluster, train_inputs: dict[str, Literal]
+) -> None:
+    """As two lost nodes are: nothing says that a third one would be lost, or that memory ran out."""
+    inputs = {**train_inputs, "hp": from_workflow({**SMOKE, "batch_size": 63}), "run_version": text("lost")}
     ended = [cluster.run(TRAIN, inputs, attempt=attempt, during=kill_as_it_begins) for attempt in (0, 1)]
     assert [each.error for each in ended] == [None, None]
-    assert (
-        "2 attempts got no further than step 0, where they began, so no other one is made; the last one: it was killed"
-        in (refused(cluster.run(TRAIN, inputs, attempt=2)))
-    )
+    assert resumed(cluster, cluster.run(TRAIN, inputs, attempt=2)) == [0]
+
+
+def test_a_pod_that_finds_checkpoints_and_can_read_none_is_the_last(
+    cluster: Cluster, train_inputs: dict[str, Literal]
+) -> None:
+    """Unless one was asked for that begins anew."""
+    inputs = {**train_inputs, "hp": from_workflow({**LONG, "batch_size": 62}), "run_version": text("unreadable")}
+    lost = cluster.run(TRAIN, inputs, execution="one", during=take_the_pod_away)
+    assert lost.error is not None, lost.log
+    saved = [*(cluster.checkpoints / "unreadable").rglob("saved-*")]
+    assert saved
+    for path in saved:
+        path.write_bytes(path.read_bytes().replace(b"checkpoint/1 ", b"checkpoint/2 ", 1))
+    said = refused(cluster.run(TRAIN, inputs, execution="one", attempt=1))
+    assert "cannot read the run's checkpoints" in said
+    assert "its format is flyte-ddp-checkpoint/2, and this release reads flyte-ddp-checkpoint/1" in said
+    asked = {"FLYTE_DDP_FROM_SCRATCH": "yes"}
+    anew = cluster.run(TRAIN, inputs, execution="two", environment=asked, during=take_the_pod_away)
+    assert anew.error is not None
+    assert anew.error.kind == ContainerError.RECOVERABLE, anew.log
 
 
 @pytest.mark.exhaustive

@@ -115,7 +115,7 @@ def relay(handle: RankHandle, pipe: Connection, stop: StopRequest, mirror: Mirro
         for message in handle.messages():
             tell(message)
         if ended:
-            tell({"kind": "exit", "code": handle.exitcode})
+            tell({"kind": "exit", "code": handle.exitcode, "out_of_memory": handle.ran_out_of_memory()})
             return over
         if mirror is not None:
             mirror.send_new()

@@ -29,7 +29,7 @@ from flyte_ddp.launch.supervise.rank_handle import RankHandle
 from flyte_ddp.launch.supervise.rank_info import RankInfo
 from flyte_ddp.launch.supervise.stopping import StopRequest, stop_requests
 from flyte_ddp.launch.supervise.supervisor import end, watch
-from flyte_ddp.runs.checkpoint import load_latest
+from flyte_ddp.runs.checkpoint import load_latest, newest_step
 from flyte_ddp.runs.job import Job
 
 GATHER_SECONDS = 300.0  # for all agents: images may have to be pulled, and nodes added
@@ -95,11 +95,16 @@ class RemoteHandle(RankHandle):
         super().__init__(rank, pipe, host)
         self.network, self.folder = host, folder
         self.early: list[dict[str, Any]] = []
+        self.out_of_memory = False
 
     @property
     def lost(self) -> bool:
         """The agent is gone without having said how its rank ended."""
         return not self.listening and self.exitcode is None
+
+    def ran_out_of_memory(self) -> bool:
+        """Return what the agent has found on its host when the rank's process had ended."""
+        return self.out_of_memory
 
     def waitables(self) -> list[Any]:
         """Its agent's connection."""
@@ -110,7 +115,7 @@ class RemoteHandle(RankHandle):
         early, self.early = self.early, []
         for message in (*early, *super().messages()):
             if message["kind"] == "exit":
-                self.exitcode = message["code"]
+                self.exitcode, self.out_of_memory = message["code"], message.get("out_of_memory", False)
             elif message["kind"] == "file":
                 if self.folder is not None:
                     take_piece(self.folder, message)
@@ -239,7 +244,7 @@ class Rendezvous:
         with Door(self.server, self.key) as door:
             while len(found) < num_ranks:
                 if stop.signal is not None:
-                    raise stop.error(self.job.checkpoint.step if self.job.checkpoint else 0)
+                    raise stop.error(newest_step(self.job.run_folder))  # an attempt before may have saved one
                 check()
                 if time.monotonic() > deadline:
                     missing = sorted(set(range(num_ranks)) - found.keys())

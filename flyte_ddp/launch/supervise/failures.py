@@ -6,7 +6,7 @@ import signal
 from collections.abc import Sequence
 from typing import Any
 
-from flyte_ddp.errors import RankError, UnreachableError, UserError
+from flyte_ddp.errors import OutOfMemoryError, RankError, RankLostError, UnreachableError, UserError
 from flyte_ddp.launch.supervise.rank_handle import RankHandle
 
 SILENT = "(it does not say)"
@@ -32,9 +32,10 @@ def first_failure(group: Sequence[RankHandle], timeout: float) -> UserError | Ra
     own, gone, left = errors(group, *OWN), lost(group), silent(group)
     if dead := killed(group) or ([] if own or left else killed(group, aborted=True)):
         rank, code = dead[0]
-        return was_killed(rank, signal.Signals(-code))
+        out_of_memory = any(handle.ran_out_of_memory() for handle in group if handle.rank == rank)
+        return was_killed(rank, signal.Signals(-code), out_of_memory=out_of_memory)
     if gone:
-        return RankError(
+        return RankLostError(
             f"rank {gone[0].rank} exited without reporting an error before it had finished training, or its host "
             f"{gone[0].host} is lost",
             recoverable=True,
@@ -48,18 +49,26 @@ def first_failure(group: Sequence[RankHandle], timeout: float) -> UserError | Ra
     if errors(group, "timeout"):
         return hang(group, timeout)
     victim = errors(group, "peer")[0]
-    return RankError(said(victim), details=victim["traceback"], recoverable=True)
+    return RankLostError(said(victim), details=victim["traceback"], recoverable=True)
 
 
-def was_killed(rank: int, by: signal.Signals) -> RankError:
-    """The error of a rank that a signal has ended."""
-    hint = ", which is often the kernel's out-of-memory killer" if by == signal.SIGKILL else ""
-    return RankError(f"rank {rank} was killed by {by.name}{hint}", recoverable=True)
+def was_killed(rank: int, by: signal.Signals, *, out_of_memory: bool) -> RankError:
+    """Return the error of a rank that a signal has ended.
+
+    Args:
+        out_of_memory: whether the kernel has counted a process that it killed for lack of memory.
+    """
+    said = f"rank {rank} was killed by {by.name}"
+    if by != signal.SIGKILL:
+        return RankError(said, recoverable=True)
+    if out_of_memory:
+        return OutOfMemoryError(f"{said}, as memory ran out (by the kernel's own count)", recoverable=True)
+    return RankLostError(said, recoverable=True)
 
 
 def did_not_begin(handle: RankHandle, seconds: float) -> RankError:
     """The error where ranks wait for an import of torch that does not end."""
-    return RankError(
+    return RankLostError(
         f"rank {handle.rank} did not begin within {seconds:g} s",
         details=f"its process is at:\n{handle.stack() or SILENT}",
         recoverable=True,

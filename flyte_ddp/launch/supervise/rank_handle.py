@@ -10,6 +10,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from flyte_ddp import results
+from flyte_ddp.process import out_of_memory_kills
 
 if TYPE_CHECKING:
     from flyte_ddp.runs.job import Job
@@ -36,6 +37,7 @@ class RankHandle:
         self.result_writer: results.ResultWriter  # from when it is handed its job
         self.resumes_after = 0  # step of the checkpoint that its job goes on from
         self.exitcode: int | None = None  # of its process; None as long as that is not known
+        self.memory_kills = out_of_memory_kills()  # on this host, before its process can be one of them
 
     def has_begun(self) -> bool:
         """Whether there is somebody who listens."""
@@ -49,6 +51,10 @@ class RankHandle:
     def lost(self) -> bool:
         """Whether nobody knows any more what became of its process."""
         return False
+
+    def ran_out_of_memory(self) -> bool:
+        """Return whether the kernel has killed a process of this host's cgroup for lack of memory since the start."""
+        return out_of_memory_kills() > self.memory_kills
 
     def waitables(self) -> list[Any]:
         """What becomes ready when there is something new about it."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 SETTLE_SECONDS = 0.2  # from the first failure on
 LONGEST_SETTLE_SECONDS = 2.0  # the same, as long as nothing but consequences is known
-SAVE_SECONDS = 8.0  # for a checkpoint before a worker group is ended
+SAVE_SECONDS = 8.0  # for a checkpoint after a failure, where rank 0 may wait for a rank that is gone for ever
 BEGIN_SECONDS = 300.0  # for an import of torch, which a network's file system draws out
 
 
@@ -29,11 +29,11 @@ def watch(group: Sequence[RankHandle], stop: StopRequest, job: Job) -> None:
         late = next((handle for handle in group if not handle.has_begun()), None)
         listen(group, stop, max(0.0, deadline - time.monotonic()) if late else None)
         if any(handle.failed() for handle in group):
-            save(group, stop)  # first, as rank 0 reports a failure of its own after it has saved
+            save(group, stop, SAVE_SECONDS)  # first, as rank 0 reports a failure of its own after it has saved
             settle(group, stop)
             raise first_failure(group, job.settings.timeout)
         if stop.signal is not None:
-            raise stop.error(save(group, stop))
+            raise stop.error(save(group, stop, job.settings.save_seconds))
         if late and not late.has_begun() and time.monotonic() >= deadline:
             raise did_not_begin(late, BEGIN_SECONDS)
 
@@ -77,14 +77,21 @@ def settle(group: Sequence[RankHandle], stop: StopRequest) -> None:
         listen(group, stop, 0.1)
 
 
-def save(group: Sequence[RankHandle], stop: StopRequest) -> int | None:
-    """Has rank 0 write a checkpoint, if it is still able to; returns the step of the newest one, 0 without any."""
+def save(group: Sequence[RankHandle], stop: StopRequest, seconds: float) -> int | None:
+    """Have rank 0 write a checkpoint, and wait for it.
+
+    Args:
+        seconds: to wait at most.
+
+    Returns:
+        The step of the newest checkpoint, 0 if there is none, None if rank 0 did not say so in time.
+    """
     leader = group[0]
     if not leader.has_begun():
         return leader.resumes_after
     leader.saved = None
     leader.send("save")
-    deadline = time.monotonic() + SAVE_SECONDS
+    deadline = time.monotonic() + seconds
     while leader.saved is None and leader.listening and (left := deadline - time.monotonic()) > 0:
         listen(group, stop, left)
     return leader.saved

@@ -1,0 +1,232 @@
+"""Checkpoints that are there and cannot be read end a run before it has changed anything; one of two is enough."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+from cli import HELPERS
+from faulty_runs import saved
+
+from flyte_ddp import results
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.errors import RankError, UserError
+from flyte_ddp.json_lines import read_records
+from flyte_ddp.launch.remote.rendezvous import from_newest_checkpoint
+from flyte_ddp.run import run_training
+from flyte_ddp.runs import checkpoint
+from flyte_ddp.runs.arithmetic import Arithmetic
+from flyte_ddp.runs.checkpoint import FOLDER, SLOTS, Identity
+from flyte_ddp.runs.failed_run import explain
+from flyte_ddp.runs.job import Job
+from flyte_ddp.runs.run_folder import METRICS, TRACEBACK, UNFINISHED
+from flyte_ddp.settings import Settings
+from flyte_ddp.training.training_state import TrainingState
+
+QUIET = Settings(progress="off", wandb_mode="disabled")
+PLAIN = Arithmetic(1, "some CPU", "fp32", threads=1, channels_last="off", strategy="")
+OWN = Identity({"epochs": 1}, data="d", code="c", user_code="", initial_weights="", releases="torch 2")
+NOBODY = 65534
+
+
+@pytest.fixture
+def work() -> Iterator[Path]:
+    """The unfinished/ of a run that was cut off after step 2, where also others than root may look."""
+    with tempfile.TemporaryDirectory() as temporary:
+        Path(temporary).chmod(0o755)
+        folder = Path(temporary) / "run" / UNFINISHED
+        for step, name in enumerate(SLOTS, 1):
+            write(folder / FOLDER / name, step)
+        (folder / METRICS).write_text("of step 2\nof step 3, which no checkpoint holds\n")
+        (folder / results.FOLDER).mkdir()
+        (folder / results.FOLDER / "scores.csv").write_text("handed in\n")
+        yield folder
+
+
+def write(path: Path, step: int, identity: Identity = OWN) -> None:
+    about = {"epoch": 0, "step": step, "trained_in": [asdict(PLAIN)], "time": 0.0}
+    checkpoint.write(path, about, identity, b"of step 2\n", lambda file: file.write(b"state"))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Of all files but the checkpoints."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.parent.name != FOLDER]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def make_older(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b"checkpoint/1 ", b"checkpoint/0 "))
+
+
+def make_newer(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b"checkpoint/1 ", b"checkpoint/12 "))
+
+
+def add_a_field(path: Path) -> None:
+    """As a newer release may without another format."""
+    header, rest = path.read_bytes()[checkpoint.DIGEST_LINE :].split(b"\n", 1)
+    content = json.dumps({**json.loads(header), "phase": "full"}).encode() + b"\n" + rest
+    path.write_bytes(f"{checkpoint.FORMAT} {hashlib.sha256(content).hexdigest()}\n".encode() + content)
+
+
+def put_on_a_bad_disk(path: Path) -> None:
+    """Of this file Linux says EIO, as of one on a disk or a server that fails."""
+    path.unlink()
+    path.symlink_to("/proc/self/mem")
+
+
+def forbid(path: Path) -> None:
+    """As another user's file is."""
+    path.chmod(0)
+
+
+DAMAGE: dict[Callable[[Path], None], str] = {
+    cut: "damaged: its content does not match its SHA-256",
+    empty: "damaged: its content does not match its SHA-256",
+    flip_a_bit: "damaged: its content does not match its SHA-256",
+    make_older: "its format is flyte-ddp-checkpoint/0, and this release reads flyte-ddp-checkpoint/1",
+    make_newer: "its format is flyte-ddp-checkpoint/12, and this release reads flyte-ddp-checkpoint/1",
+    add_a_field: "its header is another release's",
+    put_on_a_bad_disk: "Input/output error",
+    forbid: "Permission denied",
+}
+each_damage = pytest.mark.parametrize(
+    ("damage", "reason"), DAMAGE.items(), ids=lambda value: getattr(value, "__name__", "")
+)
+
+
+def loaded(work: Path, run: Identity = OWN) -> checkpoint.Checkpoint | None:
+    """What a run finds; not as root, whom permissions do not stop, where there are files that nobody may read."""
+    user = os.geteuid()
+    forbidden = any(path.exists() and path.stat().st_mode & 0o777 == 0 for path in (work / FOLDER).iterdir())
+    if forbidden and user == 0:
+        for path in (work, *work.rglob("*")):
+            os.chown(path, NOBODY, -1)
+        os.seteuid(NOBODY)
+    try:
+        return checkpoint.load_latest(work, run)
+    finally:
+        os.seteuid(user)
+
+
+@each_damage
+def test_two_that_cannot_be_read_are_refused_and_nothing_is_lost(
+    work: Path, damage: Callable[[Path], None], reason: str
+) -> None:
+    for name in SLOTS:
+        damage(work / FOLDER / name)
+    before = contents(work)
+    with pytest.raises(UserError) as caught:
+        loaded(work)
+    for name in SLOTS:
+        assert f"{work / FOLDER / name} ({reason})" in caught.value.message
+    assert "delete them to restart from scratch" in caught.value.message
+    assert contents(work) == before
+
+
+@each_damage
+def test_one_that_cannot_be_read_beside_a_good_one_is_said(
+    work: Path, damage: Callable[[Path], None], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage(work / FOLDER / SLOTS[1])
+    found = loaded(work)
+    assert found is not None
+    assert (found.step, found.path) == (1, work / FOLDER / SLOTS[0])
+    assert f"{work / FOLDER / SLOTS[1]} ({reason}) cannot be used; {SLOTS[0]} is" in capsys.readouterr().err
+    assert (work / METRICS).read_text() == "of step 2\n"
+    assert (work / results.FOLDER / "scores.csv").exists()
+
+
+def test_a_single_one_that_cannot_be_read_is_refused_too(work: Path) -> None:
+    (work / FOLDER / SLOTS[0]).unlink()
+    cut(work / FOLDER / SLOTS[1])
+    with pytest.raises(UserError, match="delete it to restart from scratch"):
+        loaded(work)
+
+
+def test_one_of_another_run_beside_one_that_cannot_be_read_is_still_refused(
+    work: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cut(work / FOLDER / SLOTS[1])
+    with pytest.raises(UserError, match="belongs to another run: epochs=1, now 2"):
+        loaded(work, replace(OWN, hyperparameters={"epochs": 2}))
+    assert "damaged" in capsys.readouterr().err
+
+
+def test_without_any_the_run_begins_anew(work: Path) -> None:
+    """A file that was being written when the run was killed is none."""
+    shutil.rmtree(work / FOLDER)
+    (work / FOLDER).mkdir()
+    (work / FOLDER / f".{SLOTS[0]}.4711.tmp").write_bytes(b"half of it")
+    assert loaded(work) is None
+    assert (work / METRICS).read_text() == ""
+    assert not (work / results.FOLDER).exists()
+
+
+def test_ranks_that_an_engine_starts_again_do_not_begin_anew_either(work: Path) -> None:
+    for name in SLOTS:
+        cut(work / FOLDER / name)
+    job = Job(Hyperparameters(), None, QUIET, work, work, OWN)  # type: ignore[arg-type]  # nothing trains
+    with pytest.raises(UserError, match="damaged"):
+        from_newest_checkpoint(job, "a host is lost")
+
+
+def test_the_error_of_a_run_whose_checkpoints_cannot_be_read_does_not_say_that_there_is_none(work: Path) -> None:
+    for name in SLOTS:
+        cut(work / FOLDER / name)
+    error = RankError("rank 1 was killed by SIGKILL", recoverable=True)
+    explain(error, work.parent)
+    assert "no checkpoint yet" not in error.format_message()
+
+
+@pytest.mark.slow
+def test_a_run_is_refused_until_somebody_deletes_them(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(HELPERS)
+    hp = Hyperparameters(model="user_models:handing_in", epochs=2, batch_size=400, num_ranks=1)
+    update = TrainingState.update_average
+
+    def fail_in_step_6(state: TrainingState) -> None:
+        if state.step == 5:
+            raise MemoryError
+        update(state)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainingState, "update_average", fail_in_step_6)
+        with pytest.raises(RankError, match="MemoryError"):
+            run_training(hp, digits, tmp_path / "run", QUIET)
+    assert saved(tmp_path / "run") is not None
+    folder = tmp_path / "run" / UNFINISHED / FOLDER
+    for path in folder.iterdir():
+        flip_a_bit(path)
+    before = contents(tmp_path / "run")
+    with pytest.raises(UserError, match="restart from scratch"):
+        run_training(hp, digits, tmp_path / "run", QUIET)
+    before.pop(f"{UNFINISHED}/{TRACEBACK}")  # of the attempt before
+    assert contents(tmp_path / "run") == before
+    for path in folder.iterdir():
+        path.unlink()
+    result = run_training(hp, digits, tmp_path / "run", QUIET)
+    assert [one["resumed_after_step"] for one in read_records(result.metrics) if one["kind"] == "start"] == [0]

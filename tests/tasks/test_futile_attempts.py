@@ -1,0 +1,121 @@
+"""Which attempts of an execution say that another one would get no further, and which do not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from kept_checkpoints import begun, names, write
+
+from flyte_ddp.errors import OutOfMemoryError, RankError, RankLostError, StoppedError, UnreachableError, UserError
+from flyte_ddp.runs.checkpoint import FOLDER, SLOTS, newest_of
+from flyte_ddp.runs.run_folder import METRICS
+from flyte_ddp.settings import Settings
+from tasks import recovery
+from tasks.checkpoint_store import TRAINED, CheckpointStore
+
+
+def test_attempts_whose_ranks_fail_at_one_step_are_the_last(store: CheckpointStore, tmp_path: Path) -> None:
+    store.send(write(tmp_path / "a.ckpt", 5))
+    for attempt, failure in enumerate(("a cosmic ray", "another one")):
+        own = replace(store, attempt=2 * attempt)  # pods that were lost before they began do not count
+        assert begun(own, tmp_path / str(attempt)) == 5
+        own.end(RankError(f"rank 1: {failure}"))
+    third = replace(store, attempt=4)
+    with pytest.raises(UserError, match=r"^2 attempts got no further than step 5, .*; the last one: rank 1: another"):
+        begun(third, tmp_path / "4")
+    replace(store, attempt=2).send(write(tmp_path / "a.ckpt", 6))
+    assert begun(third, tmp_path / "4 again") == 6
+    assert begun(replace(store, execution="two"), tmp_path / "two") == 6, "another execution counts for itself"
+
+
+def test_memory_is_named_where_the_kernel_has_counted(
+    store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLYTE_DDP_PROFILE", "sandbox")
+    for attempt in (0, 1):
+        own = replace(store, attempt=attempt)
+        begun(own, tmp_path / str(attempt))
+        own.end(OutOfMemoryError("rank 0 was killed by SIGKILL, as memory ran out"))
+    with pytest.raises(UserError, match="memory ran out; profile 'sandbox' gives 2Gi of memory: take one with more"):
+        begun(replace(store, attempt=2), tmp_path / "2")
+
+
+LOSSES: dict[str, BaseException | None] = {
+    "stopped": StoppedError("SIGTERM", step=0),
+    "unreachable": UnreachableError("no answer"),
+    "stopped elsewhere": recovery.Sigterm(),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_attempts_that_were_taken_away_do_not_count(
+    store: CheckpointStore, tmp_path: Path, loss: BaseException | None
+) -> None:
+    for attempt in range(6):
+        own = replace(store, attempt=attempt)
+        assert begun(own, tmp_path / str(attempt)) == 0
+        own.end(loss)
+
+
+def test_attempts_that_were_lost_while_they_fetched_their_data_do_not_count(
+    store: CheckpointStore, tmp_path: Path
+) -> None:
+    (tmp_path / "pod").mkdir()
+    for attempt in range(6):
+        assert replace(store, attempt=attempt).begin(tmp_path / "pod" / SLOTS[0]) is None
+
+
+@pytest.mark.parametrize("with_its_pod", [True, False])
+def test_attempts_that_were_lost_soon_count_for_less(
+    store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_its_pod: bool
+) -> None:
+    """Two lost nodes are bad luck; but of a pod whose memory runs out nothing is left either."""
+    monkeypatch.setenv("FLYTE_DDP_PROFILE", "sandbox")
+    for attempt in range(5):
+        own = replace(store, attempt=attempt)
+        assert begun(own, tmp_path / str(attempt)) == 0
+        if not with_its_pod:
+            own.end(RankLostError("rank 1 was killed by SIGKILL", recoverable=True))
+    with pytest.raises(UserError, match=r"5 attempts were lost, .* Kubernetes says why .* if it is OOMKilled, .* 2Gi"):
+        begun(replace(store, attempt=5), tmp_path / "5")
+    store.send(write(tmp_path / "a.ckpt", 1))
+    assert begun(replace(store, attempt=5), tmp_path / "5 again") == 1
+
+
+def test_attempts_that_had_time_to_save_and_did_not_are_the_last(store: CheckpointStore, tmp_path: Path) -> None:
+    for attempt in (0, 1):
+        own = replace(store, attempt=attempt)
+        begun(own, tmp_path / str(attempt))
+        own.note(TRAINED, 0, "it trained for 660 s, and no checkpoint came here")
+        if attempt:
+            own.end(StoppedError("SIGTERM", step=0))
+    with pytest.raises(UserError, match="the last one: it trained for 660 s, and no checkpoint came here"):
+        begun(replace(store, attempt=2), tmp_path / "2")
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_that_an_attempt_had_time_to_save_is_noted(
+    store: CheckpointStore, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saves: bool
+) -> None:
+    """From its own first step on: the metrics of the checkpoint that it goes on from say that training began before."""
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(recovery, "time", clock)
+    start, folder = b'{"kind": "start"}\n', tmp_path / FOLDER
+    write(folder / SLOTS[0], 4, start)
+    (tmp_path / METRICS).write_bytes(start)
+    sender = recovery.Sender(store, folder, Settings(timeout=600.0, checkpoint_seconds=60.0), newest_of(folder))
+    noted = []
+    for now in (0.0, 5000.0, 5001.0, 5661.5):
+        clock.now = now
+        sender.send_new()
+        sender.note_time_to_save()
+        noted.append(names(base, TRAINED))
+        if now == 5000.0:
+            (tmp_path / METRICS).write_bytes(2 * start)
+        if now == 5001.0 and saves:
+            write(folder / SLOTS[1], 5, 2 * start)
+    assert noted == [[], [], [], [] if saves else ["one 0 0"]]
+    assert names(base) == (["one 0 5"] if saves else [])
