@@ -14,7 +14,7 @@ from flyte_ddp.checked_fields import CheckedFields
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.release.policy import Policy
 
-KINDS = {bool: {"type": "boolean"}, int: {"type": "integer"}, float: {"type": "number"}, str: {"type": "string"}}
+KINDS = {bool: "boolean", int: "integer", float: "number", str: "string"}
 
 
 class FormTransformer(DataclassTransformer):  # type: ignore[misc]  # which flytekit leaves untyped
@@ -39,17 +39,24 @@ class FormTransformer(DataclassTransformer):  # type: ignore[misc]  # which flyt
 
 
 def schema(form: type[CheckedFields]) -> dict[str, Any]:
-    """The fields, in JSON schema's draft 7."""
+    """Return the fields in JSON schema's draft 7, in the order of the dataclass.
+
+    Flyte keeps the schema as a protobuf Struct, whose objects have no order but whose lists have one, so each field is
+    a schema of its own in a list. Because there is a title, the console takes the schema as it is: without one it would
+    turn that list into an object.
+    """
     fields = dataclasses.fields(form)  # type: ignore[arg-type]
-    return {"type": "object", "properties": {field.name: described(field) for field in fields}}
+    in_order = [{"properties": {field.name: field_schema(field)}} for field in fields]
+    return {"title": form.__name__, "type": "object", "allOf": in_order}
 
 
-def described(field: "dataclasses.Field[Any]") -> dict[str, Any]:
-    """The schema of a field."""
+def field_schema(field: "dataclasses.Field[Any]") -> dict[str, Any]:
+    """Return the schema of one field: its type, its label with the type, its default, its help and its choices."""
     assert isinstance(field.type, type)
-    found = {**KINDS[field.type], "title": field.name, "default": field.default, "description": field.metadata["doc"]}
+    kind = KINDS[field.type]
+    texts = {"title": f"{field.name} ({kind})", "description": field.metadata["doc"]}
     choices = field.metadata["choices"]
-    return {**found, "enum": [*choices]} if choices else found
+    return {"type": kind, "default": field.default, **texts, **({"enum": [*choices]} if choices else {})}
 
 
 for filled_in in (Hyperparameters, Policy):

@@ -19,6 +19,9 @@ if installed("elastic"):
 
         In and out as of training_wf. The nodes and their size are those of the registration (FLYTE_DDP_NODES and
         FLYTE_DDP_PROFILE), or of the cluster that it runs on.
+
+        Args:
+            hp: What to train, on which data and how; what is left out has its default.
         """
         checked = check_inputs(hp=hp, engine="elastic")
         return train_on_elastic(hp=checked.hp, data=checked.data, run_version=checked.run_version)

@@ -24,6 +24,9 @@ def training_wf(hp: Hyperparameters = Hyperparameters()) -> TrainingOutputs:
     In: hp, of which what is left out has its default, as in {"dataset": "fashion_mnist", "epochs": 3}. Out: the test
     accuracy after each epoch, the weights (a bare state_dict), a JSON sidecar that makes them usable, the report, an
     HTML page that is also the deck of train_model, and all metrics, a JSON object a line.
+
+    Args:
+        hp: What to train, on which data and how; what is left out has its default.
     """
     checked = check_inputs(hp=hp)
     return train_model(hp=checked.hp, data=checked.data, run_version=checked.run_version)
@@ -35,6 +38,10 @@ def retraining_wf(hp: Hyperparameters = Hyperparameters(), kickoff_time: datetim
 
     In: hp as of training_wf; kickoff_time, which a schedule fills in. Started by hand it stays 1 January 1970, which
     means now. Out: as of training_wf.
+
+    Args:
+        hp: What to train, on which data and how; what is left out has its default.
+        kickoff_time: A schedule's tick, which the schedule fills in. Leave 1 January 1970, which means now.
     """
     checked = check_inputs(hp=hp, kickoff_time=kickoff_time)
     return train_model(hp=checked.hp, data=checked.data, run_version=checked.run_version)

@@ -25,7 +25,10 @@ from flyteidl.core.security_pb2 import Secret
 from flyteidl.core.tasks_pb2 import Resources
 from flytekit.configuration import ImageConfig, SerializationSettings
 from flytekit.core.python_auto_container import PythonAutoContainerTask
+from flytekit.core.type_engine import TypeEngine
+from flytekit.models.interface import Variable
 from flytekit.tools.translator import get_serializable
+from google.protobuf.struct_pb2 import Struct
 from packaged import Package
 
 from flyte_ddp.code_digest import library_digest, package_digest
@@ -332,19 +335,47 @@ def test_the_console_explains_tasks_and_workflows(default: Package) -> None:
         assert not re.search(r"\bo\d\b", " ".join(workflow.template.interface.outputs.variables)), name
 
 
+def form_fields(schema: Struct) -> dict[str, Any]:
+    """Return the fields of a form as the console draws them: in the order of the list that it merges."""
+    assert schema["title"]
+    assert "properties" not in schema, "an object has no order in Flyte"
+    return {name: field for part in schema["allOf"] for name, field in part["properties"].items()}
+
+
+def test_flytekit_knows_the_type_of_a_form(default: Package) -> None:
+    """As a client does that fetches a launch plan, of which it has the stored type only."""
+    inputs = default.workflows["workflows.release.release_wf"].template.interface.inputs.variables
+    types = TypeEngine.guess_python_types({name: Variable.from_flyte_idl(inputs[name]) for name in ("hp", "policy")})
+    assert types == {"hp": Hyperparameters, "policy": Policy}
+
+
+def test_every_input_has_its_help(default: Package) -> None:
+    for name, workflow in default.workflows.items():
+        for variable, found in workflow.template.interface.inputs.variables.items():
+            assert len(found.description) > len(variable) + 10, f"{name}: {variable}"
+            assert found.description.endswith("."), f"{name}: {variable}"
+
+
+def test_a_release_needs_nothing_below_the_long_form(default: Package) -> None:
+    """The console sorts inputs by name, and does not say which of them it waits for before one can launch."""
+    parameters = default.launch_plans["workflows.release.release_wf"].spec.default_inputs.parameters
+    assert not [name for name, parameter in parameters.items() if parameter.required]
+
+
 def test_the_console_draws_a_form(default: Package) -> None:
     for name, workflow in default.workflows.items():
         if name.endswith("training_wf"):
             metadata = workflow.template.interface.inputs.variables["hp"].type.metadata
             assert metadata["$ref"] == "#/definitions/Hyperparameters"
-            fields = metadata["definitions"]["Hyperparameters"]["properties"]
-            assert set(fields) == set(Hyperparameters().to_dict())
+            fields = form_fields(metadata["definitions"]["Hyperparameters"])
+            assert [*fields] == [*Hyperparameters().to_dict()], "in this order, however Flyte shuffles objects"
             assert {name: fields[name]["default"] for name in fields} == Hyperparameters().to_dict()
             assert list(fields["schedule"]["enum"]) == ["constant", "cosine", "one_cycle"]
-            assert fields["epochs"]["type"] == "integer"
+            assert (fields["epochs"]["type"], fields["epochs"]["title"]) == ("integer", "epochs (integer)")
             assert fields["epochs"]["description"].startswith("Passes over")
     metadata = default.workflows["workflows.release.release_wf"].template.interface.inputs.variables["policy"].type
-    fields = metadata.metadata["definitions"]["Policy"]["properties"]
+    fields = form_fields(metadata.metadata["definitions"]["Policy"])
+    assert [*fields] == [*Policy().to_dict()]
     assert {name: fields[name]["default"] for name in fields} == Policy().to_dict()
     assert list(fields["rule"]["enum"]) == ["superior", "not_worse"]
 
