@@ -3,10 +3,9 @@
 Run it with ``pyflyte run workflows/release.py release_wf --model_name digits``.
 """
 
-import os
 from datetime import datetime
 
-from flytekit import CronSchedule, LaunchPlan, conditional, workflow
+from flytekit import conditional, workflow
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.release.policy import Policy
@@ -24,7 +23,7 @@ from tasks.release import (
 )
 from tasks.training import train_model
 from tasks.validation import profile_dataset, validate_dataset
-from workflows.training import ONE_AT_A_TIME, failure_notifications
+from workflows.schedules import launch_plans_of
 
 
 @workflow
@@ -136,13 +135,4 @@ def evaluate_wf(
     )
 
 
-if os.environ.get(REGISTRY_VARIABLE):  # without one, every night would fail
-    # Train every night at 04:00 UTC, and promote what is better; a tick is skipped while a run is still going.
-    nightly_release = LaunchPlan.get_or_create(
-        release_wf,
-        name="nightly_release",
-        default_inputs={"hp": Hyperparameters(), "model_name": "nightly", "policy": Policy()},
-        schedule=CronSchedule(schedule="0 4 * * *", kickoff_time_input_arg="kickoff_time"),
-        concurrency=ONE_AT_A_TIME,
-        notifications=failure_notifications(),
-    )
+globals().update(launch_plans_of(release_wf, taken=globals(), needs=REGISTRY_VARIABLE))

@@ -5,13 +5,17 @@ from __future__ import annotations
 import shutil
 import subprocess
 import tarfile
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import msgpack
 from cli import ROOT, Ended, pyflyte
 from flyteidl.admin.launch_plan_pb2 import LaunchPlan
 from flyteidl.admin.task_pb2 import TaskSpec
 from flyteidl.admin.workflow_pb2 import WorkflowSpec
+from flyteidl.core.literals_pb2 import Literal
 
 
 @dataclass
@@ -57,6 +61,13 @@ def names(archive: Path) -> set[str]:
     """The files in an archive."""
     with tarfile.open(archive) as tar:
         return {member.name for member in tar if member.isfile()}
+
+
+def hyperparameters(literal: Literal) -> Mapping[str, Any]:
+    """The fields of hyperparameters, or of a policy, as a launch plan has them."""
+    assert literal.scalar.binary.tag == "msgpack"
+    content: Mapping[str, Any] = msgpack.unpackb(literal.scalar.binary.value)
+    return content
 
 
 def project_files() -> list[str]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import importlib.metadata
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import flytekit
-import msgpack
 import packaged
 import pytest
 import yaml
@@ -87,12 +86,6 @@ def resources(entries: Any) -> dict[str, str]:
 
 def environment(package: Package, task: str) -> dict[str, str]:
     return {pair.key: pair.value for pair in package.tasks[task].template.container.env}
-
-
-def hyperparameters(literal: Literal) -> Mapping[str, Any]:
-    assert literal.scalar.binary.tag == "msgpack"
-    content: Mapping[str, Any] = msgpack.unpackb(literal.scalar.binary.value)
-    return content
 
 
 def serialized(task: PythonAutoContainerTask[Any]) -> TaskSpec:
@@ -309,7 +302,7 @@ def test_a_tick_is_skipped_while_a_run_is_going(default: Package) -> None:
 def test_plans_start_with_all_defaults(default: Package, name: str) -> None:
     spec = default.launch_plans[name].spec
     parameters = spec.default_inputs.parameters
-    assert hyperparameters(parameters["hp"].default) == Hyperparameters().to_dict()
+    assert packaged.hyperparameters(parameters["hp"].default) == Hyperparameters().to_dict()
     assert set(parameters) - {"hp"} <= {"kickoff_time"}
     assert not any(parameter.required for parameter in parameters.values())
     assert not spec.fixed_inputs.literals
