@@ -210,7 +210,10 @@ def test_an_image_without_a_tag_is_refused(clone: Path, image: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("option", [pytest.param((), marks=pytest.mark.exhaustive), ("--activate",)])
+@pytest.mark.parametrize(
+    "option",
+    [pytest.param((), marks=pytest.mark.exhaustive), ("--activate", "--service-account", "trainer")],
+)
 def test_registration_sends_everything_and_activates_what_it_is_told_to(
     clone: Path, tmp_path: Path, option: tuple[str, ...]
 ) -> None:
@@ -223,6 +226,8 @@ def test_registration_sends_everything_and_activates_what_it_is_told_to(
     assert {(entity.id.project, entity.id.domain) for entity in created} == {("vision", "production")}
     [registered] = {entity.id.version for entity in created}
     assert registered.startswith(f"{git(clone, 'rev-parse', '--short=12', 'HEAD')}-gpu-")
+    accounts = {plan.spec.security_context.run_as.k8s_service_account for plan in admin.launch_plans}
+    assert accounts == ({"trainer"} if option else {""}), "of each plan, also of those that Flyte makes for workflows"
     activated = [(plan.id.name, plan.id.version, plan.state) for plan in admin.activated]
     assert sorted(activated) == sorted((plan.id.name, registered, ACTIVE) for plan in admin.launch_plans if option)
     [upload] = admin.uploads
@@ -287,7 +292,7 @@ def test_help_explains_every_option(clone: Path) -> None:
     script = (clone / "deploy/register.sh").read_text()
     [cases] = re.findall(r"^    case \$1 in$(.*?)^    esac$", script, re.MULTILINE | re.DOTALL)
     options = set(re.findall(r"--[a-z-]+(?= \||\))", cases)) - {"--help"}
-    assert len(options) == 8
+    assert len(options) == 9
     assert all(option in ended.output for option in options)
 
 
@@ -303,8 +308,9 @@ def test_the_version_names_commit_profile_and_settings(clone: Path) -> None:
         version(clone, *COMPLETE, "--image", "flyte-ddp:2"),
         version(clone, *COMPLETE, "--profile", "gpu"),
         version(clone, *COMPLETE, "--sources-in-image"),
+        version(clone, *COMPLETE, "--service-account", "trainer"),
     ]
-    assert len({plain, *others}) == 6
+    assert len({plain, *others}) == 7
     git(clone, "tag", "v1.0")
     assert version(clone) == plain.replace(git(clone, "rev-parse", "--short=12", "HEAD"), "v1.0")
 
