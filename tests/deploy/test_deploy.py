@@ -112,7 +112,7 @@ def test_a_dry_run_packs_all_sources_of_the_commit(clone: Path, tmp_path: Path) 
     files = packaged.names(package.sources)
     assert files == sources_of(clone)
     templates = {"flyte_ddp/report/templates/report.css", "flyte_ddp/report/templates/report.html"}
-    assert {*templates, "flyte_ddp/training/train.py", "config/smoke.json", "tasks/pods.py"} <= files
+    assert {*templates, "flyte_ddp/training/train.py", "config/schedules.yaml", "tasks/pods.py"} <= files
     [variables] = [task.template.container.env for name, task in package.tasks.items() if name.endswith("train_model")]
     registered = {pair.key: pair.value for pair in variables}
     assert registered["FLYTE_DDP_PROFILE"] == "sandbox"
@@ -121,16 +121,35 @@ def test_a_dry_run_packs_all_sources_of_the_commit(clone: Path, tmp_path: Path) 
 
 @pytest.mark.slow
 def test_a_dry_run_lists_what_would_be_trained_and_on_what(clone: Path) -> None:
-    ended = register(clone, *COMPLETE, "--profile", "gpu", "--dry-run", FLYTE_DDP_NODES="2:4")
+    with (clone / "config/schedules.yaml").open("a") as file:
+        file.write(
+            """
+- name: weekly_release
+  workflow: release_wf
+  cron: "30 4 * * 0"
+  model_name: pets
+  hyperparameters: {dataset: fashion_mnist, epochs: 3, seed: 7}
+  policy: {rule: not_worse}
+"""
+        )
+    git(clone, "commit", "--quiet", "--all", "--message", "A schedule of one's own")
+    environment = {"FLYTE_DDP_NODES": "2:4", "FLYTE_DDP_REGISTRY": "s3://bucket/models"}
+    ended = register(clone, *COMPLETE, "--profile", "gpu", "--dry-run", **environment)
     assert ended.exit_code == 0, ended.output
     [command] = [line for line in ended.output.splitlines() if "To register: " in line]
-    assert "To register: env FLYTE_DDP_PROFILE=gpu FLYTE_DDP_NODES=2:4 " in command, "as its version says"
+    settings = "FLYTE_DDP_NODES=2:4 FLYTE_DDP_REGISTRY=s3://bucket/models"
+    assert f"To register: env FLYTE_DDP_PROFILE=gpu {settings} " in command, "as its version says"
     found = [re.split(" {2,}", line.strip()) for line in ended.output.splitlines()]
     defaults = ["digits", "small_cnn", "10"]
     for plan in (
-        ["nightly_retraining", "0 3 * * * (UTC)", *defaults],
-        ["retraining_on_change", "0 * * * * (UTC)", *defaults],
-        ["training_on_demand", "none", *defaults],
+        ["nightly_release", "release_wf", "0 4 * * * (UTC)", *defaults, "model_name=nightly"],
+        ["nightly_retraining", "retraining_wf", "0 3 * * * (UTC)", *defaults, "-"],
+        ["retraining_on_change", "training_wf", "0 * * * * (UTC)", *defaults, "-"],
+        ["training_on_demand", "training_wf", "none", *defaults, "-"],
+        [
+            *("weekly_release", "release_wf", "30 4 * * 0 (UTC)", "fashion_mnist", "small_cnn", "3"),
+            "seed=7, model_name=pets, rule=not_worse",
+        ],
     ):
         assert plan in found
     gpu_node = ["8", "30Gi", "2", "20Gi"]
