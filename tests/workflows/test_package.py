@@ -176,6 +176,14 @@ def test_light_tasks_ask_for_little(default: Package, task: str) -> None:
     assert not template.security_context.secrets
 
 
+def test_a_range_of_limits_that_fits_training_fits_the_other_tasks(sandbox: Package) -> None:
+    """Kubernetes refuses a pod whose limit is above that of the namespace's LimitRange."""
+    limits = {name: resources(task.template.container.resources.limits) for name, task in sandbox.tasks.items()}
+    for name in (*LIGHT, *VALIDATING, *PROMOTING, *JUDGING, *DATA, PREDICT):
+        assert pods.quantity(limits[name]["CPU"]) <= pods.quantity(limits[TRAIN]["CPU"]), name
+        assert pods.quantity(limits[name]["MEMORY"]) <= pods.quantity(limits[TRAIN]["MEMORY"]), name
+
+
 @pytest.mark.parametrize("task", DATA)
 def test_tasks_that_all_data_go_through_have_room_for_them(default: Package, sandbox: Package, task: str) -> None:
     template = default.tasks[task].template
