@@ -26,8 +26,8 @@ def eviction_reason() -> str:
     if not exceeds(pods.in_bytes(limit), {Path.cwd(), Path(tempfile.gettempdir())}):
         return ""
     return (
-        f"; its files take more than its {limit} of disk (ephemeral-storage), so Kubernetes evicts it: choose a profile "
-        "in tasks/pods.py with more"
+        f"; its files take more than its {limit} of disk (ephemeral-storage), so Kubernetes evicts it: take a profile "
+        "with more (tasks/pods.py)"
     )
 
 

@@ -21,9 +21,9 @@ def fetch() -> None:
 
 def stopped(folder: Path, size: int) -> str:
     """What Flyte is told of a pod that has written so many bytes when SIGTERM comes."""
+    (folder / "data").mkdir()
+    (folder / "data/file").write_bytes(b"x" * size)
     with pytest.raises(FlyteRecoverableException) as told, recovery.guarded():
-        (folder / "data").mkdir()
-        (folder / "data/file").write_bytes(b"x" * size)
         os.kill(os.getpid(), signal.SIGTERM)
     return str(told.value).removeprefix("USER:Recoverable: error=").removesuffix(", cause=")
 
@@ -43,8 +43,8 @@ def pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("folder", ["root", "tmp"])
 def test_more_files_than_the_limit(pod: Path, folder: str) -> None:
     assert stopped(pod / folder, 2**20 + 1) == (
-        "stopped by SIGTERM; the same run will go on from its last checkpoint; its files take more than its 1Mi of disk "
-        "(ephemeral-storage), so Kubernetes evicts it: choose a profile in tasks/pods.py with more"
+        "stopped by SIGTERM; the same run will go on from its last checkpoint; its files take more than its 1Mi of "
+        "disk (ephemeral-storage), so Kubernetes evicts it: take a profile with more (tasks/pods.py)"
     )
 
 
