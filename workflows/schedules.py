@@ -11,7 +11,9 @@ from flytekit.core.workflow import PythonFunctionWorkflow
 from flytekit.models.concurrency import ConcurrencyLimitBehavior, ConcurrencyPolicy
 from flytekit.models.core.execution import WorkflowExecutionPhase
 
+from flyte_ddp.checked_fields import CheckedFields
 from flyte_ddp.errors import UserError
+from tasks.form import prefilled
 from tasks.pods import NOTIFY_VARIABLE
 from tasks.schedules import Schedule, read_schedules
 
@@ -50,15 +52,21 @@ def launch_plan(schedule: Schedule, workflow: PythonFunctionWorkflow) -> LaunchP
     """Make the launch plan of an entry; a tick is skipped while an execution of the plan is going on."""
     inputs = workflow.python_interface.inputs
     given = {"hp": schedule.hp, "model_name": schedule.model_name, "policy": schedule.policy}
+    given = {name: value for name, value in given.items() if name in inputs}
     kickoff = KICKOFF_TIME if KICKOFF_TIME in inputs else None
-    return LaunchPlan.get_or_create(
+    plan = LaunchPlan.get_or_create(
         workflow,
         name=schedule.name,
-        default_inputs={name: value for name, value in given.items() if name in inputs},
+        default_inputs={**given},
         schedule=CronSchedule(schedule=schedule.cron, kickoff_time_input_arg=kickoff) if schedule.cron else None,
         concurrency=ONE_AT_A_TIME if schedule.cron else None,
         notifications=failure_notifications(),
     )
+    parameters = plan.parameters.parameters
+    parameters |= {
+        name: prefilled(parameters[name], value) for name, value in given.items() if isinstance(value, CheckedFields)
+    }
+    return plan
 
 
 def failure_notifications() -> List[Email]:

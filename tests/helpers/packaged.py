@@ -16,6 +16,7 @@ from flyteidl.admin.launch_plan_pb2 import LaunchPlan
 from flyteidl.admin.task_pb2 import TaskSpec
 from flyteidl.admin.workflow_pb2 import WorkflowSpec
 from flyteidl.core.literals_pb2 import Literal
+from google.protobuf.struct_pb2 import Struct
 
 
 @dataclass
@@ -68,6 +69,13 @@ def hyperparameters(literal: Literal) -> Mapping[str, Any]:
     assert literal.scalar.binary.tag == "msgpack"
     content: Mapping[str, Any] = msgpack.unpackb(literal.scalar.binary.value)
     return content
+
+
+def form_fields(schema: Struct) -> dict[str, Any]:
+    """Return the fields of a form as the console draws them: in the order of the list that it merges."""
+    assert schema["title"]
+    assert "properties" not in schema, "an object has no order in Flyte"
+    return {name: field for part in schema["allOf"] for name, field in part["properties"].items()}
 
 
 def project_files() -> list[str]:

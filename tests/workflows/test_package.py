@@ -27,7 +27,6 @@ from flytekit.core.python_auto_container import PythonAutoContainerTask
 from flytekit.core.type_engine import TypeEngine
 from flytekit.models.interface import Variable
 from flytekit.tools.translator import get_serializable
-from google.protobuf.struct_pb2 import Struct
 from packaged import Package
 
 from flyte_ddp.code_digest import library_digest, package_digest
@@ -336,13 +335,6 @@ def test_the_console_explains_tasks_and_workflows(default: Package) -> None:
         assert not re.search(r"\bo\d\b", " ".join(workflow.template.interface.outputs.variables)), name
 
 
-def form_fields(schema: Struct) -> dict[str, Any]:
-    """Return the fields of a form as the console draws them: in the order of the list that it merges."""
-    assert schema["title"]
-    assert "properties" not in schema, "an object has no order in Flyte"
-    return {name: field for part in schema["allOf"] for name, field in part["properties"].items()}
-
-
 def test_flytekit_knows_the_type_of_a_form(default: Package) -> None:
     """As a client does that fetches a launch plan, of which it has the stored type only."""
     inputs = default.workflows["workflows.release.release_wf"].template.interface.inputs.variables
@@ -368,14 +360,14 @@ def test_the_console_draws_a_form(default: Package) -> None:
         if name.endswith("training_wf"):
             metadata = workflow.template.interface.inputs.variables["hp"].type.metadata
             assert metadata["$ref"] == "#/definitions/Hyperparameters"
-            fields = form_fields(metadata["definitions"]["Hyperparameters"])
+            fields = packaged.form_fields(metadata["definitions"]["Hyperparameters"])
             assert [*fields] == [*Hyperparameters().to_dict()], "in this order, however Flyte shuffles objects"
             assert {name: fields[name]["default"] for name in fields} == Hyperparameters().to_dict()
             assert list(fields["schedule"]["enum"]) == ["constant", "cosine", "one_cycle"]
             assert (fields["epochs"]["type"], fields["epochs"]["title"]) == ("integer", "epochs (integer)")
             assert fields["epochs"]["description"].startswith("Passes over")
     metadata = default.workflows["workflows.release.release_wf"].template.interface.inputs.variables["policy"].type
-    fields = form_fields(metadata.metadata["definitions"]["Policy"])
+    fields = packaged.form_fields(metadata.metadata["definitions"]["Policy"])
     assert [*fields] == [*Policy().to_dict()]
     assert {name: fields[name]["default"] for name in fields} == Policy().to_dict()
     assert list(fields["rule"]["enum"]) == ["superior", "not_worse"]

@@ -144,7 +144,11 @@ def test_a_fork_with_schedules_of_its_own(fork: Path, tmp_path: Path) -> None:
     assert (schedule.cron_schedule.schedule, schedule.kickoff_time_input_arg) == ("7 * * * *", "kickoff_time")
     policy = spec.concurrency_policy
     assert (policy.max, policy.behavior) == (1, CONCURRENCY_LIMIT_BEHAVIOR_SKIP)
-    assert packaged.hyperparameters(spec.default_inputs.parameters["hp"].default)["epochs"] == 7
+    hp = spec.default_inputs.parameters["hp"]
+    assert packaged.hyperparameters(hp.default)["epochs"] == 7
+    shown = packaged.form_fields(hp.var.type.metadata["definitions"]["Hyperparameters"])
+    values = {name: field["default"] for name, field in shown.items()}
+    assert values == Hyperparameters(epochs=7).to_dict(), "the console sends what its form begins with"
 
     environment = {"FLYTE_DDP_PROFILE": "sandbox", "FLYTE_DDP_REGISTRY": "s3://bucket/models"}
     ended = pyflyte(*arguments, "--force", home=tmp_path, directory=fork, **environment)
