@@ -26,14 +26,10 @@ from tasks.engines import NEEDED
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "config/schedules.yaml"
 EXAMPLE = "{name: weekly, workflow: training_wf, hyperparameters: config/fast.json, cron: 0 3 * * 0}"
-# What an entry may have besides a name, a workflow and a cron.
-HYPERPARAMETERS, MODEL_NAME, POLICY = "hyperparameters", "model_name", "policy"
-WORKFLOWS: dict[str, tuple[str, ...]] = {
-    "training_wf": (HYPERPARAMETERS,),
-    "retraining_wf": (HYPERPARAMETERS,),
-    "release_wf": (HYPERPARAMETERS, MODEL_NAME, POLICY),
-    **{f"{engine}_training_wf": (HYPERPARAMETERS,) for engine in NEEDED},
-}
+KEYS = ("name", "workflow", "cron", "hyperparameters")  # of any entry
+RELEASE_KEYS = ("model_name", "policy")  # besides, of an entry that releases a model
+RELEASING = "release_wf"
+WORKFLOWS = ("training_wf", "retraining_wf", RELEASING, *(f"{engine}_training_wf" for engine in NEEDED))
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,99}")
 # Five fields as Flyte's scheduler knows them: no seconds, no L, W or #, and Sunday is 0 only.
 CRON = re.compile(r"([\d*/,-]+ +){3}([\d*/,-]|[a-z]{3})+ +([0-6*/,-]|[a-z]{3})+", re.IGNORECASE)
@@ -113,17 +109,17 @@ def parse_entry(entry: object, taken: list[str]) -> Schedule:
         raise UserError(f"name={name!r}: an entry before has it too; launch plans need different names")
     if workflow not in WORKFLOWS:
         raise unknown_name("workflow", workflow, WORKFLOWS)
-    known = ("name", "workflow", "cron", *WORKFLOWS[workflow])
+    known = (*KEYS, *(RELEASE_KEYS if workflow == RELEASING else ()))
     for key in entry:
         if key not in known:
             raise unknown_name(f"key of an entry with {workflow}", str(key), known)
     if cron:
         check_cron(cron)
-    model_name = text_of(entry, MODEL_NAME)
-    if MODEL_NAME in known:
+    model_name = text_of(entry, "model_name")
+    if workflow == RELEASING:
         check_model_name(model_name)
-    hp = fields_of(Hyperparameters, HYPERPARAMETERS, entry)
-    return Schedule(name, workflow, hp, cron, model_name, fields_of(Policy, POLICY, entry))
+    hp, policy = fields_of(Hyperparameters, "hyperparameters", entry), fields_of(Policy, "policy", entry)
+    return Schedule(name, workflow, hp, cron, model_name, policy)
 
 
 def text_of(entry: Mapping[str, Any], key: str) -> str:
