@@ -18,6 +18,7 @@ from flyteidl.core.catalog_pb2 import CACHE_HIT
 from flytekit.clients.grpc_utils.deadline_interceptor import scoped_grpc_deadline
 from flytekit.clients.helpers import iterate_node_executions, iterate_task_executions
 from flytekit.configuration import Config
+from flytekit.core.options import Options
 from flytekit.exceptions.system import FlyteSystemException
 from flytekit.exceptions.user import FlyteEntityNotExistException, FlyteTimeout
 from flytekit.interaction.click_types import JsonParamType
@@ -64,6 +65,7 @@ class InSentences(click.Command):
 @click.option("--config", required=True, type=click.Path(exists=True, dir_okay=False), help="Which cluster.")
 @click.option("--project", default="flytesnacks", show_default=True)
 @click.option("--domain", default="development", show_default=True)
+@click.option("--service-account", help="Of the execution's pods, in Kubernetes; without: the plan's.")
 @click.option("--version", help="Of the launch plan; without: the active one, else the newest.")
 @click.option("--overwrite-cache", is_flag=True, help="Always retrain, from the first step.")
 @click.option("--no-wait", is_flag=True, help="End when it is launched.")
@@ -80,6 +82,7 @@ def launch(*, name: str, hp: Hyperparameters | None, config: str, version: str |
         plan,
         inputs={} if hp is None else {"hp": hp},
         type_hints={"hp": Hyperparameters},
+        options=Options.default_from(k8s_service_account=options["service_account"]),
         overwrite_cache=from_scratch,
         envs={FROM_SCRATCH_VARIABLE: "yes"} if from_scratch else None,
     )

@@ -5,12 +5,13 @@ set -euo pipefail
 usage() {
     cat <<'TEXT'
 Usage: deploy/register.sh --config FILE --image IMAGE --profile PROFILE [--project NAME] [--domain NAME]
-                          [--sources-in-image] [--activate] [--dry-run]
+                          [--service-account NAME] [--sources-in-image] [--activate] [--dry-run]
 
   --config FILE        which cluster: deploy/sandbox.yaml, deploy/production.yaml or your own
   --image IMAGE        what pods run in, built from Dockerfile, with its tag
   --profile PROFILE    resources of the training pod: a name in tasks/pods.py (gpu, gpu-a100, sandbox, local)
   --project, --domain  where in Flyte (flytesnacks, development)
+  --service-account    the Kubernetes service account of pods that launch plans start (the namespace's default one)
   --sources-in-image   send no sources: the image was built from this commit with --target with-sources
   --activate           make this version's launch plans the active ones: schedules start, those of other versions stop
   --dry-run            contact no cluster; make the package under build/, and list what would train when, on which pods
@@ -24,12 +25,13 @@ fail() {
     exit 1
 }
 
-config="" image="" profile="" project=flytesnacks domain=development copy=all activate="" dry_run=""
+config="" image="" profile="" project=flytesnacks domain=development service_account="" copy=all activate="" dry_run=""
 while [ $# -gt 0 ]; do
     case $1 in
-        --config | --image | --profile | --project | --domain)
+        --config | --image | --profile | --project | --domain | --service-account)
             [ -n "${2:-}" ] || fail "$1: a value must follow; see deploy/register.sh --help"
-            printf -v "${1#--}" %s "$2"
+            option=${1#--}
+            printf -v "${option//-/_}" %s "$2"
             shift 2
             ;;
         --sources-in-image) copy=none && shift ;;
@@ -59,9 +61,9 @@ changes=$(git status --porcelain --untracked-files=all) ||
         "commit, stash or remove"$'\n'"$changes"
 
 # Flyte keeps what it has under a version that exists, without a word. So everything that is registered is in the version:
-# the commit, the profile, and a digest of the image and of the settings that tasks and launch plans are made from.
+# the commit, the profile, and a digest of image, account and the settings that tasks and launch plans are made from.
 settings=$(env | { grep -E '^(FLYTE_DDP|WANDB)_' || true; } | { grep -v -E '^(WANDB_API_KEY|FLYTE_DDP_PROFILE)=' || true; } | LC_ALL=C sort)
-digest=$(printf '%s\n' "$image" "$copy" "$settings" | git hash-object --stdin | cut -c1-6)
+digest=$(printf '%s\n' "$image" "$copy" "$service_account" "$settings" | git hash-object --stdin | cut -c1-6)
 version=$(git describe --tags --always --abbrev=12)-$profile-$digest
 
 export FLYTE_DDP_PROFILE=$profile
@@ -70,7 +72,8 @@ pyflyte=pyflyte
 command -v "$pyflyte" >/dev/null || fail "pyflyte is not installed here: it does the registering; run make install"
 
 register=("$pyflyte" --config "$config" register --project "$project" --domain "$domain" --image "$image"
-    --version "$version" --copy "$copy" ${activate:+--activate-launchplans} workflows)
+    --version "$version" --copy "$copy" ${service_account:+--service-account "$service_account"}
+    ${activate:+--activate-launchplans} workflows)
 package=("$pyflyte" --pkgs workflows package --image "$image" --copy "$copy" --force
     --output "build/flyte-package-$version.tgz")
 

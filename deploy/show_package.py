@@ -23,9 +23,12 @@ KUBERNETES = {"cpu": "CPU", "memory": "MEMORY", "nvidia.com/gpu": "GPU", "epheme
 def main(archive: str) -> None:
     """Prints the tables."""
     plans, tasks = read(archive)
-    scheduled = [row for plan in plans if (row := described(plan)) is not None]
+    # Flyte makes a plan of the workflow's own name for each workflow, with the defaults of its inputs.
+    defaults = {plan.id.name: inputs_of(plan) for plan in plans if plan.id.name == plan.spec.workflow_id.name}
+    rows = [plan_row(plan, defaults[plan.spec.workflow_id.name]) for plan in plans if plan.id.name not in defaults]
     print("Launch plans (each workflow has one more, of its own name, without a schedule):")
-    print(*table([("name", "schedule", "data set", "model", "epochs"), *scheduled]), sep="\n")
+    columns = ("name", "workflow", "schedule", "data set", "model", "epochs", "besides")
+    print(*table([columns, *rows]), sep="\n")
     print("\nPods of each task (requests to limits, where these differ):")
     rows = [row for task in sorted(tasks, key=short_name) for row in pods(task)]
     print(*table([("task", "pods", "cpu", "memory", "gpu", "disk"), *rows]), sep="\n")
@@ -44,14 +47,26 @@ def read(archive: str) -> tuple[list[LaunchPlan], list[TaskSpec]]:
     return sorted(plans, key=lambda plan: str(plan.id.name)), tasks
 
 
-def described(plan: LaunchPlan) -> tuple[str, ...] | None:
-    """A launch plan's row; None of the one that Flyte makes for each workflow, which has the workflow's name."""
-    if plan.id.name == plan.spec.workflow_id.name:
-        return None
+def plan_row(plan: LaunchPlan, defaults: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return a launch plan's row, which ends with those of its other inputs that are not the workflow's defaults."""
     schedule = plan.spec.entity_metadata.schedule
     when = f"{schedule.cron_schedule.schedule} (UTC)" if schedule.HasField("cron_schedule") else "none"
-    hp = msgpack.unpackb(plan.spec.default_inputs.parameters["hp"].default.scalar.binary.value)
-    return plan.id.name, when, hp["dataset"], hp["model"], str(hp["epochs"])
+    inputs = inputs_of(plan)
+    columns = {name: str(inputs.pop(name)) for name in ("dataset", "model", "epochs")}
+    besides = ", ".join(f"{name}={value}" for name, value in inputs.items() if value != defaults.get(name))
+    return plan.id.name, plan.spec.workflow_id.name.rpartition(".")[2], when, *columns.values(), besides or "-"
+
+
+def inputs_of(plan: LaunchPlan) -> dict[str, Any]:
+    """Return the defaults of a launch plan by their names: each hyperparameter, each field of a policy, and texts."""
+    found: dict[str, Any] = {}
+    for name, parameter in sorted(plan.spec.default_inputs.parameters.items()):
+        scalar = parameter.default.scalar
+        if scalar.HasField("binary"):
+            found |= msgpack.unpackb(scalar.binary.value)
+        elif scalar.primitive.HasField("string_value"):
+            found[name] = scalar.primitive.string_value
+    return found
 
 
 def pods(task: TaskSpec) -> Iterator[tuple[str, ...]]:

@@ -8,13 +8,14 @@ import dataclasses
 from typing import Any
 
 from flytekit.core.type_engine import DataclassTransformer, TypeEngine, TypeTransformer
+from flytekit.models.interface import Parameter, Variable
 from flytekit.models.types import LiteralType
 
 from flyte_ddp.checked_fields import CheckedFields
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.release.policy import Policy
 
-KINDS = {bool: {"type": "boolean"}, int: {"type": "integer"}, float: {"type": "number"}, str: {"type": "string"}}
+KINDS = {bool: "boolean", int: "integer", float: "number", str: "string"}
 
 
 class FormTransformer(DataclassTransformer):  # type: ignore[misc]  # which flytekit leaves untyped
@@ -27,8 +28,8 @@ class FormTransformer(DataclassTransformer):  # type: ignore[misc]  # which flyt
 
     def get_literal_type(self, t: type[CheckedFields]) -> LiteralType:
         """The type as Flyte stores it."""
-        found, name = super().get_literal_type(t), self.form.__name__
-        found.metadata |= {"$ref": f"#/definitions/{name}", "definitions": {name: schema(self.form)}}
+        found = super().get_literal_type(t)
+        found.metadata |= form_metadata(self.form())
         return found
 
     def guess_python_type(self, literal_type: LiteralType) -> type[CheckedFields]:
@@ -38,18 +39,42 @@ class FormTransformer(DataclassTransformer):  # type: ignore[misc]  # which flyt
         raise ValueError(f"{literal_type} is not the type {self.form.__name__}")
 
 
-def schema(form: type[CheckedFields]) -> dict[str, Any]:
-    """The fields, in JSON schema's draft 7."""
-    fields = dataclasses.fields(form)  # type: ignore[arg-type]
-    return {"type": "object", "properties": {field.name: described(field) for field in fields}}
+def prefilled(parameter: Parameter, values: CheckedFields) -> Parameter:
+    """Return a launch plan's parameter with a form that starts with these values.
+
+    The console takes what the form starts with from the type, not from the parameter's default, and sends all that the
+    form shows.
+    """
+    found = LiteralType.from_flyte_idl(parameter.var.type.to_flyte_idl())  # the type may be shared
+    found.metadata |= form_metadata(values)
+    return Parameter(Variable(found, parameter.var.description), default=parameter.default)
 
 
-def described(field: "dataclasses.Field[Any]") -> dict[str, Any]:
-    """The schema of a field."""
+def form_metadata(values: CheckedFields) -> dict[str, Any]:
+    """Return what the console looks for in the metadata of a type."""
+    name = type(values).__name__
+    return {"$ref": f"#/definitions/{name}", "definitions": {name: form_schema(values)}}
+
+
+def form_schema(values: CheckedFields) -> dict[str, Any]:
+    """Return the fields in JSON schema's draft 7, in the order of the dataclass, with the values as defaults.
+
+    Flyte keeps the schema as a protobuf Struct, whose objects have no order but whose lists have one, so each field is
+    a schema of its own in a list. Because there is a title, the console takes the schema as it is: without one it would
+    turn that list into an object.
+    """
+    fields = dataclasses.fields(values)  # type: ignore[arg-type]
+    in_order = [{"properties": {field.name: field_schema(field, getattr(values, field.name))}} for field in fields]
+    return {"title": type(values).__name__, "type": "object", "allOf": in_order}
+
+
+def field_schema(field: "dataclasses.Field[Any]", default: object) -> dict[str, Any]:
+    """Return the schema of one field: its type, its label with the type, its default, its help and its choices."""
     assert isinstance(field.type, type)
-    found = {**KINDS[field.type], "title": field.name, "default": field.default, "description": field.metadata["doc"]}
+    kind = KINDS[field.type]
+    texts = {"title": f"{field.name} ({kind})", "description": field.metadata["doc"]}
     choices = field.metadata["choices"]
-    return {**found, "enum": [*choices]} if choices else found
+    return {"type": kind, "default": default, **texts, **({"enum": [*choices]} if choices else {})}
 
 
 for filled_in in (Hyperparameters, Policy):

@@ -70,6 +70,7 @@ class Profile:
     ephemeral_storage: str
     shared_memory: str  # size of /dev/shm, over which NCCL talks between GPUs that have no direct link
     data: Resources  # of pods that fetch, pack and check data, whose disk must hold all of it
+    light: Resources  # the most that pods get that look at inputs or an index; they ask for half a CPU and 1 GiB
     gpu_type: Optional[BaseAccelerator[Any]] = None  # of flytekit.extras.accelerators, such as L4; None takes any
     pod_template: Optional[str] = None  # in the cluster (deploy/pod-template.yaml): tolerations, grace period
     grace_seconds: int = 30  # from SIGTERM to SIGKILL: the template's terminationGracePeriodSeconds, or Kubernetes' own
@@ -85,6 +86,7 @@ PROFILES: dict[str, Profile] = {
         ephemeral_storage="5Gi",
         shared_memory="256Mi",
         data=Resources(cpu="2", mem="4Gi", ephemeral_storage="20Gi"),
+        light=Resources(cpu="2", mem="4Gi", ephemeral_storage="4Gi"),
     ),
     # The demo cluster of `flytectl demo start` on a laptop.
     "sandbox": Profile(
@@ -94,6 +96,7 @@ PROFILES: dict[str, Profile] = {
         ephemeral_storage="2Gi",
         shared_memory="128Mi",
         data=Resources(cpu="1", mem="2Gi", ephemeral_storage="4Gi"),
+        light=Resources(cpu="1", mem="2Gi", ephemeral_storage="2Gi"),
     ),
     "gpu": Profile(
         gpus=2,
@@ -102,6 +105,7 @@ PROFILES: dict[str, Profile] = {
         ephemeral_storage="20Gi",
         shared_memory="4Gi",
         data=Resources(cpu="2", mem="8Gi", ephemeral_storage="100Gi"),
+        light=Resources(cpu="2", mem="4Gi", ephemeral_storage="4Gi"),
         pod_template="flyte-ddp-gpu",
         grace_seconds=120,
     ),
@@ -112,6 +116,7 @@ PROFILES: dict[str, Profile] = {
         ephemeral_storage="200Gi",
         shared_memory="32Gi",
         data=Resources(cpu="4", mem="16Gi", ephemeral_storage="500Gi"),
+        light=Resources(cpu="2", mem="4Gi", ephemeral_storage="4Gi"),
         gpu_type=accelerators.A100,
         pod_template="flyte-ddp-gpu",
         grace_seconds=120,
@@ -148,9 +153,10 @@ def settings_digest() -> dict[str, str]:
 
 def light_pod() -> dict[str, Any]:
     """Options of a task that looks at inputs or an index: a small pod without GPUs."""
+    limits = PROFILES[chosen_profile()].light
     return {
-        "requests": Resources(cpu="500m", mem="1Gi", ephemeral_storage="4Gi"),
-        "limits": Resources(cpu="2", mem="4Gi", ephemeral_storage="4Gi"),
+        "requests": Resources(cpu="500m", mem="1Gi", ephemeral_storage=limits.ephemeral_storage),
+        "limits": limits,
         "environment": pod_environment(),
         "timeout": timedelta(hours=1),
         "retries": 2,

@@ -11,6 +11,7 @@ from flytekit.types.directory import FlyteDirectory
 
 from flyte_ddp import datasets, hardware
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.errors import UserError
 from flyte_ddp.runs import identity
 from flyte_ddp.runs.run_folder import is_finished
 from flyte_ddp.settings import from_environment
@@ -37,18 +38,26 @@ def fetch_dataset(dataset: str, data_source: str, test_dataset: str, data_versio
 
 
 @recovery.mistakes_in_inputs
-@dynamic(**pods.light_pod(), **pods.WITH_DECK)
+@dynamic(**pods.with_registry(pods.light_pod()), **pods.WITH_DECK)
 @recovery.guarded()
-def check_inputs(hp: Hyperparameters, kickoff_time: Optional[datetime] = None, engine: str = "") -> CheckedInputs:
+def check_inputs(
+    hp: Hyperparameters,
+    kickoff_time: Optional[datetime] = None,
+    engine: str = "",
+    model_name: Optional[str] = None,
+) -> CheckedInputs:
     """Check hyperparameters, identify the run, and prepare the data, before any GPU pod starts.
 
     The engine (elastic, ray or dask; none for training in one pod) decides how many GPUs there will be. Of data that
     are not downloaded as a whole (the digits, shards, streams, image folders) there is little to prepare, so that it is
-    done at once; others are fetched by a task of its own, with a larger disk.
+    done at once; others are fetched by a task of its own, with a larger disk. The model's name in the registry, and the
+    registry's address, are checked where the run is for a release (model_name is given).
 
     Never cached. Its outputs change exactly when training has to run again: with the data, the code, the weights to
     start from, or the kickoff time of a schedule that retrains at every tick.
     """
+    if model_name is not None:
+        check_release(model_name)
     identity.check_known_image_size(hp)
     hardware.check_requested(hp, *pods.nodes_and_ranks(engine))
     fingerprint = datasets.fingerprint(hp.dataset, hp.data_source, hp.test_dataset)
@@ -68,6 +77,19 @@ def check_inputs(hp: Hyperparameters, kickoff_time: Optional[datetime] = None, e
         data_version=data_version,
         run_version=places.with_token(run, complete=is_finished(places.folder_for(run))),
     )
+
+
+def check_release(model_name: str) -> None:
+    """Refuse a release without a model's name or without a registry, before data are fetched and a model is trained.
+
+    Raises:
+        UserError: the name is empty or has other characters than the registry takes, or pods were given no registry.
+    """
+    from flyte_ddp.release.registry import Registry
+
+    if not model_name:
+        raise UserError("model_name is empty: give the name of the model in the registry, such as digits")
+    Registry(places.registry(), model_name)
 
 
 def show_plan(hp: Hyperparameters, data: Optional[Path], run: str) -> None:

@@ -20,7 +20,7 @@ from flyte_ddp.runs.checkpoint import FOLDER, SLOTS, Checkpoint
 from flyte_ddp.runs.run_folder import METRICS, UNFINISHED
 from flyte_ddp.runs.run_lock import release_reserved
 from flyte_ddp.settings import Settings, from_environment
-from tasks import places, pods
+from tasks import eviction, places, pods
 from tasks.checkpoint_store import TRAINED, CheckpointStore
 
 POLL_SECONDS = 0.5
@@ -49,7 +49,8 @@ def guarded() -> Iterator[None]:
         failure = StoppedError("SIGTERM", step=None) if isinstance(error, Sigterm) else error
         if places.is_local() or (isinstance(failure, RankError) and not failure.recoverable):
             raise failure from failure.__cause__  # a rank's own traceback, for the pod's log
-        raise FlyteRecoverableException(str(failure)) from error
+        evicted = eviction.eviction_reason() if isinstance(failure, StoppedError) else ""
+        raise FlyteRecoverableException(f"{failure}{evicted}") from error
     finally:
         if before is not None:
             signal.signal(signal.SIGTERM, before)

@@ -9,6 +9,7 @@ from flyte_ddp.config import Hyperparameters
 from tasks.engines import installed
 from tasks.preparation import check_inputs
 from tasks.training import TrainingOutputs
+from workflows.schedules import launch_plans_of
 
 if installed("elastic"):
     from tasks.elastic_training import train_on_elastic
@@ -19,6 +20,11 @@ if installed("elastic"):
 
         In and out as of training_wf. The nodes and their size are those of the registration (FLYTE_DDP_NODES and
         FLYTE_DDP_PROFILE), or of the cluster that it runs on.
+
+        Args:
+            hp: What to train, on which data and how; what is left out has its default.
         """
         checked = check_inputs(hp=hp, engine="elastic")
         return train_on_elastic(hp=checked.hp, data=checked.data, run_version=checked.run_version)
+
+    globals().update(launch_plans_of(elastic_training_wf, taken=globals()))

@@ -3,10 +3,9 @@
 Run it with ``pyflyte run workflows/release.py release_wf --model_name digits``.
 """
 
-import os
 from datetime import datetime
 
-from flytekit import CronSchedule, LaunchPlan, conditional, workflow
+from flytekit import conditional, workflow
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.release.policy import Policy
@@ -24,12 +23,12 @@ from tasks.release import (
 )
 from tasks.training import train_model
 from tasks.validation import profile_dataset, validate_dataset
-from workflows.training import ONE_AT_A_TIME, failure_notifications
+from workflows.schedules import launch_plans_of
 
 
 @workflow
 def release_wf(
-    model_name: str,
+    model_name: str = "",
     hp: Hyperparameters = Hyperparameters(),
     policy: Policy = Policy(),
     kickoff_time: datetime = NO_SCHEDULE,
@@ -40,8 +39,14 @@ def release_wf(
     challenger must show; kickoff_time, which a schedule fills in (by hand it stays 1 January 1970, which means now).
     Out: the version that was trained, the champion's, and what was decided and why; the deck of judge_model is the
     verdict's page.
+
+    Args:
+        model_name: Name of the model in the registry, such as digits. Must be given: without it nothing is trained.
+        hp: What to train, on which data and how; what is left out has its default.
+        policy: What the data must be like and what a challenger must show; what is left out has its default.
+        kickoff_time: A schedule's tick, which the schedule fills in. Leave 1 January 1970, which means now.
     """
-    checked = check_inputs(hp=hp, kickoff_time=kickoff_time)
+    checked = check_inputs(hp=hp, kickoff_time=kickoff_time, model_name=model_name)
     profile = profile_dataset(data=checked.data, data_version=checked.data_version)
     validated = validate_dataset(
         data=checked.data, profile=profile, hp=checked.hp, model_name=model_name, policy=policy
@@ -76,6 +81,11 @@ def promote_wf(model_name: str, version: str, reason: str) -> Released:
     """Make a stored version the champion: whoever launches this approves it, and Flyte and the log record that.
 
     In: the version, the SHA-256 of its weights, as release_wf returns it; and why. Out: the version and the champion.
+
+    Args:
+        model_name: Name of the model in the registry.
+        version: SHA-256 of the weights to promote, as release_wf returns it.
+        reason: Why; the log keeps it.
     """
     return promote_version(model_name=model_name, version=version, reason=reason)
 
@@ -85,6 +95,10 @@ def rollback_wf(model_name: str, reason: str) -> Released:
     """Take the last promotion back: the champion before it is the champion again.
 
     In: why. Out: the version that is champion from now on.
+
+    Args:
+        model_name: Name of the model in the registry.
+        reason: Why; the log keeps it.
     """
     return roll_back_champion(model_name=model_name, reason=reason)
 
@@ -102,6 +116,14 @@ def evaluate_wf(
 
     In: the version (empty: the champion itself), and the data set as in the hyperparameters. Out: the verdict, as of a
     first look at these data, and its page.
+
+    Args:
+        model_name: Name of the model in the registry.
+        dataset: Data set on whose test split both models are judged, as in the hyperparameters.
+        version: SHA-256 of the weights to judge, as release_wf returns it. Empty judges the champion.
+        data_source: Where the files of dataset are, as in the hyperparameters. Empty for the usual places.
+        test_dataset: Data set to judge on in place of the tenth of dataset that is held out.
+        policy: What the version must show; what is left out has its default.
     """
     return evaluate_version(
         model_name=model_name,
@@ -113,13 +135,4 @@ def evaluate_wf(
     )
 
 
-if os.environ.get(REGISTRY_VARIABLE):  # without one, every night would fail
-    # Train every night at 04:00 UTC, and promote what is better; a tick is skipped while a run is still going.
-    nightly_release = LaunchPlan.get_or_create(
-        release_wf,
-        name="nightly_release",
-        default_inputs={"hp": Hyperparameters(), "model_name": "nightly", "policy": Policy()},
-        schedule=CronSchedule(schedule="0 4 * * *", kickoff_time_input_arg="kickoff_time"),
-        concurrency=ONE_AT_A_TIME,
-        notifications=failure_notifications(),
-    )
+globals().update(launch_plans_of(release_wf, taken=globals(), needs=REGISTRY_VARIABLE))

@@ -13,6 +13,7 @@ import pytest
 import torch
 from cluster import Cluster, as_msgpack, as_struct
 from flytekit import CronSchedule, LaunchPlan
+from flytekit.core.options import Options
 from flytekit.models.concurrency import ConcurrencyLimitBehavior, ConcurrencyPolicy
 
 from flyte_ddp.config import Hyperparameters
@@ -74,6 +75,27 @@ def last_line(message: str) -> str:
 
 def test_registration(registered: str) -> None:
     assert "Successfully registered" in registered
+
+
+def test_the_form_of_a_plan_has_its_fields_in_order(cluster: Cluster) -> None:
+    plan = cluster.remote.fetch_launch_plan(name="training_on_demand", version=cluster.version)
+    schema = plan.interface.inputs["hp"].type.metadata["definitions"]["Hyperparameters"]
+    names = [name for part in schema["allOf"] for name in part["properties"]]
+    assert names == [*asdict(Hyperparameters())]
+
+
+def test_pods_have_the_service_account_that_was_asked_for(kubectl: Cluster) -> None:
+    account = f"{kubectl.version}-account"
+    kubectl.kubectl("create", "serviceaccount", account)
+    try:
+        hp = Hyperparameters(**SHORT, seed=seeded(kubectl))
+        options = Options.default_from(k8s_service_account=account)
+        name = kubectl.launch("training_on_demand", {"hp": hp}, options=options)
+        pod, *_ = kubectl.until(lambda: kubectl.pods(name), f"a pod of {name}")
+        assert pod["spec"]["serviceAccountName"] == account
+        kubectl.remote.terminate(kubectl.remote.fetch_execution(name=name), "seen")
+    finally:
+        kubectl.kubectl("delete", "serviceaccount", account)
 
 
 def test_training_gives_what_a_local_run_gives(cluster: Cluster, tmp_path: Path) -> None:

@@ -75,6 +75,18 @@ class Entry:
         return cls(**found)
 
 
+def check_model_name(name: str) -> None:
+    """Refuse a name that cannot be the folder of a model.
+
+    Raises:
+        UserError: it is empty, too long, or has other characters.
+    """
+    if not NAME.fullmatch(name):
+        raise UserError(
+            f"model name {name!r}: must be letters, digits, '_', '-' and '.' only, and begin with a letter or digit"
+        )
+
+
 class Registry:
     """The registry of one model.
 
@@ -88,10 +100,7 @@ class Registry:
     """
 
     def __init__(self, address: str, name: str) -> None:
-        if not NAME.fullmatch(name):
-            raise UserError(
-                f"model name {name!r}: must be letters, digits, '_', '-' and '.' only, and begin with a letter or digit"
-            )
+        check_model_name(name)
         if not address or storage.scheme(address) in ("http", "https"):
             raise UserError(f"registry {address!r}: must be a path, or an address of s3://, gs:// or az://; give one")
         self.address, self.name = address, name

@@ -112,7 +112,7 @@ def test_a_dry_run_packs_all_sources_of_the_commit(clone: Path, tmp_path: Path) 
     files = packaged.names(package.sources)
     assert files == sources_of(clone)
     templates = {"flyte_ddp/report/templates/report.css", "flyte_ddp/report/templates/report.html"}
-    assert {*templates, "flyte_ddp/training/train.py", "config/smoke.json", "tasks/pods.py"} <= files
+    assert {*templates, "flyte_ddp/training/train.py", "config/schedules.yaml", "tasks/pods.py"} <= files
     [variables] = [task.template.container.env for name, task in package.tasks.items() if name.endswith("train_model")]
     registered = {pair.key: pair.value for pair in variables}
     assert registered["FLYTE_DDP_PROFILE"] == "sandbox"
@@ -121,16 +121,35 @@ def test_a_dry_run_packs_all_sources_of_the_commit(clone: Path, tmp_path: Path) 
 
 @pytest.mark.slow
 def test_a_dry_run_lists_what_would_be_trained_and_on_what(clone: Path) -> None:
-    ended = register(clone, *COMPLETE, "--profile", "gpu", "--dry-run", FLYTE_DDP_NODES="2:4")
+    with (clone / "config/schedules.yaml").open("a") as file:
+        file.write(
+            """
+- name: weekly_release
+  workflow: release_wf
+  cron: "30 4 * * 0"
+  model_name: pets
+  hyperparameters: {dataset: fashion_mnist, epochs: 3, seed: 7}
+  policy: {rule: not_worse}
+"""
+        )
+    git(clone, "commit", "--quiet", "--all", "--message", "A schedule of one's own")
+    environment = {"FLYTE_DDP_NODES": "2:4", "FLYTE_DDP_REGISTRY": "s3://bucket/models"}
+    ended = register(clone, *COMPLETE, "--profile", "gpu", "--dry-run", **environment)
     assert ended.exit_code == 0, ended.output
     [command] = [line for line in ended.output.splitlines() if "To register: " in line]
-    assert "To register: env FLYTE_DDP_PROFILE=gpu FLYTE_DDP_NODES=2:4 " in command, "as its version says"
+    settings = "FLYTE_DDP_NODES=2:4 FLYTE_DDP_REGISTRY=s3://bucket/models"
+    assert f"To register: env FLYTE_DDP_PROFILE=gpu {settings} " in command, "as its version says"
     found = [re.split(" {2,}", line.strip()) for line in ended.output.splitlines()]
     defaults = ["digits", "small_cnn", "10"]
     for plan in (
-        ["nightly_retraining", "0 3 * * * (UTC)", *defaults],
-        ["retraining_on_change", "0 * * * * (UTC)", *defaults],
-        ["training_on_demand", "none", *defaults],
+        ["nightly_release", "release_wf", "0 4 * * * (UTC)", *defaults, "model_name=nightly"],
+        ["nightly_retraining", "retraining_wf", "0 3 * * * (UTC)", *defaults, "-"],
+        ["retraining_on_change", "training_wf", "0 * * * * (UTC)", *defaults, "-"],
+        ["training_on_demand", "training_wf", "none", *defaults, "-"],
+        [
+            *("weekly_release", "release_wf", "30 4 * * 0 (UTC)", "fashion_mnist", "small_cnn", "3"),
+            "seed=7, model_name=pets, rule=not_worse",
+        ],
     ):
         assert plan in found
     gpu_node = ["8", "30Gi", "2", "20Gi"]
@@ -210,7 +229,10 @@ def test_an_image_without_a_tag_is_refused(clone: Path, image: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("option", [pytest.param((), marks=pytest.mark.exhaustive), ("--activate",)])
+@pytest.mark.parametrize(
+    "option",
+    [pytest.param((), marks=pytest.mark.exhaustive), ("--activate", "--service-account", "trainer")],
+)
 def test_registration_sends_everything_and_activates_what_it_is_told_to(
     clone: Path, tmp_path: Path, option: tuple[str, ...]
 ) -> None:
@@ -223,6 +245,8 @@ def test_registration_sends_everything_and_activates_what_it_is_told_to(
     assert {(entity.id.project, entity.id.domain) for entity in created} == {("vision", "production")}
     [registered] = {entity.id.version for entity in created}
     assert registered.startswith(f"{git(clone, 'rev-parse', '--short=12', 'HEAD')}-gpu-")
+    accounts = {plan.spec.security_context.run_as.k8s_service_account for plan in admin.launch_plans}
+    assert accounts == ({"trainer"} if option else {""}), "of each plan, also of those that Flyte makes for workflows"
     activated = [(plan.id.name, plan.id.version, plan.state) for plan in admin.activated]
     assert sorted(activated) == sorted((plan.id.name, registered, ACTIVE) for plan in admin.launch_plans if option)
     [upload] = admin.uploads
@@ -287,7 +311,7 @@ def test_help_explains_every_option(clone: Path) -> None:
     script = (clone / "deploy/register.sh").read_text()
     [cases] = re.findall(r"^    case \$1 in$(.*?)^    esac$", script, re.MULTILINE | re.DOTALL)
     options = set(re.findall(r"--[a-z-]+(?= \||\))", cases)) - {"--help"}
-    assert len(options) == 8
+    assert len(options) == 9
     assert all(option in ended.output for option in options)
 
 
@@ -303,8 +327,9 @@ def test_the_version_names_commit_profile_and_settings(clone: Path) -> None:
         version(clone, *COMPLETE, "--image", "flyte-ddp:2"),
         version(clone, *COMPLETE, "--profile", "gpu"),
         version(clone, *COMPLETE, "--sources-in-image"),
+        version(clone, *COMPLETE, "--service-account", "trainer"),
     ]
-    assert len({plain, *others}) == 6
+    assert len({plain, *others}) == 7
     git(clone, "tag", "v1.0")
     assert version(clone) == plain.replace(git(clone, "rev-parse", "--short=12", "HEAD"), "v1.0")
 

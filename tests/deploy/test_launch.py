@@ -122,6 +122,12 @@ def variables(admin: FakeFlyteAdmin) -> dict[str, str]:
     return {pair.key: pair.value for pair in admin.executions[-1].spec.envs.values}
 
 
+def test_the_service_account_of_the_pods(launch: Any, admin: FakeFlyteAdmin) -> None:
+    for options, account in (((), ""), (("--service-account", "trainer"), "trainer")):
+        assert launch("--no-wait", *options).exit_code == 0
+        assert admin.executions[-1].spec.security_context.run_as.k8s_service_account == account
+
+
 def test_hyperparameters_are_completed_and_sent_to_the_newest_version(launch: Any, admin: FakeFlyteAdmin) -> None:
     result = launch("--hp", '{"epochs": 3}', "--no-wait")
     assert result.exit_code == 0, result.output

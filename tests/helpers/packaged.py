@@ -5,13 +5,18 @@ from __future__ import annotations
 import shutil
 import subprocess
 import tarfile
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import msgpack
 from cli import ROOT, Ended, pyflyte
 from flyteidl.admin.launch_plan_pb2 import LaunchPlan
 from flyteidl.admin.task_pb2 import TaskSpec
 from flyteidl.admin.workflow_pb2 import WorkflowSpec
+from flyteidl.core.literals_pb2 import Literal
+from google.protobuf.struct_pb2 import Struct
 
 
 @dataclass
@@ -57,6 +62,20 @@ def names(archive: Path) -> set[str]:
     """The files in an archive."""
     with tarfile.open(archive) as tar:
         return {member.name for member in tar if member.isfile()}
+
+
+def hyperparameters(literal: Literal) -> Mapping[str, Any]:
+    """The fields of hyperparameters, or of a policy, as a launch plan has them."""
+    assert literal.scalar.binary.tag == "msgpack"
+    content: Mapping[str, Any] = msgpack.unpackb(literal.scalar.binary.value)
+    return content
+
+
+def form_fields(schema: Struct) -> dict[str, Any]:
+    """Return the fields of a form as the console draws them: in the order of the list that it merges."""
+    assert schema["title"]
+    assert "properties" not in schema, "an object has no order in Flyte"
+    return {name: field for part in schema["allOf"] for name, field in part["properties"].items()}
 
 
 def project_files() -> list[str]:

@@ -44,8 +44,9 @@ def check_inputs(cluster: Cluster, hp: Literal) -> dict[str, Literal]:
     nodes = cluster.package.workflows["workflows.training.training_wf"].template.nodes
     [node] = [node for node in nodes if node.task_node.reference_id.name == CHECK]
     bound = {binding.var: binding.binding for binding in node.inputs}
-    assert set(bound) == {"hp", "kickoff_time", "engine"}
-    return {"hp": hp, **{name: Literal(scalar=bound[name].scalar) for name in ("kickoff_time", "engine")}}
+    given = {"kickoff_time", "engine", "model_name"}
+    assert set(bound) == {"hp", *given}
+    return {"hp": hp, **{name: Literal(scalar=bound[name].scalar) for name in given}}
 
 
 def refused(ended: PodEnded) -> str:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import importlib.metadata
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import flytekit
-import msgpack
 import packaged
 import pytest
 import yaml
@@ -25,6 +24,8 @@ from flyteidl.core.security_pb2 import Secret
 from flyteidl.core.tasks_pb2 import Resources
 from flytekit.configuration import ImageConfig, SerializationSettings
 from flytekit.core.python_auto_container import PythonAutoContainerTask
+from flytekit.core.type_engine import TypeEngine
+from flytekit.models.interface import Variable
 from flytekit.tools.translator import get_serializable
 from packaged import Package
 
@@ -84,12 +85,6 @@ def resources(entries: Any) -> dict[str, str]:
 
 def environment(package: Package, task: str) -> dict[str, str]:
     return {pair.key: pair.value for pair in package.tasks[task].template.container.env}
-
-
-def hyperparameters(literal: Literal) -> Mapping[str, Any]:
-    assert literal.scalar.binary.tag == "msgpack"
-    content: Mapping[str, Any] = msgpack.unpackb(literal.scalar.binary.value)
-    return content
 
 
 def serialized(task: PythonAutoContainerTask[Any]) -> TaskSpec:
@@ -187,6 +182,14 @@ def test_light_tasks_ask_for_little(default: Package, task: str) -> None:
     assert resources(asked.limits) == {"CPU": "2", "MEMORY": "4Gi", "EPHEMERAL_STORAGE": "4Gi"}
     assert template.metadata.pod_template_name == ""
     assert not template.security_context.secrets
+
+
+def test_a_range_of_limits_that_fits_training_fits_the_other_tasks(sandbox: Package) -> None:
+    """Kubernetes refuses a pod whose limit is above that of the namespace's LimitRange."""
+    limits = {name: resources(task.template.container.resources.limits) for name, task in sandbox.tasks.items()}
+    for name in (*LIGHT, *VALIDATING, *PROMOTING, *JUDGING, *DATA, PREDICT):
+        assert pods.quantity(limits[name]["CPU"]) <= pods.quantity(limits[TRAIN]["CPU"]), name
+        assert pods.quantity(limits[name]["MEMORY"]) <= pods.quantity(limits[TRAIN]["MEMORY"]), name
 
 
 @pytest.mark.parametrize("task", DATA)
@@ -315,7 +318,7 @@ def test_a_tick_is_skipped_while_a_run_is_going(default: Package) -> None:
 def test_plans_start_with_all_defaults(default: Package, name: str) -> None:
     spec = default.launch_plans[name].spec
     parameters = spec.default_inputs.parameters
-    assert hyperparameters(parameters["hp"].default) == Hyperparameters().to_dict()
+    assert packaged.hyperparameters(parameters["hp"].default) == Hyperparameters().to_dict()
     assert set(parameters) - {"hp"} <= {"kickoff_time"}
     assert not any(parameter.required for parameter in parameters.values())
     assert not spec.fixed_inputs.literals
@@ -341,19 +344,40 @@ def test_the_console_explains_tasks_and_workflows(default: Package) -> None:
         assert not re.search(r"\bo\d\b", " ".join(workflow.template.interface.outputs.variables)), name
 
 
+def test_flytekit_knows_the_type_of_a_form(default: Package) -> None:
+    """As a client does that fetches a launch plan, of which it has the stored type only."""
+    inputs = default.workflows["workflows.release.release_wf"].template.interface.inputs.variables
+    types = TypeEngine.guess_python_types({name: Variable.from_flyte_idl(inputs[name]) for name in ("hp", "policy")})
+    assert types == {"hp": Hyperparameters, "policy": Policy}
+
+
+def test_every_input_has_its_help(default: Package) -> None:
+    for name, workflow in default.workflows.items():
+        for variable, found in workflow.template.interface.inputs.variables.items():
+            assert len(found.description) > len(variable) + 10, f"{name}: {variable}"
+            assert found.description.endswith("."), f"{name}: {variable}"
+
+
+def test_a_release_needs_nothing_below_the_long_form(default: Package) -> None:
+    """The console sorts inputs by name, and does not say which of them it waits for before one can launch."""
+    parameters = default.launch_plans["workflows.release.release_wf"].spec.default_inputs.parameters
+    assert not [name for name, parameter in parameters.items() if parameter.required]
+
+
 def test_the_console_draws_a_form(default: Package) -> None:
     for name, workflow in default.workflows.items():
         if name.endswith("training_wf"):
             metadata = workflow.template.interface.inputs.variables["hp"].type.metadata
             assert metadata["$ref"] == "#/definitions/Hyperparameters"
-            fields = metadata["definitions"]["Hyperparameters"]["properties"]
-            assert set(fields) == set(Hyperparameters().to_dict())
+            fields = packaged.form_fields(metadata["definitions"]["Hyperparameters"])
+            assert [*fields] == [*Hyperparameters().to_dict()], "in this order, however Flyte shuffles objects"
             assert {name: fields[name]["default"] for name in fields} == Hyperparameters().to_dict()
             assert list(fields["schedule"]["enum"]) == ["constant", "cosine", "one_cycle"]
-            assert fields["epochs"]["type"] == "integer"
+            assert (fields["epochs"]["type"], fields["epochs"]["title"]) == ("integer", "epochs (integer)")
             assert fields["epochs"]["description"].startswith("Passes over")
     metadata = default.workflows["workflows.release.release_wf"].template.interface.inputs.variables["policy"].type
-    fields = metadata.metadata["definitions"]["Policy"]["properties"]
+    fields = packaged.form_fields(metadata.metadata["definitions"]["Policy"])
+    assert [*fields] == [*Policy().to_dict()]
     assert {name: fields[name]["default"] for name in fields} == Policy().to_dict()
     assert list(fields["rule"]["enum"]) == ["superior", "not_worse"]
 

@@ -91,6 +91,8 @@ def test_promoted_kept_and_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("workflow", "arguments", "said"),
     [
+        ("release_wf", (), "model_name is empty: give the name of the model in the registry, such as digits"),
+        ("release_wf", ("--model_name", "../x"), "model name '../x': must be letters, digits"),
         ("rollback_wf", ("--model_name", "../x", "--reason", "y"), "model name '../x': must be letters, digits"),
         ("promote_wf", ("--model_name", "x", "--version", "1", "--reason", "y"), "version '1': must be the SHA-256"),
         (
@@ -104,6 +106,7 @@ def test_mistakes_are_one_panel(workflow: str, arguments: tuple[str, ...], said:
     ended = pyflyte("run", RELEASE, workflow, *arguments, home=tmp_path)
     assert ended.exit_code == 1
     assert said in ended.panel, ended.output
+    assert not (tmp_path / "runs").exists() or not [*(tmp_path / "runs").glob("*/model.pt")], "before any training"
     assert not (tmp_path / "runs/registry").exists()
 
 

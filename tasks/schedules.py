@@ -1,0 +1,180 @@
+"""The entries of config/schedules.yaml, each of which becomes a launch plan: reading and checking.
+
+A wrong entry is refused when the workflows are imported, and so by every ``pyflyte`` command, before anything is sent.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from flytekit import CronSchedule
+
+from flyte_ddp.checked_fields import CheckedFields, shown
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.errors import UserError, unknown_name
+from flyte_ddp.release.policy import Policy
+from flyte_ddp.release.registry import check_model_name
+from tasks.command_line import why_no_text
+from tasks.engines import NEEDED
+
+ROOT = Path(__file__).parents[1]
+FILE = ROOT / "config/schedules.yaml"
+EXAMPLE = "{name: weekly, workflow: training_wf, hyperparameters: config/fast.json, cron: 0 3 * * 0}"
+KEYS = ("name", "workflow", "cron", "hyperparameters")  # of any entry
+RELEASE_KEYS = ("model_name", "policy")  # besides, of an entry that releases a model
+RELEASING = "release_wf"
+WORKFLOWS = ("training_wf", "retraining_wf", RELEASING, *(f"{engine}_training_wf" for engine in NEEDED))
+NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,99}")
+# Five fields as Flyte's scheduler knows them: no seconds, no L, W or #, and Sunday is 0 only.
+CRON = re.compile(r"([\d*/,-]+ +){3}([\d*/,-]|[a-z]{3})+ +([0-6*/,-]|[a-z]{3})+", re.IGNORECASE)
+Fields = TypeVar("Fields", bound=CheckedFields)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """An entry: which workflow to start with which inputs, and when.
+
+    Args:
+        name: Name of the launch plan.
+        workflow: Name of the workflow's function.
+        hp: Hyperparameters.
+        cron: When to start, in UTC. Empty for a plan that only persons launch.
+        model_name: Name of the model in the registry. Empty for a workflow that releases none.
+        policy: Policy of the release. Only for a workflow that releases a model.
+    """
+
+    name: str
+    workflow: str
+    hp: Hyperparameters
+    cron: str
+    model_name: str
+    policy: Policy
+
+
+@cache
+def read_schedules(file: Path = FILE) -> list[Schedule]:
+    """Return the entries of the file, whose presets it reads too; an empty file has none.
+
+    Raises:
+        UserError: the file or a preset cannot be read, or an entry is wrong; the message names the entry.
+    """
+    label = f"{file.parent.name}/{file.name}"
+    try:
+        entries = yaml.safe_load(file.read_text(encoding="utf-8")) or []
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(
+            f"{label}: {why_no_text(error)}; restore it, or leave it empty to have no launch plans"
+        ) from None
+    if not isinstance(entries, list):
+        raise UserError(f"{label}: must be a list of entries such as {EXAMPLE}, got {shown(entries)}")
+    schedules: list[Schedule] = []
+    for number, entry in enumerate(entries, 1):
+        name = entry.get("name") if isinstance(entry, Mapping) else None
+        with errors_beginning_with(f"{label}, {name if isinstance(name, str) else f'entry {number}'}: "):
+            schedules.append(parse_entry(entry, taken=[schedule.name for schedule in schedules]))
+    return schedules
+
+
+@contextmanager
+def errors_beginning_with(text: str) -> Iterator[None]:
+    """Put a text before the message of a UserError that is raised in the block."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(text + error.message) from None
+
+
+def parse_entry(entry: object, taken: list[str]) -> Schedule:
+    """Return the Schedule of an entry.
+
+    Args:
+        entry: The entry as YAML has it.
+        taken: Names of the entries before it.
+
+    Raises:
+        UserError: a key, or the value of one, is missing, unknown or wrong.
+    """
+    if not isinstance(entry, Mapping):
+        raise UserError(f"must be an object such as {EXAMPLE}, got {shown(entry)}")
+    name, workflow, cron = (text_of(entry, key) for key in ("name", "workflow", "cron"))
+    if not NAME.fullmatch(name):
+        raise UserError(f"name={name!r}: must be letters, digits and '_' only, and begin with a letter")
+    if name in taken:
+        raise UserError(f"name={name!r}: an entry before has it too; launch plans need different names")
+    if workflow not in WORKFLOWS:
+        raise unknown_name("workflow", workflow, WORKFLOWS)
+    known = (*KEYS, *(RELEASE_KEYS if workflow == RELEASING else ()))
+    for key in entry:
+        if key not in known:
+            raise unknown_name(f"key of an entry with {workflow}", str(key), known)
+    if cron:
+        check_cron(cron)
+    model_name = text_of(entry, "model_name")
+    if workflow == RELEASING:
+        check_model_name(model_name)
+    hp, policy = fields_of(Hyperparameters, "hyperparameters", entry), fields_of(Policy, "policy", entry)
+    return Schedule(name, workflow, hp, cron, model_name, policy)
+
+
+def text_of(entry: Mapping[str, Any], key: str) -> str:
+    """Return the text under a key of an entry, "" if there is none.
+
+    Raises:
+        UserError: it is no text.
+    """
+    value = entry.get(key, "")
+    if not isinstance(value, str):
+        raise UserError(f"{key}={shown(value)}: must be text; put it in quotes")
+    return value
+
+
+def check_cron(text: str) -> None:
+    """Refuse what Flyte's scheduler would not take, or what never comes, such as 30 February.
+
+    Raises:
+        UserError: it is such a text.
+    """
+    try:
+        fits = CRON.fullmatch(text) is not None
+        CronSchedule(schedule=text)
+    except ValueError:
+        fits = False
+    if not fits:
+        raise UserError(
+            f"cron={text!r}: must be five fields, in UTC: minute, hour, day of month, month, day of week (0 to 6, "
+            "Sunday is 0), such as 0 3 * * * for every day at 3"
+        )
+
+
+def fields_of(kind: type[Fields], key: str, entry: Mapping[str, Any]) -> Fields:
+    """Return hyperparameters or a policy of an entry, where what is left out has its default.
+
+    Raises:
+        UserError: a preset cannot be read, or a value is refused.
+    """
+    given = entry.get(key, {})
+    if isinstance(given, str):
+        given = read_preset(key, given)
+    return kind.from_json(json.dumps(given, default=str))
+
+
+def read_preset(key: str, path: str) -> object:
+    """Return what a JSON or YAML file of the repository holds: only such a file is part of a registration's version.
+
+    Raises:
+        UserError: it is elsewhere, or cannot be read.
+    """
+    must = "must be an object, or a file of the repository such as config/fast.json"
+    file = (ROOT / path).resolve()
+    if not file.is_relative_to(ROOT.resolve()):
+        raise UserError(f"{key}={path!r}: is not in the repository; {must}")
+    try:
+        return yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"{key}={path!r}: {why_no_text(error)}; {must}") from None

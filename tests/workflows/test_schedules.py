@@ -1,0 +1,176 @@
+"""config/schedules.yaml: what an entry becomes, and how a wrong one is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import packaged
+import pytest
+from cli import ROOT, pyflyte
+from flyteidl.admin.launch_plan_pb2 import CONCURRENCY_LIMIT_BEHAVIOR_SKIP
+
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.errors import UserError
+from flyte_ddp.release.policy import Policy
+from tasks.schedules import Schedule, read_schedules
+
+
+def read(folder: Path, text: str) -> list[Schedule]:
+    """Reads a file of this text."""
+    (folder / "schedules.yaml").write_text(text)
+    return read_schedules(folder / "schedules.yaml")
+
+
+def test_an_entry_has_all_that_a_plan_needs(tmp_path: Path) -> None:
+    inline, preset, release = read(
+        tmp_path,
+        """
+        - name: weekly
+          workflow: elastic_training_wf
+          cron: "30 4 * * 0"
+          hyperparameters: {epochs: 3, learning_rate: 1e-1}
+        - {name: quick, workflow: training_wf, hyperparameters: config/fast.json}
+        - {name: best, workflow: release_wf, cron: "0 0 1 JAN MON-FRI", model_name: digits, policy: {rule: not_worse}}
+        """,
+    )
+    assert inline == Schedule(
+        "weekly", "elastic_training_wf", Hyperparameters(epochs=3, learning_rate=0.1), "30 4 * * 0", "", Policy()
+    )
+    fast = json.loads((ROOT / "config/fast.json").read_text())
+    assert (preset.hp, preset.cron) == (Hyperparameters(**fast), "")
+    assert (release.model_name, release.policy) == ("digits", Policy(rule="not_worse"))
+
+
+def test_an_empty_file_has_no_entries(tmp_path: Path) -> None:
+    assert read(tmp_path, "# none\n") == []
+
+
+@pytest.mark.parametrize(
+    ("entries", "said"),
+    [
+        ("{name: a}", "schedules.yaml: must be a list of entries such as {name: weekly, "),
+        ("- a", "schedules.yaml, entry 1: must be an object such as {name: weekly, "),
+        ("- {workflow: training_wf}", "entry 1: name='': must be "),
+        ("- {name: a b, workflow: training_wf}", ", a b: name='a b': must be letters, digits and '_' only"),
+        ("- {name: 7, workflow: training_wf}", "entry 1: name=7: must be text; put it in quotes"),
+        ("- &x {name: a, workflow: training_wf}\n- *x", ", a: name='a': an entry before has it too"),
+        (
+            "- {name: a, workflow: train_wf}",
+            ", a: unknown workflow 'train_wf': did you mean 'training_wf'? choose one of",
+        ),
+        (
+            "- {name: a, workflow: training_wf, crom: x}",
+            ", a: unknown key of an entry with training_wf 'crom': did you mean",
+        ),
+        (
+            "- {name: a, workflow: training_wf, model_name: x}",
+            ", a: unknown key of an entry with training_wf 'model_name':",
+        ),
+        ("- {name: a, workflow: release_wf}", ", a: model name '': must be letters, digits"),
+        ("- {name: a, workflow: training_wf, cron: 5}", ", a: cron=5: must be text"),
+        (
+            "- {name: a, workflow: training_wf, hyperparameters: {epoch: 3}}",
+            ", a: unknown hyperparameter 'epoch': did you",
+        ),
+        ("- {name: a, workflow: training_wf, hyperparameters: {epochs: 0}}", ", a: epochs=0: must be at least 1"),
+        (
+            "- {name: a, workflow: training_wf, hyperparameters: [1]}",
+            ", a: hyperparameters must be a JSON object, got [1]",
+        ),
+        (
+            "- {name: a, workflow: training_wf, hyperparameters: config/fats.json}",
+            ", a: hyperparameters='config/fats.json': No such file or directory; must be an object, or a file of",
+        ),
+        (
+            "- {name: a, workflow: training_wf, hyperparameters: /etc/hosts}",
+            "'/etc/hosts': is not in the repository; must",
+        ),
+        (
+            "- {name: a, workflow: release_wf, model_name: x, policy: {alpha: 2}}",
+            ", a: alpha=2.0: must be below 0.5",
+        ),
+        (
+            "- {name: a",
+            "schedules.yaml: is not valid YAML: expected ',' or '}', but got '<stream end>', line 1, column 11;",
+        ),
+    ],
+)
+def test_a_wrong_entry_is_refused_by_its_name(tmp_path: Path, entries: str, said: str) -> None:
+    with pytest.raises(UserError, match=re.escape(said)):
+        read(tmp_path, entries)
+
+
+@pytest.mark.parametrize(
+    "cron",
+    [
+        *("0 3 * *", "0 3 * * * *", "60 * * * *", "* 24 * * *", "* * 0 * *", "* * * 13 *", "* * * * 7", "0 0 L * *"),
+        *("0 0 * * 5#2", "@daily", "hourly", "0 0 30 2 *", "0 3 * FOO *", "a b c d e", "0 3 ? * *"),
+    ],
+)
+def test_a_cron_that_flyte_would_not_take(tmp_path: Path, cron: str) -> None:
+    with pytest.raises(UserError, match=re.escape(f"a: cron={cron!r}: must be five fields, in UTC: minute, hour, ")):
+        read(tmp_path, f"- {{name: a, workflow: training_wf, cron: {json.dumps(cron)}}}")
+
+
+@pytest.fixture(scope="module")
+def fork(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project with entries of its own."""
+    folder = tmp_path_factory.mktemp("fork") / "project"
+    packaged.copy_project(folder)
+    return folder
+
+
+@pytest.mark.slow
+def test_a_fork_with_schedules_of_its_own(fork: Path, tmp_path: Path) -> None:
+    (fork / "config/mine.json").write_text(json.dumps({"epochs": 7}))
+    (fork / "config/schedules.yaml").write_text(
+        """
+        - {name: hourly, workflow: retraining_wf, cron: "7 * * * *", hyperparameters: config/mine.json}
+        - {name: best, workflow: release_wf, cron: "0 1 * * 1-5", model_name: pets, policy: {rule: not_worse}}
+        """
+    )
+    archive = tmp_path / "package.tgz"
+    arguments = ("--pkgs", "workflows", "package", "--image", "flyte-ddp:test", "--output", str(archive))
+    ended = pyflyte(*arguments, home=tmp_path, directory=fork, FLYTE_DDP_PROFILE="sandbox")
+    assert "best is left out, as FLYTE_DDP_REGISTRY is not set" in ended.output
+    assert "hourly is left out" not in ended.output
+    plans = packaged.read(archive, tmp_path / "without").launch_plans
+    assert {name for name in plans if "." not in name} == {"hourly"}
+    spec = plans["hourly"].spec
+    assert spec.workflow_id.name == "workflows.training.retraining_wf"
+    schedule = spec.entity_metadata.schedule
+    assert (schedule.cron_schedule.schedule, schedule.kickoff_time_input_arg) == ("7 * * * *", "kickoff_time")
+    policy = spec.concurrency_policy
+    assert (policy.max, policy.behavior) == (1, CONCURRENCY_LIMIT_BEHAVIOR_SKIP)
+    hp = spec.default_inputs.parameters["hp"]
+    assert packaged.hyperparameters(hp.default)["epochs"] == 7
+    shown = packaged.form_fields(hp.var.type.metadata["definitions"]["Hyperparameters"])
+    values = {name: field["default"] for name, field in shown.items()}
+    assert values == Hyperparameters(epochs=7).to_dict(), "the console sends what its form begins with"
+
+    environment = {"FLYTE_DDP_PROFILE": "sandbox", "FLYTE_DDP_REGISTRY": "s3://bucket/models"}
+    ended = pyflyte(*arguments, "--force", home=tmp_path, directory=fork, **environment)
+    assert "left out" not in ended.output
+    inputs = packaged.read(archive, tmp_path / "with").launch_plans["best"].spec.default_inputs.parameters
+    assert inputs["model_name"].default.scalar.primitive.string_value == "pets"
+    assert packaged.hyperparameters(inputs["policy"].default)["rule"] == "not_worse"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ("{name: nightly, workflow: release_wf, model_name: x, cron: daily}", "nightly: cron='daily': must be five"),
+        ("{name: training_wf, workflow: training_wf}", "training_wf: something else has this name; choose another"),
+    ],
+)
+def test_a_wrong_entry_is_one_panel(fork: Path, tmp_path: Path, entry: str, said: str) -> None:
+    """Also in a command that needs another workflow only."""
+    (fork / "config/schedules.yaml").write_text(f"- {entry}\n")
+    ended = pyflyte("run", str(fork / "workflows/training.py"), "training_wf", home=tmp_path, directory=fork)
+    assert ended.exit_code == 1
+    assert ended.panel.startswith(f"config/schedules.yaml, {said}")
+    assert "Traceback" not in ended.output
+    assert not (tmp_path / "runs").exists()
