@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import sys
 import tarfile
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 import msgpack
 from flyteidl.admin.launch_plan_pb2 import LaunchPlan
 from flyteidl.admin.task_pb2 import TaskSpec
-from flyteidl.core.tasks_pb2 import Resources
 from google.protobuf.json_format import MessageToDict
 
 COLUMNS = ("CPU", "MEMORY", "GPU", "EPHEMERAL_STORAGE")
-KUBERNETES = {"cpu": "CPU", "memory": "MEMORY", "nvidia.com/gpu": "GPU", "ephemeral-storage": "EPHEMERAL_STORAGE"}
+KUBERNETES = {
+    "cpu": "CPU",
+    "memory": "MEMORY",
+    "gpu": "GPU",
+    "nvidia.com/gpu": "GPU",
+    "ephemeral-storage": "EPHEMERAL_STORAGE",
+}
 
 
 def main(archive: str) -> None:
@@ -73,10 +77,10 @@ def pods(task: TaskSpec) -> Iterator[tuple[str, ...]]:
     """A task's rows: of its own pod, and of those that an engine sets up for it."""
     template = task.template
     custom = MessageToDict(template.custom)
-    asked = template.container.resources
+    [primary] = MessageToDict(template.k8s_pod.pod_spec)["containers"]
     several = custom.get("elasticConfig", {"minReplicas": 1, "maxReplicas": 1})
     number = spanned(several["minReplicas"], several["maxReplicas"])
-    yield short_name(task), number, *ranges(by_name(asked.requests), by_name(asked.limits))
+    yield short_name(task), number, *ranges(*by_name(primary["resources"]))
     for part in ("scheduler", "workers") if "workers" in custom else ():  # Dask's
         given = custom[part]["resources"]
         found = ({each["name"]: each["value"] for each in given[kind]} for kind in ("requests", "limits"))
@@ -85,9 +89,7 @@ def pods(task: TaskSpec) -> Iterator[tuple[str, ...]]:
         [nodes] = custom["rayCluster"]["workerGroupSpec"]
         for part, group in (("head", custom["rayCluster"]["headGroupSpec"]), ("nodes", nodes)):
             [container] = group["k8sPod"]["podSpec"]["containers"]
-            given = container["resources"]
-            found = ({KUBERNETES[key]: value for key, value in given[kind].items()} for kind in ("requests", "limits"))
-            yield f"  {part}", str(int(group.get("replicas", 1))), *ranges(*found)
+            yield f"  {part}", str(int(group.get("replicas", 1))), *ranges(*by_name(container["resources"]))
 
 
 def short_name(task: TaskSpec) -> str:
@@ -100,9 +102,10 @@ def spanned(least: float, most: float) -> str:
     return f"{int(least)}" if least == most else f"{int(least)} to {int(most)}"
 
 
-def by_name(entries: Iterable[Any]) -> dict[str, str]:
-    """Resources of a container, by their names."""
-    return {Resources.ResourceName.Name(entry.name): entry.value for entry in entries}
+def by_name(resources: Mapping[str, Mapping[str, str]]) -> Iterator[dict[str, str]]:
+    """Yield a container's requests and its limits, each by the names of COLUMNS."""
+    for kind in ("requests", "limits"):
+        yield {KUBERNETES[key]: value for key, value in resources[kind].items()}
 
 
 def ranges(requests: Mapping[str, str], limits: Mapping[str, str]) -> Iterator[str]:

@@ -21,6 +21,7 @@ from flyte_ddp.code_digest import library_digest, package_digest
 from flyte_ddp.errors import UserError, unknown_name
 from flyte_ddp.hardware import MOST_CPU_RANKS
 from flyte_ddp.settings import REQUESTED_GPUS, check_wandb
+from tasks.restricted import RestrictedPod
 
 PROFILE_VARIABLE = "FLYTE_DDP_PROFILE"
 CODE_VARIABLE = "FLYTE_DDP_CODE"
@@ -34,6 +35,7 @@ CHECKPOINTS_VARIABLE = "FLYTE_DDP_CHECKPOINTS"  # where in the blob store; empty
 CHECKPOINT_DAYS_VARIABLE = "FLYTE_DDP_CHECKPOINT_DAYS"
 NOTIFY_VARIABLE = "FLYTE_DDP_NOTIFY"
 SETTINGS_VARIABLE = "FLYTE_DDP_SETTINGS"
+TEMPLATE_VARIABLE = "FLYTE_DDP_POD_TEMPLATE"  # in the cluster, for pods to which the profile gives none
 FROM_SCRATCH_VARIABLE = "FLYTE_DDP_FROM_SCRATCH"  # set for an execution that is to train from the first step
 RESULTS_VARIABLE = "FLYTE_DDP_RESULTS"
 REGISTRY_VARIABLE = "FLYTE_DDP_REGISTRY"  # where champions are
@@ -146,15 +148,28 @@ def pod_environment() -> dict[str, str]:
 
 def settings_digest() -> dict[str, str]:
     """A variable that differs between settings: flytekit makes a registration's version of such variables."""
-    ours = {name: os.environ.get(name, "") for name in (NOTIFY_VARIABLE, REGISTRY_VARIABLE)} | training_environment()
+    names = (NOTIFY_VARIABLE, REGISTRY_VARIABLE, TEMPLATE_VARIABLE)
+    ours = {name: os.environ.get(name, "") for name in names} | training_environment()
     text = "\n".join(f"{name}={value}" for name, value in sorted(ours.items()))
     return {SETTINGS_VARIABLE: hashlib.sha256(text.encode()).hexdigest()[:12]}
+
+
+def pod_templates(of_profile: Optional[str] = None) -> dict[str, Any]:
+    """Return the options by which every task names its pod templates: its own, and one that is in the cluster.
+
+    Args:
+        of_profile: name of the cluster's template that the profile gives to this pod; None for the one named by
+            FLYTE_DDP_POD_TEMPLATE at registration, if any.
+    """
+    named = of_profile or os.environ.get(TEMPLATE_VARIABLE) or None
+    return {"pod_template": RestrictedPod(), "pod_template_name": named}
 
 
 def light_pod() -> dict[str, Any]:
     """Options of a task that looks at inputs or an index: a small pod without GPUs."""
     limits = PROFILES[chosen_profile()].light
     return {
+        **pod_templates(),
         "requests": Resources(cpu="500m", mem="1Gi", ephemeral_storage=limits.ephemeral_storage),
         "limits": limits,
         "environment": pod_environment(),
@@ -174,6 +189,7 @@ def data_pod() -> dict[str, Any]:
     """Options of a task through which all data go: it fetches, packs, indexes or checks them, without GPUs."""
     return {
         **exactly(PROFILES[chosen_profile()].data),
+        **pod_templates(),
         "environment": pod_environment(),
         "timeout": timedelta(hours=24),
         "retries": 2,
@@ -185,8 +201,8 @@ def prediction_pod() -> dict[str, Any]:
     profile = PROFILES[chosen_profile()]
     return {
         **exactly(resources_of(profile, parts=max(1, profile.gpus))),
+        **pod_templates(profile.pod_template),
         "accelerator": profile.gpu_type,
-        "pod_template_name": profile.pod_template,
         "environment": {**pod_environment(), **cache_limit(), REQUESTED_GPUS: str(min(1, profile.gpus))},
         "timeout": timedelta(hours=24),
         "retries": 2,
@@ -220,7 +236,7 @@ def launching_pod(resources: Resources) -> dict[str, Any]:
     profile, secret = PROFILES[chosen_profile()], wandb_secret()
     return {
         **exactly(resources),
-        "pod_template_name": profile.pod_template,
+        **pod_templates(profile.pod_template),
         "environment": training_environment(),
         "secret_requests": [secret] if secret else [],
         "interruptible": profile.interruptible,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ sys.path.insert(0, str(ROOT))
 
 from cluster import Cluster  # noqa: E402 (from this folder, after the project's)
 
+SECURITY_LEVEL = "pod-security.kubernetes.io/enforce"
 FINISHED: dict[str, tuple[str, float, str]] = {}
 
 
@@ -52,6 +54,17 @@ def kubectl(cluster: Cluster) -> Cluster:
     if not cluster.has_kubectl:
         pytest.skip("kubectl reaches no cluster with this project's namespace")
     return cluster
+
+
+@pytest.fixture
+def restricted(kubectl: Cluster) -> Iterator[Cluster]:
+    """Yield the cluster while its namespace enforces PodSecurity "restricted", if kubectl may label the namespace."""
+    found = json.loads(kubectl.kubectl("get", "namespace", kubectl.namespace, "-o", "json").stdout)
+    before = found["metadata"]["labels"].get(SECURITY_LEVEL)
+    label = ("label", "--overwrite", "namespace", kubectl.namespace)
+    kubectl.kubectl(*label, f"{SECURITY_LEVEL}=restricted", check=False)
+    yield kubectl
+    kubectl.kubectl(*label, f"{SECURITY_LEVEL}={before}" if before else f"{SECURITY_LEVEL}-", check=False)
 
 
 @pytest.hookimpl(hookwrapper=True)

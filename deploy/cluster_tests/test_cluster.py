@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from cluster import Cluster, as_msgpack, as_struct
+import yaml
+from cluster import ROOT, Cluster, as_msgpack, as_struct
 from flytekit import CronSchedule, LaunchPlan
 from flytekit.core.options import Options
 from flytekit.models.concurrency import ConcurrencyLimitBehavior, ConcurrencyPolicy
@@ -21,6 +22,7 @@ from flyte_ddp.datasets import fetch
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
+from tasks.pods import PROFILES
 
 SHORT: dict[str, Any] = {"epochs": 3, "num_ranks": 2}
 LONG: dict[str, Any] = {"epochs": 3000, "num_ranks": 2, "eval_interval": 500}
@@ -284,6 +286,31 @@ def test_a_model_is_released_as_on_ones_own_machine(cluster: Cluster) -> None:
     assert last_line(cluster.failure(refused)).endswith(said)
 
 
+@pytest.mark.parametrize("root", ["writable", "read-only"])
+def test_podsecurity_restricted(restricted: Cluster, root: str, tmp_path: Path) -> None:
+    """The read-only root filesystem needs the template of deploy/, here under a name of this run's own."""
+    pod = ("run", "refused", "--image", restricted.image, "--dry-run=server")
+    if 'violates PodSecurity "restricted' not in restricted.kubectl(*pod, check=False).stderr:
+        pytest.skip(f"kubectl may not label the namespace {restricted.namespace}")
+    version, template = restricted.version, f"{restricted.version}-{root}"
+    if root == "read-only":
+        if PROFILES[restricted.profile].pod_template:
+            pytest.skip(f"the profile {restricted.profile} names a pod template of its own")
+        version = template
+        found, _ = yaml.safe_load_all((ROOT / "deploy/pod-template-read-only.yaml").read_text())
+        (tmp_path / "template.yaml").write_text(yaml.safe_dump({**found, "metadata": {"name": template}}))
+        restricted.kubectl("apply", "--filename", str(tmp_path / "template.yaml"))
+        restricted.register(version, "workflows/training.py", FLYTE_DDP_POD_TEMPLATE=template)
+    try:
+        hp = Hyperparameters(**SHORT, seed=seeded(restricted))
+        name = restricted.launch("training_on_demand", {"hp": hp}, version)
+        restricted.succeeded(name)
+    finally:
+        restricted.kubectl("delete", "podtemplate", template, "--ignore-not-found")
+    contexts = [pod["spec"]["containers"][0]["securityContext"] for pod in restricted.pods(name)]
+    assert {context.get("readOnlyRootFilesystem", False) for context in contexts} == {root == "read-only"}
+
+
 @pytest.mark.parametrize(
     ("engine", "resource", "ranks"),
     [
@@ -292,6 +319,7 @@ def test_a_model_is_released_as_on_ones_own_machine(cluster: Cluster) -> None:
         ("dask", "daskjobs.kubernetes.dask.org", "dask.org/component=worker"),
     ],
 )
+@pytest.mark.usefixtures("restricted")
 def test_an_engine(kubectl: Cluster, engine: str, resource: str, ranks: str) -> None:
     """On two nodes, of which one is lost."""
     if kubectl.kubectl("get", "crd", resource, check=False).returncode != 0:

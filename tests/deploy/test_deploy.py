@@ -113,7 +113,9 @@ def test_a_dry_run_packs_all_sources_of_the_commit(clone: Path, tmp_path: Path) 
     assert files == sources_of(clone)
     templates = {"flyte_ddp/report/templates/report.css", "flyte_ddp/report/templates/report.html"}
     assert {*templates, "flyte_ddp/training/train.py", "config/schedules.yaml", "tasks/pods.py"} <= files
-    [variables] = [task.template.container.env for name, task in package.tasks.items() if name.endswith("train_model")]
+    [variables] = [
+        packaged.container(task.template).env for name, task in package.tasks.items() if name.endswith("train_model")
+    ]
     registered = {pair.key: pair.value for pair in variables}
     assert registered["FLYTE_DDP_PROFILE"] == "sandbox"
     assert registered["FLYTE_DDP_CODE"] == package_digest(clone / "flyte_ddp") != package_digest()
@@ -253,7 +255,7 @@ def test_registration_sends_everything_and_activates_what_it_is_told_to(
     (tmp_path / "sources.tar.gz").write_bytes(upload)
     assert packaged.names(tmp_path / "sources.tar.gz") == sources_of(clone)
     for task in admin.tasks:
-        arguments = task.spec.template.container.args
+        arguments = packaged.container(task.spec.template).args
         assert arguments[:2] == ["pyflyte-fast-execute", "--additional-distribution"]
         assert arguments[2].startswith("s3://bucket/vision/production/")
 

@@ -15,8 +15,12 @@ from cli import ROOT, Ended, pyflyte
 from flyteidl.admin.launch_plan_pb2 import LaunchPlan
 from flyteidl.admin.task_pb2 import TaskSpec
 from flyteidl.admin.workflow_pb2 import WorkflowSpec
-from flyteidl.core.literals_pb2 import Literal
+from flyteidl.core.literals_pb2 import KeyValuePair, Literal
+from flyteidl.core.tasks_pb2 import Container, Resources, TaskTemplate
+from google.protobuf.json_format import MessageToDict
 from google.protobuf.struct_pb2 import Struct
+
+RESOURCES = {"cpu": "CPU", "memory": "MEMORY", "gpu": "GPU", "ephemeral-storage": "EPHEMERAL_STORAGE"}
 
 
 @dataclass
@@ -56,6 +60,17 @@ def read(archive: Path, folder: Path) -> Package:
         else:
             package.sources = path
     return package
+
+
+def container(template: TaskTemplate) -> Container:
+    """Return the only container of a task's pod, as Flyte's message for a container."""
+    [found] = MessageToDict(template.k8s_pod.pod_spec)["containers"]
+    resources = {
+        kind: [Resources.ResourceEntry(name=RESOURCES[name], value=value) for name, value in given.items()]
+        for kind, given in found["resources"].items()
+    }
+    variables = [KeyValuePair(key=each["name"], value=each.get("value", "")) for each in found["env"]]
+    return Container(image=found["image"], args=found["args"], env=variables, resources=Resources(**resources))
 
 
 def names(archive: Path) -> set[str]:

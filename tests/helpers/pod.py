@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import packaged
 from cli import MATPLOTLIB, ROOT
 from flyteidl.admin.task_pb2 import TaskSpec
 from flyteidl.core.dynamic_job_pb2 import DynamicJobSpec
@@ -126,7 +127,7 @@ class Cluster:
             "{{ .remote_package_path }}": self.send_sources(),
             WORKDIR: str(workdir),
         }
-        container = spec.template.container
+        container = packaged.container(spec.template)
         command = [values.get(word, word) for word in (*container.command, *container.args)]
         assert not [word for word in command if "{{" in word]
         return command
@@ -152,7 +153,7 @@ class Cluster:
             "FLYTE_INTERNAL_EXECUTION_DOMAIN": "development",
             "FLYTE_INTERNAL_TASK_NAME": spec.template.id.name,
             **self.server.flyte_environment(),
-            **{pair.key: pair.value for pair in spec.template.container.env},
+            **{pair.key: pair.value for pair in packaged.container(spec.template).env},
         }
 
     def stored(self, uri: str) -> Path:

@@ -75,8 +75,8 @@ def test_elastic_on_several_is_a_pytorchjob(made: Callable[..., Package], nodes:
         },
         "runPolicy": {"cleanPodPolicy": "CLEANPOD_POLICY_RUNNING", "backoffLimit": 2 * most},
     }
-    requests = {each.name: each.value for each in template.container.resources.requests}
-    assert {each.name: each.value for each in template.container.resources.limits} == requests
+    requests = {each.name: each.value for each in packaged.container(template).resources.requests}
+    assert {each.name: each.value for each in packaged.container(template).resources.limits} == requests
     assert len(requests) == 4
 
 
@@ -112,7 +112,9 @@ def test_flyte_makes_a_pytorchjob_of_it_as_the_profile_says(made: Callable[..., 
     for field in ("imagePullPolicy", "securityContext"):
         assert container[field] == ours["containers"][0][field]
     environment = {each["name"]: each["value"] for each in container["env"]}
-    given_environment = {each.key: each.value for each in task(made(FLYTE_DDP_NODES="2"), "elastic").container.env}
+    given_environment = {
+        each.key: each.value for each in packaged.container(task(made(FLYTE_DDP_NODES="2"), "elastic")).env
+    }
     assert environment.items() <= given_environment.items()
 
 
@@ -172,7 +174,7 @@ def test_pods_of_ray_are_as_the_profile_says(made: Callable[..., Package]) -> No
         assert now["k8sPod"].get("metadata", {}).get("labels", {}).items() <= found["metadata"]["labels"].items()
     assert group["replicas"] == sent["workerGroupSpec"][0]["replicas"]
     assert task(package, "ray").metadata.pod_template_name == profile.pod_template
-    small = {each.name: each.value for each in task(package, "ray").container.resources.limits}
+    small = {each.name: each.value for each in packaged.container(task(package, "ray")).resources.limits}
     assert sorted(small.values()) == sorted(submitter["spec"]["containers"][0]["resources"]["limits"].values())
 
 
@@ -197,8 +199,8 @@ def test_dask_has_a_worker_for_each_gpu(made: Callable[..., Package]) -> None:
 def test_dask_in_the_sandbox_fits_into_four_cores_and_8_gib(made: Callable[..., Package]) -> None:
     package = made(FLYTE_DDP_NODES="2", FLYTE_DDP_PROFILE="sandbox")
     spec = custom(package, "dask")
-    runner = {each.name: each.value for each in task(package, "dask").container.resources.requests}
-    kinds = task(package, "dask").container.resources.ResourceName.DESCRIPTOR.values_by_number
+    runner = {each.name: each.value for each in packaged.container(task(package, "dask")).resources.requests}
+    kinds = packaged.container(task(package, "dask")).resources.ResourceName.DESCRIPTOR.values_by_number
     found = [resources(spec["workers"]["resources"])] * int(spec["workers"]["numberOfWorkers"])
     found += [resources(spec["scheduler"]["resources"]), {kinds[name].name: value for name, value in runner.items()}]
     assert len(found) == 4
@@ -244,8 +246,8 @@ def test_tasks_are_as_the_main_one(made: Callable[..., Package], engine: str) ->
     assert (mine.metadata.discoverable, mine.metadata.discovery_version) == (True, main.metadata.discovery_version)
     assert mine.metadata.generates_deck.value
     assert mine.metadata.timeout == main.metadata.timeout
-    assert mine.container.image == main.container.image
-    assert [*mine.container.env] == [*main.container.env]
+    assert packaged.container(mine).image == packaged.container(main).image
+    assert [*packaged.container(mine).env] == [*packaged.container(main).env]
     assert mine.security_context == main.security_context
     assert f"workflows.{engine}_training.{engine}_training_wf" in package.workflows
 

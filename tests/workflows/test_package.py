@@ -27,6 +27,7 @@ from flytekit.core.python_auto_container import PythonAutoContainerTask
 from flytekit.core.type_engine import TypeEngine
 from flytekit.models.interface import Variable
 from flytekit.tools.translator import get_serializable
+from google.protobuf.json_format import MessageToDict
 from packaged import Package
 
 from flyte_ddp.code_digest import library_digest, package_digest
@@ -84,7 +85,7 @@ def resources(entries: Any) -> dict[str, str]:
 
 
 def environment(package: Package, task: str) -> dict[str, str]:
-    return {pair.key: pair.value for pair in package.tasks[task].template.container.env}
+    return {pair.key: pair.value for pair in packaged.container(package.tasks[task].template).env}
 
 
 def serialized(task: PythonAutoContainerTask[Any]) -> TaskSpec:
@@ -110,8 +111,8 @@ def test_everything_is_there(default: Package) -> None:
 
 def test_without_a_profile_the_training_pod_gets_gpus(default: Package) -> None:
     template = default.tasks[TRAIN].template
-    assert resources(template.container.resources.requests) == GPU_RESOURCES
-    assert resources(template.container.resources.limits) == GPU_RESOURCES
+    assert resources(packaged.container(template).resources.requests) == GPU_RESOURCES
+    assert resources(packaged.container(template).resources.limits) == GPU_RESOURCES
     assert template.extended_resources.shared_memory.size_limit == "4Gi"
     assert not template.extended_resources.HasField("gpu_accelerator")
     assert template.metadata.pod_template_name == "flyte-ddp-gpu"
@@ -130,11 +131,33 @@ def test_training_pods_know_how_long_their_last_checkpoint_may_take(default: Pac
 def test_the_sandbox_gets_none(sandbox: Package) -> None:
     template = sandbox.tasks[TRAIN].template
     expected = {"CPU": "1", "MEMORY": "2Gi", "EPHEMERAL_STORAGE": "2Gi"}
-    assert resources(template.container.resources.requests) == expected
-    assert resources(template.container.resources.limits) == expected
+    assert resources(packaged.container(template).resources.requests) == expected
+    assert resources(packaged.container(template).resources.limits) == expected
     assert template.extended_resources.shared_memory.size_limit == "128Mi"
     assert template.metadata.pod_template_name == ""
     assert not template.security_context.secrets
+
+
+def test_each_task_satisfies_podsecurity_restricted(default: Package) -> None:
+    """Flyte makes the pods of engines from the same specification."""
+    for task in default.tasks.values():
+        pod = MessageToDict(task.template.k8s_pod.pod_spec)
+        assert pod["securityContext"] == {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+        [container] = pod["containers"]
+        assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+
+
+def test_a_template_can_be_named_for_pods_that_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLYTE_DDP_POD_TEMPLATE", "flyte-ddp-read-only")
+
+    def names() -> list[str]:
+        every = (pods.light_pod(), pods.data_pod(), pods.prediction_pod(), pods.training_pod())
+        return [options["pod_template_name"] for options in every]
+
+    monkeypatch.setenv("FLYTE_DDP_PROFILE", "local")
+    assert names() == ["flyte-ddp-read-only"] * 4
+    monkeypatch.setenv("FLYTE_DDP_PROFILE", "gpu")
+    assert names() == ["flyte-ddp-read-only"] * 2 + ["flyte-ddp-gpu"] * 2
 
 
 def test_a_profile_can_be_for_nodes_that_are_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,8 +183,8 @@ def test_a_profile_can_ask_for_a_type_of_gpu(monkeypatch: pytest.MonkeyPatch) ->
     for task in (predict, train):
         assert serialized(task).template.extended_resources.gpu_accelerator.device == "nvidia-tesla-a100"
     template = serialized(train).template
-    assert resources(template.container.resources.requests)["GPU"] == "8"
-    assert resources(template.container.resources.limits)["GPU"] == "8"
+    assert resources(packaged.container(template).resources.requests)["GPU"] == "8"
+    assert resources(packaged.container(template).resources.limits)["GPU"] == "8"
     assert not template.security_context.secrets
 
 
@@ -177,7 +200,7 @@ def test_an_unknown_profile_is_refused_with_the_choices(tmp_path: Path) -> None:
 @pytest.mark.parametrize("task", LIGHT)
 def test_light_tasks_ask_for_little(default: Package, task: str) -> None:
     template = default.tasks[task].template
-    asked = template.container.resources
+    asked = packaged.container(template).resources
     assert resources(asked.requests) == {"CPU": "500m", "MEMORY": "1Gi", "EPHEMERAL_STORAGE": "4Gi"}
     assert resources(asked.limits) == {"CPU": "2", "MEMORY": "4Gi", "EPHEMERAL_STORAGE": "4Gi"}
     assert template.metadata.pod_template_name == ""
@@ -195,25 +218,25 @@ def test_a_range_of_limits_that_fits_training_fits_the_other_tasks(sandbox: Pack
 @pytest.mark.parametrize("task", DATA)
 def test_tasks_that_all_data_go_through_have_room_for_them(default: Package, sandbox: Package, task: str) -> None:
     template = default.tasks[task].template
-    asked = template.container.resources
+    asked = packaged.container(template).resources
     assert resources(asked.requests) == {"CPU": "2", "MEMORY": "8Gi", "EPHEMERAL_STORAGE": "100Gi"}
     assert resources(asked.limits) == resources(asked.requests)
     assert template.metadata.pod_template_name == "", "no GPU node"
-    asked = sandbox.tasks[task].template.container.resources
+    asked = packaged.container(sandbox.tasks[task].template).resources
     assert resources(asked.limits) == {"CPU": "1", "MEMORY": "2Gi", "EPHEMERAL_STORAGE": "4Gi"}, "fits on a laptop"
 
 
 def test_predictions_are_made_on_one_gpu_where_the_profile_has_some(default: Package, sandbox: Package) -> None:
     template = default.tasks[PREDICT].template
     one = {"CPU": "4", "MEMORY": "15360Mi", "GPU": "1", "EPHEMERAL_STORAGE": "20Gi"}
-    assert resources(template.container.resources.requests) == one
-    assert resources(template.container.resources.limits) == one
+    assert resources(packaged.container(template).resources.requests) == one
+    assert resources(packaged.container(template).resources.limits) == one
     assert template.metadata.pod_template_name == "flyte-ddp-gpu", "tolerations, as training has"
     assert environment(default, PREDICT)["FLYTE_DDP_GPUS"] == "1"
     assert environment(default, PREDICT)["FLYTE_DDP_CACHE_BYTES"] == str(10 * 2**30)
     template = sandbox.tasks[PREDICT].template
     none = {"CPU": "1", "MEMORY": "2Gi", "EPHEMERAL_STORAGE": "2Gi"}
-    assert resources(template.container.resources.limits) == none
+    assert resources(packaged.container(template).resources.limits) == none
     assert template.metadata.pod_template_name == ""
     assert environment(sandbox, PREDICT)["FLYTE_DDP_GPUS"] == "0"
 
@@ -221,7 +244,7 @@ def test_predictions_are_made_on_one_gpu_where_the_profile_has_some(default: Pac
 @pytest.mark.parametrize("profile", ["default", "sandbox"])
 def test_pods_know_what_was_requested(profile: str, request: pytest.FixtureRequest) -> None:
     package: Package = request.getfixturevalue(profile)
-    requested = resources(package.tasks[TRAIN].template.container.resources.requests).get("GPU", "0")
+    requested = resources(packaged.container(package.tasks[TRAIN].template).resources.requests).get("GPU", "0")
     for task in package.tasks:
         variables = environment(package, task)
         if task not in (PREDICT, *JUDGING):  # which get one
@@ -440,6 +463,23 @@ def test_the_pod_template_is_the_one_that_profiles_name() -> None:
     assert spec["terminationGracePeriodSeconds"] > 30  # what Kubernetes gives without it, and wandb may take alone
     [toleration] = spec["tolerations"]
     assert (toleration["key"], toleration["effect"]) == ("nvidia.com/gpu", "NoSchedule")
+
+
+def test_templates_for_a_read_only_root_have_all_of_the_others() -> None:
+    """Folders of the pod's own are where the image's user writes."""
+    plain, of_gpus = yaml.safe_load_all((ROOT / "deploy/pod-template-read-only.yaml").read_text())
+    ours = yaml.safe_load((ROOT / "deploy/pod-template.yaml").read_text())
+    assert plain["metadata"]["name"] == "flyte-ddp-read-only"
+    assert of_gpus["metadata"] == ours["metadata"]
+    specs = [template["template"]["spec"] for template in (plain, of_gpus)]
+    for spec in specs:
+        [container] = spec["containers"]
+        assert container.pop("securityContext") == {"readOnlyRootFilesystem": True}
+        assert {each["mountPath"] for each in container.pop("volumeMounts")} == {"/tmp", "/root"}
+        assert [each["emptyDir"] for each in spec.pop("volumes")] == [{}, {}]
+        assert spec.pop("securityContext") == {"fsGroup": 1000}
+        assert spec["containers"] == ours["template"]["spec"]["containers"]
+    assert specs == [{"containers": specs[0]["containers"]}, ours["template"]["spec"]]
 
 
 def test_the_lock_file_pins_all_that_the_project_needs() -> None:

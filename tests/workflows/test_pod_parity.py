@@ -12,6 +12,7 @@ from typing import Any
 
 import msgpack
 import numpy as np
+import packaged
 import pytest
 import torch
 from engine_rules import resolved, value_of
@@ -53,7 +54,7 @@ def test_the_cache_version_is_that_of_the_sources_sent(cluster: Cluster, tmp_pat
     for name in (FETCH, TRAIN):
         task = cluster.package.tasks[name].template
         assert task.metadata.discovery_version == library_digest(sent)
-        assert {pair.key: pair.value for pair in task.container.env}["FLYTE_DDP_CODE"] == package_digest(sent)
+        assert {pair.key: pair.value for pair in packaged.container(task).env}["FLYTE_DDP_CODE"] == package_digest(sent)
 
 
 def test_the_first_task_identifies_the_run_and_prepares_what_is_here(cluster: Cluster, checked: PodEnded) -> None:
@@ -89,7 +90,7 @@ def test_what_is_downloaded_is_for_a_task_of_its_own(cluster: Cluster) -> None:
     [template] = checked.subworkflow.tasks
     registered = cluster.package.tasks[FETCH].template
     assert template.metadata == registered.metadata
-    assert template.container.resources == registered.container.resources
+    assert packaged.container(template).resources == packaged.container(registered).resources
     fetched = cluster.run(FETCH, resolved(node.inputs, {}))
     assert fetched.outputs, fetched.log
     folder = cluster.stored(fetched.outputs["o0"].scalar.blob.uri)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import packaged
 import pytest
 from cli import ROOT, Ended, pyflyte
 from image_folders import image_files, write_files
@@ -159,7 +160,7 @@ def test_two_persons_at_the_same_moment(tmp_path: Path, s3: S3Server) -> None:
 
 def variables(package: Package, task: str) -> dict[str, str]:
     """A task's environment."""
-    return {pair.key: pair.value for pair in package.tasks[f"tasks.release.{task}"].template.container.env}
+    return {pair.key: pair.value for pair in packaged.container(package.tasks[f"tasks.release.{task}"].template).env}
 
 
 @pytest.mark.slow

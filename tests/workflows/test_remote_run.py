@@ -54,7 +54,7 @@ def test_other_settings_are_another_version(admin: FakeFlyteAdmin) -> None:
     first, same, other = [execution.spec.launch_plan.version for execution in admin.executions]
     assert first == same != other, "a pod knows nothing of the runs folder here"
     for request in admin.tasks:
-        variables = {pair.key for pair in request.spec.template.container.env}
+        variables = {pair.key for pair in packaged.container(request.spec.template).env}
         assert "FLYTE_DDP_SETTINGS" in variables
         assert "FLYTE_DDP_RUNS" not in variables
 
@@ -66,6 +66,7 @@ def test_a_version_knows_each_setting(monkeypatch: pytest.MonkeyPatch) -> None:
         {"FLYTE_DDP_PROFILE": "local", "FLYTE_DDP_NODES": "2"},
         {"FLYTE_DDP_PROFILE": "local", "WANDB_PROJECT": "another"},
         {"FLYTE_DDP_PROFILE": "local", "FLYTE_DDP_NOTIFY": "a@example.com"},
+        {"FLYTE_DDP_PROFILE": "local", "FLYTE_DDP_POD_TEMPLATE": "restricted"},
         {"FLYTE_DDP_PROFILE": "local", "FLYTE_DDP_RUNS": "elsewhere"},
     )
     found = []
