@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.catalog import encoded_kind
-from flyte_ddp.datasets.arrays import DESCRIPTION, TEST_DIGEST, read_description, write_array, write_json
+from flyte_ddp.datasets.arrays import DESCRIPTION, FORMAT, TEST_DIGEST, read_description, write_array, write_json
 from flyte_ddp.datasets.identity import digest_of
 from flyte_ddp.datasets.image_folder import ImageList, list_images
 from flyte_ddp.errors import UserError
@@ -72,6 +72,7 @@ def write_encoded_set(data: EncodedSet, folder: Path, origin: dict[str, str]) ->
     tests = data.train if data.test is None else data.test  # None: a tenth of them
     test_digest = digest_of([tests.digest, "a tenth" if data.test is None else "all", *data.classes])
     description = {
+        **FORMAT,
         "name": data.name,
         "classes": data.classes,
         "digest": data.digest,

@@ -214,7 +214,7 @@ def test_images_are_read_a_batch_at_a_time(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """300, of many sizes and shapes, grey and in colour, some of which a camera has taken sideways."""
+    """300, of many sizes and shapes, grey, in colour and partly transparent, some taken sideways by a camera."""
     folder, paths = tmp_path_factory.mktemp("photos"), []
     random = np.random.default_rng(5)
     for index in range(300):
@@ -224,6 +224,8 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         fine = random.integers(-20, 21, (photo.height, photo.width, 3))
         photo = Image.fromarray((np.asarray(photo) + fine).clip(0, 255).astype(np.uint8))
         photo = photo.convert("L") if index % 10 == 7 else photo
+        if index % 10 == 3:  # an odd number: a PNG
+            photo.putalpha(coarse.convert("L").resize(photo.size, Image.Resampling.BICUBIC))
         turned = Image.Exif()
         turned[0x0112] = (1, 6, 3, 8)[index % 4]
         paths.append(folder / f"{index:03d}.{'png' if index % 2 else 'jpg'}")
@@ -270,7 +272,19 @@ def test_outside_this_package_ten_lines_of_the_readme_prepare_an_image(
 
 
 USED_BY_THE_EXAMPLE = (
-    *("upright", "mode", "crop_share", "resize_dtype", "height", "width", "antialias", "scale", "mean", "std"),
+    *(
+        "upright",
+        "background",
+        "mode",
+        "crop_share",
+        "resize_dtype",
+        "height",
+        "width",
+        "antialias",
+        "scale",
+        "mean",
+        "std",
+    ),
 )
 
 
