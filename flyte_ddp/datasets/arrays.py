@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flyte_ddp.class_names import class_names
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import sync
 
@@ -67,7 +68,8 @@ def image_arrays(
         name: what the data set is called; callables named in the hyperparameters can leave it out.
 
     Raises:
-        UserError: another type or shape, no samples, no classes, or a label that is not a class's position.
+        UserError: another type or shape, no samples, no classes, names that are not UTF-8, or a label that is not a
+            class's position.
     """
     if not classes:
         raise UserError("classes=(): there must be a name for each class")
@@ -77,7 +79,7 @@ def image_arrays(
         train_labels=checked_labels("train_labels", train_labels, len(train_images), len(classes)),
         test_images=checked_images("test_images", test_images),
         test_labels=checked_labels("test_labels", test_labels, len(test_images), len(classes)),
-        classes=tuple(str(label) for label in classes),
+        classes=class_names("classes", classes),
     )
     train, test = arrays.train_images.shape[1:], arrays.test_images.shape[1:]
     if train != test:

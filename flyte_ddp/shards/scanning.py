@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flyte_ddp import storage
+from flyte_ddp.class_names import class_names
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replacing
 from flyte_ddp.formatting import counted
@@ -146,6 +147,7 @@ def create_index(
         UserError: a shard that cannot be had or is none, two that are the same, a label that has no class, a class
             without a name or with another's; an output that is a shard, or another file that is no index.
     """
+    classes = class_names("classes", classes)
     for label, count in Counter(classes).items():
         if count > 1 or not label.strip():
             raise UserError(f"class {label!r} is named {counted(count, 'time')}: each must have a name of its own")
