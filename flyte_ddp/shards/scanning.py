@@ -15,6 +15,7 @@ from flyte_ddp.class_names import class_names
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replacing
 from flyte_ddp.formatting import counted
+from flyte_ddp.pictures import opaque_picture
 from flyte_ddp.progress import Progress
 from flyte_ddp.shards.decoding import decode_member, is_image
 from flyte_ddp.shards.index import Part, Shard, ShardIndex, index_json, load, read_index
@@ -104,13 +105,15 @@ def label_of(member: Member, content: bytes, url: str) -> int:
 
 
 def problem_of_image(member: Member, content: bytes, url: str) -> str:
-    """Why an image cannot be decoded; nothing for one that can."""
+    """Return why training could not decode an image; nothing for one that it could."""
     try:
-        decode_member({"__key__": member.key, "__shard__": url}, member.extension, content).load()
+        image = decode_member({"__key__": member.key, "__shard__": url}, member.extension, content)
+        image.load()
+        opaque_picture(image)
     except UserError as error:
         return error.message
     except Exception as error:  # Pillow raises many kinds of errors
-        return f"sample {member.key!r} in {url}: {member.extension} is damaged ({error})"
+        return f"sample {member.key!r} in {url}: {member.extension} cannot be decoded ({error})"
     return ""
 
 

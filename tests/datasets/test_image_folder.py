@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import unicodedata
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from flyte_ddp.datasets.prepared import check_prepared
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading import decoding
 from flyte_ddp.shards.index import read_index
-from flyte_ddp.shards.scanning import create_index
+from flyte_ddp.shards.scanning import create_index, verify_index
 
 NFC, NFD = (unicodedata.normalize(form, "café") for form in ("NFC", "NFD"))
 NO_TEXT = os.fsdecode(b"caf\xe9")
@@ -161,3 +162,14 @@ def test_two_classes_of_a_list_must_not_be_one_name_in_two_forms(tmp_path: Path)
     with pytest.raises(UserError, match=said):
         create_index([str(tar)], tmp_path / "x.json", classes=[NFC, NFD], progress="off")
     assert create_index([str(tar)], tmp_path / "x.json", classes=[NFD], progress="off").classes == (NFC,)
+
+
+def test_what_training_refuses_for_its_pixels_is_found_by_who_checks_shards(tmp_path: Path) -> None:
+    buffer = io.BytesIO()
+    Image.fromarray(np.full((4, 4), 7, np.int32)).save(buffer, "TIFF")
+    folder = write_files(tmp_path / "images", files_of({"ant": ["1.png"]}) | {"bee/scan.tif": buffer.getvalue()})
+    pack_image_folder(str(folder), tmp_path / "out", progress="off")
+    [said] = verify_index(str(tmp_path / "out" / "train.json"), decode=True, progress="off")
+    assert re.fullmatch(
+        r"sample 'bee/scan' in .*: \.tif cannot be decoded \(its pixels are 32-bit or signed .*\)", said
+    )
