@@ -15,8 +15,11 @@ DATASETS: dict[str, int] = {"digits": 8, "mnist": 28, "fashion_mnist": 28, "cifa
 DATASET_FORMS = ("shards:ADDRESS", "stream:ADDRESS", "image_folder:ADDRESS", "package.module:callable")
 ENCODED_KINDS = ("shards", "stream", "image_folder")  # of encoded images, which stay where they are
 ENCODED_SIDE = 224  # of the squares that they become, in pixels, if nothing else is asked for
-# How the names of image files end, and those of images in shards.
-IMAGES = ("jpg", "jpeg", "png", "ppm", "pgm", "pbm", "pnm", "webp", "bmp", "gif", "tif", "tiff")
+# How the names of image files end, and those of images in shards: of the formats that Pillow reads on its own.
+IMAGES = (
+    *("jpg", "jpeg", "jpe", "jfif", "jp2", "png", "apng", "ppm", "pgm", "pbm", "pnm", "webp", "avif", "bmp", "gif"),
+    *("tif", "tiff"),
+)
 
 # The two small CNNs with the smallest image side that they take.
 SMALL_MODELS: dict[str, int] = {"small_cnn": 8, "tutorial": 16}

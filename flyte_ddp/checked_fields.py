@@ -107,6 +107,8 @@ def checked(field: "dataclasses.Field[Any]", value: Any) -> Any:
         hint = "; YAML takes on, off, yes and no for true and false unless they are in quotes" if misread else ""
         raise UserError(f"{field.name}={shown(value)}: must be {TYPES[kind]}{hint}")
     value = kind(value)
+    if kind is str and value.encode(errors="replace").decode() != value:
+        raise UserError(f"{field.name}={shown(value)}: must be UTF-8, as a model's files are; rename what it names")
     if rule["choices"] is not None and value not in rule["choices"]:
         raise unknown_name(field.name, value, rule["choices"])
     for key, holds in BOUNDS.items():

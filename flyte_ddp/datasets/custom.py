@@ -13,6 +13,7 @@ import numpy as np
 from flyte_ddp.datasets.arrays import ImageArrays, Images, image_arrays, sized
 from flyte_ddp.datasets.identity import content_identity, digest_of
 from flyte_ddp.errors import UserError
+from flyte_ddp.pictures import opaque_picture
 from flyte_ddp.progress import Progress
 from flyte_ddp.user_code import load_callable
 from flyte_ddp.user_source import user_source_digest
@@ -42,8 +43,9 @@ def collect(spec: str, result: Any, progress: Progress) -> ImageArrays:
     Args:
         result: an ``ImageArrays``, or a pair (training set, test set) of map-style data sets as torch's and
             torchvision's: ``len()``, and items of an image and a label. An image is a PIL image, a uint8 array [H, W]
-            or [H, W, C], or a uint8 tensor [H, W] or [C, H, W]. The names of the classes are the training set's
-            ``classes``, or else 0, 1, 2 and so on.
+            or [H, W, C], or a uint8 tensor [H, W] or [C, H, W]; a PIL image is put on white where it is transparent,
+            and of 16 bits the upper 8 count. The names of the classes are the training set's ``classes``, or else 0,
+            1, 2 and so on.
 
     Raises:
         UserError: anything else.
@@ -97,7 +99,11 @@ def pixels_and_label(which: str, index: int, item: Any) -> tuple[Images, int]:
         label = operator.index(label)
     except (TypeError, ValueError) as error:
         raise UserError(f"{which}: item {index} must be an image and a whole-number label: {error}") from error
-    if hasattr(image, "convert"):  # a PIL image: palettes, CMYK and the like become RGB, bitmaps grey
+    if hasattr(image, "convert"):  # a PIL image: palettes, CMYK and the like become RGB, bitmaps and 16 bits grey
+        try:
+            image = opaque_picture(image)
+        except ValueError as error:
+            raise UserError(f"{which}: image {index} cannot be taken: {error}") from None
         image = image.convert("L" if image.mode in ("1", "L") else "RGB")
     tensor = hasattr(image, "permute")
     pixels = np.asarray(image)

@@ -6,7 +6,7 @@ What is prepared of them is small: which samples there are, where these are, and
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.catalog import encoded_kind
-from flyte_ddp.datasets.arrays import DESCRIPTION, TEST_DIGEST, read_description, write_array, write_json
+from flyte_ddp.datasets.arrays import DESCRIPTION, FORMAT, TEST_DIGEST, read_description, write_array, write_json
 from flyte_ddp.datasets.identity import digest_of
 from flyte_ddp.datasets.image_folder import ImageList, list_images
 from flyte_ddp.errors import UserError
@@ -59,6 +59,7 @@ def looked_up(dataset: str, test_dataset: str) -> EncodedSet:
 
 def write_encoded_set(data: EncodedSet, folder: Path, origin: dict[str, str]) -> None:
     """Writes the data set's indexes or lists into an existing folder; the description comes last."""
+    left_out = {}
     for split, source in {"train": data.train, "test": data.test}.items():
         if isinstance(source, ShardIndex):
             parts = [[part.name, part.weight] for part in source.parts]
@@ -67,15 +68,18 @@ def write_encoded_set(data: EncodedSet, folder: Path, origin: dict[str, str]) ->
             names = [name.encode("utf-8", "surrogateescape") for name in source.names]
             write_array(folder / f"{split}_names.npy", np.frombuffer(b"".join(names), np.uint8))
             write_array(folder / f"{split}_name_ends.npy", np.cumsum([*map(len, names)], dtype=np.int64))
+            left_out[split] = source.left_out
             for column in COLUMNS:
                 write_array(folder / f"{split}_{column}.npy", getattr(source, column))
     tests = data.train if data.test is None else data.test  # None: a tenth of them
     test_digest = digest_of([tests.digest, "a tenth" if data.test is None else "all", *data.classes])
     description = {
+        **FORMAT,
         "name": data.name,
         "classes": data.classes,
         "digest": data.digest,
         TEST_DIGEST: test_digest,
+        "left_out": left_out,
         **origin,
     }
     write_json(folder / DESCRIPTION, description, indent=1)
@@ -90,15 +94,18 @@ def open_encoded_set(folder: Path) -> EncodedSet:
     described = read_description(folder)
     try:
         classes, tests = tuple(described["classes"]), described["test_dataset"]
-        train = open_split(folder, "train", described["name"], classes)
-        test = open_split(folder, "test", tests, classes) if tests else None
+        left_out = described["left_out"]
+        train = open_split(folder, "train", described["name"], classes, left_out)
+        test = open_split(folder, "test", tests, classes, left_out) if tests else None
         return EncodedSet(described["name"], classes, described["digest"], train, test)
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{folder}: the prepared data set is damaged ({error}); fetch it again") from error
 
 
-def open_split(folder: Path, split: str, dataset: str, classes: tuple[str, ...]) -> ShardIndex | ImageList:
-    """The index of a split, or the list of its files."""
+def open_split(
+    folder: Path, split: str, dataset: str, classes: tuple[str, ...], left_out: Mapping[str, Mapping[str, int]]
+) -> ShardIndex | ImageList:
+    """The index of a split, or the list of its files; of these ``left_out`` counts others, by split and kind."""
     if encoded_kind(dataset) != IMAGE_FOLDER:
         with many_objects():
             content = json.loads((folder / f"{split}.json").read_bytes())
@@ -110,7 +117,8 @@ def open_split(folder: Path, split: str, dataset: str, classes: tuple[str, ...])
         return loaded
 
     names = Names(column("names"), column("name_ends"))
-    return ImageList(dataset.partition(":")[2], classes, names, *map(column, COLUMNS))
+    labels, sizes, tags = map(column, COLUMNS)
+    return ImageList(dataset.partition(":")[2], classes, names, labels, sizes, tags, left_out[split])
 
 
 class Names(Sequence[str]):

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from flyte_ddp.catalog import DATASET_FORMS, encoded_kind
-from flyte_ddp.datasets.arrays import TEST_DIGEST, read_description, total_bytes, write_arrays
+from flyte_ddp.datasets.arrays import FORMAT, read_description, total_bytes, write_arrays
 from flyte_ddp.datasets.cifar10 import CIFAR10
 from flyte_ddp.datasets.custom import CustomSet
 from flyte_ddp.datasets.digits import DIGITS
@@ -141,10 +141,10 @@ def is_prepared(folder: Path, dataset: str, asked: dict[str, str]) -> bool:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether a prepared data set can be opened: a file of it may be missing, or cut off, or older than this code."""
+    """Return whether a prepared data set can be opened, all of it, and is of this code's format."""
     try:
         open_prepared(folder)
-        return TEST_DIGEST in read_description(folder)
+        return FORMAT.items() <= read_description(folder).items()
     except (UserError, OSError):
         return False
 

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp import storage
 from flyte_ddp.catalog import IMAGES
+from flyte_ddp.class_names import class_name
 from flyte_ddp.datasets.identity import digest_of
 from flyte_ddp.errors import UserError
+from flyte_ddp.formatting import counted
+from flyte_ddp.storage.digest_list import SUMS
 
 SUFFIXES = tuple(f".{kind}" for kind in IMAGES)
-LISTED = 10  # classes at most whose numbers of images are listed
+LISTED = 10  # classes at most whose numbers of images are listed, and kinds of files
 TRAINING_PARTS = ("train", "training")
 PARTS = (*TRAINING_PARTS, "test", "testing", "val", "valid", "validation", "dev", "eval", "evaluation")
 
@@ -30,6 +34,7 @@ class ImageList:
     labels: NDArray[np.int64]
     sizes: NDArray[np.int64]  # bytes; -1 where unknown
     tags: NDArray[np.bytes_]  # texts that change when the files do; SHA-256 (hex) where sizes are unknown
+    left_out: Mapping[str, int] = field(default_factory=dict)  # how many other files there are of each kind
 
     def address_of(self, number: int) -> str:
         """Where an image is."""
@@ -68,6 +73,9 @@ class ImageList:
             numbers = ", ".join(f"{name} {count:,}" for name, count in zip(self.classes, counts, strict=True))
         kinds = "1 class" if len(counts) == 1 else f"{len(counts):,} classes"
         said = [f"image folder {self.address}: {len(self.labels):,} images of {kinds} ({numbers})"]
+        if self.left_out:
+            number, kinds = sum(self.left_out.values()), listed_kinds(self.left_out)
+            said.append(f"image folder {self.address}: {counted(number, 'file')} left out, as no images: {kinds}")
         parts = [name for name in self.classes if name.lower() in PARTS]
         parts.sort(key=lambda name: name.lower() not in TRAINING_PARTS)
         if len(parts) > 1:
@@ -92,35 +100,55 @@ class ImageList:
 
 
 def list_images(address: str) -> ImageList:
-    """Lists the images below ``address``: as torchvision's ImageFolder does, by the first folder of their names.
+    """List the images below ``address``: as torchvision's ImageFolder does, by the first folder of their names.
 
-    Hidden files and folders, whose names begin with a dot, are left out.
+    Hidden files and folders, whose names begin with a dot, are left out. Classes have their folders' names in Unicode's
+    form NFC, so that two folders whose names differ in their form alone are one class.
 
     Raises:
-        UserError: it cannot be listed, or there is no image in a folder of its own.
+        UserError: it cannot be listed, there is no image in a folder of its own, a folder has files and no images, or a
+            folder's name is not UTF-8.
     """
     files = files_below(address)
-    images = (entry for entry in files if "/" in entry.name and is_image(entry.name))
-    found = sorted(images, key=lambda entry: entry.name)
-    if not found:
+    images = sorted((entry for entry in files if is_of_a_class(entry.name)), key=lambda entry: entry.name)
+    left_out = Counter(kind_of_file(entry.name) for entry in files if not is_of_a_class(entry.name))
+    if not images:
+        found = f" ({listed_kinds(left_out)})" if left_out else ""
         raise UserError(
-            f"image folder {address}: has no images in folders of their classes among its {len(files):,} files; "
+            f"image folder {address}: has no images in folders of their classes among its {len(files):,} files{found}; "
             "it must hold class/name.jpg"
         )
-    classes = tuple(sorted({entry.name.partition("/")[0] for entry in found}))
+    folders = sorted({entry.name.partition("/")[0] for entry in files if "/" in entry.name})
+    class_of = {folder: class_name(f"image folder {address}", folder) for folder in folders}
+    labelled = [class_of[entry.name.partition("/")[0]] for entry in images]
+    classes = tuple(sorted({*labelled}))
+    if imageless := {*class_of.values()} - {*classes}:
+        raise without_images(address, min(imageless), [entry.name for entry in files], class_of)
     numbers = {name: number for number, name in enumerate(classes)}
     return ImageList(
         address=address,
         classes=classes,
-        names=tuple(entry.name for entry in found),
-        labels=np.array([numbers[entry.name.partition("/")[0]] for entry in found], dtype=np.int64),
-        sizes=np.array([entry.size for entry in found], dtype=np.int64),
-        tags=np.array([entry.tag.encode() for entry in found]),
+        names=tuple(entry.name for entry in images),
+        labels=np.array([numbers[name] for name in labelled], dtype=np.int64),
+        sizes=np.array([entry.size for entry in images], dtype=np.int64),
+        tags=np.array([entry.tag.encode() for entry in images]),
+        left_out=left_out,
+    )
+
+
+def without_images(address: str, name: str, files: Iterable[str], class_of: Mapping[str, str]) -> UserError:
+    """Return the error for a class whose folder has files and no images."""
+    kinds = Counter(kind_of_file(file) for file in files if class_of.get(file.partition("/")[0]) == name)
+    return UserError(
+        f"image folder {address}: class {name!r} has no images, but {listed_kinds(kinds)}; convert images to PNG or "
+        "JPEG, or, if it is no class, move the folder away or begin its name with a dot"
     )
 
 
 def files_below(address: str) -> list[storage.Entry]:
-    """The files below a folder or prefix; links are followed, and hidden files and folders left out, wherever it is.
+    """List the files below a folder or prefix; links are followed.
+
+    Left out are a SHA256SUMS in it, and hidden files and folders, wherever they are.
 
     Raises:
         UserError: it cannot be listed.
@@ -131,9 +159,33 @@ def files_below(address: str) -> list[storage.Entry]:
         raise failure.explained(
             f"image folder {address}: cannot be listed ({failure}); check address and server"
         ) from None
-    return [entry for entry in entries if not entry.name.startswith(".") and "/." not in entry.name]
+    return [entry for entry in entries if not is_hidden(entry.name) and entry.name != SUMS]
 
 
 def is_image(name: str) -> bool:
     """Whether a file is an image, by its name."""
     return name.lower().endswith(SUFFIXES)
+
+
+def is_hidden(name: str) -> bool:
+    """Whether a file, or a folder that it is in, begins with a dot."""
+    return name.startswith(".") or "/." in name
+
+
+def is_of_a_class(name: str) -> bool:
+    """Whether a file is an image in a folder, by its name."""
+    return "/" in name and is_image(name)
+
+
+def kind_of_file(name: str) -> str:
+    """Return what a file is counted as: such as ``.heic``, as its name ends."""
+    _, dot, extension = name.rpartition("/")[2].rpartition(".")
+    kind = f".{extension.lower()}" if dot else "without an extension"
+    return f"{kind} in no class's folder" if is_image(name) and "/" not in name else kind
+
+
+def listed_kinds(kinds: Mapping[str, int]) -> str:
+    """Return the most frequent kinds of files with their numbers."""
+    most = sorted(kinds.items(), key=lambda item: (-item[1], item[0]))
+    listed = ", ".join(f"{count:,} {kind}" for kind, count in most[:LISTED])
+    return listed + (", ..." if len(most) > LISTED else "")

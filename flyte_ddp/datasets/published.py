@@ -23,7 +23,7 @@ from flyte_ddp.storage import (
     read,
     retried,
 )
-from flyte_ddp.storage.digest_list import SUMS, read_sums
+from flyte_ddp.storage.digest_list import SUMS, DigestListError, read_sums
 
 Arrays = tuple[object, object, object, object]  # train images, train labels, test images, test labels
 
@@ -112,7 +112,7 @@ def mirror_digests(dataset: PublishedSet, source: str, progress: Progress) -> di
     With it a team serves data of its own in a published data set's format behind an address that does not change.
 
     Raises:
-        UserError: the mirror is not there, or its ``SHA256SUMS`` leaves a file out.
+        UserError: the mirror is not there, or its ``SHA256SUMS`` leaves a file out or is not understood.
     """
     if not source:
         return {}
@@ -125,7 +125,13 @@ def mirror_digests(dataset: PublishedSet, source: str, progress: Progress) -> di
         return {}
     except UnavailableError as failure:
         raise mirror_error(dataset, SUMS, source, failure) from None
-    found = read_sums(content)
+    try:
+        found = read_sums(content)
+    except DigestListError as error:
+        raise UserError(
+            f"data_source={source!r}: {SUMS} there is not understood: {error}; renew it beside the files: "
+            f"sha256sum * > {SUMS}"
+        ) from None
     for file in dataset.files:
         if file.name not in found:
             raise UserError(

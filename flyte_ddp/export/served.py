@@ -16,7 +16,7 @@ assert EVALUATION_SHARE == 7 / 8, "middle_side computes with this"
 
 
 class Served(nn.Module):
-    """Takes images uint8 [N, H, W, C] of one size, upright, grey or RGB as the model's; gives logits [N, classes].
+    """Takes images uint8 [N, H, W, C] of one size, decoded as for training, grey or RGB; gives logits [N, classes].
 
     It crops and resizes as evaluations do, by products with matrices of weights: exporters know many kinds of resizing,
     none of which gives the same pixels as torch's.

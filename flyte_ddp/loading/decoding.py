@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from flyte_ddp.pictures import opaque_picture, scale_transparent_colour
+
 if TYPE_CHECKING:
     from PIL import Image
 
@@ -26,10 +28,10 @@ class DecodingError(ValueError):
 
 
 def decode(content: bytes) -> Pixels:
-    """The image in RGB.
+    """Return the image in RGB, upright, on white where it is transparent, of 16 bits the upper 8.
 
     Raises:
-        DecodingError: it is none, or damaged.
+        DecodingError: it is none, or damaged, or of floating-point numbers or integers of no known range.
     """
     return decoder()(content)
 
@@ -57,14 +59,24 @@ def with_torchcodec(content: bytes) -> Pixels:
     # torchcodec would decode all, are for Pillow itself.
     with opened(content) as image:
         several = image.format in ANIMATIONS and getattr(image, "is_animated", False)
+        transparent = image.has_transparency_data
     try:
-        decoded = None if several else decode_image(content, mode="RGB")
+        decoded = None if several else decode_image(content, mode="RGB_ALPHA" if transparent else "RGB")
     except (RuntimeError, ValueError):
         decoded = None
     if decoded is None or decoded.dim() != 3:
         return with_pillow(content)  # which knows more formats, and better words for what is wrong
     pixels: Pixels = decoded.numpy().transpose(1, 2, 0)
-    return pixels
+    return on_background(pixels) if transparent else pixels
+
+
+def on_background(pixels: NDArray[np.uint8]) -> Pixels:
+    """Return pixels [H, W, 4] with an alpha channel as RGB, composited as Pillow's decoder does."""
+    from PIL import Image
+
+    if pixels[..., 3].min() == 255:
+        return pixels[..., :3]
+    return np.array(opaque_picture(Image.fromarray(np.ascontiguousarray(pixels))).convert("RGB"))
 
 
 def with_pillow(content: bytes, mode: str = "RGB") -> NDArray[np.uint8]:
@@ -72,10 +84,8 @@ def with_pillow(content: bytes, mode: str = "RGB") -> NDArray[np.uint8]:
     from PIL import ImageOps
 
     with opened(content) as image:
-        upright = ImageOps.exif_transpose(image)
-        if upright.mode == "F":
-            raise DecodingError("its pixels are floating-point numbers, of no known range")
-        return np.array(eight_bits(upright).convert(mode))
+        ImageOps.exif_transpose(image, in_place=True)
+        return np.array(opaque_picture(image).convert(mode))
 
 
 @contextmanager
@@ -89,17 +99,9 @@ def opened(content: bytes) -> Iterator[Image.Image]:
 
     try:
         with Image.open(io.BytesIO(content)) as image:
+            scale_transparent_colour(image)
             yield image
     except UnidentifiedImageError:
         raise DecodingError("of no known format") from None
     except (OSError, EOFError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise DecodingError(str(error)) from None
-
-
-def eight_bits(image: Image.Image) -> Image.Image:
-    """An image of Pillow's with 16 bits a pixel in 8, which Pillow itself would clip at 255 and not scale."""
-    from PIL import Image
-
-    if not image.mode.startswith("I"):
-        return image
-    return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))

@@ -17,6 +17,7 @@ from flyte_ddp.files import HashingFile, file_digest, replacing, sync
 from flyte_ddp.models import zoo
 from flyte_ddp.models.images import EVALUATION_SHARE, InputSpec
 from flyte_ddp.parallel.buffers import overwrite
+from flyte_ddp.pictures import BACKGROUND
 
 FORMAT = "flyte-ddp-model/1"
 MIDDLE = "middle"  # the model has been evaluated with the middle of images, as large as its input
@@ -131,6 +132,7 @@ def described_input(spec: InputSpec, crop: str) -> dict[str, Any]:
         "crop": crop,
         # In the order in which they are used; docs/model.md has them as a program.
         "upright": True,  # an image is turned as its EXIF data say
+        "background": list(BACKGROUND),  # RGB: on it are images with an alpha channel or a transparent colour
         "mode": {1: "L", 3: "RGB"}.get(spec.channels, ""),  # in Pillow's words: grey, or colours in this order
         "crop_share": EVALUATION_SHARE if middle else None,  # of the shorter side: the middle square's
         "resize_dtype": "uint8" if middle else "float32",  # in which the resized image's values are rounded

@@ -13,13 +13,15 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from flyte_ddp.datasets import open_prepared
+from flyte_ddp.datasets.image_folder import listed_kinds
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replacing
+from flyte_ddp.formatting import counted
 from flyte_ddp.loading.encoded import BadSamples
 from flyte_ddp.loading.facts import few
 from flyte_ddp.models import artifacts
 from flyte_ddp.models.images import InputSpec
-from flyte_ddp.predict.prediction_batches import Batch, Request, folder_batches, split_batches
+from flyte_ddp.predict.prediction_batches import Batch, Request, folder_batches, image_paths, split_batches
 from flyte_ddp.progress import Progress
 from flyte_ddp.report.previews import FirstPredictions
 from flyte_ddp.settings import Settings
@@ -45,7 +47,7 @@ def predict(
     Args:
         model_path: ``model.pt`` of a run.
         sidecar_path: ``model.json`` of the same run.
-        images: a folder of images, searched at all depths; other files and hidden ones are skipped.
+        images: a folder of images, searched at all depths; hidden files are skipped, others skipped and counted.
         dataset: a prepared data set's folder, whose test split is predicted. Give this or ``images``.
         output: the table's path.
         batch_size: images in memory at a time.
@@ -70,7 +72,11 @@ def predict(
         bad_samples = sidecar.get("hyperparameters", {}).get("bad_samples", 0)
     request = Request(artifacts.input_spec(sidecar), batch_size, device, BadSamples(bad_samples))
     if images is not None:
-        batches = folder_batches(images, request, crop=sidecar["input"].get("crop", ""))
+        paths, others = image_paths(images)
+        if others:
+            left_out = f"{counted(sum(others.values()), 'file')} left out, as no images: {listed_kinds(others)}"
+            Progress(settings.progress).note(f"images={images}: {left_out}")
+        batches = folder_batches(images, paths, request, crop=sidecar["input"].get("crop", ""))
     elif dataset is not None:
         batches = split_batches(open_prepared(dataset), request, classes=classes, settings=settings)
     truth_column = ["truth"] if dataset is not None else []

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections import Counter
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from flyte_ddp.datasets import ImageArrays
 from flyte_ddp.datasets.encoded_set import EncodedSet
-from flyte_ddp.datasets.image_folder import SUFFIXES, files_below, is_image
+from flyte_ddp.datasets.image_folder import SUFFIXES, files_below, is_image, kind_of_file, listed_kinds
 from flyte_ddp.datasets.prepared import PreparedSet
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading import cropping, open_tests
@@ -42,14 +43,13 @@ class Request(NamedTuple):
     bad: BadSamples
 
 
-def folder_batches(folder: Path, request: Request, crop: str) -> Iterator[Batch]:
-    """The images below a folder, in the order of their paths."""
+def folder_batches(folder: Path, paths: Sequence[Path], request: Request, crop: str) -> Iterator[Batch]:
+    """Read and prepare the images at these paths below a folder, in their order."""
     spec, batch_size, device, bad = request
     if spec.channels not in (1, 3):
         raise UserError(
             f"the model takes {spec.channels} channels: image files have 1 or 3; predict a prepared data set instead"
         )
-    paths = image_paths(folder)
     for start in range(0, len(paths), batch_size):
         part = paths[start : start + batch_size]
         pixels = [pixels_of(path, spec, crop, bad) for path in part]
@@ -59,14 +59,20 @@ def folder_batches(folder: Path, request: Request, crop: str) -> Iterator[Batch]
         yield Batch(ids, None, [image is not None for image in pixels], torch.cat([nothing, *prepared]))
 
 
-def image_paths(folder: Path) -> list[Path]:
-    """Every image file below a folder, sorted, by the rules of training."""
+def image_paths(folder: Path) -> tuple[list[Path], Mapping[str, int]]:
+    """Return every image file below a folder, sorted, by the rules of training, and counts of its other files by kind.
+
+    Raises:
+        UserError: it cannot be listed, or has no images.
+    """
     if not folder.is_dir():
         raise UserError(f"images={folder}: must be a folder of images")
-    paths = [folder / entry.name for entry in files_below(str(folder.absolute())) if is_image(entry.name)]
-    if not paths:
-        raise UserError(f"images={folder}: no image in it; put {', '.join(SUFFIXES)} files there")
-    return sorted(paths)
+    names = [entry.name for entry in files_below(str(folder.absolute()))]
+    others = Counter(kind_of_file(name) for name in names if not is_image(name))
+    if len(names) == others.total():
+        found = f" but {listed_kinds(others)}" if others else ""
+        raise UserError(f"images={folder}: no image in it{found}; put {', '.join(SUFFIXES)} files there")
+    return sorted(folder / name for name in names if is_image(name)), others
 
 
 def pixels_of(path: Path, spec: InputSpec, crop: str, bad: BadSamples) -> Tensor | None:

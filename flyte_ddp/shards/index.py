@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp import storage
+from flyte_ddp.class_names import class_names
 from flyte_ddp.errors import UserError
 
 KIND = "wids-shard-index-v1"
@@ -166,7 +167,7 @@ def index_of(address: str, content: dict[str, Any]) -> ShardIndex:
         name = described.get("name") or listed.get("name") or ""
         parts.append(Part(str(name), weight_of(address, described.get("weight"))))
         shards.extend(shards_of(where, listed, part=len(parts) - 1))
-        classes.setdefault(tuple(map(str, listed[EXTENSION].get("classes", []))), where)
+        classes.setdefault(class_names(f"index {where}", listed[EXTENSION].get("classes", [])), where)
 
     if content.get("shardlist"):
         add(address, content, content)
@@ -174,7 +175,9 @@ def index_of(address: str, content: dict[str, Any]) -> ShardIndex:
         add(*referred(address, content, reference), reference)
     if not shards:
         raise malformed(address, "has no shards")
-    own = tuple(map(str, content[EXTENSION].get("classes", [])))  # also of an index that only refers to others
+    own = class_names(
+        f"index {address}", content[EXTENSION].get("classes", [])
+    )  # also of an index that only refers to others
     classes = {own: address} | classes
     classes.pop((), None)
     if len(classes) > 1:

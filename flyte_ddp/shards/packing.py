@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from flyte_ddp.class_names import class_names
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replacing
 from flyte_ddp.order import sampling
@@ -61,8 +62,8 @@ def pack(
             so that samples in an order of their own (class by class) should be mixed here.
 
     Raises:
-        UserError: no samples, one that cannot be had, a folder that cannot be written to, or a file in the index's
-            place that is none; all is as it was then.
+        UserError: no samples, one that cannot be had, a class whose name is not UTF-8, a folder that cannot be written
+            to, or a file in the index's place that is none; all is as it was then.
     """
     if count == 0:
         raise UserError(f"{name}: there is no sample to pack")
@@ -72,6 +73,7 @@ def pack(
         raise UserError(f"seed={seed}: must be at least 0")
     if not name or PurePath(name).name != name:
         raise UserError(f"name={name!r}: must be fit for a file's name")
+    classes = class_names(name, classes)
     index = index_output(folder / f"{name}.json")
     order = np.arange(count)
     if seed is not None:

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flyte_ddp import storage
+from flyte_ddp.class_names import class_names
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replacing
 from flyte_ddp.formatting import counted
+from flyte_ddp.pictures import opaque_picture
 from flyte_ddp.progress import Progress
 from flyte_ddp.shards.decoding import decode_member, is_image
 from flyte_ddp.shards.index import Part, Shard, ShardIndex, index_json, load, read_index
@@ -103,13 +105,15 @@ def label_of(member: Member, content: bytes, url: str) -> int:
 
 
 def problem_of_image(member: Member, content: bytes, url: str) -> str:
-    """Why an image cannot be decoded; nothing for one that can."""
+    """Return why training could not decode an image; nothing for one that it could."""
     try:
-        decode_member({"__key__": member.key, "__shard__": url}, member.extension, content).load()
+        image = decode_member({"__key__": member.key, "__shard__": url}, member.extension, content)
+        image.load()
+        opaque_picture(image)
     except UserError as error:
         return error.message
     except Exception as error:  # Pillow raises many kinds of errors
-        return f"sample {member.key!r} in {url}: {member.extension} is damaged ({error})"
+        return f"sample {member.key!r} in {url}: {member.extension} cannot be decoded ({error})"
     return ""
 
 
@@ -146,6 +150,7 @@ def create_index(
         UserError: a shard that cannot be had or is none, two that are the same, a label that has no class, a class
             without a name or with another's; an output that is a shard, or another file that is no index.
     """
+    classes = class_names("classes", classes)
     for label, count in Counter(classes).items():
         if count > 1 or not label.strip():
             raise UserError(f"class {label!r} is named {counted(count, 'time')}: each must have a name of its own")

@@ -19,7 +19,7 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.storage import failures
 from flyte_ddp.storage.addresses import leads_out
 from flyte_ddp.storage.content import CHUNK_BYTES, Content, Entry, Span, entity_tag
-from flyte_ddp.storage.digest_list import SUMS, read_sums
+from flyte_ddp.storage.digest_list import SUMS, DigestListError, read_sums
 from flyte_ddp.storage.failures import CONNECTIONS, UnavailableError, refusal, root_cause
 
 HOPELESS = (InvalidURL, SSLError, TooManyRedirects, urllib3.exceptions.LocationParseError)
@@ -52,7 +52,11 @@ def list_files(address: str) -> Iterator[Entry]:
     except UnavailableError as failure:
         words = f"an HTTP server has no list of its files, and {SUMS} in that folder cannot be read: {failure}"
         raise UnavailableError(words, transient=failure.transient) from None
-    for name, digest in sorted(read_sums(content).items()):
+    try:
+        sums = read_sums(content)
+    except DigestListError as error:
+        raise UnavailableError(f"{SUMS} in that folder is not understood: {error}") from None
+    for name, digest in sorted(sums.items()):
         if leads_out(name):
             raise UnavailableError(f"{SUMS} there names {name!r}, which is not in that folder")
         yield Entry(name, -1, digest)

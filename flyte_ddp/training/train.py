@@ -14,8 +14,10 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_
 
+from flyte_ddp.catalog import encoded_kind
 from flyte_ddp.datasets import open_prepared
 from flyte_ddp.errors import UserError
+from flyte_ddp.loading.equal_pictures import describe_equal_pictures
 from flyte_ddp.loading.facts import check_bad_samples
 from flyte_ddp.models import zoo
 from flyte_ddp.order import sampling
@@ -54,6 +56,8 @@ def train(job: Job, offer_saving: Callable[[Callable[[], int]], None] = lambda _
         run = Run(state, Selection(hp), recorder, loss_watch)
         if job.checkpoint is not None:
             restore(run, job.checkpoint)
+        elif recorder.writes:
+            recorder.warn(equal_pictures(state))
         with Checkpointer(job, run) as checkpoints:
             offer_saving(checkpoints.save)
             while state.epoch < state.epochs and not run.selection.stopped:
@@ -65,6 +69,17 @@ def train(job: Job, offer_saving: Callable[[Callable[[], int]], None] = lambda _
                 finish_epoch(run, evaluation)
                 checkpoints.epoch_done()
         write_outputs(job, data, state, run.selection, recorder)
+
+
+def equal_pictures(state: TrainingState) -> str:
+    """Return a warning if most pictures that this rank sees first are equal: in training, of a stream in testing.
+
+    A stream gives each picture once, and augmented.
+    """
+    if encoded_kind(state.hp.dataset) == "stream":
+        return describe_equal_pictures(state.test, state.test.order.samples(slice(0, state.hp.test_batch_size)))
+    first = next(state.training.order.batches(0, state.hp.batch_size))
+    return describe_equal_pictures(state.training, own_shares(first, state.hp.accumulation_steps)[0].samples)
 
 
 def batches_to_do(state: TrainingState) -> Iterator[sampling.Indices]:

@@ -31,3 +31,4 @@ class DataProfile(DataClassJsonMixin):
     labelled: dict[str, str]  # a sample for each label that is not the number of one of the classes
     duplicated: list[str]  # examples
     conflicting: list[str]  # examples
+    equal: int = 0  # the most samples that have the same pixels

@@ -188,6 +188,7 @@ def compare(training: Seen, test: Seen, found: DataProfile, name: Callable[[str,
     numbers, labels, digests = (np.concatenate(pair) for pair in zip(training, test, strict=True))
     in_test = np.arange(len(numbers)) >= len(training.numbers)
     _, group, sizes = np.unique(digests, return_inverse=True, return_counts=True)
+    found.equal = int(max(sizes, default=0))
     shared = np.flatnonzero(sizes[group] > 1)
     shared = shared[np.lexsort((shared, group[shared]))]  # those with the same pixels side by side, training's first
     starts = np.flatnonzero(np.diff(group[shared], prepend=-1))

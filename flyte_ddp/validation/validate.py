@@ -65,10 +65,12 @@ def of_equal_pixels(found: DataProfile, max_duplicates: float, max_conflicts: fl
         )
     samples = found.training.samples + found.test.samples
     if found.conflicts > max_conflicts * samples:
+        remedy = "correct the labels"
+        if found.equal > samples / 2:
+            remedy = f"{found.equal:,} are one and the same picture: look at it, as decoding may lose what it shows"
         yield (
             f"{found.conflicts:,} of {counted(samples, 'sample')} have the pixels of another one with another label, "
-            f"more than max_conflicts={max_conflicts:g} of them, such as {'; '.join(found.conflicting)}; "
-            "correct the labels"
+            f"more than max_conflicts={max_conflicts:g} of them, such as {'; '.join(found.conflicting)}; {remedy}"
         )
 
 

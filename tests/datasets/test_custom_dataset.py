@@ -90,11 +90,16 @@ def gathered(train: Any, test: Any = None) -> Any:
 
 
 @pytest.mark.parametrize(
-    "kind", ["grey PIL", "grey array", "grey tensor", "PIL", "array", "tensor", "palette", "bitmap"]
+    "kind",
+    [
+        *("grey PIL", "grey array", "grey tensor", "PIL", "array", "tensor", "palette", "bitmap"),
+        *("16 bits", "transparent", "grey and transparent"),
+    ],
 )
 def test_kinds_of_images(kind: str) -> None:
     grey, colour = picture(1, 6, 8), picture(2, 6, 8, 3)
     palette = Image.fromarray(colour).quantize(8)
+    holes = (np.indices((6, 8)).sum(0) % 2 * 255).astype(np.uint8)[..., None]
     images: dict[str, tuple[Any, Any]] = {
         "grey PIL": (Image.fromarray(grey), grey[..., None]),
         "grey array": (grey, grey[..., None]),
@@ -104,6 +109,15 @@ def test_kinds_of_images(kind: str) -> None:
         "tensor": (torch.from_numpy(colour).permute(2, 0, 1), colour),
         "palette": (palette, np.asarray(palette.convert("RGB"))),
         "bitmap": (Image.fromarray(grey > 127), (grey > 127).astype(np.uint8)[..., None] * 255),
+        "16 bits": (Image.fromarray(grey.astype(np.uint16) * 256 + 17), grey[..., None]),
+        "transparent": (
+            Image.fromarray(np.concatenate([colour, holes], 2)),
+            np.where(holes, colour, 255).astype(np.uint8),
+        ),
+        "grey and transparent": (
+            Image.fromarray(np.concatenate([grey[..., None], holes], 2), "LA"),
+            np.where(holes, grey[..., None], 255).astype(np.uint8).repeat(3, axis=2),
+        ),
     }
     image, expected = images[kind]
     made = gathered([(image, 0), (image, torch.tensor(1)), (image, np.int64(2))])
@@ -131,6 +145,7 @@ IMAGE = picture(0, 4, 4)
         (([(IMAGE, 0)], Sized()), "test set: is empty"),
         (([(IMAGE, 0), (picture(0, 4, 5), 0)], [(IMAGE, 0)]), "image 1 is 4x5x1 and image 0 is 4x4x1.*one size"),
         (([(IMAGE, 0)], [(picture(0, 5, 5), 0)]), "train_images are 4x4x1 and test_images 5x5x1"),
+        (([(Image.new("I", (4, 4)), 0)], [(IMAGE, 0)]), "image 0 cannot be taken: its pixels are 32-bit or signed"),
         (([(IMAGE / 255, 0)], [(IMAGE, 0)]), "image 0 is float64.*leave out transforms such as ToTensor"),
         (([(IMAGE, 0.5)], [(IMAGE, 0)]), "item 0 must be an image and a whole-number label"),
         (([(IMAGE, "cat")], [(IMAGE, 0)]), "item 0 must be an image and a whole-number label"),

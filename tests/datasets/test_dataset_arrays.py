@@ -90,7 +90,7 @@ def test_what_is_written_is_what_is_opened(tmp_path: Path) -> None:
     assert (opened.name, opened.classes) == ("flowers", ("a", "b", "c"))
     assert opened.digest == content_digest(made) == content_digest(opened)
     description = json.loads((tmp_path / "dataset.json").read_text())
-    assert set(description) == {"name", "classes", "mean", "std", "digest", "test_digest", "source"}
+    assert set(description) == {"format", "name", "classes", "mean", "std", "digest", "test_digest", "source"}
 
 
 @pytest.mark.parametrize(

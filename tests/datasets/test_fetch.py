@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -75,6 +76,18 @@ def test_a_folder_with_a_damaged_array_is_filled_again(tmp_path: Path, damage: s
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     assert leftovers(tmp_path) == ["data"]
     np.testing.assert_array_equal(mapped, getattr(open_arrays(folder), name))
+
+
+def test_a_folder_that_older_code_prepared_is_filled_again(tmp_path: Path) -> None:
+    """Equal sources may become other pixels today."""
+    folder = fetch("digits", "", tmp_path / "data", progress="off")
+    description = folder / "dataset.json"
+    before = json.loads(description.read_text())
+    for older in ({**before, "format": 1}, {key: value for key, value in before.items() if key != "format"}):
+        description.write_text(json.dumps(older))
+        assert not is_whole(folder)
+        fetch("digits", "", folder, progress="off")
+        assert json.loads(description.read_text()) == before
 
 
 @pytest.mark.parametrize(

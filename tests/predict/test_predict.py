@@ -117,7 +117,7 @@ def write_dataset(folder: Path, channels: int, count: int = 23) -> Path:
 
 
 def test_a_folder_is_predicted_file_by_file_in_the_order_of_paths(
-    grey_model: tuple[Path, Path], folder: Path, tmp_path: Path
+    grey_model: tuple[Path, Path], folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     names = [
         "b.png",
@@ -138,6 +138,7 @@ def test_a_folder_is_predicted_file_by_file_in_the_order_of_paths(
     os.mkfifo(folder / "a" / "pipe.png")
 
     output = predict(*grey_model, images=folder, dataset=None, output=tmp_path / "new/table.csv", batch_size=4)
+    assert capfd.readouterr().err == f"images={folder}: 1 file left out, as no images: 1 .txt\n"
     rows = read_table(output)
     order = sorted(range(len(names)), key=lambda k: names[k].split("/"))
     assert [row["id"] for row in rows] == [names[k] for k in order]
@@ -153,7 +154,7 @@ def test_the_images_of_a_folder_are_those_that_training_sees(tmp_path: Path) -> 
     (tmp_path / "in" / "else").rename(tmp_path / "else")
     (tmp_path / "in" / "linked").symlink_to(tmp_path / "else")
     trained = [tmp_path / "in" / name for name in list_images(str(tmp_path / "in")).names]
-    assert image_paths(tmp_path / "in") == trained
+    assert image_paths(tmp_path / "in")[0] == trained
     assert [path.suffix for path in trained] == [".pbm", ".png", ".ppm", ".tif", ".png"]
 
 
@@ -204,7 +205,8 @@ def test_sixteen_bits_are_scaled_and_not_clipped(tmp_path: Path) -> None:
 def test_images_are_read_a_batch_at_a_time(folder: Path) -> None:
     for k in range(10):
         Image.fromarray(noise(16, 16)).save(folder / f"{k}.png")
-    batches = folder_batches(folder, Request(GREY, 4, torch.device("cpu"), BadSamples(0)), "")
+    paths, _ = image_paths(folder)
+    batches = folder_batches(folder, paths, Request(GREY, 4, torch.device("cpu"), BadSamples(0)), "")
     assert next(batches).inputs.shape == (4, 1, 16, 16)
     for k in range(4, 10):
         (folder / f"{k}.png").unlink()
@@ -214,7 +216,7 @@ def test_images_are_read_a_batch_at_a_time(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """300, of many sizes and shapes, grey and in colour, some of which a camera has taken sideways."""
+    """300, of many sizes and shapes, grey, in colour and partly transparent, some taken sideways by a camera."""
     folder, paths = tmp_path_factory.mktemp("photos"), []
     random = np.random.default_rng(5)
     for index in range(300):
@@ -224,6 +226,8 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         fine = random.integers(-20, 21, (photo.height, photo.width, 3))
         photo = Image.fromarray((np.asarray(photo) + fine).clip(0, 255).astype(np.uint8))
         photo = photo.convert("L") if index % 10 == 7 else photo
+        if index % 10 == 3:  # an odd number: a PNG
+            photo.putalpha(coarse.convert("L").resize(photo.size, Image.Resampling.BICUBIC))
         turned = Image.Exif()
         turned[0x0112] = (1, 6, 3, 8)[index % 4]
         paths.append(folder / f"{index:03d}.{'png' if index % 2 else 'jpg'}")
@@ -270,7 +274,19 @@ def test_outside_this_package_ten_lines_of_the_readme_prepare_an_image(
 
 
 USED_BY_THE_EXAMPLE = (
-    *("upright", "mode", "crop_share", "resize_dtype", "height", "width", "antialias", "scale", "mean", "std"),
+    *(
+        "upright",
+        "background",
+        "mode",
+        "crop_share",
+        "resize_dtype",
+        "height",
+        "width",
+        "antialias",
+        "scale",
+        "mean",
+        "std",
+    ),
 )
 
 
@@ -300,12 +316,13 @@ def picture(folder: Path) -> None:
     ("prepare_folder", "message"),
     [
         (lambda _: None, r"images: no image in it; put \.jpg"),
+        (lambda folder: (folder / "x.heic").touch(), r"images: no image in it but 1 \.heic; put \.jpg"),
         (lambda folder: folder.rmdir(), "images: must be a folder"),
         (text_as_png, r"notes\.png cannot be decoded: of no known format; fix or remove it, or allow .* bad_samples$"),
         (cut_jpeg, r"cut\.jpg cannot be decoded: .*truncated"),
         (lambda folder: (folder / "gone.png").symlink_to("nowhere"), r"cannot be listed .*gone\.png: No such file"),
     ],
-    ids=["empty", "missing", "text", "truncated", "unreadable"],
+    ids=["empty", "others", "missing", "text", "truncated", "unreadable"],
 )
 def test_what_is_no_image_is_named_and_leaves_no_table(
     grey_model: tuple[Path, Path], folder: Path, tmp_path: Path, prepare_folder: Callable[[Path], None], message: str

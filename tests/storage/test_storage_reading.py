@@ -120,7 +120,7 @@ def test_all_objects_of_a_bucket(place: Place) -> None:
 def test_web_servers_have_lists_only_where_one_was_put(server: FileServer) -> None:
     with pytest.raises(UnavailableError, match=r"no list of its files, and SHA256SUMS in that folder .*HTTP 404"):
         list(storage.list_files(f"{server.url}/data"))
-    server.files = {"data/SHA256SUMS": b"%s  ./b/y.jpg\n%s *a/x z.jpg\nnonsense\n" % (b"B" * 64, b"0" * 64)}
+    server.files = {"data/SHA256SUMS": b"%s  ./b/y.jpg\n%s *a/x z.jpg\n\n# a remark\n" % (b"B" * 64, b"0" * 64)}
     assert list(storage.list_files(f"{server.url}/data/")) == [
         Entry("a/x z.jpg", -1, "0" * 64),
         Entry("b/y.jpg", -1, "b" * 64),

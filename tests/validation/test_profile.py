@@ -97,6 +97,7 @@ def test_of_files(tmp_path: Path) -> None:
     assert found.training.brightness["12"] == 1
     assert found.duplicates == 1
     assert found.duplicated == [f"image {folders[1]}/cat/x.png and image {folders[0]}/dog/2.png"]
+    assert found.equal == 2
     assert found.conflicts == 4, "the two that are in cat and in dog, and the one whose copy is tested as a cat"
     assert sorted(found.conflicting) == [
         f"image {folders[0]}/cat/1.png (label 0) and image {folders[0]}/dog/3.png (label 1)",

@@ -32,6 +32,15 @@ def problems(found: DataProfile, hp: Hyperparameters = HP, duplicates: float = 0
     return [line.removeprefix("dataset='image_folder:x': ") for line in str(raised.value).splitlines()]
 
 
+def test_of_one_picture_with_many_labels_it_is_not_said_that_the_labels_are_wrong() -> None:
+    [problem] = problems(replace(GOOD, conflicts=160, equal=160, conflicting=["a.png (label 0) and b.png (label 1)"]))
+    assert problem == (
+        "160 of 200 samples have the pixels of another one with another label, more than max_conflicts=0.01 of them, "
+        "such as a.png (label 0) and b.png (label 1); 160 are one and the same picture: look at it, as decoding may "
+        "lose what it shows"
+    )
+
+
 def test_good_data_pass() -> None:
     check(GOOD, HP, max_duplicates=0, max_conflicts=0)
     assert not [*differences(GOOD, GOOD)]

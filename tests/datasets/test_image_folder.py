@@ -1,0 +1,175 @@
+"""What a listing of class/name.jpg takes, what it leaves out and says, and which names of classes it takes."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import unicodedata
+from pathlib import Path
+
+import numpy as np
+import pytest
+from encoded_runs import BASE, train
+from file_server import FileServer
+from image_folders import image_bytes, pixels_of, write_files
+from PIL import Image
+from surroundings import s3_environment
+from tars import shard_bytes
+
+from flyte_ddp import image_arrays
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.datasets import fetch, open_prepared
+from flyte_ddp.datasets.image_folder import SUFFIXES, list_images
+from flyte_ddp.datasets.packing import pack_image_folder, pack_images
+from flyte_ddp.datasets.prepared import check_prepared
+from flyte_ddp.errors import UserError
+from flyte_ddp.loading import decoding
+from flyte_ddp.shards.index import read_index
+from flyte_ddp.shards.scanning import create_index, verify_index
+
+NFC, NFD = (unicodedata.normalize(form, "café") for form in ("NFC", "NFD"))
+NO_TEXT = os.fsdecode(b"caf\xe9")
+
+
+@pytest.mark.parametrize("decode", [decoding.with_torchcodec, decoding.with_pillow])
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_what_is_listed_can_be_decoded(decode, suffix: str) -> None:
+    """By both decoders, from the format that Pillow saves under such a name."""
+    form = {".apng": "PNG", ".jfif": "JPEG", ".jpe": "JPEG", ".pnm": "PPM"}.get(suffix)
+    buffer = io.BytesIO()
+    picture = Image.fromarray(pixels_of(0)).convert("1" if suffix == ".pbm" else "RGB")
+    picture.save(buffer, form or Image.registered_extensions()[suffix])
+    assert decode(buffer.getvalue()).shape == (9, 11, 3)
+
+
+def files_of(classes: dict[str, list[str]]) -> dict[str, bytes]:
+    return {f"{name}/{file}": image_bytes(seed=ord(file[0])) for name, files in classes.items() for file in files}
+
+
+def test_other_files_are_counted_by_their_kinds(tmp_path: Path) -> None:
+    images = files_of({"ant": ["1.jfif", "2.PNG"], "bee": ["1.avif", "2.heic", "3.HEIC", "4.txt", "LICENSE"]})
+    others = dict.fromkeys(["top.jpg", "README", "labels.csv", "SHA256SUMS", ".hidden.heic"], b"")
+    folder = str(write_files(tmp_path / "images", images | others))
+    expected = (
+        f"image folder {folder}: 7 files left out, as no images: 2 .heic, 2 without an extension, 1 .csv, 1 .jpg in "
+        "no class's folder, 1 .txt"
+    )
+    found = list_images(folder)
+    assert list(found.names) == ["ant/1.jfif", "ant/2.PNG", "bee/1.avif"]
+    assert found.describe()[1:] == [expected]
+    test_dataset = f"image_folder:{write_files(tmp_path / 'tests', files_of({'ant': ['1.png'], 'bee': ['1.png']}))}"
+    data = fetch(f"image_folder:{folder}", "", tmp_path / "data", test_dataset=test_dataset, progress="off")
+    hp = Hyperparameters(dataset=f"image_folder:{folder}", test_dataset=test_dataset, validation_fraction=0.0)
+    said = check_prepared(data, hp, ranks=1, workers=1)
+    assert [line for line in said if "left out" in line] == [expected], "also of a folder that was listed before"
+
+
+@pytest.mark.parametrize("place", ["file", "http", "s3"])
+def test_a_class_without_images_is_an_error_that_says_what_it_has(
+    place: str, server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s3_environment(server.url, monkeypatch)
+    files = files_of({"ant": ["1.jpg"], "bee": ["1.heic", "2.heic", "deep/3.dng"], "cow": ["1.jpg", "2.heic"]})
+    write_files(tmp_path / "bucket", files)
+    lines = "".join(f"{'0' * 64}  {name}\n" for name in files)
+    server.files = {f"bucket/{name}": content for name, content in files.items()}
+    server.files["bucket/SHA256SUMS"] = lines.encode()
+    start = {"file": str(tmp_path), "http": server.url, "s3": "s3:/"}[place]
+    with pytest.raises(UserError, match=r"bucket: class 'bee' has no images, but 2 \.heic, 1 \.dng; convert images to"):
+        list_images(f"{start}/bucket")
+
+
+def test_nothing_but_other_files(tmp_path: Path) -> None:
+    folder = str(write_files(tmp_path / "images", files_of({"ant": ["1.heic"], "bee": ["1.heic", "2.dng"]})))
+    with pytest.raises(UserError, match=r"among its 3 files \(2 \.heic, 1 \.dng\); it must hold class/name\.jpg"):
+        list_images(folder)
+
+
+@pytest.mark.parametrize("place", ["file", "http"])
+def test_a_class_whose_name_is_no_text_is_refused_before_anything_else(
+    place: str, server: FileServer, tmp_path: Path
+) -> None:
+    """In the end it would be lost in the writing of model.json."""
+    write_files(tmp_path / "images", files_of({"ant": ["1.png"], NO_TEXT: ["1.png"]}))
+    server.files = {"images/SHA256SUMS": b"%s  ant/1.png\n%s  caf\xe9/1.png\n" % (b"0" * 64, b"0" * 64)}
+    address = f"{tmp_path if place == 'file' else server.url}/images"
+    for attempt in (
+        lambda: train(Hyperparameters(dataset=f"image_folder:{address}"), tmp_path / "out"),
+        lambda: pack_image_folder(address, tmp_path / "out", progress="off"),
+    ):
+        with pytest.raises(UserError, match=r"images: class 'caf\\udce9' is not UTF-8.*; rename it") as caught:
+            attempt()
+        assert len(caught.value.message.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_such_a_name_is_refused_in_lists_of_classes_too(tmp_path: Path) -> None:
+    picture = np.zeros((2, 4, 4), np.uint8)
+    tar = tmp_path / "x.tar"
+    tar.write_bytes(shard_bytes({"0": {".png": image_bytes(), ".cls": b"0"}}))
+    index = tmp_path / "x.json"
+    create_index([str(tar)], index, classes=["ant"], progress="off")
+    index.write_text(index.read_text().replace('"ant"', json.dumps(NO_TEXT)))
+    for attempt in (
+        lambda: image_arrays(picture, [0, 1], picture, [0, 1], ["ant", NO_TEXT]),
+        lambda: create_index([str(tar)], tmp_path / "y.json", classes=[NO_TEXT], progress="off"),
+        lambda: pack_images([(picture[0], 0)], tmp_path / "out", classes=[NO_TEXT], progress="off"),
+        lambda: read_index(str(index)),
+        lambda: Hyperparameters(dataset=f"image_folder:/{NO_TEXT}"),
+    ):
+        with pytest.raises(
+            UserError, match=r"(class 'caf\\udce9' is not|dataset='image_folder:/caf\\udce9': must be) UTF-8"
+        ):
+            attempt()
+    assert not (tmp_path / "y.json").exists()
+    assert not (tmp_path / "out").exists()
+
+
+def test_folders_whose_names_differ_in_unicodes_form_are_one_class(tmp_path: Path) -> None:
+    """Such as a training set from Linux beside a test set from macOS."""
+    folder = write_files(tmp_path / "train", files_of({"ant": ["1.png"], NFC: ["1.png"], NFD: ["2.png", "3.png"]}))
+    found = list_images(str(folder))
+    assert (found.classes, sorted(found.labels.tolist())) == (("ant", NFC), [0, 1, 1, 1])
+    assert all(found.read(number) for number in range(4))
+    tests = write_files(tmp_path / "tests", files_of({"ant": ["1.png"], NFD: ["1.png"]}))
+    address = f"image_folder:{folder}", f"image_folder:{tests}"
+    data = open_prepared(fetch(address[0], "", tmp_path / "data", test_dataset=address[1], progress="off"))
+    assert data.classes == data.test.classes == ("ant", NFC)
+
+
+@pytest.mark.slow
+def test_a_model_of_such_classes_is_written(tmp_path: Path) -> None:
+    folder = write_files(tmp_path / "images", files_of({NFD: [*"123456789"], "ant": [*"abcdefghi"]}))
+    for path in [*folder.rglob("*/*")]:
+        path.rename(path.with_suffix(".png"))
+    result = train(
+        BASE.from_dict(BASE.to_dict() | {"dataset": f"image_folder:{folder}", "max_steps": 1}), tmp_path / "out"
+    )
+    assert json.loads(result.sidecar.read_text())["classes"] == ["ant", NFC]
+
+
+def test_two_classes_of_a_list_must_not_be_one_name_in_two_forms(tmp_path: Path) -> None:
+    picture = np.zeros((2, 4, 4), np.uint8)
+    said = r"classes 'caf\\xe9' and 'cafe\\u0301' are one name in two of Unicode's forms, and have two labels"
+    with pytest.raises(UserError, match=said):
+        image_arrays(picture, [0, 1], picture, [0, 1], [NFC, NFD])
+    assert image_arrays(picture, [0, 1], picture, [0, 1], ["ant", NFD]).classes == ("ant", NFC)
+    assert image_arrays(picture, [0, 1], picture, [0, 1], ["crane", "crane"]).classes == ("crane", "crane")
+    tar = tmp_path / "x.tar"
+    tar.write_bytes(shard_bytes({"0": {".png": image_bytes(), ".cls": b"0"}}))
+    with pytest.raises(UserError, match=said):
+        create_index([str(tar)], tmp_path / "x.json", classes=[NFC, NFD], progress="off")
+    assert create_index([str(tar)], tmp_path / "x.json", classes=[NFD], progress="off").classes == (NFC,)
+
+
+def test_what_training_refuses_for_its_pixels_is_found_by_who_checks_shards(tmp_path: Path) -> None:
+    buffer = io.BytesIO()
+    Image.fromarray(np.full((4, 4), 7, np.int32)).save(buffer, "TIFF")
+    folder = write_files(tmp_path / "images", files_of({"ant": ["1.png"]}) | {"bee/scan.tif": buffer.getvalue()})
+    pack_image_folder(str(folder), tmp_path / "out", progress="off")
+    [said] = verify_index(str(tmp_path / "out" / "train.json"), decode=True, progress="off")
+    assert re.fullmatch(
+        r"sample 'bee/scan' in .*: \.tif cannot be decoded \(its pixels are 32-bit or signed .*\)", said
+    )

@@ -1,0 +1,114 @@
+"""Runs on pictures whose content is not in their red, green and blue, and on pictures that have none."""
+
+from __future__ import annotations
+
+import csv
+import html
+import io
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from encoded_runs import BASE, notes, quiet, train
+from image_folders import write_files
+from PIL import Image
+
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.datasets import fetch, open_prepared
+from flyte_ddp.datasets.packing import pack_image_folder
+from flyte_ddp.export.requests import raw_images
+from flyte_ddp.predict.predict import predict
+from flyte_ddp.run import run_training
+from flyte_ddp.validation.profiling import profile
+
+
+def bar(number: int) -> np.ndarray:
+    """Where a picture of 24 x 24 pixels is opaque: in a bar that stands (even numbers) or lies."""
+    opaque = np.zeros((24, 24), dtype=bool)
+    opaque[3 + number % 13 :][:5] = True
+    return opaque if number % 2 else opaque.T
+
+
+def shapes(folder: Path, number: int) -> Path:
+    """Black pictures of bars on black: only their alpha channels differ."""
+    for index in range(number):
+        pixels = np.zeros((24, 24, 4), dtype=np.uint8)
+        pixels[bar(index), 3] = 255
+        buffer = io.BytesIO()
+        Image.fromarray(pixels).save(buffer, "PNG")
+        write_files(folder, {f"{'lying' if index % 2 else 'standing'}/{index:02d}.png": buffer.getvalue()})
+    return folder
+
+
+@pytest.mark.slow
+def test_what_only_an_alpha_channel_shows_is_learnt_and_predicted(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Exports are checked with decoded images, which are those of the formula; validation decodes, too."""
+    folder, tests = shapes(tmp_path / "images", 60), shapes(tmp_path / "tests", 20)
+    hp = replace(BASE, dataset=f"image_folder:{folder}", test_dataset=f"image_folder:{tests}", batch_size=10, epochs=8)
+    result = train(hp, tmp_path / "out", replace(quiet(tmp_path), progress="lines"))
+    assert result.test_accuracy == 1.0
+    assert "are equal" not in capfd.readouterr().err
+    table = predict(result.model, result.sidecar, images=tests, dataset=None, output=tmp_path / "table.csv")
+    with table.open() as file:
+        assert all(row["id"].startswith(f"{row['prediction']}/") for row in csv.DictReader(file))
+    prepared = fetch(hp.dataset, "", tmp_path / "prepared", test_dataset=hp.test_dataset, progress="off")
+    order = [*range(1, 20, 2), *range(0, 20, 2)]  # lying, standing
+    expected = [np.where(bar(number), 0, 255)[..., None].repeat(3, axis=2) for number in order]
+    assert np.array_equal(list(raw_images(open_prepared(prepared), 3, quiet(tmp_path))), expected)
+    assert profile(prepared).test.modes == {"RGBA": 20}
+
+
+def one_picture(folder: Path, number: int, others: int) -> Path:
+    """So many files in two classes, all with the same pixels but the first few."""
+    for index in range(number):
+        path = folder / ("a", "b")[index % 2] / f"{index:02d}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        picture = Image.fromarray(np.indices((20, 24, 3)).sum(0).astype(np.uint8))
+        if index < others:
+            picture = picture.rotate(90).point(lambda value, index=index: value + index)
+        picture.save(path)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "others", "warned"),
+    [("image_folder", 0, True), ("image_folder", 4, True), ("image_folder", 20, False), ("shards", 0, True)],
+)
+def test_it_is_said_that_most_pictures_are_equal(
+    kind: str, others: int, warned: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    address = str(one_picture(tmp_path / "images", 32, others))
+    if kind == "shards":
+        pack_image_folder(address, tmp_path / "packed", progress="off")
+        address = f"{tmp_path}/packed/train.json"
+    hp = replace(BASE, dataset=f"{kind}:{address}", max_steps=1, augment="resized_crop", validation_fraction=0.0)
+    result = train(hp, tmp_path / "out", replace(quiet(tmp_path), progress="lines"))
+    said = [line for line in capfd.readouterr().err.splitlines() if "are equal as the model gets them" in line]
+    assert len(said) == warned
+    assert [line for line in notes(result) if "are equal" in line] == said
+    if warned:
+        assert others or said[0].startswith("warning: 29 of the first 29 pictures are equal")  # 3 are held out
+        assert said[0] in html.unescape(result.report.read_text())
+
+
+def test_of_arrays_it_is_said_too_and_of_real_pictures_it_is_not(
+    digits: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "blank.py").write_text(
+        "import numpy as np\n"
+        "from flyte_ddp import image_arrays\n"
+        "def make(_):\n"
+        "    images, labels = np.zeros((100, 8, 8), np.uint8), np.arange(100) % 2\n"
+        "    return image_arrays(images, labels, images, labels, classes=['a', 'b'])\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    blank = fetch("blank:make", "", tmp_path / "blank", progress="off")
+    for dataset, data, count in (("digits", digits, 0), ("blank:make", blank, 1)):
+        hp = Hyperparameters(dataset=dataset, num_ranks=1, max_steps=1)
+        run_training(hp, data, tmp_path / dataset, replace(quiet(tmp_path), progress="lines"))
+        assert capfd.readouterr().err.count("64 of the first 64 pictures are equal") == count
