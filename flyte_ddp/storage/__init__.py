@@ -13,13 +13,14 @@ from typing import Protocol
 from flyte_ddp.storage import local
 from flyte_ddp.storage.addresses import as_in, join, local_path, parent, resolve, scheme
 from flyte_ddp.storage.content import Content, Entry, Span, check_length
-from flyte_ddp.storage.failures import AlteredError, ExistsError, MissingError, UnavailableError
+from flyte_ddp.storage.failures import AlteredError, ExistsError, ForbiddenError, MissingError, UnavailableError
 from flyte_ddp.storage.retries import retried
 
 __all__ = [
     "AlteredError",
     "Entry",
     "ExistsError",
+    "ForbiddenError",
     "MissingError",
     "UnavailableError",
     "as_in",
