@@ -10,6 +10,7 @@ from flytekit import Deck, task
 from flytekit.types.directory import FlyteDirectory
 
 from flyte_ddp.errors import UserError, unknown_name
+from flyte_ddp.formatting import counted
 from flyte_ddp.settings import from_environment
 from flyte_ddp.shards.plan_request import PlanRequest
 from tasks import places, pods, recovery
@@ -106,7 +107,7 @@ def verify_packed(packed: FlyteDirectory, name: str = "train") -> PackedShards:
 def refuse_problems(index: str, problems: list[str]) -> None:
     """Raises UserError with the first problems, if there are any."""
     if problems:
-        raise UserError("\n".join([f"index {index}: {len(problems)} problems", *problems[:20]]))
+        raise UserError("\n".join([f"index {index}: {counted(len(problems), 'problem')}", *problems[:20]]))
 
 
 @task(**pods.light_pod())
