@@ -18,9 +18,10 @@ from flytekit.extras import accelerators
 from flytekit.extras.accelerators import BaseAccelerator
 
 from flyte_ddp.code_digest import library_digest, package_digest
+from flyte_ddp.credentials import refuse_credentials
 from flyte_ddp.errors import UserError, unknown_name
 from flyte_ddp.hardware import MOST_CPU_RANKS
-from flyte_ddp.settings import REQUESTED_GPUS
+from flyte_ddp.settings import ALLOWED, REQUESTED_GPUS
 
 PROFILE_VARIABLE = "FLYTE_DDP_PROFILE"
 CODE_VARIABLE = "FLYTE_DDP_CODE"
@@ -35,13 +36,19 @@ SETTINGS_VARIABLE = "FLYTE_DDP_SETTINGS"
 FROM_SCRATCH_VARIABLE = "FLYTE_DDP_FROM_SCRATCH"  # set for an execution that is to train from the first step
 RESULTS_VARIABLE = "FLYTE_DDP_RESULTS"
 REGISTRY_VARIABLE = "FLYTE_DDP_REGISTRY"  # where champions are
-CARRIED = (  # into training pods, as they are set at registration
+# Settings that pods take over as they are at registration: all pods, and those that train.
+CARRIED_BY_ALL = (ALLOWED, "FLYTE_DDP_LOADER_THREADS", "FLYTE_DDP_PROGRESS")
+CARRIED = (
+    *CARRIED_BY_ALL,
+    "FLYTE_DDP_CHECKPOINT_SECONDS",
     "FLYTE_DDP_TIMEOUT",
+    "FLYTE_DDP_WANDB_TABLE_ROWS",
+    "FLYTE_DDP_WANDB_TIMEOUT",
+    "FLYTE_DDP_WANDB_WATCH",
     "WANDB_PROJECT",
     "WANDB_ENTITY",
     "WANDB_MODE",
     "WANDB_BASE_URL",
-    "FLYTE_DDP_WANDB_TABLE_ROWS",
     RESULTS_VARIABLE,
     CHECKPOINTS_VARIABLE,
     CHECKPOINT_DAYS_VARIABLE,
@@ -130,7 +137,22 @@ def pod_environment() -> dict[str, str]:
         PROFILE_VARIABLE: name,
         REQUESTED_GPUS: str(PROFILES[name].gpus),
         NODES_VARIABLE: os.environ.get(NODES_VARIABLE) or "1",
+        **carried_settings(CARRIED_BY_ALL),
     }
+
+
+def carried_settings(names: tuple[str, ...]) -> dict[str, str]:
+    """Return those of the settings that are set here, by their names.
+
+    Raises:
+        UserError: one has a user name or a password in an address, which anybody who sees the pod could read.
+    """
+    found = {name: os.environ[name] for name in names if os.environ.get(name)}
+    if "://" not in found.get(RESULTS_VARIABLE, ""):  # a folder of this machine's would go with the pod
+        found.pop(RESULTS_VARIABLE, None)
+    for name, value in found.items():
+        refuse_credentials(name, value)
+    return found
 
 
 def settings_digest() -> dict[str, str]:
@@ -225,13 +247,10 @@ def exactly(resources: Resources) -> dict[str, Resources]:
 
 
 def training_environment() -> dict[str, str]:
-    """What a training pod is told besides: how long to wait, where to log, and where results and checkpoints go."""
-    carried = {name: os.environ[name] for name in CARRIED if os.environ.get(name)}
-    if "://" not in carried.get(RESULTS_VARIABLE, ""):  # a folder of this machine's would go with the pod
-        carried.pop(RESULTS_VARIABLE, None)
+    """Return what a training pod is told besides: its settings, the size of its cache, and where wandb's key is."""
     secret = wandb_secret()
     named = f"{secret.group}/{secret.key}" if secret else "off"
-    return {**pod_environment(), **cache_limit(), **carried, SECRET_VARIABLE: named}
+    return {**pod_environment(), **cache_limit(), **carried_settings(CARRIED), SECRET_VARIABLE: named}
 
 
 def cache_limit() -> dict[str, str]:

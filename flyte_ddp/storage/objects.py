@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import obstore
 
+from flyte_ddp.credentials import masked
 from flyte_ddp.storage import failures
 from flyte_ddp.storage.clouds import CLOUDS, VARIABLES
 from flyte_ddp.storage.content import CHUNK_BYTES, Content, Entry, Span, entity_tag
@@ -156,7 +157,7 @@ def failure(error: Exception, *, anonymous: bool = False) -> UnavailableError:
     reason += f" by {server[1]}" if server else ""
     words = next((words for sign, words in EXPLAINED.items() if sign in text), "{}")
     passing = ("kind: " in text and "Certificate" not in text) or "PyErr" in text  # where credentials are not renewed
-    return UnavailableError(words.format(reason), transient=passing)
+    return UnavailableError(masked(words.format(reason)), transient=passing)
 
 
 EXPLAINED = {
