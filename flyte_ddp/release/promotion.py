@@ -240,7 +240,7 @@ def champion_profile(registry: Registry, entry: Entry) -> DataProfile | None:
 
 
 def load_champion(address: str, name: str, device: str = "cpu") -> tuple[nn.Module, dict[str, Any]]:
-    """The champion in evaluation mode, and its sidecar.
+    """The champion in evaluation mode, and its sidecar; runs the code that the sidecar names, so trust the registry.
 
     Args:
         address: of the registry: a folder, or an address of S3, Google Cloud Storage or Azure Blob Storage.
