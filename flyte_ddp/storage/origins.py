@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 from ipaddress import IPv6Address, ip_address
+from typing import Any
 from urllib.parse import unquote
 
 from flyte_ddp.settings import allowed_addresses
@@ -27,12 +28,17 @@ def split_origin(address: str) -> tuple[str, str]:
         start, key = split_key(address)
         kind, _, bucket = start.partition("://")
         return f"{kind.lower()}://{bucket}", key
-    from urllib3.util import parse_url  # as requests does: another parser may see another host
-
     found = parse_url(address)
     kind = found.scheme or ""
     port = f":{found.port}" if found.port not in (None, PORTS[kind]) else ""
     return f"{kind}://{found.host}{port}/", (found.path or "").lstrip("/")
+
+
+def parse_url(address: str) -> Any:
+    """Return the parts of a web address as requests sees them: another parser may see another host in the same text."""
+    from urllib3.util import parse_url  # not at the top: it takes 50 ms, and most addresses are none of the web
+
+    return parse_url(address)
 
 
 def may_be_named(address: str, source: str) -> bool:
@@ -62,12 +68,13 @@ def may_be_redirected(source: str, target: str) -> bool:
     Looks the name of another host up, which may wait for a name server. A name that is not known may be followed: it
     cannot be asked, or a proxy knows it.
     """
-    (here, _), (there, _) = split_origin(source), split_origin(target)
+    if target.partition("://")[0].lower() not in PORTS:
+        return True  # requests refuses it
+    here, there = origin_of(source), origin_of(target)
     if there in (here, here.replace("http://", "https://", 1)) or is_allowed(target):
         return True
-    host = there.partition("://")[2].rstrip("/").rpartition(":")[0] or there.partition("://")[2].rstrip("/")
     try:
-        found = {entry[4][0] for entry in socket.getaddrinfo(host.strip("[]"), None)}
+        found = {entry[4][0] for entry in socket.getaddrinfo(parse_url(target).host.strip("[]"), None)}
     except OSError:
         return True
     return all(is_public(str(each)) for each in found)

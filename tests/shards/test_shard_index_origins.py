@@ -15,6 +15,7 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.settings import ALLOWED
 from flyte_ddp.shards.dataset import ShardDataset
 from flyte_ddp.shards.index import read_index
+from flyte_ddp.storage.origins import is_public
 
 FOREIGN = [
     "http://169.254.169.254/latest/meta-data/iam/security-credentials/",
@@ -83,6 +84,18 @@ def test_indexes_from_elsewhere_name_what_they_like(server: FileServer, tmp_path
     assert [shard.url for shard in read_index(str(tmp_path / "index.json")).shards] == urls
 
 
+@pytest.mark.parametrize(
+    ("host", "public"),
+    [
+        ("1.1.1.1", True), ("2606:4700:4700::1111", True), ("127.0.0.1", False), ("169.254.169.254", False),
+        ("10.1.2.3", False), ("100.100.100.200", False), ("0.0.0.0", False), ("::1", False), ("fe80::1%eth0", False),
+        ("::ffff:169.254.169.254", False), ("fd00:ec2::254", False),
+    ],
+)  # fmt: skip
+def test_which_addresses_are_public(host: str, public: bool) -> None:
+    assert is_public(host) is public
+
+
 def test_a_redirect_to_a_private_address_is_not_followed(
     server: FileServer, other: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,6 +114,10 @@ def test_a_redirect_to_a_private_address_is_not_followed(
             storage.retried(f"{server.url}/secret", storage.read)
         assert not caught.value.transient
     assert other.requests == []
+    monkeypatch.setattr("flyte_ddp.storage.retries.FIRST_DELAY", 0.001)
+    server.redirects["secret"] = "file:///etc/hostname"
+    with pytest.raises(storage.UnavailableError, match="No connection adapters"):
+        storage.retried(f"{server.url}/secret", storage.read)
     server.redirects["secret"] = "/plain"
     server.files["plain"] = b"content"
     assert storage.read(f"{server.url}/secret") == b"content", "on the same server"
