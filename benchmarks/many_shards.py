@@ -1,12 +1,15 @@
 """Start-up on an index of 100,000 shards of 1,000 samples: what the launcher does once, and then each rank.
 
 The launcher reads the index, with all that an index of ours has, writes down what ranks need, and looks it over; a rank
-opens that, divides the samples up, and knows the first batch of an epoch, shuffled, and the one in its middle. No shard
-is there to be opened. What a run reads the index once more for, to know whether its data are the same, is not in it.
+opens that, divides the samples up, and knows the first batch of an epoch, shuffled, and the one in its middle. Of the
+shards only the first is there, with a sample that the launcher looks at. What a run reads the index once more for, to
+know whether its data are the same, is not in it.
 """
 
 from __future__ import annotations
 
+import io
+import tarfile
 import time
 from pathlib import Path
 
@@ -41,6 +44,11 @@ def measure(options: Options) -> Result:
         for number in range(shards)
     ]
     index.write_bytes(index_json(ShardIndex("train", listed, classes=("a", "b")), str(options.folder), "train.tables"))
+    with tarfile.open(options.folder / "train-000000.tar", "w") as archive:
+        for name in ("0.jpg", "0.cls"):
+            header = tarfile.TarInfo(name)
+            header.size = 1
+            archive.addfile(header, io.BytesIO(b"0"))
     hp = Hyperparameters(dataset=f"shards:{index}", batch_size=1024, num_ranks=1)
     for repeat in range(options.number(7)):
         launcher, rank = start_up(hp, options.folder / f"prepared-{repeat}")

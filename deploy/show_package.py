@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import tarfile
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import msgpack
 from flyteidl.admin.launch_plan_pb2 import LaunchPlan

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Self
 
 from dataclasses_json import DataClassJsonMixin
 
+from flyte_ddp.credentials import refuse_credentials
 from flyte_ddp.errors import UserError, unknown_name
 
 # Numbers that YAML 1.1, and so flytekit when it reads a YAML file, takes for text: 1e-1, 1.5e3.
@@ -93,7 +94,7 @@ def checked(field: "dataclasses.Field[Any]", value: Any) -> Any:
     """The value in the field's own type and range.
 
     A whole number given as ``3.0`` is taken for an int, because the console's form (protobuf Struct) has only doubles.
-    Any other value of another type is refused.
+    Any other value of another type is refused, and a text with an address that has a user name or a password.
     """
     rule = field.metadata
     kind: Any = field.type
@@ -107,8 +108,10 @@ def checked(field: "dataclasses.Field[Any]", value: Any) -> Any:
         hint = "; YAML takes on, off, yes and no for true and false unless they are in quotes" if misread else ""
         raise UserError(f"{field.name}={shown(value)}: must be {TYPES[kind]}{hint}")
     value = kind(value)
-    if kind is str and value.encode(errors="replace").decode() != value:
-        raise UserError(f"{field.name}={shown(value)}: must be UTF-8, as a model's files are; rename what it names")
+    if kind is str:
+        if value.encode(errors="replace").decode() != value:
+            raise UserError(f"{field.name}={shown(value)}: must be UTF-8, as a model's files are; rename what it names")
+        refuse_credentials(field.name, value)
     if rule["choices"] is not None and value not in rule["choices"]:
         raise unknown_name(field.name, value, rule["choices"])
     for key, holds in BOUNDS.items():

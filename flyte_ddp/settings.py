@@ -9,6 +9,7 @@ from pathlib import Path
 
 from flyte_ddp.errors import UserError
 
+ALLOWED = "FLYTE_DDP_ALLOWED_ADDRESSES"
 REQUESTED_GPUS = "FLYTE_DDP_GPUS"  # set in pods by the table that requests the GPUs (tasks/pods.py)
 WANDB_NAME_LENGTH, WANDB_RESERVED = 128, "/\\#?%:"  # wandb's own rules for the name of a project
 
@@ -40,6 +41,11 @@ def runs_folder() -> Path:
     return Path(os.environ.get("FLYTE_DDP_RUNS") or "runs").absolute()
 
 
+def allowed_addresses() -> tuple[str, ...]:
+    """Return the addresses of servers, buckets or folders that an index or a redirect of a web server may name."""
+    return tuple(filter(None, (address.strip() for address in os.environ.get(ALLOWED, "").split(","))))
+
+
 def from_environment(wandb_run_id: str = "") -> Settings:
     """Reads the environment; without a wandb key the mode is offline, so that nothing ever prompts."""
     env, default = os.environ, Settings()
@@ -53,12 +59,12 @@ def from_environment(wandb_run_id: str = "") -> Settings:
         wandb_project=env.get("WANDB_PROJECT") or default.wandb_project,
         wandb_entity=env.get("WANDB_ENTITY", ""),
         wandb_mode=choice("WANDB_MODE", with_key, ("online", "offline", "disabled")),
-        wandb_table_rows=int(number("FLYTE_DDP_WANDB_TABLE_ROWS", default.wandb_table_rows)),
+        wandb_table_rows=whole_number("FLYTE_DDP_WANDB_TABLE_ROWS", default.wandb_table_rows),
         wandb_watch=env.get("FLYTE_DDP_WANDB_WATCH", "0") == "1",
         wandb_timeout=number("FLYTE_DDP_WANDB_TIMEOUT", default.wandb_timeout),
         cache_folder=Path(env.get("FLYTE_DDP_CACHE") or default.cache_folder).absolute(),
-        cache_bytes=int(number("FLYTE_DDP_CACHE_BYTES", 0)) or None,
-        loader_threads=int(number("FLYTE_DDP_LOADER_THREADS", 0)),
+        cache_bytes=whole_number("FLYTE_DDP_CACHE_BYTES", 0) or None,
+        loader_threads=whole_number("FLYTE_DDP_LOADER_THREADS", 0),
         results_copy=env.get("FLYTE_DDP_RESULTS", ""),
         wandb_run_id=wandb_run_id,
     )
@@ -97,3 +103,11 @@ def number(name: str, default: float, least: float = 0.0) -> float:
     if not least <= value < float("inf"):
         raise UserError(f"{name}={text!r}: must be a number of at least {least:g}")
     return value
+
+
+def whole_number(name: str, default: int) -> int:
+    """Return a whole number of at least 0 from the environment; 1e9 is one, too."""
+    value = number(name, default)
+    if value != int(value):
+        raise UserError(f"{name}={os.environ[name]!r}: must be a whole number")
+    return int(value)

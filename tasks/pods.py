@@ -18,9 +18,10 @@ from flytekit.extras import accelerators
 from flytekit.extras.accelerators import BaseAccelerator
 
 from flyte_ddp.code_digest import library_digest, package_digest
+from flyte_ddp.credentials import refuse_credentials
 from flyte_ddp.errors import UserError, unknown_name
 from flyte_ddp.hardware import MOST_CPU_RANKS
-from flyte_ddp.settings import REQUESTED_GPUS, check_wandb
+from flyte_ddp.settings import ALLOWED, REQUESTED_GPUS, check_wandb
 from tasks.restricted import RestrictedPod
 
 PROFILE_VARIABLE = "FLYTE_DDP_PROFILE"
@@ -39,13 +40,19 @@ TEMPLATE_VARIABLE = "FLYTE_DDP_POD_TEMPLATE"  # in the cluster, for pods to whic
 FROM_SCRATCH_VARIABLE = "FLYTE_DDP_FROM_SCRATCH"  # set for an execution that is to train from the first step
 RESULTS_VARIABLE = "FLYTE_DDP_RESULTS"
 REGISTRY_VARIABLE = "FLYTE_DDP_REGISTRY"  # where champions are
-CARRIED = (  # into training pods, as they are set at registration
+# Settings that pods take over as they are at registration: all pods, and those that train.
+CARRIED_BY_ALL = (ALLOWED, "FLYTE_DDP_LOADER_THREADS", "FLYTE_DDP_PROGRESS")
+CARRIED = (
+    *CARRIED_BY_ALL,
+    "FLYTE_DDP_CHECKPOINT_SECONDS",
     "FLYTE_DDP_TIMEOUT",
+    "FLYTE_DDP_WANDB_TABLE_ROWS",
+    "FLYTE_DDP_WANDB_TIMEOUT",
+    "FLYTE_DDP_WANDB_WATCH",
     "WANDB_PROJECT",
     "WANDB_ENTITY",
     "WANDB_MODE",
     "WANDB_BASE_URL",
-    "FLYTE_DDP_WANDB_TABLE_ROWS",
     RESULTS_VARIABLE,
     CHECKPOINTS_VARIABLE,
     CHECKPOINT_DAYS_VARIABLE,
@@ -143,7 +150,22 @@ def pod_environment() -> dict[str, str]:
         PROFILE_VARIABLE: name,
         REQUESTED_GPUS: str(PROFILES[name].gpus),
         NODES_VARIABLE: os.environ.get(NODES_VARIABLE) or "1",
+        **carried_settings(CARRIED_BY_ALL),
     }
+
+
+def carried_settings(names: tuple[str, ...]) -> dict[str, str]:
+    """Return those of the settings that are set here, by their names.
+
+    Raises:
+        UserError: one has a user name or a password in an address, which anybody who sees the pod could read.
+    """
+    found = {name: os.environ[name] for name in names if os.environ.get(name)}
+    if "://" not in found.get(RESULTS_VARIABLE, ""):  # a folder of this machine's would go with the pod
+        found.pop(RESULTS_VARIABLE, None)
+    for name, value in found.items():
+        refuse_credentials(name, value)
+    return found
 
 
 def settings_digest() -> dict[str, str]:
@@ -253,18 +275,16 @@ def exactly(resources: Resources) -> dict[str, Resources]:
 
 
 def training_environment() -> dict[str, str]:
-    """What a training pod is told besides: how long to wait, where to log, and where results and checkpoints go.
+    """Return what a training pod is told besides: its settings, its cache's size, its times, and where wandb's key is.
 
     Raises:
-        UserError: wandb would refuse a setting, in each pod.
+        UserError: wandb would refuse a setting, in each pod; or a setting has a password in it.
     """
     check_wandb()
-    carried = {name: os.environ[name] for name in CARRIED if os.environ.get(name)}
-    if "://" not in carried.get(RESULTS_VARIABLE, ""):  # a folder of this machine's would go with the pod
-        carried.pop(RESULTS_VARIABLE, None)
     secret = wandb_secret()
     named = f"{secret.group}/{secret.key}" if secret else "off"
-    return {**pod_environment(), **cache_limit(), **time_to_stop(), **carried, SECRET_VARIABLE: named}
+    ours = {**pod_environment(), **cache_limit(), **time_to_stop(), SECRET_VARIABLE: named}
+    return {**ours, **carried_settings(CARRIED)}
 
 
 def time_to_stop() -> dict[str, str]:

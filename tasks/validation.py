@@ -55,7 +55,8 @@ def validate_dataset(
     check(profile, hp, max_duplicates=policy.max_duplicates, max_conflicts=policy.max_conflicts)
     registry = Registry(places.registry(), model_name)
     registry.check_store()  # not hours later, when there is a champion to be written
-    champion = registry.champion()  # likewise if its log has a gap
+    history = registry.history()  # likewise if it has a gap
+    champion = history[-1] if history else None
     if policy.slices:
         read_slices(policy.slices)
     warnings = [HELD_OUT] if encoded_kind(hp.dataset) and not hp.test_dataset else []

@@ -19,6 +19,7 @@ from flyte_ddp.datasets.arrays import DESCRIPTION, FORMAT, TEST_DIGEST, read_des
 from flyte_ddp.datasets.identity import digest_of
 from flyte_ddp.datasets.image_folder import ImageList, list_images
 from flyte_ddp.errors import UserError
+from flyte_ddp.shards.first_sample import refuse_unfit
 from flyte_ddp.shards.index import Part, Shard, ShardIndex, many_objects, read_index
 
 IMAGE_FOLDER = "image_folder"
@@ -55,6 +56,18 @@ def looked_up(dataset: str, test_dataset: str) -> EncodedSet:
         )
     digests = [train.digest, test.digest if test is not None else ""]
     return EncodedSet(dataset, train.classes, digest_of(digests), train, test)
+
+
+def with_readable_samples(data: EncodedSet) -> EncodedSet:
+    """Return the data set, after reading the first sample of its shards; images of a folder have nothing to look at.
+
+    Raises:
+        UserError: that sample has no image or no label, or cannot be read.
+    """
+    for source in (data.train, data.test):
+        if isinstance(source, ShardIndex):
+            refuse_unfit(source)
+    return data
 
 
 def write_encoded_set(data: EncodedSet, folder: Path, origin: dict[str, str]) -> None:

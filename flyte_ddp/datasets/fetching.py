@@ -13,7 +13,7 @@ from flyte_ddp.datasets.arrays import FORMAT, read_description, total_bytes, wri
 from flyte_ddp.datasets.cifar10 import CIFAR10
 from flyte_ddp.datasets.custom import CustomSet
 from flyte_ddp.datasets.digits import DIGITS
-from flyte_ddp.datasets.encoded_set import looked_up, write_encoded_set
+from flyte_ddp.datasets.encoded_set import looked_up, with_readable_samples, write_encoded_set
 from flyte_ddp.datasets.identity import digest_of
 from flyte_ddp.datasets.mnist import FASHION_MNIST, MNIST
 from flyte_ddp.datasets.prepared import open_prepared
@@ -78,8 +78,8 @@ def fetch(dataset: str, source: str, folder: Path, *, test_dataset: str = "", pr
         The absolute path of ``folder``, for :func:`flyte_ddp.datasets.open_prepared`.
 
     Raises:
-        UserError: an unknown data set; a source that is unreachable, empty, damaged or altered; a full disk; a folder
-            that holds something else or cannot be written.
+        UserError: an unknown data set; a source that is unreachable, empty, damaged or altered; shards whose first
+            sample has no image or no label; a full disk; a folder that holds something else or cannot be written.
     """
     if progress not in MODES:
         raise unknown_name("progress", progress, MODES)
@@ -92,7 +92,7 @@ def fetch(dataset: str, source: str, folder: Path, *, test_dataset: str = "", pr
         try:
             if encoded_kind(dataset):
                 refuse_source(dataset, source)
-                write_encoded_set(looked_up(dataset, test_dataset), workspace, asked)
+                write_encoded_set(with_readable_samples(looked_up(dataset, test_dataset)), workspace, asked)
             else:
                 arrays, origin = named(dataset).load(source, workspace, Progress(progress))
                 needed = f"{dataset} needs {size(total_bytes(arrays))}, "

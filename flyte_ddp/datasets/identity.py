@@ -10,6 +10,7 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.files import file_digest
 from flyte_ddp.progress import Progress
 from flyte_ddp.storage import (
+    ForbiddenError,
     MissingError,
     UnavailableError,
     join,
@@ -84,7 +85,7 @@ def http_identity(source: str) -> str:
     """Of what the server says about the content; of the content itself where it says nothing."""
     try:
         return hashlib.sha256(read(join(source, SUMS))).hexdigest()
-    except MissingError:
+    except (MissingError, ForbiddenError):  # web servers answer 403 for files that are not there, too
         pass
     found = stat(source)
     if found.tag:

@@ -14,6 +14,7 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.progress import Progress
 from flyte_ddp.storage import (
     AlteredError,
+    ForbiddenError,
     MissingError,
     UnavailableError,
     check_length,
@@ -121,7 +122,7 @@ def mirror_digests(dataset: PublishedSet, source: str, progress: Progress) -> di
         raise UserError(f"data_source={source!r}: there is no such directory; give one that holds {names(dataset)}")
     try:
         content = retried(join(source, SUMS), read, progress.note)
-    except MissingError:
+    except (MissingError, ForbiddenError):  # web servers answer 403 for files that are not there, too
         return {}
     except UnavailableError as failure:
         raise mirror_error(dataset, SUMS, source, failure) from None

@@ -6,14 +6,12 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from flyte_ddp.catalog import IMAGES
-from flyte_ddp.errors import UserError
 from flyte_ddp.loading.encoded import Encoded, Reader
 from flyte_ddp.order.sampling import Indices
 from flyte_ddp.shards.dataset import ShardReader
+from flyte_ddp.shards.decoding import TRAINED_ON, class_number, image_and_label
 
-EXTENSIONS = tuple(f".{kind}" for kind in IMAGES)
-WANTED = frozenset((*EXTENSIONS, ".cls"))
+WANTED = frozenset(TRAINED_ON)
 
 
 class ShardImages(Reader):
@@ -51,12 +49,5 @@ class ShardImages(Reader):
 def encoded_sample(key: str, contents: Mapping[str, bytes], shard: str) -> Encoded:
     """The image and the label of a sample, by its members' extensions."""
     name = f"sample {key!r} in shard {shard}"
-    image = next((contents[kind] for kind in EXTENSIONS if kind in contents), None)
-    if image is None:
-        raise UserError(f"{name} has no image: it has {', '.join(contents)}; pack one of {', '.join(EXTENSIONS)}")
-    if ".cls" not in contents:
-        raise UserError(f"{name} has no label: it has {', '.join(contents)}; pack its class's number as .cls")
-    try:
-        return Encoded(image, int(contents[".cls"]), name, key)
-    except ValueError:
-        raise UserError(f"{name}: its .cls is {contents['.cls'][:20]!r}; must be the number of a class") from None
+    image, label = image_and_label(name, contents)
+    return Encoded(contents[image], class_number(name, contents[label]), name, key)

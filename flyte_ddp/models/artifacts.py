@@ -68,6 +68,9 @@ def load_model(
 ) -> tuple[nn.Module, dict[str, Any]]:
     """The trained model in evaluation mode, and its sidecar.
 
+    Runs the code that the sidecar names (``package.module:callable``, the working directory first), so both files must
+    be trusted, as the code is.
+
     Raises:
         UserError: a file is missing or damaged, the two do not belong together, or the model that the sidecar names
             does not take these weights any more.

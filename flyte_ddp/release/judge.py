@@ -71,11 +71,11 @@ def judge(
     Raises:
         UserError: the challenger, the data or the registry cannot be read, or the test split lacks a class.
     """
-    history = registry.history()
-    before, taken_back = history[-1] if history else None, promotions(history).taken_back
+    history = registry.history() if counts else []  # a promotion may follow, for which the log must be whole
+    before, taken_back = history[-1] if history else registry.champion(), promotions(history).taken_back
     challenger, split = Model(weights, sidecar, settings or Settings()), open_prepared(data)
     case = Case(registry, policy, before, challenger, split, test_digest_of(data), counts, exports)
-    if counts and challenger.digest in taken_back:
+    if challenger.digest in taken_back:
         back = taken_back[challenger.digest]
         return case.closed(KEPT, f"{back.by} took it back ({back.reason}); only a person can promote it again")
     if before is None:

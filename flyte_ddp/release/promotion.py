@@ -104,10 +104,11 @@ def carry_out(registry: Registry, version: versions.Version, verdict: Verdict, *
     Raises:
         UserError: the registry cannot be read or written, or its log has a gap.
     """
+    if not verdict.promotes:
+        champion = registry.champion()
+        return Outcome(version.name, champion.version if champion else "", f"kept: {verdict.reason}")
     history = registry.history(at_least=verdict.log_number)
     now, after = history[-1] if history else None, history[verdict.log_number :]
-    if not verdict.promotes:
-        return Outcome(version.name, now.version if now else "", f"kept: {verdict.reason}")
     if after and (after[0].version, after[0].by) == (
         version.name,
         by,
@@ -239,7 +240,7 @@ def champion_profile(registry: Registry, entry: Entry) -> DataProfile | None:
 
 
 def load_champion(address: str, name: str, device: str = "cpu") -> tuple[nn.Module, dict[str, Any]]:
-    """The champion in evaluation mode, and its sidecar.
+    """The champion in evaluation mode, and its sidecar; runs the code that the sidecar names, so trust the registry.
 
     Args:
         address: of the registry: a folder, or an address of S3, Google Cloud Storage or Azure Blob Storage.

@@ -143,20 +143,12 @@ class Registry:
         Raises:
             UserError: the registry cannot be read, or an entry is missing or altered.
         """
-        folder = self.at("log")
-        with self.explained("listed"):
-            try:
-                names = [entry.name for entry in storage.retried(folder, lambda of: [*storage.list_files(of)])]
-            except MissingError:
-                if storage.local_path(folder) is None:
-                    raise
-                names = []
-        numbered = [*enumerate(filter(ENTRY.fullmatch, sorted(names)), 1)]
-        for number, name in numbered:
-            if name != file_name(number):
-                raise self.missing(number, f"and {name} is there")
+        numbers = self.entry_numbers()
+        for number, found in enumerate(numbers, 1):
+            if found != number:
+                raise self.missing(number, f"and {file_name(found)} is there")
         with ThreadPoolExecutor(READERS) as pool:
-            entries = [*pool.map(self.entry, (number for number, _ in numbered))]
+            entries = [*pool.map(self.entry, numbers)]
         for before, entry in zip([None, *entries], entries, strict=False):
             if entry.previous != (before.digest if before else ""):
                 raise UserError(
@@ -167,6 +159,22 @@ class Registry:
         if len(entries) < at_least:
             raise self.missing(at_least, "which a judgement has seen")
         return entries
+
+    def entry_numbers(self) -> list[int]:
+        """Return the numbers of the entries that are there, ascending, from a list of the log's folder.
+
+        Raises:
+            UserError: it cannot be listed.
+        """
+        folder = self.at("log")
+        with self.explained("listed"):
+            try:
+                names = [entry.name for entry in storage.retried(folder, lambda of: [*storage.list_files(of)])]
+            except MissingError:
+                if storage.local_path(folder) is None:
+                    raise
+                names = []
+        return [int(name.removesuffix(".json")) for name in sorted(filter(ENTRY.fullmatch, names))]
 
     def missing(self, number: int, why: str) -> UserError:
         """The error for an entry that was deleted."""
@@ -212,9 +220,17 @@ class Registry:
         raise UserError(f"{address}: is damaged; restore it, as no entry of the log may be altered")
 
     def champion(self) -> Entry | None:
-        """The last entry; None where nothing was promoted."""
-        history = self.history()
-        return history[-1] if history else None
+        """Return the last entry, or None where nothing was promoted.
+
+        Reads that entry and champion.json; earlier entries may be lost, which only a promotion has to care about.
+
+        Raises:
+            UserError: the registry cannot be read, or the last entry is missing, damaged or altered.
+        """
+        numbers = self.entry_numbers()
+        last = self.entry(numbers[-1]) if numbers else None
+        self.check_end(last)
+        return last
 
     def append(self, before: Entry | None, *, by: str, **values: Any) -> Entry:
         """Writes the entry after ``before``, which was the last one when the reason for this one was found.

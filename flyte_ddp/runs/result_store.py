@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from flyte_ddp import storage
+from flyte_ddp.credentials import masked
 from flyte_ddp.errors import StoppedError, UserError
 from flyte_ddp.results import EVENTS, FOLDER
 
@@ -40,7 +41,7 @@ def copied(run_folder: Path, address: str, *, goes_on: bool, name: str = "") -> 
         copy.begin(goes_on=goes_on)
     except (UserError, storage.UnavailableError, OSError) as error:
         raise UserError(
-            f"FLYTE_DDP_RESULTS={address!r}: cannot be written to ({error}); correct it, or give access to it"
+            f"FLYTE_DDP_RESULTS={masked(address)!r}: cannot be written to ({error}); correct it, or give access to it"
         ) from None
     over = threading.Event()
     thread = threading.Thread(target=copy.follow, args=(over,), name="results", daemon=True)

@@ -63,7 +63,7 @@ def join(indexes: tuple[str, ...], output: Path, weights: tuple[float, ...], nam
 
 @shards.command()
 @click.argument("index")
-@click.option("--decode", is_flag=True, help="Decode all images, too.")
+@click.option("--decode", is_flag=True, help="Decode all images, and look whether training can read all samples.")
 @PROGRESS
 def verify(index: str, decode: bool, progress: str) -> None:
     """Read all shards of an index and say what is not as it says; exit status 1 if anything is."""
@@ -144,9 +144,9 @@ def pack(
 
 
 def plan(**options: Any) -> None:
-    """Say how many batches each rank gets, what is read and cached, and whether DDP would hang; nothing is opened.
+    """Say how many batches each rank gets, what is read and cached, and whether DDP would hang.
 
-    INDEX is an index; --shards, --samples and --size stand for one.
+    INDEX is an index, of whose shards only the first sample is read; --shards, --samples and --size stand for one.
     """
     from flyte_ddp.shards.planning import planned
 

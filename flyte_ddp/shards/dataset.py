@@ -72,6 +72,10 @@ class OpenShard:
     def read(self, sample: int, wanted: Container[str] | None = None) -> tuple[str, dict[str, bytes]]:
         """A sample's key, and the contents of its members by their extensions: of all, or of those that are wanted.
 
+        Args:
+            sample: its number in the shard.
+            wanted: extensions in small letters, which stand for those in capitals, too.
+
         Raises:
             DamagedShardError: they are not where the table says.
             UserError: the file cannot be read.
@@ -92,7 +96,7 @@ def read_members(
     """See :meth:`OpenShard.read`; ``read`` gives bytes of the shard, by their place and number."""
     contents = {}
     for member in table.members(sample):
-        if wanted is None or member.extension in wanted:
+        if wanted is None or member.extension.lower() in wanted:
             content = member.content(read(member.offset - BLOCK, BLOCK + member.size))
             if content is None:
                 raise DamagedShardError(
@@ -154,6 +158,10 @@ class ShardReader:
 
     def read(self, sample: int, wanted: Container[str] | None = None) -> tuple[str, dict[str, bytes]]:
         """A sample's key, and the contents of its members by their extensions: of all, or of those that are wanted.
+
+        Args:
+            sample: its number in the index.
+            wanted: extensions in small letters, which stand for those in capitals, too.
 
         Raises:
             DamagedShardError: the shard is damaged, also when fetched again.

@@ -4,11 +4,55 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from flyte_ddp.catalog import IMAGES
 from flyte_ddp.errors import UserError
+
+LABEL = ".cls"
+TRAINED_ON = (*(f".{kind}" for kind in IMAGES), LABEL)  # the extensions that training reads, in small letters
+MOST_NAMED = 6  # members of a sample in an error
+
+
+def image_and_label(sample: str, extensions: Iterable[str]) -> tuple[str, str]:
+    """Return the extensions of the members that training reads of a sample: its image and its label.
+
+    Upper and lower case are the same, as in webdataset. Of several images the one whose kind comes first in
+    ``TRAINED_ON`` is read.
+
+    Args:
+        sample: what the sample is called in a sentence.
+        extensions: those of all members of the sample, each with its dot.
+
+    Raises:
+        UserError: there is no image or no label.
+    """
+    found = {extension.lower(): extension for extension in extensions}
+    image = next((found[kind] for kind in TRAINED_ON if kind in found and kind != LABEL), None)
+    if image is not None and LABEL in found:
+        return image, found[LABEL]
+    names = [*found.values()]
+    named = ", ".join(names[:MOST_NAMED])
+    named += f" and {len(names) - MOST_NAMED} others" if len(names) > MOST_NAMED else ""
+    first, *others, _ = TRAINED_ON
+    raise UserError(
+        f"{sample} has no {'image' if image is None else 'label'}: it has {named}; training reads KEY{first} (or "
+        f"{', '.join(others)}) and KEY{LABEL}, the number of the class, and a key ends at the first dot of a file's "
+        "name; pack the shard again with such names"
+    )
+
+
+def class_number(sample: str, content: bytes) -> int:
+    """Return the number in a sample's ``.cls`` member.
+
+    Raises:
+        UserError: it is no number; ``sample`` is what the sample is called in a sentence.
+    """
+    try:
+        return int(content)
+    except ValueError:
+        raise UserError(f"{sample}: its .cls is {content[:20]!r}; must be the number of a class") from None
 
 
 def image(content: bytes) -> Any:

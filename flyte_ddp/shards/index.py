@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from flyte_ddp import storage
 from flyte_ddp.class_names import class_names
 from flyte_ddp.errors import UserError
+from flyte_ddp.settings import ALLOWED
 
 KIND = "wids-shard-index-v1"
 EXTENSION = "flyte_ddp"
@@ -247,18 +248,28 @@ def base_of(address: str, content: Mapping[str, Any]) -> str:
 
 
 def resolved(address: str, base: str, found: Any) -> str:
-    """What an address in the index means."""
+    """Return what an address in the index means.
+
+    Raises:
+        UserError: it is no address; a file of this machine, in an index from elsewhere; or, in an index from a web
+            server, an address of another origin that the setting does not allow.
+    """
     if not isinstance(found, str) or not found or "\0" in found:
         raise malformed(address, f"{short(found)} is no address")
     whole = encodable(address, storage.resolve(base, found))
     try:
         here = storage.local_path(whole) is not None
     except UserError as error:
-        raise malformed(address, error.message) from None
+        raise UserError(f"index {address}: {error.message}") from None
     if here and storage.local_path(address) is None:
         raise UserError(
             f"index {address}: names {short(found)}, a file of this machine, which an index from elsewhere may not; "
             "copy the index here, if that is meant"
+        )
+    if not here and storage.scheme(address) in ("http", "https") and not storage.may_be_named(whole, address):
+        raise UserError(
+            f"index {address}: names {short(found)}, which is not on {storage.origin_of(address)}; set "
+            f"{ALLOWED}={storage.origin_of(whole)} if it may be read, or copy the index here"
         )
     return whole
 

@@ -36,6 +36,10 @@ class SampleTable:
     def __len__(self) -> int:
         return len(self.keys)
 
+    def extensions_of(self, sample: int) -> list[str]:
+        """Return the extensions of a sample's members, in their order."""
+        return [self.extensions[kind] for kind in self.kinds[self.starts[sample] : self.starts[sample + 1]].tolist()]
+
     def members(self, sample: int) -> list[Member]:
         """The members of a sample, in their order."""
         rows = slice(int(self.starts[sample]), int(self.starts[sample + 1]))

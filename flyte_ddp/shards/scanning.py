@@ -17,7 +17,7 @@ from flyte_ddp.files import replacing
 from flyte_ddp.formatting import counted
 from flyte_ddp.pictures import opaque_picture
 from flyte_ddp.progress import Progress
-from flyte_ddp.shards.decoding import decode_member, is_image
+from flyte_ddp.shards.decoding import LABEL, decode_member, image_and_label, is_image
 from flyte_ddp.shards.index import Part, Shard, ShardIndex, index_json, load, read_index
 from flyte_ddp.shards.parallel import in_parallel
 from flyte_ddp.shards.samples import SampleTable, digest_of, tabulate
@@ -37,6 +37,8 @@ class Scanned(NamedTuple):
     table: SampleTable
     labels: int  # one more than the highest class's number in a ``.cls`` member, or 0
     damaged: list[str]  # what is wrong with images
+    unfit: int  # how many samples training cannot read
+    reason: str  # why it cannot read the first of these
 
 
 class HashedStream:
@@ -71,7 +73,7 @@ def scan(url: str, *, decode: bool = False) -> Scanned:
     """
 
     def wanted(extension: str) -> bool:
-        return extension == ".cls" or (decode and is_image(extension))
+        return extension.lower() == LABEL or (decode and is_image(extension))
 
     def once(address: str) -> Scanned:
         found: list[Member] = []
@@ -81,19 +83,30 @@ def scan(url: str, *, decode: bool = False) -> Scanned:
             stream = HashedStream(file.chunks)
             for member, content in members(stream, url, wanted):  # type: ignore[arg-type]
                 found.append(member)
-                if content is not None and member.extension == ".cls":
+                if content is not None and member.extension.lower() == LABEL:
                     labels = max(labels, label_of(member, content, url) + 1)
                 elif content is not None and (problem := problem_of_image(member, content, url)):
                     damaged.append(problem)
         check_length(stream.count, file.size, remote=storage.local_path(address) is None)
         table = tabulate(found, url)
         shard = Shard(url, len(table), stream.count, stream.md5.hexdigest(), stream.sha256.hexdigest())
-        return Scanned(shard, table, labels, damaged)
+        return Scanned(shard, table, labels, damaged, *unfit_samples(table, url))
 
     try:
         return storage.retried(url, once)
     except storage.UnavailableError as failure:
         raise failure.explained(f"shard {url}: cannot be read ({failure}); check the address") from None
+
+
+def unfit_samples(table: SampleTable, url: str) -> tuple[int, str]:
+    """Return how many samples of a shard training cannot read, and what is wrong with the first of them."""
+    count, reason = 0, ""
+    for number, key in enumerate(table.keys):
+        try:
+            image_and_label(f"sample {key!r} in shard {url}", table.extensions_of(number))
+        except UserError as error:
+            count, reason = count + 1, reason or error.message
+    return count, reason
 
 
 def label_of(member: Member, content: bytes, url: str) -> int:
@@ -140,6 +153,8 @@ def create_index(
 ) -> ShardIndex:
     """Reads shards, several at a time, and writes their index and, beside it, their tables of samples.
 
+    Samples may have members of any kind. A warning on stderr names the first one that training cannot read.
+
     Args:
         urls: the shards, local or remote; ``{000..127}`` stands for a range of numbers.
         output: the index; the tables go into a file beside it, with ``.tables`` after its name.
@@ -173,7 +188,7 @@ def index_shards(
         twice = next(url for url in shards if shards.count(url) > 1)
         raise UserError(f"shard {twice} is given twice; give each one once")
     tables = tables_of(output)
-    start, listed, labels = 0, [], 0
+    start, listed, labels, unfit, reason = 0, list[Shard](), 0, 0, ""
     with (
         in_parallel(scan, shards, THREADS) as scanned,
         Progress(progress).track("reading", len(shards), "shards") as advance,
@@ -185,6 +200,7 @@ def index_shards(
             listed.append(found.shard._replace(table=(str(tables), start, len(content), digest_of(content))))
             start += len(content)
             labels = max(labels, found.labels)
+            unfit, reason = unfit + found.unfit, reason or found.reason
             advance(1)
             if classes and found.labels > len(classes):
                 raise UserError(
@@ -201,6 +217,8 @@ def index_shards(
     index = ShardIndex(name or output.stem, listed, (Part(name or output.stem),), named)
     with replacing(output) as file:
         file.write(index_json(index, str(output.parent), tables.name, packed=packed))
+    if unfit:
+        Progress(progress).note(f"warning: {unfit:,} of {counted(len(index), 'sample')} cannot be trained on: {reason}")
     return index
 
 
@@ -238,7 +256,9 @@ def verify_index(address: str, *, decode: bool = False, progress: str = "auto") 
     """Reads all shards of an index and says what is not as the index says; nothing, if all is well.
 
     Args:
-        decode: decodes all images, too.
+        address: of the index.
+        decode: decodes all images, too, and says which samples training cannot read.
+        progress: auto, bar, lines or off; on stderr.
 
     Raises:
         UserError: the index itself cannot be read.
@@ -260,15 +280,16 @@ def verify_shard(shard: Shard, classes: int, *, decode: bool) -> list[str]:
         found = scan(shard.url, decode=decode)
     except UserError as error:
         return [error.message]
-    return [*found.damaged, *incomplete(shard, found.table), *contradictions(shard, found, classes)]
+    unfit = [f"{found.reason}; in all {counted(found.unfit, 'such sample')}"] if decode and found.unfit else []
+    return [*found.damaged, *unfit, *incomplete(shard, found.table), *contradictions(shard, found, classes)]
 
 
 def incomplete(shard: Shard, table: SampleTable) -> Iterator[str]:
     """Samples that have other members than most of the shard; one image is as good as another, whatever its format."""
     extensions = [[member.extension for member in table.members(number)] for number in range(len(table))]
-    # ``.seg.png`` and ``.seg.jpg`` are for the same.
+    # ``.seg.png`` and ``.seg.JPG`` are for the same.
     kinds = [
-        tuple(sorted(f"{name.rpartition('.')[0]}.image" if is_image(name) else name for name in found))
+        tuple(sorted(f"{name.rpartition('.')[0]}.image" if is_image(name) else name for name in map(str.lower, found)))
         for found in extensions
     ]
     usual = max(kinds, key=Counter(kinds).__getitem__, default=())

@@ -13,13 +13,15 @@ from typing import Protocol
 from flyte_ddp.storage import local
 from flyte_ddp.storage.addresses import as_in, join, local_path, parent, resolve, scheme
 from flyte_ddp.storage.content import Content, Entry, Span, check_length
-from flyte_ddp.storage.failures import AlteredError, ExistsError, MissingError, UnavailableError
+from flyte_ddp.storage.failures import AlteredError, ExistsError, ForbiddenError, MissingError, UnavailableError
+from flyte_ddp.storage.origins import may_be_named, origin_of
 from flyte_ddp.storage.retries import retried
 
 __all__ = [
     "AlteredError",
     "Entry",
     "ExistsError",
+    "ForbiddenError",
     "MissingError",
     "UnavailableError",
     "as_in",
@@ -28,7 +30,9 @@ __all__ = [
     "join",
     "list_files",
     "local_path",
+    "may_be_named",
     "open_file",
+    "origin_of",
     "parent",
     "put",
     "read",

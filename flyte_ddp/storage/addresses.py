@@ -7,6 +7,7 @@ import posixpath
 from pathlib import Path
 from urllib.parse import quote, unquote, urlsplit
 
+from flyte_ddp.credentials import refuse_credentials
 from flyte_ddp.errors import UserError
 
 SCHEMES = ("file", "http", "https", "s3", "gs", "az")
@@ -16,8 +17,9 @@ def scheme(address: str) -> str:
     """``file`` (also for plain paths), ``http``, ``https``, ``s3``, ``gs`` or ``az``.
 
     Raises:
-        UserError: any other scheme, or no server or bucket after it.
+        UserError: any other scheme, no server or bucket after it, or a user name or password before that.
     """
+    refuse_credentials("address", address)
     found = address.partition("://")[0].lower() if "://" in address else "file"
     if found not in SCHEMES:
         raise UserError(

@@ -55,7 +55,8 @@ def aws(bucket: str) -> Any:
         region = region_of(bucket, region or "us-east-1", bundle)
         endpoint = AWS_ENDPOINT.format(region=region) + (".cn" if region.startswith("cn-") else "")
     elif not re.fullmatch(r"https?://[^\s/]+(/\S*)?", endpoint):
-        raise UnavailableError(f"Invalid endpoint: {endpoint}; it must begin with https:// or http://")
+        shown = endpoint.rpartition("@")[2]  # without a password
+        raise UnavailableError(f"Invalid endpoint: {shown}; it must begin with https:// or http://")
     settings |= {"aws_endpoint_url_s3": endpoint, "region": region or "us-east-1"}
     settings |= {"credential_provider": credential} if credentials else {"skip_signature": True}
     return S3Store(bucket, **settings)

@@ -22,7 +22,11 @@ class UnavailableError(Exception):
 
 
 class MissingError(UnavailableError):
-    """No such file, or none that we may read; S3 answers 403 for a missing key in a bucket that we may not list."""
+    """There is no such file."""
+
+
+class ForbiddenError(UnavailableError):
+    """The server refuses to give the file, and may not even say whether there is one: HTTP 403."""
 
 
 class ExistsError(UnavailableError):
@@ -36,7 +40,9 @@ class AlteredError(UnavailableError):
 def refusal(status: int, detail: str) -> UnavailableError:
     """The error for an HTTP status."""
     reason = f"HTTP {status} {detail}".strip()
-    if status in (403, 404, 410):
+    if status == 403:
+        return ForbiddenError(reason)
+    if status in (404, 410):
         return MissingError(reason)
     return UnavailableError(reason, transient=status >= 500 or status in (408, 429))
 

@@ -9,18 +9,22 @@ from functools import cache
 from http.cookiejar import DefaultCookiePolicy
 from pathlib import Path
 from typing import Any, NoReturn
+from urllib.parse import urljoin
 
 import requests
 import urllib3
 from requests.adapters import HTTPAdapter
 from requests.exceptions import InvalidURL, SSLError, TooManyRedirects
 
+from flyte_ddp.credentials import masked
 from flyte_ddp.errors import UserError
+from flyte_ddp.settings import ALLOWED
 from flyte_ddp.storage import failures
 from flyte_ddp.storage.addresses import leads_out
 from flyte_ddp.storage.content import CHUNK_BYTES, Content, Entry, Span, entity_tag
 from flyte_ddp.storage.digest_list import SUMS, DigestListError, read_sums
 from flyte_ddp.storage.failures import CONNECTIONS, UnavailableError, refusal, root_cause
+from flyte_ddp.storage.origins import may_be_redirected, origin_of
 
 HOPELESS = (InvalidURL, SSLError, TooManyRedirects, urllib3.exceptions.LocationParseError)
 
@@ -86,13 +90,32 @@ def response(address: str, method: str, headers: dict[str, str]) -> Iterator[Any
                 raise refusal(answer.status_code, answer.reason or "")
             yield answer
     except (requests.RequestException, urllib3.exceptions.HTTPError) as error:
-        raise UnavailableError(root_cause(error), transient=not isinstance(error, HOPELESS)) from None
+        raise UnavailableError(masked(root_cause(error)), transient=not isinstance(error, HOPELESS)) from None
+
+
+class Session(requests.Session):
+    """Follows redirects on the same host and to public ones, and to others that the setting allows."""
+
+    def get_redirect_target(self, resp: requests.Response) -> str | None:
+        """Return where a response says the file is; None if it is no redirect.
+
+        Raises:
+            UnavailableError: that is another host, in a private network, on this machine or of a cloud's own services.
+        """
+        target = super().get_redirect_target(resp)
+        if target is not None and not may_be_redirected(resp.url, there := urljoin(resp.url, target)):
+            resp.close()
+            raise UnavailableError(
+                f"redirected to {origin_of(there)}, which is another host and not a public one; set "
+                f"{ALLOWED}={origin_of(there)} if that may be read"
+            )
+        return target
 
 
 @cache
 def session(process: int) -> requests.Session:  # noqa: ARG001
     """Keeps a process's connections open, and no cookies: one request is not to change what the next one is given."""
-    made = requests.Session()
+    made = Session()
     made.cookies.set_policy(DefaultCookiePolicy(allowed_domains=[]))
     for scheme in ("http://", "https://"):
         made.mount(scheme, HTTPAdapter(pool_maxsize=CONNECTIONS))

@@ -16,15 +16,24 @@ from typing import Any, TypeVar
 
 import obstore
 
+from flyte_ddp.credentials import masked
 from flyte_ddp.storage import failures
 from flyte_ddp.storage.clouds import CLOUDS, VARIABLES
 from flyte_ddp.storage.content import CHUNK_BYTES, Content, Entry, Span, entity_tag
-from flyte_ddp.storage.failures import ExistsError, UnavailableError, refusal
+from flyte_ddp.storage.failures import ExistsError, ForbiddenError, MissingError, UnavailableError, refusal
 
 BUCKET = re.compile(r"[A-Za-z0-9._$-]+")
 STATUS = re.compile(r"status code: (\d{3})(?:.*?<Code>(\w+)</Code>)?", re.DOTALL)
 CAUSE = re.compile(r'(?:message|error): "([^"]*)"|InvalidCertificate\(\s*(\w+)')
 SERVER = re.compile(r"Error performing \w+ (\w+://[^/\s]+)")
+READ, LIST, WRITE = "read", "list", "write"
+# What each cloud calls the rights to read, list and write objects.
+RIGHTS = {
+    "s3": {READ: "s3:GetObject", LIST: "s3:ListBucket", WRITE: "s3:PutObject"},
+    "gs": {READ: "storage.objects.get", LIST: "storage.objects.list", WRITE: "storage.objects.create"},
+    "az": {READ: "Storage Blob Data Reader", LIST: "Storage Blob Data Reader", WRITE: "Storage Blob Data Contributor"},
+}
+NO_RIGHT = ("HTTP 403", "HTTP 403 AccessDenied")  # other texts say that it is the credentials, not their rights
 CONFLICT = "ConditionalRequestConflict"  # of S3: somebody else is writing the object, and may fail
 WRAPPING = re.compile(r"Generic \w+ error: |Error performing \w+( \S+ in \S+ -| request:) |HTTP error: ")
 Result = TypeVar("Result")
@@ -60,7 +69,7 @@ def list_files(address: str) -> Iterator[Entry]:
         pages = obstore.list(store, prefix=key)
         return [Entry(file["path"][start:], file["size"], entity_tag(file["e_tag"])) for page in pages for file in page]
 
-    found, folders = ask(address, listed), {""}
+    found, folders = ask(address, listed, LIST), {""}
     for name in (entry.name for entry in found):
         while (name := name.rpartition("/")[0]) not in folders:
             folders.add(name)
@@ -69,20 +78,27 @@ def list_files(address: str) -> Iterator[Entry]:
 
 def put(address: str, content: bytes) -> None:
     """:func:`flyte_ddp.storage.put` for an object."""
-    ask(address, lambda store, key: obstore.put(store, key, content))
+    ask(address, lambda store, key: obstore.put(store, key, content), WRITE)
 
 
 def create(address: str, content: bytes | Path) -> None:
     """:func:`flyte_ddp.storage.create` for an object: in one request, so of at most 5 GB on S3."""
-    ask(address, lambda store, key: obstore.put(store, key, content, mode="create", use_multipart=False))
+    ask(address, lambda store, key: obstore.put(store, key, content, mode="create", use_multipart=False), WRITE)
 
 
-def ask(address: str, action: Callable[[Any, str], Result]) -> Result:
-    """The result of ``action`` for an object's store and key; its errors become an UnavailableError."""
-    bucket, _, key = address.partition("://")[2].partition("/")
+def ask(address: str, action: Callable[[Any, str], Result], right: str = READ) -> Result:
+    """Return the result of ``action`` for an object's store and key; its errors become an UnavailableError.
+
+    Args:
+        address: of the object, or of the prefix to list.
+        action: does one thing with obstore, and may raise its errors.
+        right: which right the action needs: READ, LIST or WRITE. A refusal for want of it costs a request more.
+    """
+    kind, _, rest = address.partition("://")
+    bucket, _, key = rest.partition("/")
     store = None
     try:
-        store = store_of(address.partition("://")[0].lower(), bucket)
+        store = store_of(kind.lower(), bucket)
         return action(store, key)
     except UnavailableError:
         raise
@@ -91,7 +107,36 @@ def ask(address: str, action: Callable[[Any, str], Result]) -> Result:
             raise UnavailableError(f"HTTP 409 {CONFLICT}", transient=True) from None
         raise ExistsError("there is an object of that name") from None
     except Exception as error:  # of many classes, some of them Python's own
-        raise failure(error, anonymous=store is not None and "skip_signature" in store.config) from None
+        found = failure(error, anonymous=store is not None and "skip_signature" in store.config)
+        raise missing_right(found, kind.lower(), store, key, right) if str(found) in NO_RIGHT else found from None
+
+
+def missing_right(refused: UnavailableError, kind: str, store: Any, key: str, right: str) -> UnavailableError:
+    """Return the error that names the right which is missing, or says that the object is.
+
+    A store answers 403, and not 404, for an object that is not there to whoever may not list the bucket; on S3 also
+    where the right to list is limited to a prefix. So an object that could not be read is looked for in the list.
+    """
+    rights = RIGHTS[kind]
+    if right != READ:
+        to = {LIST: "list the bucket, or this part of it,", WRITE: "write it"}[right]
+        return ForbiddenError(f"{refused}: the right to {to} ({rights[right]}) is missing")
+    try:
+        if not is_listed(store, key):
+            return MissingError(f"{refused}: the list of the bucket does not have it")
+    except Exception:  # of obstore, whose errors have many classes: the bucket cannot be listed
+        return ForbiddenError(
+            f"{refused}: the right to read it ({rights[READ]}) is missing; or there is none, which the right to list "
+            f"the bucket ({rights[LIST]}) would show"
+        )
+    return ForbiddenError(f"{refused}: the right to read it ({rights[READ]}) is missing")
+
+
+def is_listed(store: Any, key: str) -> bool:
+    """Return whether the list of a bucket has an object; asks for the page of the list where it would be."""
+    pages = obstore.list(store, prefix=key.rpartition("/")[0], offset=key[:-1])
+    names = (file["path"] for page in pages for file in page)
+    return next((name for name in names if name >= key), "") == key
 
 
 def failure(error: Exception, *, anonymous: bool = False) -> UnavailableError:
@@ -112,7 +157,7 @@ def failure(error: Exception, *, anonymous: bool = False) -> UnavailableError:
     reason += f" by {server[1]}" if server else ""
     words = next((words for sign, words in EXPLAINED.items() if sign in text), "{}")
     passing = ("kind: " in text and "Certificate" not in text) or "PyErr" in text  # where credentials are not renewed
-    return UnavailableError(words.format(reason), transient=passing)
+    return UnavailableError(masked(words.format(reason)), transient=passing)
 
 
 EXPLAINED = {

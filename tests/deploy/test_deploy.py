@@ -321,7 +321,8 @@ def test_the_version_names_commit_profile_and_settings(clone: Path) -> None:
     fake_pyflyte(clone)
     plain = version(clone)
     assert re.fullmatch(rf"{git(clone, 'rev-parse', '--short=12', 'HEAD')}-sandbox-[0-9a-f]{{6}}", plain)
-    assert version(clone, WANDB_API_KEY="secret") == plain  # a secret leaves no trace, not even a digest
+    for name in ("WANDB_API_KEY", "FLYTE_DDP_ELASTIC_KEY"):
+        assert version(clone, **{name: "secret"}) == plain  # a secret leaves no trace, not even a digest
     assert version(clone, FLYTE_DDP_PROFILE="gpu") == plain  # the option decides
     others = [
         version(clone, FLYTE_DDP_NOTIFY="a@example.com"),
@@ -334,6 +335,21 @@ def test_the_version_names_commit_profile_and_settings(clone: Path) -> None:
     assert len({plain, *others}) == 7
     git(clone, "tag", "v1.0")
     assert version(clone) == plain.replace(git(clone, "rev-parse", "--short=12", "HEAD"), "v1.0")
+
+
+def test_secrets_are_not_printed(clone: Path) -> None:
+    fake_pyflyte(clone)
+    (clone / ".venv/bin/python").symlink_to("/bin/true")
+    secrets = {"WANDB_API_KEY": "hidden", "FLYTE_DDP_ELASTIC_KEY": "hidden"}
+    ended = register(clone, *COMPLETE, "--dry-run", WANDB_PROJECT="digits", **secrets)
+    assert ended.exit_code == 0, ended.output
+    assert "WANDB_PROJECT=digits" in ended.output
+    assert "hidden" not in ended.output
+    assert "FLYTE_DDP_ELASTIC_KEY is not sent to pods" in ended.output
+    refused = register(clone, *COMPLETE, "--dry-run", WANDB_BASE_URL="https://me:hidden@wandb.example.com")
+    assert refused.exit_code == 1
+    assert refused.output.startswith("Error: WANDB_BASE_URL: has a user name or a password in its address, which")
+    assert "hidden" not in refused.output
 
 
 def test_sources_in_the_image_are_not_sent(clone: Path) -> None:

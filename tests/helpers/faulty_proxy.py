@@ -22,12 +22,15 @@ class Proxy:
     """``faults[path]`` are done one a request, in order.
 
     One is an HTTP status, ``truncate`` (the connection ends halfway), ``reset`` (it is reset halfway) or ``slow`` (the
-    answer comes after ``LATENCY``). ``requests`` are the paths that were asked for.
+    answer comes after ``LATENCY``). ``requests`` are the paths that were asked for. Paths that begin as one of
+    ``denied`` are refused. Without ``lists``, lists are refused, and so is an object that is not there, as S3 does.
     """
 
     url: str = ""
     faults: dict[str, list[int | str]] = field(default_factory=dict)
     requests: list[str] = field(default_factory=list)
+    denied: tuple[str, ...] = ()
+    lists: bool = True
 
 
 def forwarded(host: str, request: BaseHTTPRequestHandler, body: bytes = b"") -> tuple[int, dict[str, str], bytes]:
@@ -63,6 +66,10 @@ def faulty_proxy(target: str) -> Iterator[Proxy]:
                 self.answer(fault, {"Content-Length": "0"}, b"")
                 return
             status, headers, content = forwarded(host, self)
+            listed = "list-type" in urlsplit(self.path).query
+            if (name.startswith(state.denied) and not listed) or (not state.lists and (listed or status == 404)):
+                self.deny()
+                return
             cut = fault in ("truncate", "reset")
             self.answer(status, headers, content[: len(content) // 2] if cut else content)
             if cut:
@@ -71,6 +78,10 @@ def faulty_proxy(target: str) -> Iterator[Proxy]:
                 self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
         do_HEAD = do_GET
+
+        def deny(self) -> None:
+            content = b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
+            self.answer(403, {"Content-Length": str(len(content))}, b"" if self.command == "HEAD" else content)
 
     with serving(Handler) as state.url:
         yield state

@@ -30,7 +30,7 @@ class FileServer:
     until ``over``), ``hang`` (no answer, until ``over``), ``longer`` (a byte too many), ``unannounced`` (no length) or
     ``gzip`` (a header says the content is compressed for the way). Where ``tagged`` is false files have no ETag.
     ``stalled`` is set while a request stalls. ``headers`` are those of the requests, ``answers`` some for all answers.
-    Lists come in pages of ``page`` entries.
+    Lists come in pages of ``page`` entries. ``redirects`` are addresses that files have moved to.
     """
 
     url: str = ""
@@ -42,6 +42,7 @@ class FileServer:
     headers: list[dict[str, str]] = field(default_factory=list)
     answers: dict[str, str] = field(default_factory=dict)
     connections: list[int] = field(default_factory=list)
+    redirects: dict[str, str] = field(default_factory=dict)
     page: int = 1000
     gives_parts: bool = True
     tagged: bool = True
@@ -100,7 +101,9 @@ class Answer:
         fault = self.state.faults[name].pop(0) if self.state.faults.get(name) else None
         listing = "list-type" in query or "comp" in query
         content = self.listed(name, query) if listing else self.state.files.get(name)
-        if fault == "hang":
+        if name in self.state.redirects:
+            self.start(302, b"", Location=self.state.redirects[name])
+        elif fault == "hang":
             self.state.over.wait(DEADLINE)
             self.handler.close_connection = True
         elif isinstance(fault, int) or content is None:

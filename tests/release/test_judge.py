@@ -142,6 +142,14 @@ def test_a_look_at_the_champion_itself(
     assert verdict.look == 0
     assert verdict.alpha == pytest.approx(0.05 * 6 / math.pi**2), "as of a first look"
     assert judged(models["weak"]).verdict.look == 2
+    [entry] = registry.history()
+    values = {"version": entry.version, "manifest": entry.manifest, "best": entry.best, "reason": "again"}
+    registry.append(entry, by="x", action="promote", **values)
+    Path(registry.at("log", "00000001.json")).unlink()
+    verdict = judge(*weak, digits, registry, PATIENT, settings=QUIET, counts=False).verdict
+    assert verdict.champion == entry.version, "the last entry is enough"
+    with pytest.raises(UserError, match=r"log/00000001.json is missing, and 00000002.json is there"):
+        judged(models["weak"])
     elsewhere = Registry(str(tmp_path / "elsewhere"), "digits")
     found = judge(*model, digits, elsewhere, PATIENT, settings=QUIET, counts=False)
     assert found.verdict.told().startswith("would be promoted: there is no champion yet")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from cli import HELPERS, ROOT
+from faulty_proxy import faulty_proxy
 from locking_proxy import Locking
 from s3_server import S3Server
 
@@ -100,6 +101,46 @@ def test_a_deleted_entry_is_named(tmp_path: Path, gone: int) -> None:
     (tmp_path / f"model/log/0000000{gone}.json").unlink()
     with pytest.raises(UserError, match=f"model/log/0000000{gone}.json is missing, and 0000000{gone + 1}.json is"):
         registry.history()
+
+
+def moved_away(registry: Registry, server: S3Server, *parts: str) -> None:
+    """Takes a file of a registry away, as a rule of a bucket's lifecycle does."""
+    address = registry.at(*parts)
+    (storage.local_path(address) or server.folder / address.removeprefix("s3://")).unlink()
+
+
+def test_the_champion_is_read_without_the_entries_before_it(address: str, s3: tuple[S3Server, Locking]) -> None:
+    """Who promotes needs all of them."""
+    registry = Registry(address, "model")
+    last = appended(registry, appended(registry, appended(registry, None)))
+    moved_away(registry, s3[0], "log", "00000001.json")
+    assert registry.champion() == last
+    with pytest.raises(UserError, match=r"model/log/00000001.json is missing, and 00000002.json is there; restore it"):
+        registry.history()
+    moved_away(registry, s3[0], "log", "00000003.json")
+    with pytest.raises(UserError, match=r"log/00000003.json is missing or was altered, as champion.json is another"):
+        registry.champion()
+
+
+def test_a_right_that_is_missing_is_named(
+    s3: tuple[S3Server, Locking], bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not taken for a file that is not there: champion.json, which protects the log's end, would be left out."""
+    registry = Registry(bucket, "model")
+    entry = appended(registry, None)
+    name = bucket.removeprefix("s3://")
+    with faulty_proxy(s3[0].endpoint) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        assert registry.champion() == entry
+        proxy.denied = (f"{name}/model/champion.json",)
+        said = r"model cannot be read: HTTP 403 AccessDenied: the right to read it \(s3:GetObject\) is missing; check"
+        with pytest.raises(UserError, match=said):
+            registry.champion()
+        proxy.denied, proxy.lists = (), False
+        with pytest.raises(
+            UserError, match=r"cannot be listed: HTTP 403 .* to list .* \(s3:ListBucket\) is missing; check"
+        ):
+            registry.champion()
 
 
 def test_an_altered_entry_is_named(tmp_path: Path) -> None:

@@ -239,6 +239,7 @@ DAMAGE: dict[str, tuple[Damage, list[str]]] = {
     "members left out": (
         with_members_left_out,
         [
+            r"sample 'ant/1' in shard .*/train-000000.tar has no label: it has .png; .*; in all 2 such samples",
             r"sample 'ant/1' in .*/train-000000.tar: has .png, and most have .cls, .png",
             r"sample 'ant/3' in .*/train-000000.tar: has .cls, and most have .cls, .png",
         ],

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 import trustme
+from faulty_proxy import faulty_proxy
 from file_server import file_server
 from s3_server import DEADLINE, RCLONE, S3Server, s3_server, started
 from surroundings import clean, s3_environment
 
 from flyte_ddp import storage
-from flyte_ddp.storage import MissingError, UnavailableError
+from flyte_ddp.storage import ForbiddenError, MissingError, UnavailableError
 
 MANY = 1205  # objects; a page has at most 1,000
 
@@ -129,6 +130,30 @@ def test_without_a_key_or_with_a_wrong_one(keyed: S3Server, monkeypatch: pytest.
         with pytest.raises(UnavailableError, match=f"HTTP 403 {said}$") as caught:
             storage.read("s3://few/x")
         assert not caught.value.transient
+
+
+def test_which_right_is_missing(keyed: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """403 is no proof that an object is not there: the list tells, where there is a right to list."""
+    for name, value in keyed.aws_environment().items():
+        monkeypatch.setenv(name, value)
+    with faulty_proxy(keyed.endpoint) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        proxy.denied = ("many/in/0", "few")
+        no_right = r"HTTP 403.*: the right to read it \(s3:GetObject\) is missing"
+        for action in (storage.read, storage.stat):
+            for address in ("s3://many/in/0003.jpg", "s3://few/x"):
+                with pytest.raises(ForbiddenError, match=f"{no_right}$"):
+                    action(address)
+            for address in ("s3://many/in/0003", "s3://few/y", "s3://few/a/b"):
+                with pytest.raises(MissingError, match=r"HTTP 403.*: the list of the bucket does not have it"):
+                    action(address)
+        proxy.denied, proxy.lists = (), False
+        assert storage.read("s3://many/in/0003.jpg") == b"3"
+        for action in (storage.read, storage.stat):
+            with pytest.raises(ForbiddenError, match=f"{no_right}; or there is none, .*s3:ListBucket"):
+                action("s3://few/y")
+        with pytest.raises(ForbiddenError, match=r"the right to list .* \(s3:ListBucket\) is missing"):
+            list(storage.list_files("s3://many/in"))
 
 
 def test_where_everybody_may_read_no_key_is_needed(open_server: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -40,11 +41,11 @@ def released(ended: Ended) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_promoted_kept_and_back(tmp_path: Path) -> None:
-    """A first champion, the same model again, a better one, and the way back."""
+def test_promoted_kept_and_back(tmp_path: Path, s3: S3Server) -> None:
+    """A first champion, the same model again, a better one, and the way back; then the first entry is lost."""
 
-    def run(workflow: str, *arguments: str) -> Ended:
-        return pyflyte("run", RELEASE, workflow, "--model_name", "digits", *arguments, home=tmp_path)
+    def run(workflow: str, *arguments: str, **environment: str) -> Ended:
+        return pyflyte("run", RELEASE, workflow, "--model_name", "digits", *arguments, home=tmp_path, **environment)
 
     first = released(run("release_wf", "--hp", json.dumps(HP)))
     assert first["champion"] == first["version"]
@@ -86,6 +87,14 @@ def test_promoted_kept_and_back(tmp_path: Path) -> None:
     assert [json.loads(entry.read_text())["action"] for entry in sorted(log.iterdir())] == [
         *("promote", "promote", "rollback", "promote")
     ]
+    (log / "00000001.json").unlink()
+    shutil.copytree(tmp_path / "runs/registry", s3.folder / "models")
+    for environment in ({}, {**s3.aws_environment(), "FLYTE_DDP_REGISTRY": "s3://models"}):
+        predicted = pyflyte(*predicting, "--model_name", "digits", home=tmp_path, **environment)
+        assert predicted.exit_code == 0, predicted.output
+        refused = run("promote_wf", "--version", first["version"], "--reason", "x", **environment)
+        assert refused.exit_code == 1
+        assert re.search("digits/log/00000001.json is missing, and 00000002.json is there; restore it", refused.panel)
 
 
 @pytest.mark.slow

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pickle
+import re
 import shutil
+import sys
 import tempfile
 import zlib
 from collections.abc import Iterable, Iterator
@@ -18,14 +20,34 @@ if TYPE_CHECKING:
     from flyte_ddp.config import Hyperparameters
 
 LIBRARY = Path(__file__).parents[2]
+# Names of files and folders that hold secrets, unless they are Python's modules.
+SECRET = re.compile(
+    r"(^|[._-])(secrets?|credentials?|passwords?|token|kubeconfig)([._-]|$)"
+    r"|\.(pem|key|p12|pfx|env)$|^id_(rsa|dsa|ecdsa|ed25519)",
+    re.IGNORECASE,
+)
 
 
 def packed(hp: Hyperparameters, folder: Path | None = None) -> bytes:
-    """The sources, for :func:`unpacked`: all of a folder, or this library and the user's own code (user_source.py)."""
+    """Return the sources, for :func:`unpacked`: of a folder, or this library and the user's own code (user_source.py).
+
+    Prints on stderr how many files of the folder are sent.
+
+    Args:
+        hp: whose model and data sets may name modules of the user's.
+        folder: all of it is sent, but for hidden files and those that have a name for secrets; None sends no folder.
+    """
     files = set(below(folder)) if folder else {*below(LIBRARY), *of_the_user(hp)}
-    return zlib.compress(
-        pickle.dumps([(str(place), name, (place / name).read_bytes()) for place, name in files]), level=1
-    )
+    contents = [(str(place), name, (place / name).read_bytes()) for place, name in files]
+    if folder:
+        total = sum(len(content) for _, _, content in contents)
+        print(f"{len(contents):,} files of {folder} ({total:,} bytes) are sent to the workers", file=sys.stderr)
+    return zlib.compress(pickle.dumps(contents), level=1)
+
+
+def holds_secrets(name: Path) -> bool:
+    """Return whether a file, or a folder that it is in, has a name for secrets."""
+    return name.suffix != ".py" and any(SECRET.search(part) for part in name.parts)
 
 
 def below(folder: Path) -> Iterator[tuple[Path, str]]:
@@ -34,6 +56,7 @@ def below(folder: Path) -> Iterator[tuple[Path, str]]:
     for path in folder.rglob("*"):
         name = path.relative_to(place)
         left_out = name.name.endswith((".pyc", ".tar.gz")) or any(part.startswith(".") for part in name.parts)
+        left_out = left_out or holds_secrets(name)
         if path.is_file() and not left_out:  # flytekit leaves the archive that it has unpacked in its place
             yield place, str(name)
 

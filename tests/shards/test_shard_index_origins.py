@@ -1,0 +1,131 @@
+"""An index from a web server names files of that server only, others if a setting says so; redirects likewise."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from file_server import FileServer, file_server
+from tars import samples, shard_bytes
+
+from flyte_ddp import storage
+from flyte_ddp.errors import UserError
+from flyte_ddp.settings import ALLOWED
+from flyte_ddp.shards.dataset import ShardDataset
+from flyte_ddp.shards.index import read_index
+from flyte_ddp.storage.origins import is_public
+
+FOREIGN = [
+    "http://169.254.169.254/latest/meta-data/iam/security-credentials/",
+    "s3://private/0.tar",
+    "gs://private/0.tar",
+    "az://private/0.tar",
+    "https://{host}/0.tar",  # another port, as the index came over http
+    "http://{host}@169.254.169.254/0.tar",
+    "http://169.254.169.254\\\\@{host}/0.tar",  # which requests asks 169.254.169.254 for, and urllib does not
+    "HTTP://elsewhere.example/0.tar",
+]
+PLACES: dict[str, Any] = {
+    "shard": lambda url: {"shardlist": [{"url": url, "nsamples": 3}]},
+    "base": lambda url: {"base": url.rpartition("/")[0], "shardlist": [{"url": "0.tar", "nsamples": 3}]},
+    "reference": lambda url: {"datasets": [{"source_url": url}]},
+    "tables": lambda url: {"shardlist": [{"url": "0.tar", "nsamples": 3}], "flyte_ddp": {"tables": url}},
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("url", FOREIGN)
+def test_of_another_origin_it_names_nothing(url: str, place: str, server: FileServer) -> None:
+    named = url.format(host=server.url.partition("://")[2]).replace("\\\\", "\\")
+    server.files["index.json"] = json.dumps(PLACES[place](named)).encode()
+    with pytest.raises(UserError, match=r"index http://127\.0\.0\.1:\d+/index.json: ") as caught:
+        read_index(f"{server.url}/index.json")
+    assert "@" not in caught.value.message.replace("***@", "")
+    assert server.requests == ["index.json"]
+
+
+@pytest.fixture
+def other() -> Any:
+    with file_server() as running:
+        yield running
+
+
+def test_a_setting_allows_others(server: FileServer, other: FileServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def names(*urls: str) -> list[str]:
+        server.files["index.json"] = json.dumps({"shardlist": [{"url": url, "nsamples": 3} for url in urls]}).encode()
+        return [shard.url for shard in read_index(f"{server.url}/index.json").shards]
+
+    own = f"{server.url}/a/../0.tar"
+    assert names(own, "1.tar", f"{server.url.upper()}/2.tar") == [
+        own, f"{server.url}/1.tar", f"{server.url.upper()}/2.tar"
+    ]  # fmt: skip
+    said = rf"names '{other.url}/data/0.tar', which is not on http://127.*; set {ALLOWED}={other.url}/ if it may"
+    with pytest.raises(UserError, match=said):
+        names(f"{other.url}/data/0.tar")
+    monkeypatch.setenv(ALLOWED, f"s3://bucket, {other.url}/data/")
+    allowed = [f"{other.url}/data/0.tar", f"{other.url}/data/in/0.tar", "s3://bucket/0.tar"]
+    assert names(*allowed) == allowed
+    for url in (
+        f"{other.url}/data2/0.tar",
+        f"{other.url}/data/../0.tar",
+        f"{other.url}/data/%2e%2E/0.tar",
+        "s3://bucket2/0",
+    ):
+        with pytest.raises(UserError, match="which is not on"):
+            names(url)
+
+
+def test_indexes_from_elsewhere_name_what_they_like(server: FileServer, tmp_path: Path) -> None:
+    """Of this machine and of object storage: whoever may write there may choose the data anyway."""
+    urls = [f"{server.url}/0.tar", "s3://bucket/0.tar"]
+    (tmp_path / "index.json").write_text(json.dumps({"shardlist": [{"url": url, "nsamples": 3} for url in urls]}))
+    assert [shard.url for shard in read_index(str(tmp_path / "index.json")).shards] == urls
+
+
+@pytest.mark.parametrize(
+    ("host", "public"),
+    [
+        ("1.1.1.1", True), ("2606:4700:4700::1111", True), ("127.0.0.1", False), ("169.254.169.254", False),
+        ("10.1.2.3", False), ("100.100.100.200", False), ("0.0.0.0", False), ("::1", False), ("fe80::1%eth0", False),
+        ("::ffff:169.254.169.254", False), ("fd00:ec2::254", False),
+    ],
+)  # fmt: skip
+def test_which_addresses_are_public(host: str, public: bool) -> None:
+    assert is_public(host) is public
+
+
+def test_a_redirect_to_a_private_address_is_not_followed(
+    server: FileServer, other: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of any file of a web server; the target is not asked. A setting allows it."""
+    other.files["secret"] = other.files["0.tar"] = shard_bytes(samples(3))
+    for target in (
+        f"{other.url}/secret",
+        "http://169.254.169.254/latest/",
+        f"{other.url.replace('127.0.0.1', 'localhost')}/x",
+    ):
+        server.redirects["secret"] = target
+        origin = "/".join(target.split("/")[:3]) + "/"
+        with pytest.raises(
+            storage.UnavailableError, match=rf"redirected to {origin}, .*; set {ALLOWED}={origin} if"
+        ) as caught:
+            storage.retried(f"{server.url}/secret", storage.read)
+        assert not caught.value.transient
+    assert other.requests == []
+    monkeypatch.setattr("flyte_ddp.storage.retries.FIRST_DELAY", 0.001)
+    server.redirects["secret"] = "file:///etc/hostname"
+    with pytest.raises(storage.UnavailableError, match="No connection adapters"):
+        storage.retried(f"{server.url}/secret", storage.read)
+    server.redirects["secret"] = "/plain"
+    server.files["plain"] = b"content"
+    assert storage.read(f"{server.url}/secret") == b"content", "on the same server"
+    server.redirects["0.tar"] = f"{other.url}/0.tar"
+    server.files["index.json"] = json.dumps({"shardlist": [{"url": "0.tar", "nsamples": 3}]}).encode()
+    dataset = ShardDataset(f"{server.url}/index.json", tmp_path / "cache")
+    with pytest.raises(UserError, match=rf"0\.tar: cannot be fetched \(redirected to {other.url}/,"):
+        dataset[0]
+    monkeypatch.setenv(ALLOWED, f"{other.url}/")
+    assert dataset[0]["__key__"] == "00000"
+    assert other.requests == ["0.tar"]

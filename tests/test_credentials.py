@@ -1,0 +1,92 @@
+"""Passwords in addresses: refused wherever an address comes in, and shown nowhere."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from file_server import FileServer
+from surroundings import s3_environment
+from tars import samples, shard_bytes
+
+from flyte_ddp import storage
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.datasets import fetch, fingerprint
+from flyte_ddp.errors import UserError
+from flyte_ddp.release.policy import Policy
+from flyte_ddp.release.registry import Registry
+from flyte_ddp.runs.result_store import copied
+from flyte_ddp.shards.__main__ import shards
+from flyte_ddp.shards.index import read_index
+from flyte_ddp.shards.scanning import create_index
+
+URL = "https://me:hidden@data.example.com/x"
+
+
+USES: dict[str, Callable[[Path], object]] = {
+    "a data set": lambda _: Hyperparameters(dataset=f"shards:{URL}"),
+    "a test set": lambda _: Hyperparameters(dataset="shards:x", test_dataset=f"shards:{URL}"),
+    "a mirror": lambda _: Hyperparameters(data_source=URL),
+    "initial weights": lambda _: Hyperparameters(init_from=URL),
+    "hyperparameters as JSON": lambda _: Hyperparameters.from_json(json.dumps({"data_source": URL})),
+    "a policy": lambda _: Policy(slices=URL),
+    "a prediction": lambda _: fingerprint(f"shards:{URL}", ""),
+    "a prediction's mirror": lambda folder: fetch("mnist", URL, folder / "data", progress="off"),
+    "shards": lambda folder: create_index([URL], folder / "index.json", progress="off"),
+    "an index": lambda _: read_index(URL),
+    "a registry": lambda _: Registry("s3://key:hidden@bucket/models", "x"),
+    "results": lambda folder: copied(folder, URL, goes_on=False).__enter__(),
+    "a bucket": lambda _: storage.read("s3://key:hidden@bucket/x"),
+    "an unknown kind": lambda _: storage.read("ftp://me:hidden@host/x"),
+    "a user alone": lambda _: storage.read("https://hidden@data.example.com/x"),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_an_address_with_a_password_is_refused(use: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"\*\*\*@.*has a user name or a password.*~/.netrc") as caught:
+        USES[use](tmp_path)
+    assert "hidden" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_index_that_has_one(tmp_path: Path) -> None:
+    index = tmp_path / "index.json"
+    for entry in ({"url": URL, "nsamples": 3}, {"url": URL, "nsamples": "three"}, {"url": URL}):
+        index.write_text(json.dumps({"shardlist": [entry]}))
+        with pytest.raises(UserError, match="index") as caught:
+            read_index(str(index))
+        assert "hidden" not in caught.value.message
+    ended = CliRunner().invoke(shards, ["show", str(index)])
+    assert ended.exit_code == 1
+    assert "hidden" not in ended.output
+
+
+def test_what_a_server_or_a_proxy_says_is_shown_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    s3_environment("http://me:hidden@127.0.0.1:9", monkeypatch)
+    monkeypatch.setenv("HTTP_PROXY", "http://me:hidden@127.0.0.1:9")
+    monkeypatch.setenv("http_proxy", "http://me:hidden@127.0.0.1:9")
+    for address in ("s3://bucket/x", "http://data.example.com/x", "http://[x"):
+        with pytest.raises(storage.UnavailableError) as caught:
+            storage.read(address)
+        assert "hidden" not in str(caught.value)
+    monkeypatch.undo()
+    s3_environment("me:hidden@127.0.0.1", monkeypatch)
+    with pytest.raises(storage.UnavailableError, match=r"Invalid endpoint: 127.0.0.1; it must begin with https://"):
+        storage.read("s3://bucket/x")
+
+
+def test_a_netrc_file_is_the_way(server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the error says."""
+    (tmp_path / "netrc").write_text("machine 127.0.0.1 login me password hidden\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    server.files = {"0.tar": shard_bytes(samples(3)), "index.json": b'{"shardlist": [{"url": "0.tar", "nsamples": 3}]}'}
+    assert len(read_index(f"{server.url}/index.json")) == 3
+    create_index([f"{server.url}/0.tar"], tmp_path / "index.json", progress="off")
+    expected = f"Basic {base64.b64encode(b'me:hidden').decode()}"
+    assert [headers["Authorization"] for headers in server.headers] == [expected] * 2
+    assert "hidden" not in (tmp_path / "index.json").read_text()
