@@ -50,7 +50,9 @@ def main(launcher: Connection[Any, Any]) -> int:
     try:
         run = open_run(arguments, over, lambda error: tell(reason=logged(error)))
         tell(folder=str(Path(run.dir).parent), url=run.url or "", **({"reason": ""} if run.url else {}))
-        trained, classes = feed(run, follow(folder, offset, over))
+        # All of the run into an offline one: `wandb sync` replaces the run of this id by it, with what was sent before.
+        first = 0 if arguments["mode"] == "offline" else offset
+        trained, classes = feed(run, follow(folder, first, over))
         try:
             if trained:
                 with opened(folder, PREDICTIONS) as file:

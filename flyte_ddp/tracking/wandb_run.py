@@ -37,7 +37,8 @@ def start_wandb(
 ) -> WandbProcess | None:
     """Starts the process that feeds wandb from the run folder's metrics.jsonl; returns at once and never raises.
 
-    Records of an earlier attempt at the same run are not sent again. wandb's own files go to the folder's ``wandb``.
+    Records of an earlier attempt at the same run are not sent again, but an offline run has all of them: syncing it
+    replaces what the server has of the run. wandb's own files go to the folder's ``wandb``.
     None if wandb is disabled or the process cannot be started (which is printed).
     """
     if settings.wandb_mode == "disabled":

@@ -24,6 +24,7 @@ from wandb_runs import (
     END,
     HYPERPARAMETERS,
     IMAGES,
+    RECORDS,
     ROWS,
     SCORES,
     TABLE_ROWS,
@@ -201,6 +202,22 @@ def test_a_bad_server_costs_bounded_time_and_no_data(
     assert capsys.readouterr().err.startswith("wandb: kept offline (")
     assert logged_rows([each["item"] for each in offline_records(tmp_path)["history"]]) == ROWS
     assert list((tmp_path / "wandb").glob("run-*")) == []
+
+
+@needs_proc
+@pytest.mark.slow
+def test_the_offline_run_of_a_later_attempt_has_all_records(tmp_path: Path, mark: str) -> None:
+    """As ``wandb sync`` replaces a run by another one of the same id (public reports: wandb issues 3841 and 5865)."""
+    with JsonLines(tmp_path / "metrics.jsonl") as log:  # of an attempt that was cut off
+        for record in RECORDS[:4]:
+            log.write(record)
+    wandb = start(tmp_path, "offline")
+    wait_for(wandb.is_open)
+    with JsonLines(tmp_path / "metrics.jsonl") as log:
+        for record in [*RECORDS[4:], END]:
+            log.write(record)
+    wandb.finish()
+    assert logged_rows([each["item"] for each in offline_records(tmp_path)["history"]]) == ROWS
 
 
 @needs_proc
