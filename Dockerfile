@@ -34,6 +34,9 @@ ENV PYTHONPATH=/root PYTHONUNBUFFERED=1
 USER 1000:1000
 
 FROM dependencies AS with-sources
+# Not in /root, which is hidden where pods have a folder of their own there (deploy/pod-template-read-only.yaml).
+WORKDIR /sources
+ENV PYTHONPATH=/sources
 COPY --chown=1000:1000 flyte_ddp flyte_ddp
 COPY --chown=1000:1000 tasks tasks
 COPY --chown=1000:1000 workflows workflows

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class RestrictedPod(PodTemplate):  # type: ignore[misc]
-    """A pod template with security contexts only.
+    """A pod template with security contexts, and with the policy that Flyte gives to tasks without a template.
 
     flytekit puts the task's image, command, resources and environment into its container. Flyte then merges the
     cluster's pod template that the task names, and makes the pods of PyTorchJobs, RayJobs and DaskJobs from the result.
@@ -33,5 +33,9 @@ class RestrictedPod(PodTemplate):  # type: ignore[misc]
         pod = client.V1PodSecurityContext(
             run_as_non_root=True, seccomp_profile=client.V1SeccompProfile(type="RuntimeDefault")
         )
-        primary = client.V1Container(name=self.primary_container_name, security_context=container)
+        primary = client.V1Container(
+            name=self.primary_container_name,
+            security_context=container,
+            termination_message_policy="FallbackToLogsOnError",  # so that a lost pod's last lines are its error
+        )
         return client.V1PodSpec(containers=[primary], security_context=pod)

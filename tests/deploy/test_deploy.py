@@ -403,15 +403,24 @@ def test_the_image_pins_its_base_and_runs_without_root() -> None:
 def test_no_secret_can_get_into_a_layer() -> None:
     instructions = re.findall(r"^([A-Z]+) (.*)$", DOCKERFILE, re.MULTILINE)
     assert not [text for name, text in instructions if name in ("ARG", "ADD")]
-    assert [text for name, text in instructions if name == "ENV"] == ["PYTHONPATH=/root PYTHONUNBUFFERED=1"]
+    variables = [text for name, text in instructions if name == "ENV"]
+    assert variables == ["PYTHONPATH=/root PYTHONUNBUFFERED=1", "PYTHONPATH=/sources"]
     copied = {text.split()[-1] for name, text in instructions if name == "COPY"}
     assert copied == {name.rstrip("/") for name in SOURCES}
 
 
 def test_the_image_finds_what_registration_unpacks() -> None:
-    [folder] = re.findall(r"^WORKDIR (\S+)$", DOCKERFILE, re.MULTILINE)
-    assert f"PYTHONPATH={folder} " in DOCKERFILE
-    assert folder == "/root"  # where flytekit unpacks sources, unless told otherwise
+    unpacked, baked = re.findall(r"^WORKDIR (\S+)$", DOCKERFILE, re.MULTILINE)
+    assert f"PYTHONPATH={unpacked} " in DOCKERFILE
+    assert unpacked == "/root"  # where flytekit unpacks sources, unless told otherwise
+    assert f"PYTHONPATH={baked}\n" in DOCKERFILE
+
+
+def test_folders_of_a_pods_own_hide_no_baked_sources() -> None:
+    _, baked = re.findall(r"^WORKDIR (\S+)$", DOCKERFILE, re.MULTILINE)
+    for template in yaml.safe_load_all((ROOT / "deploy/pod-template-read-only.yaml").read_text()):
+        [container] = template["template"]["spec"]["containers"]
+        assert not [each for each in container["volumeMounts"] if Path(baked).is_relative_to(each["mountPath"])]
 
 
 def test_a_download_without_git_packs_no_rubbish_either() -> None:

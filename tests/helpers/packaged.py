@@ -20,6 +20,9 @@ from flyteidl.core.tasks_pb2 import Container, Resources, TaskTemplate
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.struct_pb2 import Struct
 
+# What Kubernetes' PodSecurity level "restricted" demands of a pod, and of each of its containers.
+RESTRICTED_POD = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+RESTRICTED_CONTAINER = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 RESOURCES = {"cpu": "CPU", "memory": "MEMORY", "gpu": "GPU", "ephemeral-storage": "EPHEMERAL_STORAGE"}
 
 

@@ -107,10 +107,12 @@ def test_flyte_makes_a_pytorchjob_of_it_as_the_profile_says(made: Callable[..., 
     template = yaml.safe_load((ROOT / "deploy/pod-template.yaml").read_text())
     assert template["metadata"]["name"] == profile.pod_template
     ours = template["template"]["spec"]
-    for field in ("tolerations", "terminationGracePeriodSeconds", "securityContext"):
+    for field in ("tolerations", "terminationGracePeriodSeconds"):
         assert pod[field] == ours[field]
-    for field in ("imagePullPolicy", "securityContext"):
-        assert container[field] == ours["containers"][0][field]
+    assert container["imagePullPolicy"] == ours["containers"][0]["imagePullPolicy"]
+    assert pod["securityContext"] == packaged.RESTRICTED_POD
+    assert container["securityContext"] == packaged.RESTRICTED_CONTAINER
+    assert container["terminationMessagePolicy"] == "FallbackToLogsOnError"
     environment = {each["name"]: each["value"] for each in container["env"]}
     given_environment = {
         each.key: each.value for each in packaged.container(task(made(FLYTE_DDP_NODES="2"), "elastic")).env
@@ -143,10 +145,11 @@ def test_pods_of_ray_are_as_the_profile_says(made: Callable[..., Package]) -> No
     worker, submitter = group["template"], recorded["submitterPodTemplate"]
     of_all = yaml.safe_load((ROOT / "deploy/pod-template.yaml").read_text())["template"]["spec"]
     for pod in (head, worker, submitter):
-        for name in ("terminationGracePeriodSeconds", "securityContext"):
-            assert pod["spec"][name] == of_all[name]
-        for name in ("imagePullPolicy", "securityContext"):
-            assert pod["spec"]["containers"][0][name] == of_all["containers"][0][name]
+        assert pod["spec"]["terminationGracePeriodSeconds"] == of_all["terminationGracePeriodSeconds"]
+        assert pod["spec"]["securityContext"] == packaged.RESTRICTED_POD
+        [container] = pod["spec"]["containers"]
+        assert container["imagePullPolicy"] == of_all["containers"][0]["imagePullPolicy"]
+        assert container["securityContext"] == packaged.RESTRICTED_CONTAINER
         assert pod["spec"]["tolerations"][:1] == of_all["tolerations"]
     profile = pods.PROFILES["gpu-a100"]
     given = {"cpu": profile.cpu, "memory": profile.memory, "ephemeral-storage": profile.ephemeral_storage}
@@ -223,12 +226,13 @@ def test_a_daskjob_for_gpus_is_as_the_profile_says() -> None:
     }
     for kind, pod in {**cluster, "runner": job["job"]}.items():
         spec, wanted = pod["spec"], asked[kind]
-        for field in ("tolerations", "terminationGracePeriodSeconds", "securityContext"):
+        for field in ("tolerations", "terminationGracePeriodSeconds"):
             assert spec[field] == template[field], (kind, field)
+        assert spec["securityContext"] == packaged.RESTRICTED_POD
         assert spec["volumes"][0]["emptyDir"] == {"medium": "Memory", "sizeLimit": profile.shared_memory}
         [container] = spec["containers"]
         assert container["volumeMounts"] == [{"mountPath": "/dev/shm", "name": spec["volumes"][0]["name"]}]
-        assert container["securityContext"] == template["containers"][0]["securityContext"]
+        assert container["securityContext"] == packaged.RESTRICTED_CONTAINER
         found = container["resources"]["requests"]
         assert found == container["resources"]["limits"]
         assert found.get("nvidia.com/gpu") == wanted.gpu

@@ -142,9 +142,10 @@ def test_each_task_satisfies_podsecurity_restricted(default: Package) -> None:
     """Flyte makes the pods of engines from the same specification."""
     for task in default.tasks.values():
         pod = MessageToDict(task.template.k8s_pod.pod_spec)
-        assert pod["securityContext"] == {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+        assert pod["securityContext"] == packaged.RESTRICTED_POD
         [container] = pod["containers"]
-        assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+        assert container["securityContext"] == packaged.RESTRICTED_CONTAINER
+        assert container["terminationMessagePolicy"] == "FallbackToLogsOnError", "as Flyte gives to other tasks"
 
 
 def test_a_template_can_be_named_for_pods_that_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
