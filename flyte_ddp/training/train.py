@@ -17,7 +17,7 @@ from torch.nn.utils import clip_grad_norm_
 from flyte_ddp.catalog import encoded_kind
 from flyte_ddp.datasets import open_prepared
 from flyte_ddp.errors import UserError
-from flyte_ddp.loading.equal_pictures import describe_equal_pictures
+from flyte_ddp.loading.equal_pictures import LOOKED_AT, describe_equal_pictures
 from flyte_ddp.loading.facts import check_bad_samples
 from flyte_ddp.models import zoo
 from flyte_ddp.order import sampling
@@ -77,7 +77,8 @@ def equal_pictures(state: TrainingState) -> str:
     A stream gives each picture once, and augmented.
     """
     if encoded_kind(state.hp.dataset) == "stream":
-        return describe_equal_pictures(state.test, state.test.order.samples(slice(0, state.hp.test_batch_size)))
+        first = state.test.order.samples(slice(0, min(LOOKED_AT, len(state.test))))
+        return describe_equal_pictures(state.test, first)
     first = next(state.training.order.batches(0, state.hp.batch_size))
     return describe_equal_pictures(state.training, own_shares(first, state.hp.accumulation_steps)[0].samples)
 

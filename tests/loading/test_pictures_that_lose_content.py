@@ -76,22 +76,31 @@ def one_picture(folder: Path, number: int, others: int) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "others", "warned"),
-    [("image_folder", 0, True), ("image_folder", 4, True), ("image_folder", 20, False), ("shards", 0, True)],
+    [
+        ("image_folder", 0, True),
+        ("image_folder", 4, True),
+        ("image_folder", 20, False),
+        ("shards", 0, True),
+        ("stream", 0, True),
+    ],
 )
 def test_it_is_said_that_most_pictures_are_equal(
     kind: str, others: int, warned: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     address = str(one_picture(tmp_path / "images", 32, others))
-    if kind == "shards":
-        pack_image_folder(address, tmp_path / "packed", progress="off")
+    if kind != "image_folder":
+        pack_image_folder(address, tmp_path / "packed", per_shard=8, progress="off")
         address = f"{tmp_path}/packed/train.json"
     hp = replace(BASE, dataset=f"{kind}:{address}", max_steps=1, augment="resized_crop", validation_fraction=0.0)
-    result = train(hp, tmp_path / "out", replace(quiet(tmp_path), progress="lines"))
+    if kind == "stream":
+        hp = replace(hp, test_dataset=f"shards:{address}", batch_size=8)
+    result = train(hp, tmp_path / "out", replace(quiet(tmp_path, loader_threads=1), progress="lines"))
     said = [line for line in capfd.readouterr().err.splitlines() if "are equal as the model gets them" in line]
     assert len(said) == warned
     assert [line for line in notes(result) if "are equal" in line] == said
     if warned:
-        assert others or said[0].startswith("warning: 29 of the first 29 pictures are equal")  # 3 are held out
+        count = 32 if kind == "stream" else 29  # 3 are held out where there is no test set
+        assert others or said[0].startswith(f"warning: {count} of the first {count} pictures are equal")
         assert said[0] in html.unescape(result.report.read_text())
 
 
