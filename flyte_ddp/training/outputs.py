@@ -20,10 +20,12 @@ from flyte_ddp.models import artifacts
 from flyte_ddp.models.initial_weights import left_out
 from flyte_ddp.parallel.distributed import world_size
 from flyte_ddp.runs.job import Job
+from flyte_ddp.runs.run_folder import PREDICTIONS
 from flyte_ddp.training.diagnosis import no_better_than_random
 from flyte_ddp.training.evaluate import Evaluation
 from flyte_ddp.training.notes import not_in_the_key, notes, seeded
 from flyte_ddp.training.recording import Recorder
+from flyte_ddp.training.saved_model import verify_saved_model
 from flyte_ddp.training.selection import Selection
 from flyte_ddp.training.training_state import TrainingState
 
@@ -65,7 +67,11 @@ def write_start(job: Job, data: PreparedSet, state: TrainingState, recorder: Rec
 
 
 def write_outputs(job: Job, data: PreparedSet, state: TrainingState, selection: Selection, recorder: Recorder) -> None:
-    """Writes the predictions, the model with its sidecar, and the end record, in this order; all ranks call it."""
+    """Write the model with its sidecar, the predictions, and the end record, in this order; all ranks call it.
+
+    Raises:
+        UserError: the disk is full, or the model's file does not hold all of the model.
+    """
     facts = of_all_ranks(state.splits.facts())
     if not recorder.writes:
         return
@@ -74,8 +80,6 @@ def write_outputs(job: Job, data: PreparedSet, state: TrainingState, selection: 
         recorder.warn(no_better_than_random(recorder.last_loss, test.truth, hp))
     model = state.kept_model()
     state.buffers.restore(model, selection.weights)
-    with replacing(job.run_folder / "predictions.npz") as file:
-        np.savez(file, **predictions(state, test, rows=min(job.settings.wandb_table_rows, len(state.test))))
     sidecar = {
         "format": artifacts.FORMAT,
         "model": hp.model,
@@ -100,7 +104,9 @@ def write_outputs(job: Job, data: PreparedSet, state: TrainingState, selection: 
         "num_nodes": job.num_nodes,
         "threads_per_rank": job.hardware.threads,
     }
-    artifacts.save_model(job.run_folder, model.state_dict(), sidecar)
+    verify_saved_model(*artifacts.save_model(job.run_folder, model.state_dict(), sidecar), state)
+    with replacing(job.run_folder / PREDICTIONS) as file:
+        np.savez(file, **predictions(state, test, rows=min(job.settings.wandb_table_rows, len(state.test))))
     recorder.log.write(
         {
             "kind": "end",
