@@ -68,11 +68,6 @@ class Answers:
             parts.append(torch.stack((logs.max(dim=1).values.exp(), -of_label, brier)))
         return Scores(*torch.cat(parts, dim=1).numpy())
 
-    def confusion(self) -> NDArray[np.int64]:
-        """[C, C], the label first."""
-        classes = self.logits.shape[1]
-        return np.bincount(self.labels * classes + self.predictions, minlength=classes**2).reshape(classes, classes)
-
 
 class Model:
     """A saved model, ready to be asked.

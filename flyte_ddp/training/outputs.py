@@ -13,6 +13,7 @@ from torch.nn import functional
 import flyte_ddp
 from flyte_ddp.catalog import encoded_kind
 from flyte_ddp.code_digest import library_digest
+from flyte_ddp.confusions import count_confusions
 from flyte_ddp.datasets.prepared import PreparedSet, class_names
 from flyte_ddp.files import replacing
 from flyte_ddp.loading.facts import of_all_ranks
@@ -128,7 +129,7 @@ def digests(job: Job, data: PreparedSet) -> dict[str, str]:
 
 
 def predictions(state: TrainingState, test: Evaluation, rows: int) -> dict[str, Any]:
-    """The first test samples and the worst mistakes, with pictures and scores, and the confusion matrix."""
+    """Return the first test samples and the worst mistakes, with pictures and scores, and the counts of confusions."""
     wrong = test.predictions != test.truth
     worst = torch.where(wrong, test.losses, -torch.inf).topk(min(WORST_MISTAKES, int(wrong.sum()))).indices
     index = torch.cat([torch.arange(rows), worst]).numpy().astype(np.int32)
@@ -146,5 +147,5 @@ def predictions(state: TrainingState, test: Evaluation, rows: int) -> dict[str, 
         "truth": test.truth[index].numpy(),
         "loss": test.losses[index].float().numpy(),
         "table_rows": np.array(rows),
-        "confusion": test.confusion(state.num_classes).numpy(),
+        "confusion_counts": count_confusions(test.truth.numpy(), test.predictions.numpy()),
     }
