@@ -39,7 +39,7 @@ def verify_saved_model(model_path: Path, sidecar_path: Path, state: TrainingStat
     apart = (found - expected).abs().max().item()
     if not apart <= TOLERANCE * largest:
         raise UserError(
-            f"model {state.hp.model!r}: its file does not hold all of it, as a new model with these weights gives other "
-            f"logits (by up to {apart:.2g}, where the largest is {largest:.2g}); keep what its forward pass uses in "
-            "parameters, in buffers, or the same in each new model"
+            f"model {state.hp.model!r}: its file does not hold all of it, as a new model with these weights gives "
+            f"other logits (by up to {apart:.2g}, where the largest is {largest:.2g}); keep what its forward pass uses "
+            "in parameters, in buffers, or the same in each new model"
         )
