@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from flyte_ddp.release.answers import Answers
@@ -14,7 +15,7 @@ def answers(correct: Correct, labels: NDArray[np.int64], classes: int = 10, conf
     """Of a model that names the next class where it is wrong."""
     logits = np.zeros((len(labels), classes), dtype=np.float32)
     logits[np.arange(len(labels)), np.where(correct, labels, (labels + 1) % classes)] = confidence
-    return Answers(logits, labels, [str(number) for number in range(len(labels))])
+    return Answers.of([(torch.from_numpy(logits), torch.from_numpy(labels))])
 
 
 def equal_model(random: np.random.Generator, samples: int, discordant: float) -> Correct:

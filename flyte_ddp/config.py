@@ -77,7 +77,7 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
     init_from: str = setting(
         "",
         "A file (path or URI) with the weights to start from: a state_dict, or a checkpoint with one under "
-        "`state_dict`, `model_state_dict` or `model`; all tensors must fit. Empty starts from the seed.",
+        "`state_dict`, `model_state_dict` or `model`; all tensors must fit and be finite. Empty starts from the seed.",
     )
     init_skip: str = setting(
         "",

@@ -7,12 +7,12 @@ import logging
 import math
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,16 +35,22 @@ TOLERANCE = {"cpu": 1e-3, "cuda": 5e-3}  # of the logits' range; a GPU's convolu
 Image = NDArray[np.uint8]
 
 
+class Logits(NamedTuple):
+    """What torch has answered to the test samples that can be decoded; never all in memory, as it may be gigabytes."""
+
+    rows: Iterable[NDArray[np.float32]]  # [classes] of each sample, in the split's order
+    samples: int
+    spread: float  # the largest of all minus the smallest
+
+
 @dataclass
 class Comparison:
     """How far an exported model's logits are from those of torch.
 
     Args:
-        expected: [N, classes] torch's.
         tolerance: what a logit may differ by.
     """
 
-    expected: NDArray[np.float32]
     tolerance: float
     worst: float = 0.0  # difference
     others: set[int] = field(default_factory=set)  # samples of which it names another class, though torch's is clear
@@ -54,9 +60,8 @@ class Comparison:
         """Whether they are the same, for all that matters."""
         return self.worst <= self.tolerance and not self.others
 
-    def add(self, first: int, found: NDArray[np.float32]) -> None:
-        """Takes the answers to the samples from the first on into account."""
-        expected = self.expected[first : first + len(found)]
+    def add(self, first: int, found: NDArray[np.float32], expected: NDArray[np.float32]) -> None:
+        """Take the answers [n, classes] to the samples from the first on into account, and torch's to the same."""
         self.worst = max(self.worst, float(np.nan_to_num(np.abs(found - expected), nan=np.inf).max()))
         second, best = np.sort(expected, axis=1)[:, -2:].T
         wrong = (found.argmax(axis=1) != expected.argmax(axis=1)) & (best - second > self.tolerance)
@@ -70,7 +75,7 @@ class NotExportedError(Exception):
 def export(
     model: tuple[Path, Path],
     split: PreparedSet,
-    logits: NDArray[np.float32],
+    logits: Logits,
     folder: Path,
     *,
     device: str = "cpu",
@@ -83,7 +88,7 @@ def export(
     Args:
         model: ``model.pt`` and ``model.json``.
         split: the data set whose test samples it is checked on.
-        logits: [N, classes] what torch has answered to those that can be decoded.
+        logits: what torch answers to those that can be decoded.
         folder: there is one.
         device: on which it has: cpu or cuda.
         settings: for shards: where they are cached.
@@ -97,8 +102,8 @@ def export(
         try:
             served = Served(*artifacts.load_model(*model)).eval()
             write_graphs(served, made)
-            found = Comparison(logits, TOLERANCE[device] * float(np.ptp(logits)))
-            golden = compare(made / ONNX, served, raw_images(split, served.channels, settings), found)
+            found = Comparison(TOLERANCE[device] * logits.spread)
+            golden = compare(made / ONNX, served, raw_images(split, served.channels, settings), logits, found)
             if found.passed:
                 np.savez_compressed(made / GOLDEN, tolerance=found.tolerance, **golden)
                 shutil.copyfile(Path(__file__).with_name(CHECK), made / CHECK)
@@ -164,7 +169,7 @@ def quietly() -> Iterator[None]:
         logging.disable(before)
 
 
-def compare(path: Path, served: Served, images: Iterator[Image], found: Comparison) -> dict[str, Any]:
+def compare(path: Path, served: Served, images: Iterator[Image], logits: Logits, found: Comparison) -> dict[str, Any]:
     """Asks a process without torch about all images: about each by itself, and in batches.
 
     Returns:
@@ -173,21 +178,23 @@ def compare(path: Path, served: Served, images: Iterator[Image], found: Comparis
     Raises:
         OSError: the process has ended.
     """
-    samples = len(found.expected)
-    waiting: dict[int, list[Image]] = {size: [] for size in BATCH_SIZES}
-    spread, golden, size_of_golden = {*np.linspace(0, samples - 1, REQUESTS, dtype=int).tolist()}, dict[int, Image](), 0
-    place = -1
+    samples = logits.samples
+    waiting: dict[int, list[tuple[Image, NDArray[np.float32]]]] = {size: [] for size in BATCH_SIZES}
+    spread, size_of_golden = {*np.linspace(0, samples - 1, REQUESTS, dtype=int).tolist()}, 0
+    golden: dict[str, Image] = {}
+    golden_logits, place = [], -1
     with OnnxProcess(path, cores()) as onnx:
-        for place, image in enumerate(images):
+        for place, (expected, image) in enumerate(zip(logits.rows, images, strict=False)):
             if place in spread and (not golden or size_of_golden + image.nbytes <= GOLDEN_BYTES):
-                golden[place], size_of_golden = image, size_of_golden + image.nbytes
+                golden[f"image_{place:09d}"], size_of_golden = image, size_of_golden + image.nbytes
+                golden_logits.append(expected)
             of_one_size = canvas(image, served)
             for size, batch in waiting.items():
-                batch.append(image if size == 1 else of_one_size)
+                batch.append((image if size == 1 else of_one_size, expected))
                 if len(batch) == size or place + 1 == samples:
-                    found.add(place + 1 - len(batch), onnx.answer(np.stack(batch)))
+                    asked, answers_of_torch = map(np.stack, zip(*batch, strict=True))
+                    found.add(place + 1 - len(batch), onnx.answer(asked), answers_of_torch)
                     batch.clear()
-    if place + 1 != samples:
-        raise ValueError(f"the test split has {place + 1} images now, and torch has answered {samples}")
-    named = {f"image_{place:09d}": image for place, image in golden.items()}
-    return {**named, "logits": found.expected[[*golden]]}
+    if place + 1 != samples or next(images, None) is not None:
+        raise ValueError(f"the test split has other images now than the {samples} that torch has answered")
+    return {**golden, "logits": np.stack(golden_logits)}

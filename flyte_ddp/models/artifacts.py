@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import pickle
 from collections.abc import Mapping
@@ -23,7 +24,7 @@ FORMAT = "flyte-ddp-model/1"
 MIDDLE = "middle"  # the model has been evaluated with the middle of images, as large as its input
 
 
-def save_model(folder: Path, state_dict: Mapping[str, Tensor], sidecar: Mapping[str, Any]) -> tuple[Path, Path]:
+def save_model(folder: Path, state_dict: dict[str, Tensor], sidecar: Mapping[str, Any]) -> tuple[Path, Path]:
     """Writes ``model.pt`` and ``model.json`` into ``folder``, which is made: both, or neither.
 
     Args:
@@ -41,7 +42,7 @@ def save_model(folder: Path, state_dict: Mapping[str, Tensor], sidecar: Mapping[
     with replacing(sidecar_path) as sidecar_file, replacing(model_path) as model_file:
         hashing = HashingFile(model_file)
         # In torch's zip format, where equal weights are equal bytes; its older one writes addresses of memory.
-        torch.save(portable(state_dict), hashing)  # type: ignore[arg-type]
+        torch.save(portable_state_dict(state_dict), hashing)  # type: ignore[arg-type]
         digests = {**sidecar.get("digests", {}), "weights": hashing.sha256.hexdigest()}
         content = {"format": FORMAT, **sidecar, "digests": digests}
         sidecar_file.write(json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n")
@@ -49,18 +50,20 @@ def save_model(folder: Path, state_dict: Mapping[str, Tensor], sidecar: Mapping[
     return model_path, sidecar_path
 
 
-def portable(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies on the CPU in plain row-major order, each with a storage of its own; a module's extra state as it is.
+def portable_state_dict(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the state_dict with copies of its tensors on the CPU, in row-major order, each with a storage of its own.
 
     A view would be saved with all of the storage that it looks into, and a channels-last tensor in an order that other
-    frameworks do not expect.
+    frameworks do not expect. Modules' extra state and versions (torch's ``_metadata``) stay as they are.
     """
 
     def copied(value: Tensor) -> Tensor:
         own = value.detach().cpu()
         return own.clone(memory_format=torch.contiguous_format) if own.layout == torch.strided else own.clone()
 
-    return {name: copied(value) if isinstance(value, Tensor) else value for name, value in state_dict.items()}
+    portable = copy.copy(state_dict)  # with its attribute `_metadata`, which a new dict would not have
+    portable.update({name: copied(value) for name, value in state_dict.items() if isinstance(value, Tensor)})
+    return portable
 
 
 def load_model(

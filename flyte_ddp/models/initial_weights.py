@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flyte_ddp import storage
 from flyte_ddp.config import Hyperparameters
@@ -20,6 +21,20 @@ WRAPPINGS = ("state_dict", "model_state_dict", "model")  # under which checkpoin
 UNSAFE = re.compile(r"Unsupported (?:global|class|operand)[^\n]*?(?:GLOBAL )?([\w.]+) was not an allowed")
 NAMED = 3  # tensors that an error names of each kind
 WHAT_IT_IS = "give a file that torch.save has written, with the weights as tensors by their names"
+
+
+class Weights(NamedTuple):
+    """The content of a state_dict, as two dicts."""
+
+    tensors: dict[str, Tensor]
+    versions: dict[str, Any]  # of modules by their names, torch's `_metadata`; by these modules convert older files
+
+    def without_parts(self, parts: Collection[str]) -> Weights:
+        """Return both dicts without what is in these modules, or is one of these tensors."""
+        tensors, versions = (
+            {name: value for name, value in each.items() if not in_parts(name, parts)} for each in self
+        )
+        return Weights(tensors, versions)
 
 
 def identity(init_from: str) -> str:
@@ -61,28 +76,56 @@ def local_file(init_from: str) -> Path | None:
 
 
 def load_initial_weights(model: nn.Module, path: Path, hp: Hyperparameters) -> None:
-    """Loads a file's weights into a fresh model, but for the parts in ``init_skip``; UserError if they do not fit."""
+    """Load a file's weights into a fresh model, but for the parts in ``init_skip``.
+
+    Raises:
+        UserError: the weights do not fit, or are not finite.
+    """
     own = model.state_dict()
     stored = weights_in(path, hp.init_from)
     parts = parts_of(hp.init_skip)
-    given = without_prefix({name: value for name, value in stored.items() if not in_parts(name, parts)}, own)
-    given = {name: value for name, value in given.items() if not in_parts(name, parts)}
+    given = without_prefix(stored.without_parts(parts), own).without_parts(parts)
     for part in parts:
-        if not any(in_parts(name, [part]) for name in (*own, *stored)):
+        if not any(in_parts(name, [part]) for name in (*own, *stored.tensors)):
             known = dict.fromkeys(name.partition(".")[0] for name in own)
             raise UserError(
                 f"init_skip={hp.init_skip!r}: the model has no part {part!r}; its parts are {some(known, 12)}"
             )
-    kept = {name: own[name] for name in left_out(own, hp.init_skip)}
+    refuse_non_finite(given.tensors, own, hp.init_from)
+    new = Weights(own, getattr(own, "_metadata", {}))
+    wanted = new.without_parts(parts)
+    tensors, versions = (
+        {name: value for name, value in all_of_them.items() if name not in others} | of_file
+        for all_of_them, others, of_file in zip(new, wanted, given, strict=True)
+    )
+    weights = OrderedDict(tensors)
+    weights._metadata = versions  # type: ignore[attr-defined]
     try:
-        model.load_state_dict({**kept, **given})
+        model.load_state_dict(weights)
     except RuntimeError as error:
-        wanted = {name: value for name, value in own.items() if name not in kept}
-        raise misfit(wanted, given, hp, str(error)) from error
+        raise misfit(wanted.tensors, given.tensors, hp, str(error)) from error
 
 
-def weights_in(path: Path, init_from: str) -> dict[str, Tensor]:
-    """The tensors in a file by their names; UserError if there are none, or reading them could run code."""
+def refuse_non_finite(given: Mapping[str, Tensor], own: Mapping[str, Tensor], init_from: str) -> None:
+    """Raise UserError for tensors with NaN or infinity, but where a new model has that, as masks of attention do."""
+    found = [name for name, value in given.items() if name in own and not is_finite(value) and is_finite(own[name])]
+    if found:
+        raise UserError(
+            f"init_from={init_from!r}: holds NaN or infinity in {some(found, NAMED)}; give a file with finite weights"
+        )
+
+
+def is_finite(values: Tensor) -> bool:
+    """Return whether the tensor holds neither NaN nor infinity; True for sparse tensors, which are not looked into."""
+    return values.is_sparse or values.is_sparse_csr or bool(values.isfinite().all())
+
+
+def weights_in(path: Path, init_from: str) -> Weights:
+    """Return the tensors in a file, with versions if it has any.
+
+    Raises:
+        UserError: it has no tensors with names, or reading it could run code.
+    """
     import torch  # the launcher, which only fetches, does without
 
     try:
@@ -94,10 +137,11 @@ def weights_in(path: Path, init_from: str) -> dict[str, Tensor]:
                 "any code; save its state_dict alone, by torch.save"
             ) from None
         raise UserError(f"init_from={init_from!r}: is not a file of weights, or a damaged one; {WHAT_IT_IS}") from None
-    found = {str(name): value for name, value in state_dict_in(content).items() if isinstance(value, torch.Tensor)}
-    if not found:
+    state_dict = state_dict_in(content)
+    tensors = {str(name): value for name, value in state_dict.items() if isinstance(value, torch.Tensor)}
+    if not tensors:
         raise UserError(f"init_from={init_from!r}: has no tensors with names; {WHAT_IT_IS}")
-    return found
+    return Weights(tensors, getattr(state_dict, "_metadata", {}))
 
 
 def state_dict_in(content: Any) -> Mapping[Any, Any]:
@@ -110,15 +154,17 @@ def state_dict_in(content: Any) -> Mapping[Any, Any]:
     return content
 
 
-def without_prefix(given: dict[str, Tensor], own: Collection[str]) -> dict[str, Tensor]:
-    """The tensors without what DDP (``module.``), torch.compile, Lightning and the like put before all their names."""
-    found = given
-    while found and not any(name in own for name in found):
-        first = next(iter(found)).partition(".")[0] + "."
-        if not all(name.startswith(first) for name in found):
+def without_prefix(given: Weights, own: Collection[str]) -> Weights:
+    """Return the weights without what DDP (``module.``), torch.compile or Lightning put before all their names."""
+    tensors, versions = given
+    while tensors and not any(name in own for name in tensors):
+        first = next(iter(tensors)).partition(".")[0]
+        if not all(name.startswith(f"{first}.") for name in tensors):
             return given
-        found = {name.removeprefix(first): value for name, value in found.items()}
-    return found
+        tensors = {name.removeprefix(f"{first}."): value for name, value in tensors.items()}
+        inner = {name: value for name, value in versions.items() if in_parts(name, [first])}
+        versions = {name.removeprefix(first).removeprefix("."): value for name, value in inner.items()}
+    return Weights(tensors, versions)
 
 
 def parts_of(init_skip: str) -> list[str]:

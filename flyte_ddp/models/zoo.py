@@ -68,7 +68,9 @@ def check_model(name: str, model: nn.Module) -> None:
                 f"model {name!r} has layer {place or type(module).__name__} with sparse=True: gradients are averaged "
                 "dense; leave sparse=False"
             )
-    extra = {key: value for key, value in model.state_dict().items() if not isinstance(value, Tensor)}
+    state_dict = model.state_dict()
+    extra = {key: value for key, value in state_dict.items() if not isinstance(value, Tensor)}
+    extra["_metadata"] = getattr(state_dict, "_metadata", None)  # versions of the modules, or what hooks add to them
     for key, value in extra.items():
         file = BytesIO()
         try:

@@ -6,6 +6,7 @@ continue alike, what is evaluated is what is saved, and rank 0's checkpoint is c
 
 from __future__ import annotations
 
+import copy
 import inspect
 import operator
 import pickle
@@ -145,9 +146,11 @@ class Buffers:
                 kept[name] = value.detach().clone()
         self.after_step = kept
 
-    def after_step_in(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The model's ``state_dict`` as it was after a step."""
-        return {name: self.after_step.get(name, value) for name, value in state_dict.items()}
+    def after_step_in(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the model's ``state_dict``, with its ``_metadata``, as it was after a step."""
+        as_it_was = copy.copy(state_dict)
+        as_it_was.update({name: self.after_step[name] for name in state_dict if name in self.after_step})
+        return as_it_was
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint, beside the ``state_dict`` of the model."""

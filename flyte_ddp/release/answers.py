@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+import itertools
+import math
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -33,17 +35,33 @@ class Scores(NamedTuple):
 
 @dataclass
 class Answers:
-    """Of N samples of a test split and C classes."""
+    """What is kept of the logits [N, C] of N samples of a test split, which with thousands of classes fill a memory."""
 
-    logits: NDArray[np.float32]  # [N, C]
+    predictions: NDArray[np.int64]  # [N]
     labels: NDArray[np.int64]  # [N]
+    finite: NDArray[np.bool_]  # [N] whether all logits of a sample are numbers
+    scores: Scores
+    spread: float  # the largest of all logits minus the smallest
     ids: Sequence[str] = field(default_factory=list)  # of the N samples
     undecoded: Sequence[str] = field(default_factory=list)  # ids of other samples, which cannot be decoded
 
-    @cached_property
-    def predictions(self) -> NDArray[np.int64]:
-        """[N]."""
-        return np.asarray(self.logits.argmax(axis=1), dtype=np.int64)
+    @classmethod
+    def of(cls, batches: Iterable[tuple[Tensor, Tensor]]) -> Self:
+        """Return the answers of at least one batch, without ids.
+
+        Args:
+            batches: logits [n, C] and labels [n], on the CPU.
+        """
+        columns, lowest, highest = [], math.inf, -math.inf
+        for logits, labels in batches:
+            logs = torch.log_softmax(logits.double(), dim=1)
+            of_label = logs.gather(1, labels[:, None])[:, 0]
+            brier = logs.exp().square().sum(dim=1) - 2 * of_label.exp() + 1
+            scores_of_batch = logs.max(dim=1).values.exp(), -of_label, brier
+            columns.append([logits.argmax(dim=1), labels, logits.isfinite().all(dim=1), *scores_of_batch])
+            lowest, highest = min(lowest, logits.min().item()), max(highest, logits.max().item())
+        predictions, truth, finite, *scores = (torch.cat(each).numpy() for each in zip(*columns, strict=True))
+        return cls(predictions, truth, finite, Scores(*scores), highest - lowest)
 
     @cached_property
     def correct(self) -> NDArray[np.bool_]:
@@ -54,24 +72,6 @@ class Answers:
     def accuracy(self) -> float:
         """From 0 to 1."""
         return float(self.correct.mean())
-
-    @cached_property
-    def scores(self) -> Scores:
-        """In double precision, of so many samples at a time that thousands of classes do not fill the memory."""
-        parts = []
-        for start in range(0, len(self.labels), BATCH_SIZE):
-            logits = torch.from_numpy(self.logits[start : start + BATCH_SIZE]).double()
-            labels = torch.from_numpy(self.labels[start : start + BATCH_SIZE])[:, None]
-            logs = torch.log_softmax(logits, dim=1)
-            of_label = logs.gather(1, labels)[:, 0]
-            brier = logs.exp().square().sum(dim=1) - 2 * of_label.exp() + 1
-            parts.append(torch.stack((logs.max(dim=1).values.exp(), -of_label, brier)))
-        return Scores(*torch.cat(parts, dim=1).numpy())
-
-    def confusion(self) -> NDArray[np.int64]:
-        """[C, C], the label first."""
-        classes = self.logits.shape[1]
-        return np.bincount(self.labels * classes + self.predictions, minlength=classes**2).reshape(classes, classes)
 
 
 class Model:
@@ -125,17 +125,31 @@ class Model:
             UserError: the data set has a class that the model does not know, or images that it does not take.
         """
         places = {name: place for place, name in enumerate(self.classes)}
-        logits, labels, ids, undecoded = [], [], list[str](), list[str]()
-        for batch in self.batches(data):
-            if len(batch.inputs):  # no model is asked about no image at all
-                logits.append(self.logits(batch.inputs).cpu().numpy())
-            for name, truth, decoded in zip(batch.ids, batch.truths or (), batch.decoded, strict=True):
-                (ids if decoded else undecoded).append(name)
-                if decoded:
-                    labels.append(place_of(truth, places))
-        if not logits:
+        ids, undecoded = list[str](), list[str]()
+
+        def asked() -> Iterator[tuple[Tensor, Tensor]]:
+            for batch in self.batches(data):
+                labels = []
+                for name, truth, decoded in zip(batch.ids, batch.truths or (), batch.decoded, strict=True):
+                    (ids if decoded else undecoded).append(name)
+                    if decoded:
+                        labels.append(place_of(truth, places))
+                if labels:  # no model is asked about no image at all
+                    yield self.logits(batch.inputs).cpu(), torch.tensor(labels)
+
+        batches = asked()
+        first = next(batches, None)
+        if first is None:
             raise UserError("the test split has no image that can be decoded; repair it")
-        return Answers(np.concatenate(logits), np.array(labels, dtype=np.int64), ids, undecoded)
+        found = Answers.of(itertools.chain([first], batches))
+        found.ids, found.undecoded = ids, undecoded
+        return found
+
+    def rows(self, data: PreparedSet) -> Iterator[NDArray[np.float32]]:
+        """Yield the logits [C] of each sample that can be decoded, computed anew, in the order of :meth:`answers`."""
+        for batch in self.batches(data):
+            if len(batch.inputs):
+                yield from self.logits(batch.inputs).cpu().numpy()
 
 
 def place_of(truth: str, places: Mapping[str, int]) -> int:

@@ -65,7 +65,7 @@ def same_task(challenger: Sequence[str], champion: Sequence[str], takes: Sequenc
 
 def finite(challenger: Answers) -> Check:
     """All that the model answers are numbers."""
-    bad = np.flatnonzero(~np.isfinite(challenger.logits).all(axis=1))
+    bad = np.flatnonzero(~challenger.finite)
     reason = f"sample {challenger.ids[bad[0]] if challenger.ids else bad[0]} gives NaN or infinity" if len(bad) else ""
     return Check("finite", not len(bad), f"{counted(len(bad), 'sample')} with NaN or infinity", "none", reason)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from flyte_ddp.datasets.arrays import TEST_DIGEST, read_description
 from flyte_ddp.datasets.prepared import PreparedSet, open_prepared
 from flyte_ddp.errors import UnreachableError, UserError
-from flyte_ddp.export.exporting import Comparison, NotExportedError, export
+from flyte_ddp.export.exporting import Comparison, Logits, NotExportedError, export
 from flyte_ddp.formatting import counted
 from flyte_ddp.release import checks, looks, statistics, versions
 from flyte_ddp.release.answers import Answers, Model
@@ -166,9 +166,10 @@ class Case:
         if self.exports is None or self.policy.export == OFF:
             return True
         device, settings = self.model.device.type, self.model.settings
+        logits = Logits(self.model.rows(self.split), len(answers.labels), answers.spread)
         try:
             found: Comparison | str = export(
-                self.model.files, self.split, answers.logits, self.exports, device=device, settings=settings
+                self.model.files, self.split, logits, self.exports, device=device, settings=settings
             )
         except NotExportedError as error:
             found = str(error)

@@ -1,4 +1,4 @@
-"""The page of a verdict: its checks, the samples that only one of the two models gets right, the confusion matrices."""
+"""The page of a verdict: its checks, the samples that only one of the two models gets right, the confusions."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from flyte_ddp.confusions import count_confusions
 from flyte_ddp.datasets.prepared import PreparedSet
 from flyte_ddp.files import replacing
 from flyte_ddp.formatting import percent
@@ -15,7 +16,8 @@ from flyte_ddp.models import artifacts
 from flyte_ddp.predict.predict import pictures
 from flyte_ddp.release.answers import Answers, Model
 from flyte_ddp.release.judge import Judgement
-from flyte_ddp.report.figures import Picture, confusion_heatmap
+from flyte_ddp.report.confusions import confusion_section
+from flyte_ddp.report.figures import Picture
 from flyte_ddp.report.page import rendered
 
 PICTURED = 12  # samples of each kind
@@ -29,8 +31,8 @@ def write_page(judgement: Judgement, name: str, path: Path) -> Path:
         name=name,
         verdict=judgement.verdict,
         models={title: percent(model.accuracy) for title, model in models.items() if model is not None},
-        matrices={
-            title: confusion_heatmap(model.confusion(), judgement.model.classes)
+        confusions={
+            title: confusion_section(count_confusions(model.labels, model.predictions), judgement.model.classes)
             for title, model in models.items()
             if model is not None
         },

@@ -10,12 +10,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.files import replacing
-from flyte_ddp.formatting import percent
-from flyte_ddp.report.figures import BLUE, GREEN, NAMED_CLASSES, ORANGE, Series, confusion_heatmap, line_chart
+from flyte_ddp.report.confusions import confusion_section
+from flyte_ddp.report.figures import BLUE, GREEN, ORANGE, Series, line_chart
 from flyte_ddp.report.page import rendered
 from flyte_ddp.report.run_records import Record, Run, read_run
 
@@ -41,7 +39,6 @@ CHARTS: tuple[Any, ...] = (  # title, x, label and scale of y, and the lines: la
     ("Learning rate", "step", "learning rate", "from 0", ("", BLUE, "train", "learning_rate")),
     ("Training speed", "step", "samples per second, all ranks", "from 0", ("", BLUE, "train", "samples_per_second")),
 )
-LISTED = 8  # rows in the lists of confusions and of hard classes
 
 
 def write_report(run_folder: Path, name: str = "") -> Path:
@@ -68,7 +65,7 @@ def render(run_folder: Path, name: str = "", failure: str = "") -> str:
         failure=failure,
         result={**run.kept_evaluation, **run.end},
         charts=[*charts(run)],
-        confusion=confusion(run),
+        confusion={} if run.confusion is None else confusion_section(run.confusion, run.classes),
         time_spent=time_spent(run),
         settings=settings(run.start.get("hyperparameters", {})),
         last_record=json.dumps(run.last_record),
@@ -93,26 +90,6 @@ def charts(run: Run) -> Iterator[tuple[str, str]]:
         if drawn:
             x_label, x_from = ("epoch", None) if kind_of_x == "epoch" else ("optimiser step", 0)
             yield title, line_chart(drawn, x_label=x_label, y_label=y_label, scale=scale, x_from=x_from)
-
-
-def confusion(run: Run) -> dict[str, Any]:
-    """The confusion matrix as a picture, and lists of the largest confusions; empty if there is none."""
-    matrix = run.confusion
-    if matrix is None or not matrix.sum():
-        return {}
-    names, totals = run.classes, matrix.sum(axis=1)
-    wrong = matrix * ~np.eye(len(matrix), dtype=bool)
-    pairs = [divmod(int(k), len(matrix)) for k in np.argsort(-wrong, axis=None, kind="stable")[:LISTED]]
-    recall = np.diag(matrix) / np.maximum(1, totals)
-    hardest = [int(k) for k in np.argsort(np.where(totals, recall, 2.0), kind="stable")[:LISTED] if totals[k]]
-    return {
-        "picture": confusion_heatmap(matrix, names),
-        "is_large": len(names) > NAMED_CLASSES,
-        "mistakes": [
-            (names[t], names[g], f"{wrong[t, g]:,}", percent(wrong[t, g] / totals[t])) for t, g in pairs if wrong[t, g]
-        ],
-        "hardest": [(names[k], percent(recall[k]), f"{totals[k]:,}") for k in hardest],
-    }
 
 
 def time_spent(run: Run) -> list[tuple[str, str, float, float]]:

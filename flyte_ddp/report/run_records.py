@@ -29,7 +29,7 @@ class Run:
     evaluations: list[Record] = field(default_factory=list)
     end: Record = field(default_factory=dict)
     sidecar: Record = field(default_factory=dict)
-    confusion: NDArray[np.int64] | None = None
+    confusion: NDArray[np.int64] | None = None  # [K, 3] truth, prediction and number of samples
     mistakes: list[Picture] = field(default_factory=list)  # largest loss first
 
     @property
@@ -95,11 +95,11 @@ def read_run(folder: Path, name: str = "") -> Run:
 
 
 def read_predictions(path: Path, classes: list[str]) -> tuple[NDArray[np.int64], list[Picture]]:
-    """The confusion matrix and the worst mistakes."""
+    """Return the counts of confusions [K, 3] and the worst mistakes."""
     with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
         first = int(arrays["table_rows"])  # the rows before are those of wandb's table
         columns = [arrays[key][first:] for key in ("images", "index", "truth", "scores")]
-        names, confusion = named(arrays)[first:], arrays["confusion"]
+        names, confusion = named(arrays)[first:], arrays["confusion_counts"]
     mistakes = []
     for name, image, index, truth, scores in zip(names, *columns, strict=True):
         prediction = scores.argmax()

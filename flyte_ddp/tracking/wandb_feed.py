@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from flyte_ddp.json_lines import parsed
+from flyte_ddp.report.confusions import PICTURED_CLASSES
 from flyte_ddp.report.run_records import named
 from flyte_ddp.runs.run_folder import METRICS, PREDICTIONS, UNFINISHED
 
@@ -171,7 +172,10 @@ def opened(run_folder: Path, name: str) -> BinaryIO:
 
 
 def table(file: BinaryIO, classes: list[str]) -> wandb.Table:
-    """The predictions on the first test samples: id, image, prediction and truth, and a score for each class."""
+    """Return the predictions on the first test samples: id, image, prediction, truth, and a score for each class.
+
+    With more than PICTURED_CLASSES the only score is that of the prediction, as a column each would be too many.
+    """
     import wandb
 
     with np.load(file, allow_pickle=False) as arrays:
@@ -179,13 +183,15 @@ def table(file: BinaryIO, classes: list[str]) -> wandb.Table:
         index, images, scores, truth = (arrays[name][:rows] for name in ("index", "images", "scores", "truth"))
         called = named(arrays)
     names = classes or [str(label) for label in range(scores.shape[1])]
-    result = wandb.Table(
-        columns=["id", "image", "prediction", "truth", *[f"score_{i}" for i in range(scores.shape[1])]]
-    )
+    if scores.shape[1] > PICTURED_CLASSES:
+        columns, shown = ["score"], scores.max(axis=1, keepdims=True)
+    else:
+        columns, shown = [f"score_{i}" for i in range(scores.shape[1])], scores
+    result = wandb.Table(columns=["id", "image", "prediction", "truth", *columns])
     for i, image in enumerate(images):
         picture = image if image.shape[-1] == 3 else image[..., 0]
         prediction, answer = names[int(scores[i].argmax())], names[int(truth[i])]
-        result.add_data(called[i] or int(index[i]), wandb.Image(picture), prediction, answer, *scores[i].tolist())
+        result.add_data(called[i] or int(index[i]), wandb.Image(picture), prediction, answer, *shown[i].tolist())
     return result
 
 

@@ -73,11 +73,13 @@ def take(run: Run) -> Snapshot | None:
 
 
 def copied(value: Any) -> Any:
-    """The same with tensors of its own, on the CPU."""
+    """The same with tensors of its own, on the CPU; a state_dict keeps its ``_metadata``."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if type(value) in (dict, OrderedDict):
-        return type(value)((key, copied(item)) for key, item in value.items())
+        same = copy.copy(value)
+        same.update({key: copied(item) for key, item in value.items()})
+        return same
     if type(value) in (list, tuple):
         return type(value)(copied(item) for item in value)
     return copy.deepcopy(value)

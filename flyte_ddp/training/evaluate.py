@@ -27,11 +27,6 @@ class Evaluation:
     predictions: Tensor  # int64, as is the truth
     truth: Tensor
 
-    def confusion(self, num_classes: int) -> Tensor:
-        """int64 [classes, classes]: how often a truth (row) was taken for a prediction (column)."""
-        pairs = self.truth * num_classes + self.predictions
-        return torch.bincount(pairs, minlength=num_classes**2).reshape(num_classes, num_classes)
-
 
 def evaluate(predict: Callable[[Tensor], Tensor], images: Split, batch_size: int, device: torch.device) -> Evaluation:
     """Evaluates a split, all ranks together; every rank gets the same result.

@@ -13,6 +13,7 @@ from torch.nn import functional
 import flyte_ddp
 from flyte_ddp.catalog import encoded_kind
 from flyte_ddp.code_digest import library_digest
+from flyte_ddp.confusions import count_confusions
 from flyte_ddp.datasets.prepared import PreparedSet, class_names
 from flyte_ddp.files import replacing
 from flyte_ddp.loading.facts import of_all_ranks
@@ -20,10 +21,12 @@ from flyte_ddp.models import artifacts
 from flyte_ddp.models.initial_weights import left_out
 from flyte_ddp.parallel.distributed import world_size
 from flyte_ddp.runs.job import Job
+from flyte_ddp.runs.run_folder import PREDICTIONS
 from flyte_ddp.training.diagnosis import no_better_than_random
 from flyte_ddp.training.evaluate import Evaluation
 from flyte_ddp.training.notes import not_in_the_key, notes, seeded
 from flyte_ddp.training.recording import Recorder
+from flyte_ddp.training.saved_model import verify_saved_model
 from flyte_ddp.training.selection import Selection
 from flyte_ddp.training.training_state import TrainingState
 
@@ -65,7 +68,11 @@ def write_start(job: Job, data: PreparedSet, state: TrainingState, recorder: Rec
 
 
 def write_outputs(job: Job, data: PreparedSet, state: TrainingState, selection: Selection, recorder: Recorder) -> None:
-    """Writes the predictions, the model with its sidecar, and the end record, in this order; all ranks call it."""
+    """Write the model with its sidecar, the predictions, and the end record, in this order; all ranks call it.
+
+    Raises:
+        UserError: the disk is full, or the model's file does not hold all of the model.
+    """
     facts = of_all_ranks(state.splits.facts())
     if not recorder.writes:
         return
@@ -74,8 +81,6 @@ def write_outputs(job: Job, data: PreparedSet, state: TrainingState, selection: 
         recorder.warn(no_better_than_random(recorder.last_loss, test.truth, hp))
     model = state.kept_model()
     state.buffers.restore(model, selection.weights)
-    with replacing(job.run_folder / "predictions.npz") as file:
-        np.savez(file, **predictions(state, test, rows=min(job.settings.wandb_table_rows, len(state.test))))
     sidecar = {
         "format": artifacts.FORMAT,
         "model": hp.model,
@@ -100,7 +105,9 @@ def write_outputs(job: Job, data: PreparedSet, state: TrainingState, selection: 
         "num_nodes": job.num_nodes,
         "threads_per_rank": job.hardware.threads,
     }
-    artifacts.save_model(job.run_folder, model.state_dict(), sidecar)
+    verify_saved_model(*artifacts.save_model(job.run_folder, model.state_dict(), sidecar), state)
+    with replacing(job.run_folder / PREDICTIONS) as file:
+        np.savez(file, **predictions(state, test, rows=min(job.settings.wandb_table_rows, len(state.test))))
     recorder.log.write(
         {
             "kind": "end",
@@ -122,7 +129,7 @@ def digests(job: Job, data: PreparedSet) -> dict[str, str]:
 
 
 def predictions(state: TrainingState, test: Evaluation, rows: int) -> dict[str, Any]:
-    """The first test samples and the worst mistakes, with pictures and scores, and the confusion matrix."""
+    """Return the first test samples and the worst mistakes, with pictures and scores, and the counts of confusions."""
     wrong = test.predictions != test.truth
     worst = torch.where(wrong, test.losses, -torch.inf).topk(min(WORST_MISTAKES, int(wrong.sum()))).indices
     index = torch.cat([torch.arange(rows), worst]).numpy().astype(np.int32)
@@ -140,5 +147,5 @@ def predictions(state: TrainingState, test: Evaluation, rows: int) -> dict[str, 
         "truth": test.truth[index].numpy(),
         "loss": test.losses[index].float().numpy(),
         "table_rows": np.array(rows),
-        "confusion": test.confusion(state.num_classes).numpy(),
+        "confusion_counts": count_confusions(test.truth.numpy(), test.predictions.numpy()),
     }

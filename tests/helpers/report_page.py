@@ -115,7 +115,8 @@ def write_run(folder: Path, lines: list[Record], confusion: np.ndarray[Any, Any]
         scores = np.full((5, classes), 0.1 / classes, dtype=np.float32)
         scores[np.arange(5), guess] = (0.9, 0.8, 0.97, 0.86, 0.75)
         images = np.random.default_rng(0).integers(0, 256, (5, 8, 8, 1), dtype=np.uint8)
-        arrays: dict[str, Any] = {"images": images, "scores": scores, "truth": truth, "confusion": confusion}
+        counts = np.column_stack([np.argwhere(confusion), confusion[confusion > 0]])
+        arrays: dict[str, Any] = {"images": images, "scores": scores, "truth": truth, "confusion_counts": counts}
         arrays |= {"index": np.array([0, 1, 71, 52, 33]), "table_rows": np.array(2)}
         np.savez(folder / "predictions.npz", **arrays, loss=np.array([0, 0, 3, 2, 1], dtype=np.float32))
     return folder

@@ -276,7 +276,7 @@ def in_list(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
 
 
 class ByFirstBatch(nn.Module):
-    """Keeps, in no buffer, the mean of the first batch it sees, and what is the same for each batch."""
+    """Keeps for training, in no buffer, the mean of the first batch it sees, and what is the same for each batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -289,11 +289,27 @@ class ByFirstBatch(nn.Module):
         x = images.flatten(1)
         if self.mean is None:
             self.mean, self.ones = x.detach().mean(0), torch.ones(64)
-        return self.head((x - self.mean) * self.ones)
+        return self.head((x - self.mean if self.training else x) * self.ones)
 
 
 def by_first_batch(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
     return ByFirstBatch()
+
+
+class Unscaled(nn.Module):
+    """Divides by a number that each training pass changes, and that no file holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.scale = nn.Linear(64, 10), 1.0
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.scale += 0.1 * self.training
+        return self.head(images.flatten(1)) / self.scale
+
+
+def unscaled(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+    return Unscaled()
 
 
 class TwoNames(nn.Module):

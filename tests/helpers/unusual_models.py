@@ -138,7 +138,8 @@ class Drawn(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.head, self.order = nn.Linear(64, 10), random.sample(range(64), 64)
+        self.head = nn.Linear(64, 10)
+        self.register_buffer("order", torch.tensor(random.sample(range(64), 64)))
         self.register_buffer("scale", torch.from_numpy(np.random.random(64).astype("float32")))  # noqa: NPY002
 
     def forward(self, images: Tensor) -> Tensor:
@@ -223,8 +224,45 @@ def extra_tuple(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Modul
     return ExtraState(({"shape": (3, 4)}, [1.5, OrderedDict(name="x")], {"a"}))
 
 
+class OtherEachTime(nn.Module):
+    """Takes its inputs in an order that is drawn when it is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.order = nn.Linear(64, 10), torch.randperm(64)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(images.flatten(1)[:, self.order])
+
+
+def other_each_time(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+    return OtherEachTime()
+
+
+class Versioned(FrozenBody):
+    """Turns the weights of files that are older than it is, as torchvision's MNASNet does."""
+
+    _version = 2
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Tensor], prefix: str, local_metadata: dict[str, int], *rest: list[str]
+    ) -> None:
+        if local_metadata.get("version", 1) < 2:
+            state_dict[f"{prefix}head.weight"] = -state_dict[f"{prefix}head.weight"]
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)  # type: ignore[arg-type]
+
+
+def versioned(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+    return Versioned()
+
+
 class Adapter(FrozenBody):
-    """Keeps its frozen part out of its state_dict, as adapters (LoRA) do."""
+    """Keeps its frozen part, which is the same in each new model, out of its state_dict, as adapters (LoRA) do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.eye_(self.body.weight)
+        nn.init.zeros_(self.body.bias)
 
     def state_dict(self, *arguments: object, **options: object) -> dict[str, Tensor]:
         saved = super().state_dict(*arguments, **options)

@@ -141,6 +141,16 @@ def test_equal_weights_are_equal_files_whatever_process_saves_them(tmp_path: Pat
         assert (tmp_path / "0" / name).read_bytes() == (tmp_path / "1" / name).read_bytes(), name
 
 
+def test_a_state_dict_that_was_loaded_is_the_same_file_again(tmp_path: Path) -> None:
+    """With the versions of its modules, as that of a run that went on from a checkpoint."""
+    original = zoo.build("mnasnet0_5", 10, InputSpec(3, 32, 32, (0.0,) * 3, (1.0,) * 3))
+    first, _ = artifacts.save_model(tmp_path / "first", original.state_dict(), sidecar())
+    weights = torch.load(first, weights_only=True)
+    second, _ = artifacts.save_model(tmp_path / "second", weights, sidecar())
+    assert weights._metadata == original.state_dict()._metadata  # type: ignore[attr-defined]
+    assert first.read_bytes() == second.read_bytes()
+
+
 def test_weights_can_be_mapped_into_memory(saved: tuple[Path, Path]) -> None:
     mapped = torch.load(saved[0], weights_only=True, mmap=True)
     assert all(torch.equal(value, mapped[name]) for name, value in trained().state_dict().items())

@@ -32,6 +32,19 @@ class Named(nn.Module):
         self.fc = nn.Linear(4, classes)
 
 
+class Turned(Named):
+    """With the sign of a weight turned since its first version."""
+
+    _version = 2
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, torch.Tensor], prefix: str, local_metadata: dict[str, int], *rest: list[str]
+    ) -> None:
+        if local_metadata.get("version", 1) < 2:
+            state_dict[f"{prefix}fc.weight"] = -state_dict[f"{prefix}fc.weight"]
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)  # type: ignore[arg-type]
+
+
 class Lit(nn.Module):
     """As Lightning has a model."""
 
@@ -81,6 +94,54 @@ def test_weights_are_found(held: Callable[[], Any], tmp_path: Path) -> None:
 def test_a_model_whose_own_names_have_the_prefix(tmp_path: Path) -> None:
     found = loaded(Lit(Named()), Lit(Named(seed=1)).state_dict(), tmp_path)
     assert all(torch.equal(value, found[f"net.{name}"]) for name, value in state(seed=1).items())
+
+
+@pytest.mark.parametrize("wrapped", [lambda model: model, nn.DataParallel, Lit, lambda model: Lit(Lit(model))])
+@pytest.mark.parametrize("version", [1, 2])
+def test_modules_get_the_versions_that_the_file_has(
+    wrapped: Callable[[nn.Module], nn.Module], version: int, tmp_path: Path
+) -> None:
+    model = Turned(seed=1)
+    model._version = version
+    found = loaded(Turned(), {"epoch": 1, "state_dict": wrapped(model).state_dict()}, tmp_path)
+    sign = 1 if version == 2 else -1
+    assert torch.equal(found["fc.weight"], sign * model.fc.weight)
+
+
+def test_what_starts_from_the_seed_has_the_versions_of_the_new_model(tmp_path: Path) -> None:
+    """And the rest those of the file, also if it has none, as files have that others than torch.save wrote."""
+    file = dict(Lit(Turned(classes=7, seed=1)).state_dict())
+    into = Lit(Turned())
+    found = loaded(into, file, tmp_path, init_skip="net")
+    assert torch.equal(found["net.fc.weight"], Turned().fc.weight)
+    found = loaded(Turned(), dict(Turned(seed=1).state_dict()), tmp_path, init_skip="body")
+    assert torch.equal(found["fc.weight"], -Turned(seed=1).fc.weight)
+
+
+NAN, INFINITY = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize("value", [NAN, INFINITY, -INFINITY])
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_weights_that_are_not_finite_are_refused(value: float, prefix: str, tmp_path: Path) -> None:
+    content = state(seed=1)
+    content["fc.weight"][1, 2] = value
+    with pytest.raises(UserError) as caught:
+        loaded(Named(), prefixed(prefix, content), tmp_path)
+    assert caught.value.message == (
+        f"init_from={str(tmp_path / 'weights.pt')!r}: holds NaN or infinity in fc.weight; give a file with finite "
+        "weights"
+    )
+    found = loaded(Named(), prefixed(prefix, content), tmp_path, init_skip="fc")
+    assert torch.equal(found["fc.weight"], state()["fc.weight"])
+
+
+def test_a_buffer_may_be_infinite_as_in_a_new_model(tmp_path: Path) -> None:
+    """As masks of attention are."""
+    model, other = Named(), Named(seed=1)
+    for each in (model, other):
+        each.register_buffer("mask", torch.full((3, 3), -INFINITY).triu(1))
+    assert torch.equal(loaded(model, other.state_dict(), tmp_path)["fc.weight"], state(seed=1)["fc.weight"])
 
 
 @pytest.mark.parametrize("skip", ["fc", "fc.", " fc.weight , fc.bias", "fc,body.1"])

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks.simulated_models import answers, changed_model, equal_model
 from flyte_ddp.errors import UserError
@@ -111,7 +112,9 @@ def test_equal_predictions_are_no_reason_to_promote() -> None:
 def test_not_a_number() -> None:
     found = answers(np.ones(10, dtype=bool), np.zeros(10, dtype=np.int64))
     assert checks.finite(found).passed
-    found.logits[7, 2] = np.nan
+    logits = torch.zeros(10, 3)
+    logits[7, 2] = torch.nan
+    found = Answers.of([(logits[:5], torch.zeros(5).long()), (logits[5:], torch.zeros(5).long())])
     assert checks.finite(found).reason == "sample 7 gives NaN or infinity"
 
 
@@ -128,13 +131,15 @@ def test_likelihoods_and_scores_are_those_of_their_definitions() -> None:
     random = np.random.default_rng(5)
     logits = random.normal(size=(700, 4)).astype(np.float32)
     labels = random.integers(0, 4, 700)
-    found = Answers(logits, labels)
+    parts = (slice(0, 500), slice(500, 700))
+    found = Answers.of((torch.from_numpy(logits[part]), torch.from_numpy(labels[part])) for part in parts)
+    np.testing.assert_array_equal(found.predictions, logits.argmax(axis=1))
+    assert found.spread == np.ptp(logits)
     scores = np.exp(logits.astype(float)) / np.exp(logits.astype(float)).sum(axis=1, keepdims=True)
     truth = np.eye(4)[labels]
     np.testing.assert_allclose(found.scores.nll, -np.log((scores * truth).sum(axis=1)))
     np.testing.assert_allclose(found.scores.brier, ((scores - truth) ** 2).sum(axis=1))
     np.testing.assert_allclose(found.scores.confidence, scores.max(axis=1))
-    assert found.confusion()[2, 1] == ((labels == 2) & (scores.argmax(axis=1) == 1)).sum()
 
 
 def test_a_rise_counts_where_it_is_large_and_no_chance() -> None:

@@ -9,6 +9,8 @@ import os
 import re
 import subprocess
 import sys
+import tracemalloc
+from collections import Counter
 from pathlib import Path
 
 import matplotlib as mpl
@@ -18,6 +20,7 @@ from PIL import Image
 from report_page import Page, matrix, records, write_run
 
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.confusions import count_confusions
 from flyte_ddp.errors import UserError
 from flyte_ddp.report import figures, report
 from flyte_ddp.report.run_records import read_run
@@ -185,6 +188,36 @@ def test_many_classes_are_listed_by_name_and_keep_the_page_small(tmp_path: Path,
     html = report.render(write_run(tmp_path / "run", records(classes=names), matrix(classes)))
     assert len(html) < 600_000
     assert [names[1], names[0], "40"] in [row[:3] for row in Page(html).rows()]
+
+
+def test_of_many_thousand_classes_the_worst_confusions_are_listed(tmp_path: Path) -> None:
+    """Within memory that does not grow with the square of the classes."""
+    classes = 21_841
+    names = [f"synset {k}" for k in range(classes)]
+    folder = write_run(tmp_path / "run", records(classes=names), matrix(2))
+    random = np.random.default_rng(3)
+    truth = np.repeat(np.arange(classes), 2)
+    predictions = np.where(random.random(len(truth)) < 0.5, truth, random.integers(0, classes, len(truth)))
+    truth, predictions = np.append(truth, [17] * 30), np.append(predictions, [4] * 30)
+    tracemalloc.start()
+    try:
+        counts = count_confusions(truth, predictions)
+        with np.load(folder / "predictions.npz") as kept:
+            np.savez(folder / "predictions.npz", **{**kept, "confusion_counts": counts})
+        page = Page(report.render(folder))
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 100e6
+    expected = Counter(zip(truth.tolist(), predictions.tolist(), strict=True))
+    assert {(first, second): samples for first, second, samples in counts.tolist()} == expected
+    assert page.texts("svg", **{"aria-label": "confusion matrix: truth by prediction"}) == []
+    rows = page.rows()
+    first = rows[rows.index(["Truth", "Prediction", "Samples", "Of the class"]) + 1]
+    assert first[:3] == ["synset 17", "synset 4", str(expected[17, 4])]
+    hardest = rows[rows.index(["Class", "Correct", "Samples"]) + 1 :][:25]
+    right = [expected[k, k] / (2 + 30 * (k == 17)) for k in range(classes)]
+    assert [row[0] for row in hardest] == [f"synset {k}" for k in sorted(range(classes), key=right.__getitem__)[:25]]
 
 
 def test_long_runs_are_thinned(tmp_path: Path) -> None:

@@ -114,6 +114,17 @@ def test_the_table_calls_samples_by_their_names(tmp_path: Path) -> None:
         assert [row[0] for row in table.data] == expected
 
 
+def test_the_table_of_many_classes_has_one_score(tmp_path: Path) -> None:
+    """That of the prediction: wandb would take a column for each class."""
+    scores = np.zeros((6, 1001), dtype=np.float32)
+    scores[np.arange(6), [3, 1, 4, 1, 5, 9]] = 0.5
+    arrays = {"index": np.arange(6), "images": IMAGES, "scores": scores, "truth": TRUTH, "table_rows": np.array(3)}
+    np.savez(tmp_path / "predictions.npz", **arrays)
+    table = wandb_feed.table(tmp_path / "predictions.npz", [f"class {k}" for k in range(1001)])
+    assert table.columns == ["id", "image", "prediction", "truth", "score"]
+    assert [(row[2], *row[4:]) for row in table.data] == [("class 3", 0.5), ("class 1", 0.5), ("class 4", 0.5)]
+
+
 @needs_proc
 @pytest.mark.slow
 def test_without_a_key_nothing_is_asked(tmp_path: Path, mark: str, capsys: pytest.CaptureFixture[str]) -> None:

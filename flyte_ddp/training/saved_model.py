@@ -1,0 +1,45 @@
+"""Whether the file of a trained model holds all of it: loaded into a new model, it must give the same logits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flyte_ddp.errors import UserError
+from flyte_ddp.models.artifacts import load_model
+from flyte_ddp.parallel.dropout import derive_dropout_from_samples
+from flyte_ddp.training.training_state import TrainingState
+
+BATCH = 64  # test samples that both models get
+TOLERANCE = 1e-3  # of the largest logit; a GPU's convolutions may be in TF32, of 10 bits
+
+
+def verify_saved_model(model_path: Path, sidecar_path: Path, state: TrainingState) -> None:
+    """Load the saved model as a new one and compare its logits on a batch of test samples with the trained model's.
+
+    Reads both files, builds a second model on the state's device, and draws from the global random generators.
+
+    Raises:
+        UserError: the logits differ, or the new model does not take the weights.
+    """
+    samples = state.test.order.samples(slice(0, min(BATCH, len(state.test))))
+    images, _ = state.test.gather(samples)
+    model, _ = load_model(model_path, sidecar_path, state.device)
+    derive_dropout_from_samples(model, state.this_pass)  # for models that drop in evaluations, too
+    if state.dtype == torch.float64:
+        model.double()
+    with torch.no_grad(), state.evaluating():
+        expected = state.predict(images)
+        state.this_pass.begin(state.hp.seed, 0, np.arange(len(images)), state.device)
+        found: Tensor = model.to(memory_format=state.memory_format)(state.prepare(images))
+    largest = expected.abs().max().item()
+    apart = (found - expected).abs().max().item()
+    if not apart <= TOLERANCE * largest:
+        raise UserError(
+            f"model {state.hp.model!r}: its file does not hold all of it, as a new model with these weights gives "
+            f"other logits (by up to {apart:.2g}, where the largest is {largest:.2g}); keep what its forward pass uses "
+            "in parameters, in buffers, or the same in each new model"
+        )
