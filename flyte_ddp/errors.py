@@ -47,15 +47,17 @@ class RankError(click.ClickException, RuntimeError):
     def __init__(self, message: str, *, details: str = "", recoverable: bool = False) -> None:
         super().__init__(message)
         self.details, self.recoverable = details, recoverable
+        self.remark = ""  # on the message, of who knows more than the one who raised the error
         self.file: Path | None = None  # with the details
         self.step: int | None = None  # of the newest checkpoint; 0: there is none; None: not known
 
     def __str__(self) -> str:
-        return "\n\n".join(filter(None, (self.message, self.details)))
+        return "\n\n".join(filter(None, (f"{self.message}{self.remark}", self.details)))
 
     def format_message(self) -> str:
         """The text of a panel."""
-        lines = [self.message if len(self.message) <= LONGEST_MESSAGE else f"{self.message[:LONGEST_MESSAGE]} ..."]
+        message = self.message if len(self.message) <= LONGEST_MESSAGE else f"{self.message[:LONGEST_MESSAGE]} ..."
+        lines = [f"{message}{self.remark}"]
         if self.file is not None:
             lines.append(f"all that it said is in {from_here(self.file)}")
         if self.recoverable:

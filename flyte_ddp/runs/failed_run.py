@@ -27,13 +27,11 @@ def explain(error: BaseException, run_folder: Path) -> None:
 
 
 def name_hiding_modules(error: RankError) -> None:
-    """Add to the message the user's modules that hide Python's, where the error names one or a rank did not begin."""
+    """Add to the remark the user's modules that hide Python's, where the error names one or a rank did not begin."""
     did_not_begin = not error.details and not error.recoverable
     for name, path in modules_hiding_pythons().items():
         if did_not_begin or f"'{name}'" in error.details or str(path) in error.details:
-            error.message += (
-                f"; {from_here(path)} hides Python's own module {name!r}, which may be the cause: rename it"
-            )
+            error.remark += f"; {from_here(path)} hides Python's own module {name!r}, which may be the cause: rename it"
 
 
 def newest_step(run_folder: Path) -> int | None:

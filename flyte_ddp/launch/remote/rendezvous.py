@@ -225,7 +225,7 @@ class Rendezvous:
             final = error
             if before is not None and isinstance(error, UnreachableError) and len(group) < num_ranks:
                 final = before  # of which the engine has sent no others
-                final.message += f"; then {error.message}"
+                final.remark = f"; then {error.message}"
             broadcast_outcome(group, final)
             raise final from None
         else:
