@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -47,6 +48,42 @@ def fail() -> None:
     raise ArithmeticError("the rank's own words")
 
 
+def fail_like_a_hang() -> None:
+    """With words of gloo's in an error that has nothing to do with other ranks."""
+    raise RuntimeError("label service timed out: Connection closed by peer")
+
+
+class Stuck(torch.utils.data.Dataset[int]):
+    """Its workers never have an item."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> int:
+        hang()
+        return index
+
+
+def wait_for_a_loader() -> None:
+    """torch's own loader, which raises a RuntimeError."""
+    next(iter(torch.utils.data.DataLoader(Stuck(), num_workers=1, timeout=0.2)))
+
+
+def own_collective() -> None:
+    """To which no other rank comes."""
+    dist.all_reduce(torch.ones(1))
+
+
+def own_asynchronous_collective() -> None:
+    """Whose failure comes out of no function of torch.distributed that Python could show."""
+    dist.all_reduce(torch.ones(1), async_op=True).wait()
+
+
+def own_wrong_collective() -> None:
+    """Which gloo cannot do, whoever else takes part."""
+    dist.all_reduce(torch.ones(1, dtype=torch.float8_e4m3fn))
+
+
 def interrupt() -> None:
     raise KeyboardInterrupt
 
@@ -66,6 +103,11 @@ KINDS: dict[str, Callable[[], object]] = {
     "os._exit": lambda: os._exit(0),
     "KeyboardInterrupt": interrupt,
     "ArithmeticError": fail,
+    "RuntimeError": fail_like_a_hang,
+    "DataLoader": wait_for_a_loader,
+    "own collective": own_collective,
+    "own asynchronous collective": own_asynchronous_collective,
+    "own wrong collective": own_wrong_collective,
     "hang": hang,
     "hang in C": hang_in_c,
 }

@@ -12,27 +12,11 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-from flyte_ddp.errors import CollectiveTimeoutError, PeerGoneError, UnreachableError, UserError
+from flyte_ddp.errors import CollectiveError, CollectiveTimeoutError, UnreachableError, UserError
 from flyte_ddp.launch.supervise.network import use_network
 
 if TYPE_CHECKING:
     from flyte_ddp.runs.job import Job
-
-# How gloo and NCCL say, in a RuntimeError, that another rank has gone or did not come.
-PEER_GONE = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "remote process exited",
-    "failed to recv, got 0 bytes",  # the store's server, which rank 0 holds
-)
-TIMED_OUT = (
-    "Timed out waiting",
-    "timed out",
-    "wait timeout after",  # the store: a rank did not come to the process group
-    "Wait timeout",  # the same, where the store is a file
-    "Watchdog caught collective operation timeout",
-)
 
 MOST_CHARACTERS = 20_000  # of what an error says, and of its traceback
 
@@ -109,12 +93,13 @@ class Link:
 
 def described(error: BaseException) -> dict[str, Any]:
     """What the launcher is told of a failure, whatever the error is like: a user's may be long, or fail to say it."""
+    raised = error.__cause__ if type(error) is CollectiveError and error.__cause__ else error  # torch's own error
     return {
         "kind": "error",
         "time": time.time(),
         "cause": cause(error),
-        "type": type(error).__name__,
-        "message": words(error)[0],
+        "type": type(raised).__name__,
+        "message": words(raised)[0],
         "traceback": shortened("".join(traceback.format_exception(error))),
     }
 
@@ -138,17 +123,24 @@ def shortened(text: str) -> str:
 
 
 def cause(error: BaseException) -> str:
-    """``mistake`` of the user's, ``unreachable`` data, ``peer`` gone, ``timeout`` of waiting for one, or ``own``."""
+    """Tell why a rank failed, by the type of what it raised, and of what that was raised ``from``.
+
+    Returns:
+        ``mistake`` of the user's, ``unreachable`` data, ``timeout`` or ``peer`` for a collective operation that failed,
+        the first only where the rank has waited for FLYTE_DDP_TIMEOUT, and ``own`` for anything else.
+    """
     if isinstance(error, UserError):
         return "unreachable" if isinstance(error, UnreachableError) else "mistake"
-    if isinstance(error, PeerGoneError):
-        return "peer"
-    if isinstance(error, CollectiveTimeoutError):
-        return "timeout"
-    if isinstance(error, RuntimeError):
-        said, _ = words(error)
-        if any(sign in said for sign in PEER_GONE):
-            return "peer"
-        if any(sign in said for sign in TIMED_OUT):
+    origin: BaseException | None = error
+    while origin is not None:
+        if isinstance(origin, CollectiveTimeoutError):
             return "timeout"
+        if isinstance(origin, CollectiveError) or is_of_torch_distributed(origin):
+            return "peer"
+        origin = origin.__cause__
     return "own"
+
+
+def is_of_torch_distributed(error: BaseException) -> bool:
+    """Tell whether an error is a DistError, such as of NCCL or a store; does not import torch."""
+    return any((kind.__module__, kind.__name__) == ("torch.distributed", "DistError") for kind in type(error).__mro__)

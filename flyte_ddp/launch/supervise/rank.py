@@ -19,6 +19,7 @@ from flyte_ddp import results
 from flyte_ddp.launch.supervise.link import Link
 from flyte_ddp.launch.supervise.rank_info import RankInfo
 from flyte_ddp.parallel import distributed
+from flyte_ddp.parallel.collective_failures import type_failures_of_collectives, waiting_for_ranks
 from flyte_ddp.runs.job import Job
 from flyte_ddp.training.train import train
 
@@ -43,7 +44,10 @@ def run_rank(job: Job, info: RankInfo, offer_saving: OfferSaving, link: Link | N
         torch.cuda.set_device(info.local_rank)
     if info.world_size > 1:
         assert link is not None
-        join_process_group(job, info, meet(job, info, link))
+        distributed.set_timeout(job.settings.timeout)
+        type_failures_of_collectives()
+        with waiting_for_ranks():
+            join_process_group(job, info, meet(job, info, link))
     deliver = link.send if link is not None else results.ResultWriter(job.run_folder).write
     with results.delivered_by(deliver, info.rank):
         train(job, offer_saving)
@@ -80,7 +84,6 @@ def meet(job: Job, info: RankInfo, link: Link) -> Store:
 
 def join_process_group(job: Job, info: RankInfo, store: Store) -> None:
     """Joins the other ranks."""
-    distributed.set_timeout(job.settings.timeout)
     on_gpu = job.hardware.device_type == "cuda"
     # NCCL ends a process that has waited too long by SIGABRT. The rank itself, which can say what it waited for, goes
     # first: see distributed.wait_for.
