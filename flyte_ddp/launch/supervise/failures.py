@@ -115,7 +115,7 @@ def lost(group: Sequence[RankHandle]) -> list[RankHandle]:
 
 
 def errors(group: Sequence[RankHandle], *causes: str) -> list[dict[str, Any]]:
-    """Reports of these kinds, the earliest first."""
+    """Reports of these kinds, the earliest first, by the launcher's clock."""
     found = [{**handle.error, "rank": handle.rank} for handle in group if handle.error is not None]
     return sorted((error for error in found if error["cause"] in causes), key=lambda error: error["time"])
 

@@ -96,7 +96,7 @@ def described(error: BaseException) -> dict[str, Any]:
     raised = error.__cause__ if type(error) is CollectiveError and error.__cause__ else error  # torch's own error
     return {
         "kind": "error",
-        "time": time.time(),
+        "time": time.monotonic(),
         "cause": cause(error),
         "type": type(raised).__name__,
         "message": words(raised)[0],

@@ -35,6 +35,7 @@ class RankHandle:
         self.listening = True
         self.result_writer: results.ResultWriter  # from when it is handed its job
         self.resumes_after = 0  # step of the checkpoint that its job goes on from
+        self.clock_behind = 0.0  # seconds from its host's clock to the launcher's; both are ``time.monotonic()``
         self.exitcode: int | None = None  # of its process; None as long as that is not known
 
     def has_begun(self) -> bool:

@@ -54,7 +54,7 @@ def take_in(message: dict[str, Any], handle: RankHandle, group: Sequence[RankHan
     """Takes in what one of the ranks has sent."""
     kind = message["kind"]
     if kind == "error":
-        handle.error = message
+        handle.error = {**message, "time": message["time"] + handle.clock_behind}
     elif kind == "completed":
         handle.completed = True
     elif kind == "saved":
