@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from flyte_ddp.errors import CollectiveError, CollectiveTimeoutError, PeerGoneError, UserError
+from flyte_ddp.errors import CollectiveError, CollectiveTimeoutError, PeerGoneError, RankError, UserError
+from flyte_ddp.launch import elastic_rank
 from flyte_ddp.launch.supervise.failures import first_failure
 from flyte_ddp.launch.supervise.link import Link, cause, described
 from flyte_ddp.launch.supervise.rank_handle import RankHandle
@@ -41,6 +42,28 @@ def test_a_rank_that_talks_without_pause_leaves_time_for_others() -> None:
     assert [message["number"] for message in handle.messages()] == [*range(100)]
     handle.exitcode = 0
     assert [message["number"] for message in handle.messages()] == [*range(100, 250)]
+
+
+def test_a_rank_of_elastics_whose_rank_0_is_gone_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not that its own connection is broken: a retry would save the job."""
+    monkeypatch.setattr(elastic_rank, "NOTICE_SECONDS", 0.0)
+    ours, theirs = Pipe()
+    link = elastic_rank.WorkerLink(theirs, rank=1, saved=0)
+    ours.close()
+    link.report(CollectiveError("Connection closed by peer"))
+    link.send("exit", code=1)
+    outcome = link.outcome()
+    assert isinstance(outcome, RankError)
+    assert (outcome.message, outcome.recoverable) == ("rank 0 has ended, and its host knows why", True)
+
+
+def test_a_rank_of_elastics_that_hears_nothing_more() -> None:
+    """Its host is cut off from rank 0's, which neither has noticed yet."""
+    own = ArithmeticError("its own")
+    assert elastic_rank.without_outcome(own) is own
+    outcome = elastic_rank.without_outcome(CollectiveTimeoutError("rank 0 did not come"))
+    assert isinstance(outcome, RankError)
+    assert outcome.recoverable
 
 
 def test_rank_0_that_does_not_come_is_not_waited_for_without_end() -> None:

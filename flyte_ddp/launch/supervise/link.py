@@ -9,6 +9,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
@@ -38,8 +39,12 @@ class Link:
         threading.Thread(target=self._listen, name="launcher", daemon=True).start()
 
     def send(self, kind: str, **values: Any) -> None:
-        """Tells the launcher something."""
-        with self._sending:
+        """Send the launcher a message; waits until the pipe has taken it.
+
+        A launcher that is gone gets nothing, and no exception says so: the thread that listens notices it as well, and
+        sees to the end of this process. Here it would take the place of what the rank has to report.
+        """
+        with self._sending, suppress(OSError):
             self._pipe.send({"kind": kind, **values})
 
     def report(self, error: BaseException) -> None:
