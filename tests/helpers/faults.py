@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from flyte_ddp import results
+
 if TYPE_CHECKING:
     import pytest  # which takes half a second
 
@@ -84,6 +86,10 @@ def own_wrong_collective() -> None:
     dist.all_reduce(torch.ones(1, dtype=torch.float8_e4m3fn))
 
 
+def hand_in_a_large_result() -> None:
+    results.submit("large", bytes(64 << 20))
+
+
 def interrupt() -> None:
     raise KeyboardInterrupt
 
@@ -101,6 +107,7 @@ KINDS: dict[str, Callable[[], object]] = {
     "SIGALRM": hear_another_signal,
     "sys.exit": lambda: sys.exit(0),
     "os._exit": lambda: os._exit(0),
+    "large result": hand_in_a_large_result,
     "KeyboardInterrupt": interrupt,
     "ArithmeticError": fail,
     "RuntimeError": fail_like_a_hang,

@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from flyte_ddp.errors import CollectiveError, CollectiveTimeoutError, UnreachableError, UserError
+from flyte_ddp.launch.supervise import handed_in
 from flyte_ddp.launch.supervise.network import use_network
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ class Link:
     def __init__(self, pipe: Connection, saved: int = 0) -> None:
         self._pipe = pipe
         self._sending = threading.Lock()
+        self._handing_in = threading.Lock()
+        self._unconfirmed = threading.Semaphore(handed_in.MOST_UNCONFIRMED)
         self._jobs: queue.SimpleQueue[tuple[bytes, str]] = queue.SimpleQueue()
         self._addresses: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
         self._save: Callable[[], int] = lambda: saved
@@ -46,6 +49,16 @@ class Link:
         """
         with self._sending, suppress(OSError):
             self._pipe.send({"kind": kind, **values})
+
+    def hand_in(self, kind: str, **values: Any) -> None:
+        """Hand in a file or an event of the user's (results.py).
+
+        Waits while the launcher has MOST_UNCONFIRMED messages to write; what else this rank sends does not wait.
+        """
+        with self._handing_in:
+            for message in handed_in.messages(kind, **values):
+                self._unconfirmed.acquire()
+                self.send(**message)
 
     def report(self, error: BaseException) -> None:
         """Tells the launcher how this rank failed."""
@@ -88,6 +101,8 @@ class Link:
             self._jobs.put((message["job"], message["network"]))
         elif message["kind"] == "address":
             self._addresses.put((message["host"], message["port"]))
+        elif message["kind"] == "written":
+            self._unconfirmed.release()
         elif message["kind"] == "save":
             self.send("saved", step=self._save())
 

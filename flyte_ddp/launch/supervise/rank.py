@@ -48,7 +48,7 @@ def run_rank(job: Job, info: RankInfo, offer_saving: OfferSaving, link: Link | N
         type_failures_of_collectives()
         with waiting_for_ranks():
             join_process_group(job, info, meet(job, info, link))
-    deliver = link.send if link is not None else results.ResultWriter(job.run_folder).write
+    deliver = link.hand_in if link is not None else results.ResultWriter(job.run_folder).write
     with results.delivered_by(deliver, info.rank):
         train(job, offer_saving)
     if info.world_size > 1:

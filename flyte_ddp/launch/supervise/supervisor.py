@@ -64,8 +64,8 @@ def take_in(message: dict[str, Any], handle: RankHandle, group: Sequence[RankHan
     elif kind == "port":
         for other in group[1:]:
             other.send("address", host=handle.host, port=message["port"])
-    elif kind in results.KINDS:
-        handle.result_writer.write(**message)
+    elif kind in results.KINDS and handle.inbox is not None:
+        handle.inbox.put(message)
 
 
 def settle(group: Sequence[RankHandle], stop: StopRequest) -> None:
@@ -91,8 +91,13 @@ def save(group: Sequence[RankHandle], stop: StopRequest) -> int | None:
 
 
 def end(group: Sequence[RankHandle]) -> None:
-    """Kills the ranks that are still there; nothing of theirs needs them for its clean-up."""
+    """Kills the ranks that are still there; nothing of theirs needs them for its clean-up.
+
+    Waits for what they have handed in to be written (handed_in.py).
+    """
     for handle in group:
         handle.kill()
     for handle in group:
         handle.close()
+        if handle.inbox is not None:
+            handle.inbox.close()
