@@ -151,7 +151,7 @@ def test_a_run_that_is_told_to_stop_while_a_large_file_is_written_to_a_slow_disk
     digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writable = threading.Event()
-    monkeypatch.setattr(results.ResultWriter, "write_file", lambda *_, **__: writable.wait(30))
+    monkeypatch.setattr(results.ResultWriter, "write_file", lambda *_, **__: writable.wait(40))
     monkeypatch.setattr(handed_in, "CLOSE_SECONDS", 0.1)
     marker = tmp_path / "marker"
     faults.inject(monkeypatch, marker, rank=0, at="training", kind="large result", **{"pass": 3})
