@@ -99,12 +99,16 @@ def where_it_goes_on(step: int | None) -> str:
     return f"the same run will go on after step {step:,}, which is saved"
 
 
-class CollectiveTimeoutError(RuntimeError):
-    """Another rank did not take part in a collective operation in time."""
+class CollectiveError(RuntimeError):
+    """A collective operation failed: what a rank reports that is not the cause itself."""
 
 
-class PeerGoneError(RuntimeError):
-    """Another rank has ended: what a rank reports if it is not the cause itself."""
+class CollectiveTimeoutError(CollectiveError):
+    """Another rank did not take part in a collective operation within FLYTE_DDP_TIMEOUT."""
+
+
+class PeerGoneError(CollectiveError):
+    """Another rank has ended."""
 
 
 @contextmanager

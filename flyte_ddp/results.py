@@ -23,13 +23,14 @@ from flyte_ddp.json_lines import JsonLines, finite
 FOLDER = "results"  # in the run folder
 EVENTS = "events.jsonl"  # in that
 KINDS = ("result", "event")
+WRITING_EVENTS = threading.Lock()
 Deliver = Callable[..., None]  # (kind, **values)
 
 _delivery: tuple[int, int, Deliver] | None = None  # process, rank, and how
 
 
 def submit(name: str, content: bytes) -> None:
-    """Hands in a file; one of the same name is replaced.
+    """Hands in a file; one of the same name is replaced. Waits while the launcher has much of it to write.
 
     Outside a rank's own process, as in prediction and in worker processes of streams, nothing happens.
 
@@ -95,14 +96,12 @@ class ResultWriter:
 
     def __init__(self, run_folder: Path) -> None:
         self.folder = run_folder / FOLDER
-        self.lock = threading.Lock()
         self.failed = False
 
     def write(self, kind: str, **values: Any) -> None:
         """Writes a file or an event, from any thread."""
         try:
-            with self.lock:
-                self.write_event(**values) if kind == "event" else self.write_file(**values)
+            self.write_event(**values) if kind == "event" else self.write_file(**values)
         except (UserError, OSError) as error:
             if not self.failed:
                 print(f"{error}; training continues without it", file=sys.stderr, flush=True)
@@ -111,14 +110,15 @@ class ResultWriter:
     def write_event(self, record: dict[str, Any]) -> None:
         """Appends a line to the events."""
         self.folder.mkdir(exist_ok=True)
-        with JsonLines(self.folder / EVENTS) as events:
+        with WRITING_EVENTS, JsonLines(self.folder / EVENTS) as events:
             events.write(record)
 
-    def write_file(self, name: str, content: bytes) -> None:
-        """Writes a file; a name that leads elsewhere is refused."""
+    def write_file(self, name: str, content: bytes | Iterator[bytes]) -> None:
+        """Writes a file, as a whole or in pieces as they come; a name that leads elsewhere is refused."""
         check(name)  # once more: this may be another host
         path = self.folder / name
         if not path.resolve().is_relative_to(self.folder.resolve()):
             raise UserError(f"result {name!r}: leads out of {self.folder} by a link; remove the link")
         with replacing(path, durable=False) as file:
-            file.write(content)
+            for piece in [content] if isinstance(content, bytes) else content:
+                file.write(piece)

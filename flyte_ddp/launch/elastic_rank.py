@@ -30,7 +30,8 @@ from flyte_ddp.launch.remote.arrivals import fields_of
 from flyte_ddp.launch.remote.host_data import prepared_here
 from flyte_ddp.launch.remote.proxy import RunOverError, folder_of, received
 from flyte_ddp.launch.remote.rendezvous import JoinTicket, Rendezvous, join, open_rendezvous
-from flyte_ddp.launch.supervise.link import Link
+from flyte_ddp.launch.supervise.failures import OWN
+from flyte_ddp.launch.supervise.link import Link, cause
 from flyte_ddp.launch.supervise.network import own_addresses, use_network
 from flyte_ddp.launch.supervise.rank_info import RankInfo
 from flyte_ddp.launch.supervise.stopping import SIGNALS, handed_on
@@ -45,7 +46,7 @@ RUN_ID = "TORCHELASTIC_RUN_ID"  # set in the processes that Elastic starts
 KEY_VARIABLE = "FLYTE_DDP_ELASTIC_KEY"
 LOOPBACK = "127.0.0.1"
 MOST_HOSTS = 16
-OUTCOME_SECONDS = 30.0  # to hear what became of the run: more than its launcher takes to find out
+OUTCOME_SECONDS = 45.0  # to hear what became of the run: more than it takes to notice that rank 0's host is gone
 LEADER_SECONDS = 3600.0  # for rank 0 to accept others, which has to fetch the data first
 UNWIND_SECONDS = (2.0, 10.0)  # for a rank to come back from what it is doing when the run has failed, and for rank 0
 NOTICE_SECONDS = 1.0  # for Elastic to find a worker of its own that was killed, before others end
@@ -178,7 +179,7 @@ def take_part(
             except BaseException as error:
                 link.report(error)
                 link.send("exit", code=1)
-                raise link.outcome() or error from None
+                raise link.outcome() or without_outcome(error) from None
             link.send("completed")
             link.send("exit", code=0)
             if (outcome := link.outcome()) is not None:
@@ -236,6 +237,14 @@ class WorkerLink(Link):
 def rank_0_is_gone() -> RankError:
     """What is known where rank 0 says nothing any more."""
     return RankError("rank 0 has ended, and its host knows why", recoverable=True)
+
+
+def without_outcome(error: BaseException) -> BaseException:
+    """Return what a rank raises that has failed, and has not been told what became of the run.
+
+    That is its own error, unless this only says that a collective operation failed: then rank 0 is gone, too.
+    """
+    return error if cause(error) in OWN else rank_0_is_gone()
 
 
 def end_process(outcome: BaseException) -> None:

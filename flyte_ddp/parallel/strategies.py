@@ -6,6 +6,7 @@ layer's own) counts once and not once for each rank.
 """
 
 # No "from __future__ import annotations" here: DDP checks a communication hook's annotations, and wants real types.
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,8 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flyte_ddp.clock import Clock
 from flyte_ddp.device_copy import copy_to_device
-from flyte_ddp.errors import UserError
+from flyte_ddp.errors import CollectiveError, UserError
 from flyte_ddp.parallel.batch_norm import GlobalBatchNorm
+from flyte_ddp.parallel.collective_failures import waiting_for_ranks
 from flyte_ddp.parallel.distributed import copy_from_rank_0, rank, sum_over_ranks, world_size
 from flyte_ddp.parallel.dropout import SampleDropout
 from flyte_ddp.parallel.hang_watch import in_collective, watch_work
@@ -140,6 +142,9 @@ class DDPSync(GradientSync):
         self.clock = clock
         device = next(model.parameters()).device
         self.last_bucket_started: Any = None
+        self.failure: CollectiveError | None = None  # of a bucket's sum
+        # DDP's constructor waits for other ranks in C++, whose failure has no type. So they are waited for before.
+        sum_over_ranks(torch.zeros(1, device=device))
         # A kernel for one channel has two equally good memory orders, of which DDP expects the other one.
         warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
         warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
@@ -165,6 +170,8 @@ class DDPSync(GradientSync):
             with nullcontext() if last else self.parallel.no_sync():
                 yield
         except RuntimeError as error:
+            if self.failure is not None:
+                raise self.failure from error
             if "ready only once" not in str(error):
                 raise
             raise gradient_came_twice("ddp", "use_reentrant=False, or set strategy='hooks'") from None
@@ -247,10 +254,21 @@ def gradient_came_twice(strategy: str, fix: str) -> UserError:
 def average_over_ranks(sync: DDPSync, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """DDP communication hook: the mean of one bucket of gradients over the ranks."""
     sync.last_bucket_started = sync.clock.mark(WAITED)
+    begin = time.monotonic()
     work: Any = dist.all_reduce(bucket.buffer(), async_op=True)
     watch_work(work)
+
+    def mean(done: torch.futures.Future[Any]) -> Tensor:
+        try:
+            with waiting_for_ranks(begin):
+                total: Tensor = done.value()[0]
+        except CollectiveError as error:  # of which ``backward`` makes a RuntimeError
+            sync.failure = error
+            raise
+        return total.div_(world_size())
+
     future: torch.futures.Future[Any] = work.get_future()
-    return future.then(lambda done: done.value()[0].div_(world_size()))
+    return future.then(mean)
 
 
 def synchronised(model: nn.Module, strategy: str, clock: Clock) -> GradientSync:

@@ -16,8 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
+
+from flyte_ddp import results
 
 if TYPE_CHECKING:
     import pytest  # which takes half a second
@@ -47,6 +50,46 @@ def fail() -> None:
     raise ArithmeticError("the rank's own words")
 
 
+def fail_like_a_hang() -> None:
+    """With words of gloo's in an error that has nothing to do with other ranks."""
+    raise RuntimeError("label service timed out: Connection closed by peer")
+
+
+class Stuck(torch.utils.data.Dataset[int]):
+    """Its workers never have an item."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> int:
+        hang()
+        return index
+
+
+def wait_for_a_loader() -> None:
+    """torch's own loader, which raises a RuntimeError."""
+    next(iter(torch.utils.data.DataLoader(Stuck(), num_workers=1, timeout=0.2)))
+
+
+def own_collective() -> None:
+    """To which no other rank comes."""
+    dist.all_reduce(torch.ones(1))
+
+
+def own_asynchronous_collective() -> None:
+    """Whose failure comes out of no function of torch.distributed that Python could show."""
+    dist.all_reduce(torch.ones(1), async_op=True).wait()
+
+
+def own_wrong_collective() -> None:
+    """Which gloo cannot do, whoever else takes part."""
+    dist.all_reduce(torch.ones(1, dtype=torch.float8_e4m3fn))
+
+
+def hand_in_a_large_result() -> None:
+    results.submit("large", bytes(64 << 20))
+
+
 def interrupt() -> None:
     raise KeyboardInterrupt
 
@@ -64,9 +107,15 @@ KINDS: dict[str, Callable[[], object]] = {
     "SIGALRM": hear_another_signal,
     "sys.exit": lambda: sys.exit(0),
     "os._exit": lambda: os._exit(0),
+    "large result": hand_in_a_large_result,
     "KeyboardInterrupt": interrupt,
     "ArithmeticError": fail,
     "slow": lambda: time.sleep(1.0),
+    "RuntimeError": fail_like_a_hang,
+    "DataLoader": wait_for_a_loader,
+    "own collective": own_collective,
+    "own asynchronous collective": own_asynchronous_collective,
+    "own wrong collective": own_wrong_collective,
     "hang": hang,
     "hang in C": hang_in_c,
 }

@@ -140,8 +140,20 @@ def test_sigterm_saves_the_last_step_and_others_go_on(
 KILLED = ("SIGKILL", "import", "rank 1 was killed by SIGKILL$", True)
 LEFT = ("os._exit", "data", "rank 1 ended with exit code 0 before it had finished", False)
 RAISED = ("ArithmeticError", "training", "rank 1: ArithmeticError: the rank's own words\n\n.*in fail", False)
-ONCE_EACH = [(SPAWN, RAISED), (ELASTIC, KILLED), (ELASTIC, RAISED), (DASK, LEFT), (RAY, RAISED)]
-ALL = [(launcher, fault) for fault in (KILLED, LEFT, RAISED) for launcher in (SPAWN, ELASTIC, DASK, RAY)]
+LIKE_A_HANG = (
+    "RuntimeError",
+    "training",
+    "^rank 1: RuntimeError: label service timed out: Connection closed by peer\n\n.*in fail_like_a_hang",
+    False,
+)
+LOADER = ("DataLoader", "training", "^rank 1: RuntimeError: DataLoader timed out after .*in wait_for_a_loader", False)
+ONCE_EACH = [
+    *((SPAWN, RAISED), (ELASTIC, KILLED), (ELASTIC, RAISED), (DASK, LEFT), (RAY, RAISED)),
+    *((launcher, LIKE_A_HANG) for launcher in (SPAWN, ELASTIC, DASK, RAY)),
+    (SPAWN, LOADER),
+]
+FAULTS = (KILLED, LEFT, RAISED, LIKE_A_HANG, LOADER)
+ALL = [(launcher, fault) for fault in FAULTS for launcher in (SPAWN, ELASTIC, DASK, RAY)]
 
 
 @pytest.mark.parametrize(

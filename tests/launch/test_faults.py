@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from dataclasses import replace
@@ -81,13 +82,41 @@ def test_a_rank_that_hangs_is_named_with_its_stack(
         run_training(replace(HP, strategy=strategy, num_ranks=3), digits, tmp_path / "run", replace(QUIET, timeout=3.0))
     assert caught.value.recoverable
     said = str(caught.value)
-    assert "rank 1 did not come where ranks 0 and 2 waited for 3 s" in said
+    assert re.match(r"rank 1 did not come where (ranks 0 and 2|rank [02]) waited for 3 s \(FLYTE_DDP_TIMEOUT\)", said)
     assert 'faults.py", line' in said
     assert f"in {'hang_in_c' if kind == 'hang in C' else 'hang'}" in said
     found = saved(tmp_path / "run")
     assert found is not None
     assert found.step == 3, "what was done before is saved"
     nothing_is_left(tmp_path / "run", temporary)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["own collective", "own asynchronous collective"])
+def test_a_users_own_collective_that_nobody_else_comes_to_is_a_hang(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """The other rank waits for this one, in another place."""
+    faults.inject(monkeypatch, tmp_path / "marker", rank=0, at="training", kind=kind, **{"pass": 3})
+    settings = replace(QUIET, timeout=2.0)
+    with pytest.raises(RankError) as caught:
+        run_training(replace(HP, strategy="shared_memory"), digits, tmp_path / "run", settings)
+    assert caught.value.recoverable
+    all_waited = "all ranks waited for each other for 2 s, in different places"
+    one_waited = r"rank [01] waited in vain for 2 s \(FLYTE_DDP_TIMEOUT\); rank [01] came too late, or waited elsewhere"
+    assert re.match(f"{all_waited}|{one_waited}", caught.value.message)
+    assert f"in {kind.replace(' ', '_')}" in caught.value.details
+
+
+@pytest.mark.slow
+def test_a_users_own_collective_that_cannot_be_is_no_hang(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults.inject(monkeypatch, tmp_path / "marker", rank=1, at="training", kind="own wrong collective")
+    with pytest.raises(RankError, match=r"^rank 1: RuntimeError: Invalid scalar type") as caught:
+        run_training(HP, digits, tmp_path / "run", QUIET)
+    assert "in own_wrong_collective" in caught.value.details
+    assert not caught.value.recoverable
 
 
 HANGS_EARLY = """

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import signal
+import time
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from flyte_ddp.errors import CollectiveTimeoutError, PeerGoneError, UserError
+from flyte_ddp.errors import CollectiveError, CollectiveTimeoutError, PeerGoneError, RankError, UserError
+from flyte_ddp.launch import elastic_rank
 from flyte_ddp.launch.supervise.failures import first_failure
 from flyte_ddp.launch.supervise.link import Link, cause, described
 from flyte_ddp.launch.supervise.rank_handle import RankHandle
+from flyte_ddp.parallel import distributed
+from flyte_ddp.parallel.collective_failures import waiting_for_ranks
 
 OPEN: list[Connection] = []  # a rank ends with its launcher's end of the pipe, and this process must not
 
@@ -39,11 +44,38 @@ def test_a_rank_that_talks_without_pause_leaves_time_for_others() -> None:
     assert [message["number"] for message in handle.messages()] == [*range(100, 250)]
 
 
+def test_a_rank_of_elastics_whose_rank_0_is_gone_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not that its own connection is broken: a retry would save the job."""
+    monkeypatch.setattr(elastic_rank, "NOTICE_SECONDS", 0.0)
+    ours, theirs = Pipe()
+    link = elastic_rank.WorkerLink(theirs, rank=1, saved=0)
+    ours.close()
+    link.report(CollectiveError("Connection closed by peer"))
+    link.send("exit", code=1)
+    outcome = link.outcome()
+    assert isinstance(outcome, RankError)
+    assert (outcome.message, outcome.recoverable) == ("rank 0 has ended, and its host knows why", True)
+
+
+def test_a_rank_of_elastics_that_hears_nothing_more() -> None:
+    """Its host is cut off from rank 0's, which neither has noticed yet."""
+    own = ArithmeticError("its own")
+    assert elastic_rank.without_outcome(own) is own
+    outcome = elastic_rank.without_outcome(CollectiveTimeoutError("rank 0 did not come"))
+    assert isinstance(outcome, RankError)
+    assert outcome.recoverable
+
+
 def test_rank_0_that_does_not_come_is_not_waited_for_without_end() -> None:
     ours, theirs = Pipe()
     OPEN.append(ours)
     with pytest.raises(CollectiveTimeoutError, match=r"rank 0 did not say within 0.05 s"):
         Link(theirs).address(0.05)
+
+
+def raised_from(error: Exception, origin: Exception) -> Exception:
+    error.__cause__ = origin
+    return error
 
 
 @pytest.mark.parametrize(
@@ -52,16 +84,30 @@ def test_rank_0_that_does_not_come_is_not_waited_for_without_end() -> None:
         (UserError("no such file"), "mistake"),
         (PeerGoneError("rank 1 has ended"), "peer"),
         (CollectiveTimeoutError("rank 1 did not come"), "timeout"),
-        (RuntimeError("Connection closed by peer [127.0.0.1]:4711"), "peer"),
-        (RuntimeError("failed to recv, got 0 bytes"), "peer"),
-        (RuntimeError("wait timeout after 3000ms, keys: /default_pg/0//cpu//0/1"), "timeout"),
-        (RuntimeError("Wait timeout"), "timeout"),
+        (CollectiveError("Connection reset by peer"), "peer"),
+        (torch.distributed.DistBackendError("NCCL communicator was aborted"), "peer"),
+        (torch.distributed.DistNetworkError("failed to recv, got 0 bytes"), "peer"),
+        (torch.distributed.DistStoreError("wait timeout after 3000ms, keys: /default_pg/0//cpu//0/1"), "peer"),
+        (raised_from(KeyError("loss"), CollectiveTimeoutError("rank 1 did not come")), "timeout"),
+        (RuntimeError("Connection closed by peer [127.0.0.1]:4711"), "own"),
+        (RuntimeError("DataLoader timed out after 60 seconds"), "own"),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), "own"),
         (ValueError("Broken pipe"), "own"),
     ],
 )
 def test_causes(error: Exception, expected: str) -> None:
     assert cause(error) == expected
+
+
+@pytest.mark.parametrize(("seconds_ago", "expected"), [(0.0, "peer"), (50.0, "peer"), (60.0, "timeout")])
+def test_only_who_has_waited_for_the_time_limit_says_so(
+    monkeypatch: pytest.MonkeyPatch, seconds_ago: float, expected: str
+) -> None:
+    """Whatever the error's own words are."""
+    monkeypatch.setattr(distributed, "_timeout", 60.0)
+    with pytest.raises(CollectiveError) as caught, waiting_for_ranks(time.monotonic() - seconds_ago):
+        raise RuntimeError("Timed out waiting 1000ms for recv operation to complete")
+    assert cause(caught.value) == expected
 
 
 class MuteError(RuntimeError):
@@ -125,7 +171,29 @@ def handle(rank: int, exit_code: int | None = None, kind: str = "", time: float 
             [handle(0, 1, "peer"), handle(1, lost=True)],
             "rank 1 exited without reporting an error before it had finished",
         ),
+        ([handle(0, 1, "peer"), handle(1, 1, "peer", 1.0)], "rank 0: E: of 0"),
+        (
+            [handle(0, 1, "timeout"), handle(1, stack=lambda: "its stack")],
+            "rank 1 did not come where rank 0 waited for 600 s (FLYTE_DDP_TIMEOUT)\n\nrank 1 is at:\nits stack\n\nrank",
+        ),
+        (
+            [handle(0, 1, "peer"), handle(1, stack=lambda: "its stack")],
+            "rank 0: E: of 0\n\nrank 1 is at:\nits stack\n\nrank 0: E: of 0",
+        ),
+        ([handle(0, 1, "timeout"), handle(1, 1, "timeout")], "all ranks waited for each other for 600 s, in different"),
+        (
+            [handle(0, 1, "timeout"), handle(1, 1, "peer")],
+            "rank 0 waited in vain for 600 s (FLYTE_DDP_TIMEOUT); rank 1 came too late, or waited elsewhere",
+        ),
     ],
 )
 def test_the_first_to_fail_is_blamed(group: list[Any], words: str) -> None:
     assert str(first_failure(group, 600.0)).startswith(words)
+
+
+@pytest.mark.parametrize(("hosts", "worth_another_try"), [(("a", "a"), False), (("a", "b"), True)])
+def test_collectives_that_fail_on_all_ranks_at_once_may_be_the_networks_fault(
+    hosts: tuple[str, str], worth_another_try: bool
+) -> None:
+    group = [handle(rank, 1, "peer", host=host) for rank, host in enumerate(hosts)]
+    assert first_failure(group, 600.0).recoverable == worth_another_try

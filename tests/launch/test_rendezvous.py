@@ -25,9 +25,12 @@ from flyte_ddp.errors import RankError, StoppedError, UnreachableError
 from flyte_ddp.launch import elastic_rank
 from flyte_ddp.launch.remote import arrivals
 from flyte_ddp.launch.remote.rendezvous import JoinTicket, Rendezvous, join, open_rendezvous
+from flyte_ddp.launch.supervise import link
+from flyte_ddp.launch.supervise.failures import first_failure
 from flyte_ddp.launch.supervise.rank_handle import RankHandle
 from flyte_ddp.launch.supervise.rank_info import RankInfo
 from flyte_ddp.launch.supervise.stopping import StopRequest
+from flyte_ddp.launch.supervise.supervisor import listen
 
 
 @pytest.fixture
@@ -206,7 +209,7 @@ class Bomb:
         return Path.touch, (self.path,)
 
 
-HELLO = {"rank": 0, "host": "127.0.0.1", "shares": True, "code": "code"}
+HELLO = {"rank": 0, "host": "127.0.0.1", "shares": True, "code": "code", "clock": 0.0}
 
 
 @pytest.mark.parametrize(
@@ -221,6 +224,7 @@ HELLO = {"rank": 0, "host": "127.0.0.1", "shares": True, "code": "code"}
         json.dumps({**HELLO, "rank": -1}).encode(),
         json.dumps({**HELLO, "rank": 7}).encode(),
         json.dumps({**HELLO, "host": None}).encode(),
+        json.dumps({**HELLO, "clock": "0"}).encode(),
         json.dumps({**HELLO, "host": "a" * (1 << 22)}).encode(),
     ],
     ids=lambda hello: hello[:40].decode(errors="replace"),
@@ -241,6 +245,41 @@ def test_a_hello_that_is_none(rendezvous: Rendezvous, connections: ExitStack, he
     came = in_a_thread(two_come)
     assert [handle.rank for handle in gathered(rendezvous, 1)] == [0]
     came.join()
+
+
+@pytest.mark.parametrize("skew", [-3600.0, 0.2, 3600.0])
+def test_which_rank_failed_first_is_not_told_by_its_hosts_clock(
+    rendezvous: Rendezvous, connections: ExitStack, monkeypatch: pytest.MonkeyPatch, skew: float
+) -> None:
+    """Rank 1 fails first, on a host whose clock is ahead or behind, and is heard last."""
+    clocks = (time.monotonic, lambda: time.monotonic() + skew)
+    pipes: list[Connection] = []
+
+    def two_come() -> None:
+        for rank, clock in enumerate(clocks):
+            pipe = knows_the_key(rendezvous, connections)
+            pipe.send_bytes(json.dumps({**HELLO, "rank": rank, "clock": clock()}).encode())
+            pipes.append(pipe)
+
+    rendezvous.code = HELLO["code"]
+    group: list[RankHandle] = []
+    came = in_a_thread(two_come)
+    rendezvous.gather(group, 2, StopRequest(), lambda: None)
+    came.join()
+    reports = []
+    for rank in (1, 0):
+        monkeypatch.setattr(link, "time", SimpleNamespace(monotonic=clocks[rank], time=clocks[rank]))
+        reports.append(link.described(ValueError(f"of rank {rank}")))
+        begin = time.monotonic()
+        while time.monotonic() < begin + 0.05:  # between the two
+            pass
+    pipes[0].send(reports[1])
+    pipes[1].send(reports[0])
+    while not all(handle.error for handle in group):
+        listen(group, StopRequest())
+    assert str(first_failure(group, 600.0)).startswith("rank 1: ValueError: of rank 1")
+    for handle in group:
+        handle.pipe.close()
 
 
 def test_what_a_stranger_says_is_not_unpickled(rendezvous: Rendezvous, connections: ExitStack, tmp_path: Path) -> None:

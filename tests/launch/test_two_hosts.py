@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -105,6 +106,42 @@ def test_one_host_is_lost(
     assert starts[1]["resumed_after_step"] == 3
     mine, other = weights(runs / "run"), weights(expected.run_folder)
     assert all(torch.allclose(mine[name], other[name], rtol=1e-3, atol=1e-5) for name in other)
+
+
+@pytest.mark.parametrize("loss", ["process", "host"])
+def test_rank_0_is_lost(
+    digits: Path, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch, loss: str
+) -> None:
+    """Killed, as by the kernel for want of memory, or with its host, as a pod that is deleted.
+
+    The other's agent is told that another try is worth it, and not of the connection that it lost.
+    """
+    runs, marker = tmp_path / "runs", tmp_path / "marker"
+    runs.mkdir()
+    kind = "SIGKILL" if loss == "process" else "hang"
+    faults.inject(monkeypatch, marker, rank=0, at="training", kind=kind, **{"pass": 3})
+    arguments = [str(HELPERS / "elastic_host.py"), FAULTY.to_json(), str(digits), str(runs / "run")]
+    with two_hosts() as both:
+        first, second = both
+        store = f"{second.address}:{PORT}"  # rank 0 is on the first, as its address is
+        started = [
+            host.start(
+                [sys.executable, *arguments, store, host.address, str(int(host is second))],
+                tmp_path / f"{host.address}.log",
+                environment(temporary),
+            )
+            for host in both
+        ]
+        if loss == "host":
+            when(marker, lambda: first.is_lost(started[0])).join()
+        codes = [process.wait(timeout=120) for process in started]
+    logs = [(tmp_path / f"{host.address}.log").read_text() for host in both]
+    assert codes == [0 if loss == "process" else -9, 0], logs
+    told = [json.loads(log.splitlines()[-1]) for log in logs[loss == "host" :]]
+    gone = {"type": "RankError", "said": "rank 0 has ended, and its host knows why", "again": True}
+    assert told[-1] == gone, logs[1]
+    if loss == "process":
+        assert (told[0]["said"].split(",")[0], told[0]["again"]) == ("rank 0 was killed by SIGKILL", True)
 
 
 NAME_SERVER = """

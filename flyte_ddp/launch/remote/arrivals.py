@@ -7,6 +7,7 @@ import os
 import queue
 import socket
 import threading
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from multiprocessing import Pipe, connection
@@ -18,7 +19,7 @@ from flyte_ddp.launch.supervise.network import cut_off_after, is_loopback, keep_
 
 HELLO_SECONDS = 10.0  # in all, for one that has connected to prove that it knows the key and to say who it is
 HELLO_BYTES = 4096
-HELLO = {"rank": int, "host": str, "shares": bool, "code": str}
+HELLO = {"rank": int, "host": str, "shares": bool, "code": str, "clock": float}
 MOST_AT_ONCE = 64  # others wait until one of those has been accepted or refused
 POLL_SECONDS = 0.1
 
@@ -31,9 +32,11 @@ class Arrival:
     host: str  # its address by its own account
     shares: bool  # the launcher's run folder
     code: str  # digest of its library
+    clock: float  # of its host, as ``time.monotonic()``, when it said this
     pipe: Connection
     seen_at: str  # its address as the launcher sees it
     reached_at: str  # the launcher's address that it connected to
+    heard_at: float  # by the launcher's own clock, likewise
 
     @property
     def is_here(self) -> bool:
@@ -138,7 +141,9 @@ class Door:
             deliver_challenge(pipe, self.key)
             answer_challenge(pipe, self.key)
             said = fields_of(pipe.recv_bytes(HELLO_BYTES), HELLO)
-        return Arrival(**said, pipe=pipe, seen_at=connected.getpeername()[0], reached_at=connected.getsockname()[0])
+        heard_at = time.monotonic()
+        seen_at, reached_at = connected.getpeername()[0], connected.getsockname()[0]
+        return Arrival(**said, pipe=pipe, seen_at=seen_at, reached_at=reached_at, heard_at=heard_at)
 
 
 def launchers_host(arrivals: Iterable[Arrival]) -> str:

@@ -79,7 +79,7 @@ def join_at(host: str, ticket: JoinTicket) -> tuple[Connection, bool]:
         with connected, cut_off_after(connected, HELLO_SECONDS):
             answer_challenge(pipe, ticket.key)
             deliver_challenge(pipe, ticket.key)
-            pipe.send_bytes(json.dumps(about).encode())
+            pipe.send_bytes(json.dumps({**about, "clock": time.monotonic()}).encode())
     except BaseException as error:
         pipe.close()
         if isinstance(error, AssertionError):  # Python's, before 3.12, where the other side does not ask as a launcher
@@ -89,11 +89,18 @@ def join_at(host: str, ticket: JoinTicket) -> tuple[Connection, bool]:
 
 
 class RemoteHandle(RankHandle):
-    """A rank whose proxy is an agent; files of one that does not share the run folder go there (``folder``)."""
+    """A rank whose proxy is an agent.
 
-    def __init__(self, rank: int, pipe: Connection, host: str, folder: Path | None) -> None:
-        super().__init__(rank, pipe, host)
+    Args:
+        arrival: of the agent.
+        host: under which address the other ranks reach the rank.
+        folder: where files of a rank go that does not share the run folder; None for one that does.
+    """
+
+    def __init__(self, arrival: Arrival, host: str, folder: Path | None) -> None:
+        super().__init__(arrival.rank, arrival.pipe, host)
         self.network, self.folder = host, folder
+        self.clock_behind = arrival.heard_at - arrival.clock
         self.early: list[dict[str, Any]] = []
         self.out_of_memory = False
 
@@ -276,9 +283,9 @@ class Rendezvous:
         """Of those who have connected, by rank."""
         here = launchers_host(found.values())
         handles: list[RankHandle] = []
-        for rank, arrival in sorted(found.items()):
+        for _, arrival in sorted(found.items()):
             host, folder = here if arrival.is_here else arrival.host, None if arrival.shares else self.job.run_folder
-            handles.append(RemoteHandle(rank, arrival.pipe, host, folder))
+            handles.append(RemoteHandle(arrival, host, folder))
         return handles
 
 

@@ -46,10 +46,7 @@ def first_failure(group: Sequence[RankHandle], timeout: float) -> UserError | Ra
     if left:
         rank, code = left[0]
         return RankError(f"rank {rank} ended with exit code {code} before it had finished training")
-    if errors(group, "timeout"):
-        return hang(group, timeout)
-    victim = errors(group, "peer")[0]
-    return RankLostError(said(victim), details=victim["traceback"], recoverable=True)
+    return waited_in_vain(group, timeout)
 
 
 def was_killed(rank: int, by: signal.Signals, *, out_of_memory: bool) -> RankError:
@@ -75,22 +72,35 @@ def did_not_begin(handle: RankHandle, seconds: float) -> RankError:
     )
 
 
-def hang(group: Sequence[RankHandle], timeout: float) -> RankError:
-    """Ranks have waited in vain for those that have not failed; these show where they are."""
-    waited = sorted(handle.rank for handle in group if handle.error is not None)
+def waited_in_vain(group: Sequence[RankHandle], timeout: float) -> RankError:
+    """Return the error where collective operations failed, and no rank is known to have ended for another cause.
+
+    It says where the ranks are that have not failed, and what the others reported. It is recoverable, unless all ranks
+    of one host failed at once: no network and no other rank was to blame for that, but what they asked for.
+
+    Args:
+        group: some of its ranks have reported ``timeout`` or ``peer``; asks the others for their stacks.
+        timeout: the time limit of collectives, in seconds.
+    """
+    reports = errors(group, "timeout", "peer")
+    late = sorted(error["rank"] for error in reports if error["cause"] == "timeout")
+    others = sorted(error["rank"] for error in reports if error["cause"] == "peer")
     missing = [handle for handle in group if handle.error is None]
-    if not missing:
-        return RankError(
-            f"all ranks waited for each other for {timeout:g} s, in different places",
-            details="\n\n".join(f"{said(error)}\n\n{error['traceback']}" for error in errors(group, "timeout")),
-            recoverable=True,
-        )
-    return RankError(
-        f"{listed([handle.rank for handle in missing])} did not come where {listed(waited)} waited for {timeout:g} s "
-        "(FLYTE_DDP_TIMEOUT)",
-        details="\n".join(f"rank {handle.rank} is at:\n{handle.stack() or SILENT}" for handle in missing),
-        recoverable=True,
-    )
+    if not late:
+        message = said(reports[0])
+    elif missing:
+        where = f"{listed(late)} waited for {timeout:g} s (FLYTE_DDP_TIMEOUT)"
+        message = f"{listed([handle.rank for handle in missing])} did not come where {where}"
+    elif others:
+        what = f"{listed(late)} waited in vain for {timeout:g} s (FLYTE_DDP_TIMEOUT)"
+        message = f"{what}; {listed(others)} came too late, or waited elsewhere"
+    else:
+        message = f"all ranks waited for each other for {timeout:g} s, in different places"
+    stacks = [f"rank {handle.rank} is at:\n{handle.stack() or SILENT}" for handle in missing]
+    tracebacks = [f"{said(error)}\n\n{error['traceback']}" for error in (reports[:1] if missing else reports)]
+    recoverable = bool(late or missing) or len({handle.host for handle in group}) > 1
+    kind = RankLostError if recoverable and not late else RankError  # a rank that ended is not known to end again
+    return kind(message, details="\n\n".join([*stacks, *tracebacks]), recoverable=recoverable)
 
 
 def killed(group: Sequence[RankHandle], *, aborted: bool = False) -> list[tuple[int, int]]:
@@ -112,7 +122,7 @@ def lost(group: Sequence[RankHandle]) -> list[RankHandle]:
 
 
 def errors(group: Sequence[RankHandle], *causes: str) -> list[dict[str, Any]]:
-    """Reports of these kinds, the earliest first."""
+    """Reports of these kinds, the earliest first, by the launcher's clock."""
     found = [{**handle.error, "rank": handle.rank} for handle in group if handle.error is not None]
     return sorted((error for error in found if error["cause"] in causes), key=lambda error: error["time"])
 

@@ -9,30 +9,16 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-from flyte_ddp.errors import CollectiveTimeoutError, PeerGoneError, UnreachableError, UserError
+from flyte_ddp.errors import CollectiveError, CollectiveTimeoutError, UnreachableError, UserError
+from flyte_ddp.launch.supervise import handed_in
 from flyte_ddp.launch.supervise.network import use_network
 
 if TYPE_CHECKING:
     from flyte_ddp.runs.job import Job
-
-# How gloo and NCCL say, in a RuntimeError, that another rank has gone or did not come.
-PEER_GONE = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "remote process exited",
-    "failed to recv, got 0 bytes",  # the store's server, which rank 0 holds
-)
-TIMED_OUT = (
-    "Timed out waiting",
-    "timed out",
-    "wait timeout after",  # the store: a rank did not come to the process group
-    "Wait timeout",  # the same, where the store is a file
-    "Watchdog caught collective operation timeout",
-)
 
 MOST_CHARACTERS = 20_000  # of what an error says, and of its traceback
 
@@ -48,15 +34,31 @@ class Link:
     def __init__(self, pipe: Connection, saved: int = 0) -> None:
         self._pipe = pipe
         self._sending = threading.Lock()
+        self._handing_in = threading.Lock()
+        self._unconfirmed = threading.Semaphore(handed_in.MOST_UNCONFIRMED)
         self._jobs: queue.SimpleQueue[tuple[bytes, str]] = queue.SimpleQueue()
         self._addresses: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
         self._save: Callable[[], int] = lambda: saved
         threading.Thread(target=self._listen, name="launcher", daemon=True).start()
 
     def send(self, kind: str, **values: Any) -> None:
-        """Tells the launcher something."""
-        with self._sending:
+        """Send the launcher a message; waits until the pipe has taken it.
+
+        A launcher that is gone gets nothing, and no exception says so: the thread that listens notices it as well, and
+        sees to the end of this process. Here it would take the place of what the rank has to report.
+        """
+        with self._sending, suppress(OSError):
             self._pipe.send({"kind": kind, **values})
+
+    def hand_in(self, kind: str, **values: Any) -> None:
+        """Hand in a file or an event of the user's (results.py).
+
+        Waits while the launcher has MOST_UNCONFIRMED messages to write; what else this rank sends does not wait.
+        """
+        with self._handing_in:
+            for message in handed_in.messages(kind, **values):
+                self._unconfirmed.acquire()
+                self.send(**message)
 
     def report(self, error: BaseException) -> None:
         """Tells the launcher how this rank failed."""
@@ -99,6 +101,8 @@ class Link:
             self._jobs.put((message["job"], message["network"]))
         elif message["kind"] == "address":
             self._addresses.put((message["host"], message["port"]))
+        elif message["kind"] == "written":
+            self._unconfirmed.release()
         elif message["kind"] == "save":
             self.send("saved", step=self._save())
 
@@ -109,12 +113,13 @@ class Link:
 
 def described(error: BaseException) -> dict[str, Any]:
     """What the launcher is told of a failure, whatever the error is like: a user's may be long, or fail to say it."""
+    raised = error.__cause__ if type(error) is CollectiveError and error.__cause__ else error  # torch's own error
     return {
         "kind": "error",
-        "time": time.time(),
+        "time": time.monotonic(),
         "cause": cause(error),
-        "type": type(error).__name__,
-        "message": words(error)[0],
+        "type": type(raised).__name__,
+        "message": words(raised)[0],
         "traceback": shortened("".join(traceback.format_exception(error))),
     }
 
@@ -138,17 +143,24 @@ def shortened(text: str) -> str:
 
 
 def cause(error: BaseException) -> str:
-    """``mistake`` of the user's, ``unreachable`` data, ``peer`` gone, ``timeout`` of waiting for one, or ``own``."""
+    """Tell why a rank failed, by the type of what it raised, and of what that was raised ``from``.
+
+    Returns:
+        ``mistake`` of the user's, ``unreachable`` data, ``timeout`` or ``peer`` for a collective operation that failed,
+        the first only where the rank has waited for FLYTE_DDP_TIMEOUT, and ``own`` for anything else.
+    """
     if isinstance(error, UserError):
         return "unreachable" if isinstance(error, UnreachableError) else "mistake"
-    if isinstance(error, PeerGoneError):
-        return "peer"
-    if isinstance(error, CollectiveTimeoutError):
-        return "timeout"
-    if isinstance(error, RuntimeError):
-        said, _ = words(error)
-        if any(sign in said for sign in PEER_GONE):
-            return "peer"
-        if any(sign in said for sign in TIMED_OUT):
+    origin: BaseException | None = error
+    while origin is not None:
+        if isinstance(origin, CollectiveTimeoutError):
             return "timeout"
+        if isinstance(origin, CollectiveError) or is_of_torch_distributed(origin):
+            return "peer"
+        origin = origin.__cause__
     return "own"
+
+
+def is_of_torch_distributed(error: BaseException) -> bool:
+    """Tell whether an error is a DistError, such as of NCCL or a store; does not import torch."""
+    return any((kind.__module__, kind.__name__) == ("torch.distributed", "DistError") for kind in type(error).__mro__)

@@ -20,6 +20,7 @@ from flyte_ddp import results
 from flyte_ddp.launch.supervise.link import Link
 from flyte_ddp.launch.supervise.rank_info import RankInfo
 from flyte_ddp.parallel import distributed
+from flyte_ddp.parallel.collective_failures import type_failures_of_collectives, waiting_for_ranks
 from flyte_ddp.parallel.hang_watch import in_collective, watch_collectives
 from flyte_ddp.runs.job import Job
 from flyte_ddp.training.train import train
@@ -45,8 +46,11 @@ def run_rank(job: Job, info: RankInfo, offer_saving: OfferSaving, link: Link | N
         torch.cuda.set_device(info.local_rank)
     if info.world_size > 1:
         assert link is not None
-        join_process_group(job, info, meet(job, info, link), link)
-    deliver = link.send if link is not None else results.ResultWriter(job.run_folder).write
+        distributed.set_timeout(job.settings.timeout)
+        type_failures_of_collectives()
+        with waiting_for_ranks():
+            join_process_group(job, info, meet(job, info, link), link)
+    deliver = link.hand_in if link is not None else results.ResultWriter(job.run_folder).write
     with results.delivered_by(deliver, info.rank), warnings.catch_warnings():
         train(job, offer_saving)
     if info.world_size > 1:
@@ -83,7 +87,6 @@ def meet(job: Job, info: RankInfo, link: Link) -> Store:
 
 def join_process_group(job: Job, info: RankInfo, store: Store, link: Link) -> None:
     """Joins the other ranks; on a GPU, reports from now on, by the link, that this rank waits for them too long."""
-    distributed.set_timeout(job.settings.timeout)
     on_gpu = job.hardware.device_type == "cuda"
     # NCCL ends a process that has waited too long by SIGABRT, and the launcher would take it for the one to blame. So
     # its report goes first.

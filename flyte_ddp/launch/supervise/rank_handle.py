@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import pickle
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-from flyte_ddp import results
+from flyte_ddp.launch.supervise.handed_in import Inbox
 from flyte_ddp.process import out_of_memory_kills
 
 if TYPE_CHECKING:
@@ -29,13 +30,15 @@ class RankHandle:
 
     def __init__(self, rank: int, pipe: Connection, host: str) -> None:
         self.rank, self.pipe, self.host = rank, pipe, host
+        self.sending = threading.Lock()
         self.network = ""  # address of the interface that it should talk over to other ranks, if that matters
         self.error: dict[str, Any] | None = None
         self.completed = False
         self.saved: int | None = None  # step of the checkpoint that it was asked for
         self.listening = True
-        self.result_writer: results.ResultWriter  # from when it is handed its job
+        self.inbox: Inbox | None = None  # from when it is handed its job
         self.resumes_after = 0  # step of the checkpoint that its job goes on from
+        self.clock_behind = 0.0  # seconds from its host's clock to the launcher's; both are ``time.monotonic()``
         self.exitcode: int | None = None  # of its process; None as long as that is not known
         self.memory_kills = out_of_memory_kills()  # on this host, before its process can be one of them
 
@@ -74,13 +77,13 @@ class RankHandle:
 
     def hand_over(self, job: Job) -> None:
         """Tells the rank what there is to do."""
-        self.result_writer = results.ResultWriter(job.run_folder)
+        self.inbox = Inbox(job.run_folder, lambda: self.send("written"))
         self.resumes_after = job.checkpoint.step if job.checkpoint else 0
         self.send("job", job=pickle.dumps(job), saved=self.resumes_after, network=self.network)
 
     def send(self, kind: str, **values: Any) -> None:
-        """Tells the rank something, if it is still there."""
-        with suppress(OSError):
+        """Tells the rank something, if it is still there; from any thread."""
+        with self.sending, suppress(OSError):
             self.pipe.send({"kind": kind, **values})
 
     def messages(self) -> Iterator[dict[str, Any]]:

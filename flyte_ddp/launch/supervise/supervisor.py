@@ -54,7 +54,7 @@ def take_in(message: dict[str, Any], handle: RankHandle, group: Sequence[RankHan
     """Takes in what one of the ranks has sent."""
     kind = message["kind"]
     if kind == "error":
-        handle.error = message
+        handle.error = {**message, "time": message["time"] + handle.clock_behind}
     elif kind == "completed":
         handle.completed = True
     elif kind == "saved":
@@ -64,8 +64,8 @@ def take_in(message: dict[str, Any], handle: RankHandle, group: Sequence[RankHan
     elif kind == "port":
         for other in group[1:]:
             other.send("address", host=handle.host, port=message["port"])
-    elif kind in results.KINDS:
-        handle.result_writer.write(**message)
+    elif kind in results.KINDS and handle.inbox is not None:
+        handle.inbox.put(message)
 
 
 def settle(group: Sequence[RankHandle], stop: StopRequest) -> None:
@@ -98,8 +98,13 @@ def save(group: Sequence[RankHandle], stop: StopRequest, seconds: float) -> int 
 
 
 def end(group: Sequence[RankHandle]) -> None:
-    """Kills the ranks that are still there; nothing of theirs needs them for its clean-up."""
+    """Kills the ranks that are still there; nothing of theirs needs them for its clean-up.
+
+    Waits for what they have handed in to be written (handed_in.py).
+    """
     for handle in group:
         handle.kill()
     for handle in group:
         handle.close()
+        if handle.inbox is not None:
+            handle.inbox.close()

@@ -1,0 +1,60 @@
+"""What each of a test's two hosts runs in the place of Flyte's plugin: Elastic's workers, and what is told of them.
+
+Arguments are hyperparameters, data, run folder, the address of Elastic's store, the host's own, and whether the store
+is there. What the run ended with is the last line of its standard output, as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.launch import elastic, elastic_rank
+from flyte_ddp.launch.supervise import network
+from flyte_ddp.run import run_training
+from flyte_ddp.settings import Settings
+
+
+def worker(hp: str, data: str, folder: str) -> None:
+    network.KEEPALIVE = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3}
+    network.UNHEARD_MILLISECONDS = 3_000
+    elastic_rank.UNWIND_SECONDS = (2.0, 3.0)
+    with elastic.recorded():
+        if elastic.is_leader():
+            settings = Settings(progress="off", wandb_mode="disabled", timeout=60.0)
+            given = Hyperparameters.from_json(hp)
+            hardware = elastic.hardware(given)
+            run_training(given, Path(data), Path(folder), settings, launch=elastic.launch, hardware=hardware)
+        else:
+            elastic.follow(timeout=60.0)
+
+
+def main(hp: str, data: str, folder: str, store: str, own: str, is_there: str) -> None:
+    config = LaunchConfig(
+        min_nodes=2,
+        max_nodes=2,
+        nproc_per_node=1,
+        rdzv_backend="c10d",
+        rdzv_endpoint=store,
+        rdzv_configs={"is_host": is_there, "last_call_timeout": 1},
+        run_id="test",
+        local_addr=own,
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
+    outcome: dict[str, object] = {}
+    try:
+        elastic_launch(config, worker)(hp, data, folder)
+    except ChildFailedError as error:
+        found = elastic.failure(error)
+        outcome = {"type": type(found).__name__, "said": str(found), "again": getattr(found, "recoverable", None)}
+    print(f"\n{json.dumps(outcome)}", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,163 @@
+"""The way of users' results from a rank to its launcher: whole, in order, and in nobody's way."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing import Pipe
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import faults
+import pytest
+from faulty_runs import HP, when
+
+from flyte_ddp import results
+from flyte_ddp.errors import StoppedError
+from flyte_ddp.launch.supervise import handed_in
+from flyte_ddp.launch.supervise.link import Link
+from flyte_ddp.launch.supervise.processes import ProcessHandle
+from flyte_ddp.launch.supervise.stopping import StopRequest
+from flyte_ddp.launch.supervise.supervisor import listen
+from flyte_ddp.run import run_training
+from flyte_ddp.settings import Settings
+
+CONTENT = random.Random(1).randbytes(3 * handed_in.PIECE_BYTES + 5)
+LARGE = b"1" * ((handed_in.MOST_UNCONFIRMED + 3) * handed_in.PIECE_BYTES)
+
+
+class Both:
+    """A rank's link, whose rank is a thread of the test, and the launcher's handle."""
+
+    def __init__(self, folder: Path) -> None:
+        pipe, its_pipe = Pipe()
+        self.link = Link(its_pipe)
+        process: Any = SimpleNamespace(pid=0, exitcode=None, sentinel=None)
+        self.handle = ProcessHandle(0, process, pipe, pipe)
+        self.handle.waitables = lambda: [pipe]  # type: ignore[method-assign]
+        self.handle.hand_over(pickle.loads(pickle.dumps(SimpleNamespace(run_folder=folder, checkpoint=None))))
+
+    def listen_until(self, over: threading.Event) -> None:
+        while not over.is_set():
+            listen([self.handle], StopRequest(), 0.01)
+
+
+@pytest.fixture
+def both(tmp_path: Path) -> Iterator[Both]:
+    made = Both(tmp_path)
+    yield made
+    if made.handle.inbox is not None:
+        made.handle.inbox.close()
+    KEPT.append(made)
+
+
+KEPT: list[Both] = []  # a link ends its process with its launcher's end of the pipe, and this one is to go on
+
+
+def rank_does(both: Both, action: Any) -> None:
+    """Has the rank's thread do this, while the launcher listens, and waits for its end."""
+    over = threading.Event()
+
+    def act() -> None:
+        with results.delivered_by(both.link.hand_in, rank=0):
+            action()
+        over.set()
+
+    threading.Thread(target=act, daemon=True).start()
+    both.listen_until(over)
+    assert both.handle.inbox is not None
+    listen([both.handle], StopRequest(), 0.0)
+    both.handle.inbox.close()
+
+
+def test_files_of_any_size_arrive_in_order(both: Both, tmp_path: Path) -> None:
+    def hand_in() -> None:
+        results.submit("large.bin", CONTENT)
+        results.submit("empty.bin", b"")
+        results.event(step=1)
+        results.submit("a/large.bin", CONTENT[::-1])
+        results.submit("large.bin", CONTENT[1:])
+        results.event(step=2)
+
+    rank_does(both, hand_in)
+    folder = tmp_path / "results"
+    assert (folder / "large.bin").read_bytes() == CONTENT[1:]
+    assert (folder / "a/large.bin").read_bytes() == CONTENT[::-1]
+    assert (folder / "empty.bin").read_bytes() == b""
+    assert [json.loads(line)["step"] for line in (folder / "events.jsonl").read_text().splitlines()] == [1, 2]
+    assert len([*folder.rglob("*.bin")]) == 3
+    assert not [*folder.rglob(".*")]
+
+
+def test_a_file_that_cannot_be_written_keeps_no_other_back(
+    both: Both, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "results/in the way").mkdir(parents=True)
+
+    def hand_in() -> None:
+        results.submit("in the way", LARGE)
+        results.submit("other", LARGE)
+
+    rank_does(both, hand_in)
+    assert "cannot write" in capsys.readouterr().err
+    assert (tmp_path / "results/other").read_bytes() == LARGE
+
+
+def test_of_a_rank_that_ends_in_the_middle_of_a_file_nothing_is_left(both: Both, tmp_path: Path) -> None:
+    inbox = both.handle.inbox
+    assert inbox is not None
+    first, *_ = handed_in.messages("result", name="large.bin", content=CONTENT)
+    inbox.put(first)
+    inbox.close()
+    assert inbox.thread is not None
+    assert not inbox.thread.is_alive()
+    assert [*(tmp_path / "results").iterdir()] == []
+
+
+def test_a_disk_that_takes_nothing_holds_up_neither_the_launcher_nor_other_messages(
+    both: Both, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writable = threading.Event()
+    monkeypatch.setattr(results.ResultWriter, "write_file", lambda *_, content, **__: writable.wait(30) and [*content])
+
+    def hand_in() -> None:
+        results.submit("large.bin", LARGE)
+
+    def hand_in_and_save() -> None:
+        waiting = threading.Thread(target=hand_in, daemon=True)
+        waiting.start()
+        both.handle.send("save")
+        while both.handle.saved is None:
+            assert waiting.is_alive(), "so much is not taken at once"
+            assert time.monotonic() < begin + 20
+        writable.set()
+        waiting.join()
+
+    begin = time.monotonic()
+    rank_does(both, hand_in_and_save)
+    assert both.handle.saved == 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("temporary")
+def test_a_run_that_is_told_to_stop_while_a_large_file_is_written_to_a_slow_disk_saves(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writable = threading.Event()
+    monkeypatch.setattr(results.ResultWriter, "write_file", lambda *_, **__: writable.wait(40))
+    monkeypatch.setattr(handed_in, "CLOSE_SECONDS", 0.1)
+    marker = tmp_path / "marker"
+    faults.inject(monkeypatch, marker, rank=0, at="training", kind="large result", **{"pass": 3})
+    told = when(marker, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(StoppedError, match="will go on after step 3, which is saved"):
+        run_training(HP, digits, tmp_path / "run", Settings(progress="off", wandb_mode="disabled"))
+    assert time.time() - float(marker.read_text()) < 15
+    told.join()
+    writable.set()
