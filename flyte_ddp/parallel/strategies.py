@@ -209,7 +209,6 @@ class HooksSync(GradientSync):
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         self.started.append(dist.all_reduce(parameter.grad, async_op=True))
-        watch_work(self.started[-1])
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
         """See :class:`GradientSync`."""
@@ -248,7 +247,7 @@ def average_over_ranks(sync: DDPSync, bucket: GradBucket) -> torch.futures.Futur
     """DDP communication hook: the mean of one bucket of gradients over the ranks."""
     sync.last_bucket_started = sync.clock.mark(WAITED)
     work: Any = dist.all_reduce(bucket.buffer(), async_op=True)
-    watch_work(work)
+    watch_work(work)  # the backward pass may wait for it: DDP looks whether a parameter was used on any rank
     future: torch.futures.Future[Any] = work.get_future()
     return future.then(lambda done: done.value()[0].div_(world_size()))
 
