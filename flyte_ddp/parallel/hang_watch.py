@@ -41,7 +41,10 @@ def in_collective() -> AbstractContextManager[None]:
 
 
 def watch_work(work: Any) -> None:
-    """Have a collective that goes on in the background (``torch.distributed.Work``) watched, if this process does."""
+    """Have a collective that goes on in the background (``torch.distributed.Work``) watched, if this process does.
+
+    Its tensors stay in memory for up to POLL_SECONDS after it has ended.
+    """
     if _watch is not None:
         _watch.entered.append((time.monotonic(), work.is_completed))
 

@@ -216,7 +216,6 @@ class HooksSync(GradientSync):
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         self.started.append(dist.all_reduce(parameter.grad, async_op=True))
-        watch_work(self.started[-1])
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
         """See :class:`GradientSync`."""
@@ -256,7 +255,7 @@ def average_over_ranks(sync: DDPSync, bucket: GradBucket) -> torch.futures.Futur
     sync.last_bucket_started = sync.clock.mark(WAITED)
     begin = time.monotonic()
     work: Any = dist.all_reduce(bucket.buffer(), async_op=True)
-    watch_work(work)
+    watch_work(work)  # the backward pass may wait for it: DDP looks whether a parameter was used on any rank
 
     def mean(done: torch.futures.Future[Any]) -> Tensor:
         try:
