@@ -38,7 +38,7 @@ NAMES = [
     "v1.0/écureuil 名.png",
     f"v1.0/{'long' * 50}.png",
 ]
-OTHERS = {"README": b"", "top.jpg": b"", "ant/notes.txt": b"", "ant/.hidden.jpg": b"", "empty.d/x.csv": b""}
+OTHERS = {"README": b"", "top.jpg": b"", "ant/notes.txt": b"", "ant/.hidden.jpg": b"", "ant/deeper/x.csv": b""}
 
 
 @pytest.fixture(scope="module")
