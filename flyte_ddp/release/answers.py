@@ -54,10 +54,10 @@ class Answers:
         """
         columns, lowest, highest = [], math.inf, -math.inf
         for logits, labels in batches:
-            logs = torch.log_softmax(logits.double(), dim=1)
-            of_label = logs.gather(1, labels[:, None])[:, 0]
-            brier = logs.exp().square().sum(dim=1) - 2 * of_label.exp() + 1
-            scores_of_batch = logs.max(dim=1).values.exp(), -of_label, brier
+            logs = torch.log_softmax(logits, dim=1, dtype=torch.float64)
+            of_label, confidence = logs.gather(1, labels[:, None])[:, 0], logs.max(dim=1).values.exp()
+            brier = logs.exp_().square_().sum(dim=1) - 2 * of_label.exp() + 1
+            scores_of_batch = confidence, -of_label, brier
             columns.append([logits.argmax(dim=1), labels, logits.isfinite().all(dim=1), *scores_of_batch])
             lowest, highest = min(lowest, logits.min().item()), max(highest, logits.max().item())
         predictions, truth, finite, *scores = (torch.cat(each).numpy() for each in zip(*columns, strict=True))
