@@ -110,7 +110,7 @@ class Workers:
         self.scheduler = SimpleNamespace(address="tcp://s:1", identity=None)
 
     def sync(self, *_: object, **__: object) -> dict[str, Any]:
-        return {"workers": {address: {"host": address[6]} for address in self.worth}}
+        return {"workers": {address: {"host": address[6], "nthreads": 1} for address in self.worth}}
 
     def processing(self) -> dict[str, Any]:
         return {}

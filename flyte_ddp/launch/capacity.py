@@ -28,8 +28,8 @@ def awaited(count: Callable[[], int], wanted: int, what: str, seconds: float) ->
         told = there
         if time.monotonic() > deadline:
             raise UnreachableError(
-                f"{there} of {wanted} {what} have come within {seconds:g} s (FLYTE_DDP_TIMEOUT): the others could not "
-                "be started, or do not reach these; look at what their pods wait for"
+                f"{there} of {wanted} {what} have come within {seconds:g} s (FLYTE_DDP_TIMEOUT): the others have not "
+                "started, or do not reach these; see what they wait for"
             )
         time.sleep(POLL_SECONDS)
     if told != wanted:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,9 @@ from flyte_ddp.launch.supervise.rank_info import RankInfo
 from flyte_ddp.runs.job import Job
 
 SCHEDULER = "DASK_SCHEDULER_ADDRESS"  # Dask's own variable
+WORKERS = "workers of the Dask cluster"
 REACH_SECONDS = 10
+TASKS_A_THREAD = 10  # of an adaptive cluster: half a second each, until Dask knows better, for five seconds of work
 DEVICES = "CUDA_VISIBLE_DEVICES"
 # For a cluster that only ranks use: 50 looks at the clock a second in each process, profiles of tasks, and figures of
 # the machine took an eighth of a core with two idle workers (benchmarks/README.md).
@@ -49,7 +51,9 @@ def launch(job: Job, *, num_ranks: int, client: Any = None, retries: int = 0, fo
         from distributed import wait
         from distributed.utils import get_ip
 
-    with connected(client, num_ranks) as cluster:
+    with connected(client, num_ranks) as cluster, ExitStack() as until_sent:
+        count = until_sent.enter_context(demand_for_workers(cluster, num_ranks))
+        capacity.awaited(count, num_ranks, WORKERS, job.settings.timeout)
         there = workers_of(cluster)
         workers = chosen(there, work_of(cluster), num_ranks)
         refuse_other_versions(cluster, workers)
@@ -65,6 +69,7 @@ def launch(job: Job, *, num_ranks: int, client: Any = None, retries: int = 0, fo
             # All at once, so that of two runs at the same time no worker takes the other's rank first.
             with answering(cluster):
                 futures: list[Any] = cluster.compute(tasks, optimize_graph=False)
+            until_sent.close()
             try:
                 rendezvous.run(num_ranks, lambda: refuse_failed(futures, workers, workers_of(cluster)))
             finally:
@@ -81,29 +86,68 @@ def hardware(hp: Hyperparameters, client: Any, *, coming: int = 0, seconds: floa
 
     Args:
         client: of the cluster.
-        coming: how many workers it will have, of which as many are waited for as there are to be ranks; 0: what it has.
-        seconds: to wait for them.
+        coming: how many workers it will have at least, of which as many must come as there are to be ranks; 0: nobody
+            knows, so that fewer ranks will do when the time is over.
+        seconds: to wait for as many workers as there are to be ranks, or for one if their number is not given.
 
     Raises:
         UserError: hyperparameters that the cluster cannot serve.
         UnreachableError: workers that have not come.
     """
+    wanted = max(1, hp.num_ranks)
     if coming:
         wanted = capacity.clamp_ranks(hp, coming, f"the Dask cluster has {coming} workers", coming, exact=True)
-        capacity.awaited(lambda: len(workers_of(client)), wanted, "workers of the Dask cluster", seconds)
+    with demand_for_workers(client, wanted) as there:
+        try:
+            capacity.awaited(there, wanted, WORKERS, seconds)
+        except UnreachableError:
+            if coming or not there():
+                raise
+        return found_on_workers(hp, client, coming)
+
+
+def found_on_workers(hp: Hyperparameters, client: Any, coming: int) -> Hardware:
+    """Return what ranks find on the workers that the cluster has; see :func:`hardware`."""
     workers = workers_of(client)
     refuse_other_versions(client, workers)
     gpus = ask(client, machine.visible_gpus)
     device = capacity.device_type(hp, bool(gpus) and all(gpus.values()), "not all workers of the Dask cluster have one")
-    there = coming or len(workers)
-    most = there if device == "cuda" else min(there, hp.batch_size)
-    num_ranks = capacity.clamp_ranks(hp, there, f"the Dask cluster has {there} workers", most, exact=coming > 0)
+    number = coming or len(workers)
+    most = number if device == "cuda" else min(number, hp.batch_size)
+    num_ranks = capacity.clamp_ranks(hp, number, f"the Dask cluster has {number} workers", most, exact=coming > 0)
     used = chosen(workers, work_of(client), num_ranks)
     cores = ask(client, machine.cores, workers=used)
     bf16 = ask(client, machine.bf16_support, device, workers=used)
     on_host = Counter(workers[worker]["host"] for worker in used)
     threads = min(max(1, cores[worker] // on_host[workers[worker]["host"]]) for worker in used)
     return machine.decide(hp, device, num_ranks, threads=threads, bf16=min(bf16.values()))
+
+
+@contextmanager
+def demand_for_workers(client: Any, wanted: int) -> Iterator[Callable[[], int]]:
+    """Have an adaptive cluster start workers, and keep them, until the end of the block.
+
+    It does so for tasks only. So it gets some that no worker can run, and that are cancelled in the end.
+
+    Returns:
+        What counts the cluster's workers, and asks for more where they are fewer than wanted.
+    """
+    tasks: list[Any] = []
+
+    def there() -> int:
+        workers = workers_of(client)
+        threads = max((worker["nthreads"] for worker in workers.values()), default=1)
+        more = range(len(tasks), wanted * threads * TASKS_A_THREAD)
+        if more and len(workers) < wanted:
+            with answering(client):
+                tasks.extend(client.map(abs, more, pure=False, resources={"of no worker": 1}))
+        return len(workers)
+
+    try:
+        yield there
+    finally:
+        with suppress(Exception):  # which is what Dask raises at a client that is closed
+            client.cancel(tasks, force=True)
 
 
 def ask(client: Any, function: Callable[..., Any], *arguments: Any, workers: Sequence[str] | None = None) -> Any:
@@ -160,7 +204,7 @@ def connected(client: Any = None, num_ranks: int = 0, seconds: float | None = No
         seconds: to wait for a scheduler that may still have to start; None: a few.
 
     Raises:
-        UserError: Dask is not installed.
+        UserError: Dask is not installed, or the address is none.
         UnreachableError: there is no scheduler.
     """
     with needing("dask"):
@@ -177,6 +221,8 @@ def connected(client: Any = None, num_ranks: int = 0, seconds: float | None = No
     if address:
         try:
             client = Client(address, timeout=seconds or REACH_SECONDS)
+        except ValueError as error:
+            raise UserError(f"{SCHEDULER}={address}: {error}; give it as tcp://host:port") from None
         except OSError as error:
             what = f"{SCHEDULER}={address}: no scheduler there ({error})"
             raise UnreachableError(f"{what}; start one, or correct the address") from None

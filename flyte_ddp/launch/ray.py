@@ -12,7 +12,7 @@ from typing import Any
 from flyte_ddp import hardware as machine
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.cpu import Bf16
-from flyte_ddp.errors import UnreachableError, needing
+from flyte_ddp.errors import UnreachableError, UserError, needing
 from flyte_ddp.hardware import MOST_CPU_RANKS, Hardware
 from flyte_ddp.launch import capacity
 from flyte_ddp.launch.remote import agent
@@ -23,7 +23,9 @@ from flyte_ddp.runs.job import Job
 
 ADDRESS = "RAY_ADDRESS"  # Ray's own variable
 OF_RAYS_OWN = ("PYTHONBREAKPOINT", "RAY_USAGE_STATS_ENABLED")  # which it sets in the process that connects
-REACH_SECONDS = 10.0
+REACH_SECONDS = 10.0  # for a cluster to answer, which Ray itself waits for without end, or for a quarter of an hour
+HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))  # HTTP/2's, with empty settings
+SETTINGS = 4  # the type of the first frame that an HTTP/2 server sends, at the fourth byte
 
 
 def launch(job: Job, *, num_ranks: int, max_retries: int = 0) -> None:
@@ -127,18 +129,19 @@ def connected() -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    address = os.environ.get(ADDRESS)
+    address = os.environ.get(ADDRESS) or None
     environment = {name: os.environ.get(name) for name in OF_RAYS_OWN}
     try:
         with signal_handlers({signal.SIGTERM: signal.getsignal(signal.SIGTERM)}):  # ray.init sets one of its own
             try:
                 reach(address)
                 ray.init(address, include_dashboard=None if address else False)
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, RuntimeError) as error:
+                if isinstance(error, UserError):
+                    raise
                 what = f"{ADDRESS}={address}" if address else "Ray on this machine"
-                raise UnreachableError(
-                    f"{what}: no cluster there ({error}); start one, or correct the address"
-                ) from None
+                why = str(error).partition("\n")[0]
+                raise UnreachableError(f"{what}: no cluster there ({why}); start one, or correct the address") from None
         yield
     finally:
         ray.shutdown()
@@ -147,10 +150,37 @@ def connected() -> Iterator[None]:
 
 
 def reach(address: str | None) -> None:
-    """Raises OSError within seconds if nobody listens at ``host:port``, which Ray takes minutes to find out."""
-    host, _, port = (address or "").rpartition(":")
-    if host and port.isdigit() and "/" not in host:
-        socket.create_connection((host, int(port)), timeout=REACH_SECONDS).close()
+    """Return if a server answers where Ray would connect to, or if Ray would start a cluster on this machine.
+
+    Args:
+        address: the value of RAY_ADDRESS, or None.
+
+    Raises:
+        UserError: it is not of the form that ranks need.
+        OSError: no server answers there as one of Ray's does, within REACH_SECONDS.
+        ValueError: Ray does not understand the address.
+    """
+    from ray._private.services import canonicalize_bootstrap_address
+
+    if address and "://" in address:
+        raise UserError(
+            f"{ADDRESS}={address}: ranks connect to this process, which must be on a host of the cluster; give the "
+            "cluster's head as host:port, such as 10.0.0.1:6379"
+        )
+    place = canonicalize_bootstrap_address(address)  # type: ignore[arg-type]  # None is one
+    if place is None:
+        return
+    host, _, port = place.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_SECONDS) as connected:
+            if os.environ.get("RAY_USE_TLS", "0") != "0":
+                return
+            connected.sendall(HELLO)
+            with connected.makefile("rb") as answer:
+                if answer.read(SETTINGS)[-1:] != bytes((SETTINGS,)):
+                    raise ConnectionError("what listens there is none of Ray's")
+    except OSError as error:
+        raise ConnectionError(f"{place}: {error}") from None
 
 
 def refuse_failed(tasks: Sequence[Any]) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import socket
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +20,7 @@ from dask import config
 from engines import AGENTS, DASK, ELASTIC, RAY, Launch, on
 from faulty_runs import INTRODUCED as HP
 from faulty_runs import equal
+from ray._private import services
 from ray.cluster_utils import Cluster
 
 from flyte_ddp.errors import UnreachableError, UserError
@@ -77,6 +81,28 @@ class TestDask:
         words = r"DASK_SCHEDULER_ADDRESS=tcp://127.0.0.1:9: no scheduler there .*; start one, or correct the address"
         with pytest.raises(UnreachableError, match=words), dask.connected():
             pass
+
+    @pytest.mark.parametrize(
+        ("address", "words"),
+        [
+            ("127.0.0.1", "missing port number in address '127.0.0.1'; give it as tcp://host:port"),
+            ("http://127.0.0.1:8786", "unknown address scheme 'http' .*; give it as tcp://host:port"),
+            ("tcp://127.0.0.1:dask", "invalid literal .*; give it as tcp://host:port"),
+        ],
+    )
+    def test_an_address_that_is_none(self, monkeypatch: pytest.MonkeyPatch, address: str, words: str) -> None:
+        monkeypatch.setattr(distributed, "default_client", no_client)
+        monkeypatch.setenv(dask.SCHEDULER, address)
+        with pytest.raises(UserError, match=f"^DASK_SCHEDULER_ADDRESS={address}: {words}"), dask.connected():
+            pass
+
+    def test_an_adaptive_cluster_is_asked_for_workers(self) -> None:
+        """It starts none before there is something to do."""
+        options = {"n_workers": 0, "threads_per_worker": 1, "dashboard_address": ":0", "host": "127.0.0.1"}
+        with distributed.LocalCluster(**options) as cluster, distributed.Client(cluster) as client:
+            cluster.adapt(minimum=0, maximum=2, interval="100ms")
+            found = dask.hardware(replace(HP, num_ranks=2), client, seconds=300)
+            assert found.num_ranks == 2
 
     def test_a_cluster_of_its_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Which leaves the processors to the ranks."""
@@ -191,10 +217,54 @@ class TestRay:
             engine.shutdown()
             cluster.shutdown()
 
-    def test_no_cluster_at_an_address(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv(ray.ADDRESS, "127.0.0.1:9")
-        words = "RAY_ADDRESS=127.0.0.1:9: no cluster there .*; start one, or correct the address"
+    @pytest.mark.parametrize(
+        ("address", "why"),
+        [
+            ("127.0.0.1:9", "Connection refused"),
+            ("auto", "Connection refused"),  # of a cluster that has ended
+            ("nowhere", "Invalid address format: nowhere"),
+        ],
+    )
+    def test_no_cluster_at_an_address(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, address: str, why: str
+    ) -> None:
+        (tmp_path / "ray").mkdir()
+        (tmp_path / "ray/ray_current_cluster").write_text("127.0.0.1:9")
+        monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+        monkeypatch.setattr(
+            services, "find_gcs_addresses", functools.cache(set)
+        )  # there may be a cluster on this machine
+        monkeypatch.setenv(ray.ADDRESS, address)
+        words = f"^RAY_ADDRESS={address}: no cluster there .*{why}.*; start one, or correct the address$"
         with pytest.raises(UnreachableError, match=words), ray.connected():
+            pass
+
+    @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request"])
+    def test_what_is_no_cluster_at_an_address(self, monkeypatch: pytest.MonkeyPatch, answer: bytes) -> None:
+        """Ray would wait for it for a quarter of an hour."""
+        monkeypatch.setattr(ray, "REACH_SECONDS", 0.2)
+        with socket.create_server(("", 0)) as server, ThreadPoolExecutor(1) as pool:  # Ray takes no loopback address
+            server.settimeout(10)
+            monkeypatch.setenv(ray.ADDRESS, f"127.0.0.1:{server.getsockname()[1]}")
+
+            def answer_once() -> None:
+                guest, _ = server.accept()
+                with guest:
+                    guest.sendall(answer)
+                    while guest.recv(1 << 16):
+                        pass
+
+            answered = pool.submit(answer_once)
+            words = "no cluster there .*(timed out|what listens there is none of Ray's).; start one, or correct"
+            with pytest.raises(UnreachableError, match=words), ray.connected():
+                pass
+            answered.result()
+
+    @pytest.mark.parametrize("address", ["ray://127.0.0.1:10001", "http://127.0.0.1:8265"])
+    def test_an_address_that_ranks_cannot_use(self, monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+        monkeypatch.setenv(ray.ADDRESS, address)
+        words = f"^RAY_ADDRESS={address}: ranks connect to this process, .* as host:port"
+        with pytest.raises(UserError, match=words), ray.connected():
             pass
 
 

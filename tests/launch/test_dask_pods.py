@@ -123,14 +123,15 @@ def test_flytes_plugin_starts_workers_by_the_images_commands(client: distributed
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("num_ranks", "coming"), [(0, 2), (2, 0)], ids=["in a pod", "elsewhere"])
 def test_workers_that_come_later_are_waited_for(
-    client: distributed.Client, start: Start, capfd: pytest.CaptureFixture[str]
+    client: distributed.Client, start: Start, capfd: pytest.CaptureFixture[str], num_ranks: int, coming: int
 ) -> None:
     start(*WORKER)
     client.wait_for_workers(1, timeout=60)
-    hp = replace(HP, num_ranks=0)
+    hp = replace(HP, num_ranks=num_ranks)
     with ThreadPoolExecutor(1) as pool:
-        found = pool.submit(dask.hardware, hp, client, coming=2, seconds=300)
+        found = pool.submit(dask.hardware, hp, client, coming=coming, seconds=300)
         said = ""
         while "1 of 2 workers of the Dask cluster" not in said:
             assert not found.done(), found.result()
