@@ -122,7 +122,8 @@ class TestDask:
 
     def test_more_ranks_than_workers(self, dask_client: object, capsys: pytest.CaptureFixture[str]) -> None:
         assert dask.hardware(replace(HP, num_ranks=9), dask_client).num_ranks == 4
-        assert capsys.readouterr().err == "num_ranks=9: the Dask cluster has 4 workers, so there will be 4\n"
+        said = "4 of 9 workers of the Dask cluster\nnum_ranks=9: the Dask cluster has 4 workers, so there will be 4\n"
+        assert capsys.readouterr().err == said
 
 
 def no_client() -> None:

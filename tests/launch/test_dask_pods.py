@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -26,7 +27,7 @@ from image import make_commands
 from mounts import ALONE, need_mounts
 
 from flyte_ddp.errors import RankError, UnreachableError, UserError
-from flyte_ddp.launch import dask
+from flyte_ddp.launch import capacity, dask
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
 
@@ -46,7 +47,7 @@ TRAIN = """
 import pathlib, sys
 from functools import partial
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.launch import dask
+from flyte_ddp.launch import capacity, dask
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
 
@@ -125,19 +126,26 @@ def test_flytes_plugin_starts_workers_by_the_images_commands(client: distributed
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "coming"), [(0, 2), (2, 0)], ids=["in a pod", "elsewhere"])
 def test_workers_that_come_later_are_waited_for(
-    client: distributed.Client, start: Start, capfd: pytest.CaptureFixture[str], num_ranks: int, coming: int
+    client: distributed.Client,
+    start: Start,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    num_ranks: int,
+    coming: int,
 ) -> None:
+    """The second one starts after the first look."""
     start(*WORKER)
     client.wait_for_workers(1, timeout=60)
-    hp = replace(HP, num_ranks=num_ranks)
-    with ThreadPoolExecutor(1) as pool:
-        found = pool.submit(dask.hardware, hp, client, coming=coming, seconds=300)
-        said = ""
-        while "1 of 2 workers of the Dask cluster" not in said:
-            assert not found.done(), found.result()
-            said += capfd.readouterr().err
-        start(*WORKER[:2], "two", *WORKER[3:])
-        assert found.result().num_ranks == 2
+    started = []
+
+    def start_another(seconds: float) -> None:
+        if not started:
+            started.append(start(*WORKER[:2], "two", *WORKER[3:]))
+        time.sleep(seconds)
+
+    monkeypatch.setattr(capacity, "time", SimpleNamespace(monotonic=time.monotonic, sleep=start_another))
+    assert dask.hardware(replace(HP, num_ranks=num_ranks), client, coming=coming, seconds=300).num_ranks == 2
+    assert capsys.readouterr().err == "1 of 2 workers of the Dask cluster\n2 of 2 workers of the Dask cluster\n"
 
 
 @pytest.mark.slow
