@@ -232,7 +232,7 @@ def stop_when(condition: Callable[[], object], number: signal.Signals) -> None:
 def test_each_clone_has_its_own_results_and_changed_sources_retrain(tmp_path: Path) -> None:
     clones = [tmp_path / name for name in ("first", "second")]
     for clone in clones:
-        for part in ("flyte_ddp", "tasks", "workflows"):
+        for part in ("config", "flyte_ddp", "tasks", "workflows"):
             shutil.copytree(ROOT / part, clone / part, ignore=shutil.ignore_patterns("__pycache__"))
 
     def run(clone: Path) -> Ended:
