@@ -81,8 +81,6 @@ def hardware(hp: Hyperparameters, nodes_to_come: int = 0, seconds: float = 0.0) 
         UnreachableError: there is no cluster, or a node does not come.
     """
     with connected():
-        import ray
-
         capacity.awaited(lambda: len(resources()), nodes_to_come, "nodes of the Ray cluster", seconds)
         nodes, exact = resources(), nodes_to_come > 0
         cpus = [int(node.get("CPU", 0)) for node in nodes]
@@ -96,18 +94,39 @@ def hardware(hp: Hyperparameters, nodes_to_come: int = 0, seconds: float = 0.0) 
             most = min(sum(min(cpu, MOST_CPU_RANKS) for cpu in cpus), hp.batch_size)
             num_ranks = capacity.clamp_ranks(hp, sum(cpus), f"the Ray cluster has {sum(cpus)} CPUs", most, exact=exact)
             threads = most_for_each(cpus, num_ranks)
-        bf16 = Bf16.NONE
-        if hp.precision in ("auto", "bf16"):  # else the answer is of no use
-            asked = ray.remote(machine.bf16_support).options(num_cpus=0, num_gpus=1 if device == "cuda" else 0)
-            bf16 = ray.get(asked.remote(device))
+        bf16 = bf16_of_all(device) if hp.precision in ("auto", "bf16") else Bf16.NONE  # else it is of no use
         return machine.decide(hp, device, num_ranks, threads=threads, bf16=bf16)
 
 
-def resources() -> list[dict[str, float]]:
-    """What each node has that takes ranks; the head of a cluster on Kubernetes has no CPU to give."""
+def nodes_for_ranks() -> list[dict[str, Any]]:
+    """Return the nodes that take ranks, as Ray describes them: a head on Kubernetes has no CPU to give."""
     import ray
 
-    return [node["Resources"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
+    return [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
+
+
+def resources() -> list[dict[str, float]]:
+    """Return what each node has that takes ranks."""
+    return [node["Resources"] for node in nodes_for_ranks()]
+
+
+def bf16_of_all(device: str) -> Bf16:
+    """Return what bf16 is worth on all nodes that may get ranks: the least, as ranks compute alike.
+
+    Each node is asked by a task that runs there, and waited for without a limit.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    gpus, ask = 1 if device == "cuda" else 0, ray.remote(machine.bf16_support)
+    asked = [
+        ask.options(
+            num_cpus=0, num_gpus=gpus, scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], False)
+        )
+        for node in nodes_for_ranks()
+        if node["Resources"].get("GPU", 0) >= gpus
+    ]
+    return min(ray.get([each.remote(device) for each in asked]))
 
 
 def most_for_each(cpus: Sequence[int], num_ranks: int) -> int:

@@ -23,6 +23,7 @@ from faulty_runs import equal
 from ray._private import services
 from ray.cluster_utils import Cluster
 
+from flyte_ddp.cpu import Bf16
 from flyte_ddp.errors import UnreachableError, UserError
 from flyte_ddp.hardware import Hardware
 from flyte_ddp.json_lines import read_records
@@ -204,6 +205,22 @@ class TestRay:
             ray.hardware(replace(HP, num_ranks=2), 1, 60)
         with pytest.raises(UnreachableError, match="1 of 2 nodes of the Ray cluster have come within 0 s"):
             ray.hardware(replace(HP, num_ranks=2), 2, 0)
+
+    @pytest.mark.slow
+    def test_bf16_counts_on_the_node_where_it_is_worth_least(
+        self, late_cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for _ in range(2):
+            late_cluster.add_node(num_cpus=1)
+        nodes = [node["NodeID"] for node in ray.nodes_for_ranks()]
+        assert len(nodes) == 2
+        for worst in nodes:
+
+            def bf16_support(_: str, worst: str = worst) -> Bf16:
+                return Bf16.NONE if engine.get_runtime_context().get_node_id() == worst else Bf16.FASTER
+
+            monkeypatch.setattr(ray.machine, "bf16_support", bf16_support)
+            assert ray.bf16_of_all("cpu") is Bf16.NONE
 
     @pytest.fixture
     def late_cluster(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
