@@ -91,6 +91,16 @@ def load_model(
             f"not {sidecar['digests']['weights'][:12]}...; take both files from the same run"
         )
     model = zoo.build(sidecar["model"], len(sidecar["classes"]), input_spec(sidecar))
+    load_weights(model, model_path, sidecar)
+    return model.to(device).eval(), sidecar
+
+
+def load_weights(model: nn.Module, model_path: Path, sidecar: Mapping[str, Any]) -> None:
+    """Load the weights of ``model.pt`` into a new model of the kind that its sidecar names.
+
+    Raises:
+        UserError: the model does not take these weights.
+    """
     try:
         weights = torch.load(model_path, map_location="cpu", weights_only=True)
         overwrite(model, {name: weights.get(name) for name in sidecar.get("late_buffers", [])}, saved=weights)
@@ -100,7 +110,6 @@ def load_model(
         raise UserError(
             f"{model_path} does not fit model {sidecar['model']!r}: {reason}; use the code that trained it"
         ) from error
-    return model.to(device).eval(), sidecar
 
 
 def read_sidecar(path: Path) -> dict[str, Any]:

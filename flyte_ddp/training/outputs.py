@@ -17,7 +17,7 @@ from flyte_ddp.confusions import count_confusions
 from flyte_ddp.datasets.prepared import PreparedSet, class_names
 from flyte_ddp.files import replacing
 from flyte_ddp.loading.facts import of_all_ranks
-from flyte_ddp.models import artifacts
+from flyte_ddp.models import artifacts, zoo
 from flyte_ddp.models.initial_weights import left_out
 from flyte_ddp.parallel.distributed import world_size
 from flyte_ddp.runs.job import Job
@@ -74,6 +74,8 @@ def write_outputs(job: Job, data: PreparedSet, state: TrainingState, selection: 
         UserError: the disk is full, or the model's file does not hold all of the model.
     """
     facts = of_all_ranks(state.splits.facts())
+    # On all ranks: a user's model may wait for the other ranks where it is built, for one that downloads its weights.
+    new_model = zoo.build(job.hp.model, state.num_classes, state.spec)
     if not recorder.writes:
         return
     test, hp = selection.test, job.hp
@@ -105,7 +107,8 @@ def write_outputs(job: Job, data: PreparedSet, state: TrainingState, selection: 
         "num_nodes": job.num_nodes,
         "threads_per_rank": job.hardware.threads,
     }
-    verify_saved_model(*artifacts.save_model(job.run_folder, model.state_dict(), sidecar), state)
+    model_path, _ = artifacts.save_model(job.run_folder, model.state_dict(), sidecar)
+    verify_saved_model(new_model, model_path, sidecar, state)
     with replacing(job.run_folder / PREDICTIONS) as file:
         np.savez(file, **predictions(state, test, rows=min(job.settings.wandb_table_rows, len(state.test))))
     recorder.log.write(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.models.artifacts import load_model
+from flyte_ddp.models.artifacts import load_weights
 from flyte_ddp.parallel.dropout import derive_dropout_from_samples
 from flyte_ddp.training.training_state import TrainingState
 
@@ -17,17 +19,24 @@ BATCH = 64  # test samples that both models get
 TOLERANCE = 1e-3  # of the largest logit; a GPU's convolutions may be in TF32, of 10 bits
 
 
-def verify_saved_model(model_path: Path, sidecar_path: Path, state: TrainingState) -> None:
-    """Load the saved model as a new one and compare its logits on a batch of test samples with the trained model's.
+def verify_saved_model(new: nn.Module, model_path: Path, sidecar: Mapping[str, Any], state: TrainingState) -> None:
+    """Load the saved weights into a new model and compare its logits on a batch of test samples with the trained one's.
 
-    Reads both files, builds a second model on the state's device, and draws from the global random generators.
+    Reads the file, and moves the new model to the state's device.
+
+    Args:
+        new: a model that was built as the trained one was.
+        model_path: the file with the trained model's weights.
+        sidecar: what is kept beside the file.
+        state: of training, with the trained model.
 
     Raises:
         UserError: the logits differ, or the new model does not take the weights.
     """
     samples = state.test.order.samples(slice(0, min(BATCH, len(state.test))))
     images, _ = state.test.gather(samples)
-    model, _ = load_model(model_path, sidecar_path, state.device)
+    load_weights(new, model_path, sidecar)
+    model = new.to(state.device).eval()
     derive_dropout_from_samples(model, state.this_pass)  # for models that drop in evaluations, too
     if state.dtype == torch.float64:
         model.double()

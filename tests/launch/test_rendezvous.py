@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from flyte_ddp.errors import RankError, StoppedError, UnreachableError
+from flyte_ddp.errors import StoppedError
 from flyte_ddp.launch import elastic_rank
 from flyte_ddp.launch.remote import arrivals
 from flyte_ddp.launch.remote.rendezvous import JoinTicket, Rendezvous, join, open_rendezvous
@@ -152,16 +152,6 @@ def test_too_many_open_files_cost_a_connection_and_no_place(
     came = in_a_thread(lambda: agent(rendezvous, connections, 0, 1))
     assert len(gathered(rendezvous, 1)) == 1
     came.join()
-
-
-def test_what_failed_and_why_nobody_came_back_are_both_told(rendezvous: Rendezvous) -> None:
-    def check() -> None:
-        raise UnreachableError("the cluster has lost its scheduler")
-
-    before = RankError("rank 1 was killed by SIGKILL", recoverable=True)
-    rendezvous.job = SimpleNamespace(checkpoint=None)  # type: ignore[assignment]
-    with pytest.raises(RankError, match=r"^rank 1 was killed by SIGKILL; then the cluster has lost its scheduler$"):
-        rendezvous.attempt(1, StopRequest(), check, before)
 
 
 def test_a_request_to_stop_is_heard_while_a_stranger_says_nothing(

@@ -177,7 +177,7 @@ def test_a_killed_rank_takes_its_workers_along_and_the_retry_begins_another_stre
     command = [sys.executable, "-c", script, json.dumps(hp.to_dict()), str(tmp_path)]
     marked = {**os.environ, "MARK": str(tmp_path), "PYTHONPATH": str(Path(__file__).parent)}
     ended = subprocess.run(command, cwd=HELPERS, capture_output=True, text=True, check=False, env=marked)
-    assert "RankError" in ended.stderr
+    assert "RankLostError" in ended.stderr
     assert "killed by SIGKILL" in ended.stderr
     deadline = time.monotonic() + 5
     while (left := living_with(f"MARK={tmp_path}")) and time.monotonic() < deadline:

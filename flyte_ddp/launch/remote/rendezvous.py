@@ -229,10 +229,8 @@ class Rendezvous:
         except BaseException as error:
             if isinstance(error, RankError) and error.recoverable and not self.only_once:
                 return error
-            final = error
-            if before is not None and isinstance(error, UnreachableError) and len(group) < num_ranks:
-                final = before  # of which the engine has sent no others
-                final.remark = f"; then {error.message}"
+            not_sent = isinstance(error, UnreachableError) and len(group) < num_ranks
+            final = before if before is not None and not_sent else error
             broadcast_outcome(group, final)
             raise final from None
         else:
