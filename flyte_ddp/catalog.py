@@ -17,8 +17,8 @@ ENCODED_KINDS = ("shards", "stream", "image_folder")  # of encoded images, which
 ENCODED_SIDE = 224  # of the squares that they become, in pixels, if nothing else is asked for
 # How the names of image files end, and those of images in shards: of the formats that Pillow reads on its own.
 IMAGES = (
-    *("jpg", "jpeg", "jpe", "jfif", "jp2", "png", "apng", "ppm", "pgm", "pbm", "pnm", "webp", "avif", "bmp", "gif"),
-    *("tif", "tiff"),
+    *("jpg", "jpeg", "png", "ppm", "pgm", "pbm", "pnm", "webp", "bmp", "gif", "tif", "tiff"),
+    *("jpe", "jfif", "jp2", "apng", "avif"),
 )
 
 # The two small CNNs with the smallest image side that they take.

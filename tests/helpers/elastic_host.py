@@ -51,7 +51,7 @@ def main(hp: str, data: str, folder: str, store: str, own: str, is_there: str) -
     try:
         elastic_launch(config, worker)(hp, data, folder)
     except ChildFailedError as error:
-        found = elastic.failure(error)
+        found = elastic.failure(error, memory_kills=0)
         outcome = {"type": type(found).__name__, "said": str(found), "again": getattr(found, "recoverable", None)}
     print(f"\n{json.dumps(outcome)}", flush=True)
 

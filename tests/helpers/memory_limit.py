@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,4 +30,16 @@ def memory_limit(limit: int) -> Iterator[Path]:
         setting.write_text(str(limit))
         yield folder / "cgroup.procs"
     finally:
-        folder.rmdir()
+        remove(folder)
+
+
+def remove(folder: Path) -> None:
+    """Remove a cgroup when its last process has ended, which may be after the one that started it; waits for 30 s."""
+    deadline = time.monotonic() + 30
+    while folder.is_dir():
+        try:
+            folder.rmdir()
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def children_of(pid: int) -> list[str]:
-    """Command lines of the living children, but for multiprocessing's own and the tests'."""
+    """Command lines of the living children, but for multiprocessing's own, torch's compiler's and the tests'."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -15,7 +15,7 @@ def children_of(pid: int) -> list[str]:
             command = stat.with_name("cmdline").read_text().replace("\0", " ")
         except OSError:
             continue
-        own = name.endswith("(zygote") or "resource_tracker" in command
+        own = name.endswith("(zygote") or "resource_tracker" in command or "/torch/_inductor/" in command
         if int(fields[1]) == pid and fields[0] != "Z" and not own:
             found.append(command)
     return found

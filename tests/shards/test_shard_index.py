@@ -117,6 +117,7 @@ REMOTE = ["http://h:1/d", "s3://bucket/d", "s3://bucket/a//b#?", "gs://bucket/d"
 def test_what_addresses_in_an_index_refer_to(
     base: str | None, url: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("FLYTE_DDP_ALLOWED_ADDRESSES", "s3://other,http://other,http://third,gs://other")
     content = index_of(entry(url), **({"base": base} if base else {}))
     for folder in [*REMOTE, str(tmp_path / "d"), f"file://{tmp_path}/d"]:
         if "://" in folder and not folder.startswith("file"):

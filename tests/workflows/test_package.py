@@ -210,7 +210,9 @@ def test_light_tasks_ask_for_little(default: Package, task: str) -> None:
 
 def test_a_range_of_limits_that_fits_training_fits_the_other_tasks(sandbox: Package) -> None:
     """Kubernetes refuses a pod whose limit is above that of the namespace's LimitRange."""
-    limits = {name: resources(task.template.container.resources.limits) for name, task in sandbox.tasks.items()}
+    limits = {
+        name: resources(packaged.container(task.template).resources.limits) for name, task in sandbox.tasks.items()
+    }
     for name in (*LIGHT, *VALIDATING, *PROMOTING, *JUDGING, *DATA, PREDICT):
         assert pods.quantity(limits[name]["CPU"]) <= pods.quantity(limits[TRAIN]["CPU"]), name
         assert pods.quantity(limits[name]["MEMORY"]) <= pods.quantity(limits[TRAIN]["MEMORY"]), name
