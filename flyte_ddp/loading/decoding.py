@@ -21,6 +21,17 @@ Pixels = NDArray[np.uint8]
 
 
 ANIMATIONS = ("GIF", "WEBP", "AVIF", "HEIF")
+ORIENTATION = 0x0112  # the tag of EXIF
+UPRIGHT = 1
+TURNS = {  # what makes a picture of another orientation upright, of Pillow's Transpose
+    2: "FLIP_LEFT_RIGHT",
+    3: "ROTATE_180",
+    4: "FLIP_TOP_BOTTOM",
+    5: "TRANSPOSE",
+    6: "ROTATE_270",
+    7: "TRANSVERSE",
+    8: "ROTATE_90",
+}
 
 
 class DecodingError(ValueError):
@@ -81,11 +92,30 @@ def on_background(pixels: NDArray[np.uint8]) -> Pixels:
 
 def with_pillow(content: bytes, mode: str = "RGB") -> NDArray[np.uint8]:
     """:func:`decode` by Pillow; [H, W] if the mode is L."""
-    from PIL import ImageOps
+    from PIL.Image import Transpose
 
     with opened(content) as image:
-        ImageOps.exif_transpose(image, in_place=True)
-        return np.array(opaque_picture(image).convert(mode))
+        image.load()
+        opaque = opaque_picture(image).convert(mode)
+        turn = TURNS.get(orientation_of(image))
+        return np.array(opaque if turn is None else opaque.transpose(Transpose[turn]))
+
+
+def orientation_of(image: Image.Image) -> int:
+    """Return the orientation that the image's EXIF data say; 1, upright, if they say none or are damaged.
+
+    Pillow's ``exif_transpose`` also writes the EXIF data anew, which fails if any of them is of the wrong kind, and
+    looks at XMP, as torchcodec does not. A TIFF is upright when it is loaded.
+    """
+    from PIL import Image
+
+    notes = Image.Exif()
+    try:
+        notes.load(image.info.get("exif", b""))
+    except SyntaxError:
+        return UPRIGHT
+    orientation: int = notes.get(ORIENTATION, UPRIGHT)
+    return orientation
 
 
 @contextmanager

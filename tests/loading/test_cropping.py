@@ -134,6 +134,39 @@ def test_both_decoders_give_the_same_image(content: bytes) -> None:
     assert ours.std() > 10
 
 
+def with_other_notes(content: bytes, tag: int, kind: int, count: int, value: bytes) -> bytes:
+    """A turned JPEG whose EXIF data also say something that is of the wrong kind."""
+    entries = struct.pack(">HHIHH", 0x0112, 3, 1, 6, 0) + struct.pack(">HHI", tag, kind, count) + value
+    notes = b"Exif\0\0MM\0*\0\0\0\x08\0\x02" + entries + bytes(4)
+    return content[:2] + b"\xff\xe1" + struct.pack(">H", len(notes) + 2) + notes + content[2:]
+
+
+@pytest.mark.filterwarnings("ignore:Tag data larger than file")
+@pytest.mark.parametrize("decode", [decoding.with_torchcodec, decoding.with_pillow])
+@pytest.mark.parametrize(
+    ("tag", "kind", "count", "value"),
+    [
+        pytest.param(0x0103, 2, 1, b"a\0\0\0", id="text for a number"),
+        pytest.param(0x829A, 2, 1, b"a\0\0\0", id="text for a fraction"),
+        pytest.param(0x9003, 2, 999, b"\0\0\xff\xff", id="a text beyond the end"),
+    ],
+)
+def test_what_else_the_exif_data_say_does_not_matter(decode, tag: int, kind: int, count: int, value: bytes) -> None:
+    image = picture(30, 40)
+    content = with_other_notes(encoded(image, "JPEG"), tag, kind, count, value)
+    assert np.array_equal(decode(content), np.rot90(decode(encoded(image, "JPEG")), -1))
+
+
+@pytest.mark.parametrize("decode", [decoding.with_torchcodec, decoding.with_pillow])
+@pytest.mark.parametrize("kind", ["JPEG", "WEBP"])
+def test_pictures_are_turned_by_their_exif_data_only(decode, kind: str) -> None:
+    """Not by XMP, which torchcodec and browsers do not look at, and not where the EXIF data are none."""
+    for note in ({"xmp": b'<x:xmpmeta tiff:Orientation="6"/>'}, {"exif": b"Exif\0\0XX\0*\0\0\0\x08"}):
+        buffer = io.BytesIO()
+        picture(30, 40).save(buffer, kind, **note)
+        assert decode(buffer.getvalue()).shape == (30, 40, 3)
+
+
 @pytest.mark.parametrize("error", [ImportError, OSError, RuntimeError])
 def test_where_torchcodec_cannot_be_loaded_pillow_decodes(monkeypatch: pytest.MonkeyPatch, error: type) -> None:
     class Broken:
