@@ -64,6 +64,7 @@ def decoder_name() -> str:
 
 def with_torchcodec(content: bytes) -> Pixels:
     """:func:`decode` by torchcodec."""
+    import torch
     from torchcodec.decoders import decode_image
 
     # Pillow reads the header first: it refuses sizes that torchcodec would allocate, and files of many images, of which
@@ -71,8 +72,11 @@ def with_torchcodec(content: bytes) -> Pixels:
     with opened(content) as image:
         several = image.format in ANIMATIONS and getattr(image, "is_animated", False)
         transparent = image.has_transparency_data
+    # Not as bytes, for which torchcodec changes the filters of warnings for a moment: then each warning is shown again,
+    # and as threads do this at once, some changes stay, which hide the warnings of others.
+    stored = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     try:
-        decoded = None if several else decode_image(content, mode="RGB_ALPHA" if transparent else "RGB")
+        decoded = None if several else decode_image(stored, mode="RGB_ALPHA" if transparent else "RGB")
     except (RuntimeError, ValueError):
         decoded = None
     if decoded is None or decoded.dim() != 3:

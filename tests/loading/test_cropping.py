@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import struct
 import sys
+import warnings
 import zlib
 
 import numpy as np
@@ -165,6 +166,16 @@ def test_pictures_are_turned_by_their_exif_data_only(decode, kind: str) -> None:
         buffer = io.BytesIO()
         picture(30, 40).save(buffer, kind, **note)
         assert decode(buffer.getvalue()).shape == (30, 40, 3)
+
+
+def test_a_warning_comes_once_and_not_with_each_image() -> None:
+    """As it would if warnings' filters were changed for a moment with each; in threads some changes would stay."""
+    content = with_other_notes(encoded(picture(30, 40), "JPEG"), 0x9003, 2, 999, b"\0\0\xff\xff")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(5):
+            decoding.with_torchcodec(content)
+    assert len(caught) <= 1
 
 
 @pytest.mark.parametrize("error", [ImportError, OSError, RuntimeError])
