@@ -60,9 +60,12 @@ class ImageList:
         try:
             return storage.retried(address, read)
         except storage.UnavailableError as failure:
-            altered = isinstance(failure, storage.AlteredError)
-            reason = f"{failure}" if altered else f"cannot be read ({failure}), though it was listed"
-            raise failure.explained(f"image {address}: {reason}; run again to list what is there now") from None
+            reason = f"cannot be read ({failure}); make it readable, or remove it, and run again"
+            if isinstance(failure, storage.MissingError):
+                reason = f"cannot be read ({failure}), though it was listed; run again to list what is there now"
+            elif isinstance(failure, storage.AlteredError):
+                reason = f"{failure}; run again to list what is there now"
+            raise failure.explained(f"image {address}: {reason}") from None
 
     def describe(self) -> list[str]:
         """Lines for the user: what the folder holds, and warnings."""
@@ -156,9 +159,9 @@ def files_below(address: str) -> list[storage.Entry]:
     try:
         entries = storage.retried(address, lambda where: list(storage.list_files(where)))
     except storage.UnavailableError as failure:
-        raise failure.explained(
-            f"image folder {address}: cannot be listed ({failure}); check address and server"
-        ) from None
+        remote = storage.local_path(address) is None
+        advice = "check address and server" if remote else "check the address, and links and permissions in the folder"
+        raise failure.explained(f"image folder {address}: cannot be listed ({failure}); {advice}") from None
     return [entry for entry in entries if not is_hidden(entry.name) and entry.name != SUMS]
 
 

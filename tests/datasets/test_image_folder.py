@@ -173,3 +173,33 @@ def test_what_training_refuses_for_its_pixels_is_found_by_who_checks_shards(tmp_
     assert re.fullmatch(
         r"sample 'bee/scan' in .*: \.tif cannot be decoded \(its pixels are 32-bit or signed .*\)", said
     )
+
+
+def test_advice_for_an_image_that_cannot_be_read_is_not_to_list_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_files(tmp_path / "images", files_of({"ant": ["1.png", "2.png"]}))
+    found = list_images(str(folder))
+    (folder / "ant" / "1.png").unlink()
+    with pytest.raises(
+        UserError, match=r"ant/1\.png: cannot be read \(no such file\).*; run again to list what is there"
+    ):
+        found.read(0)
+
+    def denied(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", denied)
+    with pytest.raises(
+        UserError, match=r"ant/2\.png: cannot be read \(Permission denied\); make it readable, or remove"
+    ):
+        found.read(1)
+
+
+@pytest.mark.parametrize("link", ["ant/gone.png", "bee"])
+def test_advice_for_a_link_to_nothing_is_not_to_check_a_server(link: str, tmp_path: Path) -> None:
+    folder = write_files(tmp_path / "images", files_of({"ant": ["1.png"]}))
+    (folder / link).symlink_to(tmp_path / "nothing")
+    said = rf"cannot be listed \({folder}/{link}: No such file or directory\); check the address, and links"
+    with pytest.raises(UserError, match=said):
+        list_images(str(folder))
