@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -79,6 +80,10 @@ class ImageList:
         if self.left_out:
             number, kinds = sum(self.left_out.values()), listed_kinds(self.left_out)
             said.append(f"image folder {self.address}: {counted(number, 'file')} left out, as no images: {kinds}")
+        if empty := empty_folders(self.address, self.classes):
+            names = ", ".join(empty[:LISTED]) + (", ..." if len(empty) > LISTED else "")
+            folders = counted(len(empty), "folder")
+            said.append(f"image folder {self.address}: {folders} left out, having no files: {names}")
         parts = [name for name in self.classes if name.lower() in PARTS]
         parts.sort(key=lambda name: name.lower() not in TRAINING_PARTS)
         if len(parts) > 1:
@@ -163,6 +168,18 @@ def files_below(address: str) -> list[storage.Entry]:
         advice = "check address and server" if remote else "check the address, and links and permissions in the folder"
         raise failure.explained(f"image folder {address}: cannot be listed ({failure}); {advice}") from None
     return [entry for entry in entries if not is_hidden(entry.name) and entry.name != SUMS]
+
+
+def empty_folders(address: str, classes: Collection[str]) -> list[str]:
+    """Return the names of the folders directly in a folder of this machine that are no class, hidden ones left out.
+
+    A folder that has files is a class, or the listing was refused; storage elsewhere has no folders without files.
+    """
+    path = storage.local_path(address)
+    if path is None or not path.is_dir():
+        return []
+    names = (entry.name for entry in path.iterdir() if entry.is_dir() and not is_hidden(entry.name))
+    return sorted(name for name in names if unicodedata.normalize("NFC", name) not in classes)
 
 
 def is_image(name: str) -> bool:

@@ -66,6 +66,16 @@ def test_other_files_are_counted_by_their_kinds(tmp_path: Path) -> None:
     assert [line for line in said if "left out" in line] == [expected], "also of a folder that was listed before"
 
 
+def test_folders_without_files_are_named(tmp_path: Path) -> None:
+    """Of a class whose images were not copied nothing else tells where there are many classes."""
+    folder = write_files(tmp_path / "images", files_of({"ant": ["1.png"], NFD: ["1.png"]}))
+    assert len(list_images(str(folder)).describe()) == 1
+    write_files(folder, {"bee/.DS_Store": b"", ".git/config": b""})
+    (folder / "cow" / "deep").mkdir(parents=True)
+    expected = f"image folder {folder}: 2 folders left out, having no files: bee, cow"
+    assert list_images(str(folder)).describe()[1:] == [expected]
+
+
 @pytest.mark.parametrize("place", ["file", "http", "s3"])
 def test_a_class_without_images_is_an_error_that_says_what_it_has(
     place: str, server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
