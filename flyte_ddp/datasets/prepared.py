@@ -139,7 +139,10 @@ def check_stream(index: ShardIndex, hp: Hyperparameters, shards: int, ranks: int
 
 def no_samples(dataset: str, purpose: str) -> UserError:
     """The error for a split that must have samples and has none."""
-    return UserError(f"dataset={dataset!r}: has no samples for {purpose}; give more, or hold out less, or test_dataset")
+    more = "give more"
+    if encoded_kind(dataset) == "stream":
+        more = "a stream holds out whole shards: pack it into more of them"
+    return UserError(f"dataset={dataset!r}: has no samples for {purpose}; {more}, or hold out less, or test_dataset")
 
 
 def class_names(classes: Sequence[str], hp: Hyperparameters) -> tuple[str, ...]:

@@ -171,6 +171,13 @@ class TestMistakes:
         with pytest.raises(UserError, match="has no samples for testing; give more, or hold out less, or test_dataset"):
             train(replace(BASE, dataset=f"image_folder:{folder}", batch_size=2), tmp_path / "out")
 
+    def test_too_few_shards_of_a_stream_to_hold_some_out(self, tmp_path: Path) -> None:
+        """However many samples these have."""
+        pack_image_folder(str(labelled(tmp_path / "images")), tmp_path / "packed", progress="off")
+        words = "has no samples for .*; a stream holds out whole shards: pack it into more of them, or hold out less"
+        with pytest.raises(UserError, match=words):
+            train(replace(BASE, dataset=f"stream:{tmp_path}/packed/train.json"), tmp_path / "out")
+
     @pytest.mark.parametrize("kind", ["shards", "image_folder", "stream"])
     @pytest.mark.parametrize("own_tests", [False, True])
     def test_a_split_that_leaves_nothing_to_train_on(
