@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from io import BytesIO
 from typing import Any
@@ -68,7 +68,21 @@ def check_model(name: str, model: nn.Module) -> None:
                 f"model {name!r} has layer {place or type(module).__name__} with sparse=True: gradients are averaged "
                 "dense; leave sparse=False"
             )
-    state_dict = model.state_dict()
+    check_state_dict(name, model.state_dict())
+
+
+def check_state_dict(name: str, state_dict: Mapping[str, Any]) -> None:
+    """Raise UserError for a state_dict with a value that ``torch.load(weights_only=True)`` refuses."""
+    if found := refused_value(state_dict):
+        key, value = found
+        raise UserError(
+            f"model {name!r} has {reprlib.repr(value)} in {key}: torch.load(weights_only=True) refuses it; keep "
+            "only tensors, numbers, text, None, and dicts, lists, tuples and sets of them there"
+        )
+
+
+def refused_value(state_dict: Mapping[str, Any]) -> tuple[str, object] | None:
+    """Return key and value of the first entry that ``torch.load(weights_only=True)`` refuses; None if it takes all."""
     extra = {key: value for key, value in state_dict.items() if not isinstance(value, Tensor)}
     extra["_metadata"] = getattr(state_dict, "_metadata", None)  # versions of the modules, or what hooks add to them
     for key, value in extra.items():
@@ -78,10 +92,8 @@ def check_model(name: str, model: nn.Module) -> None:
             file.seek(0)
             torch.load(file, weights_only=True)
         except Exception:  # of pickle's or of a class's own
-            raise UserError(
-                f"model {name!r} has {reprlib.repr(value)} in {key}: torch.load(weights_only=True) refuses it; keep "
-                "only tensors, numbers, text, None, and dicts, lists, tuples and sets of them there"
-            ) from None
+            return key, value
+    return None
 
 
 def check_output(model: str, logits: object, expected: tuple[int, int]) -> None:

@@ -17,6 +17,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from flyte_ddp.models.zoo import refused_value
 from flyte_ddp.parallel.distributed import rank
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.job import Job
@@ -197,7 +198,9 @@ class Checkpointer:
                 self._save(now=not closed and self.pending is None)
 
     def _is_good(self, snapshot: Snapshot) -> bool:
-        """Whether it is worth resuming from: of a step that went wrong it may be the weights that show it first."""
+        """Whether a run can resume from it, and should: the weights may be the first to show that a step went wrong."""
         saved = snapshot.values["model"]  # a model may leave out what is frozen
+        if refused_value(saved):
+            return False
         weights = (saved[name] for name, _ in self.run.state.model.named_parameters() if name in saved)
         return not snapshot.values["saw_non_finite"] and all(bool(value.isfinite().all()) for value in weights)

@@ -245,8 +245,10 @@ def finish_epoch(run: Run, evaluation: tuple[Evaluation, Evaluation] | None) -> 
     """Counts the epoch, and takes in its evaluation of the validation and the test split, if it had one.
 
     Raises UserError for a loss that is not finite: the last steps may break weights after their losses were checked.
+    And for a model whose extra state, which its forward passes may change, could not be loaded from a file.
     """
     state = run.state
+    zoo.check_state_dict(state.hp.model, state.model.state_dict())
     with state.mutation():
         state.epoch += 1
         if evaluation is not None:

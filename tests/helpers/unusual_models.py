@@ -220,6 +220,18 @@ def extra_numpy(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Modul
     return ExtraState({"version": 3, "temperatures": [np.float64(1.5)]})
 
 
+class ExtraNumpyLater(ExtraState):
+    """Its extra state becomes a NumPy scalar in the first forward pass."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.extra = np.float64(1.5)
+        return super().forward(images)
+
+
+def extra_numpy_later(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+    return ExtraNumpyLater(1.5)
+
+
 def extra_tuple(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
     return ExtraState(({"shape": (3, 4)}, [1.5, OrderedDict(name="x")], {"a"}))
 

@@ -83,6 +83,14 @@ def test_the_output_must_fit_in_evaluation_too(digits: Path, model: str, words: 
         evaluate_splits(state)
 
 
+def test_no_checkpoint_holds_what_cannot_be_loaded(digits: Path, tmp_path: Path) -> None:
+    hp = Hyperparameters(model="unusual_models:extra_numpy_later", epochs=3, batch_size=100, num_ranks=1)
+    for _ in range(2):  # the second time as well: it does not go on from a checkpoint
+        with pytest.raises(UserError, match=r"has np\.float64\(1\.5\) in _extra_state: torch.load\(weights_only"):
+            run_training(hp, digits, tmp_path / "run", replace(QUIET, checkpoint_seconds=0.01))
+    assert not list((tmp_path / "run").rglob("*.ckpt"))
+
+
 def test_what_the_optimiser_does_not_know_cannot_be_unfrozen(digits: Path, tmp_path: Path) -> None:
     hp = Hyperparameters(model="unusual_models:thawing", epochs=1, batch_size=500, num_ranks=1)
     with pytest.raises(UserError, match=r"^parameter first\.weight: was frozen when the optimiser was made"):
