@@ -97,12 +97,29 @@ def refused_value(state_dict: Mapping[str, Any]) -> tuple[str, object] | None:
 
 
 def check_output(model: str, logits: object, expected: tuple[int, int]) -> None:
-    """Raises UserError unless the model returned one row of logits for each sample."""
-    got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-    if got != expected:
+    """Raise UserError unless the model returned one row of floating-point logits for each sample."""
+    if not isinstance(logits, Tensor):
+        got, fix = type(logits).__name__, "return nothing but the logits"
+    elif tuple(logits.shape) != expected:
+        got = str(tuple(logits.shape))
+        fix = "size its last layer by num_classes" if logits.dim() == 2 else "flatten the logits of each sample"
+    elif not logits.is_floating_point():
         raise UserError(
-            f"model {model!r} returned {got}: it must return a tensor of shape (samples, classes) = {expected}; "
-            "size its last layer by num_classes"
+            f"model {model!r} returned {logits.dtype}: it must return floating-point logits; leave out argmax and casts"
+        )
+    else:
+        return
+    raise UserError(
+        f"model {model!r} returned {got}: it must return a tensor of shape (samples, classes) = {expected}; {fix}"
+    )
+
+
+def check_gradient(model: str, logits: Tensor) -> None:
+    """Raise UserError for logits that no gradient can go back from, while gradients are recorded."""
+    if torch.is_grad_enabled() and not logits.requires_grad:
+        raise UserError(
+            f"model {model!r} returned logits without a gradient: they must depend on parameters by torch's own "
+            "operations; leave out detach, torch.no_grad, NumPy"
         )
 
 

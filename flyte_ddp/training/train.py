@@ -194,6 +194,7 @@ def forward(state: TrainingState, model: Callable[[Tensor], Tensor], images: Ten
             + ("" if hp.sync_batchnorm else ", or sync_batchnorm=true")
         ) from None
     zoo.check_output(hp.model, logits, (len(share.samples), state.num_classes))
+    zoo.check_gradient(hp.model, logits)
     return logits
 
 

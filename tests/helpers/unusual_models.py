@@ -178,6 +178,37 @@ def no_parameters(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Mod
     return nn.Flatten()
 
 
+class Changed(nn.Module):
+    """Makes something else of its logits before it returns them."""
+
+    def __init__(self, change: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.head, self.change = nn.Linear(64, 10), change
+
+    def forward(self, images: Tensor) -> object:
+        return self.change(self.head(images.flatten(1)))
+
+
+def in_a_dict(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+    return Changed(lambda logits: {"logits": logits})
+
+
+def four_dimensions(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+    return Changed(lambda logits: logits[:, :, None, None])
+
+
+def whole_numbers(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+    return Changed(Tensor.long)
+
+
+def complex_numbers(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+    return Changed(lambda logits: logits.to(torch.complex64))
+
+
+def detached(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+    return Changed(Tensor.detach)
+
+
 class OnlyInEvaluation(nn.Module):
     """Returns something else in evaluation."""
 

@@ -75,6 +75,21 @@ def test_what_cannot_be_trained_is_refused(digits: Path, model: str, words: str)
 
 
 @pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("in_a_dict", r"returned dict: it must return .* = \(\d+, 10\); return nothing but the logits"),
+        ("four_dimensions", r"returned \(\d+, 10, 1, 1\): .*; flatten the logits of each sample"),
+        ("whole_numbers", "returned torch.int64: it must return floating-point logits"),
+        ("complex_numbers", "returned torch.complex64: it must return floating-point logits"),
+        ("detached", "returned logits without a gradient: .* leave out detach, torch.no_grad, NumPy"),
+    ],
+)
+def test_the_output_must_be_something_to_train_by(digits: Path, model: str, words: str) -> None:
+    with pytest.raises(UserError, match=f"model 'unusual_models:{model}' {words}"):
+        after_steps(replace(BASE, model=f"unusual_models:{model}", num_ranks=1), digits)
+
+
+@pytest.mark.parametrize(
     ("model", "words"), [("pair_in_evaluation", "tuple"), ("three_classes_in_evaluation", r"\(\d+, 3\)")]
 )
 def test_the_output_must_fit_in_evaluation_too(digits: Path, model: str, words: str) -> None:
