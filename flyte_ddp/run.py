@@ -157,5 +157,5 @@ def identity_of(hp: Hyperparameters, data: Path) -> checkpoint.Identity:
 
 def read_result(folder: Path) -> Result:
     """The result of a finished run."""
-    metrics = json.loads((folder / "model.json").read_text())["metrics"]
+    metrics = json.loads((folder / "model.json").read_bytes())["metrics"]
     return Result(folder, epoch_accuracies=metrics["epoch_accuracies"], test_accuracy=metrics["test_accuracy"])
