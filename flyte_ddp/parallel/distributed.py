@@ -42,6 +42,13 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def wait_for_all_ranks() -> None:
+    """Return when all ranks have called it; without a process group, at once."""
+    if dist.is_initialized():
+        with in_collective():
+            dist.barrier()
+
+
 def sum_over_ranks(values: Tensor) -> Tensor:
     """Adds up a tensor over all ranks, in place, and returns it. Its device must suit the backend."""
     if dist.is_initialized():

@@ -19,7 +19,7 @@ from flyte_ddp.files import replacing
 from flyte_ddp.loading.facts import of_all_ranks
 from flyte_ddp.models import artifacts, zoo
 from flyte_ddp.models.initial_weights import left_out
-from flyte_ddp.parallel.distributed import world_size
+from flyte_ddp.parallel.distributed import wait_for_all_ranks, world_size
 from flyte_ddp.runs.job import Job
 from flyte_ddp.runs.run_folder import PREDICTIONS
 from flyte_ddp.training.diagnosis import no_better_than_random
@@ -76,6 +76,7 @@ def write_outputs(job: Job, data: PreparedSet, state: TrainingState, selection: 
     facts = of_all_ranks(state.splits.facts())
     # On all ranks: a user's model may wait for the other ranks where it is built, for one that downloads its weights.
     new_model = zoo.build(job.hp.model, state.num_classes, state.spec)
+    wait_for_all_ranks()  # a rank that hangs until here is noticed; for what rank 0 does alone there is no limit
     if not recorder.writes:
         return
     test, hp = selection.test, job.hp

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 
@@ -317,3 +318,22 @@ class Adapter(FrozenBody):
 
 def adapter(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
     return Adapter()
+
+
+class SlowToLoad(nn.Module):
+    """Takes 2 seconds to take over a state_dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, 10)
+
+    def load_state_dict(self, state_dict: dict[str, Tensor], strict: bool = True, assign: bool = False) -> object:
+        time.sleep(2.0)
+        return super().load_state_dict(state_dict, strict, assign)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(images.flatten(1))
+
+
+def slow_to_load(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+    return SlowToLoad()

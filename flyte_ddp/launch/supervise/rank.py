@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 import numpy as np
 import torch
@@ -26,6 +27,8 @@ from flyte_ddp.runs.job import Job
 from flyte_ddp.training.train import train
 
 NCCL_GRACE_SECONDS = 60.0
+FINISHED = "flyte-ddp finished"  # in the ranks' common store
+NO_LIMIT = timedelta(days=365)
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h of glibc
 MMAP_MAX, TRIM_THRESHOLD = 65536, 128 * 1024  # what glibc starts with
 OfferSaving = Callable[[Callable[[], int]], None]
@@ -49,13 +52,19 @@ def run_rank(job: Job, info: RankInfo, offer_saving: OfferSaving, link: Link | N
         distributed.set_timeout(job.settings.timeout)
         type_failures_of_collectives()
         with waiting_for_ranks():
-            join_process_group(job, info, meet(job, info, link), link)
+            store = meet(job, info, link)
+            join_process_group(job, info, store, link)
     deliver = link.hand_in if link is not None else results.ResultWriter(job.run_folder).write
     with results.delivered_by(deliver, info.rank), warnings.catch_warnings():
         train(job, offer_saving)
     if info.world_size > 1:
-        with in_collective():
-            dist.barrier()  # no rank closes its connections while another still needs them
+        # No rank closes its connections while another still needs them. No limit: rank 0 writes what the run leaves.
+        if info.rank == 0:
+            store.set(FINISHED, "")
+        else:
+            with waiting_for_ranks():
+                store.wait([FINISHED], NO_LIMIT)
+        distributed.wait_for_all_ranks()
         dist.destroy_process_group()
 
 
