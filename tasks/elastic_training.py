@@ -1,6 +1,7 @@
 """The training task on torch Elastic, in one pod or several (Kubeflow's PyTorchJob); its body runs in every rank."""
 
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from flytekit.types.directory import FlyteDirectory
 from flytekitplugins.kfpytorch.task import CleanPodPolicy, Elastic, PytorchElasticFunctionTask, RunPolicy
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.errors import StoppedError
+from flyte_ddp.errors import StoppedError, UserError
 from flyte_ddp.hardware import detect
 from flyte_ddp.launch.supervise.processes import main_script_hidden
 from flyte_ddp.launch.supervise.stopping import stopped_by
@@ -61,6 +62,7 @@ class ElasticTrainingTask(PytorchElasticFunctionTask):  # type: ignore[misc]
         if result is not None:  # before workers are started, which would wait for their rank 0
             return outputs(result)
         if places.is_local():  # where there is one node, and no profile says how many ranks there may be
+            check_host_name()
             self.min_nodes = self.max_nodes = 1
             self.task_config.nproc_per_node = detect(inputs["hp"]).num_ranks
         memory_kills = out_of_memory_kills()
@@ -81,6 +83,18 @@ class ElasticTrainingTask(PytorchElasticFunctionTask):  # type: ignore[misc]
 
 
 TaskPlugins.register_pythontask_plugin(ElasticTraining, ElasticTrainingTask)
+
+
+def check_host_name() -> None:
+    """Raise UserError where this machine's name has no address: Elastic's workers would wait ten minutes for one."""
+    name = socket.getfqdn()
+    try:
+        socket.getaddrinfo(name, None)
+    except socket.gaierror as error:
+        raise UserError(
+            f"host name {name!r} has no address ({error.strerror}), and torch Elastic needs one; add a line "
+            f"'127.0.0.1 {name}' to /etc/hosts, or run training_wf"
+        ) from None
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.device_copy import copy_to_device
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading import cropping
-from flyte_ddp.loading.decoding import DecodingError
+from flyte_ddp.loading.decoding import DecodingError, Pixels
 from flyte_ddp.loading.encoded import BadSamples, Encoded, checked_label, decoded
 from flyte_ddp.loading.shards import ShardImages
 from flyte_ddp.loading.split import Images
@@ -97,7 +97,7 @@ class StreamImages(Images):
 
     def __init__(self, stream: RankStream, device: torch.device) -> None:
         self.stream, self.device = stream, device
-        self.samples: Iterator[tuple[Tensor, Tensor]] | None = None
+        self.samples: Iterator[tuple[Pixels, int]] | None = None
         self.last: tuple[bytes, tuple[Tensor, Tensor]] | None = None
 
     def gather(self, samples: Indices, epoch: int | None) -> tuple[Tensor, Tensor]:  # noqa: ARG002
@@ -111,7 +111,8 @@ class StreamImages(Images):
             labels = torch.empty(len(samples), dtype=torch.int64)
             try:
                 for place in range(len(samples)):
-                    images[place], labels[place] = next(self.samples)
+                    pixels, labels[place] = next(self.samples)
+                    images[place] = torch.from_numpy(pixels)
             except BaseException as error:
                 # The traceback's frames hold the DataLoader. Its workers, and the semaphores that they share with this
                 # process, end with it, and this process may end by os._exit, which takes nothing down.
@@ -126,13 +127,14 @@ class StreamImages(Images):
         self.samples = self.last = None
 
 
-def remixed(stream: RankStream) -> Iterator[tuple[Tensor, Tensor]]:
-    """The samples of all workers of a rank, mixed: images uint8 [size, size, 3] and labels."""
+def remixed(stream: RankStream) -> Iterator[tuple[Pixels, int]]:
+    """Return the samples of all workers of a rank, mixed: images uint8 [size, size, 3] and labels."""
     import webdataset as wds
 
     loader = wds.WebLoader(
         worker_pipeline(stream),
         batch_size=None,
+        collate_fn=unchanged,
         num_workers=stream.workers,
         multiprocessing_context="spawn" if stream.workers else None,
         persistent_workers=bool(stream.workers),
@@ -145,6 +147,15 @@ def remixed(stream: RankStream) -> Iterator[tuple[Tensor, Tensor]]:
         wds.filters.shuffle(stream.hp.shuffle_buffer, seed=stream.seed(0)),
     ).repeat()
     return iter(mixed)
+
+
+def unchanged(batch: Any) -> Any:
+    """Return a worker's batch as it is, of NumPy arrays, which go through a pipe.
+
+    A DataLoader would make tensors of them, which go through ``/dev/shm``. Where that is full, as soon in a container
+    that has the usual 64 MB, a batch is lost and the rank waits for it for ever.
+    """
+    return batch
 
 
 def begin_worker(_: int) -> None:
@@ -196,8 +207,8 @@ def samples_of(reader: ShardImages, shards: Iterable[tuple[int, int]]) -> Iterat
 
 def images_of(
     stream: RankStream, reader: ShardImages, samples: Iterable[tuple[int, int, Encoded]]
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Images uint8 [size, size, 3] and labels."""
+) -> Iterator[tuple[Pixels, int]]:
+    """Yield images uint8 [size, size, 3] and labels."""
     bad, in_a_row = BadSamples(stream.hp.bad_samples), 0
     number, workers = worker_of()
     most = int(stream.index.counts[number::workers].sum()) + stream.hp.shuffle_buffer  # all of them have come by then
@@ -215,8 +226,7 @@ def images_of(
         in_a_row, draws = 0, None
         if stream.hp.augment == "resized_crop":
             [draws] = cropping.draw(stream.hp.seed, passes, np.array([zlib.crc32(found.name.encode())]))
-        image = np.ascontiguousarray(cropping.squared(pixels, stream.size, draws))
-        yield torch.from_numpy(image), torch.tensor(label)
+        yield np.ascontiguousarray(cropping.squared(pixels, stream.size, draws)), label
 
 
 def with_the_error(batches: Iterable[Any]) -> Iterator[Any]:

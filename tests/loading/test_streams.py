@@ -20,6 +20,7 @@ import pytest
 import torch
 from cli import HELPERS
 from file_server import FileServer
+from mounts import ALONE, need_mounts
 from processes import living_with
 
 from flyte_ddp.config import Hyperparameters
@@ -234,7 +235,7 @@ def test_an_image_that_is_damaged_in_the_cache_is_fetched_again(
     local = reader_of(options_of(shards))
     [(healed, _)] = itertools.islice(images_of(options, reader, samples_of(reader, iter([(0, 0)]))), 1)
     [(whole, _)] = itertools.islice(images_of(options, local, samples_of(local, iter([(0, 0)]))), 1)
-    assert torch.equal(healed, whole)
+    assert np.array_equal(healed, whole)
     assert server.counts[options.index.shards[0].url.rpartition("/")[2]] == 2
 
 
@@ -267,3 +268,17 @@ def test_a_stream_is_tested_on_shards(shards: Path, tmp_path: Path) -> None:
     assert read_records(result.metrics)[0]["test_samples"] == 1500
     with pytest.raises(UserError, match="test_dataset='stream:x': must be shards:ADDRESS"):
         replace(hp, test_dataset="stream:x")
+
+
+@pytest.mark.slow
+def test_a_stream_needs_next_to_no_shared_memory(shards: Path, tmp_path: Path) -> None:
+    """A rank's worker has 0.4 MB of images under way here, and /dev/shm holds 0.1 MB."""
+    need_mounts(tmp_path)
+    hp = replace(BASE, dataset=f"stream:{shards}/train.json", image_size=64, max_steps=20, num_ranks=1)
+    small = ["sh", "-c", 'mount -t tmpfs -o size=100k none /dev/shm && exec "$@"', "sh"]
+    script = "import sys, test_streams; test_streams.train_here(*sys.argv[1:])"
+    command = [*ALONE, *small, sys.executable, "-c", script, json.dumps(hp.to_dict()), str(tmp_path)]
+    marked = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    run = subprocess.run(command, cwd=HELPERS, capture_output=True, text=True, check=False, env=marked, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert (tmp_path / "run" / "model.json").is_file()

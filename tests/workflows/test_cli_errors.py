@@ -197,6 +197,20 @@ def test_a_file_in_place_of_the_runs_folder(tmp_path: Path) -> None:
     assert runs.read_text() == "not a folder"
 
 
+@pytest.mark.slow
+def test_elastic_where_the_machines_name_has_no_address(tmp_path: Path) -> None:
+    need_mounts(tmp_path)
+    (tmp_path / "no servers").touch()
+    here = (
+        f'hostname nowhere && ip link set lo up && mount --bind "{tmp_path}/no servers" /etc/resolv.conf && exec "$@"'
+    )
+    wrapper = (*ALONE, "--uts", "--net", "sh", "-c", here, "sh")
+    ended = train(TINY, "elastic_training_wf", "workflows/elastic_training.py", home=tmp_path, wrapper=wrapper)
+    assert_refused(
+        ended, tmp_path, "host name 'nowhere' has no address", "add a line '127.0.0.1 nowhere' to /etc/hosts"
+    )
+
+
 def on_a_disk(options: str, folder: Path, after: str = ":") -> tuple[str, ...]:
     """A command that starts another one with ``folder`` on a file system of its own."""
     script = f'mount -t tmpfs -o {options} tmpfs "{folder}" && "$@"; code=$?; {after}; exit $code'
