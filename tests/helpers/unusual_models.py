@@ -320,6 +320,17 @@ def adapter(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
     return Adapter()
 
 
+def masked(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+    """Build a model that gives the least likely class no probability where it is evaluated."""
+
+    def change(logits: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            return logits
+        return logits.masked_fill(logits == logits.amin(dim=1, keepdim=True), -torch.inf)
+
+    return Changed(change)
+
+
 class SlowToLoad(nn.Module):
     """Takes 2 seconds to take over a state_dict."""
 

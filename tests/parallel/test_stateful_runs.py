@@ -121,6 +121,11 @@ def test_a_run_whose_file_gives_other_answers_is_not_finished(digits: Path, tmp_
     assert not left & {"model.pt", "model.json", "predictions.npz", "report.html"}
 
 
+def test_classes_may_be_masked_by_infinite_logits(digits: Path, tmp_path: Path) -> None:
+    hp = Hyperparameters(model="unusual_models:masked", epochs=2, batch_size=50, num_ranks=1)
+    assert run_training(hp, digits, tmp_path / "run", QUIET).test_accuracy > 0.8
+
+
 RUN = Hyperparameters(
     model="stateful_models:centred", epochs=3, batch_size=100, num_ranks=2, precision="fp32", ema_decay=0.9, keep="ema"
 )
