@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from flyte_ddp import storage
@@ -71,13 +71,21 @@ class Copy:
         self.failure = ""  # of the last look
 
     def begin(self, *, goes_on: bool) -> None:
-        """Fetches the events of a run that goes on, and writes them, which shows that the address can be written to."""
+        """Fetch the events of a run that goes on, and write them, which shows that the address can be written to.
+
+        Where the address may only be written to, events of earlier attempts are replaced, which is printed if there
+        may be some.
+        """
         here, there = self.folder / EVENTS, storage.join(self.address, EVENTS)
         if goes_on and not here.exists():
-            with suppress(storage.MissingError):
+            try:
                 events = storage.retried(there, storage.read)
                 self.folder.mkdir(parents=True, exist_ok=True)
                 here.write_bytes(events)
+            except storage.MissingError:
+                pass
+            except storage.ForbiddenError as error:
+                print(f"results: what {there} had from earlier attempts is replaced ({error})", file=sys.stderr)
         content = here.read_bytes() if here.exists() else b""
         storage.retried(there, lambda _: storage.put(there, content))
 

@@ -11,7 +11,7 @@ from cli import HELPERS
 from s3_server import s3_server
 from user_models import wait_for
 
-from flyte_ddp import results
+from flyte_ddp import results, storage
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import StoppedError, UserError
 from flyte_ddp.run import run_training
@@ -194,6 +194,26 @@ def test_a_run_that_goes_on_in_another_pod_keeps_its_events(kept: Path, tmp_path
         results.ResultWriter(other).write("event", record={"rank": 0, "time": 1.0})
     for folder in (other / "results", tmp_path / "copies/run"):
         assert (folder / "events.jsonl").read_text() == before + '{"time": 1.0, "rank": 0}\n'
+
+
+def test_a_place_that_may_only_be_written_to_ends_no_run_that_goes_on(
+    kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As S3 answers who may put objects and do nothing else."""
+    with result_store.copied(kept.parent, str(tmp_path / "copies"), goes_on=False):
+        pass
+
+    def refuse(address: str) -> bytes:
+        raise storage.ForbiddenError("HTTP 403 AccessDenied: the right to read it (s3:GetObject) is missing")
+
+    monkeypatch.setattr(storage, "read", refuse)
+    other = tmp_path / "other/run"
+    other.mkdir(parents=True)
+    with result_store.copied(other, str(tmp_path / "copies"), goes_on=True):
+        results.ResultWriter(other).write("event", record={"rank": 0, "time": 1.0})
+    assert (tmp_path / "copies/run/events.jsonl").read_text() == '{"time": 1.0, "rank": 0}\n'
+    said = f"results: what {tmp_path}/copies/run/events.jsonl had from earlier attempts is replaced (HTTP 403"
+    assert said in capsys.readouterr().err
 
 
 def test_a_slow_store_does_not_hold_up_a_pod_that_is_told_to_stop(
