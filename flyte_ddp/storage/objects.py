@@ -33,7 +33,11 @@ RIGHTS = {
     "gs": {READ: "storage.objects.get", LIST: "storage.objects.list", WRITE: "storage.objects.create"},
     "az": {READ: "Storage Blob Data Reader", LIST: "Storage Blob Data Reader", WRITE: "Storage Blob Data Contributor"},
 }
-NO_RIGHT = ("HTTP 403", "HTTP 403 AccessDenied")  # other texts say that it is the credentials, not their rights
+NO_RIGHT = (
+    "HTTP 403",
+    "HTTP 403 AccessDenied",
+    "HTTP 403 AuthorizationPermissionMismatch",
+)  # other texts say that it is the credentials, not their rights
 CONFLICT = "ConditionalRequestConflict"  # of S3: somebody else is writing the object, and may fail
 WRAPPING = re.compile(r"Generic \w+ error: |Error performing \w+( \S+ in \S+ -| request:) |HTTP error: ")
 Result = TypeVar("Result")

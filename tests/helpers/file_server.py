@@ -30,7 +30,8 @@ class FileServer:
     until ``over``), ``hang`` (no answer, until ``over``), ``longer`` (a byte too many), ``unannounced`` (no length) or
     ``gzip`` (a header says the content is compressed for the way). Where ``tagged`` is false files have no ETag.
     ``stalled`` is set while a request stalls. ``headers`` are those of the requests, ``answers`` some for all answers.
-    Lists come in pages of ``page`` entries. ``redirects`` are addresses that files have moved to.
+    ``denial`` is the code of status 403. Lists come in pages of ``page`` entries. ``redirects`` are addresses that
+    files have moved to.
     """
 
     url: str = ""
@@ -46,6 +47,7 @@ class FileServer:
     page: int = 1000
     gives_parts: bool = True
     tagged: bool = True
+    denial: str = "AccessDenied"
     before_answer: threading.Barrier | None = None
     stalled: threading.Event = field(default_factory=threading.Event)
     over: threading.Event = field(default_factory=threading.Event)
@@ -120,8 +122,8 @@ class Answer:
         self.start(200, b"", ETag='"0"', **CHANGED)
 
     def refuse(self, status: int) -> None:
-        """An error as S3 words it."""
-        code = {404: "NoSuchKey", 403: "AccessDenied"}.get(status, "Other")
+        """An error as S3 or Azure words it."""
+        code = {404: "NoSuchKey", 403: self.state.denial}.get(status, "Other")
         self.start(status, f"<Error><Code>{code}</Code></Error>".encode())
 
     def serve(self, content: bytes, fault: str | None) -> None:

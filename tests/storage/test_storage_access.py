@@ -111,6 +111,9 @@ def test_azure_is_told_who_asks(server: FileServer, monkeypatch: pytest.MonkeyPa
     azure_environment(server.url, monkeypatch)
     storage.read("az://container/x")
     assert server.headers[-1]["authorization"].startswith("SharedKey account:")
+    server.faults["container/x"], server.denial = [403], "AuthorizationPermissionMismatch"
+    with pytest.raises(UnavailableError, match=r"HTTP 403 AuthorizationPermissionMismatch: .*Storage Blob Data Reader"):
+        storage.read("az://container/x")
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_KEY")
     with monkeypatch.context() as patch:
         patch.setenv("AZURE_STORAGE_SAS_TOKEN", "sv=2023-11-03&sig=abc")
