@@ -33,6 +33,8 @@ WORKFLOWS = ("training_wf", "retraining_wf", RELEASING, *(f"{engine}_training_wf
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,99}")
 # Five fields as Flyte's scheduler knows them: no seconds, no L, W or #, and Sunday is 0 only.
 CRON = re.compile(r"([\d*/,-]+ +){3}([\d*/,-]|[a-z]{3})+ +([0-6*/,-]|[a-z]{3})+", re.IGNORECASE)
+DAYS = ("sun", "mon", "tue", "wed", "thu", "fri", "sat")
+MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")
 Fields = TypeVar("Fields", bound=CheckedFields)
 
 
@@ -123,12 +125,14 @@ def parse_entry(entry: object, taken: list[str]) -> Schedule:
 
 
 def text_of(entry: Mapping[str, Any], key: str) -> str:
-    """Return the text under a key of an entry, "" if there is none.
+    """Return the text under a key of an entry, "" if there is no key or nothing after it.
 
     Raises:
         UserError: it is no text.
     """
-    value = entry.get(key, "")
+    value = entry.get(key)
+    if value is None:
+        return ""
     if not isinstance(value, str):
         raise UserError(f"{key}={shown(value)}: must be text; put it in quotes")
     return value
@@ -141,8 +145,8 @@ def check_cron(text: str) -> None:
         UserError: it is such a text.
     """
     try:
-        fits = CRON.fullmatch(text) is not None
         CronSchedule(schedule=text)
+        fits = CRON.fullmatch(text) is not None and not has_falling_range(text)
     except ValueError:
         fits = False
     if not fits:
@@ -152,13 +156,23 @@ def check_cron(text: str) -> None:
         )
 
 
+def has_falling_range(cron: str) -> bool:
+    """Return whether a range ends before it begins, as 22-4 and FRI-MON do.
+
+    croniter, by which flytekit checks, takes such a range, and Flyte's scheduler does not.
+    """
+    place = {name: number for names in (DAYS, MONTHS) for number, name in enumerate(names)}
+    ranges = re.findall(r"(\w+)-(\w+)", cron.lower())
+    return any(int(place.get(first, first)) > int(place.get(last, last)) for first, last in ranges)
+
+
 def fields_of(kind: type[Fields], key: str, entry: Mapping[str, Any]) -> Fields:
     """Return hyperparameters or a policy of an entry, where what is left out has its default.
 
     Raises:
         UserError: a preset cannot be read, or a value is refused.
     """
-    given = entry.get(key, {})
+    given = entry.get(key) or {}
     if isinstance(given, str):
         given = read_preset(key, given)
     return kind.from_json(json.dumps(given, default=str))

@@ -47,6 +47,13 @@ def test_an_empty_file_has_no_entries(tmp_path: Path) -> None:
     assert read(tmp_path, "# none\n") == []
 
 
+@pytest.mark.parametrize("keys", ["", "cron:, hyperparameters:", 'cron: "", hyperparameters: ""'])
+def test_a_key_with_nothing_after_it_is_left_out(tmp_path: Path, keys: str) -> None:
+    assert read(tmp_path, f"- {{name: a, workflow: training_wf, {keys}}}") == [
+        Schedule("a", "training_wf", Hyperparameters(), "", "", Policy())
+    ]
+
+
 @pytest.mark.parametrize(
     ("entries", "said"),
     [
@@ -107,6 +114,7 @@ def test_a_wrong_entry_is_refused_by_its_name(tmp_path: Path, entries: str, said
     [
         *("0 3 * *", "0 3 * * * *", "60 * * * *", "* 24 * * *", "* * 0 * *", "* * * 13 *", "* * * * 7", "0 0 L * *"),
         *("0 0 * * 5#2", "@daily", "hourly", "0 0 30 2 *", "0 3 * FOO *", "a b c d e", "0 3 ? * *"),
+        *("0 22-4 * * *", "0 3 * * 5-1", "0 3 * * FRI-MON", "0 3 1 NOV-feb *"),
     ],
 )
 def test_a_cron_that_flyte_would_not_take(tmp_path: Path, cron: str) -> None:
