@@ -22,7 +22,7 @@ from flyte_ddp.runs.failed_run import explain
 from flyte_ddp.runs.result_store import copied
 from flyte_ddp.runs.run_folder import METRICS, REPORT, prepare_folder, remove_outputs, settle
 from flyte_ddp.runs.run_lock import hold
-from flyte_ddp.settings import Settings, from_environment
+from flyte_ddp.settings import Settings, check_wandb, from_environment
 from flyte_ddp.user_source import user_source_digest
 
 STOPPED_WANDB_SECONDS = 5.0  # a pod that is told to stop has little time left
@@ -91,6 +91,8 @@ def run_training(
     from flyte_ddp.tracking import wandb_run
 
     settings = settings or from_environment()
+    if settings.wandb_mode != "disabled":
+        check_wandb()
     hardware = hardware or detect(hp)
     launch = launch or (single.launch if hardware.num_ranks == 1 else spawn.launch)
     workers = settings.loader_threads or hardware.threads

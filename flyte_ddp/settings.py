@@ -49,7 +49,6 @@ def allowed_addresses() -> tuple[str, ...]:
 def from_environment(wandb_run_id: str = "") -> Settings:
     """Reads the environment; without a wandb key the mode is offline, so that nothing ever prompts."""
     env, default = os.environ, Settings()
-    check_wandb()
     with_key = "online" if env.get("WANDB_API_KEY", "").strip() else "offline"
     return Settings(
         progress=choice("FLYTE_DDP_PROGRESS", default.progress, ("auto", "bar", "lines", "off")),
@@ -73,8 +72,11 @@ def from_environment(wandb_run_id: str = "") -> Settings:
 def check_wandb() -> None:
     """Raise UserError for a ``WANDB_PROJECT`` or ``WANDB_BASE_URL`` that wandb refuses.
 
-    wandb looks at them when it opens its run, offline as well: nothing of the run would be logged.
+    wandb looks at them when it opens its run, offline as well: nothing of the run would be logged. Where wandb is
+    disabled, they may be anything.
     """
+    if os.environ.get("WANDB_MODE") == "disabled":
+        return
     project, address = os.environ.get("WANDB_PROJECT", ""), os.environ.get("WANDB_BASE_URL", "")
     if len(project) > WANDB_NAME_LENGTH or set(project) & set(WANDB_RESERVED):
         raise UserError(

@@ -33,6 +33,7 @@ from flytekit.exceptions.user import FlyteEntityNotFoundException
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import RankError, StoppedError, UserError, unknown_name
+from flyte_ddp.settings import check_wandb
 from tasks import cluster, engines, pods
 
 if TYPE_CHECKING:
@@ -44,10 +45,14 @@ EXAMPLE = '{"hp": {"epochs": 3}}'
 def watch() -> None:
     """Sets this up for the ``pyflyte`` command that imports our modules; does nothing in a pod or without a command."""
     context = click.get_current_context(silent=True)
-    if context is not None and context.find_root().invoked_subcommand in ("run", "register", "package"):
+    command = None if context is None else context.find_root().invoked_subcommand
+    if context is not None and command in ("run", "register", "package"):
         context.with_resource(in_panels(context))
         remove_folders_at_end()
-        if getattr(context.obj, "is_remote", False):
+        is_remote = getattr(context.obj, "is_remote", False)
+        if is_remote or command != "run":  # pods get the settings that are here
+            check_wandb()
+        if is_remote:
             from flytekit.clients.grpc_utils.deadline_interceptor import scoped_grpc_deadline
 
             context.with_resource(scoped_grpc_deadline(cluster.CALL_SECONDS))

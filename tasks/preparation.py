@@ -14,7 +14,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.runs import identity
 from flyte_ddp.runs.run_folder import is_finished
-from flyte_ddp.settings import from_environment
+from flyte_ddp.settings import check_wandb, from_environment
 from tasks import places, pods, recovery
 
 
@@ -56,6 +56,8 @@ def check_inputs(
     Never cached. Its outputs change exactly when training has to run again: with the data, the code, the weights to
     start from, or the kickoff time of a schedule that retrains at every tick.
     """
+    if places.is_local():  # what pods of a cluster have was checked when it was registered
+        check_wandb()
     if model_name is not None:
         check_release(model_name)
     identity.check_known_image_size(hp)

@@ -83,9 +83,19 @@ def test_bad_hyperparameters_that_a_task_finds(values: dict[str, Any], words: tu
 def test_a_setting_of_wandbs_that_wandb_would_refuse(
     variable: str, value: str, words: tuple[str, ...], tmp_path: Path
 ) -> None:
-    ended = train(TINY, home=tmp_path, **{variable: value})
+    ended = train(TINY, home=tmp_path, WANDB_MODE="offline", **{variable: value})
     assert_refused(ended, tmp_path, variable, *words)
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+def test_a_setting_that_wandb_would_refuse_is_in_nobody_elses_way(tmp_path: Path) -> None:
+    setting = {"WANDB_MODE": "offline", "WANDB_PROJECT": "team/project"}
+    packed = pyflyte("run", "workflows/shards.py", "shards_wf", "--source", "digits", home=tmp_path, **setting)
+    assert packed.exit_code == 0, packed.output
+    package = ("--pkgs", "workflows", "package", "--image", "image:1", "--output", str(tmp_path / "package.tgz"))
+    assert_refused(pyflyte(*package, home=tmp_path, **setting), tmp_path, "WANDB_PROJECT='team/project'")
+    assert train(TINY, home=tmp_path, **{**setting, "WANDB_MODE": "disabled"}).exit_code == 0
 
 
 @pytest.mark.slow
