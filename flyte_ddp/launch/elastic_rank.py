@@ -182,7 +182,7 @@ def take_part(
                 raise link.outcome() or without_outcome(error) from None
             link.send("completed")
             link.send("exit", code=0)
-            if (outcome := link.outcome()) is not None:
+            if (outcome := link.outcome(limit=None)) is not None:  # others may still wait for what they handed in
                 raise outcome
 
 
@@ -225,11 +225,18 @@ class WorkerLink(Link):
         if outcome is not None and not self.unwinding.wait(UNWIND_SECONDS[self.rank == 0]):
             end_process(outcome)
 
-    def outcome(self) -> BaseException | None:
-        """What became of the run; None if that is its completion, or cannot be known."""
+    def outcome(self, limit: float | None = OUTCOME_SECONDS) -> BaseException | None:
+        """Wait for what became of the run.
+
+        Args:
+            limit: seconds to wait at most; None: until the launcher says so, or is gone.
+
+        Returns:
+            None if that is its completion, or cannot be known.
+        """
         self.unwinding.set()
         try:
-            return self.outcomes.get(timeout=OUTCOME_SECONDS)
+            return self.outcomes.get(timeout=limit)
         except queue.Empty:
             return None
 

@@ -90,6 +90,10 @@ def hand_in_a_large_result() -> None:
     results.submit("large", bytes(64 << 20))
 
 
+def hand_in_a_small_result() -> None:
+    results.submit("small", b"1")
+
+
 def interrupt() -> None:
     raise KeyboardInterrupt
 
@@ -108,6 +112,7 @@ KINDS: dict[str, Callable[[], object]] = {
     "sys.exit": lambda: sys.exit(0),
     "os._exit": lambda: os._exit(0),
     "large result": hand_in_a_large_result,
+    "small result": hand_in_a_small_result,
     "KeyboardInterrupt": interrupt,
     "ArithmeticError": fail,
     "slow": lambda: time.sleep(1.0),

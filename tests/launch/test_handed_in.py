@@ -9,7 +9,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,13 +17,15 @@ from typing import Any
 
 import faults
 import pytest
+from engines import AGENTS, SPAWN, Launch, on
 from faulty_runs import HP, when
 
 from flyte_ddp import results
 from flyte_ddp.errors import StoppedError
-from flyte_ddp.launch.supervise import handed_in
+from flyte_ddp.launch.supervise import handed_in, supervisor
 from flyte_ddp.launch.supervise.link import Link
 from flyte_ddp.launch.supervise.processes import ProcessHandle
+from flyte_ddp.launch.supervise.rank_handle import RankHandle
 from flyte_ddp.launch.supervise.stopping import StopRequest
 from flyte_ddp.launch.supervise.supervisor import listen
 from flyte_ddp.run import run_training
@@ -53,12 +55,28 @@ class Both:
 def both(tmp_path: Path) -> Iterator[Both]:
     made = Both(tmp_path)
     yield made
-    if made.handle.inbox is not None:
-        made.handle.inbox.close()
+    close(made)
     KEPT.append(made)
 
 
 KEPT: list[Both] = []  # a link ends its process with its launcher's end of the pipe, and this one is to go on
+
+
+def close(both: Both) -> None:
+    assert both.handle.inbox is not None
+    handed_in.close([both.handle.inbox])
+
+
+def slow(monkeypatch: pytest.MonkeyPatch, wait: Callable[[], object]) -> None:
+    """Has the launcher wait before each piece that it writes."""
+    pieces = handed_in.Inbox._pieces
+
+    def slowly(inbox: handed_in.Inbox, message: dict[str, Any]) -> Iterator[bytes]:
+        for piece in pieces(inbox, message):
+            wait()
+            yield piece
+
+    monkeypatch.setattr(handed_in.Inbox, "_pieces", slowly)
 
 
 def rank_does(both: Both, action: Any) -> None:
@@ -72,9 +90,8 @@ def rank_does(both: Both, action: Any) -> None:
 
     threading.Thread(target=act, daemon=True).start()
     both.listen_until(over)
-    assert both.handle.inbox is not None
     listen([both.handle], StopRequest(), 0.0)
-    both.handle.inbox.close()
+    close(both)
 
 
 def test_files_of_any_size_arrive_in_order(both: Both, tmp_path: Path) -> None:
@@ -115,10 +132,35 @@ def test_of_a_rank_that_ends_in_the_middle_of_a_file_nothing_is_left(both: Both,
     assert inbox is not None
     first, *_ = handed_in.messages("result", name="large.bin", content=CONTENT)
     inbox.put(first)
-    inbox.close()
+    close(both)
     assert inbox.thread is not None
     assert not inbox.thread.is_alive()
     assert [*(tmp_path / "results").iterdir()] == []
+
+
+def test_of_a_failed_run_all_that_was_handed_in_has_one_limit_and_what_is_given_up_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also what would be complete with the piece that is being written, and what waits behind it."""
+    monkeypatch.setattr(handed_in, "CLOSE_SECONDS", 0.3)
+    writable = threading.Event()
+    slow(monkeypatch, lambda: writable.wait(20))
+    folder = tmp_path / "results"
+    inboxes = [handed_in.Inbox(tmp_path, lambda: None) for _ in range(4)]
+    for rank, inbox in enumerate(inboxes):
+        for message in handed_in.messages("result", name=f"{rank}.bin", content=b"1"):
+            inbox.put(message)
+        inbox.put({"kind": "event", "record": {}})
+    begin = time.monotonic()
+    handed_in.close(inboxes)
+    assert 0.3 <= time.monotonic() - begin < 0.9
+    assert capsys.readouterr().err == f"not all that was handed in is in {folder}\n" * 4
+    writable.set()
+    for inbox in inboxes:
+        assert inbox.thread is not None
+        inbox.thread.join(20)
+    assert [*folder.iterdir()] == []
+    assert capsys.readouterr().err == ""
 
 
 def test_a_disk_that_takes_nothing_holds_up_neither_the_launcher_nor_other_messages(
@@ -161,3 +203,25 @@ def test_a_run_that_is_told_to_stop_while_a_large_file_is_written_to_a_slow_disk
     assert time.time() - float(marker.read_text()) < 15
     told.join()
     writable.set()
+
+
+@pytest.mark.slow
+@on(SPAWN, AGENTS)
+def test_a_run_that_completes_has_all_that_was_handed_in_however_slow_the_disk_is(
+    launch: Launch, digits: Path, tmp_path: Path, quiet: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the rank that has handed it in is the last one that is still there."""
+    completed = threading.Event()
+    take_in = supervisor.take_in
+
+    def noticing(message: dict[str, Any], handle: RankHandle, *others: Any) -> None:
+        take_in(message, handle, *others)
+        if handle.rank == 0 and handle.completed:
+            completed.set()
+
+    monkeypatch.setattr(supervisor, "take_in", noticing)
+    monkeypatch.setattr(handed_in, "CLOSE_SECONDS", 0.1)
+    slow(monkeypatch, lambda: completed.wait(60) and time.sleep(3.0))
+    faults.inject(monkeypatch, tmp_path / "marker", rank=1, at="training", kind="small result")
+    found = run_training(HP, digits, tmp_path / "run", quiet, launch=launch).run_folder / "results"
+    assert {path.name: path.read_bytes() for path in found.iterdir()} == {"small": b"1"}

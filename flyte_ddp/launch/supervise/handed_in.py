@@ -8,7 +8,8 @@ from __future__ import annotations
 import queue
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from flyte_ddp.results import ResultWriter
 
 PIECE_BYTES = 1 << 20
 MOST_UNCONFIRMED = 16  # messages of a rank that its launcher has not written yet
-CLOSE_SECONDS = 10.0  # for those of a rank that has ended
+CLOSE_SECONDS = 10.0  # for those of all ranks of a run that has failed, or was told to stop
 
 
 def messages(kind: str, **values: Any) -> Iterator[dict[str, Any]]:
@@ -42,6 +43,7 @@ class Inbox:
         self.writer, self.confirm = ResultWriter(run_folder), confirm
         self.queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self.thread: threading.Thread | None = None  # from the first message on
+        self.given_up = False  # what is not written yet is left out
 
     def put(self, message: dict[str, Any]) -> None:
         """Take a message, in the order in which the rank sent it; returns at once."""
@@ -50,19 +52,8 @@ class Inbox:
             self.thread.start()
         self.queue.put(message)
 
-    def close(self) -> None:
-        """Wait up to CLOSE_SECONDS until what was put is written; print it if that does not suffice.
-
-        A file whose last piece has not come is left out.
-        """
-        if self.thread is not None:
-            self.queue.put(None)
-            self.thread.join(CLOSE_SECONDS)
-            if self.thread.is_alive():
-                print(f"not all that was handed in is in {self.writer.folder}", file=sys.stderr, flush=True)
-
     def _write_all(self) -> None:
-        while (message := self.queue.get()) is not None:
+        while (message := self.queue.get()) is not None and not self.given_up:
             if message["kind"] == "event":
                 self.writer.write("event", record=message["record"])
             else:
@@ -76,12 +67,34 @@ class Inbox:
             self.confirm()
 
     def _pieces(self, message: dict[str, Any]) -> Iterator[bytes]:
-        """Yield a file's pieces as they come, of which this message is the first; EOFError if the rank has ended."""
-        while not message["last"]:
-            yield message["content"]
+        """Yield a file's pieces as they come, of which this message is the first.
+
+        Raises:
+            EOFError: the rank has ended before the last piece, or the file is given up.
+        """
+        following: dict[str, Any] | None = message
+        while following is not None:
+            yield following["content"]
+            if self.given_up:
+                break
+            if following["last"]:
+                return
             self.confirm()
             following = self.queue.get()
-            if following is None:
-                raise EOFError
-            message = following
-        yield message["content"]
+        raise EOFError
+
+
+def close(inboxes: Iterable[Inbox]) -> None:
+    """Wait until what these were given is written, for CLOSE_SECONDS in all; print it if that does not suffice.
+
+    Files whose last piece has not come, or which take longer, are left out, and nothing of them stays.
+    """
+    started = [(inbox, inbox.thread) for inbox in inboxes if inbox.thread is not None]
+    for inbox, _ in started:
+        inbox.queue.put(None)
+    deadline = time.monotonic() + CLOSE_SECONDS
+    for inbox, thread in started:
+        thread.join(max(0.0, deadline - time.monotonic()))
+        if thread.is_alive():
+            inbox.given_up = True
+            print(f"not all that was handed in is in {inbox.writer.folder}", file=sys.stderr, flush=True)

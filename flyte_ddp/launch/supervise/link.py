@@ -60,6 +60,13 @@ class Link:
                 self._unconfirmed.acquire()
                 self.send(**message)
 
+    def wait_until_written(self) -> None:
+        """Wait until the launcher has dealt with all that was handed in, however long its disk takes."""
+        with self._handing_in:
+            for _ in range(handed_in.MOST_UNCONFIRMED):
+                self._unconfirmed.acquire()
+            self._unconfirmed.release(handed_in.MOST_UNCONFIRMED)
+
     def report(self, error: BaseException) -> None:
         """Tells the launcher how this rank failed."""
         self.send(**described(error))

@@ -66,6 +66,8 @@ def run_rank(job: Job, info: RankInfo, offer_saving: OfferSaving, link: Link | N
                 store.wait([FINISHED], NO_LIMIT)
         distributed.wait_for_all_ranks()
         dist.destroy_process_group()
+    if link is not None:
+        link.wait_until_written()
 
 
 def meet(job: Job, info: RankInfo, link: Link) -> Store:

@@ -9,6 +9,7 @@ from multiprocessing import connection
 from typing import TYPE_CHECKING, Any
 
 from flyte_ddp import results
+from flyte_ddp.launch.supervise import handed_in
 from flyte_ddp.launch.supervise.failures import cause_is_known, did_not_begin, first_failure
 from flyte_ddp.launch.supervise.rank_handle import RankHandle
 from flyte_ddp.launch.supervise.stopping import StopRequest
@@ -100,11 +101,10 @@ def save(group: Sequence[RankHandle], stop: StopRequest, seconds: float) -> int 
 def end(group: Sequence[RankHandle]) -> None:
     """Kills the ranks that are still there; nothing of theirs needs them for its clean-up.
 
-    Waits for what they have handed in to be written (handed_in.py).
+    Waits a little for what they have handed in to be written; ranks that have completed have waited for that themselves.
     """
     for handle in group:
         handle.kill()
     for handle in group:
         handle.close()
-        if handle.inbox is not None:
-            handle.inbox.close()
+    handed_in.close(handle.inbox for handle in group if handle.inbox is not None)
