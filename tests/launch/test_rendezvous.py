@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
-from multiprocessing import AuthenticationError
+from multiprocessing import AuthenticationError, Pipe
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,11 +21,12 @@ from typing import Any
 
 import pytest
 
-from flyte_ddp.errors import StoppedError
+from flyte_ddp.errors import OutOfMemoryError, RankError, RankLostError, StoppedError
 from flyte_ddp.launch import elastic_rank
 from flyte_ddp.launch.remote import arrivals
-from flyte_ddp.launch.remote.rendezvous import JoinTicket, Rendezvous, join, open_rendezvous
-from flyte_ddp.launch.supervise import link
+from flyte_ddp.launch.remote.arrivals import Arrival
+from flyte_ddp.launch.remote.rendezvous import JoinTicket, RemoteHandle, Rendezvous, join, open_rendezvous
+from flyte_ddp.launch.supervise import link, rank_handle
 from flyte_ddp.launch.supervise.failures import first_failure
 from flyte_ddp.launch.supervise.rank_handle import RankHandle
 from flyte_ddp.launch.supervise.rank_info import RankInfo
@@ -270,6 +271,37 @@ def test_which_rank_failed_first_is_not_told_by_its_hosts_clock(
     assert str(first_failure(group, 600.0)).startswith("rank 1: ValueError: of rank 1")
     for handle in group:
         handle.pipe.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "kills", "expected"),
+    [
+        ("127.0.0.1", 1, OutOfMemoryError),
+        ("127.0.0.1", 0, RankLostError),
+        ("10.0.0.2", 1, RankLostError),  # whose memory is another
+    ],
+)
+def test_of_a_rank_that_is_lost_on_the_launchers_host_memory_is_named(
+    monkeypatch: pytest.MonkeyPatch, host: str, kills: int, expected: type[RankError]
+) -> None:
+    """Of Elastic's ranks no agent says how they have ended."""
+    counted = [3]
+    monkeypatch.setattr(rank_handle, "out_of_memory_kills", lambda: counted[0])
+    group: list[RankHandle] = []
+    with ExitStack() as stack:
+        for rank in (0, 1):
+            ours, theirs = (stack.enter_context(end) for end in Pipe())
+            clock = time.monotonic()
+            arrival = Arrival(
+                rank, host, True, "code", clock, ours, seen_at=host, reached_at="127.0.0.1", heard_at=clock
+            )
+            group.append(RemoteHandle(arrival, host, None))
+        counted[0] += kills
+        theirs.close()
+        listen(group, StopRequest())
+        error = first_failure(group, 600.0)
+    assert (type(error), getattr(error, "recoverable", None)) == (expected, True)
+    assert str(error).startswith("rank 1 ")
 
 
 def test_what_a_stranger_says_is_not_unpickled(rendezvous: Rendezvous, connections: ExitStack, tmp_path: Path) -> None:

@@ -102,6 +102,7 @@ class RemoteHandle(RankHandle):
         self.network, self.folder = host, folder
         self.clock_behind = arrival.heard_at - arrival.clock
         self.early: list[dict[str, Any]] = []
+        self.is_here = arrival.is_here
         self.out_of_memory = False
 
     @property
@@ -110,8 +111,11 @@ class RemoteHandle(RankHandle):
         return not self.listening and self.exitcode is None
 
     def ran_out_of_memory(self) -> bool:
-        """Return what the agent has found on its host when the rank's process had ended."""
-        return self.out_of_memory
+        """Return what the agent has found on its host when the rank's process had ended.
+
+        Of a rank that was lost on the launcher's host, as Elastic's are, it is what the launcher finds.
+        """
+        return self.out_of_memory or (self.lost and self.is_here and super().ran_out_of_memory())
 
     def waitables(self) -> list[Any]:
         """Its agent's connection."""

@@ -35,6 +35,8 @@ def first_failure(group: Sequence[RankHandle], timeout: float) -> UserError | Ra
         out_of_memory = any(handle.ran_out_of_memory() for handle in group if handle.rank == rank)
         return was_killed(rank, signal.Signals(-code), out_of_memory=out_of_memory)
     if gone:
+        if gone[0].ran_out_of_memory():
+            return was_killed(gone[0].rank, signal.SIGKILL, out_of_memory=True)
         return RankLostError(
             f"rank {gone[0].rank} exited without reporting an error before it had finished training, or its host "
             f"{gone[0].host} is lost",
