@@ -62,12 +62,16 @@ def scale_transparent_colour(image: Image.Image) -> None:
 
     The picture must not be loaded yet.
     """
-    colour = image.info.get("transparency")
-    stored: Any = image
-    if image.format != "PNG" or colour is None or not stored.tile:
+    colour, layout = image.info.get("transparency"), png_layout(image)
+    if colour is None:
         return
-    layout = stored.tile[0].args
     if layout in GREY_LEVELS:
         image.info["transparency"] = colour * GREY_LEVELS[layout]
     elif layout == "RGB;16B":
         image.info["transparency"] = tuple(value >> 8 for value in colour)
+
+
+def png_layout(image: Image.Image) -> str:
+    """Return what Pillow calls the stored values of a PNG that is not loaded yet, such as RGB;16B; else ""."""
+    stored: Any = image
+    return str(stored.tile[0].args) if image.format == "PNG" and stored.tile else ""

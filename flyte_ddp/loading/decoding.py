@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from flyte_ddp.pictures import opaque_picture, scale_transparent_colour
+from flyte_ddp.pictures import opaque_picture, png_layout, scale_transparent_colour
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -67,16 +67,17 @@ def with_torchcodec(content: bytes) -> Pixels:
     import torch
     from torchcodec.decoders import decode_image
 
-    # Pillow reads the header first: it refuses sizes that torchcodec would allocate, and files of many images, of which
-    # torchcodec would decode all, are for Pillow itself.
+    # Pillow reads the header first: it refuses sizes that torchcodec would allocate. Files of many images, of which
+    # torchcodec would decode all, and PNGs of 16 bits, which torchcodec scales and rounds, are for Pillow itself.
     with opened(content) as image:
         several = image.format in ANIMATIONS and getattr(image, "is_animated", False)
+        deep = png_layout(image).endswith(";16B")
         transparent = image.has_transparency_data
     # Not as bytes, for which torchcodec changes the filters of warnings for a moment: then each warning is shown again,
     # and as threads do this at once, some changes stay, which hide the warnings of others.
     stored = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     try:
-        decoded = None if several else decode_image(stored, mode="RGB_ALPHA" if transparent else "RGB")
+        decoded = None if several or deep else decode_image(stored, mode="RGB_ALPHA" if transparent else "RGB")
     except (RuntimeError, ValueError):
         decoded = None
     if decoded is None or decoded.dim() != 3:
