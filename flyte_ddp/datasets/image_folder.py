@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import unicodedata
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -80,10 +79,6 @@ class ImageList:
         if self.left_out:
             number, kinds = sum(self.left_out.values()), listed_kinds(self.left_out)
             said.append(f"image folder {self.address}: {counted(number, 'file')} left out, as no images: {kinds}")
-        if empty := empty_folders(self.address, self.classes):
-            names = ", ".join(empty[:LISTED]) + (", ..." if len(empty) > LISTED else "")
-            folders = counted(len(empty), "folder")
-            said.append(f"image folder {self.address}: {folders} left out, having no files: {names}")
         parts = [name for name in self.classes if name.lower() in PARTS]
         parts.sort(key=lambda name: name.lower() not in TRAINING_PARTS)
         if len(parts) > 1:
@@ -114,8 +109,8 @@ def list_images(address: str) -> ImageList:
     form NFC, so that two folders whose names differ in their form alone are one class.
 
     Raises:
-        UserError: it cannot be listed, there is no image in a folder of its own, a folder has files and no images, or a
-            folder's name is not UTF-8.
+        UserError: it cannot be listed, there is no image in a folder of its own, a folder has other files and no images
+            or, on this machine, is empty, or a folder's name is not UTF-8.
     """
     files = files_below(address)
     images = sorted((entry for entry in files if is_of_a_class(entry.name)), key=lambda entry: entry.name)
@@ -126,7 +121,7 @@ def list_images(address: str) -> ImageList:
             f"image folder {address}: has no images in folders of their classes among its {len(files):,} files{found}; "
             "it must hold class/name.jpg"
         )
-    folders = sorted({entry.name.partition("/")[0] for entry in files if "/" in entry.name})
+    folders = sorted({entry.name.partition("/")[0] for entry in files if "/" in entry.name} | local_folders(address))
     class_of = {folder: class_name(f"image folder {address}", folder) for folder in folders}
     labelled = [class_of[entry.name.partition("/")[0]] for entry in images]
     classes = tuple(sorted({*labelled}))
@@ -145,11 +140,14 @@ def list_images(address: str) -> ImageList:
 
 
 def without_images(address: str, name: str, files: Iterable[str], class_of: Mapping[str, str]) -> UserError:
-    """Return the error for a class whose folder has files and no images."""
+    """Return the error for a class whose folder has no images."""
     kinds = Counter(kind_of_file(file) for file in files if class_of.get(file.partition("/")[0]) == name)
+    why = (
+        f"but {listed_kinds(kinds)}; convert images to PNG or JPEG" if kinds else "as its folder has no files; fill it"
+    )
     return UserError(
-        f"image folder {address}: class {name!r} has no images, but {listed_kinds(kinds)}; convert images to PNG or "
-        "JPEG, or, if it is no class, move the folder away or begin its name with a dot"
+        f"image folder {address}: class {name!r} has no images, {why}, or, if it is no class, move the folder away "
+        "or begin its name with a dot"
     )
 
 
@@ -170,16 +168,15 @@ def files_below(address: str) -> list[storage.Entry]:
     return [entry for entry in entries if not is_hidden(entry.name) and entry.name != SUMS]
 
 
-def empty_folders(address: str, classes: Collection[str]) -> list[str]:
-    """Return the names of the folders directly in a folder of this machine that are no class, hidden ones left out.
+def local_folders(address: str) -> set[str]:
+    """Return the names of the folders directly in a folder of this machine, hidden ones left out.
 
-    A folder that has files is a class, or the listing was refused; storage elsewhere has no folders without files.
+    Elsewhere there are none, as storage has no folders without files.
     """
     path = storage.local_path(address)
-    if path is None or not path.is_dir():
-        return []
-    names = (entry.name for entry in path.iterdir() if entry.is_dir() and not is_hidden(entry.name))
-    return sorted(name for name in names if unicodedata.normalize("NFC", name) not in classes)
+    if path is None:
+        return set()
+    return {entry.name for entry in path.iterdir() if entry.is_dir() and not is_hidden(entry.name)}
 
 
 def is_image(name: str) -> bool:

@@ -66,14 +66,22 @@ def test_other_files_are_counted_by_their_kinds(tmp_path: Path) -> None:
     assert [line for line in said if "left out" in line] == [expected], "also of a folder that was listed before"
 
 
-def test_folders_without_files_are_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("role", ["dataset", "test_dataset"])
+def test_a_class_whose_folder_is_empty_is_an_error_that_names_it(role: str, tmp_path: Path) -> None:
     """Of a class whose images were not copied nothing else tells where there are many classes."""
-    folder = write_files(tmp_path / "images", files_of({"ant": ["1.png"], NFD: ["1.png"]}))
-    assert len(list_images(str(folder)).describe()) == 1
-    write_files(folder, {"bee/.DS_Store": b"", ".git/config": b""})
-    (folder / "cow" / "deep").mkdir(parents=True)
-    expected = f"image folder {folder}: 2 folders left out, having no files: bee, cow"
-    assert list_images(str(folder)).describe()[1:] == [expected]
+    addresses = []
+    for each in ("dataset", "test_dataset"):
+        folder = write_files(tmp_path / each, files_of({"ant": ["1.png"], "bee": ["1.png"], NFC: ["1.png"]}))
+        write_files(folder, {".git/config": b""})
+        (folder / NFD).mkdir(exist_ok=True)  # of a class that has images under its other name
+        addresses.append(f"image_folder:{folder}")
+    dataset, test_dataset = addresses
+    fetch(dataset, "", tmp_path / "whole", test_dataset=test_dataset, progress="off")
+    (tmp_path / role / "cow" / "deep").mkdir(parents=True)
+    write_files(tmp_path / role / "cow", {".DS_Store": b""})
+    said = rf"image folder {tmp_path}/{role}: class 'cow' has no images, as its folder has no files; fill it, or,"
+    with pytest.raises(UserError, match=said):
+        fetch(dataset, "", tmp_path / "data", test_dataset=test_dataset, progress="off")
 
 
 @pytest.mark.parametrize("place", ["file", "http", "s3"])
