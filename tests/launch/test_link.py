@@ -99,6 +99,14 @@ def test_causes(error: Exception, expected: str) -> None:
     assert cause(error) == expected
 
 
+def test_a_chain_of_errors_that_leads_back_to_its_start_has_an_end() -> None:
+    """As of ``raise error from error``."""
+    own, peer = KeyError("loss"), CollectiveError("Connection reset by peer")
+    assert cause(raised_from(own, own)) == "own"
+    assert cause(raised_from(own, raised_from(ValueError("lost"), own))) == "own"
+    assert cause(raised_from(own, raised_from(peer, own))) == "peer"
+
+
 @pytest.mark.parametrize(("seconds_ago", "expected"), [(0.0, "peer"), (50.0, "peer"), (60.0, "timeout")])
 def test_only_who_has_waited_for_the_time_limit_says_so(
     monkeypatch: pytest.MonkeyPatch, seconds_ago: float, expected: str

@@ -159,7 +159,9 @@ def cause(error: BaseException) -> str:
     if isinstance(error, UserError):
         return "unreachable" if isinstance(error, UnreachableError) else "mistake"
     origin: BaseException | None = error
-    while origin is not None:
+    seen: set[int] = set()  # `raise error from error` is its own cause
+    while origin is not None and id(origin) not in seen:
+        seen.add(id(origin))
         if isinstance(origin, CollectiveTimeoutError):
             return "timeout"
         if isinstance(origin, CollectiveError) or is_of_torch_distributed(origin):
