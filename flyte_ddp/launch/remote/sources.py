@@ -26,22 +26,28 @@ SECRET = re.compile(
     r"|\.(pem|key|p12|pfx|env)$|^id_(rsa|dsa|ecdsa|ed25519)",
     re.IGNORECASE,
 )
+MOST_NAMED = 5  # of the files that have such names, in a line of the log
 
 
 def packed(hp: Hyperparameters, folder: Path | None = None) -> bytes:
     """Return the sources, for :func:`unpacked`: of a folder, or this library and the user's own code (user_source.py).
 
-    Prints on stderr how many files of the folder are sent.
+    Prints on stderr how many files of the folder are sent, and names the first of those that have a name for secrets.
 
     Args:
         hp: whose model and data sets may name modules of the user's.
         folder: all of it is sent, but for hidden files and those that have a name for secrets; None sends no folder.
     """
     files = set(below(folder)) if folder else {*below(LIBRARY), *of_the_user(hp)}
-    contents = [(str(place), name, (place / name).read_bytes()) for place, name in files]
+    kept = {name for _, name in files if holds_secrets(Path(name))}
+    contents = [(str(place), name, (place / name).read_bytes()) for place, name in files if name not in kept]
     if folder:
         total = sum(len(content) for _, _, content in contents)
-        print(f"{len(contents):,} files of {folder} ({total:,} bytes) are sent to the workers", file=sys.stderr)
+        first = ", ".join(sorted(kept)[:MOST_NAMED])
+        left_out = f"; left out, as their names are those of secrets: {first}" if kept else ""
+        more = f" and {len(kept) - MOST_NAMED:,} more" if len(kept) > MOST_NAMED else ""
+        sent = f"{len(contents):,} files of {folder} ({total:,} bytes) are sent to the workers"
+        print(f"{sent}{left_out}{more}", file=sys.stderr)
     return zlib.compress(pickle.dumps(contents), level=1)
 
 
@@ -51,13 +57,15 @@ def holds_secrets(name: Path) -> bool:
 
 
 def below(folder: Path) -> Iterator[tuple[Path, str]]:
-    """Where each file of a folder is found from, and its name there; a package is found from the folder above it."""
+    """Where each file of a folder is found from, and its name there; a package is found from the folder above it.
+
+    Leaves out hidden files, compiled modules, and the archive that flytekit has unpacked and leaves in its place.
+    """
     place = folder.parent if (folder / "__init__.py").exists() else folder
     for path in folder.rglob("*"):
         name = path.relative_to(place)
         left_out = name.name.endswith((".pyc", ".tar.gz")) or any(part.startswith(".") for part in name.parts)
-        left_out = left_out or holds_secrets(name)
-        if path.is_file() and not left_out:  # flytekit leaves the archive that it has unpacked in its place
+        if path.is_file() and not left_out:
             yield place, str(name)
 
 
