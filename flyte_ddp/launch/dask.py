@@ -21,6 +21,7 @@ from flyte_ddp.launch.remote.rendezvous import JOIN_SECONDS, open_rendezvous
 from flyte_ddp.launch.supervise.processes import main_script_hidden
 from flyte_ddp.launch.supervise.rank_info import RankInfo
 from flyte_ddp.runs.job import Job
+from flyte_ddp.settings import from_environment
 
 SCHEDULER = "DASK_SCHEDULER_ADDRESS"  # Dask's own variable
 WORKERS = "workers of the Dask cluster"
@@ -81,14 +82,15 @@ def launch(job: Job, *, num_ranks: int, client: Any = None, retries: int = 0, fo
                     cluster.cancel(futures, force=True)
 
 
-def hardware(hp: Hyperparameters, client: Any, *, coming: int = 0, seconds: float = 0.0) -> Hardware:
+def hardware(hp: Hyperparameters, client: Any, *, coming: int = 0, seconds: float | None = None) -> Hardware:
     """What ranks find on the workers: a GPU for each where all workers see one, and their share of their hosts' cores.
 
     Args:
         client: of the cluster.
         coming: how many workers it will have at least, of which as many must come as there are to be ranks; 0: nobody
             knows, so that fewer ranks will do when the time is over.
-        seconds: to wait for as many workers as there are to be ranks, or for one if their number is not given.
+        seconds: to wait for as many workers as there are to be ranks, or for one if their number is not given; None:
+            ``FLYTE_DDP_TIMEOUT``.
 
     Raises:
         UserError: hyperparameters that the cluster cannot serve.
@@ -99,7 +101,7 @@ def hardware(hp: Hyperparameters, client: Any, *, coming: int = 0, seconds: floa
         wanted = capacity.clamp_ranks(hp, coming, f"the Dask cluster has {coming} workers", coming, exact=True)
     with demand_for_workers(client, wanted) as there:
         try:
-            capacity.awaited(there, wanted, WORKERS, seconds)
+            capacity.awaited(there, wanted, WORKERS, from_environment().timeout if seconds is None else seconds)
         except UnreachableError:
             if coming or not there():
                 raise

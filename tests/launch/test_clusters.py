@@ -105,6 +105,21 @@ class TestDask:
             found = dask.hardware(replace(HP, num_ranks=2), client, seconds=300)
             assert found.num_ranks == 2
 
+    def test_workers_that_come_later(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        """For as long as ranks wait for one another, unless the caller says how long."""
+        options = {"n_workers": 0, "threads_per_worker": 1, "dashboard_address": ":0", "host": "127.0.0.1"}
+        with distributed.LocalCluster(**options) as cluster, distributed.Client(cluster) as client:
+
+            def start_one(seconds: float) -> None:
+                cluster.scale(1)
+                time.sleep(seconds)
+
+            monkeypatch.setattr(capacity, "time", SimpleNamespace(monotonic=time.monotonic, sleep=start_one))
+            assert dask.hardware(replace(HP, num_ranks=1), client).num_ranks == 1
+            assert capsys.readouterr().err.splitlines()[0] == "0 of 1 workers of the Dask cluster"
+            monkeypatch.setenv("FLYTE_DDP_TIMEOUT", "1")
+            assert dask.hardware(replace(HP, num_ranks=2), client).num_ranks == 1
+
     def test_a_cluster_of_its_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Which leaves the processors to the ranks."""
 
@@ -122,7 +137,7 @@ class TestDask:
         assert found == here(1)
 
     def test_more_ranks_than_workers(self, dask_client: object, capsys: pytest.CaptureFixture[str]) -> None:
-        assert dask.hardware(replace(HP, num_ranks=9), dask_client).num_ranks == 4
+        assert dask.hardware(replace(HP, num_ranks=9), dask_client, seconds=0).num_ranks == 4
         said = "4 of 9 workers of the Dask cluster\nnum_ranks=9: the Dask cluster has 4 workers, so there will be 4\n"
         assert capsys.readouterr().err == said
 

@@ -157,7 +157,7 @@ def test_fewer_workers_than_ranks_are_an_error_where_the_cluster_is_made_for_the
     with pytest.raises(UserError, match="num_ranks=3: the Dask cluster has 2 workers, and each rank needs one"):
         dask.hardware(replace(HP, num_ranks=3), client, coming=2, seconds=300)
     with pytest.raises(UnreachableError, match="1 of 2 workers of the Dask cluster have come within 0 s"):
-        dask.hardware(replace(HP, num_ranks=2), client, coming=2)
+        dask.hardware(replace(HP, num_ranks=2), client, coming=2, seconds=0)
 
 
 @pytest.mark.slow
