@@ -101,7 +101,7 @@ def save(group: Sequence[RankHandle], stop: StopRequest, seconds: float) -> int 
 def end(group: Sequence[RankHandle]) -> None:
     """Kills the ranks that are still there; nothing of theirs needs them for its clean-up.
 
-    Waits a little for what they have handed in to be written; ranks that have completed have waited for that themselves.
+    Waits a little for what they have handed in to be written; those that have completed have waited for that.
     """
     for handle in group:
         handle.kill()
