@@ -13,17 +13,17 @@ SHARE = 0.75
 
 
 def describe_equal_pictures(split: Split, samples: Indices) -> str:
-    """Return a warning if at least three quarters of the first 64 of these samples are equal pictures, else "".
+    """Return a warning if at least three quarters of these samples, the first ones, are equal pictures, else "".
 
     The pictures are read and decoded, and compared as evaluations see them, not augmented. Nothing is said of fewer
     than 8.
     """
-    images = split.gather(samples[:LOOKED_AT])[0].cpu().numpy()
+    images = split.gather(samples)[0].cpu().numpy()
     pixels = [image.tobytes() for image in images]
     [(commonest, count)] = Counter(pixels).most_common(1)
     if len(pixels) < LEAST or count < SHARE * len(pixels):
         return ""
-    names = split.names(samples[:LOOKED_AT]) or [f"sample {sample}" for sample in samples.tolist()]
+    names = split.names(samples) or [f"sample {sample}" for sample in samples.tolist()]
     one, other = [name for name, content in zip(names, pixels, strict=False) if content == commonest][:2]
     return (
         f"warning: {count} of the first {len(pixels)} pictures are equal as the model gets them, such as {one} and "

@@ -72,15 +72,20 @@ def train(job: Job, offer_saving: Callable[[Callable[[], int]], None] = lambda _
 
 
 def equal_pictures(state: TrainingState) -> str:
-    """Return a warning if most pictures that this rank sees first are equal: in training, of a stream in testing.
+    """Return a warning if most of the first 64 pictures are equal: of the run's first epoch, of a stream in testing.
 
-    A stream gives each picture once, and augmented.
+    A stream gives each picture once, and augmented. Of shards that are fetched this rank's own pictures are compared,
+    for which no other shard is needed than for training.
     """
-    if encoded_kind(state.hp.dataset) == "stream":
+    hp, split = state.hp, state.training
+    if encoded_kind(hp.dataset) == "stream":
         first = state.test.order.samples(slice(0, min(LOOKED_AT, len(state.test))))
         return describe_equal_pictures(state.test, first)
-    first = next(state.training.order.batches(0, state.hp.batch_size))
-    return describe_equal_pictures(state.training, own_shares(first, state.hp.accumulation_steps)[0].samples)
+    batches: Iterator[sampling.Indices] = itertools.islice(split.order.batches(0, hp.batch_size), state.total_steps)
+    if split.source.fetches:
+        batches = (share.samples for batch in batches for share in own_shares(batch, hp.accumulation_steps))
+    samples = itertools.islice(itertools.chain.from_iterable(batches), LOOKED_AT)
+    return describe_equal_pictures(split, np.fromiter(samples, np.int64))
 
 
 def batches_to_do(state: TrainingState) -> Iterator[sampling.Indices]:

@@ -104,20 +104,35 @@ def test_it_is_said_that_most_pictures_are_equal(
         assert said[0] in html.unescape(result.report.read_text())
 
 
-def test_of_arrays_it_is_said_too_and_of_real_pictures_it_is_not(
-    digits: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def blank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A prepared data set ``blank:make`` of 300 black pictures."""
     (tmp_path / "blank.py").write_text(
         "import numpy as np\n"
         "from flyte_ddp import image_arrays\n"
         "def make(_):\n"
-        "    images, labels = np.zeros((100, 8, 8), np.uint8), np.arange(100) % 2\n"
+        "    images, labels = np.zeros((300, 8, 8), np.uint8), np.arange(300) % 2\n"
         "    return image_arrays(images, labels, images, labels, classes=['a', 'b'])\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    blank = fetch("blank:make", "", tmp_path / "blank", progress="off")
+    return fetch("blank:make", "", tmp_path / "blank", progress="off")
+
+
+def test_of_arrays_it_is_said_too_and_of_real_pictures_it_is_not(
+    digits: Path, blank: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     for dataset, data, count in (("digits", digits, 0), ("blank:make", blank, 1)):
         hp = Hyperparameters(dataset=dataset, num_ranks=1, max_steps=1)
         run_training(hp, data, tmp_path / dataset, replace(quiet(tmp_path), progress="lines"))
         assert capfd.readouterr().err.count("64 of the first 64 pictures are equal") == count
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "parts"), [(1, 1), (2, 1), (1, 7), (2, 7)])
+def test_it_is_said_whatever_a_ranks_part_of_a_batch(
+    ranks: int, parts: int, blank: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    hp = Hyperparameters(dataset="blank:make", num_ranks=ranks, batch_size=14, accumulation_steps=parts, epochs=1)
+    run_training(hp, blank, tmp_path / "run", replace(quiet(tmp_path), progress="lines"))
+    assert capfd.readouterr().err.count("64 of the first 64 pictures are equal") == 1
