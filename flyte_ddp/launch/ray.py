@@ -23,6 +23,7 @@ from flyte_ddp.runs.job import Job
 
 ADDRESS = "RAY_ADDRESS"  # Ray's own variable
 OF_RAYS_OWN = ("PYTHONBREAKPOINT", "RAY_USAGE_STATS_ENABLED")  # which it sets in the process that connects
+GPUS_SHOWN = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}  # older releases hide them from a task that reserves none
 REACH_SECONDS = 10.0  # for a cluster to answer, which Ray itself waits for without end, or for a quarter of an hour
 HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))  # HTTP/2's, with empty settings
 SETTINGS = 4  # the type of the first frame that an HTTP/2 server sends, at the fourth byte
@@ -113,7 +114,8 @@ def resources() -> list[dict[str, float]]:
 def bf16_of_all(device: str) -> Bf16:
     """Return what bf16 is worth on all nodes that may get ranks: the least, as ranks compute alike.
 
-    Each node is asked by a task that runs there, and waited for without a limit.
+    Each node is asked by a task that runs there, and waited for without a limit. The task reserves nothing, so that a
+    node whose CPUs and GPUs are all taken answers like others. It sees all of the node's GPUs, and asks the first.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -121,7 +123,10 @@ def bf16_of_all(device: str) -> Bf16:
     gpus, ask = 1 if device == "cuda" else 0, ray.remote(machine.bf16_support)
     asked = [
         ask.options(
-            num_cpus=0, num_gpus=gpus, scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], False)
+            num_cpus=0,
+            num_gpus=0,
+            runtime_env={"env_vars": GPUS_SHOWN} if gpus else None,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], False),
         )
         for node in nodes_for_ranks()
         if node["Resources"].get("GPU", 0) >= gpus

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import socket
 import tempfile
 import time
@@ -236,6 +237,32 @@ class TestRay:
 
             monkeypatch.setattr(ray.machine, "bf16_support", bf16_support)
             assert ray.bf16_of_all("cpu") is Bf16.NONE
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("hidden", ["0", "1"])  # from tasks that ask for none
+    def test_gpus_that_are_busy_are_not_waited_for(
+        self, late_cluster: Cluster, monkeypatch: pytest.MonkeyPatch, hidden: str
+    ) -> None:
+        monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", hidden)
+        late_cluster.add_node(num_cpus=1, num_gpus=1)
+
+        class User:
+            def visible(self) -> str:
+                return os.environ["CUDA_VISIBLE_DEVICES"]
+
+        user = engine.remote(User).options(num_gpus=1).remote()
+        assert engine.get(user.visible.remote()) == "0"
+
+        def bf16_support(_: str) -> Bf16:
+            return Bf16.NONE if os.environ.get("CUDA_VISIBLE_DEVICES") == "" else Bf16.FASTER
+
+        monkeypatch.setattr(ray.machine, "bf16_support", bf16_support)
+        with ThreadPoolExecutor(1) as pool:
+            found = pool.submit(ray.bf16_of_all, "cuda")
+            try:
+                assert found.result(timeout=30) is Bf16.FASTER
+            finally:
+                engine.kill(user)  # what waits for its GPU goes on
 
     @pytest.fixture
     def late_cluster(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
