@@ -144,7 +144,7 @@ def connected() -> Iterator[None]:
     """Ray, as it is where it has been initialised; else the cluster of ``RAY_ADDRESS``, or one on this machine.
 
     Raises:
-        UserError: Ray is not installed.
+        UserError: Ray is not installed, or does not take this process, or does not start here, for reasons of its own.
         UnreachableError: there is no cluster.
     """
     with needing("ray"):
@@ -157,15 +157,17 @@ def connected() -> Iterator[None]:
     environment = {name: os.environ.get(name) for name in OF_RAYS_OWN}
     try:
         with signal_handlers({signal.SIGTERM: signal.getsignal(signal.SIGTERM)}):  # ray.init sets one of its own
+            what = f"{ADDRESS}={address}" if address else "Ray on this machine"
             try:
                 reach(address)
                 ray.init(address, include_dashboard=None if address else False)
-            except (OSError, ValueError, RuntimeError) as error:
-                if isinstance(error, UserError):
-                    raise
-                what = f"{ADDRESS}={address}" if address else "Ray on this machine"
+            except UserError:
+                raise
+            except (OSError, ValueError) as error:
                 why = str(error).partition("\n")[0]
                 raise UnreachableError(f"{what}: no cluster there ({why}); start one, or correct the address") from None
+            except RuntimeError as error:  # such as one of another version; where Ray cannot connect it is an OSError
+                raise UserError(f"{what}: Ray refuses: {' '.join(str(error).split())}") from None
         yield
     finally:
         ray.shutdown()

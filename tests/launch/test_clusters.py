@@ -299,6 +299,25 @@ class TestRay:
         with pytest.raises(UnreachableError, match=words), ray.connected():
             pass
 
+    def test_a_cluster_that_refuses_to_be_used(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It is there, and another address no help."""
+
+        def init(*_: object, **__: object) -> None:
+            raise RuntimeError(
+                "Version mismatch: The cluster was started with:\n    Ray: 2.50.0\nThis process: 2.60.0\n"
+            )
+
+        monkeypatch.setattr(ray, "reach", lambda _: None)
+        monkeypatch.setattr(engine, "init", init)
+        monkeypatch.setenv(ray.ADDRESS, "127.0.0.1:9")
+        words = "Version mismatch: The cluster was started with: Ray: 2.50.0 This process: 2.60.0"
+        with (
+            pytest.raises(UserError, match=f"^RAY_ADDRESS=127.0.0.1:9: Ray refuses: {words}$") as raised,
+            ray.connected(),
+        ):
+            pass
+        assert not isinstance(raised.value, UnreachableError)
+
     @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request"])
     def test_what_is_no_cluster_at_an_address(self, monkeypatch: pytest.MonkeyPatch, answer: bytes) -> None:
         """Ray would wait for it for a quarter of an hour."""
