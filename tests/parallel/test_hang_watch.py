@@ -208,7 +208,7 @@ def test_the_host_does_not_wait_for_the_device_to_copy_a_batch(monkeypatch: pyte
         augment="crop_flip",
     )
     stream = StreamImages(SimpleNamespace(size=8), META)
-    stream.samples = iter([(torch.zeros(8, 8, 3, dtype=torch.uint8), torch.tensor(0))] * 4)
+    stream.samples = iter([(np.zeros((8, 8, 3), np.uint8), 0)] * 4)
     with copies:
         for images, labels in (arrays.gather(samples, 0), stream.gather(samples, 0)):
             assert (images.device, labels.device) == (META, META)
