@@ -58,8 +58,9 @@ def eight_bit_greys(image: Image.Image) -> Image.Image:
 
 
 def scale_transparent_colour(image: Image.Image) -> None:
-    """Set the one transparent colour of a PNG, if it has one, to 8 bits, as Pillow scales its pixels and not this.
+    """Scale the transparent colour in the ``info`` of a PNG to 8 bits; other images stay as they are.
 
+    Pillow scales a PNG's pixels when it loads them, but not this colour, so that it finds none of them transparent.
     The picture must not be loaded yet.
     """
     colour, layout = image.info.get("transparency"), png_layout(image)

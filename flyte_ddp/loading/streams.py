@@ -208,7 +208,13 @@ def samples_of(reader: ShardImages, shards: Iterable[tuple[int, int]]) -> Iterat
 def images_of(
     stream: RankStream, reader: ShardImages, samples: Iterable[tuple[int, int, Encoded]]
 ) -> Iterator[tuple[Pixels, int]]:
-    """Yield images uint8 [size, size, 3] and labels."""
+    """Decode and crop samples; yield images uint8 [size, size, 3] and labels.
+
+    A sample that cannot be decoded is left out, as far as ``bad_samples`` allows it.
+
+    Raises:
+        UserError: too many samples cannot be decoded, or none of a whole pass can, or a label is no class's.
+    """
     bad, in_a_row = BadSamples(stream.hp.bad_samples), 0
     number, workers = worker_of()
     most = int(stream.index.counts[number::workers].sum()) + stream.hp.shuffle_buffer  # all of them have come by then

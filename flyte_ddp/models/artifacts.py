@@ -96,7 +96,7 @@ def load_model(
 
 
 def load_weights(model: nn.Module, model_path: Path, sidecar: Mapping[str, Any]) -> None:
-    """Load the weights of ``model.pt`` into a new model of the kind that its sidecar names.
+    """Read ``model.pt`` and put its weights into a new model, of the kind that the sidecar names.
 
     Raises:
         UserError: the model does not take these weights.

@@ -82,7 +82,10 @@ def check_state_dict(name: str, state_dict: Mapping[str, Any]) -> None:
 
 
 def refused_value(state_dict: Mapping[str, Any]) -> tuple[str, object] | None:
-    """Return key and value of the first entry that ``torch.load(weights_only=True)`` refuses; None if it takes all."""
+    """Return key and value of the first entry that ``torch.load(weights_only=True)`` refuses; None if it takes all.
+
+    Saves and loads each value that is no tensor in memory; a tensor is never refused.
+    """
     extra = {key: value for key, value in state_dict.items() if not isinstance(value, Tensor)}
     extra["_metadata"] = getattr(state_dict, "_metadata", None)  # versions of the modules, or what hooks add to them
     for key, value in extra.items():

@@ -198,7 +198,10 @@ class Checkpointer:
                 self._save(now=not closed and self.pending is None)
 
     def _is_good(self, snapshot: Snapshot) -> bool:
-        """Whether a run can resume from it, and should: the weights may be the first to show that a step went wrong."""
+        """Return whether a run can resume from the snapshot: its values can be loaded from a file and are finite.
+
+        A step that went wrong may show in the weights before it shows in a loss.
+        """
         saved = snapshot.values["model"]  # a model may leave out what is frozen
         if refused_value(saved):
             return False

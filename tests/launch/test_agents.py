@@ -40,7 +40,7 @@ def test_an_agent_that_fails_early_takes_its_rank_along(tmp_path: Path, ticket: 
 
 @pytest.mark.slow
 def test_a_stop_while_agents_are_to_come_again_names_the_newest_checkpoint(
-    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    digits: Path, tmp_path: Path, quiet: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where a node of a Ray cluster is drained, and the launcher's node a second later."""
     monkeypatch.chdir(HELPERS)
@@ -53,7 +53,6 @@ def test_a_stop_while_agents_are_to_come_again_names_the_newest_checkpoint(
         refuse_failed(sent)
 
     monkeypatch.setattr(agents, "refuse_failed", stop_when_there_is_a_checkpoint)
-    quiet = Settings(progress="off", wandb_mode="disabled")
     with pytest.raises(StoppedError) as caught:
         run_training(HP, digits, tmp_path / "run", quiet, launch=partial(agents.launch, retries=1))
     assert caught.value.step == 3

@@ -99,9 +99,9 @@ def save(group: Sequence[RankHandle], stop: StopRequest, seconds: float) -> int 
 
 
 def end(group: Sequence[RankHandle]) -> None:
-    """Kills the ranks that are still there; nothing of theirs needs them for its clean-up.
+    """Kill the ranks that still run, close their connections, and write what failed or stopped ranks have handed in.
 
-    Waits a little for what they have handed in to be written; those that have completed have waited for that.
+    Waits for that writing as :func:`handed_in.close` says; a rank that has completed has waited for its own.
     """
     for handle in group:
         handle.kill()
