@@ -24,7 +24,7 @@ train: install ## Train on the embedded digits, 2 ranks (other settings: make tr
 	@echo "Training; results will be under runs/ ..."
 	$(BIN)/pyflyte run workflows/training.py training_wf --hp '$(HP)'
 
-test: install ## Run the tests, each promise once (5 to 9 minutes on two quiet cores)
+test: install ## Run the tests, each promise once (5 to 12 minutes on two quiet cores)
 	$(BIN)/python -m pytest $(PARALLEL) -m "not exhaustive"
 
 test-all: install ## Also run what repeats them with more faults, stores, launchers and seeds (13 to 22 minutes)
