@@ -11,14 +11,18 @@ PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-$(VENV)/.installed: pyproject.toml
+# What is installed is what requirements-dev.lock names, uv first; wheels only, so that no package's own code runs here.
+HASHED := --require-hashes --only-binary :all:
+$(VENV)/.installed: pyproject.toml requirements-dev.lock
 	@echo "Installing into $(VENV) (torch with CUDA is about 6 GB; minutes on a slow line) ..."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
-	$(BIN)/uv pip install --compile-bytecode --python $(BIN)/python -e '.[dev]'
+	@awk '/^[^ ]/ {uv = /^uv==/} uv' requirements-dev.lock | \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check $(HASHED) --requirement /dev/stdin
+	$(BIN)/uv pip install --compile-bytecode --python $(BIN)/python --no-deps $(HASHED) --requirement requirements-dev.lock
+	$(BIN)/uv pip install --python $(BIN)/python --no-deps --no-build-isolation --editable .
 	@touch $@
 
-install: $(VENV)/.installed ## Make .venv with everything in it
+install: $(VENV)/.installed ## Make .venv with the locked versions of everything
 
 train: install ## Train on the embedded digits, 2 ranks (other settings: make train HP=config/fast.json)
 	@echo "Training; results will be under runs/ ..."
@@ -40,7 +44,7 @@ lint: install ## Check style (ruff), types (mypy, strict) and layers (import-lin
 	$(BIN)/lint-imports --no-logo
 
 bench: install ## Run the benchmarks; results go to benchmarks/results/
-	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[bench]'
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint requirements-dev.lock --editable '.[bench]'
 	$(BIN)/python -m benchmarks
 
 chaos: install ## Kill, stop and damage runs at 50 random moments; each retry must end in the same model (a quarter of an hour)
@@ -49,8 +53,11 @@ chaos: install ## Kill, stop and damage runs at 50 random moments; each retry mu
 cluster-test: install ## Check a Flyte cluster from outside: make cluster-test CONFIG=deploy/sandbox.yaml IMAGE=... [K=preempted]
 	$(BIN)/python -m pytest deploy/cluster_tests --flyte-config $(CONFIG) --image $(IMAGE) $(if $(K),-k "$(K)") $(OPTIONS)
 
-lock: install ## Pin the image's dependencies, with hashes, in requirements.lock
-	$(BIN)/uv pip compile pyproject.toml --extra images --extra streams --extra elastic --extra ray --extra dask --extra export --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --output-file requirements.lock
+COMPILE = $(BIN)/uv pip compile pyproject.toml --quiet --universal --python-version 3.11 --generate-hashes \
+	--no-emit-index-url --no-header $(UPGRADE)
+lock: install ## Renew both locks; pins that still fit stay, or the newest versions are taken: make lock UPGRADE=--upgrade
+	$(COMPILE) $(addprefix --extra ,images streams elastic ray dask export) --output-file requirements.lock
+	$(COMPILE) --extra dev --constraint requirements.lock --output-file requirements-dev.lock
 
 package: install ## Serialize tasks, workflows and launch plans into build/flyte-package.tgz
 	@mkdir -p build

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import re
 from collections import OrderedDict
 from collections.abc import Callable
@@ -483,15 +482,3 @@ def test_templates_for_a_read_only_root_have_all_of_the_others() -> None:
         assert spec.pop("securityContext") == {"fsGroup": 1000}
         assert spec["containers"] == ours["template"]["spec"]["containers"]
     assert specs == [{"containers": specs[0]["containers"]}, ours["template"]["spec"]]
-
-
-def test_the_lock_file_pins_all_that_the_project_needs() -> None:
-    lock = (ROOT / "requirements.lock").read_text()
-    required = [line for line in importlib.metadata.requires("flyte-ddp") or [] if "extra ==" not in line]
-    pinned = {line.partition("==")[0] for line in lock.splitlines() if line and line[0] not in " #"}
-    assert {re.split("[<>=!~ ]", line)[0] for line in required} <= pinned
-    assert "torch" in pinned
-    assert [name for name in pinned if name.startswith("nvidia-nccl")], "torch without GPUs"
-    assert lock.count("==") <= lock.count("--hash=sha256:")
-    assert "://" not in lock
-    assert "--index-url" not in lock
