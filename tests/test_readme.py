@@ -23,10 +23,6 @@ def test_the_table_of_hyperparameters_is_that_of_the_code() -> None:
     assert table() in written[0], "run `python tests/helpers/hyperparameter_table.py` to write it again"
 
 
-def test_the_readme_is_short() -> None:
-    assert len(README.read_text().splitlines()) <= 150
-
-
 def example(page: Path, begins: str) -> str:
     """The block of Python that begins so."""
     [code] = re.findall(rf"```python\n({re.escape(begins)}.*?)```", page.read_text(), re.DOTALL)
