@@ -17,25 +17,48 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
-def replacing(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
-    """A new file that replaces ``path`` if the block succeeds, and is removed if it does not.
+def atomic_write(path: Path, *, durable: bool = True, create: bool = False) -> Iterator[BinaryIO]:
+    """Yield a new file that gets the name ``path`` when the block succeeds, and is removed when the block fails.
 
-    Readers see the old file or the new one; if it is ``durable``, also after a power cut. Missing folders are made. An
-    ``OSError`` in the block is taken for a failure to write and becomes a ``UserError``, so a block that also reads
-    must turn errors of reading into others.
+    Makes missing folders. Readers see the old file or the whole new one. The temporary name is unique, so several
+    threads and processes may write one path; the last one wins.
+
+    Args:
+        path: of the file to write.
+        durable: whether the content is put on the disk before the file gets its name, so that a power cut leaves the
+            old file or the new one.
+        create: whether a file that has the name already is kept, and FileExistsError raised. The name is put on the
+            disk as well.
+
+    Raises:
+        OSError: the file cannot be written; also what the block raises.
     """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")  # two threads may write one path
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with temporary.open("wb") as file:
-                yield file
-                if durable:
-                    sync(file)
+        with temporary.open("wb") as file:
+            yield file
+            if durable:
+                sync(file)
+        if create:
+            os.link(temporary, path)  # which only one process can do
+            sync_folder(path.parent)
+        else:
             temporary.replace(path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def replacing(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
+    """Yield a new file that replaces ``path``, by :func:`atomic_write`; its OSErrors become a UserError with advice.
+
+    An OSError in the block is taken for a failure to write, so a block that also reads must turn errors of reading
+    into others.
+    """
+    try:
+        with atomic_write(path, durable=durable) as file:
+            yield file
     except (OSError, RuntimeError) as error:
         # If a write fails, torch.save may end with an error about the position, after the one that says why.
         reason = error if isinstance(error, OSError) else error.__context__
@@ -56,22 +79,31 @@ class HashingFile:
         self.sha256 = hashlib.sha256()
 
     def write(self, data: bytes) -> int:
-        """Writes and takes into the digest."""
+        """Write data to the file and into the digest; return how many bytes were written."""
         self.sha256.update(data)
         return self.file.write(data)
 
     def flush(self) -> None:
-        """Flushes the file beneath."""
+        """Flush the file that data goes to."""
         self.file.flush()
 
 
 def sync(file: IO[Any]) -> None:
-    """Puts what was written so far on the disk: a full disk is an error now, and a power cut loses nothing of it."""
+    """Put what was written so far on the disk: a full disk is an OSError now, and a power cut loses nothing of it."""
     file.flush()
     os.fsync(file.fileno())
 
 
+def sync_folder(folder: Path) -> None:
+    """Put the names in a folder on the disk, so that a power cut does not take them back."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file, in hex, as ``sha256sum`` prints it."""
+    """Return the SHA-256 of a file, in hex, as ``sha256sum`` prints it."""
     with path.open("rb", buffering=0) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
