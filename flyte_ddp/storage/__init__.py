@@ -1,11 +1,12 @@
-"""Reading, listing and writing files, wherever they are: a path, file://, http(s)://, s3://, gs:// or az://.
+"""Read, list, write and delete files by address: a path, file://, http(s)://, s3://, gs:// or az://.
 
-Every wait is bounded, and every failure is an :class:`UnavailableError` that says whether it is worth another try.
+Every wait is bounded. Failures are an :class:`UnavailableError`, which says whether another try may help; an address of
+no known kind is a UserError.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
@@ -17,53 +18,35 @@ from flyte_ddp.storage.failures import AlteredError, ExistsError, ForbiddenError
 from flyte_ddp.storage.origins import may_be_named, origin_of
 from flyte_ddp.storage.retries import retried
 
-__all__ = [
-    "AlteredError",
-    "Entry",
-    "ExistsError",
-    "ForbiddenError",
-    "MissingError",
-    "UnavailableError",
-    "as_in",
-    "check_length",
-    "create",
-    "join",
-    "list_files",
-    "local_path",
-    "may_be_named",
-    "open_file",
-    "origin_of",
-    "parent",
-    "put",
-    "read",
-    "resolve",
-    "retried",
-    "scheme",
-    "stat",
-]
+__all__ = ["AlteredError", "ExistsError", "ForbiddenError", "MissingError", "UnavailableError"]
+__all__ += ["as_in", "join", "local_path", "may_be_named", "origin_of", "parent", "resolve", "scheme"]
+__all__ += ["Entry", "check_length", "create", "delete", "list_files", "open_file", "put", "read", "retried", "stat"]
 
 
 class Storage(Protocol):
-    """What each kind of storage's own file provides."""
+    """The functions that the module of each kind of storage has; those below say what each does."""
 
     def open_file(self, address: str, span: Span | None) -> AbstractContextManager[Content]:
-        """Opens a file, or a span of it."""
+        """Open a file or a span of it."""
 
     def stat(self, address: str) -> Entry:
-        """Size and tag of a file."""
+        """Return a file's size and tag."""
 
     def list_files(self, address: str) -> Iterator[Entry]:
-        """All files below a folder or prefix."""
+        """Yield the files below a folder or prefix."""
 
-    def put(self, address: str, content: bytes) -> None:
-        """Writes a file."""
+    def put(self, address: str, content: bytes | Path) -> None:
+        """Write a file."""
 
     def create(self, address: str, content: bytes | Path) -> None:
-        """Writes a file that is not there yet."""
+        """Write a file that is not there yet."""
+
+    def delete(self, addresses: Sequence[str]) -> None:
+        """Delete files."""
 
 
 def storage_of(address: str) -> Storage:
-    """Where it is; what reads from there is imported when it is needed."""
+    """Return the module for an address, imported when it is needed first."""
     kind = scheme(address)
     if kind == "file":
         return local
@@ -77,24 +60,25 @@ def storage_of(address: str) -> Storage:
 
 
 def open_file(address: str, span: Span | None = None) -> AbstractContextManager[Content]:
-    """Opens a file, or a span of it, for one pass over its bytes as they are stored, without decompression.
+    """Open a file, or a span of it, for one pass over its bytes as they are stored, without decompression.
 
     Raises:
         UnavailableError: also while the bytes are read.
-        UserError: an address of no known kind.
     """
     return storage_of(address).open_file(address, span)
 
 
 def read(address: str, span: Span | None = None, *, tag: str = "") -> bytes:
-    """The content of a small file, or of a span of a file, checked to be as long as was announced or asked for.
+    """Return the content of a file, or of a span of it, whole in memory, checked to be as long as announced.
 
     Args:
-        tag: the file's when it was listed; only where storage gives it with the content does it have to be the same.
+        address: of the file.
+        span: the first byte and the one after the last; None for the whole file.
+        tag: of the file when it was listed; compared only where storage gives the tag with the content.
 
     Raises:
-        UnavailableError: it could not be had, or was cut short.
-        AlteredError: it has another tag.
+        UnavailableError: the file could not be had, or was cut short.
+        AlteredError: the file has another tag.
     """
     with open_file(address, span) as found:
         if tag and found.tag and found.tag != tag:
@@ -106,44 +90,39 @@ def read(address: str, span: Span | None = None, *, tag: str = "") -> bytes:
 
 
 def stat(address: str) -> Entry:
-    """Size and tag of a file, under the name ""; an HTTP server may give no tag, and -1 stands for an unknown size.
-
-    Raises:
-        UnavailableError: it is not there, or cannot be asked for.
-        UserError: an address of no known kind.
-    """
+    """Return a file's size and tag, under the name ""; an HTTP server may give no tag, and -1 is an unknown size."""
     return storage_of(address).stat(address)
 
 
 def list_files(address: str) -> Iterator[Entry]:
-    """All files below a folder or prefix, in the order of their names; placeholders for folders are left out.
+    """Yield all files below a folder or prefix, ordered by name, without the objects that stand for folders.
 
-    Raises:
-        UnavailableError: also while the list is read; on an HTTP server it is a file ``SHA256SUMS`` in the folder.
-        UserError: an address of no known kind.
+    On an HTTP server the list is a file ``SHA256SUMS`` in the folder. A missing prefix has no files; a missing folder
+    of this machine is a MissingError.
     """
     return storage_of(address).list_files(address)
 
 
-def put(address: str, content: bytes) -> None:
-    """Writes a file, which appears whole, in the place of one that was there before.
+def put(address: str, content: bytes | Path) -> None:
+    """Write a file, which appears whole and replaces one of that name.
 
-    Raises:
-        UnavailableError, OSError: it cannot be written.
-        UserError: an address of no known kind, or of a web server.
+    Args:
+        address: of the file; a web server's is a UserError.
+        content: the bytes, or the path of a file that has them, which is not read into memory.
     """
     storage_of(address).put(address, content)
 
 
 def create(address: str, content: bytes | Path) -> None:
-    """Writes a file, which appears whole, and only if there is none of that name.
-
-    Args:
-        content: or the path of a file that has it.
+    """Write a file, which appears whole, as :func:`put` does, and only if there is none of that name.
 
     Raises:
-        ExistsError: there is one, perhaps this one: the answer to an earlier try may have been lost.
-        UnavailableError: it cannot be written.
-        UserError: an address of no known kind, or of a web server.
+        ExistsError: there is a file, perhaps this one: the answer to an earlier try may have been lost.
     """
     storage_of(address).create(address, content)
+
+
+def delete(addresses: Sequence[str]) -> None:
+    """Delete files, of one bucket or of this machine, many by each request; a missing one may be a MissingError."""
+    if addresses:
+        storage_of(addresses[0]).delete(addresses)

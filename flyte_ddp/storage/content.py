@@ -14,7 +14,7 @@ Span = tuple[int, int]  # the first byte and the one after the last
 
 
 class Content(NamedTuple):
-    """What a file, or a span of one, holds."""
+    """The content of a file, or of a span of one."""
 
     size: int | None  # in bytes, where it is known
     chunks: Iterator[bytes]
@@ -34,12 +34,12 @@ class Entry:
 
 
 def entity_tag(header: str | None) -> str:
-    """The tag in an ETag header, without what HTTP puts around it."""
+    """Return the tag in an ETag header, without what HTTP puts around it."""
     return (header or "").removeprefix("W/").strip('"')
 
 
 def check_length(received: int, announced: int | None, *, remote: bool) -> None:
-    """Raises UnavailableError for a body that is not as long as was announced."""
+    """Raise UnavailableError, transient if ``remote``, for a body that is not as long as was announced."""
     if announced is not None and received != announced:
         what = "truncated after" if received < announced else "goes on to byte"
         raise UnavailableError(f"{what} {received:,} of {announced:,} bytes", transient=remote)

@@ -1,4 +1,4 @@
-"""The errors of reading, and its timeouts."""
+"""The errors of storage, and its timeouts."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ from flyte_ddp.errors import UnreachableError, UserError
 
 CONNECT_TIMEOUT = 10.0  # seconds
 READ_TIMEOUT = 30.0  # seconds without a byte
-CONNECTIONS = 64  # that one process keeps open to a server
 
 
 class UnavailableError(Exception):
-    """A file could not be had; ``transient``: it may be there on the next try."""
+    """A file could not be read or written; ``transient``: the next try may succeed."""
 
     def __init__(self, reason: str, *, transient: bool = False) -> None:
         super().__init__(reason)
         self.transient = transient
 
     def explained(self, message: str) -> UserError:
-        """The error for the user, which says whether another try may help."""
+        """Return the error for the user, whose class says whether another try may help."""
         return UnreachableError(message) if self.transient else UserError(message)
 
 
@@ -38,21 +37,6 @@ class AlteredError(UnavailableError):
 
 
 def refusal(status: int, detail: str) -> UnavailableError:
-    """The error for an HTTP status."""
-    reason = f"HTTP {status} {detail}".strip()
-    if status == 403:
-        return ForbiddenError(reason)
-    if status in (404, 410):
-        return MissingError(reason)
-    return UnavailableError(reason, transient=status >= 500 or status in (408, 429))
-
-
-def root_cause(error: BaseException) -> str:
-    """The innermost error's message: the errors that libraries wrap around it are long and name their objects."""
-    if "ConnectTimeout" in type(error).__name__:
-        return f"no connection within {CONNECT_TIMEOUT:g} s"
-    if "ReadTimeout" in type(error).__name__:
-        return f"no answer within {READ_TIMEOUT:g} s"
-    while (inner := error.__cause__ or error.__context__) is not None:
-        error = inner
-    return getattr(error, "strerror", None) or str(error)
+    """Return the error for an HTTP status."""
+    kind = {403: ForbiddenError, 404: MissingError, 410: MissingError}.get(status, UnavailableError)
+    return kind(f"HTTP {status} {detail}".strip(), transient=status >= 500 or status in (408, 429))

@@ -1,20 +1,19 @@
-"""Files of HTTP servers; proxies and certificates are taken from the environment."""
+"""Files of HTTP servers; proxies, certificates and ``~/.netrc`` are taken from the environment, as requests does."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from http.cookiejar import DefaultCookiePolicy
-from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import urljoin
 
 import requests
 import urllib3
 from requests.adapters import HTTPAdapter
-from requests.exceptions import InvalidURL, SSLError, TooManyRedirects
+from requests.exceptions import ConnectTimeout, InvalidURL, ReadTimeout, SSLError, TooManyRedirects
 
 from flyte_ddp.credentials import masked
 from flyte_ddp.errors import UserError
@@ -23,9 +22,10 @@ from flyte_ddp.storage import failures
 from flyte_ddp.storage.addresses import leads_out
 from flyte_ddp.storage.content import CHUNK_BYTES, Content, Entry, Span, entity_tag
 from flyte_ddp.storage.digest_list import SUMS, DigestListError, read_sums
-from flyte_ddp.storage.failures import CONNECTIONS, UnavailableError, refusal, root_cause
+from flyte_ddp.storage.failures import UnavailableError, refusal
 from flyte_ddp.storage.origins import may_be_redirected, origin_of
 
+CONNECTIONS = 64  # that one process keeps open to a server
 HOPELESS = (InvalidURL, SSLError, TooManyRedirects, urllib3.exceptions.LocationParseError)
 
 
@@ -49,7 +49,7 @@ def stat(address: str) -> Entry:
 
 
 def list_files(address: str) -> Iterator[Entry]:
-    """HTTP knows no list of files; one can be put there, which has no sizes."""
+    """:func:`flyte_ddp.storage.list_files` for an HTTP address: what ``SHA256SUMS`` there names, without sizes."""
     try:
         with open_file(f"{address.rstrip('/')}/{SUMS}", None) as found:
             content = b"".join(found.chunks)
@@ -66,17 +66,22 @@ def list_files(address: str) -> Iterator[Entry]:
         yield Entry(name, -1, digest)
 
 
-def put(address: str, content: bytes | Path) -> NoReturn:  # noqa: ARG001
-    """Web servers only give files."""
+def put(address: str, content: object) -> NoReturn:  # noqa: ARG001
+    """Raise UserError: web servers only give files."""
     raise UserError(f"address {address!r}: nothing can be written to a web server; give a path, s3://, gs:// or az://")
 
 
 create = put
 
 
+def delete(addresses: Sequence[str]) -> NoReturn:
+    """Raise UserError."""
+    put(addresses[0], None)
+
+
 @contextmanager
 def response(address: str, method: str, headers: dict[str, str]) -> Iterator[Any]:
-    """The answer with status 200 or 206 and a body not yet read."""
+    """Yield the response with status 200 or 206, whose body is not yet read."""
     try:
         with session(os.getpid()).request(
             method,
@@ -91,6 +96,17 @@ def response(address: str, method: str, headers: dict[str, str]) -> Iterator[Any
             yield answer
     except (requests.RequestException, urllib3.exceptions.HTTPError) as error:
         raise UnavailableError(masked(root_cause(error)), transient=not isinstance(error, HOPELESS)) from None
+
+
+def root_cause(error: BaseException) -> str:
+    """Return the innermost error's message: those around it are long and name their objects."""
+    if isinstance(error, ConnectTimeout | urllib3.exceptions.ConnectTimeoutError):
+        return f"no connection within {failures.CONNECT_TIMEOUT:g} s"
+    if isinstance(error, ReadTimeout | urllib3.exceptions.ReadTimeoutError):
+        return f"no answer within {failures.READ_TIMEOUT:g} s"
+    while (inner := error.__cause__ or error.__context__) is not None:
+        error = inner
+    return getattr(error, "strerror", None) or str(error)
 
 
 class Session(requests.Session):
@@ -114,7 +130,7 @@ class Session(requests.Session):
 
 @cache
 def session(process: int) -> requests.Session:  # noqa: ARG001
-    """Keeps a process's connections open, and no cookies: one request is not to change what the next one is given."""
+    """Return a process's session, which keeps connections open and no cookies: each request is given the same."""
     made = Session()
     made.cookies.set_policy(DefaultCookiePolicy(allowed_domains=[]))
     for scheme in ("http://", "https://"):

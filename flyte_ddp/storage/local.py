@@ -3,29 +3,42 @@
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 from typing import BinaryIO
 
-from flyte_ddp.files import sync
+from flyte_ddp.files import atomic_write
 from flyte_ddp.storage.addresses import local_path
 from flyte_ddp.storage.content import CHUNK_BYTES, Content, Entry, Span
 from flyte_ddp.storage.failures import ExistsError, MissingError, UnavailableError
 
 
+def path_of(address: str) -> Path:
+    """Return the path that a local address means."""
+    path = local_path(address)
+    assert path is not None
+    return path
+
+
 @contextmanager
-def open_file(address: str, span: Span | None) -> Iterator[Content]:
-    """:func:`flyte_ddp.storage.open_file` for a path."""
+def explained() -> Iterator[None]:
+    """Turn the block's OSErrors into an UnavailableError, or a MissingError."""
     try:
-        file = path_of(address).open("rb")
+        yield
     except (FileNotFoundError, NotADirectoryError):
         raise MissingError("no such file") from None
     except OSError as error:
         raise UnavailableError(error.strerror or str(error)) from None
+
+
+@contextmanager
+def open_file(address: str, span: Span | None) -> Iterator[Content]:
+    """:func:`flyte_ddp.storage.open_file` for a path."""
+    with explained():
+        file = path_of(address).open("rb")
     with file:
         size = os.fstat(file.fileno()).st_size
         start, end = span or (0, size)
@@ -33,110 +46,74 @@ def open_file(address: str, span: Span | None) -> Iterator[Content]:
         yield Content(max(0, min(end, size) - start), pieces(file, end - start))
 
 
-def path_of(address: str) -> Path:
-    """The path that a local address means."""
-    path = local_path(address)
-    assert path is not None
-    return path
-
-
 def pieces(file: BinaryIO, length: int) -> Iterator[bytes]:
-    """The next ``length`` bytes of the file, or fewer at its end."""
-    try:
+    """Yield the next ``length`` bytes of the file, or fewer at its end."""
+    with explained():
         while length > 0 and (piece := file.read(min(length, CHUNK_BYTES))):
             length -= len(piece)
             yield piece
-    except OSError as error:
-        raise UnavailableError(error.strerror or str(error)) from None
 
 
 def stat(address: str) -> Entry:
     """:func:`flyte_ddp.storage.stat` for a path."""
-    status = status_of(path_of(address))
-    if status is None or not S_ISREG(status.st_mode):
+    with explained():
+        status = path_of(address).stat()
+    if not S_ISREG(status.st_mode):
         raise MissingError("no such file")
     return Entry("", status.st_size, f"{status.st_mtime_ns}")
 
 
-def status_of(path: Path) -> os.stat_result | None:
-    """What the system says of a path; None if nothing is there."""
-    try:
-        return path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as error:
-        raise UnavailableError(error.strerror or str(error)) from None
-
-
-def put(address: str, content: bytes) -> None:
+def put(address: str, content: bytes | Path, *, create: bool = False) -> None:
     """:func:`flyte_ddp.storage.put` for a path."""
     path = path_of(address)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
-        partial.write_bytes(content)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def create(address: str, content: bytes | Path) -> None:
-    """:func:`flyte_ddp.storage.create` for a path: under a second name, which only one process can give."""
-    path = path_of(address)
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
-    try:
-        make_folder(path.parent)
-        with partial.open("wb") as file:
+        with atomic_write(path, durable=create, create=create) as file:
             if isinstance(content, Path):
                 with content.open("rb") as source:
                     shutil.copyfileobj(source, file, CHUNK_BYTES)
             else:
                 file.write(content)
-            sync(file)
-        os.link(partial, path)
-        sync_folder(path.parent)
-    except FileExistsError:
-        raise ExistsError("there is a file of that name") from None
     except OSError as error:
+        if create and isinstance(error, FileExistsError) and path.exists():  # and not that its folder is a file
+            raise ExistsError("there is a file of that name") from None
         raise UnavailableError(error.strerror or str(error)) from None
-    finally:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
 
 
-def make_folder(folder: Path) -> None:
-    """Makes a folder and those above it, if they are not there, and puts their names on the disk."""
-    missing = [each for each in (folder, *folder.parents) if not each.exists()]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except FileExistsError as error:
-        raise NotADirectoryError(*error.args) from None
-    for each in missing:
-        sync_folder(each.parent)
+def create(address: str, content: bytes | Path) -> None:
+    """:func:`flyte_ddp.storage.create` for a path; the file is on the disk when this returns."""
+    put(address, content, create=True)
 
 
-def sync_folder(folder: Path) -> None:
-    """Puts a folder's names on the disk, so that a power cut takes none that was there before a later one."""
-    opened = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
+def delete(addresses: Sequence[str]) -> None:
+    """:func:`flyte_ddp.storage.delete` for paths."""
+    with explained():
+        for address in addresses:
+            path_of(address).unlink()
 
 
 def list_files(address: str) -> Iterator[Entry]:
-    """:func:`flyte_ddp.storage.list_files` for a directory; links are followed, hidden files and folders left out."""
+    """:func:`flyte_ddp.storage.list_files` for a folder; links are followed, hidden files and folders left out."""
     root = path_of(address)
-    status = status_of(root)
-    if status is None or not S_ISDIR(status.st_mode):
-        raise MissingError("no such directory")
+    with explained():
+        if not S_ISDIR(root.stat().st_mode):
+            raise MissingError("no such directory")
     found: list[Entry] = []
-    walk(str(root), "", (), found)
+    collect_files(str(root), "", (), found)
     yield from sorted(found, key=lambda entry: entry.name)
 
 
-def walk(folder: str, prefix: str, above: tuple[tuple[int, int], ...], found: list[Entry]) -> None:
-    """Adds the files below a folder; ``above``: the folders that it is in, to which a link may lead back."""
+def collect_files(folder: str, prefix: str, above: tuple[tuple[int, int], ...], found: list[Entry]) -> None:
+    """Append the files below a folder to ``found``.
+
+    Args:
+        folder: a path.
+        prefix: of the names in the folder, as they are in ``found``.
+        above: device and inode of the folders that the folder is in, to which a link may lead back.
+        found: the list that grows.
+
+    Raises:
+        UnavailableError: a folder or the target of a link cannot be read, or a link leads to a folder above it.
+    """
     try:
         itself = os.stat(folder)  # noqa: PTH116
         identity = (itself.st_dev, itself.st_ino)
@@ -147,7 +124,7 @@ def walk(folder: str, prefix: str, above: tuple[tuple[int, int], ...], found: li
                 if entry.name.startswith("."):
                     continue
                 if entry.is_dir():
-                    walk(entry.path, f"{prefix}{entry.name}/", (*above, identity), found)
+                    collect_files(entry.path, f"{prefix}{entry.name}/", (*above, identity), found)
                 elif S_ISREG((status := entry.stat()).st_mode):
                     found.append(Entry(f"{prefix}{entry.name}", status.st_size, f"{status.st_mtime_ns}"))
     except OSError as error:

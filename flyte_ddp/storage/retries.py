@@ -18,13 +18,15 @@ Result = TypeVar("Result")
 def retried(
     addresses: str | Sequence[str], action: Callable[[str], Result], note: Callable[[str], object] = lambda _: None
 ) -> Result:
-    """The result of ``action`` for the address, or for the first of several for which it succeeds.
+    """Return the result of ``action`` for the address, or for the first of several for which it succeeds.
 
     A round tries all addresses in order, and between rounds there is a pause that doubles, shortened at random so that
     many pods don't come back together. Left out of later rounds are addresses that failed for good, or whose file was
     altered twice (once may have been the network).
 
     Args:
+        addresses: one, or several of the same file.
+        action: reads from or writes to the address that it is given.
         note: is told of each pause, and why.
 
     Raises:

@@ -96,7 +96,7 @@ def test_google_is_told_who_asks(server: FileServer, monkeypatch: pytest.MonkeyP
             raise RefreshError("expired", retryable=False)
 
         patch.setattr(Credentials, "refresh", refused)
-        with pytest.raises(UnavailableError, match="Google's credentials were refused: expired") as caught:
+        with pytest.raises(UnavailableError, match="credentials of gs:// cannot be used: expired") as caught:
             asked_as()
         assert not caught.value.transient
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "none.json"))
