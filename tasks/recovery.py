@@ -2,6 +2,8 @@
 
 import contextvars
 import os
+import posixpath
+import re
 import signal
 import threading
 import time
@@ -10,18 +12,20 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+from flytekit import FlyteContextManager
 from flytekit.core.base_task import PythonTask
 from flytekit.exceptions.system import FlyteNonRecoverableSystemException
 from flytekit.exceptions.user import FlyteRecoverableException, FlyteUserRuntimeException
 
 from flyte_ddp.errors import RankError, StoppedError, UnreachableError, UserError
+from flyte_ddp.pods.checkpoint_store import TRAINED, CheckpointStore
 from flyte_ddp.process import postponed
 from flyte_ddp.runs.checkpoint import FOLDER, SLOTS, Checkpoint
 from flyte_ddp.runs.run_folder import METRICS, UNFINISHED
 from flyte_ddp.runs.run_lock import release_reserved
 from flyte_ddp.settings import Settings, from_environment
+from flyte_ddp.storage import ForbiddenError
 from tasks import eviction, places, pods
-from tasks.checkpoint_store import TRAINED, CheckpointStore
 
 POLL_SECONDS = 0.5
 SWEEP_SECONDS = 30.0  # of a pod that has its result
@@ -104,7 +108,7 @@ def checkpoints_kept(run_folder: Path) -> Iterator[Callable[[], None]]:
         return
     folder = run_folder / UNFINISHED / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
-    store = CheckpointStore.of_this_pod(run_folder.name)
+    store = store_of_this_pod(run_folder.name)
     with postponed(signal.SIGTERM):
         found = store.begin(folder / SLOTS[0])
     sender = Sender(store, folder, from_environment(), found)
@@ -112,7 +116,7 @@ def checkpoints_kept(run_folder: Path) -> Iterator[Callable[[], None]]:
     def ranks_start() -> None:
         try:
             store.started(found.step if found else 0)
-        except PermissionError as error:
+        except ForbiddenError as error:
             lost = "without checkpoints there, a lost pod loses all that it has done"
             print(f"{store.folder}: {error}; {lost}", flush=True)
 
@@ -132,6 +136,36 @@ def checkpoints_kept(run_folder: Path) -> Iterator[Callable[[], None]]:
             store.end(ended)
         if ended is None:
             sweep(store)
+
+
+def store_of_this_pod(run: str) -> CheckpointStore:
+    """Return the store of a run's checkpoints that the pod's environment names."""
+    prefix = FlyteContextManager.current_context().file_access.raw_output_prefix
+    address = os.environ.get(pods.CHECKPOINTS_VARIABLE) or beside_outputs(prefix)
+    address = re.sub(r"^abfss?://([^/@]+)(@[^/]*)?", r"az://\1", address)  # as flytekit calls Azure's Blob Storage
+    project, domain, execution = (
+        os.environ[f"FLYTE_INTERNAL_EXECUTION_{name}"] for name in ("PROJECT", "DOMAIN", "ID")
+    )
+    return CheckpointStore(
+        posixpath.join(address, project, domain, run),
+        execution,
+        attempt=int(os.environ.get("FLYTE_ATTEMPT_NUMBER") or 0),
+        days=float(os.environ.get(pods.CHECKPOINT_DAYS_VARIABLE) or CheckpointStore.days),
+        from_scratch=bool(os.environ.get(pods.FROM_SCRATCH_VARIABLE)),
+        more_memory=more_memory(),
+    )
+
+
+def beside_outputs(raw_output_prefix: str) -> str:
+    """Return an address that all executions share; Flyte gives an attempt PREFIX/XX/EXECUTION-NODE-ATTEMPT."""
+    return posixpath.join(posixpath.dirname(posixpath.dirname(raw_output_prefix.rstrip("/"))), "flyte-ddp-checkpoints")
+
+
+def more_memory() -> str:
+    """Return what helps against a lack of memory, with what the pod has."""
+    name = pods.chosen_profile()
+    given = f"profile {name!r} gives {pods.PROFILES[name].memory} of memory"
+    return f"{given}: take one with more, fewer num_ranks, or a smaller batch_size"
 
 
 def sweep(store: CheckpointStore) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from flyte_ddp.pods.checkpoint_store import SAVED, CheckpointStore, parse_entry
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.arithmetic import Arithmetic
 from flyte_ddp.runs.checkpoint import SLOTS, Identity
-from tasks.checkpoint_store import SAVED, CheckpointStore, Entry
 
 IDENTITY = Identity({"epochs": 1}, data="d", code="c", user_code="", initial_weights="", releases="torch 2")
 ARITHMETIC = Arithmetic(1, "cpu", "fp32", 1, "off", "")
@@ -34,5 +34,5 @@ def begun(store: CheckpointStore, folder: Path) -> int:
 
 def names(base: Path, kind: str = SAVED) -> list[str]:
     """Execution, attempt and step of the files of a kind."""
-    found = [entry for path in base.rglob("*") if (entry := Entry.at(str(path))) is not None and entry.kind == kind]
+    found = [entry for path in base.rglob("*") if (entry := parse_entry(str(path))) is not None and entry.kind == kind]
     return sorted(f"{entry.execution} {entry.attempt} {entry.step}" for entry in found)

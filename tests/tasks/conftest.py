@@ -6,12 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from flytekit.configuration import DataConfig
-from flytekit.core.data_persistence import FileAccessProvider
 from s3_server import S3Server, s3_server
 
-from tasks import checkpoint_store
-from tasks.checkpoint_store import CheckpointStore
+from flyte_ddp.pods.checkpoint_store import CheckpointStore
+from flyte_ddp.storage import retries
 
 
 @pytest.fixture(scope="session")
@@ -29,11 +27,9 @@ def base(server: S3Server, request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.fixture
-def store(server: S3Server, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CheckpointStore:
+def store(server: S3Server, base: Path, monkeypatch: pytest.MonkeyPatch) -> CheckpointStore:
     """Of the first attempt of execution ``one``."""
     for name, value in server.flyte_environment().items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(checkpoint_store, "PAUSES", (0.0, 0.0))
-    access = FileAccessProvider(str(tmp_path), "s3://bucket/data/xy/one-n1-0", DataConfig.auto())
-    folder = f"s3://{base.relative_to(server.folder)}"
-    return CheckpointStore(access.get_filesystem_for_path(folder), folder, execution="one", attempt=0)
+    monkeypatch.setattr(retries, "FIRST_DELAY", 0.0)
+    return CheckpointStore(f"s3://{base.relative_to(server.folder)}", "one")

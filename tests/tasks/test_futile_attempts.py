@@ -10,11 +10,11 @@ import pytest
 from kept_checkpoints import begun, names, write
 
 from flyte_ddp.errors import OutOfMemoryError, RankError, RankLostError, StoppedError, UnreachableError, UserError
+from flyte_ddp.pods.checkpoint_store import TRAINED, CheckpointStore
 from flyte_ddp.runs.checkpoint import FOLDER, SLOTS, newest_of
 from flyte_ddp.runs.run_folder import METRICS
 from flyte_ddp.settings import Settings
 from tasks import recovery
-from tasks.checkpoint_store import TRAINED, CheckpointStore
 
 
 def test_attempts_whose_ranks_fail_at_one_step_are_the_last(store: CheckpointStore, tmp_path: Path) -> None:
@@ -35,6 +35,7 @@ def test_memory_is_named_where_the_kernel_has_counted(
     store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLYTE_DDP_PROFILE", "sandbox")
+    store = replace(store, more_memory=recovery.more_memory())
     for attempt in (0, 1):
         own = replace(store, attempt=attempt)
         begun(own, tmp_path / str(attempt))
@@ -74,6 +75,7 @@ def test_attempts_that_were_lost_soon_count_for_less(
 ) -> None:
     """Two lost nodes are bad luck; but of a pod whose memory runs out nothing is left either."""
     monkeypatch.setenv("FLYTE_DDP_PROFILE", "sandbox")
+    store = replace(store, more_memory=recovery.more_memory())
     for attempt in range(5):
         own = replace(store, attempt=attempt)
         assert begun(own, tmp_path / str(attempt)) == 0

@@ -19,12 +19,14 @@ from flytekit.core.data_persistence import FileAccessProvider
 from kept_checkpoints import begun, names, write
 from s3_server import S3Server
 
+from flyte_ddp import storage
 from flyte_ddp.errors import RankError, UnreachableError, UserError
+from flyte_ddp.pods.checkpoint_store import DONE, SAVED, STARTED, CheckpointStore, parse_entry
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.checkpoint import FOLDER, SLOTS
 from flyte_ddp.runs.run_folder import UNFINISHED
-from tasks import checkpoint_store, places, recovery
-from tasks.checkpoint_store import DONE, SAVED, STARTED, CheckpointStore, Entry
+from flyte_ddp.storage import ForbiddenError, UnavailableError
+from tasks import places, recovery
 
 
 def test_any_attempt_finds_the_newest(store: CheckpointStore, base: Path, tmp_path: Path) -> None:
@@ -151,10 +153,10 @@ def test_one_that_may_not_be_read_is_not_taken_for_none(
     store.send(write(tmp_path / "a.ckpt", 3))
 
     def forbidden(*_: object) -> None:
-        raise PermissionError("Access Denied")
+        raise ForbiddenError("Access Denied")
 
     with monkeypatch.context() as patch:
-        patch.setattr(store.files, "get_file", forbidden)
+        patch.setattr(storage, "open_file", forbidden)
         with pytest.raises(UserError, match=r"saved-0-3-0-\d+ \(Access Denied\)"):
             begun(replace(store, attempt=1), tmp_path / "1")
     assert begun(replace(store, attempt=1), tmp_path / "1") == 3
@@ -164,14 +166,14 @@ def test_one_that_is_replaced_while_it_is_fetched_is_not_taken_for_none(
     store: CheckpointStore, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.send(write(tmp_path / "a.ckpt", 3))
-    fetch = store.files.get_file
+    fetch = storage.open_file
 
-    def replaced_before(*arguments: object) -> None:
+    def replaced_before(address: str) -> object:
         for path in base.rglob("saved-0-3-*"):
             path.unlink()
-        fetch(*arguments)
+        return fetch(address)
 
-    monkeypatch.setattr(store.files, "get_file", replaced_before)
+    monkeypatch.setattr(storage, "open_file", replaced_before)
     with pytest.raises(UnreachableError, match="the same run will try again"):
         begun(replace(store, attempt=1), tmp_path / "1")
 
@@ -204,31 +206,31 @@ def test_what_is_nobodys_is_removed(store: CheckpointStore, base: Path, tmp_path
     (old / "of somebody else").write_text("content")
     begun(store, tmp_path / "0")
     store.sweep()
-    left = {path.relative_to(base.parent).parts[0] for path in base.parent.rglob("*") if Entry.at(str(path))}
+    left = {path.relative_to(base.parent).parts[0] for path in base.parent.rglob("*") if parse_entry(str(path))}
     assert left == {"fresh", "run"}
     assert (old / "of somebody else").exists()
 
 
-@pytest.mark.parametrize(("failures", "fails"), [(1, False), (2, False), (3, True)])
+@pytest.mark.parametrize(("failures", "fails"), [(3, False), (4, True)])
 def test_a_store_that_fails_is_asked_again(
     store: CheckpointStore, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
     failures: int, fails: bool,
 ) -> None:  # fmt: skip
     store.send(write(tmp_path / "a.ckpt", 5))
-    errors, find = iter([OSError("503: slow down")] * failures), store.files.find
+    errors, list_files = iter([UnavailableError("HTTP 503 SlowDown", transient=True)] * failures), storage.list_files
 
-    def troubled(folder: str) -> list[str]:
+    def troubled(folder: str) -> object:
         if error := next(errors, None):
             raise error
-        return find(folder)
+        return list_files(folder)
 
-    monkeypatch.setattr(store.files, "find", troubled)
+    monkeypatch.setattr(storage, "list_files", troubled)
     if fails:
-        with pytest.raises(UnreachableError, match="503: slow down"):
+        with pytest.raises(UnreachableError, match="HTTP 503 SlowDown"):
             begun(store, tmp_path / "0")
     else:
         assert begun(store, tmp_path / "0") == 5
-    assert capsys.readouterr().out.count("503: slow down; next try") == min(failures, 2)
+    assert capsys.readouterr().out.count("HTTP 503 SlowDown; next try") == 3
 
 
 @pytest.mark.parametrize(
@@ -240,7 +242,7 @@ def test_a_store_that_fails_is_asked_again(
     ],
 )
 def test_they_are_beside_all_outputs(prefix: str, folder: str) -> None:
-    assert checkpoint_store.beside_outputs(prefix) == folder
+    assert recovery.beside_outputs(prefix) == folder
 
 
 class TestInAPod:
@@ -363,7 +365,7 @@ class TestInAPod:
         self, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         def forbidden(*_: object) -> None:
-            raise PermissionError("Access Denied")
+            raise ForbiddenError("Access Denied")
 
         monkeypatch.setattr(CheckpointStore, "note", forbidden)
         monkeypatch.setattr(CheckpointStore, "send", forbidden)

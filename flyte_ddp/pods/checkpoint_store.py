@@ -1,27 +1,26 @@
 """A run's checkpoints in the blob store, for the next attempt, and for other executions of the same run.
 
-With flytekit's own checkpoints an attempt sees only those of the attempt before it, and a new execution none. Here each
-attempt writes files under its own names, so that two at the same time never mix, and begins with the newest checkpoint
-of any that can be read. The files of a run are BASE/RUN/EXECUTION/KIND-ATTEMPT-STEP-EPOCH-TIME.
+Each attempt writes files under its own names, so that two at the same time never mix, and begins with the newest
+checkpoint of any that can be read. The files of a run are BASE/RUN/EXECUTION/KIND-ATTEMPT-STEP-EPOCH-TIME.
 """
 
-import os
+from __future__ import annotations
+
 import posixpath
+import re
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Optional, TypeVar
+from typing import NamedTuple, TypeVar
 
-from flytekit import FlyteContextManager
-
+from flyte_ddp import storage
 from flyte_ddp.errors import OutOfMemoryError, RankError, RankLostError, UnreachableError, UserError
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.checkpoint import Checkpoint
-from tasks import pods
+from flyte_ddp.storage import MissingError, UnavailableError
 
 SAVED = "saved"  # a checkpoint; the other kinds of files are notes of a few bytes
 STARTED = "started"  # the attempt has its data, and launches its ranks
@@ -29,20 +28,19 @@ TRAINED = "trained"  # it has trained for so long that there should be a checkpo
 FAILED = "failed"  # a rank of it failed, which may happen again; with the reason
 ENDED = "ended"  # it was told to stop, or could not reach something; with the reason
 DONE = "done"  # it has a result
-KINDS = (SAVED, STARTED, TRAINED, FAILED, ENDED, DONE)
+ADDRESS = re.compile(rf"(.+)/({SAVED}|{STARTED}|{TRAINED}|{FAILED}|{ENDED}|{DONE})-(\d+)-(\d+)-(\d+)-(\d+)")
 KEPT = 2  # checkpoints of an execution
 DONE_SECONDS = 3600.0  # an execution with a result may still be handing it over
 FUTILE_ATTEMPTS = 2  # which failed or had time to save, and made no progress; there is no third
 LOST_ATTEMPTS = 5  # which were lost before that, likewise: about as many as a pod whose memory runs out should cost
 AT_ONCE = 1000  # files that one request removes
-PAUSES = (1.0, 4.0, 10.0)  # seconds between tries; within the time that a pod has after SIGTERM
-Returned = TypeVar("Returned")
+Result = TypeVar("Result")
 
 
 class Entry(NamedTuple):
     """A file of a run."""
 
-    folder: str  # of the run's execution
+    folder: str  # address of the run's execution
     kind: str
     attempt: int  # that wrote it, from 0
     step: int
@@ -50,61 +48,41 @@ class Entry(NamedTuple):
     time: int  # since 1970, in seconds
 
     @property
-    def path(self) -> str:
+    def address(self) -> str:
         """The file's address."""
-        return f"{self.folder}/{self.kind}-{self.attempt}-{self.step}-{self.epoch}-{self.time}"
+        return f"{self.folder}/{'-'.join(map(str, self[1:]))}"
 
     @property
     def execution(self) -> str:
-        """The id of the execution that wrote it."""
+        """The id of the execution that wrote the file."""
         return posixpath.basename(self.folder)
 
-    @classmethod
-    def at(cls, path: str) -> Optional["Entry"]:
-        """Parses a file's name; None for a file that is none of ours."""
-        folder, name = posixpath.split(path)
-        kind, *numbers = name.split("-")
-        if kind not in KINDS or len(numbers) != 4 or not all(map(str.isdecimal, numbers)):
-            return None
-        attempt, step, epoch, seconds = map(int, numbers)
-        return cls(folder, kind, attempt, step, epoch, seconds)
+
+def parse_entry(address: str) -> Entry | None:
+    """Return what an address says of its file; None for a file that is none of a run's."""
+    match = ADDRESS.fullmatch(address)
+    return Entry(match[1], match[2], *map(int, match.groups()[2:])) if match else None
 
 
 @dataclass(frozen=True)
 class CheckpointStore:
-    """The files of one run, for an attempt at it.
+    """The files of one run, for an attempt at it; methods raise UnavailableError unless they say otherwise.
 
     Args:
-        files: of the blob store, as fsspec has it.
-        folder: of the run.
-        execution: the id of this one.
-        attempt: the number of this one in it, from 0.
-        days: after which a file is removed.
+        folder: address of the run: a path, s3://, gs:// or az://.
+        execution: id of the execution that the attempt belongs to.
+        attempt: number of the attempt in its execution, from 0.
+        days: age at which a file is removed.
         from_scratch: whether checkpoints of other executions are passed over.
+        more_memory: advice for an attempt whose memory ran out.
     """
 
-    files: Any
     folder: str
     execution: str
-    attempt: int
+    attempt: int = 0
     days: float = 14.0
     from_scratch: bool = False
-
-    @classmethod
-    def of_this_pod(cls, run: str) -> "CheckpointStore":
-        """The one that the pod's environment names."""
-        access = FlyteContextManager.current_context().file_access
-        address = os.environ.get(pods.CHECKPOINTS_VARIABLE) or beside_outputs(access.raw_output_prefix)
-        variables = [os.environ[f"FLYTE_INTERNAL_EXECUTION_{name}"] for name in ("PROJECT", "DOMAIN", "ID")]
-        project, domain, execution = variables
-        return cls(
-            files=access.get_filesystem_for_path(address),
-            folder=posixpath.join(address, project, domain, run),
-            execution=execution,
-            attempt=int(os.environ.get("FLYTE_ATTEMPT_NUMBER") or 0),
-            days=float(os.environ.get(pods.CHECKPOINT_DAYS_VARIABLE) or cls.days),
-            from_scratch=bool(os.environ.get(pods.FROM_SCRATCH_VARIABLE)),
-        )
+    more_memory: str = "give it more memory"
 
     def begin(self, path: Path) -> Checkpoint | None:
         """Download the newest checkpoint that can be read to ``path``, unless the folder there has one as new.
@@ -120,19 +98,33 @@ class CheckpointStore:
             UnreachableError: the store did not answer in several tries, or its files were replaced meanwhile.
         """
         try:
-            entries = tried(self.listed)
-        except PermissionError as error:
+            entries = self.ask(self.folder, lambda _: self.list_newest_first())
+        except UnavailableError as error:
             raise UserError(
                 f"{self.folder}: {error}; whether there is a checkpoint is not known: allow pods to list, read and "
-                f"write files there, or set {pods.CHECKPOINTS_VARIABLE} to where they may, and register again"
+                "write files there, or set FLYTE_DDP_CHECKPOINTS to where they may, and register again"
             ) from error
         newest = self.fetch_newest(entries, path)
         self.stop_if_futile(entries, newest.step if newest else 0)
         return newest
 
-    def listed(self) -> list[Entry]:
-        """The run's files that matter to this execution, newest checkpoints first."""
-        entries = self.entries_in(self.folder)
+    def ask(self, address: str, action: Callable[[str], Result]) -> Result:
+        """Return the result of an action on an address, tried several times; prints why it is tried again.
+
+        Raises:
+            UnavailableError: another try would end likewise.
+            UnreachableError: no try succeeded.
+        """
+        try:
+            return storage.retried(address, action, lambda note: print(f"checkpoints: {note}", flush=True))
+        except UnavailableError as error:
+            if not error.transient:
+                raise
+            raise UnreachableError(f"checkpoints in {address}: {error}; the same run will try again") from error
+
+    def list_newest_first(self) -> list[Entry]:
+        """Return the run's files that matter to this execution, newest checkpoints first."""
+        entries = list_entries(self.folder)
         done = {entry.execution for entry in entries if entry.kind == DONE} - {self.execution}
         found = [entry for entry in entries if entry.execution not in done]
         if self.from_scratch:
@@ -140,25 +132,19 @@ class CheckpointStore:
         return sorted(found, key=lambda entry: (entry.step, entry.epoch, entry.time), reverse=True)
 
     def sweep(self, stopped: Callable[[], bool] = lambda: False) -> None:
-        """Remove the files of all runs in this project that nobody will continue, many by each request.
+        """Delete the files of all runs in this project that nobody will continue, AT_ONCE at a time.
 
         Args:
-            stopped: asked before each request; True ends the sweep.
+            stopped: asked before each deletion; True ends the sweep.
         """
         now = time.time()
-        entries = self.entries_in(posixpath.dirname(self.folder))
+        entries = list_entries(posixpath.dirname(self.folder))
         done = {entry.folder for entry in entries if entry.kind == DONE and now - entry.time > DONE_SECONDS}
-        old = [entry.path for entry in entries if entry.folder in done or now - entry.time > self.days * 86_400]
+        old = [entry for entry in entries if entry.folder in done or now - entry.time > self.days * 86_400]
         for first in range(0, len(old), AT_ONCE):
             if stopped():
                 return
-            with suppress(OSError):  # that is not allowed, or someone else has removed one of them
-                self.files.rm(old[first : first + AT_ONCE])
-
-    def entries_in(self, folder: str) -> list[Entry]:
-        """The files below a folder."""
-        self.files.invalidate_cache()
-        return [entry for path in self.files.find(folder) if (entry := Entry.at(path)) is not None]
+            delete_entries(old[first : first + AT_ONCE])
 
     def fetch_newest(self, entries: list[Entry], path: Path) -> Checkpoint | None:
         """Download the newest checkpoint that can be read; see :meth:`begin`."""
@@ -170,10 +156,10 @@ class CheckpointStore:
                 continue
             try:
                 newest = self.fetch(entry, path)
-            except FileNotFoundError:  # its attempt has removed it, as there are newer ones
+            except MissingError:  # its attempt has removed it, as there are newer ones
                 replaced = True
-            except (PermissionError, checkpoint.UnreadableError) as error:
-                reasons[entry.path] = str(error)
+            except (UnavailableError, checkpoint.UnreadableError) as error:
+                reasons[entry.address] = str(error)
             else:
                 print(f"found the checkpoint of attempt {entry.attempt} of {entry.execution}", flush=True)
                 break
@@ -195,13 +181,17 @@ class CheckpointStore:
         """Download a checkpoint in place of the file ``path``, if it can be read, and return it.
 
         Raises:
-            FileNotFoundError, PermissionError: of the store.
             UnreachableError: the store did not answer in several tries.
-            UnreadableError: it is damaged, or of another release's format.
+            UnreadableError: the checkpoint is damaged, or of another release's format.
         """
         temporary = path.with_name(f".{path.name}.tmp")
+
+        def download(address: str) -> None:
+            with storage.open_file(address) as content, temporary.open("wb") as file:
+                storage.check_length(sum(map(file.write, content.chunks)), content.size, remote=True)
+
         try:
-            tried(partial(self.files.get_file, entry.path, str(temporary)))
+            self.ask(entry.address, download)
             found = checkpoint.read(temporary)
             assert found is not None
             temporary.replace(path)
@@ -217,6 +207,10 @@ class CheckpointStore:
         knows: of these, five are enough. One that was lost while it fetched its data, was told to stop, or could not
         reach something does not count.
 
+        Args:
+            entries: all files of the run, newest checkpoints first.
+            step: of the newest checkpoint, 0 without one.
+
         Raises:
             UserError: there were enough.
         """
@@ -230,7 +224,7 @@ class CheckpointStore:
         futile = [notes.get(FAILED) or notes[TRAINED] for notes in began_here if notes.keys() & {FAILED, TRAINED}]
         lost = [notes for notes in began_here if notes.keys() == {STARTED}]
         if len(futile) >= FUTILE_ATTEMPTS:
-            why = tried(lambda: self.files.cat_file(futile[-1].path).decode())
+            why = self.ask(futile[-1].address, storage.read).decode()
             raise UserError(
                 f"{len(futile)} attempts got no further than step {step:,}, where they began, so no other one is made; "
                 f"the last one: {why}"
@@ -239,89 +233,66 @@ class CheckpointStore:
             raise UserError(
                 f"{len(lost)} attempts were lost, or killed without a word, before they got further than step "
                 f"{step:,}, where they began, so no other one is made; Kubernetes says why (kubectl describe pod, or "
-                f"the console): if it is OOMKilled, {more_memory()}; else launch it again"
+                f"the console): if it is OOMKilled, {self.more_memory}; else launch it again"
             )
 
     def started(self, step: int) -> None:
         """Record that the attempt has its data and launches its ranks.
 
+        Args:
+            step: of the checkpoint that it goes on from, 0 without one.
+
         Raises:
             UnreachableError: the store did not answer in several tries.
-            PermissionError: it may not be written to.
         """
-        tried(partial(self.note, STARTED, step))
+        self.ask(self.folder, lambda _: self.note(STARTED, step))
 
     def send(self, path: Path) -> None:
-        """Uploads a checkpoint, and removes what newer ones of this execution have replaced.
+        """Upload a checkpoint, and delete those of this execution but the two newest.
 
         Raises:
-            FileNotFoundError: it is not there any more.
+            FileNotFoundError: there is no checkpoint at the path any more.
         """
         found = checkpoint.read(path)
         if found is None:
             raise FileNotFoundError(path)
-        self.files.put_file(str(path), self.entry(SAVED, found.step, found.epoch).path)
+        storage.put(self.new_entry(SAVED, found.step, found.epoch).address, path)
         self.keep_newest(KEPT)
 
     def end(self, error: BaseException | None) -> None:
         """Record how the attempt has ended, unless that says nothing of the run: a rank of it was lost."""
         if error is None:
             self.note(DONE, 0)
-            self.keep_newest(1)  # until Flyte has the result: this pod may be lost before
+            self.keep_newest(1)  # until the platform has the result: this pod may be lost before
         elif isinstance(error, OutOfMemoryError):
-            self.note(FAILED, 0, f"{error}; {more_memory()}")
+            self.note(FAILED, 0, f"{error}; {self.more_memory}")
         elif not isinstance(error, RankLostError):
             self.note(FAILED if isinstance(error, RankError) else ENDED, 0, str(error))
 
     def keep_newest(self, number: int) -> None:
-        """Removes all but the newest checkpoints of this execution."""
-        mine = [entry for entry in self.listed() if (entry.execution, entry.kind) == (self.execution, SAVED)]
-        for entry in mine[number:]:
-            self.remove(entry)
+        """Delete all but the newest checkpoints of this execution, if that is allowed."""
+        mine = [entry for entry in self.list_newest_first() if (entry.execution, entry.kind) == (self.execution, SAVED)]
+        delete_entries(mine[number:])
 
     def note(self, kind: str, step: int, text: str = "") -> None:
-        """Writes a small file, which some stores do not take if it is empty."""
-        self.files.pipe_file(self.entry(kind, step).path, (text or kind).encode(errors="replace"))
+        """Write a small file; some stores do not take an empty one, so the kind is the text of one without any."""
+        storage.put(self.new_entry(kind, step).address, (text or kind).encode(errors="replace"))
 
-    def remove(self, entry: Entry) -> None:
-        """Removes a file, if that is allowed and no one else has removed it."""
-        with suppress(OSError):
-            self.files.rm_file(entry.path)
-
-    def entry(self, kind: str, step: int, epoch: int = 0) -> Entry:
-        """Names a new file of this attempt."""
-        return Entry(posixpath.join(self.folder, self.execution), kind, self.attempt, step, epoch, int(time.time()))
+    def new_entry(self, kind: str, step: int, epoch: int = 0) -> Entry:
+        """Return the name of a new file of this attempt."""
+        return Entry(f"{self.folder}/{self.execution}", kind, self.attempt, step, epoch, int(time.time()))
 
 
-def more_memory() -> str:
-    """Return what helps against a lack of memory, with what the pod has."""
-    name = pods.chosen_profile()
-    given = f"profile {name!r} gives {pods.PROFILES[name].memory} of memory"
-    return f"{given}: take one with more, fewer num_ranks, or a smaller batch_size"
+def list_entries(folder: str) -> list[Entry]:
+    """Return the files of runs below a folder, which need not be there."""
+    try:
+        names = [entry.name for entry in storage.list_files(folder)]
+    except MissingError:  # on this machine; a bucket has no folders
+        return []
+    return [entry for name in names if (entry := parse_entry(f"{folder}/{name}")) is not None]
 
 
-def beside_outputs(raw_output_prefix: str) -> str:
-    """An address that all executions share: Flyte gives an attempt PREFIX/XX/EXECUTION-NODE-ATTEMPT for its outputs."""
-    return posixpath.join(posixpath.dirname(posixpath.dirname(raw_output_prefix.rstrip("/"))), "flyte-ddp-checkpoints")
-
-
-def tried(action: Callable[[], Returned]) -> Returned:
-    """The result of an action, which is tried several times.
-
-    Raises:
-        UnreachableError: none of them went well.
-        PermissionError, FileNotFoundError: another try would end likewise.
-    """
-    for pause in (*PAUSES, None):
-        try:
-            return action()
-        except (PermissionError, FileNotFoundError):
-            raise
-        except Exception as error:
-            if pause is None:
-                raise UnreachableError(
-                    f"checkpoints in the blob store: {error}; the same run will try again"
-                ) from error
-            print(f"checkpoints in the blob store: {error}; next try in {pause:g} s", flush=True)
-            time.sleep(pause)
-    raise AssertionError
+def delete_entries(entries: list[Entry]) -> None:
+    """Delete files, if that is allowed and nobody else has deleted one of them."""
+    with suppress(UnavailableError):
+        storage.delete([entry.address for entry in entries])

@@ -1,0 +1,1 @@
+"""What runs in the pods of a cluster, whatever platform starts them."""
