@@ -21,11 +21,11 @@ import numpy as np
 from flyte_ddp.class_names import class_names
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replacing
+from flyte_ddp.lookahead import map_in_threads
 from flyte_ddp.order import sampling
 from flyte_ddp.process import postponed
 from flyte_ddp.progress import Progress
 from flyte_ddp.shards.index import EXTENSION, ShardIndex, read_index
-from flyte_ddp.shards.parallel import in_parallel
 from flyte_ddp.shards.scanning import index_output, index_shards, tables_of
 
 SAMPLES_PER_SHARD = 1000
@@ -83,7 +83,7 @@ def pack(
     track = Progress(progress).track("packing", count, "samples")
     with workspace_of(index) as workspace:
         paths = [workspace / f"{name}-{number:0{digits}d}.tar" for number in range(len(starts))]
-        with in_parallel(samples, order.tolist(), AHEAD) as made, track as advance:
+        with map_in_threads(samples, order.tolist(), AHEAD) as made, track as advance:
             for path in paths:
                 write_shard(path, itertools.islice(made, per_shard), advance)
         urls = [str(path) for path in paths]

@@ -15,11 +15,11 @@ from flyte_ddp.class_names import class_names
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replacing
 from flyte_ddp.formatting import counted
+from flyte_ddp.lookahead import map_in_threads
 from flyte_ddp.pictures import opaque_picture
 from flyte_ddp.progress import Progress
 from flyte_ddp.shards.decoding import LABEL, decode_member, image_and_label, is_image
 from flyte_ddp.shards.index import Part, Shard, ShardIndex, index_json, load, read_index
-from flyte_ddp.shards.parallel import in_parallel
 from flyte_ddp.shards.samples import SampleTable, digest_of, tabulate
 from flyte_ddp.shards.tar import Member, members
 from flyte_ddp.storage.content import check_length
@@ -190,7 +190,7 @@ def index_shards(
     tables = tables_of(output)
     start, listed, labels, unfit, reason = 0, list[Shard](), 0, 0, ""
     with (
-        in_parallel(scan, shards, THREADS) as scanned,
+        map_in_threads(scan, shards, THREADS) as scanned,
         Progress(progress).track("reading", len(shards), "shards") as advance,
         replacing(tables) as file,
     ):
@@ -267,7 +267,7 @@ def verify_index(address: str, *, decode: bool = False, progress: str = "auto") 
     check = partial(verify_shard, classes=len(index.classes), decode=decode)
     track = Progress(progress).track("checking", len(index.shards), "shards")
     problems: dict[str, None] = {}  # once each: all tables may be in one file, which cannot be read
-    with in_parallel(check, index.shards, THREADS) as checked, track as advance:
+    with map_in_threads(check, index.shards, THREADS) as checked, track as advance:
         for found in checked:
             problems |= dict.fromkeys(found)
             advance(1)
