@@ -137,6 +137,6 @@ def sample_shards(index: str, number: int) -> FlyteDirectory:
 @recovery.guarded()
 def plan_shards(request: PlanRequest) -> str:
     """Say how many batches each rank gets, what nodes read and cache, and whether DDP would hang."""
-    from flyte_ddp.shards.planning import planned
+    from flyte_ddp.shards.planning import describe_plan
 
-    return "\n".join(planned(request))
+    return "\n".join(describe_plan(request))

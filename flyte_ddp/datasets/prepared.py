@@ -17,7 +17,7 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.order import sampling
 from flyte_ddp.order.sampling import Indices, ListedOrder
 from flyte_ddp.order.shard_order import TEST_FRACTION, ShardOrder, ShardSplits, shard_orders
-from flyte_ddp.shards.epoch_plan import Cluster, cache_wanted
+from flyte_ddp.shards.epoch_plan import cache_wanted
 from flyte_ddp.shards.index import ShardIndex
 
 PreparedSet = ImageArrays | EncodedSet
@@ -97,15 +97,16 @@ def check_prepared(
         assert isinstance(orders["training"], ShardOrder)
         check_stream(data.train, hp, int(np.count_nonzero(orders["training"].available)), ranks, max(1, workers))
         return []
-    return cache_warnings(data.train, hp, Cluster(ranks_per_node=ranks), cache_bytes)
+    return cache_warnings(data.train, hp, ranks, cache_bytes)
 
 
-def cache_warnings(index: ShardIndex, hp: Hyperparameters, cluster: Cluster, cache_bytes: int | None) -> list[str]:
+def cache_warnings(index: ShardIndex, hp: Hyperparameters, ranks: int, cache_bytes: int | None) -> list[str]:
     """Says that the cache is too small for remote shards, if it is."""
     sizes = index.sizes
     if cache_bytes is None or not index.remote.any() or (sizes < 0).any() or cache_bytes >= sizes.sum():
         return []
-    wanted = cache_wanted(sizes, cluster, min(hp.shuffle_shards, len(sizes)), min(hp.accumulation_steps, hp.batch_size))
+    streams, parts = min(hp.shuffle_shards, len(sizes)), min(hp.accumulation_steps, hp.batch_size)
+    wanted = cache_wanted(sizes, streams, parts, ranks=ranks)
     limit, all_of_it = f"FLYTE_DDP_CACHE_BYTES={cache_bytes}", int(sizes.sum())
     if cache_bytes < min(wanted, all_of_it):
         what = f"{limit}: less than the {min(wanted, all_of_it)} that training wants, so that it may fetch shards"

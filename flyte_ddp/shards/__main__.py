@@ -148,16 +148,16 @@ def plan(**options: Any) -> None:
 
     INDEX is an index, of whose shards only the first sample is read; --shards, --samples and --size stand for one.
     """
-    from flyte_ddp.shards.planning import planned
+    from flyte_ddp.shards.planning import describe_plan
 
-    for line in planned(PlanRequest(**options)):
+    for line in describe_plan(PlanRequest(**options)):
         click.echo(line)
 
 
 for entry in reversed(fields(PlanRequest)[1:]):
-    flags = {"is_flag": True} if entry.default is False else {"type": int} if entry.default is None else {}
-    click.option(f"--{entry.name.replace('_', '-')}", default=entry.default, **flags, **entry.metadata)(plan)
-shards.command()(click.argument("index", required=False)(plan))
+    flag = f"--{entry.name.replace('_', '-')}"
+    click.option(flag, default=entry.default, is_flag=entry.default is False, help=entry.metadata["doc"])(plan)
+shards.command()(click.argument("index", default="")(plan))
 
 
 def lines_of(path: Path | None) -> list[str]:

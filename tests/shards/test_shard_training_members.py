@@ -18,7 +18,7 @@ from flyte_ddp.shards.cache import ShardCache
 from flyte_ddp.shards.dataset import ShardReader
 from flyte_ddp.shards.index import read_index
 from flyte_ddp.shards.plan_request import PlanRequest
-from flyte_ddp.shards.planning import planned
+from flyte_ddp.shards.planning import describe_plan
 from flyte_ddp.shards.scanning import create_index, verify_index
 
 IMAGE = image_bytes()
@@ -99,7 +99,7 @@ def test_what_training_refuses_is_said_when_the_index_is_made(
     create_index([str(second)], output, progress="off")
     assert refused_by_training(output, tmp_path).startswith(said + NAMES)
     assert refused_by_training(theirs(tmp_path, second, n=1), tmp_path).startswith(said + NAMES)
-    [*_, last] = planned(PlanRequest(index=str(output), validation_fraction=0.0, test_fraction=0.0, batch_size=1))
+    [*_, last] = describe_plan(PlanRequest(index=str(output), validation_fraction=0.0, test_fraction=0.0, batch_size=1))
     assert last.startswith(f"warning: {said}{NAMES}")
     assert "create" not in last
 
@@ -124,6 +124,6 @@ def test_of_a_remote_shard_the_first_sample_is_read(server: FileServer, tmp_path
 def test_a_plan_of_shards_that_cannot_be_read_says_so(server: FileServer, tmp_path: Path) -> None:
     """It needs them for nothing else."""
     server.files["index.json"] = json.dumps({"shardlist": [{"url": "0.tar", "nsamples": 400}]}).encode()
-    [plan, warning] = planned(PlanRequest(index=f"{server.url}/index.json"))
+    [plan, warning] = describe_plan(PlanRequest(index=f"{server.url}/index.json"))
     assert "warning" not in plan
     assert warning.startswith(f"warning: shard {server.url}/0.tar: cannot be fetched (HTTP 404 Not Found); check the")
