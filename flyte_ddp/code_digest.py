@@ -1,52 +1,112 @@
-"""Which code computes: digests of this library's own sources, and the releases of what it computes with."""
+"""Which code computes: digests of this library's sources, and the releases of what it computes with."""
 
 from __future__ import annotations
 
+import ast
+import gc
 import hashlib
-from collections.abc import Iterable
+import threading
+import warnings
+from collections.abc import Callable, Iterable
 from functools import cache
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-ARITHMETIC = ("torch", "torchvision")
+ARITHMETIC = ("torch", "torchvision", "numpy", "pillow", "torchcodec")  # torchcodec is an extra and may be missing
 
-
-NO_PART_OF_TRAINING = ("export", "pods", "predict", "release", "validation")  # it imports none of these
+# Folders and files that decide what a run computes. tests/test_code_digest.py names what these import beside them, and
+# why it decides nothing.
+DECIDING = (
+    *("order", "parallel", "loading", "models", "training", "datasets"),
+    *("shards/dataset.py", "shards/decoding.py", "shards/index.py", "shards/samples.py", "shards/tar.py"),
+    *("catalog.py", "class_names.py", "confusions.py", "cpu.py", "device_copy.py", "hardware.py", "pictures.py"),
+)
+SAME_MEANING = {"ctx", "kind", "type_comment"}  # fields of syntax trees that repeat other fields or change nothing
+PARSING = threading.Lock()
 
 
 @cache
 def library_digest(root: Path = Path(__file__).parent) -> str:
-    """SHA-256, in 16 hexadecimal digits, over the names and contents of all Python files that training may import.
+    """Return a SHA-256, in 16 hexadecimal digits, over the code that decides a run's result (DECIDING).
 
-    It says whether a run would end as another one did: so a change of how models are judged retrains none. Templates do
-    not count either: they change what a page looks like, and no result.
+    Comments, docstrings and formatting do not count. Reads and parses each of the files once in a process.
     """
-    return digest_of(
-        root, [path for path in sources(root) if path.relative_to(root).parts[0] not in NO_PART_OF_TRAINING]
-    )
+    return files_digest(root, [path for name in DECIDING for path in python_files(root / name)], syntax)
 
 
 @cache
 def package_digest(root: Path = Path(__file__).parent) -> str:
-    """The same over all Python files of the library."""
-    return digest_of(root, sources(root))
+    """Return a SHA-256, in 16 hexadecimal digits, over the bytes of all Python files of the library."""
+    return files_digest(root, python_files(root), bytes)
 
 
-def sources(root: Path) -> list[Path]:
-    """All Python files of the library, in an order that is always the same."""
-    return sorted(root.rglob("*.py"))
+def python_files(place: Path) -> list[Path]:
+    """Return the file itself, or all Python files below a folder, in an order that is always the same."""
+    return sorted(place.rglob("*.py")) if place.is_dir() else [place]
 
 
-def digest_of(root: Path, paths: Iterable[Path]) -> str:
-    """SHA-256 of files' names below ``root``, and of their contents."""
+def files_digest(root: Path, paths: Iterable[Path], counting: Callable[[bytes], bytes]) -> str:
+    """Return a SHA-256 of files' names below ``root``, and of what ``counting`` returns for their contents."""
     digest = hashlib.sha256()
     for path in paths:
-        content = path.read_bytes()
+        content = counting(path.read_bytes())
         digest.update(f"{path.relative_to(root).as_posix()}\0{len(content)}\0".encode())
         digest.update(content)
     return digest.hexdigest()[:16]
 
 
+def syntax(source: bytes) -> bytes:
+    """Return a source's syntax tree as text, which is the same for the same code in Python 3.11 to 3.13.
+
+    Raises:
+        SyntaxError, ValueError, RecursionError, MemoryError: it is no Python, or nested too deeply.
+    """
+    words: list[str] = []
+    append_node(parse(source), words)
+    return "\n".join(words).encode()
+
+
+def append_node(node: ast.AST, words: list[str]) -> None:
+    """Append a node's type and fields; not statements that do nothing, as docstrings do, nor empty fields."""
+    words.append(type(node).__name__)
+    for field in node._fields:
+        value = getattr(node, field)
+        if value is None or value == [] or field in SAME_MEANING:
+            continue
+        words.append(field)
+        for item in value if isinstance(value, list) else (value,):
+            if isinstance(item, ast.Pass) or (isinstance(item, ast.Expr) and isinstance(item.value, ast.Constant)):
+                continue
+            if isinstance(item, ast.AST):
+                append_node(item, words)
+            else:
+                words.append(repr(item))
+    words.append(")")
+
+
+def parse(source: bytes) -> ast.Module:
+    """Return the syntax tree. Warnings are ignored, and no garbage is collected meanwhile.
+
+    A collection takes as long as the parsing itself. It may also let another thread parse in between, which Python 3.11
+    takes for an error of its own (SystemError).
+    """
+    with PARSING, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            return ast.parse(source)
+        finally:
+            if collecting:
+                gc.enable()
+
+
 def releases() -> str:
-    """Such as ``torch 2.15.0, torchvision 0.29.2``; neither is imported."""
-    return ", ".join(f"{name} {version(name)}" for name in ARITHMETIC)
+    """Return such as ``torch 2.15.0, torchvision 0.29.2``, for those of ARITHMETIC that are installed; imports none."""
+    found = []
+    for name in ARITHMETIC:
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            continue
+    return ", ".join(found)

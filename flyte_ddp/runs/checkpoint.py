@@ -42,7 +42,7 @@ class Identity:
     code: str
     user_code: str
     initial_weights: str
-    releases: str  # of torch and torchvision
+    releases: str  # of what computes, see code_digest.ARITHMETIC
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 from pathlib import Path
 from typing import Any
 
-from flyte_ddp.code_digest import library_digest
+from flyte_ddp.code_digest import package_digest
 from flyte_ddp.errors import RankError, UnreachableError, UserError
 from flyte_ddp.launch.remote.arrivals import HELLO_SECONDS, Arrival, Door, launchers_host
 from flyte_ddp.launch.remote.file_sync import APPENDED, send_file, take_piece
@@ -74,7 +74,7 @@ def join_at(host: str, ticket: JoinTicket) -> tuple[Connection, bool]:
     pipe = Connection(os.dup(connected.fileno()))
     shares = (ticket.run_folder / ticket.mark).exists()
     own_host = connected.getsockname()[0]
-    about = {"rank": ticket.info.rank, "host": own_host, "shares": shares, "code": library_digest()}
+    about = {"rank": ticket.info.rank, "host": own_host, "shares": shares, "code": package_digest()}
     try:
         with connected, cut_off_after(connected, HELLO_SECONDS):
             answer_challenge(pipe, ticket.key)
@@ -196,7 +196,7 @@ class Rendezvous:
     mark: str  # name of a file in the run folder
     key: bytes  # which agents must know
     only_once: bool  # the engine does not send agents once more
-    code: str = field(default_factory=library_digest)
+    code: str = field(default_factory=package_digest)
 
     def ticket(self, info: RankInfo) -> JoinTicket:
         """For the agent of this rank."""
