@@ -51,6 +51,5 @@ def on_dask(hp: Hyperparameters, data: Path, run_folder: Path, settings: Setting
     seconds = None if local else settings.timeout
     with dask.connected(num_ranks=hp.num_ranks, seconds=seconds) as client:
         hardware = dask.hardware(hp, client, coming=0 if local else WORKERS, seconds=settings.timeout)
-        folder = None if local else Path.cwd()
-        launch = partial(dask.launch, client=client, retries=pods.ENGINE_RETRIES, folder=folder)
+        launch = partial(dask.launch, client=client, retries=pods.ENGINE_RETRIES)
         return run_training(hp, data, run_folder, settings, launch=launch, hardware=hardware)

@@ -6,7 +6,6 @@ import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import flyte_ddp
@@ -37,14 +36,13 @@ UNWATCHED = {
 }
 
 
-def launch(job: Job, *, num_ranks: int, client: Any = None, retries: int = 0, folder: Path | None = None) -> None:
+def launch(job: Job, *, num_ranks: int, client: Any = None, retries: int = 0) -> None:
     """Runs the job on ``num_ranks`` workers, on as few hosts as possible, with the sources that are here.
 
     Args:
         client: of the cluster, Dask's own; None for the one that is there, see :func:`connected`.
         retries: Dask's own: how often it starts a task once more when it has failed. All ranks then go on from the
             newest checkpoint. Each rank stays on its worker, so that a lost worker ends the run.
-        folder: see :func:`flyte_ddp.launch.remote.sources.packed`.
     """
     with needing("dask"):
         from dask import annotate  # type: ignore[attr-defined]
@@ -59,7 +57,7 @@ def launch(job: Job, *, num_ranks: int, client: Any = None, retries: int = 0, fo
         workers = chosen(there, work_of(cluster), num_ranks)
         refuse_other_versions(cluster, workers)
         devices = numbered(workers, ask(cluster, os.getenv, DEVICES, workers=workers))
-        files, run = sources.packed(job.hp, folder), by_value(agent.run_with)
+        files, run = sources.packed(job.hp), by_value(agent.run_with)
         scheduler = cluster.scheduler.address.rpartition("//")[2].rpartition(":")[0]
         with open_rendezvous(job, get_ip(scheduler)) as rendezvous:
             tasks = []
@@ -194,7 +192,7 @@ def versions(found: Mapping[str, Any]) -> str:
     """Of what Dask has found out about a process, such as ``python 3.12, torch 2.15.0, torchvision 0.29.2``."""
     releases = found["packages"]
     python = ".".join(releases["python"].split(".")[:2])
-    return ", ".join([f"python {python}", *(f"{name} {releases[name]}" for name in ARITHMETIC)])
+    return ", ".join([f"python {python}", *(f"{name} {releases[name]}" for name in ARITHMETIC if releases.get(name))])
 
 
 @contextmanager

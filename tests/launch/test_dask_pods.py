@@ -37,10 +37,10 @@ ROOT = Path(__file__).parents[2]
 WITHOUT_LIBRARY = f"import sys; sys.path[:] = [path for path in sys.path if path != {str(ROOT)!r}]"
 WORKER = ("dask-worker", "--name", "one", "--nthreads", "2", "--memory-limit", "2Gi")  # as in the plugin's dask.go
 OWN_MODEL = """
-import pathlib, torch
+import torch
+from of_this_project import bias
 
 def model(num_classes, input_shape):
-    bias = pathlib.Path(__file__).with_name("bias.txt").read_text() == "yes"
     return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, num_classes, bias=bias))
 """
 TRAIN = """
@@ -55,7 +55,7 @@ here = pathlib.Path.cwd()
 hp = Hyperparameters(model="mine:model", epochs=1, num_ranks=2, backend="gloo")
 quiet = Settings(progress="off", wandb_mode="disabled", cache_folder=here.parent / "cache")
 with dask.connected() as client:
-    launch = partial(dask.launch, client=client, folder=here)
+    launch = partial(dask.launch, client=client)
     hardware = dask.hardware(hp, client)
     run_training(hp, pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), quiet, launch=launch, hardware=hardware)
 """
@@ -228,7 +228,7 @@ def test_a_worker_of_another_version() -> None:
 def test_runs_with_other_sources_at_once_on_workers_that_have_none(
     client: distributed.Client, start: Start, digits: Path, tmp_path: Path
 ) -> None:
-    """Each has the library, a model and a file beside it of its own; nothing of them stays on the workers."""
+    """Each has the library, and a model that imports a module, of its own; nothing of them stays on the workers."""
 
     def library() -> object:
         import importlib.util
@@ -252,7 +252,7 @@ def test_runs_with_other_sources_at_once_on_workers_that_have_none(
         shutil.copytree(ROOT / "flyte_ddp", project / "flyte_ddp", ignore=shutil.ignore_patterns("__pycache__"))
         (project / "flyte_ddp/of_this_run.py").write_text(f"# {bias}")
         (project / "mine.py").write_text(OWN_MODEL)
-        (project / "bias.txt").write_text(bias)
+        (project / "of_this_project.py").write_text(f"bias = {bias == 'yes'}")
         command = [sys.executable, "-c", TRAIN, str(digits), str(tmp_path / f"run-{bias}")]
         environment = {**os.environ, "PYTHONPATH": str(project)}
         running.append(subprocess.Popen(command, cwd=project, env=environment))
