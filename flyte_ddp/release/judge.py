@@ -30,7 +30,7 @@ from flyte_ddp.settings import Settings
 
 LATENCY_BATCH, LATENCY_ROUNDS = 64, 15
 NOT_THE_MODELS = (UnreachableError, MemoryError, torch.OutOfMemoryError)  # these say nothing about a model
-NOBODY = "none"  # stands for the champion where there is none
+NO_CHAMPION = "none"  # stands for the champion where there is none
 
 
 @dataclass
@@ -71,17 +71,18 @@ def judge(
     Raises:
         UserError: the challenger, the data or the registry cannot be read, or the test split lacks a class.
     """
-    history = registry.history() if counts else []  # a promotion may follow, for which the log must be whole
-    before, taken_back = history[-1] if history else registry.champion(), promotions(history).taken_back
+    before = registry.champion()
     challenger, split = Model(weights, sidecar, settings or Settings()), open_prepared(data)
     case = Case(registry, policy, before, challenger, split, test_digest_of(data), counts, exports)
-    if challenger.digest in taken_back:
-        back = taken_back[challenger.digest]
-        return case.closed(KEPT, f"{back.by} took it back ({back.reason}); only a person can promote it again")
     if before is None:
         return case.alone(challenger.answers(split))
     if before.version == challenger.digest:
         return case.same_weights(None if counts else challenger.answers(split))
+    # Only a version that is in the registry already may have been rolled back, which the whole log tells.
+    if counts and versions.find_version(registry, challenger.digest):
+        back = promotions(registry.history()).taken_back.get(challenger.digest)
+        if back is not None:
+            return case.closed(KEPT, f"{back.by} took it back ({back.reason}); only a person can promote it again")
     answers = challenger.answers(split)
     if not case.passes(checks.finite(answers)):
         return case.closed(KEPT, case.why_not())
@@ -132,7 +133,7 @@ class Case:
         """The number of this look at the test split, and its share of alpha; 0 and the first one's if none counts."""
         if not self.counts:
             return 0, statistics.spent(self.policy.alpha, 1)
-        champion = self.before.version if self.before else NOBODY
+        champion = self.before.version if self.before else NO_CHAMPION
         rule = f"{self.policy.rule} {self.policy.margin!r} {self.policy.alpha!r}"
         number = looks.claim(self.registry, self.test_digest, self.model.digest, champion, rule)
         return number, statistics.spent(self.policy.alpha, number)
@@ -316,7 +317,7 @@ def fetched(registry: Registry, name: str, manifest: str, challenger: Model) -> 
     with tempfile.TemporaryDirectory() as folder:
         files = Path(folder, versions.WEIGHTS), Path(folder, versions.SIDECAR)
         try:
-            versions.fetch(registry, versions.read(registry, name, manifest), Path(folder))
+            versions.fetch_files(registry, versions.read_version(registry, name, manifest), Path(folder))
             model = Model(*files, challenger.settings, challenger.bad_samples)
         except NOT_THE_MODELS:
             raise

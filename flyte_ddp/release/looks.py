@@ -13,7 +13,7 @@ import secrets
 
 from flyte_ddp import storage
 from flyte_ddp.errors import UserError
-from flyte_ddp.release.registry import Registry, file_name
+from flyte_ddp.release.registry import Registry, entry_file
 from flyte_ddp.storage import MissingError
 
 
@@ -28,7 +28,7 @@ def claim(registry: Registry, test_digest: str, challenger: str, champion: str, 
     folder = registry.at("judgements", test_digest)
     compared = {"challenger": challenger, "champion": champion, "rule": rule}
     pair = storage.join(folder, f"pairs/{hashlib.sha256(json.dumps(compared).encode()).hexdigest()}.json")
-    with registry.explained("read"):
+    with registry.explain_failures("read"):
         try:
             return int(json.loads(storage.retried(pair, storage.read))["look"])
         except MissingError:
@@ -36,17 +36,16 @@ def claim(registry: Registry, test_digest: str, challenger: str, champion: str, 
         except (ValueError, TypeError, KeyError):
             raise UserError(f"{pair}: is damaged; restore it, or delete it to spend another look") from None
     looks = storage.join(folder, "looks")
-    with registry.explained("listed"):
+    with registry.explain_failures("listed"):
         try:
             number = 1 + sum(1 for _ in storage.retried(looks, lambda of: [*storage.list_files(of)]))
         except MissingError:
             number = 1
-    nonce = {"nonce": secrets.token_hex(16)}
-    with registry.explained("written"):
-        while not registry.created(
-            storage.join(looks, file_name(number)), json.dumps({"look": number, **compared, **nonce}, indent=1).encode()
-        ):
-            number += 1
-        # Two who judge the same pair at the same time have two looks: the first one's counts for both from now on.
-        registry.created(pair, json.dumps({"look": number}).encode())
+    content = {**compared, "nonce": secrets.token_hex(16)}
+    while not registry.create_if_absent(
+        storage.join(looks, entry_file(number)), json.dumps({"look": number, **content}, indent=1).encode()
+    ):
+        number += 1
+    # Two who judge the same pair at the same time have two looks: the first one's counts for both from now on.
+    registry.create_if_absent(pair, json.dumps({"look": number}).encode())
     return number

@@ -62,9 +62,9 @@ def store(
         raise UserError(f"verdict: is on version {verdict.challenger[:12]}, not on {name[:12]}; give what was judged")
     if verdict.look:
         judged = f"{verdict.look:08}-{versions.content_digest(described)[:12]}.json"
-        with registry.explained("written"):
-            versions.written(registry.at("judgements", verdict.test_digest, "verdicts", judged), described)
-    stored = versions.find(registry, name)
+        with registry.explain_failures("written"):
+            versions.upload_file(registry.at("judgements", verdict.test_digest, "verdicts", judged), described)
+    stored = versions.find_version(registry, name)
     if stored is not None:
         check_same_task(registry, stored, about)
         if not verdict.promotes:
@@ -77,7 +77,7 @@ def store(
         LINEAGE: lineage(registry.address, registry.name, about, verdict, by=by),
         CARD: card(registry.name, about, verdict, beside),
     }
-    return versions.write(registry, files)
+    return versions.write_version(registry, files)
 
 
 def check_same_task(registry: Registry, stored: versions.Version, about: Mapping[str, Any]) -> None:
@@ -113,13 +113,13 @@ def carry_out(registry: Registry, version: versions.Version, verdict: Verdict, *
         version.name,
         by,
     ):  # this task has been here before, and was killed
-        registry.copy_champion(after[0].number)
+        registry.renew_copy(after[0].number)
         return Outcome(version.name, history[-1].version, f"promoted: {after[0].reason}")
     values = {"version": version.name, "manifest": version.manifest, "best": verdict.best, "reason": verdict.reason}
     try:
         winner = after[0] if after else None
         if winner is None:
-            registry.append(now, by=by, action=PROMOTE, **values)
+            registry.append_entry(now, by=by, action=PROMOTE, **values)
             return Outcome(version.name, version.name, f"promoted: {verdict.reason}")
     except LostError as lost:
         winner = lost.winner
@@ -142,20 +142,20 @@ def promote(registry: Registry, version: str, reason: str, *, by: str, once: boo
     history = registry.history()
     if once and (earlier := earlier_try(registry, history, by, PROMOTE, version)):
         return earlier
-    found, before = versions.read(registry, version), history[-1] if history else None
+    found, before = versions.read_version(registry, version), history[-1] if history else None
     if before is not None and before.version == version:
         raise UserError(f"version {version[:12]} is the champion already, since {before.time}")
-    versions.check_content(registry, found)
+    versions.check_files(registry, found)
     best = before.best if before and comparable(registry, before.best, found) else version
     values = {"version": version, "manifest": found.manifest, "best": best}
-    return registry.append(before, by=by, action=PROMOTE, reason=given(reason), **values)
+    return registry.append_entry(before, by=by, action=PROMOTE, reason=given(reason), **values)
 
 
 def earlier_try(registry: Registry, history: list[Entry], by: str, action: str, version: str = "") -> Entry | None:
     """The entry that an execution has written, which was killed before it could say so; None if there is none."""
     for entry in history:
         if (entry.by, entry.action) == (by, action) and version in ("", entry.version):
-            registry.copy_champion(history[-1].number)
+            registry.renew_copy(history[-1].number)
             return entry
     return None
 
@@ -163,7 +163,7 @@ def earlier_try(registry: Registry, history: list[Entry], by: str, action: str, 
 def comparable(registry: Registry, best: str, version: versions.Version) -> bool:
     """Whether a version can be compared with the best one so far, without which not_worse would promote nothing."""
     try:
-        one, other = (sidecar_of(registry, found) for found in (versions.read(registry, best), version))
+        one, other = (sidecar_of(registry, found) for found in (versions.read_version(registry, best), version))
     except UnreachableError:
         raise
     except UserError:  # it is gone, or altered
@@ -174,7 +174,7 @@ def comparable(registry: Registry, best: str, version: versions.Version) -> bool
 def sidecar_of(registry: Registry, version: versions.Version) -> dict[str, Any]:
     """What describes a version."""
     with TemporaryDirectory() as folder:
-        versions.fetch(registry, version, Path(folder), (versions.SIDECAR,))
+        versions.fetch_files(registry, version, Path(folder), (versions.SIDECAR,))
         found: dict[str, Any] = json.loads(Path(folder, versions.SIDECAR).read_bytes())
         return found
 
@@ -194,9 +194,9 @@ def roll_back(registry: Registry, reason: str, *, by: str, once: bool = False) -
     if len(standing) < 2:
         raise UserError(f"model {registry.name!r}: there is no champion before the present one; nothing was changed")
     target = standing[-2]
-    versions.check_content(registry, versions.read(registry, target.version, target.manifest))
+    versions.check_files(registry, versions.read_version(registry, target.version, target.manifest))
     values = {"version": target.version, "manifest": target.manifest, "best": target.best}
-    return registry.append(history[-1], by=by, action=ROLLBACK, reason=given(reason), **values)
+    return registry.append_entry(history[-1], by=by, action=ROLLBACK, reason=given(reason), **values)
 
 
 def given(reason: str) -> str:
@@ -228,11 +228,11 @@ def champion_profile(registry: Registry, entry: Entry) -> DataProfile | None:
     Raises:
         UserError: the registry cannot be read, or the file was altered.
     """
-    version = versions.read(registry, entry.version, entry.manifest)
+    version = versions.read_version(registry, entry.version, entry.manifest)
     if PROFILE not in version.files:
         return None
     with TemporaryDirectory() as folder:
-        versions.fetch(registry, version, Path(folder), (PROFILE,))
+        versions.fetch_files(registry, version, Path(folder), (PROFILE,))
         try:
             return DataProfile.from_json(Path(folder, PROFILE).read_text(encoding="utf-8"))
         except (KeyError, TypeError, ValueError):
@@ -257,6 +257,6 @@ def load_champion(address: str, name: str, device: str = "cpu") -> tuple[nn.Modu
 
 
 def stored_files(registry: Registry, version: str, folder: Path, manifest: str = "") -> tuple[Path, Path]:
-    """The same of any version; see :func:`flyte_ddp.release.versions.read` for ``manifest``."""
-    versions.fetch(registry, versions.read(registry, version, manifest), folder)
+    """The same of any version; see :func:`flyte_ddp.release.versions.find_version` for ``manifest``."""
+    versions.fetch_files(registry, versions.read_version(registry, version, manifest), folder)
     return folder / versions.WEIGHTS, folder / versions.SIDECAR

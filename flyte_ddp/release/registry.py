@@ -1,7 +1,7 @@
 """A model's registry in a folder or an object store: a log that only grows, whose last entry names the champion.
 
     ADDRESS/NAME/log/00000001.json          an entry: who became champion, why, and the digest of the entry before
-    ADDRESS/NAME/champion.json              a copy of the last entry, for people
+    ADDRESS/NAME/champion.json              a copy of the last entry, perhaps late: from there readers go on in the log
     ADDRESS/NAME/versions/DIGEST/           a model, by the SHA-256 of its weights; see versions.py
     ADDRESS/NAME/judgements/TEST_DIGEST/    what has been judged on a test split; see looks.py
 
@@ -19,7 +19,7 @@ import re
 import secrets
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, NamedTuple, Self
@@ -32,7 +32,12 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 PROMOTE, ROLLBACK = "promote", "rollback"
 ENTRY = re.compile(r"[0-9]{8}\.json")
 READERS = 16  # of entries at a time
+CHAMPION = "champion.json"
 PROBE = ".creates-once"  # no model's name; a file that is written to find out whether the store can do that
+
+
+class LogError(UserError):
+    """An entry of the log is missing, damaged or altered."""
 
 
 class LostError(UserError):
@@ -62,11 +67,11 @@ class Entry:
     digest: str  # SHA-256 of this one, as it is stored
 
     @classmethod
-    def stored(cls, content: bytes) -> Self:
-        """The entry in a file.
+    def from_file(cls, content: bytes) -> Self:
+        """Return the entry that a file's content is.
 
         Raises:
-            ValueError, TypeError, KeyError: it is none.
+            ValueError, TypeError, KeyError: the content is no entry.
         """
         values = {**json.loads(content), "digest": hashlib.sha256(content).hexdigest()}
         found = {field.name: values[field.name] for field in dataclasses.fields(cls)}
@@ -110,64 +115,131 @@ class Registry:
         return storage.join(self.address, "/".join((self.name, *parts)))
 
     def check_store(self) -> None:
-        """Refuses a store that replaces a file although it was told not to: two at once could both become champion.
+        """Refuse a store that replaces a file although asked to create it: two promotions at once could both succeed.
+
+        Creates a probe file of random content at the registry's address, or twice if there is none yet.
 
         Raises:
-            UserError: it does, or it cannot be written to.
+            UserError: the store replaces files, or cannot be written to.
         """
         probe = storage.join(self.address, PROBE)
-        with self.explained("written"):
-            if self.created(probe, secrets.token_bytes(16)) and self.created(probe, secrets.token_bytes(16)):
-                raise UserError(
-                    f"registry {self.address!r}: its store ignores If-None-Match, so that two promotions at the same "
-                    "time could both succeed; take one that knows it, such as S3, Google's, Azure's, or a folder"
-                )
+        if all(self.create_if_absent(probe, secrets.token_bytes(16)) for _ in range(2)):
+            raise UserError(
+                f"registry {self.address!r}: its store ignores If-None-Match, so that two promotions at the same "
+                "time could both succeed; take one that knows it, such as S3, Google's, Azure's, or a folder"
+            )
 
-    def created(self, address: str, content: bytes) -> bool:
-        """Writes a file that nobody else writes the same way; False: there is another one of that name.
+    def create_if_absent(self, address: str, content: bytes) -> bool:
+        """Write a file that no other writer gives the same content; return False if another file has its name.
 
-        An answer may be lost, and the next try find what the one before has written: so the file is read then.
+        The answer to a successful try may be lost, so that the next try meets the file: then its content is compared.
         """
-        try:
-            storage.retried(address, lambda to: storage.create(to, content))
-        except ExistsError:
-            return storage.retried(address, storage.read) == content
+        with self.explain_failures("written"):
+            try:
+                storage.retried(address, lambda to: storage.create(to, content))
+            except ExistsError:
+                return storage.retried(address, storage.read) == content
         return True
 
+    def champion(self) -> Entry | None:
+        """Return the last entry of the log, or None where nothing was promoted.
+
+        Reads champion.json, the entry that it is a copy of, and later entries until one is missing, as the copy may be
+        late. Lists the log only if champion.json is missing or damaged. Does not need the other entries.
+
+        Raises:
+            UserError: the registry cannot be read, or one of the entries read is damaged or altered.
+        """
+        last = self.read_copy()
+        if last is None and (numbers := self.entry_numbers()):
+            last = self.read_entry(numbers[-1])
+        while last is not None and (later := self.find_entry(last.number + 1)) is not None:
+            last = later
+        return last
+
+    def read_copy(self) -> Entry | None:
+        """Return the entry in champion.json; None if that file is missing or damaged.
+
+        Raises:
+            LogError: the log has another entry of that number. An entry that is missing is not refused here.
+            UserError: the registry cannot be read.
+        """
+        with self.explain_failures("read"):
+            try:
+                copy = Entry.from_file(storage.retried(self.at(CHAMPION), storage.read))
+            except (MissingError, ValueError, TypeError, KeyError):
+                return None
+        entry = self.find_entry(copy.number)
+        if entry is not None and entry.digest != copy.digest:
+            raise LogError(
+                f"{self.at('log', entry_file(copy.number))} is not what its copy {CHAMPION} is: one of the two was "
+                f"altered; restore the entry, or delete {CHAMPION} if that is what was altered"
+            )
+        return copy
+
     def history(self, at_least: int = 0) -> list[Entry]:
-        """All entries of the log, the oldest first; empty where nothing was promoted.
+        """Return all entries of the log, the oldest first; none where nothing was promoted.
 
         Args:
-            at_least: how many there are known to be.
+            at_least: how many entries the log is known to have.
 
         Raises:
-            UserError: the registry cannot be read, or an entry is missing or altered.
+            LogError: an entry is missing, damaged or altered.
+            UserError: the registry cannot be read.
         """
-        numbers = self.entry_numbers()
-        for number, found in enumerate(numbers, 1):
-            if found != number:
-                raise self.missing(number, f"and {file_name(found)} is there")
-        with ThreadPoolExecutor(READERS) as pool:
-            entries = [*pool.map(self.entry, numbers)]
-        for before, entry in zip([None, *entries], entries, strict=False):
-            if entry.previous != (before.digest if before else ""):
-                raise UserError(
-                    f"registry {self.address!r}: {self.name}/log/{file_name(entry.number)} does not follow the entry "
-                    "before it, one of the two was altered; restore them"
-                )
-        self.check_end(entries[-1] if entries else None)
-        if len(entries) < at_least:
-            raise self.missing(at_least, "which a judgement has seen")
+        entries, faults = self.inspect_log(at_least)
+        if faults:
+            raise LogError(faults[0])
         return entries
 
-    def entry_numbers(self) -> list[int]:
-        """Return the numbers of the entries that are there, ascending, from a list of the log's folder.
+    def inspect_log(self, at_least: int = 0) -> tuple[list[Entry], list[str]]:
+        """Read champion.json and the whole log; return the entries that can be read, and a line for each fault.
+
+        Args:
+            at_least: how many entries the log is known to have.
 
         Raises:
-            UserError: it cannot be listed.
+            UserError: the registry cannot be read.
+        """
+        faults = list[str]()
+        try:
+            if copy := self.read_copy():  # before the list: entries that are written meanwhile are not missing
+                at_least = max(at_least, copy.number)
+        except LogError as error:
+            faults.append(error.message)
+
+        def read(number: int) -> Entry | LogError:
+            try:
+                return self.read_entry(number)
+            except LogError as error:
+                return error
+
+        numbers, before = self.entry_numbers(), 0
+        for number in (*numbers, at_least + 1):
+            if number > before + 1:
+                faults.append(self.missing_entry(before + 1).message)
+            before = max(number, before)
+        with ThreadPoolExecutor(READERS) as pool:
+            found = [*pool.map(read, numbers)]
+        entries = {entry.number: entry for entry in found if isinstance(entry, Entry)}
+        faults += [error.message for error in found if isinstance(error, LogError)]
+        for number, entry in entries.items():
+            preceding = entries.get(number - 1)
+            if (preceding or number == 1) and entry.previous != (preceding.digest if preceding else ""):
+                faults.append(
+                    f"{self.at('log', entry_file(number))} does not follow the entry before it: one of the two was "
+                    "altered; restore them"
+                )
+        return [*entries.values()], faults
+
+    def entry_numbers(self) -> list[int]:
+        """Return the ascending numbers of the entries, from a list of the log's folder.
+
+        Raises:
+            UserError: the folder cannot be listed.
         """
         folder = self.at("log")
-        with self.explained("listed"):
+        with self.explain_failures("listed"):
             try:
                 names = [entry.name for entry in storage.retried(folder, lambda of: [*storage.list_files(of)])]
             except MissingError:
@@ -176,115 +248,89 @@ class Registry:
                 names = []
         return [int(name.removesuffix(".json")) for name in sorted(filter(ENTRY.fullmatch, names))]
 
-    def missing(self, number: int, why: str) -> UserError:
-        """The error for an entry that was deleted."""
-        return UserError(
-            f"registry {self.address!r}: {self.name}/log/{file_name(number)} is missing, {why}; restore it, as no "
-            "entry may be deleted"
-        )
-
-    def check_end(self, last: Entry | None) -> None:
-        """Refuses a log whose last entries were deleted, or altered: the copy for people has them, though maybe late.
+    def read_entry(self, number: int) -> Entry:
+        """Return an entry of the log.
 
         Raises:
-            UserError: with the number of the entry.
+            LogError: it is missing or damaged.
+            UserError: the registry cannot be read.
         """
-        with self.explained("read"):
-            try:
-                copy = Entry.stored(storage.retried(self.at("champion.json"), storage.read))
-            except (MissingError, ValueError, TypeError, KeyError):  # it is for people: who alters it harms nobody
-                return
-            number = last.number if last else 0
-            if copy.number < number or (last and copy.digest == last.digest):
-                return
-            with suppress(MissingError):  # it may be younger than the log that was listed
-                content = storage.retried(self.at("log", file_name(copy.number)), storage.read)
-                if hashlib.sha256(content).hexdigest() == copy.digest:
-                    return
-        raise UserError(
-            f"registry {self.address!r}: {self.name}/log/{file_name(copy.number)} is missing or was altered, as "
-            "champion.json is another one; restore it, or delete champion.json if that is what was altered"
-        )
+        if (entry := self.find_entry(number)) is None:
+            raise self.missing_entry(number)
+        return entry
 
-    def entry(self, number: int) -> Entry:
-        """An entry of the log that is there."""
-        address = self.at("log", file_name(number))
-        with self.explained("read"):
-            content = storage.retried(address, storage.read)
+    def find_entry(self, number: int) -> Entry | None:
+        """Return an entry of the log, or None if there is no such entry; see :meth:`read_entry` for errors."""
+        address = self.at("log", entry_file(number))
+        with self.explain_failures("read"):
+            try:
+                content = storage.retried(address, storage.read)
+            except MissingError:
+                return None
         try:
-            entry = Entry.stored(content)
+            entry = Entry.from_file(content)
             if entry.number == number:
                 return entry
         except (ValueError, TypeError, KeyError):
             pass
-        raise UserError(f"{address}: is damaged; restore it, as no entry of the log may be altered")
+        raise LogError(f"{address} is damaged; restore it, as no entry of the log may be altered")
 
-    def champion(self) -> Entry | None:
-        """Return the last entry, or None where nothing was promoted.
+    def missing_entry(self, number: int) -> LogError:
+        """Return the error for an entry that was deleted."""
+        return LogError(f"{self.at('log', entry_file(number))} is missing; restore it, as no entry may be deleted")
 
-        Reads that entry and champion.json; earlier entries may be lost, which only a promotion has to care about.
-
-        Raises:
-            UserError: the registry cannot be read, or the last entry is missing, damaged or altered.
-        """
-        numbers = self.entry_numbers()
-        last = self.entry(numbers[-1]) if numbers else None
-        self.check_end(last)
-        return last
-
-    def append(self, before: Entry | None, *, by: str, **values: Any) -> Entry:
-        """Writes the entry after ``before``, which was the last one when the reason for this one was found.
+    def append_entry(self, before: Entry | None, *, by: str, **values: Any) -> Entry:
+        """Write the entry after ``before``, and renew champion.json; returns the new entry.
 
         Args:
-            by: who does it.
+            before: the last entry when this one was decided on; None for an empty log.
+            by: who does it: a Flyte execution, or user@host.
             values: the entry's ``action``, ``version``, ``manifest``, ``best`` and ``reason``.
 
         Raises:
-            LostError: somebody else has written one.
-            UserError: the store cannot be written to, or does not keep a file from being replaced.
+            LostError: somebody else has written the entry of that number.
+            UserError: the store cannot be written to, or replaces files; see :meth:`check_store`.
         """
         self.check_store()
         number = before.number + 1 if before else 1
         about = {"by": by, "time": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}", "nonce": secrets.token_hex(16)}
         entry = {"number": number, **values, **about, "previous": before.digest if before else ""}
         content = json.dumps(entry, indent=1).encode() + b"\n"
-        with self.explained("written"):
-            won = self.created(self.at("log", file_name(number)), content)
-        if not won:
-            raise LostError(self.entry(number))
-        self.copy_champion(number)
-        return Entry.stored(content)
+        if not self.create_if_absent(self.at("log", entry_file(number)), content):
+            raise LostError(self.read_entry(number))
+        self.renew_copy(number)
+        return Entry.from_file(content)
 
-    def copy_champion(self, number: int) -> None:
-        """Makes champion.json, the copy for people, the last entry; that it may fail, or be late, harms nobody.
+    def renew_copy(self, number: int) -> None:
+        """Copy an entry, and after it each later one, into champion.json; print why if the file cannot be written.
+
+        Whoever copies an entry last has seen that there is no later one, so that many writers leave the last entry.
 
         Args:
-            number: of an entry, since which there may have been others.
+            number: of an entry; the log may have later entries by now.
         """
-        address = self.at("champion.json")
         try:
             while True:
-                content = storage.retried(self.at("log", file_name(number)), storage.read)
-                storage.retried(address, functools.partial(storage.put, content=content))
+                content = storage.retried(self.at("log", entry_file(number)), storage.read)
+                storage.retried(self.at(CHAMPION), functools.partial(storage.put, content=content))
                 number += 1
         except MissingError:
             return
         except (UnavailableError, OSError) as error:
-            print(f"{address}: not renewed: {error}; the log counts, which has entry {number}", flush=True)
+            print(f"{self.at(CHAMPION)}: not renewed: {error}; the log counts, which has entry {number}", flush=True)
 
     @contextmanager
-    def explained(self, what: str) -> Iterator[None]:
-        """Makes what fails in the store an error that names the registry."""
+    def explain_failures(self, action: str) -> Iterator[None]:
+        """Turn an UnavailableError into a UserError that names the registry and the action: read, listed or written."""
         try:
             yield
         except UnavailableError as failure:
-            raise failure.explained(
-                f"registry {self.address!r}: {self.name} cannot be {what}: {failure}; check the address and the rights"
-            ) from None
+            said = f"{self.name} cannot be {action}: {failure}; check the address and the rights"
+            raise failure.explained(f"registry {self.address!r}: {said}") from None
 
 
-def file_name(number: int) -> str:
-    """Of an entry of the log."""
+def entry_file(number: int) -> str:
+    """Return the file name of an entry of the log."""
     return f"{number:08}.json"
 
 

@@ -1,8 +1,9 @@
 """Versions of a model in its registry: folders of files, named by the SHA-256 of the weights, and written once.
 
-The list of files comes last. So a version whose writer was killed has none, and whoever writes it again goes on. A
-later judgement of the same weights that promotes them is a revision: a folder ``2`` in the version's, and so on. An
-entry of the log names the revision that became champion by the digest of its list.
+The manifest, the list of a version's files, comes last: a folder without it is of a writer that was killed, and is
+completed by whoever writes the same files again. A later judgement of the same weights that promotes them writes a
+revision: a folder ``2`` in the version's folder, and so on. An entry of the log names the revision that became champion
+by the SHA-256 of its manifest.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,60 +27,60 @@ LISTED = re.compile(rf"(?:([0-9]+)/)?{re.escape(MANIFEST)}")
 
 
 class Version(NamedTuple):
-    """A version that is complete, in one of its revisions."""
+    """A complete version, in one of its revisions."""
 
     name: str  # the SHA-256 of its weights
     folder: str  # in the registry
-    manifest: str  # the SHA-256 of its list of files
-    files: dict[str, str]  # the SHA-256 of each
+    manifest: str  # the SHA-256 of its manifest
+    files: dict[str, str]  # the SHA-256 of each file by its name
 
 
-def write(registry: Registry, files: Mapping[str, Path | bytes]) -> Version:
-    """Writes a version, or what is missing of it; a revision of one that is there with other files.
+def write_version(registry: Registry, files: Mapping[str, Path | bytes]) -> Version:
+    """Write a version, or what is missing of it; as a new revision where the version is there with other files.
 
     Args:
-        files: contents or paths by name, ``model.pt`` among them. The first one must differ between judgements: by it a
-            writer sees that a folder is another one's.
+        registry: of the model.
+        files: contents or paths by name, ``model.pt`` among them. The first one must differ between judgements: by it
+            a writer sees that a folder is another judgement's.
 
     Raises:
-        UserError: the store cannot be written to, or the weights there have been altered.
+        UserError: the store cannot be written to, or the weights in it have been altered.
     """
     digests = {file: content_digest(content) for file, content in files.items()}
     manifest = json.dumps({"files": dict(sorted(digests.items()))}, indent=1).encode() + b"\n"
-    name, expected = digests[WEIGHTS], digests | {MANIFEST: content_digest(manifest)}
-    number, differing = 1, ""
+    contents, name, number = {**files, MANIFEST: manifest}, digests[WEIGHTS], 1
     while True:
         folder = revision_folder(name, number)
-        with registry.explained("written"):
-            for file, content in {**files, MANIFEST: manifest}.items():
-                if written(registry.at(folder, file), content) != expected[file]:
-                    differing = file
-                    break
-            else:
-                return Version(name, folder, expected[MANIFEST], digests)
-        if differing == WEIGHTS:
-            raise altered(registry, folder, WEIGHTS)
+        for file, content in contents.items():
+            with registry.explain_failures("written"):
+                if upload_file(registry.at(folder, file), content):
+                    continue
+            if file == WEIGHTS:
+                raise damaged_file(registry.at(folder, WEIGHTS))
+            break
+        else:
+            return Version(name, folder, content_digest(manifest), digests)
         number += 1
 
 
 def revision_folder(name: str, number: int) -> str:
-    """Where in the registry a revision of a version is; the first one is in the version's folder itself."""
+    """Return the folder of a version's revision in the registry; the first one is in the version's folder itself."""
     return f"versions/{name}" if number == 1 else f"versions/{name}/{number}"
 
 
-def written(address: str, content: Path | bytes) -> str:
-    """Writes a file unless there is one, which then stays; returns the SHA-256 of what is there."""
+def upload_file(address: str, content: Path | bytes) -> bool:
+    """Write a file unless there is one, which then stays; return whether the file has this content now."""
     try:
         storage.retried(address, lambda to: storage.create(to, content))
     except ExistsError:  # by an earlier try, or by somebody with the same weights
-        return stored_digest(address)
-    return content_digest(content)
+        return stored_digest(address) == content_digest(content)
+    return True
 
 
 def stored_digest(address: str) -> str:
-    """The SHA-256 of a file, wherever it is; empty if it is not there."""
+    """Read a whole file, wherever it is, and return its SHA-256; empty if the file is missing."""
 
-    def of(address: str) -> str:
+    def read(address: str) -> str:
         digest = hashlib.sha256()
         with storage.open_file(address) as found:
             for chunk in found.chunks:
@@ -87,26 +88,23 @@ def stored_digest(address: str) -> str:
         return digest.hexdigest()
 
     try:
-        return storage.retried(address, of)
+        return storage.retried(address, read)
     except MissingError:
         return ""
 
 
 def content_digest(content: Path | bytes) -> str:
-    """The SHA-256 of a file's content."""
+    """Return the SHA-256 of a file's content."""
     return file_digest(content) if isinstance(content, Path) else hashlib.sha256(content).hexdigest()
 
 
-def read(registry: Registry, name: str, manifest: str = "") -> Version:
-    """The version of that name, all of whose files are there.
-
-    Args:
-        manifest: the SHA-256 that its list of files must have; empty: that of the newest revision.
+def read_version(registry: Registry, name: str, manifest: str = "") -> Version:
+    """Return the version of that name; :func:`find_version` says which revision.
 
     Raises:
-        UserError: there is none, its list of files was altered, or a file is missing.
+        UserError: there is none, its manifest was altered, or a file is missing.
     """
-    if (found := find(registry, name, manifest)) is None:
+    if (found := find_version(registry, name, manifest)) is None:
         raise UserError(
             f"registry {registry.address!r}: {registry.name} has no complete version {name}: there is no {MANIFEST} "
             "in it; give another one, or write it again"
@@ -114,24 +112,37 @@ def read(registry: Registry, name: str, manifest: str = "") -> Version:
     return found
 
 
-def find(registry: Registry, name: str, manifest: str = "") -> Version | None:
-    """The same; None if there is none."""
+def find_version(registry: Registry, name: str, manifest: str = "") -> Version | None:
+    """Return the version of that name, or None if there is none; its files are looked for in a list, but not read.
+
+    Args:
+        registry: of the model.
+        name: the SHA-256 of its weights.
+        manifest: the SHA-256 of the manifest of the revision; empty: the newest revision. Manifests are read from the
+            newest one on, until it is found.
+
+    Raises:
+        UserError: the manifest was altered, or a file is missing.
+    """
     if not DIGEST.fullmatch(name):
         raise UserError(f"version {name!r}: must be the SHA-256 of its weights, 64 hexadecimal digits")
     place = registry.at(revision_folder(name, 1))
-    with registry.explained("read"):
+    with registry.explain_failures("read"):
         try:
             there = {entry.name for entry in storage.retried(place, lambda of: [*storage.list_files(of)])}
         except MissingError:
-            there = set()
-        numbers = sorted((int(found[1] or 1) for found in map(LISTED.fullmatch, there) if found), reverse=True)
-        folders = [revision_folder(name, number) for number in numbers]
-        lists = {folder: storage.retried(registry.at(folder, MANIFEST), storage.read) for folder in folders}
-    if not lists:
-        return None
-    for folder, content in lists.items():
+            return None
+    numbers = sorted((int(found[1] or 1) for found in map(LISTED.fullmatch, there) if found), reverse=True)
+    for number in numbers:
+        folder = revision_folder(name, number)
+        with registry.explain_failures("read"):
+            content = storage.retried(registry.at(folder, MANIFEST), storage.read)
         if manifest in ("", content_digest(content)):
-            return complete(registry, Version(name, folder, content_digest(content), files_in(content)), there)
+            version = Version(name, folder, content_digest(content), files_in(content))
+            check_complete(registry, version, {registry.at(revision_folder(name, 1), file) for file in there})
+            return version
+    if not numbers:
+        return None
     raise UserError(
         f"{place}: has no {MANIFEST} with the SHA-256 {manifest[:12]}..., which was altered or deleted; restore it, or "
         "promote another version"
@@ -139,42 +150,50 @@ def find(registry: Registry, name: str, manifest: str = "") -> Version | None:
 
 
 def files_in(manifest: bytes) -> dict[str, str]:
-    """The SHA-256 of each file in a list; of none if it is no such list."""
+    """Return the SHA-256 of each file in a manifest; empty if it is damaged."""
     try:
         return {str(file): str(digest) for file, digest in json.loads(manifest)["files"].items()}
     except (ValueError, KeyError, TypeError, AttributeError):
         return {}
 
 
-def complete(registry: Registry, version: Version, there: set[str]) -> Version:
-    """The version, if its files are among those that are there.
-
-    Raises:
-        UserError: one is missing, or the list was altered.
-    """
+def check_complete(registry: Registry, version: Version, there: set[str]) -> None:
+    """Refuse a version of which a file is not among these addresses, or whose manifest was altered."""
     if version.files.get(WEIGHTS) != version.name or SIDECAR not in version.files:
-        raise altered(registry, version.folder, MANIFEST)
-    within = version.folder.removeprefix(revision_folder(version.name, 1)).lstrip("/")
-    for file in version.files:
-        if (f"{within}/{file}" if within else file) not in there:
-            raise UserError(f"{registry.at(version.folder, file)}: is missing; restore it, or promote another version")
-    return version
+        raise damaged_file(registry.at(version.folder, MANIFEST))
+    for address in (registry.at(version.folder, file) for file in version.files):
+        if address not in there:
+            raise UserError(f"{address}: is missing; restore it, or promote another version")
 
 
-def check_content(registry: Registry, version: Version) -> None:
-    """Reads all files of a version.
+def damaged_files(registry: Registry, version: Version) -> Iterator[UserError]:
+    """Read all files of a version whole, and yield an error for each that is missing or was altered.
 
     Raises:
-        UserError: one cannot be read, or was altered.
+        UserError: a file cannot be read.
     """
     for file, digest in version.files.items():
-        with registry.explained("read"):
-            if stored_digest(registry.at(version.folder, file)) != digest:
-                raise altered(registry, version.folder, file)
+        address = registry.at(version.folder, file)
+        with registry.explain_failures("read"):
+            found = stored_digest(address)
+        if found != digest:
+            yield damaged_file(address)
 
 
-def fetch(registry: Registry, version: Version, folder: Path, files: tuple[str, ...] = (WEIGHTS, SIDECAR)) -> None:
-    """Puts files of a version into a folder.
+def check_files(registry: Registry, version: Version) -> None:
+    """Read all files of a version whole.
+
+    Raises:
+        UserError: one cannot be read, is missing or was altered.
+    """
+    for error in damaged_files(registry, version):
+        raise error
+
+
+def fetch_files(
+    registry: Registry, version: Version, folder: Path, files: tuple[str, ...] = (WEIGHTS, SIDECAR)
+) -> None:
+    """Copy files of a version into a folder.
 
     Raises:
         UserError: one cannot be read, or was altered.
@@ -187,12 +206,12 @@ def fetch(registry: Registry, version: Version, folder: Path, files: tuple[str, 
                 for chunk in found.chunks:
                     local.write(chunk)
 
-        with registry.explained("read"):
+        with registry.explain_failures("read"):
             storage.retried(address, transfer)
         if file_digest(folder / file) != version.files.get(file):
-            raise altered(registry, version.folder, file)
+            raise damaged_file(address)
 
 
-def altered(registry: Registry, folder: str, file: str) -> UserError:
-    """The error for a file that is not what was written."""
-    return UserError(f"{registry.at(folder, file)}: is damaged or was altered; restore it, or promote another version")
+def damaged_file(address: str) -> UserError:
+    """Return the error for a file that is not what was written."""
+    return UserError(f"{address}: is damaged or was altered; restore it, or promote another version")

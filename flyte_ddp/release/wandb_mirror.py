@@ -38,10 +38,10 @@ def mirror(registry: Registry, version: str, settings: Settings) -> None:
 def uploaded(registry: Registry, champion: Entry, settings: Settings) -> str:
     """Sends the champion of an entry; what came of it, in words."""
     with TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # wandb's own processes may still write there
-        version = versions.read(registry, champion.version, champion.manifest)
+        version = versions.read_version(registry, champion.version, champion.manifest)
         files = Path(folder, "files")
         files.mkdir()
-        versions.fetch(registry, version, files, tuple(version.files))
+        versions.fetch_files(registry, version, files, tuple(version.files))
         return sent(described(registry, champion, settings, folder), files, Path(folder), settings.wandb_timeout)
 
 

@@ -77,9 +77,10 @@ def test_killed_at_every_write_a_second_try_ends_well(when: str, address: str, t
     for place in range(20):
         killed = helper("release", f"{address}{place}", str(model), KILL_AT=f"{place} {when}")
         registry = Registry(f"{address}{place}", "model")
+        assert registry.champion() == next(reversed(registry.history()), None)
         for entry in registry.history():
-            version = versions.read(registry, entry.version, entry.manifest)
-            versions.fetch(registry, version, tmp_path / f"fetched{place}", tuple(version.files))
+            version = versions.read_version(registry, entry.version, entry.manifest)
+            versions.fetch_files(registry, version, tmp_path / f"fetched{place}", tuple(version.files))
         again = helper("release", f"{address}{place}", str(model))
         assert again.stdout.strip() == "promoted: better", again.stderr
         assert [(entry.number, entry.version) for entry in registry.history()] == [(1, whole)]
@@ -107,13 +108,13 @@ def test_what_was_kept_and_is_promoted_later_has_both_verdicts(address: str, tmp
     carry_out(registry, version, verdict, by="x")
     entry = registry.champion()
     assert entry is not None
-    champion = versions.read(registry, entry.version, entry.manifest)
-    assert champion == version == versions.read(registry, entry.version)
-    versions.fetch(registry, champion, tmp_path, ("model.onnx", "verdict.json", "README.md"))
+    champion = versions.read_version(registry, entry.version, entry.manifest)
+    assert champion == version == versions.read_version(registry, entry.version)
+    versions.fetch_files(registry, champion, tmp_path, ("model.onnx", "verdict.json", "README.md"))
     assert json.loads((tmp_path / "verdict.json").read_text())["decision"] == "promote"
     assert "`model.onnx`" in (tmp_path / "README.md").read_text()
     assert json.loads(storage.read(registry.at(kept.folder, "verdict.json")))["decision"] == "keep"
-    assert "model.onnx" not in versions.read(registry, kept.name, kept.manifest).files
+    assert "model.onnx" not in versions.read_version(registry, kept.name, kept.manifest).files
 
 
 def test_two_writers_of_other_files_have_a_revision_each(address: str) -> None:
@@ -125,18 +126,18 @@ def test_two_writers_of_other_files_have_a_revision_each(address: str) -> None:
     def interrupted(to: str, content: bytes | Path) -> None:
         if to.endswith("manifest.json") and not others:
             others.append(None)
-            others[0] = versions.write(registry, {**files, "model.onnx": b"exported"})
+            others[0] = versions.write_version(registry, {**files, "model.onnx": b"exported"})
         create(to, content)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(storage, "create", interrupted)
-        mine = versions.write(registry, files)
-    assert versions.read(registry, mine.name, mine.manifest) == mine
-    assert versions.read(registry, mine.name, others[0].manifest) == others[0]
+        mine = versions.write_version(registry, files)
+    assert versions.read_version(registry, mine.name, mine.manifest) == mine
+    assert versions.read_version(registry, mine.name, others[0].manifest) == others[0]
     assert [mine.folder, others[0].folder] == [f"versions/{mine.name}/2", f"versions/{mine.name}"]
     storage.put(registry.at(mine.folder, "manifest.json"), b"{}")
     with pytest.raises(UserError, match=rf"{mine.name}: has no manifest.json with the SHA-256 {mine.manifest[:12]}"):
-        versions.read(registry, mine.name, mine.manifest)
+        versions.read_version(registry, mine.name, mine.manifest)
 
 
 def test_a_verdict_on_another_model_is_refused(tmp_path: Path) -> None:
@@ -160,7 +161,7 @@ def test_a_gap_in_the_log_is_promoted_over_by_nobody(gone: int, tmp_path: Path) 
     Path(registry.at("champion.json")).unlink()
     for entry in Path(registry.at("log")).iterdir():
         entry.unlink()
-    with pytest.raises(UserError, match=r"model/log/00000001.json is missing, which a judgement has seen"):
+    with pytest.raises(UserError, match=r"model/log/00000001.json is missing; restore it"):
         carry_out(registry, *late, by="z")
     assert not [*Path(registry.at("log")).iterdir()]
 

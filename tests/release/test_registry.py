@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,18 +12,23 @@ from typing import Any
 
 import pytest
 from cli import HELPERS, ROOT
+from click.testing import CliRunner
 from faulty_proxy import faulty_proxy
 from locking_proxy import Locking
 from s3_server import S3Server
 
 from flyte_ddp import storage
 from flyte_ddp.errors import UserError
-from flyte_ddp.release.registry import Entry, LostError, Registry
+from flyte_ddp.release.__main__ import release
+from flyte_ddp.release.audit import audit
+from flyte_ddp.release.promotion import champion_files
+from flyte_ddp.release.registry import Entry, LogError, LostError, Registry
+from flyte_ddp.release.versions import write_version
 
 
 def appended(registry: Registry, before: Entry | None, who: str = "somebody") -> Entry:
     values: dict[str, Any] = {"version": who, "manifest": "m", "best": who, "reason": "why not"}
-    return registry.append(before, by=who, action="promote", **values)
+    return registry.append_entry(before, by=who, action="promote", **values)
 
 
 def raced(address: str, processes: int, rounds: int) -> None:
@@ -36,6 +42,7 @@ def raced(address: str, processes: int, rounds: int) -> None:
     said = [[json.loads(line) for line in process.communicate()[0].splitlines()] for process in running]
     assert [process.returncode for process in running] == [0] * processes
     log = Registry(address, "model").history()
+    assert Entry.from_file(storage.read(Registry(address, "model").at("champion.json"))) == log[-1]
     assert [entry.number for entry in log] == [*range(1, rounds + 1)]
     for number, entry in enumerate(log):
         of_all = [lines[number] for lines in said]
@@ -48,7 +55,7 @@ def raced(address: str, processes: int, rounds: int) -> None:
 
 @pytest.mark.slow
 def test_of_some_who_want_the_next_entry_one_gets_it(address: str) -> None:
-    raced(address, 4, 8)
+    raced(address, 20, 3)
 
 
 @pytest.mark.exhaustive
@@ -94,32 +101,145 @@ def test_a_copy_that_cannot_be_written_costs_a_message(tmp_path: Path, capsys: p
     assert "not renewed: [Errno 21] Is a directory" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("gone", [1, 2])
-def test_a_deleted_entry_is_named(tmp_path: Path, gone: int) -> None:
-    registry = Registry(str(tmp_path), "model")
-    appended(registry, appended(registry, appended(registry, None)))
-    (tmp_path / f"model/log/0000000{gone}.json").unlink()
-    with pytest.raises(UserError, match=f"model/log/0000000{gone}.json is missing, and 0000000{gone + 1}.json is"):
-        registry.history()
+def change_log(registry: Registry, server: S3Server, **files: bytes | None) -> None:
+    """Replace files of a registry, or delete those that are None; ``entry2`` is the second entry of the log."""
+    for name, content in files.items():
+        parts = ("log", f"0000000{name[5:]}.json") if name.startswith("entry") else ("champion.json",)
+        address = registry.at(*parts)
+        if content is None:
+            (storage.local_path(address) or server.folder / address.removeprefix("s3://")).unlink()
+        else:
+            storage.put(address, content)
 
 
-def moved_away(registry: Registry, server: S3Server, *parts: str) -> None:
-    """Takes a file of a registry away, as a rule of a bucket's lifecycle does."""
-    address = registry.at(*parts)
-    (storage.local_path(address) or server.folder / address.removeprefix("s3://")).unlink()
+@pytest.fixture
+def three(address: str) -> tuple[Registry, dict[str, bytes]]:
+    """A registry with three entries, and their contents."""
+    registry, before = Registry(address, "model"), None
+    for who in ("one", "two", "three"):
+        before = appended(registry, before, who)
+    return registry, {
+        f"entry{number}": storage.read(registry.at("log", f"0000000{number}.json")) for number in (1, 2, 3)
+    }
 
 
-def test_the_champion_is_read_without_the_entries_before_it(address: str, s3: tuple[S3Server, Locking]) -> None:
-    """Who promotes needs all of them."""
-    registry = Registry(address, "model")
-    last = appended(registry, appended(registry, appended(registry, None)))
-    moved_away(registry, s3[0], "log", "00000001.json")
+@pytest.mark.parametrize("copy", ["entry1", "{", "[]", "{}", '"number": "3"', None])
+def test_a_copy_that_is_late_damaged_or_missing_changes_no_champion(
+    copy: str | None, three: tuple[Registry, dict[str, bytes]], s3: tuple[S3Server, Locking]
+) -> None:
+    """From an older entry a reader goes on in the log; without one it lists the log."""
+    registry, entries = three
+    content = entries.get(copy, copy.encode()) if copy else None
+    if copy and "number" in copy:
+        content = entries["entry3"].replace(b'"number": 3', copy.encode())
+    change_log(registry, s3[0], champion=content)
+    assert [entry.version for entry in registry.history()] == ["one", "two", "three"]
+    assert registry.champion() == registry.history()[-1]
+    assert not [*audit(registry)][3:], "but for three versions that there are not, nothing is wrong"
+
+
+@pytest.mark.parametrize("gone", [1, 2, 3])
+def test_a_lost_entry_stops_promotions_and_no_prediction(
+    gone: int, three: tuple[Registry, dict[str, bytes]], s3: tuple[S3Server, Locking]
+) -> None:
+    registry, _ = three
+    last = registry.champion()
+    change_log(registry, s3[0], **{f"entry{gone}": None})
     assert registry.champion() == last
-    with pytest.raises(UserError, match=r"model/log/00000001.json is missing, and 00000002.json is there; restore it"):
+    with pytest.raises(LogError, match=rf"model/log/0000000{gone}.json is missing; restore it, as no entry may be"):
         registry.history()
-    moved_away(registry, s3[0], "log", "00000003.json")
-    with pytest.raises(UserError, match=r"log/00000003.json is missing or was altered, as champion.json is another"):
-        registry.champion()
+
+
+@pytest.mark.parametrize(
+    ("changed", "of_champion", "said"),
+    [
+        (
+            {"entry1": "altered"},
+            "",
+            "log/00000002.json does not follow the entry before it: one of the two was altered",
+        ),
+        ({"entry1": "{"}, "", "log/00000001.json is damaged; restore it"),
+        ({"entry3": "altered"}, "copy", "log/00000003.json is not what its copy champion.json is: one of the two was"),
+        ({"entry3": "{"}, "damaged", "log/00000003.json is damaged; restore it"),
+        (
+            {"champion": "altered"},
+            "copy",
+            "log/00000003.json is not what its copy champion.json is: one of the two was",
+        ),
+    ],
+)
+def test_what_was_altered_is_named(
+    changed: dict[str, str],
+    of_champion: str,
+    said: str,
+    three: tuple[Registry, dict[str, bytes]],
+    s3: tuple[S3Server, Locking],
+) -> None:
+    """By promotions and audits all of it; by who reads the champion only what that one has to read."""
+    registry, entries = three
+    last = registry.champion()
+    contents = {**entries, "champion": entries["entry3"]}
+    for name, how in changed.items():
+        content = contents[name].replace(b"why not", b"because") if how == "altered" else how.encode()
+        change_log(registry, s3[0], **{name: content})
+    with pytest.raises(LogError, match=said):
+        registry.history()
+    assert re.search(said, next(audit(registry)))
+    if of_champion:
+        with pytest.raises(LogError, match=of_champion):
+            registry.champion()
+    else:
+        assert registry.champion() == last
+
+
+def test_an_audit_names_each_fault(tmp_path: Path) -> None:
+    registry, before, names = Registry(str(tmp_path), "model"), None, []
+    for number in range(5):
+        version = write_version(registry, {"model.pt": bytes([number]), "model.json": b"{}", "README.md": b"card"})
+        values = {"version": version.name, "manifest": version.manifest, "best": version.name, "reason": "why not"}
+        before = registry.append_entry(before, by="me", action="promote", **values)
+        names.append(version.name)
+
+    def command(*options: str) -> tuple[int, list[str]]:
+        found = CliRunner().invoke(release, ["audit", "model", "--registry", str(tmp_path), *options])
+        return found.exit_code, found.output.splitlines()
+
+    assert command("--files") == command() == (0, ["model: nothing is wrong"])
+    versions = tmp_path / "model/versions"
+    (versions / names[0] / "README.md").write_text("altered")
+    assert command() == (0, ["model: nothing is wrong"])
+    (versions / names[1] / "manifest.json").write_text("{}")
+    (versions / names[2] / "model.pt").unlink()
+    (tmp_path / "model/log/00000004.json").unlink()
+    code, lines = command("--files")
+    assert code == 1
+    assert [line.partition(str(tmp_path))[2] for line in lines] == [
+        "/model/log/00000004.json is missing; restore it, as no entry may be deleted",
+        f"/model/versions/{names[0]}/README.md: is damaged or was altered; restore it, or promote another version",
+        *(line.partition(str(tmp_path))[2] for line in lines[2:]),
+    ]
+    assert f"{names[1]}: has no manifest.json with the SHA-256" in lines[2]
+    assert f"{names[2]}/model.pt: is missing" in lines[3]
+    assert len(lines) == 4
+
+
+def test_the_log_is_not_listed_and_one_manifest_is_read(
+    s3: tuple[S3Server, Locking], bucket: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What a prediction asks the store for, however long the log is."""
+    registry, before = Registry(bucket, "model"), None
+    for card in (b"one", b"two"):
+        version = write_version(registry, {"README.md": card, "model.pt": b"weights", "model.json": b"{}"})
+        values = {"version": version.name, "manifest": version.manifest, "best": version.name, "reason": "why not"}
+        before = registry.append_entry(before, by="me", action="promote", **values)
+    with faulty_proxy(s3[0].endpoint) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        champion_files(registry, tmp_path)
+    model = f"{bucket.removeprefix('s3://')}/model"
+    folder = f"{model}/versions/{version.name}/2"
+    log = [f"{model}/{name}" for name in ("champion.json", "log/00000002.json", "log/00000003.json")]
+    files = [f"{folder}/{name}" for name in ("manifest.json", "model.pt", "model.json")]
+    assert [name for name in proxy.requests if name.startswith(model)] == [*log, *files]
 
 
 def test_a_right_that_is_missing_is_named(
@@ -137,46 +257,8 @@ def test_a_right_that_is_missing_is_named(
         with pytest.raises(UserError, match=said):
             registry.champion()
         proxy.denied, proxy.lists = (), False
-        with pytest.raises(
-            UserError, match=r"cannot be listed: HTTP 403 .* to list .* \(s3:ListBucket\) is missing; check"
-        ):
+        with pytest.raises(UserError, match=r"cannot be read: HTTP 403 .*s3:GetObject.* \(s3:ListBucket\) would show"):
             registry.champion()
-
-
-def test_an_altered_entry_is_named(tmp_path: Path) -> None:
-    registry = Registry(str(tmp_path), "model")
-    appended(registry, appended(registry, None))
-    entry = tmp_path / "model/log/00000001.json"
-    entry.write_text(entry.read_text().replace("somebody", "nobody"))
-    with pytest.raises(UserError, match=r"model/log/00000002.json does not follow the entry before it"):
-        registry.history()
-    entry.write_text("{")
-    with pytest.raises(UserError, match=r"00000001.json: is damaged; restore it"):
-        registry.history()
-
-
-def test_the_last_entry_is_protected_by_its_copy(tmp_path: Path) -> None:
-    registry = Registry(str(tmp_path), "model")
-    appended(registry, appended(registry, None))
-    entry = tmp_path / "model/log/00000002.json"
-    content = entry.read_text()
-    said = r"model/log/00000002.json is missing or was altered, as champion.json is another one; restore it"
-    entry.write_text(content.replace("somebody", "nobody"))
-    with pytest.raises(UserError, match=said):
-        registry.history()
-    entry.unlink()
-    with pytest.raises(UserError, match=said):
-        registry.history()
-    entry.write_text(content)
-    assert len(registry.history()) == 2
-    copy = tmp_path / "model/champion.json"
-    copy.write_text((tmp_path / "model/log/00000001.json").read_text())  # a late one
-    assert len(registry.history()) == 2
-    for altered in ("{}", "[]", content.replace('"number": 2', '"number": "3"')):
-        copy.write_text(altered)
-        assert len(registry.history()) == 2
-    (tmp_path / "model/log/notes.txt").write_text("is no entry")
-    assert len(registry.history()) == 2
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden", "a b", "a" * 101, "models\n"])
@@ -193,7 +275,7 @@ def test_an_address_that_is_no_registry(address: str) -> None:
 
 def test_a_path_that_the_system_refuses(tmp_path: Path) -> None:
     registry = Registry(str(tmp_path / ("long" * 80)), "model")
-    with pytest.raises(UserError, match=r"model cannot be listed: File name too long; check the address"):
+    with pytest.raises(UserError, match=r"model cannot be read: File name too long; check the address"):
         registry.history()
     with pytest.raises(storage.UnavailableError, match="File name too long"):
         storage.stat(registry.address)
@@ -214,5 +296,5 @@ def test_a_registry_that_cannot_be_reached(bucket: str, tmp_path: Path, monkeypa
     with pytest.raises(UserError, match=r"model cannot be listed: .*; check the address and the rights"):
         Registry("s3://no-such-bucket-here", "model").history()
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    with pytest.raises(UserError, match=r"model cannot be listed: .*Connection refused"):
+    with pytest.raises(UserError, match=r"model cannot be read: .*Connection refused"):
         Registry(bucket, "model").history()

@@ -26,7 +26,7 @@ def registry(tmp_path: Path) -> Registry:
 
 @pytest.fixture
 def champion(registry: Registry) -> Entry:
-    version = versions.write(registry, FILES)
+    version = versions.write_version(registry, FILES)
     return promote(registry, version.name, "a test", by="me")
 
 

@@ -30,7 +30,7 @@ def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
 def champion(registry: Registry, profile: str) -> None:
     """One that was trained on such data."""
     files = {"model.pt": b"weights", "model.json": b"{}", "data_profile.json": profile.encode()}
-    promote(registry, versions.write(registry, files).name, "to begin", by="me")
+    promote(registry, versions.write_version(registry, files).name, "to begin", by="me")
 
 
 def warnings(tmp_path: Path, **hp: str) -> list[str]:

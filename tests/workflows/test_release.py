@@ -153,7 +153,7 @@ def test_two_persons_at_the_same_moment(tmp_path: Path, s3: S3Server) -> None:
                 here.setenv(name, value)
             registry = Registry("s3://rivals", "model")
             contents = [{"model.pt": name.encode(), "model.json": b"{}"} for name in ("one", "two")]
-            names = [versions.write(registry, content).name for content in contents]
+            names = [versions.write_version(registry, content).name for content in contents]
 
         def promoted(version: str) -> Ended:
             arguments = ("promote_wf", "--model_name", "model", "--version", version, "--reason", "I say so")
