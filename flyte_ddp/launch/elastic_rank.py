@@ -7,12 +7,10 @@ every host reports the same.
 
 from __future__ import annotations
 
-import hmac
 import json
 import os
 import pickle
 import queue
-import secrets
 import sys
 import threading
 import time
@@ -26,10 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from flyte_ddp.errors import RankError, StoppedError, UnreachableError, UserError
-from flyte_ddp.launch.remote.arrivals import fields_of
 from flyte_ddp.launch.remote.host_data import prepared_here
-from flyte_ddp.launch.remote.proxy import RunOverError, folder_of, received
-from flyte_ddp.launch.remote.rendezvous import JoinTicket, Rendezvous, join, open_rendezvous
+from flyte_ddp.launch.remote.joining import JoinTicket, RunOverError, connect, local_run_folder, receive_job
+from flyte_ddp.launch.remote.rendezvous import Rendezvous, derive_key, open_rendezvous
 from flyte_ddp.launch.supervise.failures import OWN
 from flyte_ddp.launch.supervise.link import Link, cause
 from flyte_ddp.launch.supervise.network import own_addresses, use_network
@@ -41,11 +38,9 @@ from flyte_ddp.runs.job import Job
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 ERROR_SUFFIX = ".pickle"  # of what is left beside it
 TICKET = "flyte-ddp ticket"
-TICKET_FIELDS = {"hosts": list, "port": int, "run_folder": str, "mark": str, "nonce": str}
 RUN_ID = "TORCHELASTIC_RUN_ID"  # set in the processes that Elastic starts
 KEY_VARIABLE = "FLYTE_DDP_ELASTIC_KEY"
 LOOPBACK = "127.0.0.1"
-MOST_HOSTS = 16
 OUTCOME_SECONDS = 45.0  # to hear what became of the run: more than it takes to notice that rank 0's host is gone
 LEADER_SECONDS = 3600.0  # for rank 0 to accept others, which has to fetch the data first
 UNWIND_SECONDS = (2.0, 10.0)  # for a rank to come back from what it is doing when the run has failed, and for rank 0
@@ -59,18 +54,18 @@ def is_leader() -> bool:
 
 
 def lead(job: Job) -> None:
-    """What rank 0 does: a thread supervises all ranks while this one is what it is."""
+    """Train as rank 0, while a thread of this process supervises all ranks."""
     store = group_store(job.settings.timeout)
     info = own_info()
-    alone = info.world_size == int(os.environ["LOCAL_WORLD_SIZE"])  # then nobody else need hear of it
+    alone = info.world_size == int(os.environ["LOCAL_WORLD_SIZE"])  # then no other host need reach this one
     hosts = (LOOPBACK,) if alone else own_addresses()
-    nonce = secrets.token_hex(16)
-    with open_rendezvous(job, *hosts, listen=LOOPBACK if alone else "", key=key_of(nonce), only_once=True) as here:
+    with open_rendezvous(job, *hosts, listen=LOOPBACK if alone else "", secret=shared_secret(), only_once=True) as here:
         ticket = here.ticket(info)
-        store.set(TICKET, ticket_as_json(ticket, nonce))
+        store.set(TICKET, json.dumps([ticket.hosts, ticket.port, str(ticket.run_folder), ticket.mark]))
         thread = threading.Thread(target=supervise, args=(here, info.world_size), name="launcher", daemon=True)
         thread.start()
-        take_part(ticket, join(replace(ticket, hosts=(LOOPBACK,))))
+        with local_run_folder(ticket) as folder:
+            take_part(info, connect(replace(ticket, hosts=(LOOPBACK,)), folder), folder)
         thread.join()
 
 
@@ -81,7 +76,7 @@ def supervise(rendezvous: Rendezvous, num_ranks: int) -> None:
 
 
 def follow(fetch_into: Callable[[Path], object] | None = None, timeout: float = LEADER_SECONDS) -> None:
-    """What all other ranks do: they get the job from rank 0.
+    """Train as another rank than 0, with the job that rank 0 gives.
 
     Args:
         fetch_into: puts the prepared data into a folder, on hosts without it; None: it is fetched from its origin.
@@ -95,59 +90,48 @@ def follow(fetch_into: Callable[[Path], object] | None = None, timeout: float = 
     tried: set[str] = set()
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
-        # Not store.get at once, in which no signal would be handled.
-        if store.check([TICKET]) and (ticket := ticket_from_json(store.get(TICKET), info)) is not None:
+        if store.check([TICKET]):  # store.get alone would block, and Python could handle no signal meanwhile
+            ticket = read_ticket(store.get(TICKET), info)
             tried.update(ticket.hosts)
-            # Refused where the ticket is the run's before this one, in a store that is kept.
-            with suppress(OSError, EOFError, AuthenticationError):
-                joined = join(ticket)
-                break
+            with local_run_folder(ticket) as folder:
+                try:
+                    pipe = connect(ticket, folder)
+                except (OSError, EOFError, AuthenticationError):
+                    pass  # the ticket is stale: a store that outlives a restart still holds that of the run before
+                else:
+                    take_part(info, pipe, folder, fetch_into)
+                    return
         time.sleep(POLL_SECONDS)
-    else:
-        known = f"under none of {', '.join(sorted(tried))}" if tried else "which said nowhere where it is"
-        raise UnreachableError(
-            f"rank {info.rank} could not connect to rank 0 within {timeout:g} s, {known}: its host must be reachable "
-            f"from this one at any port, and {KEY_VARIABLE} the same on both, if it is set"
-        )
-    take_part(ticket, joined, fetch_into)
+    known = f"at none of {', '.join(sorted(tried))}" if tried else "rank 0 never published its address"
+    raise UnreachableError(
+        f"rank {info.rank} could not connect to rank 0 within {timeout:g} s: {known}; its host must be reachable "
+        f"from this one at any port, and {KEY_VARIABLE} the same on both, if it is set"
+    )
 
 
 def own_info() -> RankInfo:
-    """Which rank this worker is."""
+    """Return which rank this worker is, by Elastic's environment variables."""
     return RankInfo(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
 
 
-def key_of(nonce: str) -> bytes:
-    """What proves that somebody belongs to this run: made of what all of its workers have in their environment.
+def shared_secret() -> bytes:
+    """Return what the run's key is made from: FLYTE_DDP_ELASTIC_KEY if set, else Elastic's run id.
 
-    That is the user's own secret, or Elastic's run id, which is none: it stands in the store as well. The nonce is of
-    this rendezvous, so that nobody comes to another one.
+    The run id is not secret: whoever can read Elastic's store knows it.
     """
-    secret = os.environ.get(KEY_VARIABLE) or os.environ[RUN_ID]
-    return hmac.digest(secret.encode(), nonce.encode(), "sha256")
+    return (os.environ.get(KEY_VARIABLE) or os.environ[RUN_ID]).encode()
 
 
-def ticket_as_json(ticket: JoinTicket, nonce: str) -> str:
-    """What the store is told; the key is not in it."""
-    values = (ticket.hosts, ticket.port, str(ticket.run_folder), ticket.mark, nonce)
-    return json.dumps(dict(zip(TICKET_FIELDS, values, strict=True)))
-
-
-def ticket_from_json(text: bytes, info: RankInfo) -> JoinTicket | None:
-    """The ticket of this rank; None if the text is none, as anybody can write into the store."""
-    try:
-        hosts, port, run_folder, mark, nonce = fields_of(text, TICKET_FIELDS).values()
-    except Exception:  # of the many that a text made for it can bring about
-        return None
-    if not all(isinstance(host, str) for host in hosts) or not 0 < port < 1 << 16:
-        return None
-    # Others reach MASTER_ADDR, as the store is there, and where it is not rank 0's host, nobody there knows the key.
-    reachable = tuple(dict.fromkeys((os.environ["MASTER_ADDR"], *hosts[:MOST_HOSTS])))
-    return JoinTicket(info, reachable, port, key_of(nonce), Path(run_folder), Path(mark).name)
+def read_ticket(text: bytes, info: RankInfo) -> JoinTicket:
+    """Return this rank's ticket from what rank 0 has put into Elastic's store, in which the key is not."""
+    hosts, port, run_folder, mark = json.loads(text)
+    # Others reach MASTER_ADDR, as the store is there; if it is not rank 0's host, nobody there knows the key.
+    reachable = tuple(dict.fromkeys((os.environ["MASTER_ADDR"], *hosts)))
+    return JoinTicket(info, reachable, port, derive_key(shared_secret(), mark), Path(run_folder), mark)
 
 
 def group_store(timeout: float) -> Any:
-    """The store that Elastic has for each group of workers."""
+    """Return the store that Elastic has for each group of workers."""
     from torch.distributed import rendezvous  # type: ignore[attr-defined]
 
     from flyte_ddp.parallel.distributed import seconds
@@ -156,34 +140,32 @@ def group_store(timeout: float) -> Any:
 
 
 def take_part(
-    ticket: JoinTicket, joined: tuple[Connection, bool], fetch_into: Callable[[Path], object] | None = None
+    info: RankInfo, pipe: Connection, folder: Path, fetch_into: Callable[[Path], object] | None = None
 ) -> None:
-    """Runs this worker's rank to the end of the run; raises what became of it where that is not its completion."""
+    """Run this worker's rank to the end of the run; raise what became of the run unless it has completed."""
     from flyte_ddp.launch.supervise.rank import run_rank
 
-    info, (pipe, shares) = ticket.info, joined
     set_name(f"rank {info.rank}")
-    with folder_of(ticket.run_folder, shares) as folder:
+    try:
+        job, host = receive_job(pipe, folder)
+    except RunOverError as told:
+        raise (told.outcome or rank_0_is_gone()) from None
+    except (EOFError, OSError):
+        raise rank_0_is_gone() from None
+    use_network(host)
+    link = WorkerLink(pipe, info.rank, saved=job.checkpoint.step if job.checkpoint else 0)
+    # Elastic sends SIGTERM as soon as another worker has failed; it must not end this process before all is killed.
+    with handed_on(SIGNALS, lambda: link.send("stop")), descendants_killed_at_end():
         try:
-            job, host = received(pipe, folder, shares=shares)
-        except RunOverError as told:
-            raise (told.outcome or rank_0_is_gone()) from None
-        except (EOFError, OSError):
-            raise rank_0_is_gone() from None
-        use_network(host)
-        link = WorkerLink(pipe, info.rank, saved=job.checkpoint.step if job.checkpoint else 0)
-        # Elastic sends SIGTERM as soon as another worker has failed; it must not end this process before all is killed.
-        with handed_on(SIGNALS, lambda: link.send("stop")), descendants_killed_at_end():
-            try:
-                run_rank(replace(job, data=prepared_here(job, fetch_into)), info, link.offer_saving, link)
-            except BaseException as error:
-                link.report(error)
-                link.send("exit", code=1)
-                raise link.outcome() or without_outcome(error) from None
-            link.send("completed")
-            link.send("exit", code=0)
-            if (outcome := link.outcome(limit=None)) is not None:  # others may still wait for what they handed in
-                raise outcome
+            run_rank(replace(job, data=prepared_here(job, fetch_into)), info, link.offer_saving, link)
+        except BaseException as error:
+            link.report(error)
+            link.send("exit", code=1)
+            raise link.outcome() or without_outcome(error) from None
+        link.send("completed")
+        link.send("exit", code=0)
+        if (outcome := link.outcome(limit=None)) is not None:  # others may still wait for what they handed in
+            raise outcome
 
 
 class WorkerLink(Link):

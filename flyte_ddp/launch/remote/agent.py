@@ -20,7 +20,7 @@ from flyte_ddp.launch.supervise.processes import start
 from flyte_ddp.process import become_subreaper, kill_descendants
 
 if TYPE_CHECKING:
-    from flyte_ddp.launch.remote.rendezvous import JoinTicket
+    from flyte_ddp.launch.remote.joining import JoinTicket
     from flyte_ddp.launch.supervise.rank_handle import RankHandle
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -17,63 +16,55 @@ WHOLE = ("model.pt", "model.json", "predictions.npz", *(f"{FOLDER}/{name}" for n
 
 
 def pieces(path: Path, name: str, start: int = 0) -> Iterator[dict[str, Any]]:
-    """A file, from some byte on, as messages; the last one says so."""
+    """Yield a file from byte ``start`` on, as messages of up to PIECE_BYTES; the last one says so."""
     with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
+        size = os.fstat(file.fileno()).st_size  # a file that grows meanwhile is read up to here
         file.seek(start)
-        while True:
+        last = False
+        while not last:
             offset = file.tell()
             data = file.read(min(PIECE_BYTES, size - offset))
             last = file.tell() >= size or not data
             yield {"kind": "file", "name": name, "offset": offset, "data": data, "last": last}
-            if last:
-                return
 
 
-def send_file(pipe: Connection, path: Path, name: str) -> None:
-    """Sends a file."""
-    for piece in pieces(path, name):
-        pipe.send(piece)
-
-
-def take_piece(folder: Path, message: dict[str, Any], names: tuple[str, ...] = (APPENDED, *WHOLE)) -> None:
-    """Puts a piece of a file into a folder: one that grows as it comes, any other when it is whole.
+def take_piece(folder: Path, message: dict[str, Any]) -> None:
+    """Write a piece of a file into a folder. APPENDED grows as pieces come; any other file appears when it is whole.
 
     Raises:
-        UserError: a name that is none of those that are taken, or the file cannot be written.
+        UserError: the file cannot be written.
     """
-    name = message["name"]
-    if name not in names:
-        raise UserError(f"file {name!r} is none of those that a rank may send: {', '.join(names)}")
-    path = folder / name
-    written = path if name == APPENDED else path.with_name(f".{path.name}.tmp")
+    path = folder / message["name"]
+    partial = path if message["name"] == APPENDED else path.with_name(f".{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with written.open("r+b" if written.exists() else "wb") as file:
+        with partial.open("r+b" if partial.exists() else "wb") as file:
             file.seek(message["offset"])
             file.truncate()
             file.write(message["data"])
         if message["last"]:
-            written.replace(path)
+            partial.replace(path)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; make room, or correct its permissions") from None
 
 
 class Mirror:
-    """Sends what has changed in the folder where a rank writes since the last time, or since this was made."""
+    """Sends the files that have changed in the folder where rank 0 writes, since the last time or since this was made.
+
+    Args:
+        folder: the rank's own run folder.
+        send: takes a message.
+    """
 
     def __init__(self, folder: Path, send: Callable[[dict[str, Any]], None]) -> None:
         self.folder, self.send = folder, send
         self.sent: dict[str, tuple[int, int, int]] = {}
-        growing = folder / APPENDED
-        self.appended = growing.stat().st_size if growing.exists() else 0
+        self.appended = size_of(folder / APPENDED)
 
     def send_new(self) -> None:
-        """Sends new lines of what grows, and files that were replaced, by messages."""
-        growing = self.folder / APPENDED
-        if growing.exists() and growing.stat().st_size != self.appended:
-            start = min(self.appended, growing.stat().st_size)
-            for piece in pieces(growing, APPENDED, start):
+        """Send new lines of APPENDED, and those of WHOLE that were replaced."""
+        if (size := size_of(self.folder / APPENDED)) != self.appended:
+            for piece in pieces(self.folder / APPENDED, APPENDED, min(self.appended, size)):
                 self.send(piece)
                 self.appended = piece["offset"] + len(piece["data"])
         for name in WHOLE:
@@ -81,8 +72,13 @@ class Mirror:
                 found = (self.folder / name).stat()
             except FileNotFoundError:
                 continue
-            mark = (found.st_ino, found.st_mtime_ns, found.st_size)
-            if self.sent.get(name) != mark:
+            version = (found.st_ino, found.st_mtime_ns, found.st_size)
+            if self.sent.get(name) != version:
                 for piece in pieces(self.folder / name, name):
                     self.send(piece)
-                self.sent[name] = mark
+                self.sent[name] = version
+
+
+def size_of(path: Path) -> int:
+    """Return a file's size in bytes, 0 if it does not exist."""
+    return path.stat().st_size if path.exists() else 0

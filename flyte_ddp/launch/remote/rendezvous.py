@@ -6,25 +6,22 @@ connect to the launcher over TCP, and from then on their ranks are a worker grou
 
 from __future__ import annotations
 
-import json
-import os
+import hmac
 import secrets
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from flyte_ddp.code_digest import package_digest
 from flyte_ddp.errors import RankError, UnreachableError, UserError
-from flyte_ddp.launch.remote.arrivals import HELLO_SECONDS, Arrival, Door, launchers_host
-from flyte_ddp.launch.remote.file_sync import APPENDED, send_file, take_piece
-from flyte_ddp.launch.supervise.network import cut_off_after, keep_alive
+from flyte_ddp.launch.remote.file_sync import APPENDED, pieces, take_piece
+from flyte_ddp.launch.remote.joining import JoinTicket
+from flyte_ddp.launch.remote.listener import AuthenticatedListener, WorkerConnection, find_address_of_launcher
 from flyte_ddp.launch.supervise.rank_handle import RankHandle
 from flyte_ddp.launch.supervise.rank_info import RankInfo
 from flyte_ddp.launch.supervise.stopping import StopRequest, stop_requests
@@ -33,120 +30,90 @@ from flyte_ddp.runs.checkpoint import load_latest, newest_step
 from flyte_ddp.runs.job import Job
 
 GATHER_SECONDS = 300.0  # for all agents: images may have to be pulled, and nodes added
-CONNECT_SECONDS = 10.0  # to an address that may be none of the launcher's
 JOIN_SECONDS = 10.0  # for a killed rank to end
 STACK_SECONDS = 3.0  # more than the agent's own
-
-
-@dataclass(frozen=True)
-class JoinTicket:
-    """What an agent must know to join."""
-
-    info: RankInfo
-    hosts: tuple[str, ...]  # under which the launcher may be reached, the likeliest first
-    port: int
-    key: bytes = field(repr=False)
-    run_folder: Path
-    mark: str  # of a file in the run folder, which is there for those who share it
-
-
-def join(ticket: JoinTicket) -> tuple[Connection, bool]:
-    """Connects to the launcher, for a rank of this host.
-
-    Returns:
-        The connection, and whether the run folder is shared.
-
-    Raises:
-        OSError, EOFError, AuthenticationError: the launcher is at none of its addresses; what the last one did.
-    """
-    *others, last = ticket.hosts
-    for host in others:
-        with suppress(OSError, EOFError, AuthenticationError):
-            return join_at(host, ticket)
-    return join_at(last, ticket)
-
-
-def join_at(host: str, ticket: JoinTicket) -> tuple[Connection, bool]:
-    """The same under one of its addresses; nothing is unpickled of a side that has not proved that it knows the key."""
-    connected = socket.create_connection((host, ticket.port), timeout=CONNECT_SECONDS)
-    connected.settimeout(None)
-    keep_alive(connected)
-    pipe = Connection(os.dup(connected.fileno()))
-    shares = (ticket.run_folder / ticket.mark).exists()
-    own_host = connected.getsockname()[0]
-    about = {"rank": ticket.info.rank, "host": own_host, "shares": shares, "code": package_digest()}
-    try:
-        with connected, cut_off_after(connected, HELLO_SECONDS):
-            answer_challenge(pipe, ticket.key)
-            deliver_challenge(pipe, ticket.key)
-            pipe.send_bytes(json.dumps({**about, "clock": time.monotonic()}).encode())
-    except BaseException as error:
-        pipe.close()
-        if isinstance(error, AssertionError):  # Python's, before 3.12, where the other side does not ask as a launcher
-            raise AuthenticationError("no launcher") from None
-        raise
-    return pipe, shares
 
 
 class RemoteHandle(RankHandle):
     """A rank whose proxy is an agent.
 
     Args:
-        arrival: of the agent.
-        host: under which address the other ranks reach the rank.
-        folder: where files of a rank go that does not share the run folder; None for one that does.
+        worker: the agent's connection.
+        host: the address at which other ranks reach the rank.
+        run_folder: the launcher's own.
+        files_in: the folder of the rank's host in which the run's files are, the run folder if the host sees that.
     """
 
-    def __init__(self, arrival: Arrival, host: str, folder: Path | None) -> None:
-        super().__init__(arrival.rank, arrival.pipe, host)
-        self.network, self.folder = host, folder
-        self.clock_behind = arrival.heard_at - arrival.clock
+    def __init__(self, worker: WorkerConnection, host: str, run_folder: Path, files_in: Path) -> None:
+        super().__init__(worker.rank, worker.pipe, host)
+        self.worker, self.network, self.run_folder, self.files_in = worker, host, run_folder, files_in
+        self.clock_behind = worker.received_at - worker.clock
         self.early: list[dict[str, Any]] = []
-        self.is_here = arrival.is_here
         self.out_of_memory = False
 
     @property
     def lost(self) -> bool:
-        """The agent is gone without having said how its rank ended."""
+        """Whether the agent is gone without having said how its rank ended."""
         return not self.listening and self.exitcode is None
 
     def ran_out_of_memory(self) -> bool:
         """Return what the agent has found on its host when the rank's process had ended.
 
-        Of a rank that was lost on the launcher's host, as Elastic's are, it is what the launcher finds.
+        Of a rank that was lost on the launcher's host, as Elastic's are, return what the launcher finds.
         """
-        return self.out_of_memory or (self.lost and self.is_here and super().ran_out_of_memory())
+        return self.out_of_memory or (self.lost and self.worker.is_here and super().ran_out_of_memory())
 
     def waitables(self) -> list[Any]:
-        """Its agent's connection."""
+        """Return the agent's connection."""
         return [self.pipe] if self.listening else []
 
     def messages(self) -> Iterator[dict[str, Any]]:
-        """What the rank has sent since the last call; the agent's own messages are taken in here."""
+        """Yield what the rank has sent since the last call. Takes in the agent's own messages, and writes files."""
         early, self.early = self.early, []
         for message in (*early, *super().messages()):
             if message["kind"] == "exit":
                 self.exitcode, self.out_of_memory = message["code"], message.get("out_of_memory", False)
             elif message["kind"] == "file":
-                if self.folder is not None:
-                    take_piece(self.folder, message)
+                take_piece(self.run_folder, message)
             else:
                 yield message
 
     def hand_over(self, job: Job) -> None:
-        """Sends the job, and before it the files that the agent must have of a folder not shared."""
-        if self.folder is not None:
-            with suppress(OSError):  # one that is lost is noticed by whoever listens to it
-                send_file(self.pipe, job.run_folder / APPENDED, APPENDED)
-                for path in (job.checkpoint.path if job.checkpoint else None, job.initial_weights):
-                    if path is not None:
-                        send_file(self.pipe, path, path.name)
+        """Send the job, and before it the files that the run needs on a host that does not see the run folder.
+
+        Of the agents of one host only the one in whose folder the files are is sent them. Waits until it has them, so
+        that ranks of the same host that are handed the job later find them.
+        """
+        if self.files_in == self.worker.folder:
+            checkpoint, log = job.checkpoint, job.run_folder / APPENDED
+            files = [job.initial_weights, checkpoint.path if checkpoint else None, log if self.rank == 0 else None]
+            with suppress(OSError, EOFError):  # an agent that is lost is noticed by whoever listens to it
+                for path in filter(None, files):
+                    self._send_file(path)
         super().hand_over(job)
+
+    def _send_file(self, path: Path) -> None:
+        for piece in pieces(path, path.name):
+            self.pipe.send(piece)
+        while (message := self.pipe.recv())["kind"] != "stored":
+            self.early.append(message)
+
+    def localized(self, job: Job) -> Job:
+        """Return the job with the paths that its files have on the rank's host."""
+        if self.worker.folder is None:
+            return job
+        found, weights, folder = job.checkpoint, job.initial_weights, self.files_in
+        return replace(
+            job,
+            run_folder=folder,
+            checkpoint=replace(found, path=folder / found.path.name) if found else None,
+            initial_weights=folder / weights.name if weights else None,
+        )
 
     def stack(self) -> str:
         """See :class:`RankHandle`."""
         self.send("stack")
-        for message in self.heard_within(STACK_SECONDS):
+        for message in self._messages_within(STACK_SECONDS):
             if message["kind"] == "stack":
                 return str(message["text"])
             self.early.append(message)
@@ -157,15 +124,14 @@ class RemoteHandle(RankHandle):
         self.send("kill")
 
     def close(self) -> None:
-        """See :class:`RankHandle`."""
+        """Wait up to JOIN_SECONDS for the agent to report the rank's exit, then close the connection."""
         if self.exitcode is None:
-            for message in self.heard_within(JOIN_SECONDS):
+            for message in self._messages_within(JOIN_SECONDS):
                 if message["kind"] == "exit":
                     break
         self.pipe.close()
 
-    def heard_within(self, seconds: float) -> Iterator[dict[str, Any]]:
-        """What the agent sends in this time, as it comes."""
+    def _messages_within(self, seconds: float) -> Iterator[dict[str, Any]]:
         deadline = time.monotonic() + seconds
         with suppress(EOFError, OSError):
             while self.pipe.poll(max(0.0, deadline - time.monotonic())):
@@ -174,43 +140,58 @@ class RemoteHandle(RankHandle):
 
 @contextmanager
 def open_rendezvous(
-    job: Job, *hosts: str, listen: str | None = None, key: bytes | None = None, only_once: bool = False
+    job: Job, *hosts: str, listen: str | None = None, secret: bytes | None = None, only_once: bool = False
 ) -> Iterator[Rendezvous]:
-    """Where agents connect, at the address ``listen``: empty for all, None for the first of ``hosts``."""
-    mark = f".shared-{secrets.token_hex(8)}.tmp"  # which the next run removes if this one cannot
+    """Listen for agents at a free port, and leave a file in the run folder that shows them whether they see it.
+
+    Args:
+        hosts: the addresses at which agents can reach this process.
+        listen: the address to listen at: empty for all, None for the first of ``hosts``.
+        secret: what the run's key is made from; None: a random one.
+        only_once: the engine does not send agents once more after a failure.
+    """
+    mark = f".shared-{secrets.token_hex(16)}.tmp"  # which the next run removes if this one cannot
+    key = derive_key(secret or secrets.token_bytes(32), mark)
     (job.run_folder / mark).touch()
     try:
         with socket.create_server((hosts[0] if listen is None else listen, 0), backlog=128) as server:
-            yield Rendezvous(job, server, hosts, mark, key or secrets.token_bytes(32), only_once)
+            yield Rendezvous(job, server, hosts, mark, key, only_once)
     finally:
         (job.run_folder / mark).unlink(missing_ok=True)
 
 
+def derive_key(secret: bytes, mark: str) -> bytes:
+    """Return the key of one rendezvous, which its random mark tells from others with the same secret."""
+    return hmac.digest(secret, mark.encode(), "sha256")
+
+
 @dataclass
 class Rendezvous:
-    """Has agents connect, and supervises their ranks."""
+    """Gathers agents and supervises their ranks; see :func:`open_rendezvous`."""
 
     job: Job
-    server: socket.socket  # listens
-    hosts: tuple[str, ...]  # under which agents reach it
-    mark: str  # name of a file in the run folder
-    key: bytes  # which agents must know
-    only_once: bool  # the engine does not send agents once more
-    code: str = field(default_factory=package_digest)
+    server: socket.socket
+    hosts: tuple[str, ...]
+    mark: str
+    key: bytes
+    only_once: bool
 
     def ticket(self, info: RankInfo) -> JoinTicket:
-        """For the agent of this rank."""
+        """Return the ticket for the agent of this rank."""
         return JoinTicket(info, self.hosts, self.server.getsockname()[1], self.key, self.job.run_folder, self.mark)
 
     def close(self) -> None:
-        """Has agents that have not been accepted yet find nobody."""
+        """Close the listening socket; agents that connect later are refused."""
         self.server.close()
 
     def run(self, num_ranks: int, check: Callable[[], None]) -> None:
-        """Waits for all agents, hands them the job, and returns when all ranks have completed.
+        """Wait for all agents, hand them the job, and return when all ranks have completed.
 
-        Where another try may help after a failure, it is the engine's to send the agents once more, by its own rules;
-        the run then goes on from its newest checkpoint. ``check`` raises if the engine knows that one will not come.
+        After a recoverable failure, wait for the engine to start agents again under its own retry policy, and resume
+        the run from its newest checkpoint.
+
+        Args:
+            check: raises if the engine knows that an agent will not come; called again and again while agents come.
         """
         failure: RankError | None = None
         with stop_requests() as stop:
@@ -220,7 +201,7 @@ class Rendezvous:
     def attempt(
         self, num_ranks: int, stop: StopRequest, check: Callable[[], None], before: RankError | None
     ) -> RankError | None:
-        """Runs the job once; returns what has failed, if another attempt may help, for which it is ``before``."""
+        """Run the job once; return the failure if another attempt may help, for which it is ``before``."""
         group: list[RankHandle] = []
         try:
             self.gather(group, num_ranks, stop, check)
@@ -244,13 +225,18 @@ class Rendezvous:
             end(group)
 
     def gather(self, group: list[RankHandle], num_ranks: int, stop: StopRequest, check: Callable[[], None]) -> None:
-        """Adds the ranks whose agents connect, in their order.
+        """Fill the group with the ranks whose agents have connected, in the order of ranks.
 
-        Of two that connect for one rank the later one counts: the engine has sent it because the other is gone.
+        If two agents claim the same rank, the later one wins: the engine starts a replacement when it has lost the
+        first.
+
+        Raises:
+            UnreachableError: an agent has not connected within GATHER_SECONDS.
+            UserError: an agent runs another version of this library.
         """
         deadline = time.monotonic() + GATHER_SECONDS
-        found: dict[int, Arrival] = {}
-        with Door(self.server, self.key) as door:
+        found: dict[int, WorkerConnection] = {}
+        with AuthenticatedListener(self.server, self.key) as listener:
             while len(found) < num_ranks:
                 if stop.signal is not None:
                     raise stop.error(newest_step(self.job.run_folder))  # an attempt before may have saved one
@@ -262,37 +248,37 @@ class Rendezvous:
                         f"{GATHER_SECONDS:g} s: their hosts cannot reach this one, or the cluster has no capacity for "
                         "them; correct that and run again"
                     )
-                for arrival in door.arrivals():
-                    self.refuse_other_code(arrival)
-                    if not 0 <= arrival.rank < num_ranks:
-                        arrival.pipe.close()
-                        continue
-                    if arrival.rank in found:
-                        found[arrival.rank].pipe.close()
-                    found[arrival.rank] = arrival
+                for worker in listener.new_connections():
+                    refuse_other_code(worker)
+                    if worker.rank in found:
+                        found[worker.rank].pipe.close()
+                    found[worker.rank] = worker
                     group[:] = self.handles(found)
 
-    def refuse_other_code(self, arrival: Arrival) -> None:
-        """Raises UserError if another copy of the library runs there."""
-        if arrival.code != self.code:
-            arrival.pipe.close()
-            raise UserError(
-                f"host {arrival.host} runs library sources {arrival.code}, and this one {self.code}; "
-                "have the same flyte-ddp on all hosts of the cluster"
-            )
-
-    def handles(self, found: Mapping[int, Arrival]) -> list[RankHandle]:
-        """Of those who have connected, by rank."""
-        here = launchers_host(found.values())
+    def handles(self, found: Mapping[int, WorkerConnection]) -> list[RankHandle]:
+        """Return handles of the connected ranks, in order; the lowest rank of each host is the one to get the files."""
+        here = find_address_of_launcher(found.values())
+        folders: dict[str, Path] = {}
         handles: list[RankHandle] = []
-        for _, arrival in sorted(found.items()):
-            host, folder = here if arrival.is_here else arrival.host, None if arrival.shares else self.job.run_folder
-            handles.append(RemoteHandle(arrival, host, folder))
+        for _, worker in sorted(found.items()):
+            host = here if worker.is_here else worker.host
+            files_in = folders.setdefault(host, worker.folder) if worker.folder else self.job.run_folder
+            handles.append(RemoteHandle(worker, host, self.job.run_folder, files_in))
         return handles
 
 
+def refuse_other_code(worker: WorkerConnection) -> None:
+    """Close the connection and raise UserError if its agent runs another version of this library."""
+    if worker.code != package_digest():
+        worker.pipe.close()
+        raise UserError(
+            f"host {worker.host} runs library sources {worker.code}, and this one {package_digest()}; "
+            "have the same flyte-ddp on all hosts of the cluster"
+        )
+
+
 def from_newest_checkpoint(job: Job, why: str) -> Job:
-    """The job as it goes on from its newest checkpoint, which is said with the reason."""
+    """Return the job as it resumes from its newest checkpoint; print that with the reason, unless progress is off."""
     found = load_latest(job.run_folder, job.identity)
     if job.settings.progress != "off":
         what = f"going on after step {found.step:,}" if found else "restarting from scratch"
@@ -301,7 +287,11 @@ def from_newest_checkpoint(job: Job, why: str) -> Job:
 
 
 def adapted(job: Job, hosts: set[str]) -> Job:
-    """The job as it is on these hosts: only ranks of one of them have memory that they share."""
+    """Return the job as it is on these hosts: only ranks of a single host can average gradients in shared memory.
+
+    Raises:
+        UserError: strategy='shared_memory' was asked for, and there are several hosts.
+    """
     job = replace(job, num_nodes=len(hosts))
     if len(hosts) == 1 or job.hardware.strategy != "shared_memory":
         return job
@@ -314,6 +304,6 @@ def adapted(job: Job, hosts: set[str]) -> Job:
 
 
 def broadcast_outcome(group: Sequence[RankHandle], error: BaseException | None) -> None:
-    """Tells what became of the run, and that no other try will follow."""
+    """Tell all agents what became of the run, and that no other attempt will follow."""
     for handle in group:
         handle.send("over", error=error)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import fcntl
+import hmac
 import os
+import secrets
 import socket
 import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection
 
 UNHEARD_MILLISECONDS = 30_000  # until a host that does not confirm what it was sent is gone
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}  # a host that is gone is noticed in 30 s
@@ -42,6 +46,20 @@ def cut_off_after(connected: socket.socket, seconds: float) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+
+
+def prove_key(pipe: Connection, key: bytes, role: bytes, peers_role: bytes) -> None:
+    """Prove to the peer that this side knows the key, and have it prove the same; unpickles nothing.
+
+    Raises:
+        AuthenticationError: the peer does not know the key.
+        EOFError, OSError: the peer has left, or sends more than a proof.
+    """
+    challenge = secrets.token_bytes(32)
+    pipe.send_bytes(challenge)
+    pipe.send_bytes(hmac.digest(key, role + pipe.recv_bytes(64), "sha256"))
+    if not hmac.compare_digest(pipe.recv_bytes(64), hmac.digest(key, peers_role + challenge, "sha256")):
+        raise AuthenticationError("the peer does not know the run's key")
 
 
 def use_network(host: str) -> None:

@@ -76,10 +76,14 @@ class RankHandle:
         raise NotImplementedError
 
     def hand_over(self, job: Job) -> None:
-        """Tells the rank what there is to do."""
+        """Send the rank its job."""
         self.inbox = Inbox(job.run_folder, lambda: self.send("written"))
         self.resumes_after = job.checkpoint.step if job.checkpoint else 0
-        self.send("job", job=pickle.dumps(job), saved=self.resumes_after, network=self.network)
+        self.send("job", job=pickle.dumps(self.localized(job)), saved=self.resumes_after, network=self.network)
+
+    def localized(self, job: Job) -> Job:
+        """Return the job with the paths that its files have where the rank is."""
+        return job
 
     def send(self, kind: str, **values: Any) -> None:
         """Tells the rank something, if it is still there; from any thread."""

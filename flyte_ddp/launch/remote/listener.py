@@ -1,0 +1,105 @@
+"""The launcher's port: it takes agents that know the run's key; strangers cost it neither time nor trust."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Self
+
+from flyte_ddp.launch.supervise.network import cut_off_after, is_loopback, keep_alive, prove_key, shut
+
+HELLO_SECONDS = 10.0  # in all, for a peer to prove that it knows the key and to say who it is
+MOST_AT_ONCE = 64  # connections; more wait in the socket's queue until one of those is accepted or refused
+POLL_SECONDS = 0.02
+ROLES = (b"launcher", b"agent")  # so that a peer cannot send back what it was sent
+
+
+@dataclass(frozen=True)
+class WorkerConnection:
+    """A connection from an agent that has proved that it knows the run's key."""
+
+    rank: int
+    host: str  # the agent's address by its own account
+    folder: Path | None  # where it keeps the run's files; None: it sees the launcher's run folder
+    code: str  # digest of its library
+    clock: float  # ``time.monotonic()`` of its host when it sent these values
+    pipe: Connection
+    seen_at: str  # its address as the launcher sees it
+    reached_at: str  # the launcher's address that it connected to
+    received_at: float  # ``time.monotonic()`` of the launcher when it received these values
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the agent is on the launcher's host."""
+        return is_loopback(self.seen_at) or self.seen_at == self.reached_at
+
+
+class AuthenticatedListener:
+    """Accepts agents, each in a thread of its own, so that a slow stranger delays nobody; a context manager.
+
+    Args:
+        server: a listening socket; it becomes non-blocking.
+        key: what agents must know.
+    """
+
+    def __init__(self, server: socket.socket, key: bytes) -> None:
+        server.setblocking(False)
+        self.server, self.key = server, key
+        self.pool = ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix="agent")
+        self.unproved: dict[Future[WorkerConnection], socket.socket] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for connected in self.unproved.values():
+            shut(connected)  # its thread is reading, and ends by that
+        self.pool.shutdown()
+        for connection in self._take_proved():
+            connection.pipe.close()
+
+    def new_connections(self) -> list[WorkerConnection]:
+        """Wait for POLL_SECONDS; return the agents that have proved themselves since the last call."""
+        time.sleep(POLL_SECONDS)
+        with suppress(OSError):  # nobody is waiting, or too many files are open
+            while len(self.unproved) < MOST_AT_ONCE:
+                connected, _ = self.server.accept()
+                self.unproved[self.pool.submit(self._authenticate, connected)] = connected
+        return self._take_proved()
+
+    def _take_proved(self) -> list[WorkerConnection]:
+        done = [future for future in self.unproved if future.done()]
+        for future in done:
+            self.unproved.pop(future).close()
+        return [future.result() for future in done if future.exception() is None]
+
+    def _authenticate(self, connected: socket.socket) -> WorkerConnection:
+        connected.setblocking(True)
+        keep_alive(connected)
+        pipe = Connection(os.dup(connected.fileno()))
+        try:
+            with cut_off_after(connected, HELLO_SECONDS):
+                prove_key(pipe, self.key, *ROLES)
+                hello: dict[str, Any] = pipe.recv()  # unpickled only after the peer's proof
+            addresses = {"seen_at": connected.getpeername()[0], "reached_at": connected.getsockname()[0]}
+            return WorkerConnection(**hello, **addresses, pipe=pipe, received_at=time.monotonic())
+        except BaseException:
+            pipe.close()
+            raise
+
+
+def find_address_of_launcher(connections: Iterable[WorkerConnection]) -> str:
+    """Return the address at which all agents can reach ranks on the launcher's own host.
+
+    Agents on that host may have connected over the loopback and say so; others have reached an address that serves all.
+    """
+    by_rank = sorted(connections, key=lambda each: each.rank)
+    from_elsewhere = [each.reached_at for each in by_rank if not each.is_here]
+    return (from_elsewhere or [each.host for each in by_rank])[0]
