@@ -17,7 +17,6 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.files import HashingFile, file_digest, replacing, sync
 from flyte_ddp.models import zoo
 from flyte_ddp.models.images import EVALUATION_SHARE, InputSpec
-from flyte_ddp.parallel.buffers import overwrite
 from flyte_ddp.pictures import BACKGROUND
 
 FORMAT = "flyte-ddp-model/1"
@@ -102,9 +101,7 @@ def load_weights(model: nn.Module, model_path: Path, sidecar: Mapping[str, Any])
         UserError: the model does not take these weights.
     """
     try:
-        weights = torch.load(model_path, map_location="cpu", weights_only=True)
-        overwrite(model, {name: weights.get(name) for name in sidecar.get("late_buffers", [])}, saved=weights)
-        model.load_state_dict(weights)
+        model.load_state_dict(torch.load(model_path, map_location="cpu", weights_only=True))
     except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(

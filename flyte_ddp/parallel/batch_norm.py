@@ -6,7 +6,8 @@ which it may have none that count.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -185,6 +186,22 @@ def global_statistics(values: Tensor, exchange: Gather, *, taking_part: bool) ->
     return mean, variance, total
 
 
+def separate_layers(model: nn.Module) -> list[_BatchNorm]:
+    """Return the BatchNorm layers whose running statistics are each rank's own."""
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    return [norm for norm in norms if not isinstance(norm, GlobalBatchNorm)]
+
+
+@contextmanager
+def running_statistics_kept(model: nn.Module) -> Iterator[None]:
+    """Undo at the end what the block changes in running statistics that are this rank's own."""
+    statistics = [buffer for layer in separate_layers(model) for buffer in layer.buffers()]
+    before = [statistic.clone() for statistic in statistics]
+    yield
+    for statistic, value in zip(statistics, before, strict=True):
+        statistic.copy_(value)
+
+
 @torch.no_grad()
 def averaged_running_statistics(model: nn.Module, samples: int) -> list[tuple[Tensor, Tensor]]:
     """BatchNorm's running statistics, each with its mean over the ranks, weighted by their samples.
@@ -193,9 +210,8 @@ def averaged_running_statistics(model: nn.Module, samples: int) -> list[tuple[Te
     """
     statistics = [
         statistic
-        for module in model.modules()
-        if isinstance(module, _BatchNorm) and not isinstance(module, GlobalBatchNorm)
-        for statistic in (module.running_mean, module.running_var)
+        for layer in separate_layers(model)
+        for statistic in (layer.running_mean, layer.running_var)
         if statistic is not None
     ]
     if not statistics:

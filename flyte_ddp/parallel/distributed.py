@@ -65,18 +65,21 @@ def gather(numbers: Tensor) -> Tensor:
 
 
 def copy_from_rank_0(tensors: Iterable[Tensor]) -> None:
-    """Overwrites tensors, in place, by those of rank 0; those that cannot be written to, expanded or sparse, stay."""
-    for tensor in tensors:
-        if tensor.layout != torch.strided or any(
-            stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-        ):
-            continue
+    """Overwrite tensors in place by those of rank 0, but for sparse and expanded ones; all ranks call it together."""
+    for tensor in filter(has_own_elements, tensors):
         # gloo takes memory for dense, whatever the strides say, and does not know all types: bytes it is.
         value = tensor.detach().resolve_conj().resolve_neg().contiguous()
         with in_collective():
             dist.broadcast(value.view(-1).view(torch.uint8), src=0)
         if value.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(value)
+
+
+def has_own_elements(tensor: Tensor) -> bool:
+    """Return whether each element of the tensor has a place of its own in memory: not so if sparse or expanded."""
+    return tensor.layout == torch.strided and all(
+        stride > 0 or size < 2 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
 
 
 def from_rank_0(value: Value) -> Value:

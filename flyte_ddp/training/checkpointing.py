@@ -90,15 +90,12 @@ def restore(run: Run, found: checkpoint.Checkpoint) -> None:
     """Puts a run, on every rank, where the checkpoint was taken."""
     state = run.state
     values = torch.load(checkpoint.state_in(found), map_location="cpu", weights_only=True)
-    for model in (state.model, *([state.average.module] if state.average else [])):
-        state.buffers.load_state_dict(values["buffers"], model, saved=values["model"].keys())
     state.model.load_state_dict(values["model"])
+    state.buffers.load_state_dict(values["buffers"])
     if state.average is not None:
         state.average.load_state_dict(values["average"])
     state.optimizer.load_state_dict(values["optimizer"])
     state.epoch, state.step = found.epoch, found.step
-    state.buffers.begin()
-    state.buffers.keep()
     state.this_pass.draws = values["draws"]
     state.clock.seconds.update(values["seconds"])
     state.clock.started -= values["total_seconds"]

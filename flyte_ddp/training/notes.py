@@ -23,23 +23,13 @@ def notes(job: Job, state: TrainingState, arithmetic: Arithmetic) -> list[str]:
         why = "" if job.hp.sync_batchnorm else " (sync_batchnorm is false)"
         reasons.append(f"BatchNorm used the statistics of each rank's own share{why}")
     said += [f"{reason}: another number of ranks would give another result." for reason in reasons]
-    if changing := state.buffers.changing:
+    if changed := state.buffers.names_of_changed():
         said.append(
-            f"The model changes {few(changing)} in its forward passes, and those of rank 0 counted: another number of "
+            f"The model changes {few(changed)} in its forward passes, and those of rank 0 counted: another number of "
             "ranks may give another result."
         )
-    if unsaved := {*changing} - state.model.state_dict().keys() - state.buffers.shapes.keys():
-        said.append(f"Its state_dict lacks {few(unsaved)}: evaluations had what a new model has, if it has that.")
-    if unlike_new := state.buffers.unlike_new():
-        said.append(
-            f"A new model has not the same {few(unlike_new)}: flyte_ddp.load_model sees to that, "
-            "load_state_dict alone refuses it."
-        )
-    if attributes := state.buffers.attributes:
-        said.append(
-            f"The model changes {few(attributes)}, neither a parameter nor a buffer, in its forward passes: each rank "
-            "had its own, and no file holds it. Use register_buffer if an output depends on it."
-        )
+    if unsaved := {*changed}.intersection(state.buffers.unsaved):
+        said.append(f"{few(unsaved)} is not in the model's state_dict: evaluations used the values of a new model.")
     if encoded_kind(job.hp.dataset) == "stream":
         said.append("The training data were a stream: ranks and workers each read shards of their own.")
     if job.checkpoint is not None:
@@ -59,10 +49,8 @@ def how_exactly(job: Job, state: TrainingState, arithmetic: Arithmetic, *, separ
         differences.append("but for the stream, which restarted from scratch")
     if separate and world_size() > 1:
         differences.append("but for the statistics of BatchNorm, of which rank 0's were saved")
-    if state.buffers.late or state.buffers.attributes:
-        differences.append("but for what its forward passes had changed and the checkpoint does not hold")
     other_ranks = any(before.num_ranks != arithmetic.num_ranks for before in job.checkpoint.trained_in)
-    if other_ranks and (separate or state.this_pass.draws or state.buffers.changing):
+    if other_ranks and (separate or state.this_pass.draws or state.buffers.names_of_changed()):
         differences.append("but for what depends on the number of ranks")
     if changes := arithmetic.changes(job.checkpoint.trained_in):
         differences.append(f"up to rounding, because these changed: {changes}")

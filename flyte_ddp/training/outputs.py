@@ -83,13 +83,12 @@ def write_outputs(job: Job, data: PreparedSet, state: TrainingState, selection: 
     if recorder.last_loss is not None and state.step >= LEAST_STEPS:
         recorder.warn(no_better_than_random(recorder.last_loss, test.truth, hp))
     model = state.kept_model()
-    state.buffers.restore(model, selection.weights)
+    model.load_state_dict(selection.weights)
     sidecar = {
         "format": artifacts.FORMAT,
         "model": hp.model,
         "classes": list(class_names(data.classes, hp)),
         "input": artifacts.described_input(state.spec, artifacts.MIDDLE if encoded_kind(hp.dataset) else ""),
-        "late_buffers": state.buffers.unlike_new(),
         "hyperparameters": hp.to_dict(),
         "metrics": {
             "test_accuracy": test.accuracy,

@@ -21,7 +21,7 @@ from flyte_ddp.loading.equal_pictures import LOOKED_AT, describe_equal_pictures
 from flyte_ddp.loading.facts import check_bad_samples
 from flyte_ddp.models import zoo
 from flyte_ddp.order import sampling
-from flyte_ddp.parallel.batch_norm import averaged_running_statistics
+from flyte_ddp.parallel.batch_norm import averaged_running_statistics, running_statistics_kept
 from flyte_ddp.parallel.distributed import rank, world_size
 from flyte_ddp.runs.job import Job
 from flyte_ddp.training.checkpointing import Checkpointer, Run, restore
@@ -127,7 +127,7 @@ def compute_gradients(state: TrainingState, batch: sampling.Indices) -> Tensor:
         with (
             state.clock("forward_backward"),
             state.sync.micro_batch(last=share is last),
-            nullcontext() if share.counts else state.buffers.untouched(),
+            nullcontext() if share.counts else running_statistics_kept(state.model),
         ):
             logits = forward(state, state.sync, images, share)
             # bf16, which autocast or a user's model may return, is too coarse for a loss.
@@ -140,7 +140,7 @@ def compute_gradients(state: TrainingState, batch: sampling.Indices) -> Tensor:
         loss_sum += loss.detach()
     with state.clock("communication"):
         loss_sum = state.sync.combine(loss_sum)
-        state.buffers.passes_done(state.step)
+        state.buffers.copy_from_rank_0()
     return loss_sum
 
 
@@ -231,10 +231,7 @@ def evaluation_is_due(state: TrainingState) -> bool:
 def evaluate_splits(state: TrainingState) -> tuple[Evaluation, Evaluation]:
     """The weights that would be kept now, on the validation and the test split."""
     with state.clock("communication"):
-        state.buffers.look()
-        if (kept := state.kept_model()) is not state.model:
-            state.buffers.share(kept)  # what is found late has an average of each rank's own until then
-        averaged = averaged_running_statistics(kept, own_samples(state))
+        averaged = averaged_running_statistics(state.kept_model(), own_samples(state))
         with state.mutation():
             for statistic, average in averaged:
                 statistic.copy_(average)
@@ -254,7 +251,7 @@ def finish_epoch(run: Run, evaluation: tuple[Evaluation, Evaluation] | None) -> 
     And for a model whose extra state, which its forward passes may change, could not be loaded from a file.
     """
     state = run.state
-    zoo.check_state_dict(state.hp.model, state.model.state_dict())
+    state.check_model()
     with state.mutation():
         state.epoch += 1
         if evaluation is not None:

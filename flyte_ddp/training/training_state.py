@@ -18,6 +18,7 @@ from flyte_ddp import catalog, user_source
 from flyte_ddp.clock import clock_for
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.prepared import PreparedSet, class_names
+from flyte_ddp.errors import UserError
 from flyte_ddp.hardware import Hardware
 from flyte_ddp.loading import open_splits
 from flyte_ddp.models import zoo
@@ -25,7 +26,7 @@ from flyte_ddp.models.images import InputSpec, prepare
 from flyte_ddp.models.initial_weights import load_initial_weights
 from flyte_ddp.order import sampling
 from flyte_ddp.parallel.batch_norm import synchronise_batch_norm
-from flyte_ddp.parallel.buffers import Buffers, overwrite, writable
+from flyte_ddp.parallel.buffers import Buffers
 from flyte_ddp.parallel.distributed import world_size
 from flyte_ddp.parallel.dropout import derive_dropout_from_samples
 from flyte_ddp.parallel.strategies import compiled, synchronised
@@ -118,15 +119,29 @@ class TrainingState:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Has the model, and its average, in evaluation mode, once for all batches: ``train`` may count its calls."""
+        """Go around an evaluation of all batches: the kept model is as if it were saved and loaded, and without trace.
+
+        Modes are switched once for an evaluation, not for each batch, since a model's own ``train`` may have effects.
+        """
         modules = [self.model, *([self.average.module] if self.average else [])]
         for module in modules:
             module.eval()
-        try:
+        with self.buffers.as_saved(self.kept_model()):
             yield
-        finally:
-            for module in modules:
-                module.train()
+        for module in modules:
+            module.train()
+
+    def check_model(self) -> None:
+        """Raise UserError if forward passes have made of the model what no file can hold or no optimiser trains."""
+        zoo.check_state_dict(self.hp.model, self.model.state_dict())
+        self.buffers.current(self.model)
+        trained = {parameter for group in self.optimizer.param_groups for parameter in group["params"]}
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad and parameter not in trained:
+                raise UserError(
+                    f"parameter {name}: was frozen when the optimiser was made, which never trains it; leave its "
+                    "requires_grad True, and multiply its gradient by 0 (register_hook) until it is to be trained"
+                )
 
     def predict(self, images: Tensor) -> Tensor:
         """Logits [N, classes] of the weights that would be kept now, for uint8 images [N, H, W, C].
@@ -136,8 +151,7 @@ class TrainingState:
         """
         model = self.kept_model()
         self.this_pass.begin(self.hp.seed, 0, np.arange(len(images)), self.device)
-        with self.buffers.as_saved(model):
-            logits: Tensor = model(self.prepare(images))
+        logits: Tensor = model(self.prepare(images))
         zoo.check_output(self.hp.model, logits, (len(images), self.num_classes))
         return logits
 
@@ -151,11 +165,6 @@ class TrainingState:
     def update_average(self) -> None:
         """Takes the weights of this step into the moving average, if there is one."""
         if self.average is not None:
-            averaged = {name: buffer.shape for name, buffer in self.average.module.named_buffers()}
-            own = dict(self.model.named_buffers())
-            others: dict[str, Tensor | None] = dict.fromkeys(averaged.keys() - own.keys())
-            others |= {name: buffer for name, buffer in own.items() if averaged.get(name) != buffer.shape}
-            overwrite(self.average.module, others, saved=self.model.state_dict().keys() if others else ())
             self.average.update_parameters(self.model)
 
 
@@ -169,6 +178,4 @@ def moving_average(model: nn.Module, decay: float) -> AveragedModel:
         else:
             torch._foreach_copy_(averaged, newest)
 
-    averaged = AveragedModel(model, multi_avg_fn=average, use_buffers=True)
-    overwrite(averaged, {name: value for name, value in averaged.named_buffers() if not writable(value)})
-    return averaged
+    return AveragedModel(model, multi_avg_fn=average, use_buffers=True)

@@ -77,10 +77,7 @@ RUNS: dict[str, Run] = {
 
 
 def _factory(block: Callable[[], nn.Module], run: Run) -> Callable[..., nn.Module]:
-    def make(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
-        return Blocks(block, run)
-
-    return make
+    return lambda **_: Blocks(block, run)
 
 
 for _name, _run in RUNS.items():  # dropout_plain, batch_norm_reentrant and so on
@@ -91,7 +88,7 @@ for _name, _run in RUNS.items():  # dropout_plain, batch_norm_reentrant and so o
 class Tutorials(nn.Module):
     """What tutorials do with shapes, and what refuses an empty batch, or the strides of another order."""
 
-    def __init__(self) -> None:
+    def __init__(self, **_: object) -> None:
         super().__init__()
         self.conv, self.norm = nn.Conv2d(1, 4, 3), nn.InstanceNorm2d(4, affine=True)
         self.attention = nn.MultiheadAttention(36, 2, batch_first=True)
@@ -106,17 +103,13 @@ class Tutorials(nn.Module):
         return self.head(x / x.amax(dim=1, keepdim=True).abs().clamp(min=1))
 
 
-def tutorials(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
-    return Tutorials()
-
-
 class OwnBatchNorm(nn.BatchNorm2d):
     def __init__(self, channels: int) -> None:
         super().__init__(channels, eps=1e-3)
 
 
 class Subclassed(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, **_: object) -> None:
         super().__init__()
         self.conv, self.norm, self.head = nn.Conv2d(1, 4, 3), OwnBatchNorm(4), nn.Linear(144, 10)
 
@@ -124,24 +117,16 @@ class Subclassed(nn.Module):
         return self.head(self.norm(self.conv(images)).flatten(1))
 
 
-def subclassed(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
-    return Subclassed()
-
-
 class LeavesOut(nn.Module):
     """Each pass leaves out one of two layers with BatchNorm, so that ranks go through different ones."""
 
-    def __init__(self) -> None:
+    def __init__(self, **_: object) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)) for _ in range(2))
         self.head = nn.Linear(64, 10)
 
     def forward(self, images: Tensor) -> Tensor:
         return self.head(self.layers[int(torch.rand(()) < 0.5)](images.flatten(1)))
-
-
-def leaves_out(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
-    return LeavesOut()
 
 
 class Penalty(torch.autograd.Function):
@@ -161,7 +146,7 @@ class Penalty(torch.autograd.Function):
 class Penalised(nn.Module):
     """Gradients that do not come from the loss: of a hook, and of a loss of the model's own."""
 
-    def __init__(self) -> None:
+    def __init__(self, **_: object) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(64, 8), nn.Linear(8, 10)
         self.first.weight.register_hook(lambda gradient: gradient + 0.05 * self.first.weight.detach())
@@ -170,14 +155,10 @@ class Penalised(nn.Module):
         return self.second(Penalty.apply(self.first(images.flatten(1)).tanh(), self.second.weight))
 
 
-def penalised(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
-    return Penalised()
-
-
 class Complex(nn.Module):
     """Has a complex parameter, as models in the frequency domain do."""
 
-    def __init__(self) -> None:
+    def __init__(self, **_: object) -> None:
         super().__init__()
         self.filter, self.head = nn.Parameter(torch.randn(8, 5, dtype=torch.cdouble)), nn.Linear(64, 10)
 
@@ -186,12 +167,8 @@ class Complex(nn.Module):
         return self.head(torch.fft.irfft2(filtered, s=(8, 8)).flatten(1))
 
 
-def complex_filter(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
-    return Complex()
-
-
 class NoBias(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, **_: object) -> None:
         super().__init__()
         self.conv, self.norm, self.head = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4, bias=False), nn.Linear(144, 10)
 
@@ -199,21 +176,13 @@ class NoBias(nn.Module):
         return self.head(self.norm(self.conv(images)).flatten(1))
 
 
-def no_bias(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
-    return NoBias()
-
-
 class NoisyGradient(nn.Module):
     """Draws in the backward pass only."""
 
-    def __init__(self) -> None:
+    def __init__(self, **_: object) -> None:
         super().__init__()
         self.head = nn.Linear(64, 10)
         self.head.weight.register_hook(lambda gradient: gradient + 0.01 * torch.randn_like(gradient))
 
     def forward(self, images: Tensor) -> Tensor:
         return self.head(images.flatten(1))
-
-
-def noisy_gradient(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
-    return NoisyGradient()

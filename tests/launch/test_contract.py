@@ -212,7 +212,7 @@ def test_what_rank_0_does_alone_at_the_end_may_take_longer_than_the_limit(
     launch: Launch, digits: Path, tmp_path: Path, quiet: Settings
 ) -> None:
     """It loads the model's file, which takes 4 seconds, while the others wait for it."""
-    hp = replace(HP, model="unusual_models:slow_to_load", epochs=1)
+    hp = replace(HP, model="unusual_models:SlowToLoad", epochs=1)
     result = run_training(hp, digits, tmp_path / "run", replace(quiet, timeout=3.0), launch=launch)
     assert read_records(result.metrics)[-1]["kind"] == "end"
 

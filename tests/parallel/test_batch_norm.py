@@ -48,11 +48,7 @@ def one_process(layer: nn.Module) -> nn.Module:
     return alone
 
 
-def compare_layers_through_memory(_: Path) -> None:
-    compare_layers(_, on_one_machine=True)
-
-
-def compare_layers(_: Path, *, on_one_machine: bool = False) -> None:
+def compare_layers(*, on_one_machine: bool) -> None:
     torch.manual_seed(0)  # the whole batch is the same on all ranks, which take their share of it
     for name, make in LAYERS.items():
         ours = make()
@@ -95,7 +91,7 @@ def compare_layers(_: Path, *, on_one_machine: bool = False) -> None:
             torch.testing.assert_close(model(some), reference(some), **close)
 
 
-def compare_bf16(_: Path) -> None:
+def compare_bf16() -> None:
     torch.manual_seed(0)
     layer, samples = nn.BatchNorm2d(8), (5, 4, 4)
     reference, model = copy.deepcopy(layer), nn.Sequential(layer)
@@ -114,14 +110,14 @@ def compare_bf16(_: Path) -> None:
     assert layer.running_var.dtype == torch.float32
 
 
-def refuse_a_single_value(_: Path) -> None:
+def refuse_a_single_value() -> None:
     model = nn.Sequential(nn.BatchNorm1d(2))
     synchronise_batch_norm(model, TrainingPass(), on_one_machine=False)
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         model(torch.randn(int(dist.get_rank() == 1), 2))
 
 
-def refuse_to_differentiate_twice(_: Path) -> None:
+def refuse_to_differentiate_twice() -> None:
     """As what the second time gives would be wrong."""
     model = nn.Sequential(nn.BatchNorm1d(3))
     synchronise_batch_norm(model, TrainingPass(), on_one_machine=False)
@@ -131,7 +127,7 @@ def refuse_to_differentiate_twice(_: Path) -> None:
         gradient.sum().backward()
 
 
-def average_by_samples(_: Path) -> None:
+def average_by_samples() -> None:
     own = float(dist.get_rank())
     model = nn.Sequential(nn.BatchNorm2d(2), nn.BatchNorm2d(2, track_running_stats=False), nn.Linear(2, 2))
     model[0].running_mean.fill_(own)
@@ -142,20 +138,18 @@ def average_by_samples(_: Path) -> None:
     torch.testing.assert_close([average for _, average in averaged], [mean, 10 * mean])
 
 
+def normalise_in_all_ways(_: Path) -> None:
+    compare_layers(on_one_machine=False)
+    compare_layers(on_one_machine=True)
+    compare_bf16()
+    refuse_a_single_value()
+    refuse_to_differentiate_twice()
+    average_by_samples()
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "function",
-    [
-        compare_layers,
-        compare_layers_through_memory,
-        compare_bf16,
-        refuse_a_single_value,
-        refuse_to_differentiate_twice,
-        average_by_samples,
-    ],
-)
-def test_batch_norm_on_three_ranks(function, tmp_path: Path) -> None:
-    assert run_ranks(function, tmp_path, 3) == [0, 0, 0]
+def test_batch_norm_on_three_ranks(tmp_path: Path) -> None:
+    assert run_ranks(normalise_in_all_ways, tmp_path, 3) == [0, 0, 0]
 
 
 def test_a_model_keeps_its_state_and_its_other_layers() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,7 +38,7 @@ def parameters() -> list[nn.Parameter]:
     return [nn.Parameter(value) for value in values]
 
 
-def average_random_gradients(_: Path, bucket_bytes: int = BUCKET_BYTES) -> None:
+def average_random_gradients(bucket_bytes: int = BUCKET_BYTES) -> None:
     model = nn.ParameterList(parameters())
     generator = torch.Generator().manual_seed(dist.get_rank())
     sync = SharedMemorySync(model, bucket_bytes)
@@ -64,12 +63,12 @@ def average_random_gradients(_: Path, bucket_bytes: int = BUCKET_BYTES) -> None:
             assert all(torch.equal(same[0], other) for other in same[1:])
 
 
-def average_in_buckets(_: Path) -> None:
+def average_in_buckets() -> None:
     for bucket_bytes in (1, 60, 1000):  # a parameter each, some together (28, 960, 48 and 2 bytes), all
-        average_random_gradients(_, bucket_bytes)
+        average_random_gradients(bucket_bytes)
 
 
-def share_little(_: Path) -> None:
+def share_little() -> None:
     model = nn.ParameterList([nn.Parameter(torch.zeros(1000)) for _ in range(100)])
     for bucket_bytes, most in ((4000, 1), (8192, 2), (1, 1)):
         shared = SharedMemorySync(model, bucket_bytes).memory.halves.numel()
@@ -101,7 +100,7 @@ def read_late(folder: Path) -> None:
             assert torch.equal(parameter.grad, torch.full((4,), 10.0**step + index))
 
 
-def copy_odd_tensors(_: Path) -> None:
+def copy_odd_tensors() -> None:
     own = float(dist.get_rank() + 1)
     whole = torch.full((4, 6), own)
     alike = [torch.full((3,), int(own), dtype=torch.int16), torch.full((2, 3), own).t(), torch.full((), own)]
@@ -113,7 +112,7 @@ def copy_odd_tensors(_: Path) -> None:
     assert (expanded == own).all()
 
 
-def average_with_missing_gradients(_: Path) -> None:
+def average_with_missing_gradients() -> None:
     model = nn.ParameterList([nn.Parameter(torch.full((4,), float(dist.get_rank()))) for _ in range(3)])
     everywhere, in_rank_1, nowhere = model
     sync = SharedMemorySync(model)
@@ -141,7 +140,7 @@ class UsesSome(nn.Module):
         return sum(self.weights[index].sum() * factors[index] for index in used)
 
 
-def use_different_parameters(_: Path) -> None:
+def use_different_parameters() -> None:
     for strategy in ("ddp", "hooks", "shared_memory"):
         model = UsesSome()
         sync = synchronised(model, strategy, Clock())
@@ -174,7 +173,7 @@ class UsedInAnotherOrder(nn.Module):
         return result
 
 
-def take_the_same_step_again(_: Path) -> None:
+def take_the_same_step_again() -> None:
     """A sum's rounding depends on the number's place in its bucket, which must not change after the first step.
 
     Otherwise a run that goes on from a checkpoint would not have the bits of one that was never cut off.
@@ -207,7 +206,7 @@ def lose_a_rank(folder: Path) -> None:
     os._exit(0)
 
 
-def wait_in_vain(_: Path) -> None:
+def wait_in_vain() -> None:
     memory = NodeMemory(1)
     if dist.get_rank() == 0:
         for peer in memory.peers.values():
@@ -217,23 +216,21 @@ def wait_in_vain(_: Path) -> None:
     dist.barrier()
 
 
+def add_up_in_all_ways(folder: Path) -> None:
+    average_random_gradients()
+    average_in_buckets()
+    average_with_missing_gradients()
+    share_little()
+    read_late(folder)
+    copy_odd_tensors()
+    use_different_parameters()
+    take_the_same_step_again()
+    wait_in_vain()
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "function",
-    [
-        average_random_gradients,
-        average_in_buckets,
-        average_with_missing_gradients,
-        share_little,
-        read_late,
-        copy_odd_tensors,
-        use_different_parameters,
-        take_the_same_step_again,
-        wait_in_vain,
-    ],
-)
-def test_shared_memory(function: Callable[[Path], None], tmp_path: Path) -> None:
-    assert run_ranks(function, tmp_path, RANKS) == [0] * RANKS
+def test_gradients_of_all_ranks_are_averaged(tmp_path: Path) -> None:
+    assert run_ranks(add_up_in_all_ways, tmp_path, RANKS) == [0] * RANKS
 
 
 @pytest.mark.slow

@@ -82,7 +82,7 @@ def test_a_loss_that_is_not_finite(digits: Path, tmp_path: Path, max_steps: int)
 
 
 def test_complex_weights_train(digits: Path, tmp_path: Path) -> None:
-    hp = replace(HP, model="parallel_models:complex_filter", precision="fp32", deterministic=False)
+    hp = replace(HP, model="parallel_models:Complex", precision="fp32", deterministic=False)
     assert all(loss > 0 for loss in losses(run_training(hp, digits, tmp_path / "run", QUIET).metrics))
 
 

@@ -117,7 +117,6 @@ def test_ranks_of_gloo_on_one_gpu(tmp_path: Path) -> None:
 def test_a_rank_that_hangs_is_named_by_those_that_wait_in_nccl(
     digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str, at: str, rank: int, number: int
 ) -> None:
-    """The first pass too, after which buffers are looked at: their collectives are of objects, which block the host."""
     monkeypatch.chdir(HELPERS)
     faults.inject(monkeypatch, tmp_path / "marker", rank=rank, at=at, kind="hang", **{"pass": number})
     with pytest.raises(RankError) as caught:
