@@ -14,7 +14,7 @@ SCHEMES = ("file", "http", "https", "s3", "gs", "az")
 
 
 def scheme(address: str) -> str:
-    """``file`` (also for plain paths), ``http``, ``https``, ``s3``, ``gs`` or ``az``.
+    """Return ``file`` (also for plain paths), ``http``, ``https``, ``s3``, ``gs`` or ``az``.
 
     Raises:
         UserError: any other scheme, no server or bucket after it, or a user name or password before that.
@@ -32,7 +32,7 @@ def scheme(address: str) -> str:
 
 
 def local_path(address: str) -> Path | None:
-    """The path that a plain path or a ``file://`` address means; None for a remote address."""
+    """Return the absolute path that a plain path or a ``file://`` address means; None for a remote address."""
     if scheme(address) != "file":
         return None
     path = Path(unquote(urlsplit(address).path) if "://" in address else address)
@@ -40,19 +40,19 @@ def local_path(address: str) -> Path | None:
 
 
 def join(source: str, name: str) -> str:
-    """The address of the file ``name`` in the directory or mirror ``source``."""
+    """Return the address of the file ``name`` in the folder ``source``."""
     path = local_path(source)
     return f"{source.rstrip('/')}/{as_in(source, name)}" if path is None else str(path / name)
 
 
 def as_in(address: str, name: str) -> str:
-    """A file's name as it stands in an address of that kind: in those of HTTP some characters mean something else."""
+    """Return a file's name as it stands in an address of that kind: in one of HTTP percent-encoded."""
     web = "://" in address and scheme(address) in ("http", "https")
     return quote(name.encode("utf-8", "surrogateescape")) if web else name
 
 
 def parent(address: str) -> str:
-    """The address of the directory that a file is in."""
+    """Return the address of the folder that a file is in."""
     path = local_path(address)
     if path is not None:
         return str(path.parent)
@@ -64,9 +64,9 @@ def parent(address: str) -> str:
 
 
 def resolve(base: str, address: str) -> str:
-    """What ``address`` means in a file that is in, or refers to, the directory ``base``: itself if it is absolute.
+    """Return the absolute address of ``address``, which may be relative to the folder ``base``.
 
-    Else it is made of plain names of files, in which also "#", "?" and "%" stand for themselves, on any storage.
+    A relative one is made of plain names of files, in which "#", "?" and "%" stand for themselves, on any storage.
     """
     if "://" in address:
         return address
@@ -86,12 +86,12 @@ def resolve(base: str, address: str) -> str:
 
 
 def leads_out(name: str) -> bool:
-    """Whether the name of a file in a list leads out of the listed folder."""
+    """Return whether the name of a file in a list leads out of the listed folder."""
     return name.startswith("/") or ".." in name.split("/")
 
 
 def split_key(address: str) -> tuple[str, str]:
-    """An object's address up to its bucket, with the slash after it, and its key, in which any character may be."""
+    """Return an object's address up to its bucket, with the slash after it, and its key of any characters."""
     kind, _, rest = address.partition("://")
     bucket, _, key = rest.partition("/")
     return f"{kind}://{bucket}/", key

@@ -53,7 +53,7 @@ def aws(bucket: str) -> Any:
     elif not re.fullmatch(r"https?://[^\s/]+(/\S*)?", endpoint):
         shown = endpoint.rpartition("@")[2]  # without a password
         raise ValueError(f"Invalid endpoint: {shown}; it must begin with https:// or http://")
-    settings = common(bundle) | {"aws_endpoint_url_s3": endpoint, "region": region or "us-east-1"}
+    settings = common_settings(bundle) | {"aws_endpoint_url_s3": endpoint, "region": region or "us-east-1"}
     settings |= {"credential_provider": credential} if credentials else {"skip_signature": True}
     return S3Store(bucket, **settings)
 
@@ -77,7 +77,10 @@ def google(bucket: str) -> Any:
     from obstore.store import GCSStore
 
     # What writes has a credential in any case: without one obstore would ask the machine's metadata server.
-    anonymous = common() | {"skip_signature": True, "credential_provider": lambda: {"token": "-", "expires_at": None}}
+    anonymous = common_settings() | {
+        "skip_signature": True,
+        "credential_provider": lambda: {"token": "-", "expires_at": None},
+    }
     if host := os.environ.get("STORAGE_EMULATOR_HOST", "").rstrip("/"):
         return GCSStore(bucket, base_url=host if "://" in host else f"http://{host}", **anonymous)
     try:
@@ -87,14 +90,14 @@ def google(bucket: str) -> Any:
             raise ValueError(f"GOOGLE_APPLICATION_CREDENTIALS={file}: {error}") from None
         return GCSStore(bucket, **anonymous)
     provider()  # once here, where google-auth's own error comes out
-    return GCSStore(bucket, credential_provider=provider, **common())
+    return GCSStore(bucket, credential_provider=provider, **common_settings())
 
 
 def azure(container: str) -> Any:
     """Return a container of Azure's; obstore itself knows the ``AZURE_*`` variables, and managed identities."""
     from obstore.store import AzureStore
 
-    settings = common()
+    settings = common_settings()
     for name in AZURE_SETTINGS:
         if value := os.environ.get(f"FLYTE_AZURE_{name}"):
             settings[f"azure_{name.lower()}"] = value
@@ -104,7 +107,7 @@ def azure(container: str) -> Any:
 CLOUDS: dict[str, Callable[[str], Any]] = {"s3": aws, "gs": google, "az": azure}
 
 
-def common(bundle: str | None = None) -> dict[str, Any]:
+def common_settings(bundle: str | None = None) -> dict[str, Any]:
     """Return the settings for all clouds; ``bundle`` is a file of certificates to trust beside the system's."""
     options: dict[str, Any] = {
         "allow_http": True,  # where an endpoint says so

@@ -15,7 +15,7 @@ SHOWN = 60  # characters of a line
 
 
 class DigestListError(ValueError):
-    """A file that is no list of digests, or not in all its lines."""
+    """A file is no list of digests, or not in all its lines."""
 
 
 def read_sums(content: bytes) -> dict[str, str]:

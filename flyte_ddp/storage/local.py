@@ -24,7 +24,7 @@ def path_of(address: str) -> Path:
 
 
 @contextmanager
-def explained() -> Iterator[None]:
+def translate_errors() -> Iterator[None]:
     """Turn the block's OSErrors into an UnavailableError, or a MissingError."""
     try:
         yield
@@ -37,7 +37,7 @@ def explained() -> Iterator[None]:
 @contextmanager
 def open_file(address: str, span: Span | None) -> Iterator[Content]:
     """:func:`flyte_ddp.storage.open_file` for a path."""
-    with explained():
+    with translate_errors():
         file = path_of(address).open("rb")
     with file:
         size = os.fstat(file.fileno()).st_size
@@ -48,7 +48,7 @@ def open_file(address: str, span: Span | None) -> Iterator[Content]:
 
 def pieces(file: BinaryIO, length: int) -> Iterator[bytes]:
     """Yield the next ``length`` bytes of the file, or fewer at its end."""
-    with explained():
+    with translate_errors():
         while length > 0 and (piece := file.read(min(length, CHUNK_BYTES))):
             length -= len(piece)
             yield piece
@@ -56,7 +56,7 @@ def pieces(file: BinaryIO, length: int) -> Iterator[bytes]:
 
 def stat(address: str) -> Entry:
     """:func:`flyte_ddp.storage.stat` for a path."""
-    with explained():
+    with translate_errors():
         status = path_of(address).stat()
     if not S_ISREG(status.st_mode):
         raise MissingError("no such file")
@@ -86,7 +86,7 @@ def create(address: str, content: bytes | Path) -> None:
 
 def delete(addresses: Sequence[str]) -> None:
     """:func:`flyte_ddp.storage.delete` for paths."""
-    with explained():
+    with translate_errors():
         for address in addresses:
             path_of(address).unlink()
 
@@ -94,25 +94,18 @@ def delete(addresses: Sequence[str]) -> None:
 def list_files(address: str) -> Iterator[Entry]:
     """:func:`flyte_ddp.storage.list_files` for a folder; links are followed, hidden files and folders left out."""
     root = path_of(address)
-    with explained():
+    with translate_errors():
         if not S_ISDIR(root.stat().st_mode):
             raise MissingError("no such directory")
-    found: list[Entry] = []
-    collect_files(str(root), "", (), found)
-    yield from sorted(found, key=lambda entry: entry.name)
+    yield from sorted(walk(str(root), "", ()), key=lambda entry: entry.name)
 
 
-def collect_files(folder: str, prefix: str, above: tuple[tuple[int, int], ...], found: list[Entry]) -> None:
-    """Append the files below a folder to ``found``.
-
-    Args:
-        folder: a path.
-        prefix: of the names in the folder, as they are in ``found``.
-        above: device and inode of the folders that the folder is in, to which a link may lead back.
-        found: the list that grows.
+def walk(folder: str, prefix: str, above: tuple[tuple[int, int], ...]) -> Iterator[Entry]:
+    """Yield the files below a folder, with ``prefix`` before their names.
 
     Raises:
-        UnavailableError: a folder or the target of a link cannot be read, or a link leads to a folder above it.
+        UnavailableError: a folder or the target of a link cannot be read; or the folder is one of those ``above`` it,
+            by device and inode, to which a link has led back.
     """
     try:
         itself = os.stat(folder)  # noqa: PTH116
@@ -124,8 +117,8 @@ def collect_files(folder: str, prefix: str, above: tuple[tuple[int, int], ...], 
                 if entry.name.startswith("."):
                     continue
                 if entry.is_dir():
-                    collect_files(entry.path, f"{prefix}{entry.name}/", (*above, identity), found)
+                    yield from walk(entry.path, f"{prefix}{entry.name}/", (*above, identity))
                 elif S_ISREG((status := entry.stat()).st_mode):
-                    found.append(Entry(f"{prefix}{entry.name}", status.st_size, f"{status.st_mtime_ns}"))
+                    yield Entry(f"{prefix}{entry.name}", status.st_size, f"{status.st_mtime_ns}")
     except OSError as error:
         raise UnavailableError(f"{error.filename or folder}: {error.strerror or error}") from None

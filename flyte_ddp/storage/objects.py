@@ -42,7 +42,7 @@ Result = TypeVar("Result")
 @contextmanager
 def open_file(address: str, span: Span | None) -> Iterator[Content]:
     """:func:`flyte_ddp.storage.open_file` for an object."""
-    found = ask(address, lambda store, key: obstore.get(store, key, options={"range": span} if span else {}))
+    found = call_store(address, lambda store, key: obstore.get(store, key, options={"range": span} if span else {}))
     start, end = found.range
     yield Content(end - start, chunks(found.stream(CHUNK_BYTES // 4)), entity_tag(found.meta["e_tag"]))
 
@@ -52,12 +52,12 @@ def chunks(stream: Iterable[Any]) -> Iterator[bytes]:
     try:
         yield from map(bytes, stream)
     except Exception as error:
-        raise failure(error) from None
+        raise translate_error(error) from None
 
 
 def stat(address: str) -> Entry:
     """:func:`flyte_ddp.storage.stat` for an object."""
-    found = ask(address, obstore.head)
+    found = call_store(address, obstore.head)
     return Entry("", found["size"], entity_tag(found["e_tag"]))
 
 
@@ -69,7 +69,7 @@ def list_files(address: str) -> Iterator[Entry]:
         pages = obstore.list(store, prefix=key)
         return [Entry(file["path"][start:], file["size"], entity_tag(file["e_tag"])) for page in pages for file in page]
 
-    found, folders = ask(address, list_entries, LIST), {""}
+    found, folders = call_store(address, list_entries, LIST), {""}
     for name in (entry.name for entry in found):
         while (name := name.rpartition("/")[0]) not in folders:
             folders.add(name)
@@ -79,21 +79,21 @@ def list_files(address: str) -> Iterator[Entry]:
 def put(address: str, content: bytes | Path) -> None:
     """:func:`flyte_ddp.storage.put` for an object; what is larger than PART_BYTES is sent in parts, four at a time."""
     options: dict[str, Any] = {"chunk_size": PART_BYTES, "max_concurrency": 4}
-    ask(address, lambda store, key: obstore.put(store, key, content, **options), WRITE)
+    call_store(address, lambda store, key: obstore.put(store, key, content, **options), WRITE)
 
 
 def create(address: str, content: bytes | Path) -> None:
     """:func:`flyte_ddp.storage.create` for an object: in one request, so of at most 5 GB on S3."""
-    ask(address, lambda store, key: obstore.put(store, key, content, mode="create", use_multipart=False), WRITE)
+    call_store(address, lambda store, key: obstore.put(store, key, content, mode="create", use_multipart=False), WRITE)
 
 
 def delete(addresses: Sequence[str]) -> None:
     """:func:`flyte_ddp.storage.delete` for objects: on S3 1,000 by each request, on Azure 256, on Google one."""
     keys = [split_key(address)[1] for address in addresses]
-    ask(addresses[0], lambda store, _: obstore.delete(store, keys), DELETE)
+    call_store(addresses[0], lambda store, _: obstore.delete(store, keys), DELETE)
 
 
-def ask(address: str, action: Callable[[Any, str], Result], right: str = READ) -> Result:
+def call_store(address: str, action: Callable[[Any, str], Result], right: str = READ) -> Result:
     """Return the result of ``action`` for an object's store and key; its errors become an UnavailableError.
 
     Args:
@@ -109,7 +109,7 @@ def ask(address: str, action: Callable[[Any, str], Result], right: str = READ) -
     except UnavailableError:
         raise
     except Exception as error:  # of obstore's classes, and some of Python's own
-        found = failure(error, anonymous=store is not None and "skip_signature" in store.config)
+        found = translate_error(error, anonymous=store is not None and "skip_signature" in store.config)
         raise missing_right(found, kind, store, key, right) if str(found) in NO_RIGHT else found from None
 
 
@@ -148,7 +148,7 @@ EXPLAINED = {
 }
 
 
-def failure(error: Exception, *, anonymous: bool = False) -> UnavailableError:
+def translate_error(error: Exception, *, anonymous: bool = False) -> UnavailableError:
     """Return the UnavailableError for an error of obstore's.
 
     Args:
@@ -210,5 +210,5 @@ def new_store(kind: str, bucket: str, _: tuple[tuple[bytes, bytes], ...]) -> Any
         passing = (
             getattr(error, "retryable", False) or "RetrievalError" in type(error).__name__
         )  # google-auth, botocore
-        words = f"settings or credentials of {kind}:// cannot be used: {failure(error)}"
+        words = f"settings or credentials of {kind}:// cannot be used: {translate_error(error)}"
         raise UnavailableError(words, transient=passing) from None

@@ -178,7 +178,7 @@ def test_one_file_that_cannot_be_copied_keeps_no_other_back(
         (kept / "later").write_bytes(b"1")
         (kept / "zz").write_bytes(b"2")
     said = capsys.readouterr().err
-    assert f"results are not copied to {copies}/run: later (IsADirectoryError" in said
+    assert f"results are not copied to {copies}/run: later (UnavailableError" in said
     assert f"results are in {kept}, but not all in {copies}/run" in said
     assert (copies / "run/zz").read_bytes() == b"2"
 
