@@ -8,7 +8,7 @@ from dataclasses_json import DataClassJsonMixin
 
 @dataclass
 class SplitProfile(DataClassJsonMixin):
-    """What the samples of a split are like. All that is counted by a value is of those that can be decoded."""
+    """Counts of the samples of a split. What is counted by a value is of samples that can be decoded."""
 
     samples: int = 0
     labels: dict[str, int] = field(default_factory=dict)  # samples of each, by the class's number
@@ -20,7 +20,7 @@ class SplitProfile(DataClassJsonMixin):
 
 @dataclass
 class DataProfile(DataClassJsonMixin):
-    """What a data set is like. Examples name files, samples of shards, or indices: five of each kind at most."""
+    """Counts of a data set. Examples name files, samples of shards, or indices: five of each kind at most."""
 
     classes: list[str]  # empty where the data set does not name them
     training: SplitProfile  # with the samples for validation

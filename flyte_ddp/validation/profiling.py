@@ -1,9 +1,9 @@
-"""Looking at all samples of a data set, which makes its profile."""
+"""Make the profile of a data set by a look at all its samples."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
@@ -11,12 +11,12 @@ from typing import NamedTuple
 import numpy as np
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.datasets.arrays import ImageArrays, Images, Labels
+from flyte_ddp.datasets.arrays import ImageArrays
 from flyte_ddp.datasets.image_folder import ImageList
 from flyte_ddp.datasets.prepared import PreparedSet, open_prepared, orders_of
 from flyte_ddp.hardware import cores
 from flyte_ddp.loading.decoding import DecodingError, Pixels, opened
-from flyte_ddp.loading.encoded import Encoded, Reader, decoded, in_order
+from flyte_ddp.loading.encoded import Encoded, decoded, in_order
 from flyte_ddp.loading.facts import FEW
 from flyte_ddp.loading.opening import reader
 from flyte_ddp.order.sampling import Indices
@@ -30,7 +30,7 @@ MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # Pillow's names for so many channels
 
 
 class Sample(NamedTuple):
-    """What is seen of a sample."""
+    """The facts about a sample that are counted."""
 
     name: str
     label: int
@@ -41,7 +41,7 @@ class Sample(NamedTuple):
     digest: int = 0  # 64 bits of shape and pixels: among a million samples one in 10^7 is taken for another
 
 
-class Seen(NamedTuple):
+class Decoded(NamedTuple):
     """The samples of a split that can be decoded, to be compared with others: [n] each."""
 
     numbers: Indices
@@ -49,68 +49,8 @@ class Seen(NamedTuple):
     digests: Indices
 
 
-class Arrays:
-    """The samples of a split that is held as arrays."""
-
-    def __init__(self, split: str, images: Images, labels: Labels) -> None:
-        self.split, self.images, self.labels = split, images, labels
-
-    def samples(self, numbers: Indices) -> Iterator[Sample]:
-        """What is seen of each."""
-        mode = MODES.get(self.images.shape[3], f"{self.images.shape[3]} channels")
-        for number in numbers.tolist():
-            yield seen(Sample(self.name(number), int(self.labels[number]), mode=mode), self.images[number])
-
-    def name(self, number: int) -> str:
-        """What a sample is called."""
-        return f"{self.split} sample {number}"
-
-    def close(self) -> None:
-        """Does nothing."""
-
-
-class EncodedSamples:
-    """The samples of encoded images, which threads decode."""
-
-    def __init__(self, images: Reader, threads: int) -> None:
-        self.reader, self.threads = images, threads
-
-    def samples(self, numbers: Indices) -> Iterator[Sample]:
-        """What is seen of each, in their order."""
-        return in_order(self.reader, numbers, self.threads, self.sample, AHEAD)
-
-    def sample(self, number: int, found: Encoded) -> Sample:
-        """What is seen of one."""
-        try:
-            pixels, found = decoded(self.reader, number, found)
-            with opened(found.content) as image:
-                return seen(Sample(found.name, found.label, mode=image.mode), pixels)
-        except DecodingError as error:
-            return Sample(found.name, found.label, failure=str(error))
-
-    def name(self, number: int) -> str:
-        """What a sample is called."""
-        return self.reader.read(number).name
-
-    def close(self) -> None:
-        """Closes files."""
-        self.reader.close()
-
-
-def seen(sample: Sample, pixels: Pixels) -> Sample:
-    """A sample with what its pixels [H, W, C] say."""
-    height, width, _ = pixels.shape
-    digest = hashlib.blake2b(str(pixels.shape).encode(), digest_size=8)
-    digest.update(np.ascontiguousarray(pixels).data)
-    return sample._replace(
-        size=(height * width).bit_length() - 1,
-        brightness=int(pixels.mean() * BRIGHTNESSES / 256),
-        digest=int.from_bytes(digest.digest(), "little"),
-    )
-
-
 def profile(folder: Path, settings: Settings | None = None) -> DataProfile:
-    """Looks at all samples of a prepared data set.
+    """Read and decode all samples of a prepared data set, and return its profile.
 
     Args:
         folder: that :func:`flyte_ddp.datasets.fetch` has made.
@@ -121,13 +61,21 @@ def profile(folder: Path, settings: Settings | None = None) -> DataProfile:
     """
     data, settings = open_prepared(folder), settings or Settings()
     found = DataProfile([*data.classes], SplitProfile(), SplitProfile(), 0, 0, [], {}, [], [])
-    training, test = (counted(data, split, numbers, found, settings) for split, numbers in split_numbers(data).items())
-    compare(training, test, found, lambda split, number: name_of(data, split, number, settings))
+
+    def sample_name(split: str, number: int) -> str:
+        with closing(samples_of(data, split, np.array([number]), settings)) as one:
+            return next(one).name
+
+    training, test = (
+        count_samples(samples_of(data, split, numbers, settings), split, numbers, found)
+        for split, numbers in split_numbers(data).items()
+    )
+    compare(training, test, found, sample_name)
     return found
 
 
 def split_numbers(data: PreparedSet) -> dict[str, Indices]:
-    """The samples of the splits training and test, each once; those for validation are among the former."""
+    """Return the samples of the splits training and test, each once; those for validation are among the former."""
     test = orders_of(data, Hyperparameters(dataset=data.name, validation_fraction=0.0))["test"]
     tests = test.samples(slice(0, len(test)))
     if isinstance(data, ImageArrays):
@@ -136,55 +84,69 @@ def split_numbers(data: PreparedSet) -> dict[str, Indices]:
     return {"training": np.setdiff1d(numbers, tests) if data.test is None else numbers, "test": tests}
 
 
-def source_of(data: PreparedSet, split: str, settings: Settings) -> Arrays | EncodedSamples:
-    """Where the samples of a split are."""
+def samples_of(data: PreparedSet, split: str, numbers: Indices, settings: Settings) -> Generator[Sample, None, None]:
+    """Yield the facts about samples of a split, in the order of ``numbers``; encoded images are decoded by threads."""
     if isinstance(data, ImageArrays):
-        arrays = (data.train_images, data.train_labels), (data.test_images, data.test_labels)
-        return Arrays(split, *arrays[split == "test"])
+        pixels, labels = (data.train_images, data.train_labels)
+        if split == "test":
+            pixels, labels = (data.test_images, data.test_labels)
+        mode = MODES.get(pixels.shape[3], f"{pixels.shape[3]} channels")
+        for number in numbers.tolist():
+            yield measure(Sample(f"{split} sample {number}", int(labels[number]), mode=mode), pixels[number])
+        return
     images: ShardIndex | ImageList = data.test if split == "test" and data.test is not None else data.train
     hp = Hyperparameters(dataset=data.name)
-    return EncodedSamples(reader(images, hp, settings), settings.loader_threads or cores())
+
+    def decode(number: int, found: Encoded) -> Sample:
+        try:
+            pixels, found = decoded(source, number, found)
+            with opened(found.content) as image:
+                return measure(Sample(found.name, found.label, mode=image.mode), pixels)
+        except DecodingError as error:
+            return Sample(found.name, found.label, failure=str(error))
+
+    with closing(reader(images, hp, settings)) as source:
+        yield from in_order(source, numbers, settings.loader_threads or cores(), decode, AHEAD)
 
 
-def counted(data: PreparedSet, split: str, numbers: Indices, found: DataProfile, settings: Settings) -> Seen:
-    """Counts the samples of a split into the profile."""
+def measure(sample: Sample, pixels: Pixels) -> Sample:
+    """Return a sample with size, brightness and digest of its pixels [H, W, C]."""
+    height, width, _ = pixels.shape
+    digest = hashlib.blake2b(str(pixels.shape).encode(), digest_size=8)
+    digest.update(np.ascontiguousarray(pixels).data)
+    return sample._replace(
+        size=(height * width).bit_length() - 1,
+        brightness=int(pixels.mean() * BRIGHTNESSES / 256),
+        digest=int.from_bytes(digest.digest(), "little"),
+    )
+
+
+def count_samples(samples: Iterable[Sample], split: str, numbers: Indices, found: DataProfile) -> Decoded:
+    """Count the samples of a split into the profile ``found``; return those that can be decoded."""
     counts: SplitProfile = getattr(found, split)
     labels, digests = np.zeros(len(numbers), dtype=np.int64), np.zeros(len(numbers), dtype=np.uint64)
     good = np.zeros(len(numbers), dtype=np.bool_)
-    with closing(source_of(data, split, settings)) as source:
-        for place, sample in enumerate(source.samples(numbers)):
-            labels[place], digests[place], good[place] = sample.label, sample.digest, not sample.failure
-            counts.samples += 1
-            if not 0 <= sample.label < len(data.classes):
-                found.labelled.setdefault(str(sample.label), sample.name)
-            if sample.failure:
-                counts.undecodable += 1
-                found.bad += [f"{sample.name} ({sample.failure})"] if len(found.bad) < FEW else []
-                continue
-            add(counts.labels, sample.label)
-            add(counts.modes, sample.mode)
-            add(counts.sizes, sample.size)
-            add(counts.brightness, sample.brightness)
-    return Seen(numbers[good], labels[good], digests[good])
+    for place, sample in enumerate(samples):
+        labels[place], digests[place], good[place] = sample.label, sample.digest, not sample.failure
+        counts.samples += 1
+        if not 0 <= sample.label < len(found.classes):
+            found.labelled.setdefault(str(sample.label), sample.name)
+        if sample.failure:
+            counts.undecodable += 1
+            found.bad += [f"{sample.name} ({sample.failure})"] if len(found.bad) < FEW else []
+            continue
+        for counted, value in (
+            (counts.labels, sample.label),
+            (counts.modes, sample.mode),
+            (counts.sizes, sample.size),
+            (counts.brightness, sample.brightness),
+        ):
+            counted[str(value)] = counted.get(str(value), 0) + 1
+    return Decoded(numbers[good], labels[good], digests[good])
 
 
-def add(counts: dict[str, int], value: object) -> None:
-    """Counts one more."""
-    counts[str(value)] = counts.get(str(value), 0) + 1
-
-
-def name_of(data: PreparedSet, split: str, number: int, settings: Settings) -> str:
-    """What a sample is called where it is."""
-    with closing(source_of(data, split, settings)) as source:
-        return source.name(number)
-
-
-def compare(training: Seen, test: Seen, found: DataProfile, name: Callable[[str, int], str]) -> None:
-    """Finds samples with the same pixels, and puts them into the profile.
-
-    Args:
-        name: of a sample, by its split and number.
-    """
+def compare(training: Decoded, test: Decoded, found: DataProfile, sample_name: Callable[[str, int], str]) -> None:
+    """Find samples with the same pixels, and put their numbers and a few examples into the profile ``found``."""
     numbers, labels, digests = (np.concatenate(pair) for pair in zip(training, test, strict=True))
     in_test = np.arange(len(numbers)) >= len(training.numbers)
     _, group, sizes = np.unique(digests, return_inverse=True, return_counts=True)
@@ -193,18 +155,18 @@ def compare(training: Seen, test: Seen, found: DataProfile, name: Callable[[str,
     shared = shared[np.lexsort((shared, group[shared]))]  # those with the same pixels side by side, training's first
     starts = np.flatnonzero(np.diff(group[shared], prepend=-1))
 
-    def called(place: int) -> str:
-        return name("test" if in_test[place] else "training", int(numbers[place]))
+    def name(place: int) -> str:
+        return sample_name("test" if in_test[place] else "training", int(numbers[place]))
 
     for same in np.split(shared, starts[1:]) if len(shared) else []:
         first, last = int(same[0]), int(same[-1])
         if not in_test[first] and in_test[last]:
             found.duplicates += int(in_test[same].sum())
             if len(found.duplicated) < FEW:
-                found.duplicated.append(f"{called(last)} and {called(first)}")
+                found.duplicated.append(f"{name(last)} and {name(first)}")
         other = same[labels[same] != labels[first]]
         if len(other):
             found.conflicts += len(same)
             if len(found.conflicting) < FEW:
                 pair = (first, int(other[0]))
-                found.conflicting.append(" and ".join(f"{called(place)} (label {labels[place]})" for place in pair))
+                found.conflicting.append(" and ".join(f"{name(place)} (label {labels[place]})" for place in pair))

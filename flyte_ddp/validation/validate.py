@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterator
 
 import numpy as np
 from scipy.stats import chi2_contingency
@@ -12,31 +13,31 @@ from flyte_ddp.datasets.prepared import class_names
 from flyte_ddp.errors import UserError
 from flyte_ddp.formatting import counted
 from flyte_ddp.loading.facts import few
-from flyte_ddp.validation.profile import DataProfile, SplitProfile
+from flyte_ddp.validation.profile import DataProfile
 
 SHIFT, SIGNIFICANCE = 0.1, 0.001  # from which a difference is worth a warning, if chance does not explain it
 STATISTICS = {"labels": "classes", "modes": "colour modes", "sizes": "sizes", "brightness": "brightness"}
 
 
 def check(found: DataProfile, hp: Hyperparameters, *, max_duplicates: float, max_conflicts: float) -> None:
-    """Refuses a data set that should not be trained on.
+    """Refuse a data set that should not be trained on.
 
     Args:
-        found: what it is like.
+        found: the data set's profile.
         hp: of the training.
         max_duplicates: share of test samples that may have the pixels of a training sample.
         max_conflicts: share of samples that may have the pixels of another one with another label.
 
     Raises:
-        UserError: all that is wrong with it, a line each, with examples.
+        UserError: all that is wrong with the data set, a line each, with examples.
     """
-    problems = [*of_samples(found, hp), *of_equal_pixels(found, max_duplicates, max_conflicts)]
+    problems = [*sample_problems(found, hp), *equal_pixels(found, max_duplicates, max_conflicts)]
     if problems:
         raise UserError("\n".join(f"dataset={hp.dataset!r}: {problem}" for problem in problems))
 
 
-def of_samples(found: DataProfile, hp: Hyperparameters) -> Iterator[str]:
-    """What is wrong with samples and classes, with a remedy each."""
+def sample_problems(found: DataProfile, hp: Hyperparameters) -> Iterator[str]:
+    """Yield what is wrong with samples and classes, with a remedy each."""
     names = class_names(found.classes, hp)
     bad = found.training.undecodable + found.test.undecodable
     if bad > hp.bad_samples:
@@ -55,8 +56,8 @@ def of_samples(found: DataProfile, hp: Hyperparameters) -> Iterator[str]:
             yield f"no {split} sample that can be decoded is of class {few(empty)}; {remedy}, or take the class out"
 
 
-def of_equal_pixels(found: DataProfile, max_duplicates: float, max_conflicts: float) -> Iterator[str]:
-    """What is wrong with samples that have the pixels of others, with a remedy each."""
+def equal_pixels(found: DataProfile, max_duplicates: float, max_conflicts: float) -> Iterator[str]:
+    """Yield what is wrong with samples that have the pixels of others, with a remedy each."""
     if found.duplicates > max_duplicates * found.test.samples:
         yield (
             f"{found.duplicates:,} of {counted(found.test.samples, 'test sample')} have the pixels of a training "
@@ -75,45 +76,35 @@ def of_equal_pixels(found: DataProfile, max_duplicates: float, max_conflicts: fl
 
 
 def differences(found: DataProfile, champions: DataProfile) -> Iterator[str]:
-    """Warnings: in what the data are unlike those that the champion was trained and tested on.
+    """Yield warnings: in what the data are unlike those that the champion was trained and tested on.
 
     The size of a difference is the total variation distance of the two distributions, which is the share of images that
     would have to be others to make them equal. One that chance explains (Pearson's chi-squared test) is left out.
     """
     if found.classes != champions.classes:
         yield "the classes are not the champion's"
-    for split in ("training", "test"):
-        ours, theirs = (getattr(profile, split) for profile in (found, champions))
-        for statistic, name in STATISTICS.items():
-            if statistic == "labels" and found.classes != champions.classes:
-                continue
-            yield from difference(f"{split} split: {name}", found.classes, statistic, ours, theirs)
+    for split, (statistic, name) in itertools.product(("training", "test"), STATISTICS.items()):
+        if statistic == "labels" and found.classes != champions.classes:
+            continue
+        counts = [getattr(getattr(profile, split), statistic) for profile in (found, champions)]
+        values = sorted({*counts[0], *counts[1]})
+        table = np.array([[of_profile.get(value, 0) for value in values] for of_profile in counts])
+        if len(values) < 2 or not table.any(axis=1).all():
+            continue
+        shares = table / table.sum(axis=1, keepdims=True)
+        changes = np.abs(shares[0] - shares[1])
+        distance, p = changes.sum() / 2, chi2_contingency(table).pvalue
+        if distance < SHIFT or p >= SIGNIFICANCE:
+            continue
+        now, before = shares[:, most := int(changes.argmax())]
+        yield (
+            f"{split} split: {name} differ from the champion's in {distance:.0%} of images (p = {p:.1g}), most in "
+            f"{value_name(statistic, values[most], found.classes)}: {now:.0%} instead of {before:.0%}"
+        )
 
 
-def difference(
-    what: str, classes: list[str], statistic: str, ours: SplitProfile, theirs: SplitProfile
-) -> Iterator[str]:
-    """A warning if the two splits differ in this statistic."""
-    counts: tuple[Mapping[str, int], ...] = tuple(getattr(split, statistic) for split in (ours, theirs))
-    values = sorted({*counts[0], *counts[1]})
-    table = np.array([[of_split.get(value, 0) for value in values] for of_split in counts])
-    if len(values) < 2 or not table.any(axis=1).all():
-        return
-    shares = table / table.sum(axis=1, keepdims=True)
-    changes = shares[0] - shares[1]
-    distance, p = np.abs(changes).sum() / 2, chi2_contingency(table).pvalue
-    if distance < SHIFT or p >= SIGNIFICANCE:
-        return
-    most = int(np.abs(changes).argmax())
-    now, before = shares[:, most]
-    yield (
-        f"{what} differ from the champion's in {distance:.0%} of images (p = {p:.1g}), most in "
-        f"{called(statistic, values[most], classes)}: {now:.0%} instead of {before:.0%}"
-    )
-
-
-def called(statistic: str, value: str, classes: list[str]) -> str:
-    """What a value of a statistic is called."""
+def value_name(statistic: str, value: str, classes: list[str]) -> str:
+    """Return the words for a value of a statistic."""
     if statistic == "labels":
         return f"class {classes[int(value)] if int(value) < len(classes) else value}"
     if statistic == "sizes":
