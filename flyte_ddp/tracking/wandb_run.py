@@ -25,7 +25,7 @@ from flyte_ddp.errors import from_here
 from flyte_ddp.process import kill_trees
 from flyte_ddp.runs.run_folder import METRICS
 from flyte_ddp.settings import Settings
-from flyte_ddp.tracking.wandb_feed import NOT_SENT, POLL_SECONDS, opened
+from flyte_ddp.tracking.wandb_feed import NOT_SENT, POLL_SECONDS, open_run_file
 
 COMMAND = (sys.executable, "-m", "flyte_ddp.tracking.wandb_feed")
 LOG = "feed.log"  # what the child and wandb print
@@ -35,11 +35,11 @@ OPEN_SHARE = 0.25  # of the end's time: for the server to answer, before another
 def start_wandb(
     run_folder: Path, settings: Settings, hyperparameters: Mapping[str, Any], name: str
 ) -> WandbProcess | None:
-    """Starts the process that feeds wandb from the run folder's metrics.jsonl; returns at once and never raises.
+    """Start the process that feeds wandb from the run folder's metrics.jsonl; return at once and never raise.
 
     Records of an earlier attempt at the same run are not sent again, but an offline run has all of them: syncing it
-    replaces what the server has of the run. wandb's own files go to the folder's ``wandb``.
-    None if wandb is disabled or the process cannot be started (which is printed).
+    replaces what the server has of the run. wandb's own files go to the folder's ``wandb``. Returns None if wandb is
+    disabled or the process cannot be started (which is printed).
     """
     if settings.wandb_mode == "disabled":
         return None
@@ -72,20 +72,20 @@ def start_wandb(
 
 
 class WandbProcess:
-    """The child that feeds wandb; :meth:`finish` belongs in a ``finally``."""
+    """The child that feeds wandb, by the arguments of ``wandb.init``; :meth:`finish` belongs in a ``finally``."""
 
     def __init__(self, run: dict[str, Any], settings: Settings) -> None:
         self.run, self.settings, self.offset = run, settings, 0
         self.folder = Path(run["dir"], "wandb")
         self.folder.mkdir(parents=True, exist_ok=True)
-        with suppress(FileNotFoundError), opened(self.folder.parent, METRICS) as file:
+        with suppress(FileNotFoundError), open_run_file(self.folder.parent, METRICS) as file:
             self.offset = os.fstat(file.fileno()).st_size
         self.online = f"run-*-{run['id']}"  # folders of online runs, also of those that could not be opened
         self.others = {*map(str, self.folder.glob(self.online))}
         self.start()
 
     def start(self) -> None:
-        """Starts a child."""
+        """Start a child, which leads a session of its own, and send it the run."""
         self.status = {"folder": "", "url": "", "reason": ""}  # wandb's, once it is open; why something is missing
         self.pipe, its_pipe = multiprocessing.Pipe()
         with its_pipe, (self.folder / LOG).open("ab") as log:
@@ -102,17 +102,18 @@ class WandbProcess:
         self.pipe.send((self.run, self.offset))
 
     def is_open(self) -> bool:
-        """Whether wandb has opened its run by now."""
+        """Return whether wandb has opened its run by now; takes over what the child has sent."""
         with suppress(EOFError, OSError):  # the child has ended
             while self.pipe.poll():
                 self.status |= self.pipe.recv()
         return bool(self.status["folder"])
 
     def finish(self, limit: float = math.inf) -> None:
-        """Tells the child that the run is over, waits for its end and prints where the run can be seen.
+        """Tell the child that the run is over, wait for its end and print where the run can be seen.
 
         If wandb did not open it, or was killed, another child feeds all of it into an offline run. Either is killed
-        after ``limit`` seconds, or ``settings.wandb_timeout`` if that is less.
+        after ``limit`` seconds, or ``settings.wandb_timeout`` if that is less. Folders of runs that could not be opened
+        are removed; the name of one that a pod is to keep elsewhere is written to ``wandb/unsent``.
         """
         begin, seconds = time.monotonic(), min(limit, self.settings.wandb_timeout)
         deadline = begin + seconds
@@ -132,13 +133,16 @@ class WandbProcess:
         sent = bool(self.status["url"]) and self.process.returncode == 0
         say(self.outcome(sent))
         with suppress(OSError):
-            unsent = self.folder / "unsent"  # the name of a folder beside it that a pod is to keep elsewhere
+            unsent = self.folder / "unsent"
             unsent.unlink(missing_ok=True)
             if self.settings.wandb_kept_at and self.status["folder"] and not sent:
                 unsent.write_text(Path(self.status["folder"]).name)
 
     def end(self, open_by: float, done_by: float) -> bool:
-        """Waits for the end of the child, or kills it at one of these times; whether its run can be used."""
+        """Wait for the end of the child, or kill it with its descendants; return whether its run can be used.
+
+        A child is killed at ``done_by``, by time.monotonic(), and at ``open_by`` if it has not opened its run.
+        """
         with suppress(OSError):  # not only a closed pipe: a forked process that is still around keeps a copy of it open
             self.pipe.send("over")
         try:
@@ -158,7 +162,7 @@ class WandbProcess:
         return is_open and (late or code in (0, NOT_SENT))
 
     def outcome(self, sent: bool) -> str:
-        """One line: where the run can be seen, how to send it, or why there is nothing to send."""
+        """Return one line: where the run can be seen, how to send it, or why there is nothing to send."""
         folder, url, reason = self.status.values()
         if not folder:
             reason, log = reason or "wandb did not start", from_here(self.folder / LOG)
@@ -175,10 +179,10 @@ class WandbProcess:
 
 
 def wandb_environment(folder: Path) -> dict[str, str]:
-    """Return the environment of a process that runs wandb.
+    """Return the environment of a process that runs wandb: no error reports, images of tables in ``folder``.
 
-    Without error reports to others, and with images of tables in ``folder``, not in the home. The key is the user's
-    without white space at its ends: a Kubernetes secret made ``--from-file`` ends with a newline, which wandb refuses.
+    The key is the user's without white space at its ends: a Kubernetes secret made ``--from-file`` ends with a newline,
+    which wandb refuses.
     """
     key = os.environ.get("WANDB_API_KEY", "").strip()
     ours = {"WANDB_ERROR_REPORTING": "false", "WANDB_DATA_DIR": str(folder)}
@@ -186,6 +190,6 @@ def wandb_environment(folder: Path) -> dict[str, str]:
 
 
 def say(text: str) -> None:
-    """Prints a line to standard error."""
-    with suppress(OSError, ValueError):  # nobody may be listening any more
+    """Print a line to stderr, if anybody is listening any more."""
+    with suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)

@@ -92,7 +92,7 @@ def test_records_are_followed_as_they_are_written(tmp_path: Path) -> None:
     over = over_after(
         nothing, write('{"step": 1}\n{"st'), write('ep": 2}\n'), write('{"step": 3}\nrubbish\n{"step": 4}\n{"s')
     )
-    assert list(wandb_feed.follow(tmp_path, 0, over)) == [{"step": step} for step in (1, 2, 3, 4)]
+    assert list(wandb_feed.follow_records(tmp_path, 0, over)) == [{"step": step} for step in (1, 2, 3, 4)]
 
 
 def test_records_of_an_earlier_attempt_are_not_followed(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_records_of_an_earlier_attempt_are_not_followed(tmp_path: Path) -> None:
     offset = path.stat().st_size
     with path.open("a") as file:
         file.write('{"step": 2}\n')
-    assert list(wandb_feed.follow(tmp_path, offset, over_after(lambda: None))) == [{"step": 2}]
+    assert list(wandb_feed.follow_records(tmp_path, offset, over_after(lambda: None))) == [{"step": 2}]
 
 
 def test_records_of_a_run_that_is_started_again_are_followed_once(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_records_of_a_run_that_is_started_again_are_followed_once(tmp_path: Path
 
     over = over_after(lambda: None, start_again)
     steps = [{"step": 1}, {"step": 2}, {"step": 2, "again": True}]
-    assert list(wandb_feed.follow(tmp_path, 0, over)) == steps
+    assert list(wandb_feed.follow_records(tmp_path, 0, over)) == steps
 
 
 def without_time(record: dict[str, Any]) -> dict[str, Any]:
