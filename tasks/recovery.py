@@ -140,9 +140,7 @@ def checkpoints_kept(run_folder: Path) -> Iterator[Callable[[], None]]:
 
 def store_of_this_pod(run: str) -> CheckpointStore:
     """Return the store of a run's checkpoints that the pod's environment names."""
-    prefix = FlyteContextManager.current_context().file_access.raw_output_prefix
-    address = os.environ.get(pods.CHECKPOINTS_VARIABLE) or beside_outputs(prefix)
-    address = re.sub(r"^abfss?://([^/@]+)(@[^/]*)?", r"az://\1", address)  # as flytekit calls Azure's Blob Storage
+    address = checkpoints_address(FlyteContextManager.current_context().file_access.raw_output_prefix)
     project, domain, execution = (
         os.environ[f"FLYTE_INTERNAL_EXECUTION_{name}"] for name in ("PROJECT", "DOMAIN", "ID")
     )
@@ -156,9 +154,13 @@ def store_of_this_pod(run: str) -> CheckpointStore:
     )
 
 
-def beside_outputs(raw_output_prefix: str) -> str:
-    """Return an address that all executions share; Flyte gives an attempt PREFIX/XX/EXECUTION-NODE-ATTEMPT."""
-    return posixpath.join(posixpath.dirname(posixpath.dirname(raw_output_prefix.rstrip("/"))), "flyte-ddp-checkpoints")
+def checkpoints_address(raw_output_prefix: str) -> str:
+    """Return the address of all checkpoints: FLYTE_DDP_CHECKPOINTS, or a folder beside Flyte's outputs.
+
+    Flyte gives an attempt PREFIX/XX/EXECUTION-NODE-ATTEMPT for its outputs; on Azure it begins with abfs:// for az://.
+    """
+    beside = f"{posixpath.dirname(posixpath.dirname(raw_output_prefix.rstrip('/')))}/flyte-ddp-checkpoints"
+    return re.sub(r"^abfss?://([^/@]+)(@[^/]*)?", r"az://\1", os.environ.get(pods.CHECKPOINTS_VARIABLE) or beside)
 
 
 def more_memory() -> str:

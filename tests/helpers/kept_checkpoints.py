@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
+from s3_server import S3Server, s3_server
 
 from flyte_ddp.pods.checkpoint_store import SAVED, CheckpointStore, parse_entry
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.arithmetic import Arithmetic
 from flyte_ddp.runs.checkpoint import SLOTS, Identity
+from flyte_ddp.storage import retries
 
 IDENTITY = Identity({"epochs": 1}, data="d", code="c", user_code="", initial_weights="", releases="torch 2")
 ARITHMETIC = Arithmetic(1, "cpu", "fp32", 1, "off", "")
@@ -36,3 +41,26 @@ def names(base: Path, kind: str = SAVED) -> list[str]:
     """Execution, attempt and step of the files of a kind."""
     found = [entry for path in base.rglob("*") if (entry := parse_entry(str(path))) is not None and entry.kind == kind]
     return sorted(f"{entry.execution} {entry.attempt} {entry.step}" for entry in found)
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    folder = tmp_path_factory.mktemp("s3")
+    (folder / "bucket").mkdir()
+    with s3_server(folder) as started:
+        yield started
+
+
+@pytest.fixture
+def base(server: S3Server, request: pytest.FixtureRequest) -> Path:
+    """The folder of a run in the bucket, of this test's own."""
+    return server.folder / "bucket" / request.node.name.translate(str.maketrans("[]", "--")) / "run"
+
+
+@pytest.fixture
+def store(server: S3Server, base: Path, monkeypatch: pytest.MonkeyPatch) -> CheckpointStore:
+    """Of the first attempt of execution ``one``."""
+    for name, value in server.flyte_environment().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(retries, "FIRST_DELAY", 0.0)
+    return CheckpointStore(f"s3://{base.relative_to(server.folder)}", "one")
