@@ -154,7 +154,7 @@ def ours(run: Run) -> Iterator[int]:
 def resident(state: TrainingState, synchronised: bool) -> Iterator[int]:
     """Steps on one prepared batch, with or without communication; yields the global batch's number of samples."""
     size = state.hp.batch_size
-    images, labels = state.training.gather(
+    images, labels, _ = state.training.gather(
         sampling.share(state.training.order.samples(slice(0, size)), distributed.get_rank(), state.hp.num_ranks)
     )
     images = state.prepare(images)

@@ -104,8 +104,8 @@ def ours(order: dict[str, Any], folder: Path, *, normalise: bool = True) -> Epoc
 
     def epoch(number: int) -> Iterator[Tensor]:
         batches = training.order.batches(number, hp.batch_size)
-        for samples in training.loading_ahead(batches, lambda batch: [batch], number, hp.batch_size):
-            images, _ = training.gather(samples, number)
+        for samples in training.load_ahead(batches, lambda batch: [batch], number, hp.batch_size):
+            images = training.gather(samples, number).images
             yield prepare(images, SPEC) if normalise else images
 
     return epoch

@@ -10,7 +10,7 @@ from benchmarks.measuring import Options, Result, Target, interleaved
 from flyte_ddp.datasets import fetch
 from flyte_ddp.hardware import cores
 from flyte_ddp.loading.decoding import decode
-from flyte_ddp.loading.encoded import work_alone
+from flyte_ddp.loading.encoded import limit_threads
 from flyte_ddp.settings import Settings
 from flyte_ddp.validation.profiling import profile
 
@@ -33,7 +33,7 @@ def measure(options: Options) -> Result:
         rate("photos", found.training.samples + found.test.samples, began)
 
     def decoding(_: int) -> None:
-        with ThreadPoolExecutor(cores(), initializer=work_alone) as pool:
+        with ThreadPoolExecutor(cores(), initializer=limit_threads) as pool:
             began = time.perf_counter()
             for _pixels in pool.map(decode, contents):
                 pass

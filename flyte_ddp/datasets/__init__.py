@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from flyte_ddp.datasets.arrays import ImageArrays, image_arrays, open_arrays
-from flyte_ddp.datasets.fetching import DATASETS, fetch, fingerprint, is_quickly_prepared, is_whole
+from flyte_ddp.datasets.fetching import fetch, fingerprint, is_quickly_prepared, is_whole
 from flyte_ddp.datasets.prepared import open_prepared
+from flyte_ddp.datasets.published_sets import DATASETS
 
 __all__ = [
     "DATASETS",

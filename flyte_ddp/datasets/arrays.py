@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,26 +16,26 @@ from numpy.typing import NDArray
 
 from flyte_ddp.class_names import class_names
 from flyte_ddp.errors import UserError
-from flyte_ddp.files import sync
+from flyte_ddp.files import atomic_write
 
 Images = NDArray[np.uint8]
 Labels = NDArray[np.int64]
 
 ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")
 DESCRIPTION = "dataset.json"
-TEST_DIGEST = "test_digest"  # an entry of it: of the test split alone
-FORMAT = {"format": 2}  # another one; with a change of what equal sources are prepared to, the number grows
-CHUNK_BYTES = 4 << 20  # of images that are counted at a time, because counting takes eight times their memory
+TEST_DIGEST = "test_digest"  # the description's entry with the digest of the test split alone
+FORMAT = {"format": 2}  # grows with each change of what equal sources are prepared to
+CHUNK_BYTES = 4 << 20  # of images that are counted at a time: counting takes eight times their memory
 
 
 @dataclass(frozen=True, eq=False)
 class ImageArrays:
-    """A classification data set.
+    """A classification data set; :func:`image_arrays` makes one, :func:`open_arrays` opens a prepared one.
 
     ``train_images`` is uint8 [N, H, W, C] in C order with C = 1 for grey, ``train_labels`` int64 [N] with values in
     0..len(classes)-1; the test arrays likewise. ``mean`` and ``std`` are those of the training images scaled to 0..1,
-    one number a channel. ``digest`` is the SHA-256 (hex) of the four arrays and the classes. The last three are filled
-    in by :func:`open_arrays` and empty before; build one with :func:`image_arrays`.
+    one number a channel. ``digest`` is the SHA-256 (hex) of the four arrays and the classes. Only :func:`open_arrays`
+    fills in the last three.
     """
 
     name: str
@@ -57,7 +58,7 @@ def image_arrays(
     *,
     name: str = "",
 ) -> ImageArrays:
-    """Checks arrays, lists or CPU tensors and puts them into the form that training uses.
+    """Check arrays, lists or CPU tensors, and return them in the form that training uses.
 
     Args:
         train_images: uint8 [N, H, W, C], or [N, H, W] for grey images.
@@ -75,24 +76,20 @@ def image_arrays(
         raise UserError("classes=(): there must be a name for each class")
     arrays = ImageArrays(
         name=name,
-        train_images=checked_images("train_images", train_images),
-        train_labels=checked_labels("train_labels", train_labels, len(train_images), len(classes)),
-        test_images=checked_images("test_images", test_images),
-        test_labels=checked_labels("test_labels", test_labels, len(test_images), len(classes)),
+        train_images=convert_images("train_images", train_images),
+        train_labels=convert_labels("train_labels", train_labels, len(train_images), len(classes)),
+        test_images=convert_images("test_images", test_images),
+        test_labels=convert_labels("test_labels", test_labels, len(test_images), len(classes)),
         classes=class_names("classes", classes),
     )
-    train, test = arrays.train_images.shape[1:], arrays.test_images.shape[1:]
+    train, test = ("x".join(map(str, images.shape[1:])) for images in (arrays.train_images, arrays.test_images))
     if train != test:
-        raise UserError(f"train_images are {sized(train)} and test_images {sized(test)}: both must have one size")
+        raise UserError(f"train_images are {train} and test_images {test}: both must have one size")
     return arrays
 
 
-def checked_images(name: str, values: Any) -> Images:
-    """uint8 [N, H, W, C] in C order.
-
-    Raises:
-        UserError: what is wrong with the values.
-    """
+def convert_images(name: str, values: Any) -> Images:
+    """Return images as uint8 [N, H, W, C] in C order, or raise a UserError that calls them ``name``."""
     images = np.asarray(values)
     if images.dtype != np.uint8:
         raise UserError(f"{name}: must be uint8 with values 0..255, got {images.dtype}; scale and convert them")
@@ -105,12 +102,8 @@ def checked_images(name: str, values: Any) -> Images:
     return np.ascontiguousarray(images)
 
 
-def checked_labels(name: str, values: Any, samples: int, classes: int) -> Labels:
-    """int64 [samples] in 0..classes-1.
-
-    Raises:
-        UserError: what is wrong with the values.
-    """
+def convert_labels(name: str, values: Any, samples: int, classes: int) -> Labels:
+    """Return labels as int64 [samples] in 0..classes-1, or raise a UserError that calls them ``name``."""
     labels = np.asarray(values)
     if labels.dtype.kind not in "iu":
         raise UserError(f"{name}: must be whole numbers, got {labels.dtype}")
@@ -125,19 +118,11 @@ def checked_labels(name: str, values: Any, samples: int, classes: int) -> Labels
     return np.ascontiguousarray(labels, dtype=np.int64)
 
 
-def sized(shape: Sequence[int]) -> str:
-    """A shape as text, such as 28x28x1."""
-    return "x".join(str(side) for side in shape)
-
-
 def normalisation(images: Images) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation (of the population) of each channel, of values scaled to 0..1.
+    """Return mean and standard deviation of each channel of images uint8 [N, H, W, C], scaled to 0..1.
 
-    They come from counts of the 256 values in whole numbers and are rounded once, so they are the exact figures to
-    fp64. The deviation of a constant channel is given as 1, because it is there to be divided by.
-
-    Args:
-        images: uint8 [N, H, W, C].
+    Exact but for one rounding to fp64, as they come from counts of the 256 values. The deviation of a constant channel
+    is given as 1: inputs are divided by it.
     """
     channels = images.shape[3]
     counts = np.zeros((channels, 256), dtype=np.int64)
@@ -157,7 +142,7 @@ def normalisation(images: Images) -> tuple[tuple[float, ...], tuple[float, ...]]
 
 
 def content_digest(arrays: ImageArrays, names: Sequence[str] = ARRAYS) -> str:
-    """SHA-256 (hex) of the arrays of these names (type, shape and values) and the names of the classes."""
+    """Return the SHA-256 (hex) of the arrays with these names (type, shape and values) and of the classes' names."""
     digest = hashlib.sha256(json.dumps(arrays.classes).encode())
     for name in names:
         array = getattr(arrays, name)
@@ -167,10 +152,9 @@ def content_digest(arrays: ImageArrays, names: Sequence[str] = ARRAYS) -> str:
 
 
 def write_arrays(arrays: ImageArrays, folder: Path, origin: dict[str, str]) -> None:
-    """Measures the data set and writes it into an existing folder; the description comes last.
+    """Write a data set and its measures into an existing folder, the description last, with ``origin`` in it.
 
-    Args:
-        origin: further entries of the description: where the data came from.
+    Raises OSErrors, whose errno tells a full disk.
     """
     for name in ARRAYS:
         write_array(folder / f"{name}.npy", getattr(arrays, name))
@@ -189,53 +173,60 @@ def write_arrays(arrays: ImageArrays, folder: Path, origin: dict[str, str]) -> N
 
 
 def write_json(path: Path, content: Any, indent: int | None = None) -> None:
-    """Writes content as JSON; not by json.dump, which would go through all of it in Python."""
-    with path.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(content, indent=indent))
-        sync(file)
+    """Write content as JSON, whole or not at all."""
+    with atomic_write(path) as file:
+        file.write(json.dumps(content, indent=indent).encode())  # json.dump would go through all of it in Python
 
 
 def write_array(path: Path, array: NDArray[Any]) -> None:
-    """Writes an array in C order as ``.npy`` file; not by numpy.save, whose error for a full disk has no errno."""
-    with path.open("wb") as file:
+    """Write an array in C order as a ``.npy`` file, whole or not at all."""
+    with atomic_write(path) as file:  # not by numpy.save, whose error for a full disk has no errno
         np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
         file.write(array.data)
-        sync(file)
 
 
 def open_arrays(folder: Path) -> ImageArrays:
-    """Opens a prepared folder; the arrays are memory-mapped, read-only, and shared by all processes that do so.
+    """Open a prepared folder; its arrays are memory-mapped, read-only, and shared by all processes that open it.
 
-    Raises:
-        UserError: the folder is not a prepared data set, or a file of it is missing or truncated.
+    Raises a UserError if the folder is not a prepared data set, or a file of it is missing or truncated.
     """
     description = read_description(folder)
-    try:
-        loaded = {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in ARRAYS}
+    with refuse_damage(folder):
         return ImageArrays(
             name=description["name"],
             classes=tuple(description["classes"]),
             mean=tuple(description["mean"]),
             std=tuple(description["std"]),
             digest=description["digest"],
-            **loaded,
+            **{name: map_array(folder / f"{name}.npy") for name in ARRAYS},
         )
-    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{folder}: the prepared data set is damaged ({error}); fetch it again") from error
+
+
+def map_array(path: Path) -> NDArray[Any]:
+    """Return the array of a ``.npy`` file, memory-mapped and read-only."""
+    mapped: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+    return mapped
 
 
 def read_description(folder: Path) -> dict[str, Any]:
-    """What ``dataset.json`` says."""
+    """Return what ``dataset.json`` in a prepared folder says, or raise a UserError if it is missing or damaged."""
+    if not (folder / DESCRIPTION).exists():
+        raise UserError(f"{folder}: is not a prepared data set, there is no {DESCRIPTION} in it; fetch one there")
+    with refuse_damage(folder):
+        return dict(json.loads((folder / DESCRIPTION).read_bytes()))
+
+
+@contextmanager
+def refuse_damage(folder: Path) -> Iterator[None]:
+    """Turn an exception of a block that reads a prepared folder into a UserError."""
     try:
-        return dict(json.loads((folder / DESCRIPTION).read_text(encoding="utf-8")))
-    except FileNotFoundError:
+        yield
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"{folder}: is not a prepared data set, there is no {DESCRIPTION} in it; fetch one there"
-        ) from None
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{folder}: {DESCRIPTION} is damaged ({error}); delete the folder and fetch it again") from None
+            f"{folder}: the prepared data set is damaged ({error}); delete the folder and fetch it again"
+        ) from error
 
 
 def total_bytes(arrays: ImageArrays) -> int:
-    """Size of the four arrays, which is what the prepared folder takes on the disk."""
+    """Return the size of the four arrays, which is what the prepared folder takes on the disk."""
     return sum(getattr(arrays, name).nbytes for name in ARRAYS)

@@ -15,7 +15,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.catalog import encoded_kind
-from flyte_ddp.datasets.arrays import DESCRIPTION, FORMAT, TEST_DIGEST, read_description, write_array, write_json
+from flyte_ddp.datasets.arrays import (
+    DESCRIPTION,
+    FORMAT,
+    TEST_DIGEST,
+    map_array,
+    read_description,
+    refuse_damage,
+    write_array,
+    write_json,
+)
 from flyte_ddp.datasets.identity import digest_of
 from flyte_ddp.datasets.image_folder import ImageList, list_images
 from flyte_ddp.errors import UserError
@@ -38,12 +47,22 @@ class EncodedSet:
     mean: ClassVar[tuple[float, ...]] = (0.485, 0.456, 0.406)  # of ImageNet's images, as torchvision's models take them
     std: ClassVar[tuple[float, ...]] = (0.229, 0.224, 0.225)
 
+    @property
+    def tested(self) -> ShardIndex | ImageList:
+        """Where the test split is."""
+        return self.train if self.test is None else self.test
 
-def looked_up(dataset: str, test_dataset: str) -> EncodedSet:
-    """Reads the indexes, or lists the files, that ``dataset`` and ``test_dataset`` name.
+    def refuse_unreadable(self) -> None:
+        """Read the first sample of shards, and raise a UserError if it has no image or no label, or cannot be read."""
+        for source in (self.train, self.test):
+            if isinstance(source, ShardIndex):
+                refuse_unfit(source)
 
-    Raises:
-        UserError: they cannot be read, are empty, or do not have the same classes.
+
+def look_up(dataset: str, test_dataset: str) -> EncodedSet:
+    """Read the indexes, or list the files, that ``dataset`` and ``test_dataset`` name.
+
+    Raises a UserError if they cannot be read, are empty, or do not have the same classes.
     """
     read = list_images if encoded_kind(dataset) == IMAGE_FOLDER else read_index
     train: Any = read(dataset.partition(":")[2])
@@ -58,20 +77,8 @@ def looked_up(dataset: str, test_dataset: str) -> EncodedSet:
     return EncodedSet(dataset, train.classes, digest_of(digests), train, test)
 
 
-def with_readable_samples(data: EncodedSet) -> EncodedSet:
-    """Return the data set, after reading the first sample of its shards; images of a folder have nothing to look at.
-
-    Raises:
-        UserError: that sample has no image or no label, or cannot be read.
-    """
-    for source in (data.train, data.test):
-        if isinstance(source, ShardIndex):
-            refuse_unfit(source)
-    return data
-
-
 def write_encoded_set(data: EncodedSet, folder: Path, origin: dict[str, str]) -> None:
-    """Writes the data set's indexes or lists into an existing folder; the description comes last."""
+    """Write the indexes or lists of a data set into an existing folder, the description last, with ``origin`` in it."""
     left_out = {}
     for split, source in {"train": data.train, "test": data.test}.items():
         if isinstance(source, ShardIndex):
@@ -84,14 +91,12 @@ def write_encoded_set(data: EncodedSet, folder: Path, origin: dict[str, str]) ->
             left_out[split] = source.left_out
             for column in COLUMNS:
                 write_array(folder / f"{split}_{column}.npy", getattr(source, column))
-    tests = data.train if data.test is None else data.test  # None: a tenth of them
-    test_digest = digest_of([tests.digest, "a tenth" if data.test is None else "all", *data.classes])
     description = {
         **FORMAT,
         "name": data.name,
         "classes": data.classes,
         "digest": data.digest,
-        TEST_DIGEST: test_digest,
+        TEST_DIGEST: digest_of([data.tested.digest, "a tenth" if data.test is None else "all", *data.classes]),
         "left_out": left_out,
         **origin,
     }
@@ -99,39 +104,31 @@ def write_encoded_set(data: EncodedSet, folder: Path, origin: dict[str, str]) ->
 
 
 def open_encoded_set(folder: Path) -> EncodedSet:
-    """Opens what :func:`write_encoded_set` left; lists of files are memory-mapped, and shared by all processes.
+    """Open what :func:`write_encoded_set` left; lists of files are memory-mapped, and shared by all processes.
 
-    Raises:
-        UserError: a file is missing or damaged.
+    Raises a UserError if a file is missing or damaged.
     """
     described = read_description(folder)
-    try:
-        classes, tests = tuple(described["classes"]), described["test_dataset"]
-        left_out = described["left_out"]
+    with refuse_damage(folder):
+        classes, tests, left_out = tuple(described["classes"]), described["test_dataset"], described["left_out"]
         train = open_split(folder, "train", described["name"], classes, left_out)
         test = open_split(folder, "test", tests, classes, left_out) if tests else None
         return EncodedSet(described["name"], classes, described["digest"], train, test)
-    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{folder}: the prepared data set is damaged ({error}); fetch it again") from error
 
 
 def open_split(
     folder: Path, split: str, dataset: str, classes: tuple[str, ...], left_out: Mapping[str, Mapping[str, int]]
 ) -> ShardIndex | ImageList:
-    """The index of a split, or the list of its files; of these ``left_out`` counts others, by split and kind."""
+    """Return the index of a split, or the list of its files; ``left_out`` counts other files, by split and kind."""
     if encoded_kind(dataset) != IMAGE_FOLDER:
         with many_objects():
             content = json.loads((folder / f"{split}.json").read_bytes())
             shards = [Shard._make([*row[:-1], tuple(row[-1]) if row[-1] else None]) for row in content["shards"]]
         return ShardIndex(content["name"], shards, tuple(Part(*part) for part in content["parts"]), classes)
-
-    def column(name: str) -> NDArray[Any]:
-        loaded: NDArray[Any] = np.load(folder / f"{split}_{name}.npy", mmap_mode="r", allow_pickle=False)
-        return loaded
-
-    names = Names(column("names"), column("name_ends"))
-    labels, sizes, tags = map(column, COLUMNS)
-    return ImageList(dataset.partition(":")[2], classes, names, labels, sizes, tags, left_out[split])
+    address = dataset.partition(":")[2]
+    names = Names(*(map_array(folder / f"{split}_{column}.npy") for column in ("names", "name_ends")))
+    labels, sizes, tags = (map_array(folder / f"{split}_{column}.npy") for column in COLUMNS)
+    return ImageList(address, classes, names, labels, sizes, tags, left_out[split])
 
 
 class Names(Sequence[str]):

@@ -10,28 +10,25 @@ from pathlib import Path
 
 from flyte_ddp.catalog import DATASET_FORMS, encoded_kind
 from flyte_ddp.datasets.arrays import FORMAT, read_description, total_bytes, write_arrays
-from flyte_ddp.datasets.cifar10 import CIFAR10
 from flyte_ddp.datasets.custom import CustomSet
-from flyte_ddp.datasets.digits import DIGITS
-from flyte_ddp.datasets.encoded_set import looked_up, with_readable_samples, write_encoded_set
+from flyte_ddp.datasets.encoded_set import look_up, write_encoded_set
 from flyte_ddp.datasets.identity import digest_of
-from flyte_ddp.datasets.mnist import FASHION_MNIST, MNIST
 from flyte_ddp.datasets.prepared import open_prepared
 from flyte_ddp.datasets.published import PublishedSet
+from flyte_ddp.datasets.published_sets import DATASETS
 from flyte_ddp.errors import UserError, unknown_name
 from flyte_ddp.files import DISK_FULL
 from flyte_ddp.progress import MODES, Progress, size
 
-DATASETS: dict[str, PublishedSet] = {
-    "digits": DIGITS,
-    "mnist": MNIST,
-    "fashion_mnist": FASHION_MNIST,
-    "cifar10": CIFAR10,
-}
 
-
-def named(dataset: str) -> PublishedSet | CustomSet:
-    """The data set of that name, or the user's own for ``package.module:callable``."""
+def find_dataset(dataset: str, source: str) -> PublishedSet | CustomSet | None:
+    """Return the data set of that name, or the user's own; None for one of encoded images, which takes no source."""
+    if encoded_kind(dataset):
+        if source:
+            raise UserError(
+                f"data_source={source!r}: dataset={dataset!r} says where its data are; leave data_source empty"
+            )
+        return None
     if ":" in dataset:
         return CustomSet(dataset)
     if dataset not in DATASETS:
@@ -40,29 +37,28 @@ def named(dataset: str) -> PublishedSet | CustomSet:
 
 
 def fingerprint(dataset: str, source: str, test_dataset: str = "") -> str:
-    """A short text, also fit for a file name, that changes exactly when the data's content does.
+    """Return a short text, also fit for a file name, that changes exactly when the data's content does.
 
-    It takes no download of data: published data sets are named by their digests, of a mirror only its ``SHA256SUMS`` is
-    read. For ``package.module:callable`` it covers the callable's source and the source's content, for shards their
-    index and its address, for a folder of images its address and the list of its files, which are read for that.
-
-    Raises:
-        UserError: an unknown data set, or a source that is not there.
+    Downloads no data: published data sets are named by their digests, of a mirror only its ``SHA256SUMS`` is read. For
+    ``package.module:callable`` it covers the callable's source and the source's content, for shards their index and
+    its address, for a folder of images its address and the list of its files, which are read for that.
+    Raises a UserError for an unknown data set, or a source that is not there.
     """
-    if kind := encoded_kind(dataset):
-        refuse_source(dataset, source)
-        # With the addresses, because what is prepared refers to them.
-        return f"{kind}-{digest_of([dataset, test_dataset, looked_up(dataset, test_dataset).digest])[:16]}"
-    return named(dataset).fingerprint(source)
+    found = find_dataset(dataset, source)
+    if found is not None:
+        return found.fingerprint(source)
+    # With the addresses, because what is prepared refers to them.
+    identity = digest_of([dataset, test_dataset, look_up(dataset, test_dataset).digest])
+    return f"{encoded_kind(dataset)}-{identity[:16]}"
 
 
 def is_quickly_prepared(dataset: str) -> bool:
-    """Whether :func:`fetch` has little to download: an index, a list of files, or nothing."""
+    """Return whether :func:`fetch` has little to download: an index, a list of files, or nothing."""
     return bool(encoded_kind(dataset)) or dataset == "digits"
 
 
 def fetch(dataset: str, source: str, folder: Path, *, test_dataset: str = "", progress: str = "auto") -> Path:
-    """Gets a data set, checks it and puts it into ``folder``, which appears whole or not at all.
+    """Download a data set, check it and put it into ``folder``, which appears whole or not at all.
 
     Args:
         dataset: a name of ``DATASETS``, ``package.module:callable``, or ``shards:...`` or ``image_folder:...``, of
@@ -88,13 +84,14 @@ def fetch(dataset: str, source: str, folder: Path, *, test_dataset: str = "", pr
     if is_prepared(folder, dataset, asked):
         return folder
     with workspace_beside(folder) as workspace:
-        needed = ""
+        needed, found = "", find_dataset(dataset, source)
         try:
-            if encoded_kind(dataset):
-                refuse_source(dataset, source)
-                write_encoded_set(with_readable_samples(looked_up(dataset, test_dataset)), workspace, asked)
+            if found is None:
+                data = look_up(dataset, test_dataset)
+                data.refuse_unreadable()
+                write_encoded_set(data, workspace, asked)
             else:
-                arrays, origin = named(dataset).load(source, workspace, Progress(progress))
+                arrays, origin = found.load(source, workspace, Progress(progress))
                 needed = f"{dataset} needs {size(total_bytes(arrays))}, "
                 write_arrays(arrays, workspace, {"source": origin, **asked})
         except OSError as error:
@@ -116,18 +113,8 @@ def fetch(dataset: str, source: str, folder: Path, *, test_dataset: str = "", pr
     return folder
 
 
-def refuse_source(dataset: str, source: str) -> None:
-    """Refuses a source for a data set whose name has the address already."""
-    if source:
-        raise UserError(f"data_source={source!r}: dataset={dataset!r} says where its data are; leave data_source empty")
-
-
 def is_prepared(folder: Path, dataset: str, asked: dict[str, str]) -> bool:
-    """Whether the folder holds this data set, and whole; False where there is no folder, or an empty one.
-
-    Raises:
-        UserError: it holds something else.
-    """
+    """Return whether the folder holds this data set, and whole; raise a UserError if it holds something else."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return False
     description = read_description(folder)
@@ -151,7 +138,7 @@ def is_whole(folder: Path) -> bool:
 
 @contextmanager
 def workspace_beside(folder: Path) -> Iterator[Path]:
-    """A temporary folder on the same file system, removed in the end unless it was renamed."""
+    """Give a temporary folder on the same file system, which is removed in the end unless it was renamed."""
     workspace = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}")  # mkdtemp's are for one user alone
     try:
         workspace.mkdir(parents=True)

@@ -6,47 +6,29 @@ import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
+from flyte_ddp import storage
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import file_digest
 from flyte_ddp.progress import Progress
-from flyte_ddp.storage import (
-    ForbiddenError,
-    MissingError,
-    UnavailableError,
-    join,
-    list_files,
-    local_path,
-    open_file,
-    read,
-    retried,
-    scheme,
-    stat,
-)
 from flyte_ddp.storage.digest_list import SUMS
 
 
 def content_identity(source: str, asked_as: str = "data_source") -> str:
-    """SHA-256 (hex) that changes with the content of ``source``; empty for an empty one.
+    """Return a SHA-256 (hex) that changes with the content of ``source``; empty for an empty one.
 
-    A local file or directory is read whole. Of object storage it takes names, sizes and ETags of everything
-    under the prefix; of an HTTP server the file's ETag or time of change with its size, or the ``SHA256SUMS`` of a
-    directory that has one.
-
-    Args:
-        asked_as: the hyperparameter that names it, for errors.
-
-    Raises:
-        UserError: there is nothing, it cannot be reached, or the server does not say what identifies it.
+    Reads a local file or directory whole. Of object storage it takes names, sizes and ETags of everything under the
+    prefix; of an HTTP server the file's ETag or time of change with its size, or the ``SHA256SUMS`` of a directory.
+    Raises a UserError if there is nothing, or it cannot be reached; ``asked_as`` is the hyperparameter for the error.
     """
     if not source:
         return ""
-    path = local_path(source)
+    path = storage.local_path(source)
     if path is not None:
         return local_identity(f"{asked_as}={source!r}", path)
-    identify = http_identity if scheme(source) in ("http", "https") else listed_identity
+    identify = http_identity if storage.scheme(source) in ("http", "https") else listed_identity
     try:
-        return retried(source, identify, Progress().note)
-    except UnavailableError as failure:
+        return storage.retried(source, identify, Progress().note)
+    except storage.UnavailableError as failure:
         fix = "check the address, and that the server is up"
         if asked_as == "data_source":
             fix += "; a directory on a web server needs a SHA256SUMS file in it"
@@ -54,12 +36,15 @@ def content_identity(source: str, asked_as: str = "data_source") -> str:
 
 
 def digest_of(lines: Iterable[str]) -> str:
-    """SHA-256 (hex) of lines of text."""
+    """Return the SHA-256 (hex) of lines of text."""
     return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def local_identity(source: str, path: Path) -> str:
-    """Of a file its content, of a directory names and contents of all files in it; ``source`` is for errors."""
+    """Return a digest of a file's content, or of names and contents of all files in a directory.
+
+    Raises a UserError that calls it ``source`` if there is no such file, or none in the directory.
+    """
     if path.is_file():
         return digest_of([file_digest(path)])
     if not path.is_dir():
@@ -71,27 +56,27 @@ def local_identity(source: str, path: Path) -> str:
 
 
 def listed_identity(source: str) -> str:
-    """Of names, sizes and tags of all files under the prefix, or of the one file that it is."""
-    found = list(list_files(source))
+    """Return a digest of names, sizes and tags of all files under a prefix, or of the one file that it is."""
+    found = list(storage.list_files(source))
     if not found:
         try:
-            found = [stat(source)]
-        except MissingError:
-            raise MissingError("nothing there") from None
+            found = [storage.stat(source)]
+        except storage.MissingError:
+            raise storage.MissingError("nothing there") from None
     return digest_of(f"{entry.name} {entry.size} {entry.tag}" for entry in found)
 
 
 def http_identity(source: str) -> str:
-    """Of what the server says about the content; of the content itself where it says nothing."""
+    """Return a digest of what the server says about the content, or of the content where the server says nothing."""
     try:
-        return hashlib.sha256(read(join(source, SUMS))).hexdigest()
-    except (MissingError, ForbiddenError):  # web servers answer 403 for files that are not there, too
+        return hashlib.sha256(storage.read(storage.join(source, SUMS))).hexdigest()
+    except (storage.MissingError, storage.ForbiddenError):  # web servers answer 403 for missing files, too
         pass
-    found = stat(source)
+    found = storage.stat(source)
     if found.tag:
         return digest_of(f"{found.size} {found.tag}")
-    digest = hashlib.sha256()  # the server tells nothing: only the content itself is left
-    with open_file(source) as file:
+    digest = hashlib.sha256()
+    with storage.open_file(source) as file:
         for chunk in file.chunks:
             digest.update(chunk)
     return digest.hexdigest()

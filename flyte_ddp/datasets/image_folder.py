@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -37,15 +37,11 @@ class ImageList:
     left_out: Mapping[str, int] = field(default_factory=dict)  # how many other files there are of each kind
 
     def address_of(self, number: int) -> str:
-        """Where an image is."""
+        """Return the address of an image."""
         return storage.join(self.address, self.names[number])
 
     def read(self, number: int) -> bytes:
-        """An image as it is stored.
-
-        Raises:
-            UserError: it cannot be read, or is not the one that was listed.
-        """
+        """Return an image as it is stored, or raise a UserError if it cannot be read or is not as it was listed."""
         size, tag = int(self.sizes[number]), self.tags[number].decode()
 
         def read(address: str) -> bytes:
@@ -68,32 +64,31 @@ class ImageList:
             raise failure.explained(f"image {address}: {reason}") from None
 
     def describe(self) -> list[str]:
-        """Lines for the user: what the folder holds, and warnings."""
+        """Return lines for the user: what the folder holds, and warnings."""
+        where = f"image folder {self.address}:"
         counts = np.bincount(self.labels, minlength=len(self.classes)).tolist()
+        numbers = ", ".join(f"{name} {count:,}" for name, count in zip(self.classes, counts, strict=True))
         if len(counts) > LISTED:
             numbers = f"with {min(counts):,} to {max(counts):,} images each"
-        else:
-            numbers = ", ".join(f"{name} {count:,}" for name, count in zip(self.classes, counts, strict=True))
         kinds = "1 class" if len(counts) == 1 else f"{len(counts):,} classes"
-        said = [f"image folder {self.address}: {len(self.labels):,} images of {kinds} ({numbers})"]
+        lines = [f"{where} {len(self.labels):,} images of {kinds} ({numbers})"]
         if self.left_out:
-            number, kinds = sum(self.left_out.values()), listed_kinds(self.left_out)
-            said.append(f"image folder {self.address}: {counted(number, 'file')} left out, as no images: {kinds}")
+            files = counted(sum(self.left_out.values()), "file")
+            lines.append(f"{where} {files} left out, as no images: {listed_kinds(self.left_out)}")
         parts = [name for name in self.classes if name.lower() in PARTS]
         parts.sort(key=lambda name: name.lower() not in TRAINING_PARTS)
         if len(parts) > 1:
             train, test = (f"image_folder:{storage.join(self.address, name)}" for name in parts[:2])
-            said.append(
-                f"warning: image folder {self.address}: {', '.join(parts)} look like parts of a data set, and are "
-                f"taken for classes, as the first folders are; if they are parts, set dataset={train} and "
-                f"test_dataset={test}"
+            lines.append(
+                f"warning: {where} {', '.join(parts)} look like parts of a data set, and are taken for classes, as the "
+                f"first folders are; if they are parts, set dataset={train} and test_dataset={test}"
             )
         elif len(counts) == 1:
-            said.append(
-                f"warning: image folder {self.address}: all images are of one class, {self.classes[0]}, so that there "
-                "is nothing to tell apart; put those of each class into a folder of its own"
+            lines.append(
+                f"warning: {where} all images are of one class, {self.classes[0]}, so that there is nothing to tell "
+                "apart; put those of each class into a folder of its own"
             )
-        return said
+        return lines
 
     @property
     def digest(self) -> str:
@@ -105,28 +100,42 @@ class ImageList:
 def list_images(address: str) -> ImageList:
     """List the images below ``address``: as torchvision's ImageFolder does, by the first folder of their names.
 
-    Hidden files and folders, whose names begin with a dot, are left out. Classes have their folders' names in Unicode's
-    form NFC, so that two folders whose names differ in their form alone are one class.
+    Hidden files and folders are left out. Classes have their folders' names in Unicode's form NFC, so that two folders
+    whose names differ in their form alone are one class.
 
     Raises:
         UserError: it cannot be listed, there is no image in a folder of its own, a folder has other files and no images
             or, on this machine, is empty, or a folder's name is not UTF-8.
     """
-    files = files_below(address)
-    images = sorted((entry for entry in files if is_of_a_class(entry.name)), key=lambda entry: entry.name)
-    left_out = Counter(kind_of_file(entry.name) for entry in files if not is_of_a_class(entry.name))
+    where, files = f"image folder {address}", files_below(address)
+    images, others = list[storage.Entry](), list[str]()
+    for entry in sorted(files, key=lambda entry: entry.name):
+        if "/" in entry.name and is_image(entry.name):
+            images.append(entry)
+        else:
+            others.append(entry.name)
+    left_out = Counter(map(kind_of_file, others))
     if not images:
         found = f" ({listed_kinds(left_out)})" if left_out else ""
         raise UserError(
-            f"image folder {address}: has no images in folders of their classes among its {len(files):,} files{found}; "
-            "it must hold class/name.jpg"
+            f"{where}: has no images in folders of their classes among its {len(files):,} files{found}; it must hold "
+            "class/name.jpg"
         )
-    folders = sorted({entry.name.partition("/")[0] for entry in files if "/" in entry.name} | local_folders(address))
-    class_of = {folder: class_name(f"image folder {address}", folder) for folder in folders}
-    labelled = [class_of[entry.name.partition("/")[0]] for entry in images]
+    folders = {first_folder(entry.name) for entry in files if "/" in entry.name}
+    path = storage.local_path(address)  # only here are there folders without files
+    if path is not None:
+        folders |= {entry.name for entry in path.iterdir() if entry.is_dir() and not is_hidden(entry.name)}
+    class_of = {folder: class_name(where, folder) for folder in sorted(folders)}
+    labelled = [class_of[first_folder(entry.name)] for entry in images]
     classes = tuple(sorted({*labelled}))
     if imageless := {*class_of.values()} - {*classes}:
-        raise without_images(address, min(imageless), [entry.name for entry in files], class_of)
+        name = min(imageless)
+        kinds = Counter(kind_of_file(other) for other in others if class_of.get(first_folder(other)) == name)
+        why = f"but {listed_kinds(kinds)}; convert images to PNG or JPEG"
+        raise UserError(
+            f"{where}: class {name!r} has no images, {why if kinds else 'as its folder has no files; fill it'}, or, if "
+            "it is no class, move the folder away or begin its name with a dot"
+        )
     numbers = {name: number for number, name in enumerate(classes)}
     return ImageList(
         address=address,
@@ -139,25 +148,10 @@ def list_images(address: str) -> ImageList:
     )
 
 
-def without_images(address: str, name: str, files: Iterable[str], class_of: Mapping[str, str]) -> UserError:
-    """Return the error for a class whose folder has no images."""
-    kinds = Counter(kind_of_file(file) for file in files if class_of.get(file.partition("/")[0]) == name)
-    why = (
-        f"but {listed_kinds(kinds)}; convert images to PNG or JPEG" if kinds else "as its folder has no files; fill it"
-    )
-    return UserError(
-        f"image folder {address}: class {name!r} has no images, {why}, or, if it is no class, move the folder away "
-        "or begin its name with a dot"
-    )
-
-
 def files_below(address: str) -> list[storage.Entry]:
-    """List the files below a folder or prefix; links are followed.
+    """List the files below a folder or prefix, following links; without hidden ones and a SHA256SUMS in it.
 
-    Left out are a SHA256SUMS in it, and hidden files and folders, wherever they are.
-
-    Raises:
-        UserError: it cannot be listed.
+    Raises a UserError if it cannot be listed.
     """
     try:
         entries = storage.retried(address, lambda where: list(storage.list_files(where)))
@@ -168,30 +162,19 @@ def files_below(address: str) -> list[storage.Entry]:
     return [entry for entry in entries if not is_hidden(entry.name) and entry.name != SUMS]
 
 
-def local_folders(address: str) -> set[str]:
-    """Return the names of the folders directly in a folder of this machine, hidden ones left out.
-
-    Elsewhere there are none, as storage has no folders without files.
-    """
-    path = storage.local_path(address)
-    if path is None:
-        return set()
-    return {entry.name for entry in path.iterdir() if entry.is_dir() and not is_hidden(entry.name)}
+def first_folder(name: str) -> str:
+    """Return the first folder of a file's name, which is that of its class."""
+    return name.partition("/")[0]
 
 
 def is_image(name: str) -> bool:
-    """Whether a file is an image, by its name."""
+    """Return whether a file is an image, by its name."""
     return name.lower().endswith(SUFFIXES)
 
 
 def is_hidden(name: str) -> bool:
-    """Whether a file, or a folder that it is in, begins with a dot."""
+    """Return whether the name of a file, or of a folder that it is in, begins with a dot."""
     return name.startswith(".") or "/." in name
-
-
-def is_of_a_class(name: str) -> bool:
-    """Whether a file is an image in a folder, by its name."""
-    return "/" in name and is_image(name)
 
 
 def kind_of_file(name: str) -> str:

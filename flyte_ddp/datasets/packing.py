@@ -11,7 +11,7 @@ from typing import Any
 
 from flyte_ddp import catalog
 from flyte_ddp.datasets.arrays import open_arrays
-from flyte_ddp.datasets.custom import pixels_and_label
+from flyte_ddp.datasets.custom import count_samples, pixels_and_label
 from flyte_ddp.datasets.fetching import fetch
 from flyte_ddp.datasets.image_folder import list_images
 from flyte_ddp.errors import UserError
@@ -22,10 +22,11 @@ from flyte_ddp.user_code import SPEC, load_callable
 
 
 def pack_source(source: str, folder: Path, *, split: str = "train", **options: Any) -> ShardIndex:
-    """Packs whatever ``source`` names: a folder or prefix of images, a data set by its name, or a user's own.
+    """Pack whatever ``source`` names: a folder or prefix of images, a data set by its name, or a user's own.
 
     Args:
         source: as on the command line (``python -m flyte_ddp.shards pack --help``).
+        folder: where the shards and their index are written.
         split: train or test, of a data set that has both.
         options: of :func:`pack`.
     """
@@ -46,19 +47,15 @@ def pack_source(source: str, folder: Path, *, split: str = "train", **options: A
 
 
 def pack_image_folder(address: str, folder: Path, **options: Any) -> ShardIndex:
-    """Packs the images ``class/name.jpg`` below a folder or prefix, as they are, with the classes' numbers.
+    """Pack the images ``class/name.jpg`` below a path or a prefix, as they are, with the classes' numbers.
 
-    Args:
-        address: a path, or s3://, gs:// or az://.
-        options: of :func:`pack`.
-
-    Raises:
-        UserError: there are no images in it, or they cannot be read.
+    Prints what the folder holds to stderr. Raises a UserError if there are no images in it, or they cannot be read.
+    ``options`` are those of :func:`pack`.
     """
     found = list_images(address)
     for line in found.describe():
         Progress(options.get("progress", "auto")).note(line)
-    keys = keys_of(found.names)
+    keys = make_keys(found.names)
 
     def sample(number: int) -> tuple[str, Members]:
         extension = found.names[number].rpartition(".")[2].lower()
@@ -67,8 +64,8 @@ def pack_image_folder(address: str, folder: Path, **options: Any) -> ShardIndex:
     return pack(sample, len(found.names), folder, classes=found.classes, **options)
 
 
-def keys_of(names: Iterable[str]) -> list[str]:
-    """A key for each file, all different: its name without the extension and, as a key ends at a dot, without dots."""
+def make_keys(names: Iterable[str]) -> list[str]:
+    """Return a key for each file, all different: its name without the extension and, as a key ends at a dot, dots."""
     keys: dict[str, None] = {}
     for name in names:
         stem, _, extension = name.rpartition(".")
@@ -81,11 +78,12 @@ def keys_of(names: Iterable[str]) -> list[str]:
 
 
 def pack_images(samples: Any, folder: Path, *, classes: Sequence[str] = (), **options: Any) -> ShardIndex:
-    """Packs a map-style data set of (image, label), such as torchvision's, as PNG: without loss.
+    """Pack a map-style data set of (image, label), such as torchvision's, as PNG: without loss.
 
     Args:
         samples: has ``len()`` and gives an image and a label for each number. Images are as for training on a data set
             of one's own (:func:`flyte_ddp.datasets.custom.collect`), of any size.
+        folder: where the shards and their index are written.
         classes: the classes' names; those that the data set has itself, if none are given.
         options: of :func:`pack`.
 
@@ -95,10 +93,7 @@ def pack_images(samples: Any, folder: Path, *, classes: Sequence[str] = (), **op
     from PIL import Image
 
     what = f"{type(samples).__name__} to pack"
-    try:
-        count = len(samples)
-    except TypeError:
-        raise UserError(f"{what}: has no len(); it must be a map-style data set") from None
+    count = count_samples(what, samples)
     width = len(str(count - 1))
     one_at_a_time = threading.Lock()  # a data set need not be made for several threads
 

@@ -15,8 +15,8 @@ from flyte_ddp.datasets.encoded_set import EncodedSet, open_encoded_set
 from flyte_ddp.datasets.image_folder import ImageList
 from flyte_ddp.errors import UserError
 from flyte_ddp.order import sampling
-from flyte_ddp.order.sampling import Indices, ListedOrder
-from flyte_ddp.order.shard_order import TEST_FRACTION, ShardOrder, ShardSplits, shard_orders
+from flyte_ddp.order.sampling import ListedOrder
+from flyte_ddp.order.shard_order import TEST_FRACTION, ShardOrder, ShardSplits, WholeShardSplits, shard_orders
 from flyte_ddp.shards.epoch_plan import cache_wanted
 from flyte_ddp.shards.index import ShardIndex
 
@@ -25,53 +25,54 @@ SampleOrder = ListedOrder | ShardOrder  # of samples that have numbers, unlike t
 
 
 def open_prepared(folder: Path) -> PreparedSet:
-    """The data set in a folder that :func:`flyte_ddp.datasets.fetch` has made.
-
-    Raises:
-        UserError: it is no such folder, or damaged.
-    """
+    """Open a folder that :func:`flyte_ddp.datasets.fetch` has made, or raise a UserError if it is none, or damaged."""
     encoded = encoded_kind(str(read_description(folder).get("name")))
     return open_encoded_set(folder) if encoded else open_arrays(folder)
 
 
-def orders_of(data: PreparedSet, hp: Hyperparameters) -> dict[str, SampleOrder]:
-    """The samples of the splits training, validation and test, each in its order.
-
-    Without a test set of its own a tenth of encoded images is for testing, whatever the seed is.
-    """
+def order_of_tests(data: PreparedSet) -> SampleOrder:
+    """Return the test split: a test set of its own, else a tenth of encoded images, whatever the seed of a run is."""
     if isinstance(data, ImageArrays):
-        tests: Indices = np.arange(len(data.test_labels), dtype=np.int32)
-        return listed_orders(np.arange(len(data.train_labels), dtype=np.int32), hp) | {"test": ListedOrder(tests)}
-    test_fraction = TEST_FRACTION if data.test is None else 0.0
-    orders: dict[str, SampleOrder]
-    if isinstance(data.train, ShardIndex):
-        orders = {**shard_orders(data.train.counts, data.train.weights, hp, test_fraction)}
+        return ListedOrder(np.arange(len(data.test_labels), dtype=np.int32))
+    if isinstance(data.tested, ImageList):
+        number = len(data.tested.names)
+        if data.test is not None:
+            return ListedOrder(np.arange(number, dtype=np.int64))
+        return ListedOrder(sampling.split_indices(number, TEST_FRACTION, 0, sampling.TEST)[1])
+    counts = data.tested.counts
+    if data.test is not None:
+        return ShardOrder(ShardSplits(counts, 0.0, 0.0, 0), "training", np.ones(len(counts)))
+    kind = WholeShardSplits if encoded_kind(data.name) == "stream" else ShardSplits
+    return ShardOrder(kind(counts, 0.0, TEST_FRACTION, 0), "test", np.ones(len(counts)))
+
+
+def orders_of(data: PreparedSet, hp: Hyperparameters) -> dict[str, SampleOrder]:
+    """Return the splits training, validation and test; a part of the samples that are not for testing is held out."""
+    tests = order_of_tests(data)
+    if isinstance(data, ImageArrays):
+        samples = np.arange(len(data.train_labels), dtype=np.int32)
+    elif isinstance(data.train, ShardIndex):
+        test_fraction = TEST_FRACTION if data.test is None else 0.0
+        return {**shard_orders(data.train.counts, data.train.weights, hp, test_fraction), "test": tests}
     else:
-        rest, tests = sampling.split_indices(len(data.train.names), test_fraction, 0, sampling.TEST)
-        orders = listed_orders(rest, hp) | {"test": ListedOrder(tests)}
-    return orders if data.test is None else orders | {"test": whole(data.test)}
-
-
-def listed_orders(samples: Indices, hp: Hyperparameters) -> dict[str, SampleOrder]:
-    """Of samples that are not for testing, a part, chosen at random, is for validation."""
+        samples = np.arange(len(data.train.names), dtype=np.int32)
+        if data.test is None:
+            samples = np.delete(samples, tests.samples(slice(0, len(tests))))
     training, validation = sampling.split_indices(len(samples), hp.validation_fraction, hp.seed)
-    return {"training": ListedOrder(samples[training], hp.seed), "validation": ListedOrder(samples[validation])}
-
-
-def whole(source: ShardIndex | ImageList) -> SampleOrder:
-    """All samples, in their own order."""
-    if isinstance(source, ImageList):
-        return ListedOrder(np.arange(len(source.names), dtype=np.int64))
-    return ShardOrder(ShardSplits(source.counts, 0.0, 0.0, 0), "training", np.ones(len(source.shards)))
+    return {
+        "training": ListedOrder(samples[training], hp.seed),
+        "validation": ListedOrder(samples[validation]),
+        "test": tests,
+    }
 
 
 def check_prepared(
     folder: Path, hp: Hyperparameters, *, ranks: int, workers: int, cache_bytes: int | None = None
 ) -> list[str]:
-    """Refuses, before a rank starts, a data set that cannot be trained on.
+    """Refuse, before a rank starts, a data set that cannot be trained on.
 
     Returns:
-        What the user should know: what a folder of images holds, and warnings.
+        Lines for the user: what a folder of images holds, and warnings.
 
     Raises:
         UserError: the number of classes is not known, no samples are left for training or testing, or a stream has too
@@ -91,17 +92,19 @@ def check_prepared(
     if not isinstance(data, EncodedSet):
         return []
     if not isinstance(data.train, ShardIndex):
-        lists = (source for source in (data.train, data.test) if isinstance(source, ImageList))
-        return [line for source in lists for line in source.describe()]
+        return [
+            line for source in (data.train, data.test) if isinstance(source, ImageList) for line in source.describe()
+        ]
     if encoded_kind(hp.dataset) == "stream":
         assert isinstance(orders["training"], ShardOrder)
-        check_stream(data.train, hp, int(np.count_nonzero(orders["training"].available)), ranks, max(1, workers))
+        shards = int(np.count_nonzero(orders["training"].available))
+        check_stream(data.train, hp.dataset, shards, ranks, max(1, workers))
         return []
     return cache_warnings(data.train, hp, ranks, cache_bytes)
 
 
 def cache_warnings(index: ShardIndex, hp: Hyperparameters, ranks: int, cache_bytes: int | None) -> list[str]:
-    """Says that the cache is too small for remote shards, if it is."""
+    """Return a warning if the cache is too small for remote shards."""
     sizes = index.sizes
     if cache_bytes is None or not index.remote.any() or (sizes < 0).any() or cache_bytes >= sizes.sum():
         return []
@@ -117,29 +120,26 @@ def cache_warnings(index: ShardIndex, hp: Hyperparameters, ranks: int, cache_byt
     return []
 
 
-def check_stream(index: ShardIndex, hp: Hyperparameters, shards: int, ranks: int, workers: int) -> None:
-    """Refuses, before a rank starts, a stream with too few shards for its workers, or whose parts have weights.
-
-    Raises:
-        UserError: with the numbers.
-    """
+def check_stream(index: ShardIndex, dataset: str, shards: int, ranks: int, workers: int) -> None:
+    """Raise a UserError for a stream whose parts have weights, or with fewer shards for training than workers."""
+    where = f"dataset={dataset!r}"
     if importlib.util.find_spec("webdataset") is None:
-        raise UserError(f"dataset={hp.dataset!r}: streams need webdataset, which is not there; pip install webdataset")
+        raise UserError(f"{where}: streams need webdataset, which is not there; pip install webdataset")
     for part in index.parts:
         if part.weight != 1:
             raise UserError(
-                f"dataset={hp.dataset!r}: its part {part.name!r} has weight {part.weight:g}, and a stream goes through "
-                "all parts alike; take shards:ADDRESS, or an index without weights"
+                f"{where}: its part {part.name!r} has weight {part.weight:g}, and a stream goes through all parts "
+                "alike; take shards:ADDRESS, or an index without weights"
             )
     if shards < ranks * workers:
         raise UserError(
-            f"dataset={hp.dataset!r}: has {shards} shards for training, read by {ranks} ranks x {workers} workers: "
-            "each needs one; make more shards, or lower num_ranks or FLYTE_DDP_LOADER_THREADS"
+            f"{where}: has {shards} shards for training, read by {ranks} ranks x {workers} workers: each needs one; "
+            "make more shards, or lower num_ranks or FLYTE_DDP_LOADER_THREADS"
         )
 
 
 def no_samples(dataset: str, purpose: str) -> UserError:
-    """The error for a split that must have samples and has none."""
+    """Return the error for a split that must have samples and has none."""
     more = "give more"
     if encoded_kind(dataset) == "stream":
         more = "a stream holds out whole shards: pack it into more of them"
@@ -147,10 +147,9 @@ def no_samples(dataset: str, purpose: str) -> UserError:
 
 
 def class_names(classes: Sequence[str], hp: Hyperparameters) -> tuple[str, ...]:
-    """The names of the classes; their numbers where the data set does not say and ``num_classes`` does.
+    """Return the names of the classes; their numbers where the data set does not say and ``num_classes`` does.
 
-    Raises:
-        UserError: neither says, or they do not agree.
+    Raises a UserError if neither says, or they do not agree.
     """
     if classes and hp.num_classes not in (0, len(classes)):
         raise UserError(f"num_classes={hp.num_classes}: the data set has {len(classes)}; set that, or 0")

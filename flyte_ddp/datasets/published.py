@@ -8,25 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from flyte_ddp import storage
 from flyte_ddp.datasets.arrays import ImageArrays, image_arrays
 from flyte_ddp.datasets.identity import digest_of
 from flyte_ddp.errors import UserError
 from flyte_ddp.progress import Progress
-from flyte_ddp.storage import (
-    AlteredError,
-    ForbiddenError,
-    MissingError,
-    UnavailableError,
-    check_length,
-    join,
-    local_path,
-    open_file,
-    read,
-    retried,
-)
 from flyte_ddp.storage.digest_list import SUMS, DigestListError, read_sums
 
 Arrays = tuple[object, object, object, object]  # train images, train labels, test images, test labels
+RENEW = f"sha256sum * > {SUMS}"  # a command
 
 
 @dataclass(frozen=True)
@@ -42,8 +32,13 @@ class PublishedFile:
 class PublishedSet:
     """A published data set.
 
-    ``addresses`` are directories that hold the files, tried in order after ``system_folder``, where a package of the
-    operating system or of Python puts them. ``read`` takes the folder with the verified files.
+    Args:
+        name: of the data set.
+        files: that it consists of.
+        addresses: directories that hold the files, tried in order after ``system_folder``.
+        classes: names of the classes.
+        read: reads the files, verified, in a folder.
+        system_folder: where a package of the operating system or of Python puts the files.
     """
 
     name: str
@@ -54,16 +49,16 @@ class PublishedSet:
     system_folder: str = ""
 
     def fingerprint(self, source: str) -> str:
-        """Names the content by the digests that its files must have; of a mirror only ``SHA256SUMS`` is read."""
-        sums = mirror_digests(self, source, Progress())
+        """Return a name for the content, by the digests that the files must have; reads a mirror's ``SHA256SUMS``."""
+        sums = self.mirror_digests(source, Progress())
         return f"{self.name}-{digest_of(f'{file.name} {sums.get(file.name, file.md5)}' for file in self.files)[:16]}"
 
     def load(self, source: str, workspace: Path, progress: Progress) -> tuple[ImageArrays, str]:
-        """Gets the files into ``workspace``, checks them, reads them and removes them."""
-        sums = mirror_digests(self, source, progress)
+        """Return the arrays and where they came from; downloads the files into ``workspace`` and removes them."""
+        sums = self.mirror_digests(source, progress)
         raw = workspace / "raw"
         raw.mkdir()
-        used = [get(self, file, source, sums, raw, progress=progress) for file in self.files]
+        used = [self.download(file, source, sums, raw, progress) for file in self.files]
         try:
             arrays = image_arrays(*self.read(raw), classes=self.classes, name=self.name)
         except UserError as error:
@@ -71,90 +66,81 @@ class PublishedSet:
         shutil.rmtree(raw)
         return arrays, " and ".join(dict.fromkeys(used))
 
+    def download(self, file: PublishedFile, source: str, sums: dict[str, str], folder: Path, progress: Progress) -> str:
+        """Download one file into ``folder``, check its digest, and return the directory or mirror it came from.
 
-def get(
-    dataset: PublishedSet, file: PublishedFile, source: str, sums: dict[str, str], folder: Path, *, progress: Progress
-) -> str:
-    """Puts one file into ``folder`` and returns the directory or mirror that it came from."""
-    algorithm, digests = ("sha256", [sums[file.name]]) if sums else ("md5", [file.md5, *file.repacked])
+        Raises a UserError if no address has the file whole.
+        """
+        algorithm, digests = ("sha256", [sums[file.name]]) if sums else ("md5", [file.md5, *file.repacked])
 
-    def transfer(address: str) -> str:
-        digest, place = hashlib.new(algorithm, usedforsecurity=False), address.removesuffix(file.name)
-        remote = local_path(address) is None
-        with open_file(address) as found, (folder / file.name).open("wb") as target:
-            with progress.track(f"{file.name} from {place}", found.size, "B") as advance:
-                for chunk in found.chunks:
-                    target.write(chunk)
-                    digest.update(chunk)
-                    advance(len(chunk))
-            received = target.tell()
-        check_length(received, found.size, remote=remote)
-        if digest.hexdigest() not in digests:
-            what = f"{algorithm} {digest.hexdigest()} ({received:,} bytes) instead of {digests[0]}"
-            raise AlteredError(what, transient=remote)
-        return place.rstrip("/")
+        def transfer(address: str) -> str:
+            digest, place = hashlib.new(algorithm, usedforsecurity=False), address.removesuffix(file.name)
+            remote = storage.local_path(address) is None
+            with storage.open_file(address) as found, (folder / file.name).open("wb") as target:
+                with progress.track(f"{file.name} from {place}", found.size, "B") as advance:
+                    for chunk in found.chunks:
+                        target.write(chunk)
+                        digest.update(chunk)
+                        advance(len(chunk))
+                received = target.tell()
+            storage.check_length(received, found.size, remote=remote)
+            if digest.hexdigest() not in digests:
+                what = f"{algorithm} {digest.hexdigest()} ({received:,} bytes) instead of {digests[0]}"
+                raise storage.AlteredError(what, transient=remote)
+            return place.rstrip("/")
 
-    system = [dataset.system_folder] if dataset.system_folder and Path(dataset.system_folder).is_dir() else []
-    usual = [join(place, file.name) for place in (*system, *dataset.addresses)]
-    try:
-        return retried(join(source, file.name) if source else usual, transfer, progress.note)
-    except UnavailableError as failure:
-        if source:
-            raise mirror_error(dataset, file.name, source, failure) from None
-        raise failure.explained(
-            f"{dataset.name}: cannot get {file.name} ({failure}); check the network, or set data_source to a directory "
-            "or mirror that holds it"
-        ) from None
+        system = [self.system_folder] if self.system_folder and Path(self.system_folder).is_dir() else []
+        usual = [storage.join(place, file.name) for place in (*system, *self.addresses)]
+        try:
+            return storage.retried(storage.join(source, file.name) if source else usual, transfer, progress.note)
+        except storage.UnavailableError as failure:
+            if source:
+                raise self.mirror_error(file.name, source, failure) from None
+            raise failure.explained(
+                f"{self.name}: cannot get {file.name} ({failure}); check the network, or set data_source to a "
+                "directory or mirror that holds it"
+            ) from None
 
+    def mirror_digests(self, source: str, progress: Progress) -> dict[str, str]:
+        """Return the SHA-256 of each file by a mirror's ``SHA256SUMS``; nothing without a mirror or such a file.
 
-def mirror_digests(dataset: PublishedSet, source: str, progress: Progress) -> dict[str, str]:
-    """SHA-256 of each file as the mirror's ``SHA256SUMS`` has it; empty where there is no mirror or no such file.
+        With it a team serves data of its own in a published data set's format behind an address that does not change.
+        Raises a UserError if the mirror is not there, or its ``SHA256SUMS`` leaves a file out or is not understood.
+        """
+        if not source:
+            return {}
+        where, path = f"data_source={source!r}", storage.local_path(source)
+        if path is not None and not path.is_dir():
+            raise UserError(f"{where}: there is no such directory; give one that holds {self.file_names()}")
+        try:
+            found = read_sums(storage.retried(storage.join(source, SUMS), storage.read, progress.note))
+        except (storage.MissingError, storage.ForbiddenError):  # web servers answer 403 for missing files, too
+            return {}
+        except storage.UnavailableError as failure:
+            raise self.mirror_error(SUMS, source, failure) from None
+        except DigestListError as error:
+            problem = f"is not understood: {error}"
+        else:
+            missing = [file.name for file in self.files if file.name not in found]
+            problem = f"has no SHA-256 of {missing[0]}" if missing else ""
+        if problem:
+            raise UserError(f"{where}: {SUMS} there {problem}; renew it beside the files: {RENEW}")
+        return found
 
-    With it a team serves data of its own in a published data set's format behind an address that does not change.
-
-    Raises:
-        UserError: the mirror is not there, or its ``SHA256SUMS`` leaves a file out or is not understood.
-    """
-    if not source:
-        return {}
-    path = local_path(source)
-    if path is not None and not path.is_dir():
-        raise UserError(f"data_source={source!r}: there is no such directory; give one that holds {names(dataset)}")
-    try:
-        content = retried(join(source, SUMS), read, progress.note)
-    except (MissingError, ForbiddenError):  # web servers answer 403 for files that are not there, too
-        return {}
-    except UnavailableError as failure:
-        raise mirror_error(dataset, SUMS, source, failure) from None
-    try:
-        found = read_sums(content)
-    except DigestListError as error:
-        raise UserError(
-            f"data_source={source!r}: {SUMS} there is not understood: {error}; renew it beside the files: "
-            f"sha256sum * > {SUMS}"
-        ) from None
-    for file in dataset.files:
-        if file.name not in found:
-            raise UserError(
-                f"data_source={source!r}: {SUMS} there has no SHA-256 of {file.name}; "
-                f"renew it beside the files: sha256sum * > {SUMS}"
+    def mirror_error(self, name: str, source: str, failure: storage.UnavailableError) -> UserError:
+        """Return the error for a file that a mirror did not give."""
+        where = f"data_source={source!r}"
+        if isinstance(failure, storage.MissingError):
+            return UserError(f"{where}: has no {name} ({failure}); it must hold {self.file_names()}")
+        if isinstance(failure, storage.AlteredError):
+            return UserError(
+                f"{where}: {name} is damaged or altered: {failure}; copy it again, or, if your data are meant to "
+                f"differ, publish their digests beside them: {RENEW}"
             )
-    return found
-
-
-def mirror_error(dataset: PublishedSet, name: str, source: str, failure: UnavailableError) -> UserError:
-    """The error for a mirror that failed."""
-    where = f"data_source={source!r}"
-    if isinstance(failure, MissingError):
-        return UserError(f"{where}: has no {name} ({failure}); it must hold {names(dataset)}")
-    if isinstance(failure, AlteredError):
-        return UserError(
-            f"{where}: {name} is damaged or altered: {failure}; copy it again, or, if your data are meant to differ, "
-            f"publish their digests beside them: sha256sum * > {SUMS}"
+        return failure.explained(
+            f"{where}: cannot read {name}: {failure}; check the address, and that the server is up"
         )
-    return failure.explained(f"{where}: cannot read {name}: {failure}; check the address, and that the server is up")
 
-
-def names(dataset: PublishedSet) -> str:
-    """The files of a data set, for messages."""
-    return ", ".join(file.name for file in dataset.files)
+    def file_names(self) -> str:
+        """Return the names of the files, for messages."""
+        return ", ".join(file.name for file in self.files)

@@ -8,9 +8,8 @@ from contextlib import closing
 import numpy as np
 from numpy.typing import NDArray
 
-from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.arrays import ImageArrays
-from flyte_ddp.datasets.prepared import PreparedSet, orders_of
+from flyte_ddp.datasets.prepared import PreparedSet, order_of_tests
 from flyte_ddp.export.served import Served
 from flyte_ddp.hardware import cores
 from flyte_ddp.loading.cropping import squared
@@ -26,9 +25,8 @@ def raw_images(data: PreparedSet, channels: int, settings: Settings) -> Iterator
         for image in data.test_images:
             yield np.repeat(image, channels // image.shape[2], axis=2)
         return
-    hp = Hyperparameters(dataset=data.name, validation_fraction=0.0)
-    order = orders_of(data, hp)["test"]
-    with closing(reader(data.train if data.test is None else data.test, hp, settings)) as images:
+    order = order_of_tests(data)
+    with closing(reader(data.tested, settings)) as images:
 
         def pixels(sample: int, found: Encoded) -> Pixels | None:
             try:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flyte_ddp.device_copy import copy_to_device
-from flyte_ddp.loading.split import Images
+from flyte_ddp.loading.split import Batch, Images
 from flyte_ddp.order.augmentation import augment
 from flyte_ddp.order.sampling import Indices
 
@@ -28,8 +28,8 @@ class ArrayImages(Images):
     augment: str = "none"
     seed: int = 0
 
-    def gather(self, samples: Indices, epoch: int | None = None) -> tuple[Tensor, Tensor]:
-        """Images uint8 [n, H, W, C] and labels int64 [n] of these rows of the arrays."""
+    def gather(self, samples: Indices, epoch: int | None = None) -> Batch:
+        """Return these rows of the arrays."""
         if isinstance(self.images, Tensor):
             where = copy_to_device(torch.from_numpy(samples), self.images.device)
             assert isinstance(self.labels, Tensor)
@@ -39,14 +39,15 @@ class ArrayImages(Images):
             labels = torch.from_numpy(np.asarray(self.labels[samples]))
         if epoch is not None:
             images = augment(images, self.augment, seed=self.seed, epoch=epoch, samples=samples)
-        return images, labels
+        return Batch(images, labels)
 
 
-def on_device(
-    device: torch.device, images: NDArray[np.uint8], labels: NDArray[np.int64]
-) -> tuple[NDArray[np.uint8] | Tensor, NDArray[np.int64] | Tensor]:
-    """Stored arrays as they are for a CPU, copied to the device for a GPU."""
+def open_array_images(
+    device: torch.device, images: NDArray[np.uint8], labels: NDArray[np.int64], kind: str = "none", seed: int = 0
+) -> ArrayImages:
+    """Return the source of stored arrays, which are copied to a GPU; ``kind`` and ``seed`` are of the augmentation."""
     if device.type == "cpu":
         # The same memory without numpy's memmap class, whose indexing is slower.
-        return np.asarray(images), np.asarray(labels)
-    return torch.from_numpy(np.array(images)).to(device), torch.from_numpy(np.array(labels)).to(device)
+        return ArrayImages(np.asarray(images), np.asarray(labels), kind, seed)
+    on_gpu = [torch.from_numpy(np.array(stored)).to(device) for stored in (images, labels)]
+    return ArrayImages(on_gpu[0], on_gpu[1], kind, seed)

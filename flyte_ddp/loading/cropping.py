@@ -36,14 +36,14 @@ class Crop(NamedTuple):
 
 
 def draw(seed: int, epoch: int, samples: Indices) -> NDArray[np.float64]:
-    """[N, DRAWS]: what decides on each sample's crop."""
+    """Return numbers [N, DRAWS] that decide on each sample's crop in an epoch."""
     return uniforms(seed, epoch, samples, DRAWS)
 
 
 def random_crop(draws: NDArray[np.float64], height: int, width: int) -> Crop:
-    """The part of a ``height`` x ``width`` image that one sample's draws choose.
+    """Return the part of a ``height`` x ``width`` image that one sample's draws choose.
 
-    Of ten proposals (an area and a ratio each) it is the first that fits; if none does, the middle of the image in the
+    It is the first of ten proposals (an area and a ratio each) that fits; if none does, the middle of the image in the
     nearest ratio that is allowed.
     """
     *proposals, vertical, horizontal, mirror = draws.tolist()
@@ -62,25 +62,23 @@ def random_crop(draws: NDArray[np.float64], height: int, width: int) -> Crop:
 
 
 def middle_crop(height: int, width: int) -> Crop:
-    """The square in the middle whose side is 7/8 of the shorter side: 224 of 256 pixels, as is usual for ImageNet."""
+    """Return the square in the middle with 7/8 of the shorter side: 224 of 256 pixels, as is usual for ImageNet."""
     side = max(1, round(min(height, width) * EVALUATION_SHARE))
     return Crop((height - side) // 2, (width - side) // 2, side, side)
 
 
 def resized(pixels: Pixels, crop: Crop, size: int) -> Pixels:
-    """That part of an image [H, W, 3], as a square [size, size, 3]."""
+    """Return that part of an image [H, W, 3], as a square [size, size, 3]."""
     part = np.ascontiguousarray(pixels[crop.top : crop.top + crop.height, crop.left : crop.left + crop.width])
     # The batch's dimension is added by torch: only with its strides is the result channels-last as well.
     channels_last = torch.from_numpy(part).unsqueeze(0).permute(0, 3, 1, 2)
     squares = functional.interpolate(channels_last, (size, size), mode="bilinear", antialias=True)
-    if crop.mirrored:
-        squares = squares.flip(-1)
-    square: Pixels = squares[0].permute(1, 2, 0).numpy()
+    square: Pixels = (squares.flip(-1) if crop.mirrored else squares)[0].permute(1, 2, 0).numpy()
     return square
 
 
 def squared(pixels: Pixels, size: int, draws: NDArray[np.float64] | None = None) -> Pixels:
-    """The random part of an image [H, W, 3] that one sample's draws choose, else its middle: [size, size, 3]."""
+    """Return the part of an image [H, W, 3] that one sample's draws choose, else its middle, as [size, size, 3]."""
     height, width, _ = pixels.shape
     crop = middle_crop(height, width) if draws is None else random_crop(draws, height, width)
     return resized(pixels, crop, size)

@@ -16,22 +16,11 @@ from flyte_ddp.pictures import opaque_picture, png_layout, scale_transparent_col
 if TYPE_CHECKING:
     from PIL import Image
 
-Pixels = NDArray[np.uint8]
-"""[H, W, 3]."""
-
-
+Pixels = NDArray[np.uint8]  # [H, W, 3]
 ANIMATIONS = ("GIF", "WEBP", "AVIF", "HEIF")
 ORIENTATION = 0x0112  # the tag of EXIF
-UPRIGHT = 1
-TURNS = {  # what makes a picture of another orientation upright, of Pillow's Transpose
-    2: "FLIP_LEFT_RIGHT",
-    3: "ROTATE_180",
-    4: "FLIP_TOP_BOTTOM",
-    5: "TRANSPOSE",
-    6: "ROTATE_270",
-    7: "TRANSVERSE",
-    8: "ROTATE_90",
-}
+# Pillow's names of what makes a picture of orientation 2 to 8 upright; 1 is upright.
+TURNS = "FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90"
 
 
 class DecodingError(ValueError):
@@ -41,15 +30,14 @@ class DecodingError(ValueError):
 def decode(content: bytes) -> Pixels:
     """Return the image in RGB, upright, on white where it is transparent, of 16 bits the upper 8.
 
-    Raises:
-        DecodingError: it is none, or damaged, or of floating-point numbers or integers of no known range.
+    Raises a DecodingError for no image, a damaged one, or numbers of no known range (floating-point, 32 bits, signed).
     """
     return decoder()(content)
 
 
 @functools.cache
 def decoder() -> Callable[[bytes], Pixels]:
-    """The function that decodes."""
+    """Return the function that decodes."""
     try:
         import torchcodec.decoders  # noqa: F401
     except (ImportError, RuntimeError, OSError):  # not there, or for another version of torch
@@ -58,13 +46,14 @@ def decoder() -> Callable[[bytes], Pixels]:
 
 
 def decoder_name() -> str:
-    """What it is called."""
+    """Return the name of the library that decodes."""
     return "torchcodec" if decoder() is with_torchcodec else "Pillow"
 
 
 def with_torchcodec(content: bytes) -> Pixels:
-    """:func:`decode` by torchcodec."""
+    """Decode by torchcodec; see :func:`decode`."""
     import torch
+    from PIL import Image
     from torchcodec.decoders import decode_image
 
     # Pillow reads the header first: it refuses sizes that torchcodec would allocate. Files of many images, of which
@@ -83,27 +72,21 @@ def with_torchcodec(content: bytes) -> Pixels:
     if decoded is None or decoded.dim() != 3:
         return with_pillow(content)  # which knows more formats, and better words for what is wrong
     pixels: Pixels = decoded.numpy().transpose(1, 2, 0)
-    return on_background(pixels) if transparent else pixels
-
-
-def on_background(pixels: NDArray[np.uint8]) -> Pixels:
-    """Return pixels [H, W, 4] with an alpha channel as RGB, composited as Pillow's decoder does."""
-    from PIL import Image
-
+    if not transparent:
+        return pixels
     if pixels[..., 3].min() == 255:
         return pixels[..., :3]
     return np.array(opaque_picture(Image.fromarray(np.ascontiguousarray(pixels))).convert("RGB"))
 
 
 def with_pillow(content: bytes, mode: str = "RGB") -> NDArray[np.uint8]:
-    """:func:`decode` by Pillow; [H, W] if the mode is L."""
+    """Decode by Pillow, see :func:`decode`, to [H, W] if the mode is L."""
     from PIL.Image import Transpose
 
     with opened(content) as image:
         image.load()
-        opaque = opaque_picture(image).convert(mode)
-        turn = TURNS.get(orientation_of(image))
-        return np.array(opaque if turn is None else opaque.transpose(Transpose[turn]))
+        opaque, orientation = opaque_picture(image).convert(mode), orientation_of(image)
+        return np.array(opaque.transpose(Transpose[TURNS[orientation - 2]]) if 2 <= orientation <= 8 else opaque)
 
 
 def orientation_of(image: Image.Image) -> int:
@@ -118,17 +101,16 @@ def orientation_of(image: Image.Image) -> int:
     try:
         notes.load(image.info.get("exif", b""))
     except SyntaxError:
-        return UPRIGHT
-    orientation: int = notes.get(ORIENTATION, UPRIGHT)
+        return 1
+    orientation: int = notes.get(ORIENTATION, 1)
     return orientation
 
 
 @contextmanager
 def opened(content: bytes) -> Iterator[Image.Image]:
-    """An image of which Pillow has read no more than the header.
+    """Open an image, of which Pillow reads no more than the header; turn Pillow's errors in the block, too.
 
-    Raises:
-        DecodingError: it is none, or has more pixels than Pillow's limit; in the block, too, it is damaged.
+    Raises a DecodingError for no image, a damaged one, or one of more pixels than Pillow's limit.
     """
     from PIL import Image, UnidentifiedImageError
 

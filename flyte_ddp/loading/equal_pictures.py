@@ -15,16 +15,15 @@ SHARE = 0.75
 def describe_equal_pictures(split: Split, samples: Indices) -> str:
     """Return a warning if at least three quarters of these samples, the first ones, are equal pictures, else "".
 
-    The pictures are read and decoded, and compared as evaluations see them, not augmented. Nothing is said of fewer
-    than 8.
+    Reads and decodes the pictures, and compares them as evaluations see them. Fewer than 8 give no warning.
     """
-    images = split.gather(samples)[0].cpu().numpy()
-    pixels = [image.tobytes() for image in images]
+    batch = split.gather(samples)
+    pixels = [image.tobytes() for image in batch.images.cpu().numpy()]
     [(commonest, count)] = Counter(pixels).most_common(1)
     if len(pixels) < LEAST or count < SHARE * len(pixels):
         return ""
-    names = split.names(samples) or [f"sample {sample}" for sample in samples.tolist()]
-    one, other = [name for name, content in zip(names, pixels, strict=False) if content == commonest][:2]
+    names = batch.names or [f"sample {sample}" for sample in samples.tolist()]
+    one, other = [name for name, content in zip(names, pixels, strict=True) if content == commonest][:2]
     return (
         f"warning: {count} of the first {len(pixels)} pictures are equal as the model gets them, such as {one} and "
         f"{other}: look at them; what tells them apart may have been lost when they were stored, or is not in their "

@@ -14,20 +14,14 @@ FEW = 5  # names that are given
 
 @dataclass(frozen=True)
 class Facts:
-    """About the images that one rank, or all of them, have loaded.
+    """About the images that one rank, or all of them, have loaded."""
 
-    Args:
-        decoder: the library that has decoded them.
-        bad: names of samples that cannot be decoded.
-        fetched: how often each shard was fetched, by its address.
-    """
-
-    decoder: str = ""
-    bad: frozenset[str] = frozenset()
-    fetched: Mapping[str, int] = field(default_factory=dict)
+    decoder: str = ""  # the library that has decoded them
+    bad: frozenset[str] = frozenset()  # names of samples that cannot be decoded
+    fetched: Mapping[str, int] = field(default_factory=dict)  # how often each shard was fetched, by its address
 
     def describe(self) -> list[str]:
-        """Sentences for the report."""
+        """Return sentences for the report."""
         said = []
         if self.decoder:
             instead = "; torchcodec is not there, or cannot be loaded" if self.decoder == "Pillow" else ""
@@ -41,8 +35,8 @@ class Facts:
         return said
 
 
-def together(parts: Iterable[Facts]) -> Facts:
-    """The facts of several sources, or ranks."""
+def sum_facts(parts: Iterable[Facts]) -> Facts:
+    """Return the facts of several sources, or ranks, as one."""
     parts = list(parts)
     decoder = next((part.decoder for part in parts if part.decoder), "")
     fetched = sum((Counter(part.fetched) for part in parts), Counter[str]())
@@ -50,16 +44,12 @@ def together(parts: Iterable[Facts]) -> Facts:
 
 
 def of_all_ranks(facts: Facts) -> Facts:
-    """On every rank the facts of all; all must call it."""
-    return together(objects_of_all_ranks(facts))
+    """Return, on every rank, the facts of all ranks, which must all call this."""
+    return sum_facts(objects_of_all_ranks(facts))
 
 
 def check_bad_samples(facts: Facts, allowed: int) -> None:
-    """After an epoch, in which the ranks together have seen all samples; all ranks must call it.
-
-    Raises:
-        UserError: more of them than are allowed are bad, though no rank has met so many.
-    """
+    """Raise a UserError if the ranks together saw more undecodable samples than ``allowed``; all ranks must call it."""
     if not allowed:
         return  # a rank has said so at once
     bad = of_all_ranks(facts).bad
@@ -71,6 +61,6 @@ def check_bad_samples(facts: Facts, allowed: int) -> None:
 
 
 def few(names: Iterable[str]) -> str:
-    """The first of many names."""
+    """Return the first of many names, sorted, as text."""
     listed = sorted(names)
     return ", ".join(listed[:FEW]) + (", ..." if len(listed) > FEW else "")

@@ -20,16 +20,16 @@ class FileImages(Reader):
         self.pool = ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="reader") if remote else None
 
     def begin(self, sample: int) -> Future[Encoded] | None:
-        """The image as it is on its way; None for one on this machine, which is read when it is decoded."""
+        """Begin to read an image; return None for one on this machine, which is read when it is decoded."""
         return self.pool.submit(self.read, sample) if self.pool is not None else None
 
     def read(self, sample: int) -> Encoded:
-        """An image, encoded, and its label."""
+        """Return an image, encoded, and its label."""
         content = self.images.read(sample)
         name, label = str(self.images.names[sample]), int(self.images.labels[sample])
         return Encoded(content, label, f"image {self.images.address_of(sample)}", name)
 
     def close(self) -> None:
-        """Ends the requests that have not been made."""
+        """Cancel the requests that have not been made."""
         if self.pool is not None:
             self.pool.shutdown(wait=False, cancel_futures=True)

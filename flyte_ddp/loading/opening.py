@@ -14,9 +14,9 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.arrays import ImageArrays
 from flyte_ddp.datasets.encoded_set import EncodedSet
 from flyte_ddp.datasets.image_folder import ImageList
-from flyte_ddp.datasets.prepared import PreparedSet, SampleOrder, no_samples, orders_of
+from flyte_ddp.datasets.prepared import PreparedSet, SampleOrder, no_samples, order_of_tests, orders_of
 from flyte_ddp.hardware import Hardware, cores
-from flyte_ddp.loading.arrays import ArrayImages, on_device
+from flyte_ddp.loading.arrays import open_array_images
 from flyte_ddp.loading.encoded import BadSamples, EncodedImages, Reader
 from flyte_ddp.loading.files import FileImages
 from flyte_ddp.loading.shards import ShardImages
@@ -34,11 +34,11 @@ from flyte_ddp.shards.index import ShardIndex
 def open_splits(
     data: PreparedSet, hp: Hyperparameters, hardware: Hardware, device: torch.device, settings: Settings
 ) -> Splits:
-    """The splits of a data set, as the hyperparameters want them."""
+    """Open the splits of a data set for a training with these hyperparameters; starts threads for encoded images."""
     orders = orders_of(data, hp)
     if isinstance(data, ImageArrays):
-        images = ArrayImages(*on_device(device, data.train_images, data.train_labels), hp.augment, hp.seed)
-        tests = ArrayImages(*on_device(device, data.test_images, data.test_labels))
+        images = open_array_images(device, data.train_images, data.train_labels, hp.augment, hp.seed)
+        tests = open_array_images(device, data.test_images, data.test_labels)
         _, height, width, channels = data.train_images.shape
         training, validation, test = orders.values()
         return Splits(Split(images, training), Split(images, validation), Split(tests, test), (height, width, channels))
@@ -55,19 +55,22 @@ def open_splits(
         threads=threads,
         device=device,
     )
+    # Open are two shards for each shuffle stream of this rank, as all may change shards in the same step.
+    streams = streams_of_rank(hp.shuffle_shards, world_size(), min(hp.accumulation_steps, hp.batch_size))
     of_train = [order for split, order in orders.items() if split != "test" or data.test is None]
-    train = open_images(reader(data.train, hp, settings), substitutes=in_the_same_split(of_train))
+    train = open_images(reader(data.train, settings, streams), substitutes=in_the_same_split(of_train))
     splits = {split: Split(train, order) for split, order in orders.items()}
     if data.test is not None:
         tests_only = in_the_same_split([orders["test"]])
-        splits["test"] = Split(open_images(reader(data.test, hp, settings), substitutes=tests_only), orders["test"])
+        splits["test"] = Split(
+            open_images(reader(data.test, settings, streams), substitutes=tests_only), orders["test"]
+        )
     if encoded_kind(hp.dataset) == "stream":
         assert isinstance(data.train, ShardIndex)
         assert isinstance(orders["training"], ShardOrder)
-        cache = ShardCache(settings.cache_folder, settings.cache_bytes)
         shards = np.flatnonzero(orders["training"].available)  # a worker must not have empty ones alone
         own = replace(data.train, shards=[data.train.shards[number] for number in shards[rank() :: world_size()]])
-        stream = RankStream(own, cache, hp, rank(), workers=threads, size=side, classes=classes)
+        stream = RankStream(own, open_cache(settings), hp, rank(), workers=threads, size=side, classes=classes)
         samples = max(1, len(orders["training"]) // hp.batch_size) * hp.batch_size
         splits["training"] = Split(StreamImages(stream, device), StreamOrder(samples))
     return Splits(**splits, shape=(side, side, 3))
@@ -76,17 +79,12 @@ def open_splits(
 def open_tests(
     data: EncodedSet, size: int, classes: int, bad: BadSamples, *, device: torch.device, settings: Settings
 ) -> Split:
-    """The test split alone, as :func:`open_splits` has it with any hyperparameters.
-
-    Raises:
-        UserError: it is empty.
-    """
-    hp = Hyperparameters(dataset=data.name, validation_fraction=0.0)
-    order = orders_of(data, hp)["test"]
+    """Open the test split alone, as :func:`open_splits` has it; raise a UserError if it is empty."""
+    order = order_of_tests(data)
     if not len(order):
         raise no_samples(data.name, "testing")
     images = EncodedImages(
-        reader(data.train if data.test is None else data.test, hp, settings),
+        reader(data.tested, settings),
         size=size,
         crop="none",
         seed=0,
@@ -100,7 +98,7 @@ def open_tests(
 
 
 def in_the_same_split(orders: Collection[SampleOrder]) -> Callable[[int], Indices]:
-    """What may replace a sample, by the orders of splits that have no sample in common."""
+    """Return a function that gives what may replace a sample, by the orders of splits without common samples."""
 
     def substitutes(sample: int) -> Indices:
         for order in orders:
@@ -113,11 +111,13 @@ def in_the_same_split(orders: Collection[SampleOrder]) -> Callable[[int], Indice
     return substitutes
 
 
-def reader(source: ShardIndex | ImageList, hp: Hyperparameters, settings: Settings) -> Reader:
-    """What reads the images; shards are kept open, and fetched ahead, for this rank's shuffle streams."""
+def reader(source: ShardIndex | ImageList, settings: Settings, streams: int = 16) -> Reader:
+    """Return what reads the images; of shards, two for each of so many shuffle streams are kept open."""
     if isinstance(source, ImageList):
         return FileImages(source)
-    cache = ShardCache(settings.cache_folder, settings.cache_bytes)
-    own = streams_of_rank(hp.shuffle_shards, world_size(), min(hp.accumulation_steps, hp.batch_size))
-    # Open are two for each stream, as all may change shards in the same step.
-    return ShardImages(ShardReader(source, cache, most_open=2 * own, most_ahead=own))
+    return ShardImages(ShardReader(source, open_cache(settings), most_open=2 * streams, most_ahead=streams))
+
+
+def open_cache(settings: Settings) -> ShardCache:
+    """Return this host's cache of shards."""
+    return ShardCache(settings.cache_folder, settings.cache_bytes)

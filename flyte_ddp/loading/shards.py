@@ -21,33 +21,28 @@ class ShardImages(Reader):
         self.reader, self.fetches = reader, bool(reader.index.remote.any())
 
     def read(self, sample: int) -> Encoded:
-        """An image, encoded, and its label."""
+        """Return an image, encoded, and its label, or raise a UserError for a sample without them."""
         key, contents = self.reader.read(sample, WANTED)
         if len(contents) < 2:  # the error says what else there is
             key, contents = self.reader.read(sample)
         shard, _ = self.reader.index.locate(sample)
-        return encoded_sample(key, contents, self.reader.index.shards[shard].url)
+        name = f"sample {key!r} in shard {self.reader.index.shards[shard].url}"
+        image, label = image_and_label(name, contents)
+        return Encoded(contents[image], class_number(name, contents[label]), name, key)
 
     def heal(self, sample: int) -> None:
-        """Has the cache look at its copy of the shard, and fetch it again if it is damaged."""
+        """Check the cached copy of the sample's shard, and fetch it again if it is damaged."""
         self.reader.heal(sample)
 
     def expect(self, samples: Indices) -> None:
-        """Begins to fetch the shards that these samples are in, if they are not here."""
+        """Begin to fetch the shards of these samples that are not here."""
         shards = np.unique(np.searchsorted(self.reader.index.ends, samples, side="right"))
         self.reader.prefetch(shards[self.reader.index.remote[shards]].tolist())
 
     def fetched(self) -> Mapping[str, int]:
-        """How often each shard was fetched."""
+        """Return how often each shard was fetched."""
         return self.reader.cache.fetched
 
     def close(self) -> None:
-        """Closes the shards that are open."""
+        """Close the shards that are open."""
         self.reader.close()
-
-
-def encoded_sample(key: str, contents: Mapping[str, bytes], shard: str) -> Encoded:
-    """The image and the label of a sample, by its members' extensions."""
-    name = f"sample {key!r} in shard {shard}"
-    image, label = image_and_label(name, contents)
-    return Encoded(contents[image], class_number(name, contents[label]), name, key)

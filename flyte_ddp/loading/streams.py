@@ -19,16 +19,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.device_copy import copy_to_device
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading import cropping
 from flyte_ddp.loading.decoding import DecodingError, Pixels
-from flyte_ddp.loading.encoded import BadSamples, Encoded, checked_label, decoded
+from flyte_ddp.loading.encoded import BadSamples, Encoded, decode_and_check
 from flyte_ddp.loading.shards import ShardImages
-from flyte_ddp.loading.split import Images
+from flyte_ddp.loading.split import Batch, Images
+from flyte_ddp.lookahead import start_ahead
 from flyte_ddp.order import sampling
 from flyte_ddp.order.sampling import Indices
 from flyte_ddp.process import die_with_parent
@@ -41,53 +41,38 @@ WORKER_BATCH = 16  # samples that a worker hands over at a time: one at a time i
 
 @dataclass(frozen=True)
 class StreamOrder(sampling.Order):
-    """Numbers of samples in the order in which they come; which samples these are is not known beforehand.
+    """Numbers of samples in the order in which they come; which samples these are is not known beforehand."""
 
-    Args:
-        total: samples of what counts as an epoch, a whole number of batches.
-    """
-
-    total: int
+    total: int  # samples of what counts as an epoch, a whole number of batches
 
     def __len__(self) -> int:
         return self.total
 
     def samples(self, place: slice) -> Indices:
-        """The numbers themselves."""
+        """Return the numbers themselves."""
         return np.arange(place.start, place.stop)
 
     def batches(self, epoch: int, batch_size: int, first: int = 0) -> Iterator[Indices]:
-        """So many numbers for each step."""
+        """Yield so many numbers for each step, from step ``first`` of the epoch on."""
         for start in range(epoch * self.total + first * batch_size, (epoch + 1) * self.total, batch_size):
             yield np.arange(start, start + batch_size)
 
 
 @dataclass(frozen=True, eq=False)
 class RankStream:
-    """What a rank's stream is made of.
+    """What a rank's stream is made of."""
 
-    Args:
-        index: the shards of this rank.
-        cache: through which they are read.
-        hp: with ``shuffle_buffer``, ``augment``, ``seed`` and ``bad_samples``.
-        rank: whose stream it is.
-        workers: processes that read and decode.
-        size: side of the images, in pixels.
-        classes: their number.
-        start: the number of the first sample, by which the orders differ, too.
-    """
-
-    index: ShardIndex
+    index: ShardIndex  # the shards of this rank
     cache: ShardCache
-    hp: Hyperparameters
+    hp: Hyperparameters  # with ``shuffle_buffer``, ``augment``, ``seed`` and ``bad_samples``
     rank: int
-    workers: int
-    size: int
+    workers: int  # processes that read and decode
+    size: int  # side of the images, in pixels
     classes: int
-    start: int = 0
+    start: int = 0  # the number of the first sample, by which the orders differ, too
 
     def seed(self, purpose: int) -> int:
-        """A seed that differs for ranks, for the places that runs begin at, and for purposes."""
+        """Return a seed that differs for ranks, for the places that runs begin at, and for purposes."""
         words = [self.hp.seed, self.rank, self.start, purpose]
         return int(np.random.SeedSequence(words).generate_state(1)[0])
 
@@ -98,10 +83,10 @@ class StreamImages(Images):
     def __init__(self, stream: RankStream, device: torch.device) -> None:
         self.stream, self.device = stream, device
         self.samples: Iterator[tuple[Pixels, int]] | None = None
-        self.last: tuple[bytes, tuple[Tensor, Tensor]] | None = None
+        self.last: tuple[bytes, Batch] | None = None
 
-    def gather(self, samples: Indices, epoch: int | None) -> tuple[Tensor, Tensor]:  # noqa: ARG002
-        """The next images uint8 [n, size, size, 3] and labels int64 [n] on the device; asked again, the same ones."""
+    def gather(self, samples: Indices, epoch: int | None) -> Batch:  # noqa: ARG002
+        """Return the next images uint8 [n, size, size, 3] and labels; the same ones for the same numbers again."""
         key = samples.tobytes()
         if self.last is None or self.last[0] != key:
             if self.samples is None:
@@ -119,11 +104,11 @@ class StreamImages(Images):
                 traceback.clear_frames(error.__traceback__)
                 self.samples = None
                 raise
-            self.last = (key, (copy_to_device(images, self.device), copy_to_device(labels, self.device)))
+            self.last = (key, Batch(copy_to_device(images, self.device), copy_to_device(labels, self.device)))
         return self.last[1]
 
     def close(self) -> None:
-        """Ends the workers."""
+        """End the workers."""
         self.samples = self.last = None
 
 
@@ -134,22 +119,22 @@ def remixed(stream: RankStream) -> Iterator[tuple[Pixels, int]]:
     loader = wds.WebLoader(
         worker_pipeline(stream),
         batch_size=None,
-        collate_fn=unchanged,
+        collate_fn=keep_batch,
         num_workers=stream.workers,
         multiprocessing_context="spawn" if stream.workers else None,
         persistent_workers=bool(stream.workers),
-        worker_init_fn=begin_worker,
+        worker_init_fn=prepare_worker,
         generator=torch.Generator().manual_seed(stream.hp.seed),  # else it draws from the model's random numbers
     )
     mixed = loader.compose(
-        raised,
+        raise_error,
         wds.filters.unbatched(),
         wds.filters.shuffle(stream.hp.shuffle_buffer, seed=stream.seed(0)),
     ).repeat()
     return iter(mixed)
 
 
-def unchanged(batch: Any) -> Any:
+def keep_batch(batch: Any) -> Any:
     """Return a worker's batch as it is, of NumPy arrays, which go through a pipe.
 
     A DataLoader would make tensors of them, which go through ``/dev/shm``. Where that is full, as soon in a container
@@ -158,14 +143,14 @@ def unchanged(batch: Any) -> Any:
     return batch
 
 
-def begin_worker(_: int) -> None:
-    """A worker ends with its rank, and leaves Ctrl-C to the launcher."""
+def prepare_worker(_: int) -> None:
+    """Let the worker end with its rank, and leave Ctrl-C to the launcher."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def worker_pipeline(stream: RankStream) -> Any:
-    """What each worker does: its shards, for ever, to small batches."""
+    """Return what each worker does: read its shards, for ever, and make small batches of their samples."""
     import webdataset as wds
 
     buffer = stream.hp.shuffle_buffer
@@ -176,12 +161,12 @@ def worker_pipeline(stream: RankStream) -> Any:
         wds.filters.shuffle(buffer, initial=min(100, buffer), seed=stream.seed(1)),
         partial(images_of, stream, reader),
         wds.filters.batched(WORKER_BATCH, partial=False),
-        with_the_error,
+        yield_error,
     )
 
 
 def passes_of(stream: RankStream) -> Iterator[tuple[int, int]]:
-    """The number of the pass and that of a shard: a worker's shards, pass after pass, each time in another order."""
+    """Yield the number of the pass and that of a shard: a worker's shards, pass after pass, in another order each."""
     number, workers = worker_of()
     own = range(number, len(stream.index.shards), workers)
     passes = 0
@@ -193,13 +178,14 @@ def passes_of(stream: RankStream) -> Iterator[tuple[int, int]]:
 
 
 def samples_of(reader: ShardImages, shards: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, Encoded]]:
-    """The samples of shards, each shard from its beginning to its end, while the next one is fetched.
-
-    Yields:
-        The pass, the sample's number, and the sample as it is stored.
-    """
+    """Yield pass, number and stored sample of each shard from its beginning to its end, while the next is fetched."""
     index = reader.reader.index
-    for passes, shard in sampling.looking_ahead(shards, 1, lambda item: reader.reader.prefetch([item[1]])):
+
+    def prefetch(item: tuple[int, int]) -> tuple[int, int]:
+        reader.reader.prefetch([item[1]])
+        return item
+
+    for passes, shard in start_ahead(prefetch, shards, 1):
         end = int(index.ends[shard])
         for sample in range(end - index.shards[shard].samples, end):
             yield passes, sample, reader.read(sample)
@@ -210,19 +196,15 @@ def images_of(
 ) -> Iterator[tuple[Pixels, int]]:
     """Decode and crop samples; yield images uint8 [size, size, 3] and labels.
 
-    A sample that cannot be decoded is left out, as far as ``bad_samples`` allows it.
-
-    Raises:
-        UserError: too many samples cannot be decoded, or none of a whole pass can, or a label is no class's.
+    Leaves out samples that cannot be decoded, and counts them as bad. Raises a UserError for one too many, if none of a
+    whole pass can be decoded, and for a label that is no class's number.
     """
     bad, in_a_row = BadSamples(stream.hp.bad_samples), 0
     number, workers = worker_of()
     most = int(stream.index.counts[number::workers].sum()) + stream.hp.shuffle_buffer  # all of them have come by then
     for passes, sample, found in samples:
         try:
-            checked_label(found, stream.classes)
-            pixels, whole = decoded(reader, sample, found)
-            label = checked_label(whole, stream.classes)
+            pixels, label = decode_and_check(reader, sample, found, stream.classes)
         except DecodingError as error:
             bad.add(found.name, str(error))
             in_a_row += 1
@@ -235,16 +217,16 @@ def images_of(
         yield np.ascontiguousarray(cropping.squared(pixels, stream.size, draws)), label
 
 
-def with_the_error(batches: Iterable[Any]) -> Iterator[Any]:
-    """Batches, and in the end, if there is one, an error as a value: a DataLoader would make pages of the exception."""
+def yield_error(batches: Iterable[Any]) -> Iterator[Any]:
+    """Yield batches, and a UserError at their end as a value: a DataLoader would make pages of the exception."""
     try:
         yield from batches
     except UserError as error:
         yield error
 
 
-def raised(batches: Iterable[Any]) -> Iterator[Any]:
-    """Raises the error that comes after batches."""
+def raise_error(batches: Iterable[Any]) -> Iterator[Any]:
+    """Yield batches, and raise the UserError that comes after them."""
     for batch in batches:
         if isinstance(batch, UserError):
             raise batch
@@ -252,7 +234,7 @@ def raised(batches: Iterable[Any]) -> Iterator[Any]:
 
 
 def worker_of() -> tuple[int, int]:
-    """Which worker this process is, and of how many; the rank's own process is the only one of one."""
+    """Return which worker this process is, and of how many; the rank's own process is the only one of one."""
     from torch.utils.data import get_worker_info
 
     info = get_worker_info()

@@ -6,17 +6,14 @@ never what is computed.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 Indices = NDArray[np.integer[Any]]
-
-Item = TypeVar("Item")
 
 # What a random stream is for; keeps streams of one seed apart.
 SPLIT, ORDER, PACKING, TEST, CYCLE, WITHIN = range(6)
@@ -92,18 +89,6 @@ class ListedOrder(Order):
         order = epoch_order(self.listed, self.seed, epoch)
         for start in range(first * batch_size, len(order), batch_size):
             yield order[start : start + batch_size]
-
-
-def looking_ahead(items: Iterable[Item], number: int, begin: Callable[[Item], object]) -> Iterator[Item]:
-    """Hands on items in order, when ``begin`` has been called for that one and for so many after it."""
-    begun: deque[Item] = deque()
-    for item in items:
-        if number:
-            begin(item)
-        begun.append(item)
-        if len(begun) > number:
-            yield begun.popleft()
-    yield from begun
 
 
 def share(items: Indices, part: int, parts: int) -> Indices:

@@ -132,11 +132,11 @@ def encoded_batches(
     images = tests.source
     assert isinstance(images, EncodedImages)
     with closing(images):
-        for place, pixels, labels in tests.batches(batch_size, 0, 1):
+        for place, (pixels, labels, ids) in tests.batches(batch_size, 0, 1):
             samples = tests.order.samples(place)
             decoded = [sample not in images.replaced for sample in samples.tolist()]
             truths = [
                 names[label if good else images.label(sample)]  # not that of its substitute
                 for label, good, sample in zip(labels.tolist(), decoded, samples.tolist(), strict=True)
             ]
-            yield Batch(tests.names(samples), truths, decoded, prepare(pixels[torch.tensor(decoded)], spec))
+            yield Batch(ids, truths, decoded, prepare(pixels[torch.tensor(decoded)], spec))

@@ -40,8 +40,8 @@ def evaluate(predict: Callable[[Tensor], Tensor], images: Split, batch_size: int
     # Rows: loss, prediction, truth, times counted. Each sample is written by one rank, so the sum over ranks is exact.
     table = torch.zeros(4, len(images), dtype=torch.float64, device=device)
     with torch.no_grad():  # no inference_mode: a tensor that a model keeps from here may be of use in training
-        for place, batch, labels in images.batches(batch_size, rank(), world_size()):
-            logits = predict(batch).double()
+        for place, (pixels, labels, _) in images.batches(batch_size, rank(), world_size()):
+            logits = predict(pixels).double()
             table[0, place] = functional.cross_entropy(logits, labels, reduction="none")
             table[1, place] = logits.argmax(1).double()
             table[2, place] = labels.double()

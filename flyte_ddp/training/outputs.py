@@ -137,14 +137,14 @@ def predictions(state: TrainingState, test: Evaluation, rows: int) -> dict[str, 
     worst = torch.where(wrong, test.losses, -torch.inf).topk(min(WORST_MISTAKES, int(wrong.sum()))).indices
     index = torch.cat([torch.arange(rows), worst]).numpy().astype(np.int32)
     samples = np.array([int(state.test.order.samples(slice(at, at + 1))[0]) for at in index.tolist()], dtype=np.int64)
-    images, _ = state.test.gather(samples)
+    images, _, names = state.test.gather(samples)
     scores = torch.zeros(0, state.num_classes)
     if len(samples):  # no model gets an empty batch
         with torch.no_grad(), state.evaluating():
             scores = functional.softmax(state.predict(images), dim=1)
     return {
         "index": index,
-        "names": np.array(state.test.names(samples), dtype=np.str_),
+        "names": np.array(names, dtype=np.str_),
         "images": images.cpu().numpy(),
         "scores": scores.float().cpu().numpy(),
         "truth": test.truth[index].numpy(),

@@ -34,7 +34,7 @@ def verify_saved_model(new: nn.Module, model_path: Path, sidecar: Mapping[str, A
         UserError: the logits differ, or the new model does not take the weights.
     """
     samples = state.test.order.samples(slice(0, min(BATCH, len(state.test))))
-    images, _ = state.test.gather(samples)
+    images = state.test.gather(samples).images
     load_weights(new, model_path, sidecar)
     model = new.to(state.device).eval()
     derive_dropout_from_samples(model, state.this_pass)  # for models that drop in evaluations, too

@@ -98,7 +98,7 @@ def batches_to_do(state: TrainingState) -> Iterator[sampling.Indices]:
     def samples_of(batch: sampling.Indices) -> list[sampling.Indices]:
         return [share.samples for share in own_shares(batch, state.hp.accumulation_steps)]
 
-    return training.loading_ahead(wanted, samples_of, epoch, state.hp.batch_size)
+    return training.load_ahead(wanted, samples_of, epoch, state.hp.batch_size)
 
 
 def train_step(run: Run, batch: sampling.Indices) -> None:
@@ -179,7 +179,7 @@ def own_samples(state: TrainingState) -> int:
 
 def prepared(state: TrainingState, samples: sampling.Indices) -> tuple[Tensor, Tensor]:
     """The model's input for these samples, augmented for the current epoch, and their labels."""
-    images, labels = state.training.gather(samples, state.epoch)
+    images, labels, _ = state.training.gather(samples, state.epoch)
     return state.prepare(images), labels
 
 

@@ -10,10 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.arrays import ImageArrays
-from flyte_ddp.datasets.image_folder import ImageList
-from flyte_ddp.datasets.prepared import PreparedSet, open_prepared, orders_of
+from flyte_ddp.datasets.prepared import PreparedSet, open_prepared, order_of_tests
 from flyte_ddp.hardware import cores
 from flyte_ddp.loading.decoding import DecodingError, Pixels, opened
 from flyte_ddp.loading.encoded import Encoded, decoded, in_order
@@ -76,7 +74,7 @@ def profile(folder: Path, settings: Settings | None = None) -> DataProfile:
 
 def split_numbers(data: PreparedSet) -> dict[str, Indices]:
     """Return the samples of the splits training and test, each once; those for validation are among the former."""
-    test = orders_of(data, Hyperparameters(dataset=data.name, validation_fraction=0.0))["test"]
+    test = order_of_tests(data)
     tests = test.samples(slice(0, len(test)))
     if isinstance(data, ImageArrays):
         return {"training": np.arange(len(data.train_labels)), "test": tests}
@@ -94,8 +92,7 @@ def samples_of(data: PreparedSet, split: str, numbers: Indices, settings: Settin
         for number in numbers.tolist():
             yield measure(Sample(f"{split} sample {number}", int(labels[number]), mode=mode), pixels[number])
         return
-    images: ShardIndex | ImageList = data.test if split == "test" and data.test is not None else data.train
-    hp = Hyperparameters(dataset=data.name)
+    images = data.tested if split == "test" else data.train
 
     def decode(number: int, found: Encoded) -> Sample:
         try:
@@ -105,7 +102,7 @@ def samples_of(data: PreparedSet, split: str, numbers: Indices, settings: Settin
         except DecodingError as error:
             return Sample(found.name, found.label, failure=str(error))
 
-    with closing(reader(images, hp, settings)) as source:
+    with closing(reader(images, settings)) as source:
         yield from in_order(source, numbers, settings.loader_threads or cores(), decode, AHEAD)
 
 

@@ -10,8 +10,8 @@ from mnist_files import DEBIAN, Tiny, rebuilt_fashion_mnist, tiny_files
 from surroundings import clean
 
 from flyte_ddp.datasets import DATASETS
-from flyte_ddp.datasets.mnist import MNIST
 from flyte_ddp.datasets.published import PublishedFile
+from flyte_ddp.datasets.published_sets import MNIST
 
 
 @pytest.fixture(autouse=True)

@@ -107,7 +107,7 @@ def test_a_list_of_samples_that_is_lost_is_made_again(tmp_path: Path, kind: str,
     folder = fetch(folder=tmp_path / "data", **asked)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     (folder / lost).unlink()
-    with pytest.raises(UserError, match=r"the prepared data set is damaged .*; fetch it again"):
+    with pytest.raises(UserError, match=r"the prepared data set is damaged .*; delete the folder and fetch it again"):
         open_prepared(folder)
     fetch(folder=folder, **asked)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
@@ -177,13 +177,13 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_the_description_is_written_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = []
-    sync = arrays.sync
+    replace = Path.replace
 
-    def recorded(file: object) -> None:
-        written.append(Path(file.name).name)  # type: ignore[attr-defined]
-        sync(file)
+    def recorded(path: Path, target: Path) -> Path:
+        written.append(target.name)
+        return replace(path, target)
 
-    monkeypatch.setattr(arrays, "sync", recorded)
+    monkeypatch.setattr(Path, "replace", recorded)
     fetch("digits", "", tmp_path / "data", progress="off")
     assert written[-1] == "dataset.json"
     assert len(written) == 5

@@ -15,7 +15,7 @@ import pytest
 from mnist_files import leftovers, sums
 
 from flyte_ddp.datasets import fetch, open_arrays
-from flyte_ddp.datasets.cifar10 import ARCHIVE
+from flyte_ddp.datasets.published_sets import CIFAR10_FILE as ARCHIVE
 from flyte_ddp.errors import UserError
 
 FOLDER = "cifar-10-batches-py"

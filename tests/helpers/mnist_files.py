@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.datasets import open_arrays
-from flyte_ddp.datasets.mnist import MNIST
 from flyte_ddp.datasets.published import PublishedSet
+from flyte_ddp.datasets.published_sets import MNIST
 
 NAMES = tuple(file.name for file in MNIST.files)
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")

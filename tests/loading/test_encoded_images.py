@@ -83,7 +83,7 @@ def test_what_stands_in_is_of_the_same_split_and_shard(orders: dict[str, ShardOr
         for shard in range(3):
             own = [sample for sample in members(order) if sample // 20 == shard]
             good = [sample for sample in own if sample % 2]
-            pixels, labels = loading.gather(np.array(own), None)
+            pixels, labels, _ = loading.gather(np.array(own), None)
             expected = [min([other for other in good if other >= sample] or good) for sample in own]
             assert pixels[:, 4, 4, 0].tolist() == expected
             assert labels.tolist() == [sample % 10 for sample in expected]
@@ -127,7 +127,7 @@ def test_images_of_a_store_are_asked_for_at_the_same_time(server: FileServer, mo
     server.before_answer = threading.Barrier(16)
     order = ListedOrder(np.arange(16))
     loading = loader(FileImages(listed), order.substitutes, bad_samples=0)
-    pixels, _ = loading.gather(np.arange(16), None)
+    pixels = loading.gather(np.arange(16), None).images
     assert sorted(pixels[:, 0, 0, 0].tolist()) == list(range(16))
     loading.close()
 

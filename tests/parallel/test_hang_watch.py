@@ -210,7 +210,7 @@ def test_the_host_does_not_wait_for_the_device_to_copy_a_batch(monkeypatch: pyte
     stream = StreamImages(SimpleNamespace(size=8), META)
     stream.samples = iter([(np.zeros((8, 8, 3), np.uint8), 0)] * 4)
     with copies:
-        for images, labels in (arrays.gather(samples, 0), stream.gather(samples, 0)):
+        for images, labels, _ in (arrays.gather(samples, 0), stream.gather(samples, 0)):
             assert (images.device, labels.device) == (META, META)
         TrainingPass().begin(0, 0, samples, META)
     assert copies.found == [(True, True)] * 6  # rows; places of two axes; images and labels; keys
