@@ -22,7 +22,7 @@ from flyte_ddp.release.promotion import (
 )
 from flyte_ddp.release.registry import Entry, Registry
 from flyte_ddp.release.verdict import Verdict
-from flyte_ddp.release.wandb_mirror import mirror
+from flyte_ddp.release.wandb_mirror import mirror_champion
 from flyte_ddp.settings import from_environment
 from flyte_ddp.validation.profile import DataProfile
 from tasks import places, pods, recovery, tracking
@@ -125,13 +125,13 @@ def carried_out(
     version = store(registry, *model, verdict, beside, by=places.who())
     outcome = carry_out(registry, version, verdict, by=places.who())
     if verdict.promotes:
-        mirror(registry, version.name, tracking.settings(f"{registry.name}-champion"))
+        mirror_champion(registry, version.name, tracking.settings(f"{registry.name}-champion"))
     return shown(Released(*outcome))
 
 
 def decided(registry: Registry, entry: Entry) -> Released:
     """The new champion."""
-    mirror(registry, entry.version, tracking.settings(f"{registry.name}-champion"))
+    mirror_champion(registry, entry.version, tracking.settings(f"{registry.name}-champion"))
     now = registry.champion() or entry  # somebody may have been here since an earlier try of this task
     return shown(Released(entry.version, now.version, f"champion {entry.number}: {entry.reason}"))
 

@@ -21,16 +21,23 @@ PRODUCER = f"urn:flyte-ddp:{flyte_ddp.__version__}"
 
 
 def lineage(address: str, name: str, sidecar: Mapping[str, Any], verdict: Verdict, *, by: str) -> bytes:
-    """The event for a model of that name in the registry at an address.
+    """Return the event, as JSON, for a model of that name in the registry at an address.
 
     Args:
+        address: of the registry.
+        name: of the model.
+        sidecar: its ``model.json``.
+        verdict: on it.
         by: the Flyte execution that trained it, or a user.
     """
     hp, digests = sidecar.get("hyperparameters", {}), sidecar["digests"]
-    trained_on = dataset("data", hp.get("dataset", ""), digests.get("data", ""), source=hp.get("data_source", ""))
-    tested_on = dataset("data", hp.get("test_dataset") or hp.get("dataset", ""), verdict.test_digest, split="test")
-    started_from = [dataset("weights", hp["init_from"], digests.get("init_from", ""))] if hp.get("init_from") else []
-    parent = [dataset(address, name, verdict.champion)] if verdict.champion else []
+    trained_on, started_from = hp.get("dataset", ""), hp.get("init_from")
+    inputs = [
+        dataset("data", trained_on, digests.get("data", ""), source=hp.get("data_source", "")),
+        dataset("data", hp.get("test_dataset") or trained_on, verdict.test_digest, split="test"),
+        *([dataset("weights", started_from, digests.get("init_from", ""))] if started_from else []),
+        *([dataset(address, name, verdict.champion)] if verdict.champion else []),
+    ]
     training = {
         "hyperparameters": hp,
         "num_ranks": sidecar.get("num_ranks"),
@@ -39,36 +46,31 @@ def lineage(address: str, name: str, sidecar: Mapping[str, Any], verdict: Verdic
         "userCode": digests.get("user_code", ""),
         "versions": sidecar.get("versions", {}),
     }
+    facets = {
+        "flyteDdpExecution": facet(launchedAs=by),
+        "flyteDdpTraining": facet(**training),
+        "flyteDdpVerdict": facet(**verdict.to_dict()),
+    }
     event = {
         "eventType": "COMPLETE",
         "eventTime": verdict.time,
         "producer": PRODUCER,
         "schemaURL": f"{SPEC}/RunEvent",
         "job": {"namespace": "flyte-ddp", "name": name},
-        "run": {
-            "runId": str(uuid.uuid5(uuid.NAMESPACE_URL, f"{by} {digests['weights']}")),
-            "facets": {
-                "flyteDdpExecution": facet(launchedAs=by),
-                "flyteDdpTraining": facet(**training),
-                "flyteDdpVerdict": facet(**verdict.to_dict()),
-            },
-        },
-        "inputs": [trained_on, tested_on, *started_from, *parent],
+        "run": {"runId": str(uuid.uuid5(uuid.NAMESPACE_URL, f"{by} {digests['weights']}")), "facets": facets},
+        "inputs": inputs,
         "outputs": [dataset(address, name, digests["weights"])],
     }
     return json.dumps(event, indent=1, ensure_ascii=False).encode() + b"\n"
 
 
 def dataset(namespace: str, name: str, digest: str, **about: str) -> dict[str, Any]:
-    """A data set, or a model, by the digest of its content."""
+    """Return a data set, or a model, of the event, with the digest of its content as its version."""
     facets = {"version": {**facet(datasetVersion=digest), "_schemaURL": VERSION_FACET}} if digest else {}
-    return {
-        "namespace": namespace,
-        "name": name,
-        "facets": facets | ({"flyteDdpData": facet(**about)} if about else {}),
-    }
+    facets |= {"flyteDdpData": facet(**about)} if about else {}
+    return {"namespace": namespace, "name": name, "facets": facets}
 
 
 def facet(**values: Any) -> dict[str, Any]:
-    """Values with what each facet must say."""
+    """Return a facet: values with the producer and schema that each must name."""
     return {"_producer": PRODUCER, "_schemaURL": f"{SPEC}/BaseFacet", **values}

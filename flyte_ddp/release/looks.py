@@ -17,8 +17,8 @@ from flyte_ddp.release.registry import Registry, entry_file
 from flyte_ddp.storage import MissingError
 
 
-def claim(registry: Registry, test_digest: str, challenger: str, champion: str, rule: str) -> int:
-    """The number of this look at a test split, from 1; that of the same two models before, by the same rule.
+def claim_look(registry: Registry, test_digest: str, challenger: str, champion: str, rule: str) -> int:
+    """Return the number of this look at a test split, from 1: that of the same models and rule, or a new file's.
 
     A judge who is killed between its two writes has spent a look for nothing: that makes later ones stricter only.
 
@@ -28,6 +28,7 @@ def claim(registry: Registry, test_digest: str, challenger: str, champion: str, 
     folder = registry.at("judgements", test_digest)
     compared = {"challenger": challenger, "champion": champion, "rule": rule}
     pair = storage.join(folder, f"pairs/{hashlib.sha256(json.dumps(compared).encode()).hexdigest()}.json")
+    looks = storage.join(folder, "looks")
     with registry.explain_failures("read"):
         try:
             return int(json.loads(storage.retried(pair, storage.read))["look"])
@@ -35,10 +36,8 @@ def claim(registry: Registry, test_digest: str, challenger: str, champion: str, 
             pass
         except (ValueError, TypeError, KeyError):
             raise UserError(f"{pair}: is damaged; restore it, or delete it to spend another look") from None
-    looks = storage.join(folder, "looks")
-    with registry.explain_failures("listed"):
         try:
-            number = 1 + sum(1 for _ in storage.retried(looks, lambda of: [*storage.list_files(of)]))
+            number = 1 + len(storage.retried(looks, lambda of: [*storage.list_files(of)]))
         except MissingError:
             number = 1
     content = {**compared, "nonce": secrets.token_hex(16)}

@@ -11,11 +11,9 @@ IF_POSSIBLE, REQUIRED, OFF = "if_possible", "required", "off"
 
 @dataclass(frozen=True)
 class Policy(CheckedFields, called="policy setting"):
-    """What data must be like, and what a challenger must show. Tests are on the same samples as the champion's.
+    """What data must be like, and what a challenger must show on the same samples as the champion.
 
-    Raises:
-        UserError: an unknown field, a value of the wrong type, or a value out of range.
-
+    A value of the wrong type or out of range, or an unknown field, is a UserError.
     """
 
     rule: str = setting(
@@ -26,33 +24,34 @@ class Policy(CheckedFields, called="policy setting"):
     )
     alpha: float = setting(
         0.05,
-        "How often, over all judgements on one test split together, superior may promote a model that is no better, or "
-        "not_worse one that is worse by `margin`; and how often each kind of veto may keep one of equal quality back.",
+        "Significance level of all judgements on one test split together: the probability of promoting a model that is "
+        "not better (superior) or is worse by `margin` (not_worse), and of each kind of veto rejecting an equally good "
+        "model.",
         above=0.0,
         below=0.5,
     )
     margin: float = setting(
-        0.01, "With not_worse: by how much less accuracy is accepted; 0.01 is a point.", above=0.0, below=1.0
+        0.01, "With not_worse: the largest loss of accuracy that is accepted; 0.01 is a point.", above=0.0, below=1.0
     )
     min_accuracy: float = setting(0.0, "Test accuracy below which no model is promoted.", at_least=0.0, at_most=1.0)
     class_loss: float = setting(
         0.05,
-        "By how much accuracy on a class, or on a slice, may go down; more is a veto where it is significant.",
+        "Largest loss of accuracy on a class or a slice; a larger one is a veto if it is significant.",
         at_least=0.0,
         at_most=1.0,
     )
     slices: str = setting(
         "",
-        "A CSV file (path or URI) with the columns `id` and `slice`: parts of the test split that are looked at as "
+        "A CSV file (path or URI) with the columns `id` and `slice`: parts of the test split that are checked as "
         "classes are; ids as in the tables of predictions.",
     )
     nll_rise: float = setting(
         0.05,
-        "By how much the mean negative log-likelihood (nats) may go up; more is a veto where it is significant.",
+        "Largest rise of the mean negative log-likelihood (nats); a larger one is a veto if it is significant.",
         at_least=0.0,
     )
     brier_rise: float = setting(
-        0.02, "By how much the Brier score (0 to 2) may go up; more is a veto where it is significant.", at_least=0.0
+        0.02, "Largest rise of the Brier score (0 to 2); a larger one is a veto if it is significant.", at_least=0.0
     )
     size_ratio: float = setting(2.0, "Largest size of the weights, as a multiple of the champion's.", above=0.0)
     latency_ratio: float = setting(
@@ -60,8 +59,8 @@ class Policy(CheckedFields, called="policy setting"):
     )
     export: str = setting(
         IF_POSSIBLE,
-        "Whether a version gets an ONNX that answers all test samples as torch does: required keeps a model back that "
-        "has none.",
+        "Whether a version gets an ONNX with torch's logits on all test samples; required: a model without one is not "
+        "promoted.",
         choices=(IF_POSSIBLE, REQUIRED, OFF),
     )
     max_duplicates: float = setting(

@@ -14,12 +14,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import re
 import secrets
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, NamedTuple, Self
@@ -68,11 +69,7 @@ class Entry:
 
     @classmethod
     def from_file(cls, content: bytes) -> Self:
-        """Return the entry that a file's content is.
-
-        Raises:
-            ValueError, TypeError, KeyError: the content is no entry.
-        """
+        """Return the entry that a file's content is; raise a ValueError, TypeError or KeyError if it is none."""
         values = {**json.loads(content), "digest": hashlib.sha256(content).hexdigest()}
         found = {field.name: values[field.name] for field in dataclasses.fields(cls)}
         if any(type(found[field.name]).__name__ != field.type for field in dataclasses.fields(cls)):
@@ -81,11 +78,7 @@ class Entry:
 
 
 def check_model_name(name: str) -> None:
-    """Refuse a name that cannot be the folder of a model.
-
-    Raises:
-        UserError: it is empty, too long, or has other characters.
-    """
+    """Raise a UserError for a name that cannot be the folder of a model."""
     if not NAME.fullmatch(name):
         raise UserError(
             f"model name {name!r}: must be letters, digits, '_', '-' and '.' only, and begin with a letter or digit"
@@ -93,14 +86,11 @@ def check_model_name(name: str) -> None:
 
 
 class Registry:
-    """The registry of one model.
+    """The registry of one model. Every method raises a UserError if the store cannot be read or written.
 
     Args:
         address: of all registries: a path, or an address of S3, Google Cloud Storage or Azure Blob Storage.
-        name: of the model.
-
-    Raises:
-        UserError: a name that is none, or an address of another kind.
+        name: of the model; a UserError if it cannot be a folder's name.
 
     """
 
@@ -111,16 +101,17 @@ class Registry:
         self.address, self.name = address, name
 
     def at(self, *parts: str) -> str:
-        """The address of something in it."""
+        """Return the address of a file or folder in the registry."""
         return storage.join(self.address, "/".join((self.name, *parts)))
 
+    def at_entry(self, number: int) -> str:
+        """Return the address of an entry of the log."""
+        return self.at("log", entry_file(number))
+
     def check_store(self) -> None:
-        """Refuse a store that replaces a file although asked to create it: two promotions at once could both succeed.
+        """Raise a UserError for a store that replaces a file although asked to create it: two promotions could succeed.
 
         Creates a probe file of random content at the registry's address, or twice if there is none yet.
-
-        Raises:
-            UserError: the store replaces files, or cannot be written to.
         """
         probe = storage.join(self.address, PROBE)
         if all(self.create_if_absent(probe, secrets.token_bytes(16)) for _ in range(2)):
@@ -145,10 +136,8 @@ class Registry:
         """Return the last entry of the log, or None where nothing was promoted.
 
         Reads champion.json, the entry that it is a copy of, and later entries until one is missing, as the copy may be
-        late. Lists the log only if champion.json is missing or damaged. Does not need the other entries.
-
-        Raises:
-            UserError: the registry cannot be read, or one of the entries read is damaged or altered.
+        late. Lists the log only if champion.json is missing or damaged. Does not need the other entries. Raises a
+        LogError if one of the entries that it reads is damaged or altered.
         """
         last = self.read_copy()
         if last is None and (numbers := self.entry_numbers()):
@@ -160,9 +149,7 @@ class Registry:
     def read_copy(self) -> Entry | None:
         """Return the entry in champion.json; None if that file is missing or damaged.
 
-        Raises:
-            LogError: the log has another entry of that number. An entry that is missing is not refused here.
-            UserError: the registry cannot be read.
+        Raises a LogError if the log has another entry of that number, but not if the log has none.
         """
         with self.explain_failures("read"):
             try:
@@ -172,20 +159,16 @@ class Registry:
         entry = self.find_entry(copy.number)
         if entry is not None and entry.digest != copy.digest:
             raise LogError(
-                f"{self.at('log', entry_file(copy.number))} is not what its copy {CHAMPION} is: one of the two was "
-                f"altered; restore the entry, or delete {CHAMPION} if that is what was altered"
+                f"{self.at_entry(copy.number)} is not what its copy {CHAMPION} is: one of the two was altered; restore "
+                f"the entry, or delete {CHAMPION} if that is what was altered"
             )
         return copy
 
     def history(self, at_least: int = 0) -> list[Entry]:
-        """Return all entries of the log, the oldest first; none where nothing was promoted.
+        """Return all entries of the log, the oldest first; raise a LogError if one is missing, damaged or altered.
 
         Args:
             at_least: how many entries the log is known to have.
-
-        Raises:
-            LogError: an entry is missing, damaged or altered.
-            UserError: the registry cannot be read.
         """
         entries, faults = self.inspect_log(at_least)
         if faults:
@@ -193,94 +176,69 @@ class Registry:
         return entries
 
     def inspect_log(self, at_least: int = 0) -> tuple[list[Entry], list[str]]:
-        """Read champion.json and the whole log; return the entries that can be read, and a line for each fault.
-
-        Args:
-            at_least: how many entries the log is known to have.
-
-        Raises:
-            UserError: the registry cannot be read.
-        """
-        faults = list[str]()
+        """Read champion.json and the whole log; return the entries that can be read, and a line for each fault."""
+        faults, entries = list[str](), dict[int, Entry]()
         try:
             if copy := self.read_copy():  # before the list: entries that are written meanwhile are not missing
                 at_least = max(at_least, copy.number)
         except LogError as error:
             faults.append(error.message)
-
-        def read(number: int) -> Entry | LogError:
-            try:
-                return self.read_entry(number)
-            except LogError as error:
-                return error
-
-        numbers, before = self.entry_numbers(), 0
-        for number in (*numbers, at_least + 1):
+        numbers = self.entry_numbers()
+        for before, number in itertools.pairwise([0, *numbers, max([at_least, *numbers]) + 1]):
             if number > before + 1:
                 faults.append(self.missing_entry(before + 1).message)
-            before = max(number, before)
         with ThreadPoolExecutor(READERS) as pool:
-            found = [*pool.map(read, numbers)]
-        entries = {entry.number: entry for entry in found if isinstance(entry, Entry)}
-        faults += [error.message for error in found if isinstance(error, LogError)]
-        for number, entry in entries.items():
+            reading = {number: pool.submit(self.read_entry, number) for number in numbers}
+        for number, found in reading.items():
+            try:
+                entries[number] = found.result()
+            except LogError as error:
+                faults.append(error.message)
+                continue
             preceding = entries.get(number - 1)
-            if (preceding or number == 1) and entry.previous != (preceding.digest if preceding else ""):
-                faults.append(
-                    f"{self.at('log', entry_file(number))} does not follow the entry before it: one of the two was "
-                    "altered; restore them"
-                )
+            if (preceding or number == 1) and entries[number].previous != (preceding.digest if preceding else ""):
+                said = "does not follow the entry before it: one of the two was altered; restore them"
+                faults.append(f"{self.at_entry(number)} {said}")
         return [*entries.values()], faults
 
     def entry_numbers(self) -> list[int]:
-        """Return the ascending numbers of the entries, from a list of the log's folder.
-
-        Raises:
-            UserError: the folder cannot be listed.
-        """
+        """Return the ascending numbers of the entries, from a list of the log's folder."""
         folder = self.at("log")
         with self.explain_failures("listed"):
             try:
                 names = [entry.name for entry in storage.retried(folder, lambda of: [*storage.list_files(of)])]
             except MissingError:
-                if storage.local_path(folder) is None:
+                if storage.local_path(folder) is None:  # the bucket is missing: an empty prefix is no error
                     raise
                 names = []
         return [int(name.removesuffix(".json")) for name in sorted(filter(ENTRY.fullmatch, names))]
 
     def read_entry(self, number: int) -> Entry:
-        """Return an entry of the log.
-
-        Raises:
-            LogError: it is missing or damaged.
-            UserError: the registry cannot be read.
-        """
+        """Return an entry of the log; raise a LogError if it is missing or damaged."""
         if (entry := self.find_entry(number)) is None:
             raise self.missing_entry(number)
         return entry
 
     def find_entry(self, number: int) -> Entry | None:
-        """Return an entry of the log, or None if there is no such entry; see :meth:`read_entry` for errors."""
-        address = self.at("log", entry_file(number))
+        """Return an entry of the log, or None if it is missing; raise a LogError if it is damaged."""
+        address = self.at_entry(number)
         with self.explain_failures("read"):
             try:
                 content = storage.retried(address, storage.read)
             except MissingError:
                 return None
-        try:
+        with suppress(ValueError, TypeError, KeyError):
             entry = Entry.from_file(content)
             if entry.number == number:
                 return entry
-        except (ValueError, TypeError, KeyError):
-            pass
         raise LogError(f"{address} is damaged; restore it, as no entry of the log may be altered")
 
     def missing_entry(self, number: int) -> LogError:
         """Return the error for an entry that was deleted."""
-        return LogError(f"{self.at('log', entry_file(number))} is missing; restore it, as no entry may be deleted")
+        return LogError(f"{self.at_entry(number)} is missing; restore it, as no entry may be deleted")
 
     def append_entry(self, before: Entry | None, *, by: str, **values: Any) -> Entry:
-        """Write the entry after ``before``, and renew champion.json; returns the new entry.
+        """Write the entry after ``before`` and renew champion.json; return the new entry.
 
         Args:
             before: the last entry when this one was decided on; None for an empty log.
@@ -289,14 +247,14 @@ class Registry:
 
         Raises:
             LostError: somebody else has written the entry of that number.
-            UserError: the store cannot be written to, or replaces files; see :meth:`check_store`.
+            UserError: the store replaces files; see :meth:`check_store`.
         """
         self.check_store()
         number = before.number + 1 if before else 1
         about = {"by": by, "time": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}", "nonce": secrets.token_hex(16)}
         entry = {"number": number, **values, **about, "previous": before.digest if before else ""}
         content = json.dumps(entry, indent=1).encode() + b"\n"
-        if not self.create_if_absent(self.at("log", entry_file(number)), content):
+        if not self.create_if_absent(self.at_entry(number), content):
             raise LostError(self.read_entry(number))
         self.renew_copy(number)
         return Entry.from_file(content)
@@ -304,14 +262,11 @@ class Registry:
     def renew_copy(self, number: int) -> None:
         """Copy an entry, and after it each later one, into champion.json; print why if the file cannot be written.
 
-        Whoever copies an entry last has seen that there is no later one, so that many writers leave the last entry.
-
-        Args:
-            number: of an entry; the log may have later entries by now.
+        Whoever copies last has seen that there is no later entry, so that of many writers the last entry remains.
         """
         try:
             while True:
-                content = storage.retried(self.at("log", entry_file(number)), storage.read)
+                content = storage.retried(self.at_entry(number), storage.read)
                 storage.retried(self.at(CHAMPION), functools.partial(storage.put, content=content))
                 number += 1
         except MissingError:
@@ -337,12 +292,12 @@ def entry_file(number: int) -> str:
 class Promotions(NamedTuple):
     """What a log comes to. A rollback takes the last promotion back, as an undo does; a second one that before it."""
 
-    standing: list[Entry]  # those that were not taken back
-    taken_back: dict[str, Entry]  # versions whose promotion was, and which were not champion since, with the rollback
+    standing: list[Entry]  # promotions that were not taken back
+    taken_back: dict[str, Entry]  # the rollback by version, for each that was not champion since
 
 
 def promotions(history: list[Entry]) -> Promotions:
-    """The promotions in a log."""
+    """Return the promotions in a whole log."""
     found = Promotions([], {})
     for entry in history:
         if entry.action == PROMOTE:

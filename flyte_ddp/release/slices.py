@@ -1,11 +1,10 @@
-"""Slices of a test split: parts of it that are looked at as classes are, listed in a CSV file."""
+"""Slices of a test split: parts of it that are checked as classes are, listed in a CSV file."""
 
 from __future__ import annotations
 
 import csv
 import io
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,19 +14,11 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.storage import UnavailableError
 
 
-class Row(NamedTuple):
-    """A line of the file."""
-
-    line: int
-    sample: str
-    slice: str
-
-
-def read_slices(address: str) -> list[Row]:
-    """The rows of a CSV file with the columns ``id`` and ``slice``.
+def read_slices(address: str) -> list[tuple[int, str, str]]:
+    """Read a CSV file with the columns ``id`` and ``slice``; return line number, id and slice of each row.
 
     Raises:
-        UserError: it cannot be read, or is none.
+        UserError: the file cannot be read, is no such CSV file, or lacks a value.
     """
     try:
         content = storage.retried(address, storage.read)
@@ -38,22 +29,22 @@ def read_slices(address: str) -> list[Row]:
         table = csv.DictReader(io.StringIO(text, newline=""), strict=True)
         if not {"id", "slice"} <= {*(table.fieldnames or ())}:
             raise UserError(f"slices={address!r}: must have the columns id and slice; its first line names others")
-        rows = [Row(table.line_num, row["id"], row["slice"]) for row in table]
+        rows = [(table.line_num, row["id"], row["slice"]) for row in table]
     except (UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"slices={address!r}: is no CSV file in UTF-8 ({error}); write it anew") from None
-    for row in rows:
-        if not row.sample or not row.slice:
-            raise UserError(f"slices={address!r}: line {row.line} has no id or no slice; complete it")
+    for line, sample, name in rows:
+        if not sample or not name:
+            raise UserError(f"slices={address!r}: line {line} has no id or no slice; complete it")
     return rows
 
 
 def slice_members(address: str, ids: Sequence[str], undecoded: Collection[str]) -> dict[str, NDArray[np.int64]]:
-    """The samples of each slice.
+    """Return the ascending positions in ``ids`` of each slice's samples.
 
     Args:
-        address: of the file.
-        ids: of the samples that there are answers to.
-        undecoded: those of samples that could not be decoded, which belong to no slice.
+        address: of the CSV file.
+        ids: of the samples that can be decoded.
+        undecoded: ids of the other samples, which belong to no slice.
 
     Raises:
         UserError: the file cannot be read, or names a sample that is not in the test split.

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from flyte_ddp.process import kill_trees
 from flyte_ddp.release import versions
@@ -18,75 +17,69 @@ from flyte_ddp.release.registry import Entry, Registry
 from flyte_ddp.settings import Settings
 from flyte_ddp.tracking.wandb_run import wandb_environment
 
-UPLOAD = 20  # times the timeout of wandb's answers: for all of an upload
+UPLOAD = 20  # times the timeout of wandb's answers: the limit of an upload
 
 
-def mirror(registry: Registry, version: str, settings: Settings) -> None:
-    """Sends the champion to wandb, if it is this version and there is a key, and prints how that ended."""
+def mirror_champion(registry: Registry, version: str, settings: Settings) -> None:
+    """Send the champion to wandb, if it is this version and there is a key; print how that ended, and raise nothing.
+
+    Waits for wandb up to UPLOAD + 2 times its timeout, and repeats if there is another champion by then.
+    """
     if settings.wandb_mode != "online":
         return
     try:
         sent_last, champion = None, registry.champion()
         while champion is not None and champion != sent_last and (sent_last or champion.version == version):
-            ended = uploaded(registry, champion, settings)
+            ended = send_entry(registry, champion, settings)
             print(f"wandb: champion {champion.number} of {registry.name} {ended}", flush=True)
             sent_last, champion = champion, registry.champion()  # of two at the same time the last one has the alias
     except Exception as error:  # whatever it is: the promotion stands
         print(f"wandb: champion of {registry.name} not mirrored ({error})", flush=True)
 
 
-def uploaded(registry: Registry, champion: Entry, settings: Settings) -> str:
-    """Sends the champion of an entry; what came of it, in words."""
-    with TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # wandb's own processes may still write there
-        version = versions.read_version(registry, champion.version, champion.manifest)
-        files = Path(folder, "files")
-        files.mkdir()
-        versions.fetch_files(registry, version, files, tuple(version.files))
-        return sent(described(registry, champion, settings, folder), files, Path(folder), settings.wandb_timeout)
-
-
-def described(registry: Registry, entry: Entry, settings: Settings, folder: str) -> dict[str, Any]:
-    """What the process is told: the run's arguments, and the artifact's."""
+def send_entry(registry: Registry, entry: Entry, settings: Settings) -> str:
+    """Fetch the files of an entry's version, and send them in a process of its own; return how that ended, in words."""
     seconds = settings.wandb_timeout
     quiet = {"console": "off", "disable_git": True, "disable_code": True, "silent": True}
-    run = {
-        "project": settings.wandb_project,
-        "entity": settings.wandb_entity or None,
-        "mode": "online",
-        "job_type": "release",
-        "name": f"{registry.name}-champion-{entry.number}",
-        "dir": folder,
-        "settings": {**quiet, "init_timeout": seconds, "finish_timeout": UPLOAD * seconds},
-    }
     about = {name: getattr(entry, name) for name in ("number", "version", "reason", "by", "time")}
-    artifact = {"name": registry.name, "type": "model", "description": entry.reason, "metadata": about}
-    return {"run": run, "artifact": artifact, "aliases": ["champion", entry.version[:12]]}
-
-
-def sent(what: dict[str, Any], files: Path, folder: Path, seconds: float) -> str:
-    """Has the process send the files; what came of it, in words."""
-    said = folder / "said.txt"  # and no pipe, which a process that wandb leaves behind would keep open
-    with said.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "flyte_ddp.release.wandb_mirror", json.dumps(what), str(files)],
-            cwd=Path(__file__).resolve().parents[2],
-            env=wandb_environment(folder),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-        try:
-            process.wait(timeout=(UPLOAD + 2) * seconds)
-        except subprocess.TimeoutExpired:
-            kill_trees(lambda: [process.pid])
-            process.wait()
-            return "not mirrored (the server took too long)"
-    last = said.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2][:200]
-    return f"is {last}" if process.returncode == 0 else f"not mirrored ({last})"
+    with TemporaryDirectory(ignore_cleanup_errors=True) as name:  # wandb's own processes may still write there
+        folder, files = Path(name), Path(name, "files")
+        version = versions.read_version(registry, entry.version, entry.manifest)
+        files.mkdir()
+        versions.fetch_files(registry, version, files, tuple(version.files))
+        run = {
+            "project": settings.wandb_project,
+            "entity": settings.wandb_entity or None,
+            "mode": "online",
+            "job_type": "release",
+            "name": f"{registry.name}-champion-{entry.number}",
+            "dir": name,
+            "settings": {**quiet, "init_timeout": seconds, "finish_timeout": UPLOAD * seconds},
+        }
+        artifact = {"name": registry.name, "type": "model", "description": entry.reason, "metadata": about}
+        request = json.dumps({"run": run, "artifact": artifact, "aliases": ["champion", entry.version[:12]]})
+        output = folder / "output.txt"  # no pipe, which a process that wandb leaves behind would keep open
+        with output.open("wb") as file:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "flyte_ddp.release.wandb_mirror", request, str(files)],
+                cwd=Path(__file__).resolve().parents[2],
+                env=wandb_environment(folder),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
+            try:
+                process.wait(timeout=(UPLOAD + 2) * seconds)
+            except subprocess.TimeoutExpired:
+                kill_trees(lambda: [process.pid])
+                process.wait()
+                return "not mirrored (the server took too long)"
+        last = output.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2][:200]
+        return f"is {last}" if process.returncode == 0 else f"not mirrored ({last})"
 
 
 def main(what: str, files: str) -> None:
-    """Sends the files, and prints under which name, or why not."""
+    """Send the files as an artifact; print its name, or the error and exit with 1."""
     import wandb
 
     asked = json.loads(what)

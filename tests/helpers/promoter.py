@@ -39,7 +39,7 @@ def race(address: str, who: str, rounds: str) -> None:
 def look(address: str, who: str, rounds: str) -> None:
     """Compares a new pair each time, and prints the numbers of its looks."""
     for number in range(int(rounds)):
-        print(looks.claim(Registry(address, "model"), "t", f"{who} {number}", "champion", "superior"))
+        print(looks.claim_look(Registry(address, "model"), "t", f"{who} {number}", "champion", "superior"))
 
 
 def release(address: str, folder: str) -> None:

@@ -12,7 +12,7 @@ import yaml
 from flyte_ddp import storage
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
-from flyte_ddp.release.card import card
+from flyte_ddp.release.card import model_card
 from flyte_ddp.release.judge import judge
 from flyte_ddp.release.lineage import lineage
 from flyte_ddp.release.page import write_page
@@ -68,7 +68,7 @@ def test_what_is_tested_on_another_set_says_so(version: dict[str, str]) -> None:
     sidecar, verdict = json.loads(version["model.json"]), Verdict.from_json(version["verdict.json"])
     sidecar["hyperparameters"] |= {"test_dataset": "shards:s3://bucket/test.json", "init_from": "s3://bucket/w.pt"}
     sidecar["digests"]["init_from"] = "d" * 64
-    _, front, body = card("x", sidecar, verdict, ()).decode().split("---\n", 2)
+    _, front, body = model_card("x", sidecar, verdict, ()).decode().split("---\n", 2)
     [entry] = yaml.safe_load(front)["model-index"]
     assert entry["results"][0]["dataset"]["name"] == "shards:s3://bucket/test.json"
     assert yaml.safe_load(front)["datasets"] == ["digits"]

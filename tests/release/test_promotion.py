@@ -291,11 +291,11 @@ def test_the_best_version_is_one_that_can_be_compared(tmp_path: Path) -> None:
 
 def test_looks_are_numbered_and_the_same_two_models_have_one(address: str) -> None:
     registry = Registry(address, "model")
-    numbers = [looks.claim(registry, "t", pair, "champion", "superior") for pair in ("a", "b", "a", "c")]
+    numbers = [looks.claim_look(registry, "t", pair, "champion", "superior") for pair in ("a", "b", "a", "c")]
     assert numbers == [1, 2, 1, 3]
-    assert looks.claim(registry, "another test split", "a", "champion", "superior") == 1
-    assert looks.claim(registry, "t", "a", "another champion", "superior") == 4
-    assert looks.claim(registry, "t", "a", "champion", "not_worse 0.05") == 5, "another test is another look"
+    assert looks.claim_look(registry, "another test split", "a", "champion", "superior") == 1
+    assert looks.claim_look(registry, "t", "a", "another champion", "superior") == 4
+    assert looks.claim_look(registry, "t", "a", "champion", "not_worse 0.05") == 5, "another test is another look"
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from fake_wandb_server import fake_server
 from flyte_ddp.release import versions
 from flyte_ddp.release.promotion import promote
 from flyte_ddp.release.registry import Entry, Registry
-from flyte_ddp.release.wandb_mirror import mirror
+from flyte_ddp.release.wandb_mirror import mirror_champion
 from flyte_ddp.settings import Settings
 
 pytestmark = pytest.mark.slow
@@ -36,7 +36,7 @@ def test_what_arrives(
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef" * 2 + "01234567")
     with fake_server() as server:
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
-        mirror(registry, champion.version, Settings(wandb_mode="online"))
+        mirror_champion(registry, champion.version, Settings(wandb_mode="online"))
     [artifact] = server.artifacts
     assert {name: server.uploads[name] for name in ("model.pt", "model.json")} == FILES
     assert {"champion", champion.version[:12]} <= {each["alias"] for each in artifact["aliases"]}
@@ -56,7 +56,7 @@ def test_a_bad_server_costs_a_message(
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef" * 2 + "01234567")
     with fake_server(behaviour) as server:
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
-        mirror(registry, champion.version, ONLINE)
+        mirror_champion(registry, champion.version, ONLINE)
     [line] = capsys.readouterr().out.splitlines()
     assert line.startswith("wandb: champion 1 of digits not mirrored (")
 
@@ -65,7 +65,7 @@ def test_a_bad_server_costs_a_message(
 def test_without_a_key_nothing_is_sent(
     registry: Registry, champion: Entry, mode: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    mirror(registry, champion.version, Settings(wandb_mode=mode))
+    mirror_champion(registry, champion.version, Settings(wandb_mode=mode))
     assert not capsys.readouterr().out
 
 
@@ -73,5 +73,5 @@ def test_an_altered_version_is_not_sent(
     registry: Registry, champion: Entry, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path(registry.at("versions", champion.version, "model.json")).write_text("{ }")
-    mirror(registry, champion.version, ONLINE)
+    mirror_champion(registry, champion.version, ONLINE)
     assert "not mirrored (" in capsys.readouterr().out
