@@ -9,7 +9,7 @@ Usage: deploy/register.sh --config FILE --image IMAGE --profile PROFILE [--proje
 
   --config FILE        which cluster: deploy/sandbox.yaml, deploy/production.yaml or your own
   --image IMAGE        what pods run in, built from Dockerfile, with its tag
-  --profile PROFILE    resources of the training pod: a name in tasks/pods.py (gpu, gpu-a100, sandbox, local)
+  --profile PROFILE    resources of the training pod: a name in flyte_ddp/pods/profiles.py (gpu, gpu-a100, sandbox, local)
   --project, --domain  where in Flyte (flytesnacks, development)
   --service-account    the Kubernetes service account of pods that launch plans start (the namespace's default one)
   --sources-in-image   send no sources: the image was built from this commit with --target with-sources

@@ -10,7 +10,7 @@ from pathlib import Path
 from flyte_ddp.errors import UserError
 
 ALLOWED = "FLYTE_DDP_ALLOWED_ADDRESSES"
-REQUESTED_GPUS = "FLYTE_DDP_GPUS"  # set in pods by the table that requests the GPUs (tasks/pods.py)
+REQUESTED_GPUS = "FLYTE_DDP_GPUS"  # set in pods by the table that requests the GPUs (flyte_ddp/pods/profiles.py)
 WANDB_NAME_LENGTH, WANDB_RESERVED = 128, "/\\#?%:"  # wandb's own rules for the name of a project
 
 

@@ -9,12 +9,13 @@ the options of the command, and the method of flytekit's remote that registers a
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import shutil
 import sqlite3
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing.util import Finalize
@@ -32,35 +33,44 @@ from flytekit.core.type_engine import TypeTransformerFailedError
 from flytekit.exceptions.user import FlyteEntityNotFoundException
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.errors import RankError, StoppedError, UserError, unknown_name
+from flyte_ddp.errors import RankError, StoppedError, UnreachableError, UserError, unknown_name
+from flyte_ddp.pods import environment
 from flyte_ddp.settings import check_wandb
-from tasks import cluster, engines, pods
+from tasks import engines
+from tasks.schedules import unreadable_reason
 
 if TYPE_CHECKING:
     from flytekit.clis.sdk_in_container.run import RunLevelParams
 
-EXAMPLE = '{"hp": {"epochs": 3}}'
+CALL_SECONDS = 30.0  # that a cluster has to answer a call
+EXAMPLES = {"--hp": '{"epochs": 3}', "--policy": '{"rule": "not_worse"}', "--inputs-file": '{"hp": {"epochs": 3}}'}
 
 
 def watch() -> None:
-    """Sets this up for the ``pyflyte`` command that imports our modules; does nothing in a pod or without a command."""
+    """Set this up for the ``pyflyte`` command that imports our modules; do nothing in a pod or without a command.
+
+    Raises:
+        UserError: a file of inputs cannot be read, or a setting that pods get is wrong.
+    """
     context = click.get_current_context(silent=True)
     command = None if context is None else context.find_root().invoked_subcommand
     if context is not None and command in ("run", "register", "package"):
         context.with_resource(in_panels(context))
         remove_folders_at_end()
+        if command == "run":
+            check_input_files(sys.argv)
         is_remote = getattr(context.obj, "is_remote", False)
         if is_remote or command != "run":  # pods get the settings that are here
             check_wandb()
         if is_remote:
             from flytekit.clients.grpc_utils.deadline_interceptor import scoped_grpc_deadline
 
-            context.with_resource(scoped_grpc_deadline(cluster.CALL_SECONDS))
+            context.with_resource(scoped_grpc_deadline(CALL_SECONDS))
             send_what_pods_need(context.obj)
 
 
 def send_what_pods_need(chosen: RunLevelParams) -> None:
-    """Has ``pyflyte run --remote`` send all sources, and register each profile and setting under a version of its own.
+    """Have ``pyflyte run --remote`` send all sources, and register each profile and setting under a version of its own.
 
     By default flytekit sends the modules that it has seen imported, of which ours are few, so that commands start
     quickly; and its version is a digest of sources and of what it knows of the environment.
@@ -68,38 +78,36 @@ def send_what_pods_need(chosen: RunLevelParams) -> None:
     if chosen.copy == CopyFileDetection.LOADED_MODULES:
         chosen.copy = CopyFileDetection.ALL
     remote = chosen.remote_instance()
-    remote.register_script = partial(remote.register_script, envs=pods.settings_digest())
+    remote.register_script = partial(remote.register_script, envs=environment.settings_digest())
     if chosen.overwrite_cache:  # Flyte does not tell pods
-        chosen.envvars = {**(chosen.envvars or {}), pods.FROM_SCRATCH_VARIABLE: "yes"}
+        chosen.envvars = {**(chosen.envvars or {}), environment.FROM_SCRATCH_VARIABLE: "yes"}
 
 
 @contextmanager
 def in_panels(context: click.Context) -> Iterator[None]:
-    """Turns what a person can fix into an error that is shown as a panel; anything else stays as it is."""
+    """Turn what a person can fix into an error that is shown as a panel; anything else stays as it is."""
     try:
         yield
-    except KeyboardInterrupt as error:
-        said = str(error) or "stopped by Ctrl-C; the same run begins again, after its last checkpoint if there is one"
-        raise click.ClickException(for_shell(said)) from None
-    except (RankError, StoppedError) as error:
-        raise click.ClickException(for_shell(error.format_message())) from None
+    except (KeyboardInterrupt, RankError, StoppedError) as error:
+        if isinstance(error, KeyboardInterrupt):
+            again = "stopped by Ctrl-C; the same run begins again, after its last checkpoint if there is one"
+            text = str(error) or again
+        else:
+            text = error.format_message()
+        # At a terminal the same run is the same command.
+        raise click.ClickException(text.replace("the same run ", "the same command ")) from None
     except FlyteEntityNotFoundException:
         raise unknown_entity(context) from None
     except Exception as error:
-        refusal = unreadable(error) or unfit(error) or unknown_option(error) or unusable_cache(error)
-        refusal = refusal or cluster.refusal(error, context.find_root().params.get("config"))
+        refusal = wrong_kind_of_path(error) or unknown_option(error) or unusable_cache(error)
+        refusal = refusal or refused_call(error, context.find_root().params.get("config") or "")
         if refusal is not None:
             raise refusal from None
         raise
 
 
-def for_shell(said: str) -> str:
-    """A message for a person at a terminal: the same run is the same command."""
-    return said.replace("the same run ", "the same command ")
-
-
 def unknown_entity(context: click.Context) -> UserError:
-    """The error for a name that is not in the file."""
+    """Return the error for a name that is not in the file."""
     arguments = sys.argv[sys.argv.index(str(context.info_name)) + 1 :] if context.info_name in sys.argv else []
     name = next(iter(arguments), "")
     if name in engines.left_out:
@@ -108,34 +116,34 @@ def unknown_entity(context: click.Context) -> UserError:
     return unknown_name("workflow, task or launch plan", name, context.command.list_commands(context))
 
 
-def unreadable(error: Exception) -> UserError | None:
-    """The error for an input that flytekit could not read; None if that is not what happened."""
-    from flytekit.clis.sdk_in_container.run import YamlFileReadingCommand
-    from flytekit.interaction.click_types import JsonParamType
+def check_input_files(arguments: Sequence[str]) -> None:
+    """Read the files that a command line names for inputs, which flytekit reads later, and drop what they hold.
 
-    for frame in reversed(cluster.frames(error)):
-        if frame.f_code is JsonParamType._parse.__code__:
-            option, value, example = frame.f_locals["param"].opts[0], str(frame.f_locals["value"]), '{"epochs": 3}'
-            reason = why_no_text(error) or why_no_json(error, value)
-        elif frame.f_code is YamlFileReadingCommand.parse_args.__code__:  # in which flytekit also parses all else
-            option, given, example = "--inputs-file", after("--inputs-file"), EXAMPLE
-            if given is None:
-                return UserError("--inputs-file: a file must follow") if isinstance(error, IndexError) else None
-            value, reason = given, why_no_text(error)
-            if isinstance(error, AttributeError):  # of a list, say, which has no items() of names
-                reason = "holds no object of inputs by their names"
-        else:
+    Raises:
+        UserError: one cannot be read, or is neither JSON nor YAML, or holds no object.
+    """
+    for option, example in EXAMPLES.items():
+        value = following(arguments, option)
+        if option not in arguments or (value or "").lstrip().startswith(("{", "[", "'")):  # flytekit's words are enough
             continue
-        must = f"it must be a JSON object such as {example}, or a file of JSON or YAML that holds one"
-        return UserError(f"{option} {value}: {reason}; {must}") if reason else None
-    return None
+        if value is None:
+            raise UserError(f"{option}: a file must follow")
+        try:
+            text = Path(value).read_text(encoding="utf-8")
+            held = json.loads(text) if option != "--inputs-file" and value.endswith(".json") else yaml.safe_load(text)
+            reason = "" if isinstance(held, dict) or option != "--inputs-file" else "holds no object of inputs by names"
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            reason = unreadable_reason(error)
+        if reason:
+            must = f"it must be a JSON object such as {example}, or a file of JSON or YAML that holds one"
+            raise UserError(f"{option} {value}: {reason}; {must}")
 
 
-def unfit(error: BaseException | None) -> UserError | None:
-    """The error for a file or folder of another kind than the input takes; None if that is not what happened."""
+def wrong_kind_of_path(error: BaseException | None) -> UserError | None:
+    """Return the error for a file or folder of another kind than the input takes; None if that is not what happened."""
     while error is not None:
         if isinstance(error, TypeTransformerFailedError) and (found := re.search(r"t '(\w+)'", str(error))):
-            given = after(f"--{found[1]}")  # it says "argument" or "input"
+            given = following(sys.argv, f"--{found[1]}")  # it says "argument" or "input"
             if given is None:
                 return None
             path = Path(given)
@@ -148,45 +156,23 @@ def unfit(error: BaseException | None) -> UserError | None:
 
 def unusable_cache(error: Exception) -> UserError | None:
     """Return the error for flytekit's local cache where its folder or disk fails; None if that is not what happened."""
-    in_cache = any(frame.f_code.co_filename == local_cache.__file__ for frame in cluster.frames(error))
-    if not in_cache or not isinstance(error, (OSError, sqlite3.Error)):
+    folder = str(Path(local_cache.CACHE_LOCATION).expanduser())
+    if not isinstance(error, sqlite3.Error) and not (isinstance(error, OSError) and folder in str(error)):
         return None
-    reason = getattr(error, "strerror", None) or error
     return UserError(
-        f"Flyte's local cache {Path(local_cache.CACHE_LOCATION).expanduser()}: {reason}; make it writable or free some "
+        f"Flyte's local cache {folder}: {getattr(error, 'strerror', None) or error}; make it writable or free some "
         "space, set HOME to another folder, or set FLYTE_LOCAL_CACHE_ENABLED=false and train without it"
     )
 
 
-def why_no_text(error: Exception) -> str:
-    """What is wrong with a file, in a few words; empty if that is not what the error is about."""
-    if isinstance(error, OSError):
-        return error.strerror or str(error)
-    if isinstance(error, UnicodeDecodeError):
-        return f"is not text in UTF-8 (byte {error.start:,})"
-    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        where = f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"
-        return f"is not valid YAML: {error.problem}, {where}"
-    return f"is not valid YAML: {error}" if isinstance(error, yaml.YAMLError) else ""
-
-
-def why_no_json(error: Exception, value: str) -> str:
-    """What is wrong with a file of JSON, or with its name; empty where click says enough."""
-    if not isinstance(error, click.BadParameter) or value.lstrip().startswith(("{", "[")):
-        return ""
-    if not Path(value).exists():
-        return "there is no such file"
-    return f"is not valid JSON: {error.message.rpartition('error: ')[2]}"
-
-
 def unknown_option(error: Exception) -> UserError | None:
-    """The error for an unknown option, or key of an inputs file; None where click says enough."""
+    """Return the error for an unknown option, or key of an inputs file; None where click says enough."""
     if not isinstance(error, click.NoSuchOption):
         return None
-    name, path = error.option_name.lstrip("-"), after("--inputs-file")
+    name, path = error.option_name.lstrip("-"), following(sys.argv, "--inputs-file")
     source = f"--inputs-file {path}" if path else error.option_name
     if name in {field.name for field in dataclasses.fields(Hyperparameters)}:
-        example = EXAMPLE if path else "--hp '{\"epochs\": 3}'"
+        example = EXAMPLES["--inputs-file"] if path else f"--hp '{EXAMPLES['--hp']}'"
         return UserError(f"{source}: {name} is a hyperparameter, and these are given as in {example}")
     if path is None or error.ctx is None:
         return None
@@ -194,14 +180,53 @@ def unknown_option(error: Exception) -> UserError | None:
     return UserError(f"{source}: {unknown_name('input', name, inputs).message}")
 
 
-def after(option: str) -> str | None:
-    """The argument after an option of this command; None without."""
-    rest = sys.argv[sys.argv.index(option) + 1 :] if option in sys.argv else []
+def following(arguments: Sequence[str], option: str) -> str | None:
+    """Return the argument after an option; None without."""
+    rest = arguments[arguments.index(option) + 1 :] if option in arguments else []
     return rest[0] if rest else None
 
 
+def refused_call(error: BaseException | None, config: str) -> UserError | None:
+    """Return the error for a failed call to a Flyte cluster, by the status of the call; None if no call has failed.
+
+    Args:
+        error: What was raised, or an error that a failed call has caused.
+        config: The file that names the cluster.
+    """
+    import grpc
+    from flytekit.configuration import PlatformConfig
+    from flytekit.exceptions.system import FlyteSystemException
+
+    while error is not None and not isinstance(error, grpc.RpcError):
+        # Which flytekit raises for a failed call: itself, as here, only if it has tried to log in.
+        login = type(error) is FlyteSystemException and error.__cause__
+        if login and not isinstance(login, grpc.RpcError):
+            endpoint = PlatformConfig.auto(config or None).endpoint
+            return UserError(f"{endpoint} asks for a login, which failed: {login}; see admin in {config}")
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    if error is None:
+        return None
+    endpoint, details = PlatformConfig.auto(config or None).endpoint, " ".join((error.details() or "").split())
+    if "handshake failed" in details:
+        return UserError(f"{endpoint} does not speak TLS, or its certificate is not trusted: see admin in {config}")
+    if error.code() is grpc.StatusCode.UNAVAILABLE:
+        reason = details.rpartition(": ")[2] or "unavailable"
+        todo = "start the cluster, or name another one with --config FILE"
+        return UnreachableError(f"nothing answers at {endpoint}: {reason}; {todo}")
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return UnreachableError(f"{endpoint} is too slow: a call had no answer in time; try again later")
+    sentences = {
+        grpc.StatusCode.UNAUTHENTICATED: f"asks for a login: {details}; see admin.authType in {config}",
+        grpc.StatusCode.UNIMPLEMENTED: (
+            f"does not know a call of flytekit's ({details}): its Flyte is too old, or it asks for a login of another "
+            f"kind; see README.md for the versions tried, and admin.authType in {config}"
+        ),
+    }
+    return UserError(f"{endpoint} {sentences.get(error.code(), f'refuses what it was asked for: {details}')}")
+
+
 def remove_folders_at_end() -> None:
-    """Makes this process remove, at its end, the temporary folders that flytekit makes and leaves behind.
+    """Have this process remove, at its end, the temporary folders that flytekit makes and leaves behind.
 
     No output of ours is there. A process that multiprocessing has started ends without Python's own ``atexit``.
     """

@@ -3,35 +3,31 @@
 from functools import partial
 from pathlib import Path
 
-from flytekit import Resources, task
+from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 from flytekitplugins.dask import Dask, Scheduler, WorkerGroup
 
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.pods.profiles import Size, chosen_profile, node_range, split_size
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.settings import Settings
-from tasks import places, pods, recovery
-from tasks.training import TrainingOutputs, outputs, trained
+from tasks import pods
+from tasks.flyte import PLATFORM, report_refused_inputs
+from tasks.training import TrainingOutputs, train_in_run_folder, training_outputs
 
-PROFILE = pods.PROFILES[pods.chosen_profile()]
+_, PROFILE = chosen_profile()
 RANKS_EACH = max(1, PROFILE.gpus)  # node
-WORKERS = pods.nodes()[1] * RANKS_EACH
-SCHEDULER = Resources(cpu="500m", mem="512Mi", ephemeral_storage="1Gi")
-RUNNER = Resources(cpu="1", mem="2Gi", ephemeral_storage="10Gi")
+WORKERS = node_range()[1] * RANKS_EACH
+SCHEDULER = Size(cpu="500m", memory="512Mi", ephemeral_storage="1Gi")
+RUNNER = Size(cpu="1", memory="2Gi", ephemeral_storage="10Gi")
 
 
-def cluster() -> Dask:
-    """A scheduler, and a worker for each rank."""
-    worker = pods.resources_of(PROFILE, RANKS_EACH)
-    return Dask(
-        scheduler=Scheduler(**pods.exactly(SCHEDULER)),
-        workers=WorkerGroup(number_of_workers=WORKERS, **pods.exactly(worker)),
-    )
-
-
-@recovery.mistakes_in_inputs
+@report_refused_inputs
 @task(
-    task_config=cluster(),
+    task_config=Dask(
+        scheduler=Scheduler(**pods.requests_and_limits(SCHEDULER)),
+        workers=WorkerGroup(WORKERS, **pods.requests_and_limits(split_size(PROFILE, RANKS_EACH))),
+    ),
     **pods.launching_pod(RUNNER),
     shared_memory=PROFILE.shared_memory,  # of the workers; the plugin makes all pods from one
 )
@@ -40,14 +36,14 @@ def train_on_dask(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -
 
     Returns what train_model returns.
     """
-    return outputs(trained(hp, data, run_version, on_dask))
+    return training_outputs(train_in_run_folder(hp, data, run_version, launch_on_dask))
 
 
-def on_dask(hp: Hyperparameters, data: Path, run_folder: Path, settings: Settings) -> Result:
-    """Trains on the cluster that Flyte has set up, with the sources of this pod, or locally on one of this machine."""
+def launch_on_dask(hp: Hyperparameters, data: Path, run_folder: Path, settings: Settings) -> Result:
+    """Train on the cluster that Flyte has set up, with the sources of this pod, or locally on one of this machine."""
     from flyte_ddp.launch import dask
 
-    local = places.is_local()
+    local = PLATFORM.is_local()
     seconds = None if local else settings.timeout
     with dask.connected(num_ranks=hp.num_ranks, seconds=seconds) as client:
         hardware = dask.hardware(hp, client, coming=0 if local else WORKERS, seconds=settings.timeout)

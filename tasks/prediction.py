@@ -9,12 +9,14 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
 from flyte_ddp import hardware
-from flyte_ddp.datasets import fetch, fingerprint
 from flyte_ddp.errors import UserError
+from flyte_ddp.pods import paths
+from flyte_ddp.pods.preparation import fetch_data_set
 from flyte_ddp.release.promotion import champion_files
 from flyte_ddp.release.registry import Registry
 from flyte_ddp.settings import from_environment
-from tasks import places, pods, recovery
+from tasks import pods
+from tasks.flyte import PLATFORM, output_file, translate_errors_for_flyte
 from tasks.pickled_file import PythonPickledFile
 
 
@@ -24,8 +26,8 @@ class Predictions(NamedTuple):
     table: FlyteFile
 
 
-@task(**pods.with_registry(pods.prediction_pod()))
-@recovery.guarded()
+@task(**pods.prediction_pod())
+@translate_errors_for_flyte()
 def predict_images(
     model_state: Optional[PythonPickledFile] = None,
     sidecar: Optional[FlyteFile] = None,
@@ -46,27 +48,25 @@ def predict_images(
     hardware.check_expected_gpus(hardware.visible_gpus())
     if (images is None) == (not dataset):
         raise UserError(f"images={images}, dataset={dataset!r}: give either a folder of images or a data set")
-    settings, prepared = from_environment(), None
-    with places.new_folder("predictions") as folder, TemporaryDirectory() as fetched:
+    with paths.new_folder(PLATFORM, "predictions") as folder, TemporaryDirectory() as fetched:
         if model_name and model_state is None and sidecar is None:
-            model = champion_files(Registry(places.registry(), model_name), Path(fetched))
+            model = champion_files(Registry(paths.registry_address(PLATFORM), model_name), Path(fetched))
         elif not model_name and model_state is not None and sidecar is not None:
             model = Path(model_state.download()), Path(sidecar.download())
         else:
             given = "the name of a model in the registry, or model_state and sidecar of a run"
             raise UserError(f"model_name={model_name!r}: give either {given}")
-        if dataset:
-            place = places.folder_for(f"datasets/{fingerprint(dataset, data_source, test_dataset)}")
-            prepared = fetch(dataset, data_source, place, test_dataset=test_dataset, progress=settings.progress)
+        prepared = fetch_data_set(PLATFORM, dataset, data_source, test_dataset) if dataset else None
         table = predict(
             *model,
             images=Path(images.download()) if images is not None else None,
             dataset=prepared,
             output=folder / "predictions.csv",
             bad_samples=bad_samples,
-            settings=settings,
+            settings=from_environment(),
         )
     shown = table.with_suffix(".html")
     Deck("First predictions", shown.read_text(encoding="ascii"))
-    places.tell("predictions made in", {table: "one row for each image", shown: "the first ones, to open in a browser"})
-    return Predictions(table=places.file(FlyteFile, table))
+    files = {table: "one row for each image", shown: "the first ones, to open in a browser"}
+    paths.print_files(PLATFORM, "predictions made in", files)
+    return Predictions(table=output_file(FlyteFile, table))

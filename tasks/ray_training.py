@@ -4,55 +4,37 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from flytekit import PodTemplate, Resources, task
+from flytekit import PodTemplate, task
 from flytekit.types.directory import FlyteDirectory
 from flytekitplugins.ray import HeadNodeConfig, RayJobConfig, WorkerNodeConfig
 
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.pods.profiles import Size, chosen_profile, node_range
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.settings import Settings
-from tasks import places, pods, recovery
-from tasks.training import TrainingOutputs, outputs, trained
+from tasks import pods
+from tasks.flyte import PLATFORM, report_refused_inputs
+from tasks.training import TrainingOutputs, train_in_run_folder, training_outputs
 
 GPU_LABEL = "k8s.amazonaws.com/accelerator"  # Flyte's own default for plugins.k8s.gpu-device-node-label
 SMALLEST_STORE = "80000000"  # bytes; ranks do not use Ray's objects, and those would not fit into /dev/shm
-HEAD = Resources(cpu="1", mem="3Gi", ephemeral_storage="10Gi")
-SUBMITTER = Resources(cpu="500m", mem="256Mi", ephemeral_storage="1Gi")
+HEAD = Size(cpu="1", memory="3Gi", ephemeral_storage="10Gi")
+SUBMITTER = Size(cpu="500m", memory="256Mi", ephemeral_storage="1Gi")
 
 
-def cluster() -> RayJobConfig:
-    """A head, which launches and takes no ranks, and nodes of the profile's size: of a range as many as there may be.
+def node_template() -> PodTemplate:
+    """Return what a node's pod gets besides, which the head's and the submitter's do not, without Kubernetes' client.
 
-    KubeRay starts the job when all nodes are there, so that a range would mean nothing.
+    Its label has Flyte's webhook leave the pod alone: it reads no secret.
     """
-    return RayJobConfig(
-        head_node_config=HeadNodeConfig({"num-cpus": "0"}, **pods.exactly(HEAD)),
-        worker_node_config=[
-            WorkerNodeConfig(
-                "ranks",
-                replicas=pods.nodes()[1],
-                ray_start_params={"object-store-memory": SMALLEST_STORE},
-                pod_template=of_a_node(),
-            )
-        ],
-        shutdown_after_job_finishes=True,
-    )
-
-
-def of_a_node() -> PodTemplate:
-    """What a node gets that the head and the submitter have not; as plain data, which needs no Kubernetes client.
-
-    Its label has Flyte's webhook leave it alone: it reads no secret.
-    """
-    profile = pods.PROFILES[pods.chosen_profile()]
+    _, profile = chosen_profile()
     resources = {"cpu": profile.cpu, "memory": profile.memory, "ephemeral-storage": profile.ephemeral_storage}
     spec: dict[str, Any] = {}
     if profile.gpus:
         resources["nvidia.com/gpu"] = str(profile.gpus)
     if profile.gpu_type:  # as Flyte does for pods of tasks
-        device = profile.gpu_type.to_flyte_idl().device
-        taint = {"key": GPU_LABEL, "operator": "Equal", "value": device, "effect": "NoSchedule"}
-        spec = {"nodeSelector": {GPU_LABEL: device}, "tolerations": [taint]}
+        taint = {"key": GPU_LABEL, "operator": "Equal", "value": profile.gpu_type, "effect": "NoSchedule"}
+        spec = {"nodeSelector": {GPU_LABEL: profile.gpu_type}, "tolerations": [taint]}
     spec["volumes"] = [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": profile.shared_memory}}]
     spec["containers"] = [
         {
@@ -64,21 +46,36 @@ def of_a_node() -> PodTemplate:
     return PodTemplate(spec, labels={"inject-flyte-secrets": "false"})
 
 
-@recovery.mistakes_in_inputs
-@task(task_config=cluster(), **pods.launching_pod(SUBMITTER))
+# The head launches and takes no ranks. KubeRay starts the job when all nodes are there, so a range would mean nothing.
+CLUSTER = RayJobConfig(
+    head_node_config=HeadNodeConfig({"num-cpus": "0"}, **pods.requests_and_limits(HEAD)),
+    worker_node_config=[
+        WorkerNodeConfig(
+            "ranks",
+            replicas=node_range()[1],
+            ray_start_params={"object-store-memory": SMALLEST_STORE},
+            pod_template=node_template(),
+        )
+    ],
+    shutdown_after_job_finishes=True,
+)
+
+
+@report_refused_inputs
+@task(task_config=CLUSTER, **pods.launching_pod(SUBMITTER))
 def train_on_ray(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -> TrainingOutputs:
     """Train a model with distributed data parallelism on a Ray cluster, a GPU for each rank, or CPUs.
 
     Returns what train_model returns.
     """
-    return outputs(trained(hp, data, run_version, on_ray))
+    return training_outputs(train_in_run_folder(hp, data, run_version, launch_on_ray))
 
 
-def on_ray(hp: Hyperparameters, data: Path, run_folder: Path, settings: Settings) -> Result:
-    """Trains on the cluster that Ray is connected to, which Flyte's plugin sees to."""
+def launch_on_ray(hp: Hyperparameters, data: Path, run_folder: Path, settings: Settings) -> Result:
+    """Train on the cluster that Ray is connected to, which Flyte's plugin sees to."""
     from flyte_ddp.launch import ray
 
-    nodes = 0 if places.is_local() else pods.nodes()[1]
+    nodes = 0 if PLATFORM.is_local() else node_range()[1]
     with ray.connected():
         launch = partial(ray.launch, max_retries=pods.ENGINE_RETRIES)
         hardware = ray.hardware(hp, nodes, settings.timeout)

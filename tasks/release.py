@@ -9,23 +9,18 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
 from flyte_ddp import hardware
-from flyte_ddp.datasets import fetch, fingerprint
+from flyte_ddp.pods import paths, wandb
+from flyte_ddp.pods.platforms import launcher_name
+from flyte_ddp.pods.preparation import fetch_data_set
+from flyte_ddp.release import promotion
 from flyte_ddp.release.policy import Policy
-from flyte_ddp.release.promotion import (
-    PROFILE,
-    carry_out,
-    champion_files,
-    promote,
-    roll_back,
-    store,
-    stored_files,
-)
 from flyte_ddp.release.registry import Entry, Registry
 from flyte_ddp.release.verdict import Verdict
 from flyte_ddp.release.wandb_mirror import mirror_champion
-from flyte_ddp.settings import from_environment
+from flyte_ddp.settings import Settings, from_environment
 from flyte_ddp.validation.profile import DataProfile
-from tasks import places, pods, recovery, tracking
+from tasks import pods
+from tasks.flyte import PLATFORM, output_folder, report_refused_inputs, translate_errors_for_flyte
 from tasks.pickled_file import PythonPickledFile
 
 
@@ -45,9 +40,9 @@ class Released(NamedTuple):
     outcome: str
 
 
-@recovery.mistakes_in_inputs
-@task(**pods.with_registry(pods.prediction_pod()))
-@recovery.guarded()
+@report_refused_inputs
+@task(**pods.prediction_pod())
+@translate_errors_for_flyte()
 def judge_model(
     model_state: PythonPickledFile,
     sidecar: FlyteFile,
@@ -57,108 +52,121 @@ def judge_model(
     policy: Policy,
 ) -> Judged:
     """Compare a model with the champion on the test split of a data set, by the checks of a policy."""
-    registry = Registry(places.registry(), model_name)
-    files = Path(model_state.download()), Path(sidecar.download())
-    with places.new_folder("verdicts") as folder:
-        found = judged(*files, Path(data.download()), registry, policy, folder, counts=True)
-        (folder / PROFILE).write_text(profile.to_json(indent=1), encoding="utf-8")
-        return found
+    model = Path(model_state.download()), Path(sidecar.download())
+    with paths.new_folder(PLATFORM, "verdicts") as folder:
+        judged = judge_in_folder(model, Path(data.download()), open_registry(model_name), policy, folder, counts=True)
+        (folder / promotion.PROFILE).write_text(profile.to_json(indent=1), encoding="utf-8")
+        return judged
 
 
-@recovery.mistakes_in_inputs
-@task(**pods.with_registry(pods.prediction_pod()))
-@recovery.guarded()
+@report_refused_inputs
+@task(**pods.prediction_pod())
+@translate_errors_for_flyte()
 def evaluate_version(
     model_name: str, version: str, dataset: str, data_source: str, test_dataset: str, policy: Policy
 ) -> Judged:
     """Compare a version with the champion on the test split of any data set, which decides nothing."""
-    registry = Registry(places.registry(), model_name)
-    with TemporaryDirectory() as folder:
-        files = stored_files(registry, version, Path(folder)) if version else champion_files(registry, Path(folder))
-        place = places.folder_for(f"datasets/{fingerprint(dataset, data_source, test_dataset)}")
-        progress = from_environment().progress
-        data = fetch(dataset, data_source, place, test_dataset=test_dataset, progress=progress)
-        with places.new_folder("verdicts") as made:
-            return judged(*files, data, registry, policy, made, counts=False)
+    registry = open_registry(model_name)
+    with TemporaryDirectory() as temporary:
+        fetched = Path(temporary)
+        if version:
+            model = promotion.stored_files(registry, version, fetched)
+        else:
+            model = promotion.champion_files(registry, fetched)
+        data = fetch_data_set(PLATFORM, dataset, data_source, test_dataset)
+        with paths.new_folder(PLATFORM, "verdicts") as folder:
+            return judge_in_folder(model, data, registry, policy, folder, counts=False)
 
 
-def judged(
-    model: Path, sidecar: Path, data: Path, registry: Registry, policy: Policy, folder: Path, *, counts: bool
+@task(**pods.promoting_pod())
+@translate_errors_for_flyte()
+def promote_challenger(
+    model_state: PythonPickledFile, sidecar: FlyteFile, verdict: Verdict, files: FlyteDirectory, model_name: str
+) -> Released:
+    """Store a version, and make it the champion."""
+    return carry_out_verdict(model_state, sidecar, verdict, files, open_registry(model_name))
+
+
+@task(**pods.storing_pod())
+@translate_errors_for_flyte()
+def keep_champion(
+    model_state: PythonPickledFile, sidecar: FlyteFile, verdict: Verdict, files: FlyteDirectory, model_name: str
+) -> Released:
+    """Store a version, and leave the champion as it is."""
+    return carry_out_verdict(model_state, sidecar, verdict, files, open_registry(model_name))
+
+
+@task(**pods.promoting_pod())
+@translate_errors_for_flyte()
+def promote_version(model_name: str, version: str, reason: str) -> Released:
+    """Make a stored version the champion, as the person who launched this says."""
+    registry = open_registry(model_name)
+    return announce_champion(registry, promotion.promote(registry, version, reason, **author()))
+
+
+@task(**pods.promoting_pod())
+@translate_errors_for_flyte()
+def roll_back_champion(model_name: str, reason: str) -> Released:
+    """Make the champion before the present one the champion again."""
+    registry = open_registry(model_name)
+    return announce_champion(registry, promotion.roll_back(registry, reason, **author()))
+
+
+def open_registry(model_name: str) -> Registry:
+    """Return the registry of the models of that name."""
+    return Registry(paths.registry_address(PLATFORM), model_name)
+
+
+def author() -> dict[str, Any]:
+    """Return who makes a champion, and whether that one makes it only once, as an execution does."""
+    return {"by": launcher_name(PLATFORM), "once": not PLATFORM.is_local()}
+
+
+def judge_in_folder(
+    model: tuple[Path, Path], data: Path, registry: Registry, policy: Policy, folder: Path, *, counts: bool
 ) -> Judged:
-    """The verdict on a model, with its page and exports in a folder."""
+    """Return the verdict on a model, with its page, and its exports if the verdict counts, in a folder."""
     from flyte_ddp.release.judge import judge
     from flyte_ddp.release.page import write_page
 
     hardware.check_expected_gpus(hardware.visible_gpus())
     settings, exports = from_environment(), folder if counts else None
-    judgement = judge(model, sidecar, data, registry, policy, settings=settings, counts=counts, exports=exports)
+    judgement = judge(*model, data, registry, policy, settings=settings, counts=counts, exports=exports)
     page = write_page(judgement, registry.name, folder / "verdict.html")
     Deck("Verdict", page.read_text(encoding="ascii"))
-    places.tell(f"{judgement.verdict.told()}; made in", {page: "all checks, to open in a browser"})
-    return Judged(judgement.verdict.promotes, judgement.verdict, places.directory(folder))
+    headline = f"{judgement.verdict.told()}; made in"
+    paths.print_files(PLATFORM, headline, {page: "all checks, to open in a browser"})
+    return Judged(judgement.verdict.promotes, judgement.verdict, output_folder(folder))
 
 
-@task(**pods.promoting_pod())
-@recovery.guarded()
-def promote_challenger(
-    model_state: PythonPickledFile, sidecar: FlyteFile, verdict: Verdict, files: FlyteDirectory, model_name: str
-) -> Released:
-    """Store a version, and make it the champion."""
-    return carried_out(model_state, sidecar, verdict, files, Registry(places.registry(), model_name))
-
-
-@task(**pods.storing_pod())
-@recovery.guarded()
-def keep_champion(
-    model_state: PythonPickledFile, sidecar: FlyteFile, verdict: Verdict, files: FlyteDirectory, model_name: str
-) -> Released:
-    """Store a version, and leave the champion as it is."""
-    return carried_out(model_state, sidecar, verdict, files, Registry(places.registry(), model_name))
-
-
-def carried_out(
+def carry_out_verdict(
     model_state: PythonPickledFile, sidecar: FlyteFile, verdict: Verdict, files: FlyteDirectory, registry: Registry
 ) -> Released:
-    """What a verdict says, done."""
+    """Store a version, promote it if the verdict says so, tell wandb of that, and return what came of it."""
     model = Path(model_state.download()), Path(sidecar.download())
     beside = {path.name: path for path in sorted(Path(files.download()).iterdir())}
-    version = store(registry, *model, verdict, beside, by=places.who())
-    outcome = carry_out(registry, version, verdict, by=places.who())
+    by = launcher_name(PLATFORM)
+    version = promotion.store(registry, *model, verdict, beside, by=by)
+    outcome = promotion.carry_out(registry, version, verdict, by=by)
     if verdict.promotes:
-        mirror_champion(registry, version.name, tracking.settings(f"{registry.name}-champion"))
-    return shown(Released(*outcome))
+        mirror_champion(registry, version.name, wandb_settings(registry))
+    return print_released(Released(*outcome))
 
 
-def decided(registry: Registry, entry: Entry) -> Released:
-    """The new champion."""
-    mirror_champion(registry, entry.version, tracking.settings(f"{registry.name}-champion"))
+def announce_champion(registry: Registry, entry: Entry) -> Released:
+    """Tell wandb of a new champion, and return it."""
+    mirror_champion(registry, entry.version, wandb_settings(registry))
     now = registry.champion() or entry  # somebody may have been here since an earlier try of this task
-    return shown(Released(entry.version, now.version, f"champion {entry.number}: {entry.reason}"))
+    return print_released(Released(entry.version, now.version, f"champion {entry.number}: {entry.reason}"))
 
 
-def shown(released: Released) -> Released:
-    """The same, which a local run also prints."""
-    if places.is_local():
+def wandb_settings(registry: Registry) -> Settings:
+    """Return the settings for the wandb run of a champion."""
+    return wandb.read_settings(PLATFORM, f"{registry.name}-champion")
+
+
+def print_released(released: Released) -> Released:
+    """Print in a local run what came of a model, and return it."""
+    if PLATFORM.is_local():
         print(f"{released.outcome}; champion {released.champion[:12] or 'none'}", flush=True)
     return released
-
-
-def launched() -> dict[str, Any]:
-    """Who wants something, and whether that one wants it only once, as an execution does."""
-    return {"by": places.who(), "once": not places.is_local()}
-
-
-@task(**pods.promoting_pod())
-@recovery.guarded()
-def promote_version(model_name: str, version: str, reason: str) -> Released:
-    """Make a stored version the champion, as the person who launched this says."""
-    registry = Registry(places.registry(), model_name)
-    return decided(registry, promote(registry, version, reason, **launched()))
-
-
-@task(**pods.promoting_pod())
-@recovery.guarded()
-def roll_back_champion(model_name: str, reason: str) -> Released:
-    """Make the champion before the present one the champion again."""
-    registry = Registry(places.registry(), model_name)
-    return decided(registry, roll_back(registry, reason, **launched()))

@@ -20,7 +20,6 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError, unknown_name
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.registry import check_model_name
-from tasks.command_line import why_no_text
 from tasks.engines import NEEDED
 
 ROOT = Path(__file__).parents[1]
@@ -71,7 +70,7 @@ def read_schedules(file: Path = FILE) -> list[Schedule]:
         entries = yaml.safe_load(file.read_text(encoding="utf-8")) or []
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UserError(
-            f"{label}: {why_no_text(error)}; restore it, or leave it empty to have no launch plans"
+            f"{label}: {unreadable_reason(error)}; restore it, or leave it empty to have no launch plans"
         ) from None
     if not isinstance(entries, list):
         raise UserError(f"{label}: must be a list of entries such as {EXAMPLE}, got {shown(entries)}")
@@ -166,6 +165,18 @@ def has_falling_range(cron: str) -> bool:
     return any(int(place.get(first, first)) > int(place.get(last, last)) for first, last in ranges)
 
 
+def unreadable_reason(error: Exception) -> str:
+    """Return in a few words why a file of JSON or YAML cannot be read."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    if isinstance(error, UnicodeDecodeError):
+        return f"is not text in UTF-8 (byte {error.start:,})"
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        where = f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"
+        return f"is not valid YAML: {error.problem}, {where}"
+    return f"is not valid {'YAML' if isinstance(error, yaml.YAMLError) else 'JSON'}: {error}"
+
+
 def fields_of(kind: type[Fields], key: str, entry: Mapping[str, Any]) -> Fields:
     """Return hyperparameters or a policy of an entry, where what is left out has its default.
 
@@ -191,4 +202,4 @@ def read_preset(key: str, path: str) -> object:
     try:
         return yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"{key}={path!r}: {why_no_text(error)}; {must}") from None
+        raise UserError(f"{key}={path!r}: {unreadable_reason(error)}; {must}") from None

@@ -11,13 +11,15 @@ from flytekit.types.directory import FlyteDirectory
 
 from flyte_ddp.errors import UserError, unknown_name
 from flyte_ddp.formatting import counted
+from flyte_ddp.pods import paths
 from flyte_ddp.settings import from_environment
 from flyte_ddp.shards.plan_request import PlanRequest
-from tasks import places, pods, recovery
+from tasks import pods
+from tasks.flyte import PLATFORM, output_folder, translate_errors_for_flyte
 
 
 @task(**pods.data_pod())
-@recovery.guarded()
+@translate_errors_for_flyte()
 def pack_shards(
     source: str,
     split: str = "train",
@@ -34,7 +36,7 @@ def pack_shards(
 
     if order not in ("mixed", "own"):
         raise unknown_name("order", order, ("mixed", "own"))
-    with places.new_folder("shards") as folder:
+    with paths.new_folder(PLATFORM, "shards") as folder:
         pack_source(
             source,
             folder,
@@ -44,37 +46,39 @@ def pack_shards(
             seed=seed if order == "mixed" else None,
             progress=from_environment().progress,
         )
-    places.tell("packed into", {folder / f"{name}.json": f"the index, a data set: shards:{folder / name}.json"})
-    return places.directory(folder)
+    paths.print_files(
+        PLATFORM, "packed into", {folder / f"{name}.json": f"the index, a data set: shards:{folder / name}.json"}
+    )
+    return output_folder(folder)
 
 
 @task(**pods.data_pod())
-@recovery.guarded()
+@translate_errors_for_flyte()
 def index_shards(urls: List[str], name: str = "train", classes: Optional[List[str]] = None) -> FlyteDirectory:
     """Read shards and make their index; {000..127} in an address stands for a range of numbers."""
     from flyte_ddp.shards.scanning import create_index
 
     progress = from_environment().progress
-    with places.new_folder("index") as folder:
+    with paths.new_folder(PLATFORM, "index") as folder:
         create_index(urls, folder / f"{name}.json", name=name, classes=classes or [], progress=progress)
-    places.tell("indexed in", {folder / f"{name}.json": "the index"})
-    return places.directory(folder)
+    paths.print_files(PLATFORM, "indexed in", {folder / f"{name}.json": "the index"})
+    return output_folder(folder)
 
 
 @task(**pods.light_pod())
-@recovery.guarded()
+@translate_errors_for_flyte()
 def join_shards(indexes: List[str], weights: Optional[List[float]] = None, name: str = "train") -> FlyteDirectory:
     """Make one index that refers to several: an epoch goes through each so many times as its weight says."""
     from flyte_ddp.shards.joining import join_indexes
 
-    with places.new_folder("index") as folder:
+    with paths.new_folder(PLATFORM, "index") as folder:
         join_indexes(indexes, folder / f"{name}.json", weights=weights or [], name=name)
-    places.tell("joined in", {folder / f"{name}.json": "the index"})
-    return places.directory(folder)
+    paths.print_files(PLATFORM, "joined in", {folder / f"{name}.json": "the index"})
+    return output_folder(folder)
 
 
 @task(**pods.data_pod())
-@recovery.guarded()
+@translate_errors_for_flyte()
 def verify_shards(index: str, decode: bool = False) -> str:
     """Read all shards of an index and fail if anything is not as it says."""
     from flyte_ddp.shards.scanning import verify_index
@@ -91,7 +95,7 @@ class PackedShards(NamedTuple):
 
 
 @task(**pods.data_pod(), **pods.WITH_DECK)
-@recovery.guarded()
+@translate_errors_for_flyte()
 def verify_packed(packed: FlyteDirectory, name: str = "train") -> PackedShards:
     """Check shards where they were put, and hand them on with the name of the data set that they are."""
     from flyte_ddp.report import previews
@@ -99,7 +103,7 @@ def verify_packed(packed: FlyteDirectory, name: str = "train") -> PackedShards:
 
     index = f"{str(packed.remote_source or packed.path).rstrip('/')}/{name}.json"
     refuse_problems(index, verify_index(index, decode=True, progress=from_environment().progress))
-    if not places.is_local():
+    if not PLATFORM.is_local():
         Deck("Shards", previews.of_shards(index))
     return PackedShards(shards=packed, dataset=f"shards:{index}")
 
@@ -111,7 +115,7 @@ def refuse_problems(index: str, problems: list[str]) -> None:
 
 
 @task(**pods.light_pod())
-@recovery.guarded()
+@translate_errors_for_flyte()
 def show_shards(index: str) -> str:
     """Say what an index holds; no shard is opened."""
     from flyte_ddp.shards.index import read_index
@@ -120,21 +124,21 @@ def show_shards(index: str) -> str:
 
 
 @task(**pods.light_pod())
-@recovery.guarded()
+@translate_errors_for_flyte()
 def sample_shards(index: str, number: int) -> FlyteDirectory:
     """Get one sample of an index: its members as files."""
     from flyte_ddp.shards.inspection import read_sample, write_members
 
     sample = read_sample(index, number)
     members = {name: value for name, value in sample.items() if isinstance(value, bytes)}
-    with places.new_folder("sample") as folder:
+    with paths.new_folder(PLATFORM, "sample") as folder:
         write_members(sample["__key__"], members, folder)
-    places.tell(f"sample {sample['__key__']} in", {folder: ", ".join(members)})
-    return places.directory(folder)
+    paths.print_files(PLATFORM, f"sample {sample['__key__']} in", {folder: ", ".join(members)})
+    return output_folder(folder)
 
 
 @task(**pods.light_pod())
-@recovery.guarded()
+@translate_errors_for_flyte()
 def plan_shards(request: PlanRequest) -> str:
     """Say how many batches each rank gets, what nodes read and cache, and whether DDP would hang."""
     from flyte_ddp.shards.planning import describe_plan

@@ -10,13 +10,14 @@ from flytekit.types.file import FlyteFile
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import from_here
+from flyte_ddp.pods import paths, wandb
+from flyte_ddp.pods.live_page import show_while_training
 from flyte_ddp.run import Result, read_result, run_training
 from flyte_ddp.runs.run_folder import is_finished
 from flyte_ddp.settings import Settings
-from tasks import places, pods, recovery
-from tasks.live_deck import live_deck
+from tasks import pods
+from tasks.flyte import PLATFORM, output_file, report_refused_inputs, sync_checkpoints, translate_errors_for_flyte
 from tasks.pickled_file import PythonPickledFile
-from tasks.tracking import settings, unsent_kept
 
 
 class TrainingOutputs(NamedTuple):
@@ -32,7 +33,7 @@ class TrainingOutputs(NamedTuple):
 Train = Callable[[Hyperparameters, Path, Path, Settings], Result]  # of data, into a run folder
 
 
-@recovery.mistakes_in_inputs
+@report_refused_inputs
 @task(**pods.training_pod())
 def train_model(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -> TrainingOutputs:
     """Train a model with distributed data parallelism on all GPUs of one pod.
@@ -40,49 +41,61 @@ def train_model(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -> 
     Returns the test accuracy after each epoch, the weights (a bare state_dict), a JSON sidecar that makes them usable,
     an HTML report, and all metrics as JSON lines.
     """
-    return outputs(trained(hp, data, run_version, run_training))
+    return training_outputs(train_in_run_folder(hp, data, run_version, run_training))
 
 
-def trained(hp: Hyperparameters, data: FlyteDirectory, run_version: str, train: Train) -> Result:
-    """What all training tasks do, whatever starts the ranks."""
-    with recovery.guarded():
-        folder = places.folder_for(run_version)
-        result = finished_before(run_version)
+def train_in_run_folder(hp: Hyperparameters, data: FlyteDirectory, run_version: str, train: Train) -> Result:
+    """Download the data and train in the run's folder, unless its result is there, and return the result.
+
+    In a pod, begins with the run's newest checkpoint, uploads new ones, and keeps the console's page up to date.
+
+    Args:
+        hp: Hyperparameters.
+        data: Folder of the prepared data set.
+        run_version: Name of the run, with its token.
+        train: Launches the ranks and returns the result.
+    """
+    with translate_errors_for_flyte():
+        result = read_finished_run(run_version)
         if result is None:
-            with live_deck(folder), unsent_kept(folder), recovery.checkpoints_kept(folder) as ranks_start:
+            folder = paths.folder_for(PLATFORM, run_version)
+            with (
+                show_while_training(PLATFORM, folder),
+                wandb.keep_unsent(PLATFORM, folder),
+                sync_checkpoints(folder) as note_start,
+            ):
                 prepared = Path(data.download())
-                ranks_start()
-                result = train(hp, prepared, folder, settings(folder.name))
+                note_start()
+                result = train(hp, prepared, folder, wandb.read_settings(PLATFORM, folder.name))
     return result
 
 
-def finished_before(run_version: str) -> Result | None:
-    """Locally, the result of this run if it is finished, but unknown to Flyte's cache.
+def read_finished_run(run_version: str) -> Result | None:
+    """Return the result of a finished local run, unless it is to be trained again; None in a pod.
 
-    Its launching process was killed at the very end, say, or another launcher has trained it.
+    Flyte's cache may not know it: its launching process was killed at the very end, or another launcher has trained it.
     """
-    folder = places.folder_for(run_version)
-    if not places.is_local() or places.asked_to_retrain() or not is_finished(folder):
+    folder = paths.folder_for(PLATFORM, run_version)
+    if not PLATFORM.is_local() or PLATFORM.is_retraining_requested() or not is_finished(folder):
         return None
     print(f"{from_here(folder)}: is finished already; --overwrite-cache trains it again", flush=True)
     return read_result(folder)
 
 
-def outputs(result: Result) -> TrainingOutputs:
-    """What training tasks return; a local run prints where it is."""
-    places.tell(
-        f"test accuracy {result.test_accuracy:.2%}; made in",
-        {
-            result.model: "the weights, a bare state_dict",
-            result.sidecar: "what makes them usable: classes, normalisation, metrics",
-            result.report: "the report, to open in a browser",
-            result.metrics: "all metrics, one JSON object a line",
-        },
-    )
+def training_outputs(result: Result) -> TrainingOutputs:
+    """Return a result as a training task's outputs; in a local run, print where its files are."""
+    headline = f"test accuracy {result.test_accuracy:.2%}; made in"
+    files = {
+        result.model: "the weights, a bare state_dict",
+        result.sidecar: "what makes them usable: classes, normalisation, metrics",
+        result.report: "the report, to open in a browser",
+        result.metrics: "all metrics, one JSON object a line",
+    }
+    paths.print_files(PLATFORM, headline, files)
     return TrainingOutputs(
         epoch_accuracies=result.epoch_accuracies,
-        model_state=places.file(PythonPickledFile, result.model),
-        sidecar=places.file(FlyteFile, result.sidecar),
-        report=places.file(FlyteFile, result.report),
-        metrics=places.file(FlyteFile, result.metrics),
+        model_state=output_file(PythonPickledFile, result.model),
+        sidecar=output_file(FlyteFile, result.sidecar),
+        report=output_file(FlyteFile, result.report),
+        metrics=output_file(FlyteFile, result.metrics),
     )

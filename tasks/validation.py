@@ -10,15 +10,17 @@ from flyte_ddp.catalog import encoded_kind
 from flyte_ddp.code_digest import package_digest
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UnreachableError, UserError
-from flyte_ddp.formatting import counted
+from flyte_ddp.pods.paths import registry_address
 from flyte_ddp.progress import Progress
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.promotion import champion_profile
 from flyte_ddp.release.registry import Registry
 from flyte_ddp.release.slices import read_slices
 from flyte_ddp.settings import from_environment
+from flyte_ddp.validation.page import render_profile
 from flyte_ddp.validation.profile import DataProfile
-from tasks import places, pods, recovery
+from tasks import pods
+from tasks.flyte import PLATFORM, report_refused_inputs, translate_errors_for_flyte
 
 HELD_OUT = (
     "test_dataset is not set: the tenth that is held out for testing is another one when the data grow, and the "
@@ -34,7 +36,7 @@ class Validated(NamedTuple):
 
 
 @task(**pods.data_pod(), cache=pods.by_content(ignored_inputs=("data",), code=package_digest()))
-@recovery.guarded()
+@translate_errors_for_flyte()
 def profile_dataset(data: FlyteDirectory, data_version: str) -> DataProfile:
     """Look at all samples of a data set, once for each version of its content."""
     from flyte_ddp.validation.profiling import profile
@@ -43,9 +45,9 @@ def profile_dataset(data: FlyteDirectory, data_version: str) -> DataProfile:
     return profile(Path(data.download()), from_environment())
 
 
-@recovery.mistakes_in_inputs
-@task(**pods.with_registry(pods.light_pod()), **pods.WITH_DECK)
-@recovery.guarded()
+@report_refused_inputs
+@task(**pods.checking_pod())
+@translate_errors_for_flyte()
 def validate_dataset(
     data: FlyteDirectory, profile: DataProfile, hp: Hyperparameters, model_name: str, policy: Policy
 ) -> Validated:
@@ -53,7 +55,7 @@ def validate_dataset(
     from flyte_ddp.validation.validate import check, differences
 
     check(profile, hp, max_duplicates=policy.max_duplicates, max_conflicts=policy.max_conflicts)
-    registry = Registry(places.registry(), model_name)
+    registry = Registry(registry_address(PLATFORM), model_name)
     registry.check_store()  # not hours later, when there is a champion to be written
     history = registry.history()  # likewise if it has a gap
     champion = history[-1] if history else None
@@ -69,21 +71,5 @@ def validate_dataset(
         warnings.append(f"the champion's data are not known: {error}")
     for warning in warnings:
         Progress(from_environment().progress).note(f"warning: {warning}")
-    Deck("Data set", page(profile, hp, warnings))
+    Deck("Data set", render_profile(profile, hp.dataset, warnings))
     return Validated(data, warnings)
-
-
-def page(found: DataProfile, hp: Hyperparameters, warnings: List[str]) -> str:
-    """What the data set is like, for the console."""
-    from flyte_ddp.report.page import rendered
-
-    facts = [("Warning", warning) for warning in warnings]
-    for name, split in {"Training": found.training, "Test": found.test}.items():
-        numbers = sorted(split.labels.values())
-        classes = f"{len(numbers):,} classes of {numbers[0]:,} to {numbers[-1]:,}"
-        modes = ", ".join(f"{mode} {number:,}" for mode, number in split.modes.items())
-        unusable = f"; {split.undecodable:,} cannot be decoded" if split.undecodable else ""
-        facts.append((name, f"{counted(split.samples, 'sample')} in {classes}; {modes}{unusable}"))
-    facts.append(("Test samples that are training samples, too", f"{found.duplicates:,}"))
-    facts.append(("Samples with equal pixels and different labels", f"{found.conflicts:,}"))
-    return rendered("preview.html", title=hp.dataset, heading="What the data set is like", facts=facts)

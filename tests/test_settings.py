@@ -10,6 +10,7 @@ from cli import ROOT
 
 from flyte_ddp import settings
 from flyte_ddp.errors import UserError
+from flyte_ddp.pods import environment
 from tasks import pods
 
 ROW = re.compile(r"^\| ((?:`[A-Z_]+`(?:, )?)+) \|.*\| (yes|no)\b[^|]*\|$", re.MULTILINE)
@@ -36,22 +37,24 @@ def test_every_setting_is_documented() -> None:
 def test_pods_are_given_what_the_document_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     value = VALUES.get(name, "some value")
     monkeypatch.setenv(name, value)
-    given = [pods.training_pod(), pods.with_registry(pods.prediction_pod()), pods.promoting_pod(), pods.light_pod()]
+    given = [pods.training_pod(), pods.prediction_pod(), pods.promoting_pod(), pods.light_pod()]
     carried = [options["environment"].get(name) == value for options in given]
     assert any(carried) is DOCUMENTED[name]
-    assert carried[0] or name == pods.REGISTRY_VARIABLE or not DOCUMENTED[name], "training pods have all settings"
+    assert carried[0] or name == environment.REGISTRY_VARIABLE or not DOCUMENTED[name], (
+        "training pods have all settings"
+    )
     assert not any(value in options["environment"].values() for options in given) or DOCUMENTED[name]
 
 
 def test_a_folder_of_this_machine_is_no_setting_for_a_pod(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLYTE_DDP_RESULTS", "/a/folder")
-    assert "FLYTE_DDP_RESULTS" not in pods.training_environment()
+    assert "FLYTE_DDP_RESULTS" not in environment.training_environment()
 
 
 def test_a_pods_specification_has_no_password(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_BASE_URL", "https://me:hidden@wandb.example.com")
     with pytest.raises(UserError, match=r"^WANDB_BASE_URL='https://\*\*\*@wandb.example.com': has a user name or a"):
-        pods.training_environment()
+        environment.training_environment()
 
 
 @pytest.mark.parametrize(

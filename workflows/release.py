@@ -8,9 +8,10 @@ from datetime import datetime
 from flytekit import conditional, workflow
 
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.pods.environment import REGISTRY_VARIABLE
+from flyte_ddp.pods.preparation import NO_SCHEDULE
 from flyte_ddp.release.policy import Policy
-from tasks.pods import REGISTRY_VARIABLE
-from tasks.preparation import NO_SCHEDULE, check_inputs
+from tasks.preparation import check_inputs
 from tasks.release import (
     Judged,
     Released,

@@ -13,8 +13,8 @@ from flytekit.models.core.execution import WorkflowExecutionPhase
 
 from flyte_ddp.checked_fields import CheckedFields
 from flyte_ddp.errors import UserError
-from tasks.form import prefilled
-from tasks.pods import NOTIFY_VARIABLE
+from flyte_ddp.pods.environment import NOTIFY_VARIABLE
+from tasks.input_form import prefill
 from tasks.schedules import Schedule, read_schedules
 
 KICKOFF_TIME = "kickoff_time"
@@ -64,7 +64,7 @@ def launch_plan(schedule: Schedule, workflow: PythonFunctionWorkflow) -> LaunchP
     )
     parameters = plan.parameters.parameters
     parameters |= {
-        name: prefilled(parameters[name], value) for name, value in given.items() if isinstance(value, CheckedFields)
+        name: prefill(parameters[name], value) for name, value in given.items() if isinstance(value, CheckedFields)
     }
     return plan
 

@@ -8,7 +8,8 @@ from datetime import datetime
 from flytekit import workflow
 
 from flyte_ddp.config import Hyperparameters
-from tasks.preparation import NO_SCHEDULE, check_inputs
+from flyte_ddp.pods.preparation import NO_SCHEDULE
+from tasks.preparation import check_inputs
 from tasks.training import TrainingOutputs, train_model
 from workflows.schedules import launch_plans_of
 

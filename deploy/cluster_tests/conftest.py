@@ -24,7 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """What ``make cluster-test`` passes on."""
     parser.addoption("--flyte-config", required=True, help="which cluster: deploy/sandbox.yaml or your own")
     parser.addoption("--image", required=True, help="what pods run in, built from Dockerfile, with its tag")
-    parser.addoption("--profile", default="sandbox", help="a name in tasks/pods.py")
+    parser.addoption("--profile", default="sandbox", help="a name in flyte_ddp/pods/profiles.py")
     parser.addoption("--project", default="flytesnacks")
     parser.addoption("--domain", default="staging")
 

@@ -19,10 +19,10 @@ from flytekit.models.concurrency import ConcurrencyLimitBehavior, ConcurrencyPol
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
+from flyte_ddp.pods.profiles import PROFILES
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
-from tasks.pods import PROFILES
 
 SHORT: dict[str, Any] = {"epochs": 3, "num_ranks": 2}
 LONG: dict[str, Any] = {"epochs": 3000, "num_ranks": 2, "eval_interval": 500}

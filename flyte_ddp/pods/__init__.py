@@ -1,1 +1,1 @@
-"""What runs in the pods of a cluster, whatever platform starts them."""
+"""What runs in the pods of a cluster, whatever starts them: sizes, variables, folders, retries, checkpoints."""

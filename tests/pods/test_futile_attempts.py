@@ -10,11 +10,11 @@ import pytest
 from kept_checkpoints import begun, names, write
 
 from flyte_ddp.errors import OutOfMemoryError, RankError, RankLostError, StoppedError, UnreachableError, UserError
+from flyte_ddp.pods import retries
 from flyte_ddp.pods.checkpoint_store import TRAINED, CheckpointStore
 from flyte_ddp.runs.checkpoint import FOLDER, SLOTS, newest_of
 from flyte_ddp.runs.run_folder import METRICS
 from flyte_ddp.settings import Settings
-from tasks import recovery
 
 
 def test_attempts_whose_ranks_fail_at_one_step_are_the_last(store: CheckpointStore, tmp_path: Path) -> None:
@@ -35,7 +35,7 @@ def test_memory_is_named_where_the_kernel_has_counted(
     store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLYTE_DDP_PROFILE", "sandbox")
-    store = replace(store, more_memory=recovery.more_memory())
+    store = replace(store, more_memory=retries.more_memory())
     for attempt in (0, 1):
         own = replace(store, attempt=attempt)
         begun(own, tmp_path / str(attempt))
@@ -47,7 +47,7 @@ def test_memory_is_named_where_the_kernel_has_counted(
 LOSSES: dict[str, BaseException | None] = {
     "stopped": StoppedError("SIGTERM", step=0),
     "unreachable": UnreachableError("no answer"),
-    "stopped elsewhere": recovery.Sigterm(),
+    "stopped elsewhere": retries.Sigterm(),
 }
 
 
@@ -75,7 +75,7 @@ def test_attempts_that_were_lost_soon_count_for_less(
 ) -> None:
     """Two lost nodes are bad luck; but of a pod whose memory runs out nothing is left either."""
     monkeypatch.setenv("FLYTE_DDP_PROFILE", "sandbox")
-    store = replace(store, more_memory=recovery.more_memory())
+    store = replace(store, more_memory=retries.more_memory())
     for attempt in range(5):
         own = replace(store, attempt=attempt)
         assert begun(own, tmp_path / str(attempt)) == 0
@@ -104,11 +104,11 @@ def test_that_an_attempt_had_time_to_save_is_noted(
 ) -> None:
     """From its own first step on: the metrics of the checkpoint that it goes on from say that training began before."""
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
-    monkeypatch.setattr(recovery, "time", clock)
+    monkeypatch.setattr(retries, "time", clock)
     start, folder = b'{"kind": "start"}\n', tmp_path / FOLDER
     write(folder / SLOTS[0], 4, start)
     (tmp_path / METRICS).write_bytes(start)
-    sender = recovery.Sender(store, folder, Settings(timeout=600.0, checkpoint_seconds=60.0), newest_of(folder))
+    sender = retries.Sender(store, folder, Settings(timeout=600.0, checkpoint_seconds=60.0), newest_of(folder))
     noted = []
     for now in (0.0, 5000.0, 5001.0, 5661.5):
         clock.now = now

@@ -17,12 +17,13 @@ from locks import held_by_another_process, is_free
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import StoppedError, UserError
 from flyte_ddp.launch import single
+from flyte_ddp.pods.paths import reserve_run
 from flyte_ddp.run import run_training
 from flyte_ddp.runs.job import Job
 from flyte_ddp.runs.run_folder import OUTPUTS
 from flyte_ddp.runs.run_lock import hold, release, release_reserved, reserve
 from flyte_ddp.settings import Settings
-from tasks import places, recovery
+from tasks import flyte
 
 HP = Hyperparameters(num_ranks=1, max_steps=2)
 QUIET = Settings(progress="off", wandb_mode="disabled")
@@ -113,19 +114,19 @@ def finished(folder: Path) -> Path:
 def test_a_run_is_reserved_only_if_training_will_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A task that the cache answers lets go of nothing; one that fails does."""
     monkeypatch.setenv("FLYTE_DDP_RUNS", str(tmp_path))
-    monkeypatch.setattr(places, "is_local", lambda: True)
-    assert places.free_run("new") == "new"
+    monkeypatch.setattr(flyte.Flyte, "is_local", lambda _: True)
+    assert reserve_run(flyte.PLATFORM, "new") == "new"
     assert not is_free(tmp_path / "new")
-    with pytest.raises(UserError, match="no data"), recovery.guarded():
+    with pytest.raises(UserError, match="no data"), flyte.translate_errors_for_flyte():
         raise UserError("no data")
     assert is_free(tmp_path / "new")
     folder = finished(tmp_path / "old")
-    assert places.free_run("old") == "old"
+    assert reserve_run(flyte.PLATFORM, "old") == "old"
     assert is_free(folder)
     for name, value in (("FLYTE_LOCAL_CACHE_OVERWRITE", "true"), ("FLYTE_LOCAL_CACHE_ENABLED", "false")):
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
-            assert places.free_run("old") == "old"
+            assert reserve_run(flyte.PLATFORM, "old") == "old"
         assert not is_free(folder)
         release(folder)
 

@@ -11,7 +11,8 @@ import pytest
 from flytekit import Resources, task
 from flytekit.exceptions.user import FlyteRecoverableException
 
-from tasks import eviction, recovery
+from flyte_ddp.pods import eviction
+from tasks.flyte import translate_errors_for_flyte
 
 
 @task(limits=Resources(cpu="1", mem="1Gi", ephemeral_storage="1Mi"))
@@ -23,7 +24,7 @@ def stopped(folder: Path, size: int) -> str:
     """What Flyte is told of a pod that has written so many bytes when SIGTERM comes."""
     (folder / "data").mkdir()
     (folder / "data/file").write_bytes(b"x" * size)
-    with pytest.raises(FlyteRecoverableException) as told, recovery.guarded():
+    with pytest.raises(FlyteRecoverableException) as told, translate_errors_for_flyte():
         os.kill(os.getpid(), signal.SIGTERM)
     return str(told.value).removeprefix("USER:Recoverable: error=").removesuffix(", cause=")
 
@@ -44,7 +45,7 @@ def pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_more_files_than_the_limit(pod: Path, folder: str) -> None:
     assert stopped(pod / folder, 2**20 + 1) == (
         "stopped by SIGTERM; the same run will go on from its last checkpoint; its files take more than its 1Mi of "
-        "disk (ephemeral-storage), so Kubernetes evicts it: take a profile with more (tasks/pods.py)"
+        "disk (ephemeral-storage), so Kubernetes evicts it: take a profile with more (flyte_ddp/pods/profiles.py)"
     )
 
 

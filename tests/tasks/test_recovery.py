@@ -14,16 +14,18 @@ import pytest
 from flytekit import FlyteContextManager
 from flytekit.configuration import DataConfig
 from flytekit.core.data_persistence import FileAccessProvider
+from flytekit.exceptions.user import FlyteRecoverableException
 from kept_checkpoints import names, write
 from s3_server import S3Server
 
 from flyte_ddp.errors import RankError, UnreachableError, UserError
+from flyte_ddp.pods import retries
 from flyte_ddp.pods.checkpoint_store import DONE, SAVED, STARTED, CheckpointStore
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.checkpoint import FOLDER, SLOTS
 from flyte_ddp.runs.run_folder import UNFINISHED
 from flyte_ddp.storage import ForbiddenError
-from tasks import places, recovery
+from tasks import flyte
 
 
 @pytest.mark.parametrize(
@@ -37,7 +39,7 @@ from tasks import places, recovery
     ],
 )
 def test_they_are_beside_all_outputs(prefix: str, folder: str) -> None:
-    assert recovery.checkpoints_address(prefix) == folder
+    assert retries.checkpoints_address(prefix) == folder
 
 
 class TestInAPod:
@@ -47,7 +49,7 @@ class TestInAPod:
     def _in_a_pod(
         self, store: CheckpointStore, server: S3Server, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> Iterator[None]:
-        monkeypatch.setattr(places, "is_local", lambda: False)
+        monkeypatch.setattr(flyte.Flyte, "is_local", lambda _: False)
         address = f"s3://{base.parent.relative_to(server.folder)}"
         variables = {"PROJECT": "p", "DOMAIN": "d", "ID": "one"}
         for name, value in variables.items():
@@ -60,7 +62,7 @@ class TestInAPod:
 
     @staticmethod
     def attempt(folder: Path, work: Callable[[Path], object]) -> None:
-        with recovery.guarded(), recovery.checkpoints_kept(folder / "run") as ranks_start:
+        with flyte.translate_errors_for_flyte(), flyte.sync_checkpoints(folder / "run") as ranks_start:
             ranks_start()
             work(folder / "run" / UNFINISHED / FOLDER)
 
@@ -86,7 +88,7 @@ class TestInAPod:
     ) -> None:
         never = threading.Event()
         monkeypatch.setattr(CheckpointStore, "sweep", lambda *_: never.wait(60))
-        monkeypatch.setattr(recovery, "SWEEP_SECONDS", 0.1)
+        monkeypatch.setattr(retries, "SWEEP_SECONDS", 0.1)
         begin = time.monotonic()
         self.attempt(tmp_path / "0", lambda _: None)
         assert time.monotonic() - begin < 30
@@ -98,7 +100,7 @@ class TestInAPod:
             write(folder / SLOTS[1], 8)
             raise RankError("rank 1 was killed", recoverable=True)
 
-        with pytest.raises(recovery.FlyteRecoverableException, match="rank 1 was killed"):
+        with pytest.raises(FlyteRecoverableException, match="rank 1 was killed"):
             self.attempt(tmp_path / "0", fail)
         monkeypatch.setenv("FLYTE_ATTEMPT_NUMBER", "1")
         found: list[int] = []
@@ -125,7 +127,7 @@ class TestInAPod:
         for execution, from_scratch in (("one", ""), ("two", ""), ("three", "yes")):
             monkeypatch.setenv("FLYTE_INTERNAL_EXECUTION_ID", execution)
             monkeypatch.setenv("FLYTE_DDP_FROM_SCRATCH", from_scratch)
-            with pytest.raises(recovery.FlyteRecoverableException):
+            with pytest.raises(FlyteRecoverableException):
                 self.attempt(tmp_path / execution, look_and_be_lost)
         assert found == [0, 4, 0]
 
@@ -139,7 +141,7 @@ class TestInAPod:
             begin(store, path)
 
         monkeypatch.setattr(CheckpointStore, "begin", begin_and_be_stopped)
-        with pytest.raises(recovery.FlyteRecoverableException, match="will go on from its last checkpoint"):
+        with pytest.raises(FlyteRecoverableException, match="will go on from its last checkpoint"):
             self.attempt(tmp_path / "0", lambda _: None)
         assert names(base.parent / "p/d/run", STARTED) == []
 
@@ -172,7 +174,7 @@ class TestInAPod:
 
 
 def test_what_flyte_tries_again() -> None:
-    with pytest.raises(recovery.FlyteRecoverableException, match="no answer"), recovery.guarded():
+    with pytest.raises(FlyteRecoverableException, match="no answer"), flyte.translate_errors_for_flyte():
         raise UnreachableError("no answer")
-    with pytest.raises(UserError, match="wrong"), recovery.guarded():
+    with pytest.raises(UserError, match="wrong"), flyte.translate_errors_for_flyte():
         raise UserError("wrong")

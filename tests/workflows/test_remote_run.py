@@ -11,7 +11,7 @@ import yaml
 from cli import ROOT, WORKFLOWS, Ended, pyflyte
 from fake_flyte_admin import FakeFlyteAdmin, fake_flyte_admin, slow
 
-from tasks import pods
+from flyte_ddp.pods.environment import settings_digest
 
 
 def run(admin: FakeFlyteAdmin, folder: Path, *options: str, **environment: str) -> Ended:
@@ -74,7 +74,7 @@ def test_a_version_knows_each_setting(monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as patch:
             for name, value in each.items():
                 patch.setenv(name, value)
-            found.append(pods.settings_digest()["FLYTE_DDP_SETTINGS"])
+            found.append(settings_digest()["FLYTE_DDP_SETTINGS"])
     assert len({*found}) == len(settings) - 1
     assert found[-1] == found[1]
 

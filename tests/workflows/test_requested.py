@@ -19,7 +19,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("FLYTE_DDP_RUNS", str(tmp_path))
 
     def called(engine: str, profile: str, nodes: str, **hp: Any) -> object:
-        from tasks.pods import PROFILES
+        from flyte_ddp.pods.profiles import PROFILES
 
         monkeypatch.setenv("FLYTE_DDP_PROFILE", profile)
         monkeypatch.setenv("FLYTE_DDP_GPUS", str(PROFILES[profile].gpus))

@@ -1,33 +1,29 @@
 """Why Kubernetes evicts a pod: its files take more than its limit. The pod is told only to stop, a second before."""
 
 import os
-import sys
 import tempfile
 import time
 from pathlib import Path
 
-from tasks import pods
+from flyte_ddp.pods.profiles import parse_bytes
 
 LOOK_SECONDS = 0.3  # of the one that an evicted pod has
 
 
-def eviction_reason() -> str:
+def eviction_reason(limit: str) -> str:
     """Return why Kubernetes is evicting this pod, to be put after an error; "" if the pod's disk is not the reason.
 
     Looks at the files below the working directory and the temporary folder, for LOOK_SECONDS at most: if the limit has
-    not been reached by then, it returns "" too. In pods of Ray, Dask and Elastic, which are made by others, it does not
-    look.
+    not been reached by then, it returns "" too.
+
+    Args:
+        limit: The pod's limit of ephemeral storage, as a quantity. Empty if it is not known.
     """
-    module, _, name = os.environ.get("FLYTE_INTERNAL_TASK_NAME", "").rpartition(".")
-    task = getattr(sys.modules.get(module), name, None)
-    if task is None or task.task_type != "python-task":
-        return ""
-    limit = task.resources.limits.ephemeral_storage
-    if not exceeds(pods.in_bytes(limit), {Path.cwd(), Path(tempfile.gettempdir())}):
+    if not limit or not exceeds(parse_bytes(limit), {Path.cwd(), Path(tempfile.gettempdir())}):
         return ""
     return (
         f"; its files take more than its {limit} of disk (ephemeral-storage), so Kubernetes evicts it: take a profile "
-        "with more (tasks/pods.py)"
+        "with more (flyte_ddp/pods/profiles.py)"
     )
 
 

@@ -39,7 +39,7 @@ class FormTransformer(DataclassTransformer):  # type: ignore[misc]  # which flyt
         raise ValueError(f"{literal_type} is not the type {self.form.__name__}")
 
 
-def prefilled(parameter: Parameter, values: CheckedFields) -> Parameter:
+def prefill(parameter: Parameter, values: CheckedFields) -> Parameter:
     """Return a launch plan's parameter with a form that starts with these values.
 
     The console takes what the form starts with from the type, not from the parameter's default, and sends all that the

@@ -1,0 +1,25 @@
+"""The page that shows what a data set is like."""
+
+from flyte_ddp.formatting import counted
+from flyte_ddp.report.page import rendered
+from flyte_ddp.validation.profile import DataProfile
+
+
+def render_profile(profile: DataProfile, dataset: str, warnings: list[str]) -> str:
+    """Return the page of a data set's profile, as HTML that needs no other file.
+
+    Args:
+        profile: What was seen in the data set.
+        dataset: Name of the data set.
+        warnings: What the page begins with.
+    """
+    facts = [("Warning", warning) for warning in warnings]
+    for name, split in {"Training": profile.training, "Test": profile.test}.items():
+        numbers = sorted(split.labels.values())
+        classes = f"{len(numbers):,} classes of {numbers[0]:,} to {numbers[-1]:,}"
+        modes = ", ".join(f"{mode} {number:,}" for mode, number in split.modes.items())
+        unusable = f"; {split.undecodable:,} cannot be decoded" if split.undecodable else ""
+        facts.append((name, f"{counted(split.samples, 'sample')} in {classes}; {modes}{unusable}"))
+    facts.append(("Test samples that are training samples, too", f"{profile.duplicates:,}"))
+    facts.append(("Samples with equal pixels and different labels", f"{profile.conflicts:,}"))
+    return rendered("preview.html", title=dataset, heading="What the data set is like", facts=facts)

@@ -1,0 +1,99 @@
+"""Sizes of pods: Kubernetes' quantities, what engines get of a profile, and the templates in deploy/."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import yaml
+from cli import ROOT
+
+from flyte_ddp.errors import UserError
+from flyte_ddp.pods import profiles
+from flyte_ddp.pods.environment import wandb_secret
+from flyte_ddp.pods.profiles import PROFILES, Size, parse_quantity, split_size
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        *(("8", 8), ("3500m", 3.5), (".5", 0.5), ("1k", 1000), ("129e6", 129e6)),
+        *(("1.5Gi", 3 * 2**29), ("20G", 2e10), ("2Ei", 2**61)),
+        *((wrong, None) for wrong in ("", "0", "-1", "8 cores", "20GB", "20gi", "1e", "Gi", "1.2.3", "nan", "8\n")),
+    ],
+)
+def test_kubernetes_quantities(text: str, number: float | None) -> None:
+    if number is None:
+        with pytest.raises(UserError, match=r"quantity '.*must be one of Kubernetes', such as 8, 3500m"):
+            parse_quantity(text)
+    else:
+        assert parse_quantity(text) == number
+
+
+@pytest.mark.parametrize(
+    ("cpu", "memory", "half", "ranks"),
+    [
+        ("3500m", "1.5Gi", ("1750m", "768Mi"), 3),
+        ("0.5", "2000000000", ("250m", "953Mi"), 1),
+        ("8", "4Gi", ("4", "2048Mi"), 4),
+    ],
+)
+def test_profiles_in_any_quantities(
+    monkeypatch: pytest.MonkeyPatch, cpu: str, memory: str, half: tuple[str, str], ranks: int
+) -> None:
+    profile = replace(PROFILES["local"], cpu=cpu, memory=memory)
+    monkeypatch.setenv("FLYTE_DDP_PROFILE", "local")
+    monkeypatch.setitem(PROFILES, "local", profile)
+    disk = profile.ephemeral_storage
+    assert split_size(profile, 1).memory == memory
+    assert split_size(profile, 2) == Size(cpu=half[0], memory=half[1], ephemeral_storage=disk)
+    assert profiles.elastic_ranks_per_node() == ranks
+
+
+@pytest.mark.parametrize(("text", "nodes"), [("", (1, 1)), ("3:", (3, 3)), ("2:4", (2, 4))])
+def test_numbers_of_nodes(monkeypatch: pytest.MonkeyPatch, text: str, nodes: tuple[int, int]) -> None:
+    monkeypatch.setenv("FLYTE_DDP_NODES", text)
+    assert profiles.node_range() == nodes
+
+
+@pytest.mark.parametrize("text", ["0", "many", "4:2"])
+def test_numbers_of_nodes_that_cannot_be(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("FLYTE_DDP_NODES", text)
+    with pytest.raises(UserError, match=f"FLYTE_DDP_NODES='{text}': must be a number of nodes"):
+        profiles.node_range()
+
+
+@pytest.mark.parametrize("name", ["abc", "/key", "group/"])
+def test_a_secret_has_a_group_and_a_key(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv("FLYTE_DDP_WANDB_SECRET", name)
+    with pytest.raises(
+        UserError, match=f"FLYTE_DDP_WANDB_SECRET='{name}': must be a secret's group/key, such as wandb/"
+    ):
+        wandb_secret()
+
+
+def test_templates_of_pods() -> None:
+    """Those for a read-only root have all of the others, and folders of the pod's own where the image's user writes."""
+    ours = yaml.safe_load((ROOT / "deploy/pod-template.yaml").read_text())
+    assert {profile.pod_template for profile in PROFILES.values() if profile.gpus} == {ours["metadata"]["name"]}
+    spec = ours["template"]["spec"]
+    [container] = spec["containers"]
+    assert container["name"] in ("default", "primary")  # Flyte merges containers of these names, and refuses others
+    assert container["imagePullPolicy"] == "IfNotPresent"  # which the API server would otherwise set to Always
+    assert {profile.grace_seconds for profile in PROFILES.values() if profile.gpus} == {
+        spec["terminationGracePeriodSeconds"]
+    }
+    [toleration] = spec["tolerations"]
+    assert (toleration["key"], toleration["effect"]) == ("nvidia.com/gpu", "NoSchedule")
+
+    plain, of_gpus = yaml.safe_load_all((ROOT / "deploy/pod-template-read-only.yaml").read_text())
+    assert (plain["metadata"]["name"], of_gpus["metadata"]) == ("flyte-ddp-read-only", ours["metadata"])
+    specs = [template["template"]["spec"] for template in (plain, of_gpus)]
+    for each in specs:
+        [container] = each["containers"]
+        assert container.pop("securityContext") == {"readOnlyRootFilesystem": True}
+        assert {mount["mountPath"] for mount in container.pop("volumeMounts")} == {"/tmp", "/root"}
+        assert [volume["emptyDir"] for volume in each.pop("volumes")] == [{}, {}]
+        assert each.pop("securityContext") == {"fsGroup": 1000}
+        assert each["containers"] == spec["containers"]
+    assert specs == [{"containers": spec["containers"]}, spec]
