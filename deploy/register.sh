@@ -16,7 +16,7 @@ Usage: deploy/register.sh --config FILE --image IMAGE --profile PROFILE [--proje
   --activate           make this version's launch plans the active ones: schedules start, those of other versions stop
   --dry-run            contact no cluster; make the package under build/, and list what would train when, on which pods
 
-Read from the environment: FLYTE_DDP_NOTIFY, FLYTE_DDP_WANDB_SECRET, WANDB_PROJECT and others (docs/environment.md).
+Read from the environment: FLYTE_DDP_NOTIFY, FLYTE_DDP_WANDB_SECRET, WANDB_PROJECT and others (docs/configuration.md).
 TEXT
 }
 
@@ -60,24 +60,17 @@ changes=$(git status --porcelain --untracked-files=all) ||
     fail "the working tree differs from its commit: what is registered must be found again by its version;" \
         "commit, stash or remove"$'\n'"$changes"
 
-# Flyte keeps what it has under a version that exists, without a word. So everything that is registered is in the version:
-# the commit, the profile, and a digest of image, account and the settings that tasks and launch plans are made from.
-settings=$(env | { grep -E '^(FLYTE_DDP|WANDB)_' || true; } |
-    { grep -v -E '^(FLYTE_DDP_PROFILE|[A-Z_]*(KEY|TOKEN|PASSWORD))=' || true; } | LC_ALL=C sort) # secrets leave no trace
-if named=$(grep -oE '^[A-Z_]+=.*://[^/?#[:space:]]*@' <<<"$settings"); then
-    fail "${named%%=*}: has a user name or a password in its address, which anybody who sees the pods could read:" \
-        "leave it out, and give pods that need it a netrc file"
-fi
-if [ -n "${FLYTE_DDP_ELASTIC_KEY:-}" ]; then
-    printf 'FLYTE_DDP_ELASTIC_KEY is not sent to pods, where a NetworkPolicy is what keeps others out\n' >&2
-fi
-digest=$(printf '%s\n' "$image" "$copy" "$service_account" "$settings" | git hash-object --stdin | cut -c1-6)
-version=$(git describe --tags --always --abbrev=12)-$profile-$digest
-
 export FLYTE_DDP_PROFILE=$profile
 pyflyte=pyflyte
 [ ! -x .venv/bin/pyflyte ] || pyflyte=.venv/bin/pyflyte
 command -v "$pyflyte" >/dev/null || fail "pyflyte is not installed here: it does the registering; run make install"
+python=$(dirname "$(command -v "$pyflyte")")/python
+
+# Flyte keeps what it has under a version that exists, without a word. So everything that is registered is in the version:
+# the commit, the profile, and a digest of image, account and the settings that tasks and launch plans are made from.
+settings=$("$python" -m flyte_ddp.pods.environment) # no secrets; says which variables it does not know or does not send
+digest=$(printf '%s\n' "$image" "$copy" "$service_account" "$settings" | git hash-object --stdin | cut -c1-6)
+version=$(git describe --tags --always --abbrev=12)-$profile-$digest
 
 register=("$pyflyte" --config "$config" register --project "$project" --domain "$domain" --image "$image"
     --version "$version" --copy "$copy" ${service_account:+--service-account "$service_account"}
@@ -98,7 +91,7 @@ if [ -n "$dry_run" ]; then
     printf '\n\n'
     "${package[@]}"
     printf '\n'
-    "$(dirname "$(command -v "$pyflyte")")/python" deploy/show_package.py "build/flyte-package-$version.tgz"
+    "$python" deploy/show_package.py "build/flyte-package-$version.tgz"
     printf '\n%s\n' "$schedules"
     exit
 fi

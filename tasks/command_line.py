@@ -61,6 +61,7 @@ def watch() -> None:
             check_input_files(sys.argv)
         is_remote = getattr(context.obj, "is_remote", False)
         if is_remote or command != "run":  # pods get the settings that are here
+            environment.check_registration()
             check_wandb()
         if is_remote:
             from flytekit.clients.grpc_utils.deadline_interceptor import scoped_grpc_deadline
@@ -133,7 +134,8 @@ def check_input_files(arguments: Sequence[str]) -> None:
             held = json.loads(text) if option != "--inputs-file" and value.endswith(".json") else yaml.safe_load(text)
             reason = "" if isinstance(held, dict) or option != "--inputs-file" else "holds no object of inputs by names"
         except (OSError, ValueError, yaml.YAMLError) as error:
-            reason = unreadable_reason(error)
+            missing = isinstance(error, FileNotFoundError)
+            reason = "there is no such file" if missing else unreadable_reason(error)
         if reason:
             must = f"it must be a JSON object such as {example}, or a file of JSON or YAML that holds one"
             raise UserError(f"{option} {value}: {reason}; {must}")

@@ -16,10 +16,10 @@ from flyte_ddp.hardware import detect
 from flyte_ddp.launch.supervise.processes import main_script_hidden
 from flyte_ddp.launch.supervise.stopping import stopped_by
 from flyte_ddp.pods.elastic import (
-    MEET_SECONDS,
     add_newest_step,
     check_host_name,
     environment_for_workers,
+    meet_seconds,
     one_of_several_pods,
 )
 from flyte_ddp.pods.profiles import elastic_ranks_per_node, node_range
@@ -100,7 +100,7 @@ def elastic_config() -> ElasticTraining:
         max_restarts=pods.ENGINE_RETRIES if most > 1 else 0,  # a single pod that fails is Flyte's to retry
         monitor_interval=1,
         increase_shared_mem=False,  # shared_memory of the task is what it should be
-        rdzv_configs=dict.fromkeys(("timeout", "join_timeout", "read_timeout"), MEET_SECONDS),
+        rdzv_configs=dict.fromkeys(("timeout", "join_timeout", "read_timeout"), meet_seconds()),
         # Pods that have ended keep their logs. The limit is for containers, so that one that ends at once is not
         # restarted for ever: Flyte then makes another attempt.
         run_policy=RunPolicy(clean_pod_policy=CleanPodPolicy.RUNNING, backoff_limit=pods.ENGINE_RETRIES * most),

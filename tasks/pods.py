@@ -1,6 +1,5 @@
 """What tasks get from the cluster: resources, GPUs, secrets, environment, pod template, retries and cache policy."""
 
-import os
 from dataclasses import replace
 from datetime import timedelta
 from functools import cached_property
@@ -12,13 +11,12 @@ from flytekit.extras.accelerators import GPUAccelerator
 from flyte_ddp.code_digest import library_digest
 from flyte_ddp.pods import environment as variables
 from flyte_ddp.pods.profiles import Size, chosen_profile, split_size
-from flyte_ddp.settings import REQUESTED_GPUS
+from flyte_ddp.settings import REQUESTED_GPUS, read_number, read_text, read_whole_number
 
 if TYPE_CHECKING:
     from kubernetes.client import V1PodSpec
 
 WITH_DECK: dict[str, Any] = {"enable_deck": True, "deck_fields": ()}  # with pages of the task's own only
-LOSSES = 100  # of a training pod; those without any progress: see CheckpointStore.stop_if_futile
 ENGINE_RETRIES = 2  # an engine's own, on the hosts that it has; Flyte's would set up another cluster
 
 
@@ -80,7 +78,7 @@ def launching_pod(size: Size) -> dict[str, Any]:
         **pod_options(size, environment=variables.training_environment(), template=profile.pod_template),
         "secret_requests": secrets(),
         "interruptible": profile.interruptible,
-        "retries": LOSSES,
+        "retries": read_whole_number("FLYTE_DDP_RETRIES"),  # without progress fewer: CheckpointStore.stop_if_futile
         "cache": by_content(ignored_inputs=("data",)),  # whose address always differs; run_version has their version
         **WITH_DECK,
     }
@@ -92,7 +90,7 @@ def pod_options(
     *,
     environment: dict[str, str],
     template: Optional[str] = None,
-    hours: int = 24,
+    hours: Optional[float] = None,
 ) -> dict[str, Any]:
     """Return the options that every task has.
 
@@ -101,15 +99,15 @@ def pod_options(
         limits: What it may take. None is what it requests, so that it is not evicted for memory.
         environment: Its variables.
         template: Name of a pod template in the cluster. None is the one that FLYTE_DDP_POD_TEMPLATE names, if any.
-        hours: After which the task is stopped.
+        hours: After which an attempt is stopped. None is what FLYTE_DDP_HOURS says.
     """
     return {
         "requests": resources(requests),
         "limits": resources(limits or requests),
         "pod_template": RestrictedPod(),
-        "pod_template_name": template or os.environ.get(variables.TEMPLATE_VARIABLE) or None,
+        "pod_template_name": template or read_text("FLYTE_DDP_POD_TEMPLATE") or None,
         "environment": environment,
-        "timeout": timedelta(hours=hours),
+        "timeout": timedelta(hours=hours or read_number("FLYTE_DDP_HOURS")),
         "retries": 2,
     }
 

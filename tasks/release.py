@@ -2,7 +2,7 @@
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from flytekit import Deck, task
 from flytekit.types.directory import FlyteDirectory
@@ -17,7 +17,7 @@ from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.registry import Entry, Registry
 from flyte_ddp.release.verdict import Verdict
 from flyte_ddp.release.wandb_mirror import mirror_champion
-from flyte_ddp.settings import Settings, from_environment
+from flyte_ddp.settings import from_environment
 from flyte_ddp.validation.profile import DataProfile
 from tasks import pods
 from tasks.flyte import PLATFORM, output_folder, report_refused_inputs, translate_errors_for_flyte
@@ -100,26 +100,21 @@ def keep_champion(
 @translate_errors_for_flyte()
 def promote_version(model_name: str, version: str, reason: str) -> Released:
     """Make a stored version the champion, as the person who launched this says."""
-    registry = open_registry(model_name)
-    return announce_champion(registry, promotion.promote(registry, version, reason, **author()))
+    registry, by, once = open_registry(model_name), launcher_name(PLATFORM), not PLATFORM.is_local()
+    return announce_champion(registry, promotion.promote(registry, version, reason, by=by, once=once))
 
 
 @task(**pods.promoting_pod())
 @translate_errors_for_flyte()
 def roll_back_champion(model_name: str, reason: str) -> Released:
     """Make the champion before the present one the champion again."""
-    registry = open_registry(model_name)
-    return announce_champion(registry, promotion.roll_back(registry, reason, **author()))
+    registry, by, once = open_registry(model_name), launcher_name(PLATFORM), not PLATFORM.is_local()
+    return announce_champion(registry, promotion.roll_back(registry, reason, by=by, once=once))
 
 
 def open_registry(model_name: str) -> Registry:
     """Return the registry of the models of that name."""
     return Registry(paths.registry_address(PLATFORM), model_name)
-
-
-def author() -> dict[str, Any]:
-    """Return who makes a champion, and whether that one makes it only once, as an execution does."""
-    return {"by": launcher_name(PLATFORM), "once": not PLATFORM.is_local()}
 
 
 def judge_in_folder(
@@ -142,31 +137,26 @@ def judge_in_folder(
 def carry_out_verdict(
     model_state: PythonPickledFile, sidecar: FlyteFile, verdict: Verdict, files: FlyteDirectory, registry: Registry
 ) -> Released:
-    """Store a version, promote it if the verdict says so, tell wandb of that, and return what came of it."""
+    """Store a version, promote it if the verdict says so, and return what came of it."""
     model = Path(model_state.download()), Path(sidecar.download())
     beside = {path.name: path for path in sorted(Path(files.download()).iterdir())}
     by = launcher_name(PLATFORM)
     version = promotion.store(registry, *model, verdict, beside, by=by)
-    outcome = promotion.carry_out(registry, version, verdict, by=by)
-    if verdict.promotes:
-        mirror_champion(registry, version.name, wandb_settings(registry))
-    return print_released(Released(*outcome))
+    released = Released(*promotion.carry_out(registry, version, verdict, by=by))
+    return announce(registry, released, promoted=verdict.promotes)
 
 
 def announce_champion(registry: Registry, entry: Entry) -> Released:
-    """Tell wandb of a new champion, and return it."""
-    mirror_champion(registry, entry.version, wandb_settings(registry))
+    """Return what a new entry of the registry's log has made the champion, after announcing it."""
     now = registry.champion() or entry  # somebody may have been here since an earlier try of this task
-    return print_released(Released(entry.version, now.version, f"champion {entry.number}: {entry.reason}"))
+    released = Released(entry.version, now.version, f"champion {entry.number}: {entry.reason}")
+    return announce(registry, released, promoted=True)
 
 
-def wandb_settings(registry: Registry) -> Settings:
-    """Return the settings for the wandb run of a champion."""
-    return wandb.read_settings(PLATFORM, f"{registry.name}-champion")
-
-
-def print_released(released: Released) -> Released:
-    """Print in a local run what came of a model, and return it."""
+def announce(registry: Registry, released: Released, *, promoted: bool) -> Released:
+    """Copy a promoted version to wandb, print in a local run what came of it, and return that."""
+    if promoted:
+        mirror_champion(registry, released.version, wandb.read_settings(PLATFORM, f"{registry.name}-champion"))
     if PLATFORM.is_local():
         print(f"{released.outcome}; champion {released.champion[:12] or 'none'}", flush=True)
     return released

@@ -5,8 +5,7 @@ A wrong entry is refused when the workflows are imported, and so by every ``pyfl
 
 import json
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -77,18 +76,12 @@ def read_schedules(file: Path = FILE) -> list[Schedule]:
     schedules: list[Schedule] = []
     for number, entry in enumerate(entries, 1):
         name = entry.get("name") if isinstance(entry, Mapping) else None
-        with errors_beginning_with(f"{label}, {name if isinstance(name, str) else f'entry {number}'}: "):
+        try:
             schedules.append(parse_entry(entry, taken=[schedule.name for schedule in schedules]))
+        except UserError as error:
+            where = name if isinstance(name, str) else f"entry {number}"
+            raise UserError(f"{label}, {where}: {error.message}") from None
     return schedules
-
-
-@contextmanager
-def errors_beginning_with(text: str) -> Iterator[None]:
-    """Put a text before the message of a UserError that is raised in the block."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(text + error.message) from None
 
 
 def parse_entry(entry: object, taken: list[str]) -> Schedule:
@@ -143,9 +136,13 @@ def check_cron(text: str) -> None:
     Raises:
         UserError: it is such a text.
     """
+    # croniter, by which flytekit checks, takes a range that ends before it begins, and Flyte's scheduler does not.
+    place = {name: number for names in (DAYS, MONTHS) for number, name in enumerate(names)}
+    ranges = re.findall(r"(\w+)-(\w+)", text.lower())
     try:
         CronSchedule(schedule=text)
-        fits = CRON.fullmatch(text) is not None and not has_falling_range(text)
+        fits = CRON.fullmatch(text) is not None
+        fits = fits and all(int(place.get(first, first)) <= int(place.get(last, last)) for first, last in ranges)
     except ValueError:
         fits = False
     if not fits:
@@ -153,16 +150,6 @@ def check_cron(text: str) -> None:
             f"cron={text!r}: must be five fields, in UTC: minute, hour, day of month, month, day of week (0 to 6, "
             "Sunday is 0), such as 0 3 * * * for every day at 3"
         )
-
-
-def has_falling_range(cron: str) -> bool:
-    """Return whether a range ends before it begins, as 22-4 and FRI-MON do.
-
-    croniter, by which flytekit checks, takes such a range, and Flyte's scheduler does not.
-    """
-    place = {name: number for names in (DAYS, MONTHS) for number, name in enumerate(names)}
-    ranges = re.findall(r"(\w+)-(\w+)", cron.lower())
-    return any(int(place.get(first, first)) > int(place.get(last, last)) for first, last in ranges)
 
 
 def unreadable_reason(error: Exception) -> str:
@@ -180,26 +167,19 @@ def unreadable_reason(error: Exception) -> str:
 def fields_of(kind: type[Fields], key: str, entry: Mapping[str, Any]) -> Fields:
     """Return hyperparameters or a policy of an entry, where what is left out has its default.
 
-    Raises:
-        UserError: a preset cannot be read, or a value is refused.
-    """
-    given = entry.get(key) or {}
-    if isinstance(given, str):
-        given = read_preset(key, given)
-    return kind.from_json(json.dumps(given, default=str))
-
-
-def read_preset(key: str, path: str) -> object:
-    """Return what a JSON or YAML file of the repository holds: only such a file is part of a registration's version.
+    A text names a JSON or YAML file of the repository: only such a file is part of a registration's version.
 
     Raises:
-        UserError: it is elsewhere, or cannot be read.
+        UserError: the file is elsewhere or cannot be read, or a value is refused.
     """
-    must = "must be an object, or a file of the repository such as config/fast.json"
-    file = (ROOT / path).resolve()
-    if not file.is_relative_to(ROOT.resolve()):
-        raise UserError(f"{key}={path!r}: is not in the repository; {must}")
-    try:
-        return yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"{key}={path!r}: {unreadable_reason(error)}; {must}") from None
+    values = entry.get(key) or {}
+    if isinstance(values, str):
+        must = "must be an object, or a file of the repository such as config/fast.json"
+        file = (ROOT / values).resolve()
+        if not file.is_relative_to(ROOT.resolve()):
+            raise UserError(f"{key}={values!r}: is not in the repository; {must}")
+        try:
+            values = yaml.safe_load(file.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise UserError(f"{key}={values!r}: {unreadable_reason(error)}; {must}") from None
+    return kind.from_json(json.dumps(values, default=str))

@@ -1,60 +1,106 @@
-"""Settings from the environment: what each may be, where it is documented, and which pods are given it."""
+"""Variables of the environment: what each may be, the page that shows them, and which pods are given which."""
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
+import os
+import subprocess
+import sys
 
 import pytest
 from cli import ROOT
+from variable_table import CONFIGURATION, text
 
 from flyte_ddp import settings
 from flyte_ddp.errors import UserError
 from flyte_ddp.pods import environment
+from flyte_ddp.settings import ALL_PODS, HERE, REGISTRATION, REGISTRY_PODS, TABLE, TRAINING_PODS, Variable
 from tasks import pods
 
-ROW = re.compile(r"^\| ((?:`[A-Z_]+`(?:, )?)+) \|.*\| (yes|no)\b[^|]*\|$", re.MULTILINE)
-DOCUMENTED = {
-    name: row[2] == "yes"
-    for row in ROW.finditer((ROOT / "docs/environment.md").read_text())
-    for name in re.findall("[A-Z_]+", row[1])
-}
 VALUES = {
-    "FLYTE_DDP_CACHE_BYTES": "7",
+    "FLYTE_DDP_PROFILE": "local",
+    "FLYTE_DDP_NODES": "3",
+    "FLYTE_DDP_RETRIES": "7",
+    "FLYTE_DDP_HOURS": "7.5",
+    "FLYTE_DDP_WANDB_SECRET": "some/value",
     "FLYTE_DDP_RESULTS": "s3://bucket/x",
-    "WANDB_BASE_URL": "https://wandb.example.com",
 }
 
 
-def test_every_setting_is_documented() -> None:
-    source = Path(settings.__file__).read_text()
-    read = set(re.findall(r'"((?:FLYTE_DDP|WANDB)_[A-Z_]+)"', source)) - {settings.REQUESTED_GPUS}
-    assert read <= DOCUMENTED.keys()
-    assert len(DOCUMENTED) == 20
+def test_the_page_has_the_table() -> None:
+    assert text() in CONFIGURATION.read_text(), "run `python tests/helpers/variable_table.py` to write it again"
 
 
-@pytest.mark.parametrize("name", DOCUMENTED)
-def test_pods_are_given_what_the_document_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    value = VALUES.get(name, "some value")
+def test_the_table_has_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in TABLE:
+        monkeypatch.delenv(variable.name, raising=False)
+    assert settings.from_environment() == settings.Settings()
+
+
+@pytest.mark.parametrize("variable", TABLE, ids=lambda variable: variable.name)
+def test_pods_are_given_what_the_table_says(variable: Variable, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, value = variable.name, VALUES.get(variable.name, "some value")
     monkeypatch.setenv(name, value)
-    given = [pods.training_pod(), pods.prediction_pod(), pods.promoting_pod(), pods.light_pod()]
-    carried = [options["environment"].get(name) == value for options in given]
-    assert any(carried) is DOCUMENTED[name]
-    assert carried[0] or name == environment.REGISTRY_VARIABLE or not DOCUMENTED[name], (
-        "training pods have all settings"
-    )
-    assert not any(value in options["environment"].values() for options in given) or DOCUMENTED[name]
+    made = (pods.training_pod(), pods.prediction_pod(), pods.promoting_pod(), pods.light_pod(), pods.data_pod())
+    training, prediction, promoting, light, data = (options["environment"] for options in made)
+    given = {
+        HERE: (),
+        REGISTRATION: (),
+        ALL_PODS: (training, prediction, promoting, light, data),
+        TRAINING_PODS: (training,),
+        REGISTRY_PODS: (prediction, promoting),
+    }[variable.where]
+    assert all(each[name] == value for each in given)
+    assert (name in environment.registered_settings()) is (variable.where != HERE)
+    if variable.where == HERE:  # two of these are secrets
+        assert not any(value in each.values() for each in (training, prediction, promoting, light, data))
 
 
-def test_a_folder_of_this_machine_is_no_setting_for_a_pod(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLYTE_DDP_RESULTS", "/a/folder")
-    assert "FLYTE_DDP_RESULTS" not in environment.training_environment()
+def test_registration_decides_on_retries_and_time_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLYTE_DDP_RETRIES", "7")
+    monkeypatch.setenv("FLYTE_DDP_HOURS", "7.5")
+    hours = [
+        each["timeout"].total_seconds() / 3600 for each in (pods.training_pod(), pods.data_pod(), pods.light_pod())
+    ]
+    assert (pods.training_pod()["retries"], hours) == (7, [7.5, 7.5, 1])
+
+
+def test_registration_decides_how_long_pods_of_elastic_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tasks.elastic_training import elastic_config
+
+    monkeypatch.setenv("FLYTE_DDP_MEET_SECONDS", "1800")
+    assert set(elastic_config().rdzv_configs.values()) == {1800}
 
 
 def test_a_pods_specification_has_no_password(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_BASE_URL", "https://me:hidden@wandb.example.com")
     with pytest.raises(UserError, match=r"^WANDB_BASE_URL='https://\*\*\*@wandb.example.com': has a user name or a"):
         environment.training_environment()
+
+
+def registration(**variables: str) -> subprocess.CompletedProcess[str]:
+    """What deploy/register.sh asks for, with no other of these variables set."""
+    others = {name: value for name, value in os.environ.items() if not name.startswith(("FLYTE_DDP_", "WANDB_"))}
+    command = [sys.executable, "-m", "flyte_ddp.pods.environment"]
+    return subprocess.run(command, cwd=ROOT, env=others | variables, capture_output=True, text=True, check=False)
+
+
+def test_a_registration_takes_over_what_is_set_but_no_secret_and_no_folder_of_here() -> None:
+    left = {
+        "WANDB_API_KEY": "hidden",
+        "FLYTE_DDP_ELASTIC_KEY": "hidden",
+        "FLYTE_DDP_RUNS": "x",
+        "FLYTE_DDP_RESULTS": "x",
+    }
+    ended = registration(FLYTE_DDP_PROFILE="gpu", FLYTE_DDP_TIMEOUT="5", FLYTE_DDP_GPUS="1", WANDB_TAGS="a", **left)
+    assert (ended.returncode, ended.stdout) == (0, "FLYTE_DDP_TIMEOUT=5\n")
+    said = {line.partition(" is not sent to pods")[0] for line in ended.stderr.splitlines()}
+    assert said == left.keys()
+
+
+def test_a_registration_refuses_an_unknown_variable() -> None:
+    ended = registration(FLYTE_DDP_TIMOUT="5")
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("Error: unknown variable 'FLYTE_DDP_TIMOUT': did you mean 'FLYTE_DDP_TIMEOUT'?")
 
 
 @pytest.mark.parametrize(
@@ -67,10 +113,10 @@ def test_a_pods_specification_has_no_password(monkeypatch: pytest.MonkeyPatch) -
 )
 def test_what_is_counted_is_a_whole_number(name: str, field: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half a thread is not none, which would mean all cores."""
-    for text, value in {"3": 3, "1e3": 1000, "2.0": 2}.items():
-        monkeypatch.setenv(name, text)
-        assert getattr(settings.from_environment(), field) == value
-    for text in ("0.5", "1.5", "-1", "x", "inf", "nan"):
-        monkeypatch.setenv(name, text)
-        with pytest.raises(UserError, match=rf"^{name}='{text}': must be a"):
+    for value, number in {"3": 3, "1e3": 1000, "2.0": 2}.items():
+        monkeypatch.setenv(name, value)
+        assert getattr(settings.from_environment(), field) == number
+    for value in ("0.5", "1.5", "-1", "x", "inf", "nan"):
+        monkeypatch.setenv(name, value)
+        with pytest.raises(UserError, match=rf"^{name}='{value}': must be a"):
             settings.from_environment()

@@ -13,7 +13,7 @@ from flytekit.models.core.execution import WorkflowExecutionPhase
 
 from flyte_ddp.checked_fields import CheckedFields
 from flyte_ddp.errors import UserError
-from flyte_ddp.pods.environment import NOTIFY_VARIABLE
+from flyte_ddp.settings import read_text
 from tasks.input_form import prefill
 from tasks.schedules import Schedule, read_schedules
 
@@ -71,7 +71,7 @@ def launch_plan(schedule: Schedule, workflow: PythonFunctionWorkflow) -> LaunchP
 
 def failure_notifications() -> List[Email]:
     """Mail to the addresses in ``FLYTE_DDP_NOTIFY`` (comma-separated, read at registration) when an execution fails."""
-    recipients = [address.strip() for address in os.environ.get(NOTIFY_VARIABLE, "").split(",") if address.strip()]
+    recipients = [address.strip() for address in read_text("FLYTE_DDP_NOTIFY").split(",") if address.strip()]
     phases = [WorkflowExecutionPhase.FAILED, WorkflowExecutionPhase.TIMED_OUT, WorkflowExecutionPhase.ABORTED]
     return [Email(phases=phases, recipients_email=recipients)] if recipients else []
 

@@ -17,11 +17,11 @@ from flyte_ddp.pods.platforms import Platform
 from flyte_ddp.pods.retries import Sigterm
 from flyte_ddp.runs import run_lock
 from flyte_ddp.runs.failed_run import explain, newest_step
+from flyte_ddp.settings import read_whole_number
 
 STORE = "PET_RDZV_ENDPOINT"  # host and port of Elastic's store, set by the operator in pods of a PyTorchJob
 # Set in Elastic's workers: the working directory of the pod's task, as workers have others; empty in a local run.
 POD_FOLDER = "FLYTE_DDP_POD_FOLDER"
-MEET_SECONDS = 900  # for all pods to run
 UPLOAD_SECONDS = 600.0  # for rank 0's pod to upload its outputs
 
 
@@ -81,7 +81,7 @@ def one_of_several_pods(ended_without_outputs: type[BaseException]) -> Iterator[
         ended_without_outputs: What is raised in the block in a pod that has no outputs.
 
     Raises:
-        UnreachableError: the others did not join within MEET_SECONDS.
+        UnreachableError: the others did not join within FLYTE_DDP_MEET_SECONDS.
     """
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -101,7 +101,7 @@ def one_of_several_pods(ended_without_outputs: type[BaseException]) -> Iterator[
         raise
     except RendezvousTimeoutError:
         raise UnreachableError(
-            f"the pods that are needed did not all come to {store} within {MEET_SECONDS} s: see which of them is not "
+            f"the pods that are needed did not all come to {store} within {meet_seconds()} s: see which of them is not "
             "running, and why; the same run will try again"
         ) from None
     except (RendezvousError, DistError) as lost:
@@ -110,6 +110,11 @@ def one_of_several_pods(ended_without_outputs: type[BaseException]) -> Iterator[
         if store.rpartition(":")[0] != socket.gethostname():  # the first of the pods is rank 0's, by their names
             atexit.register(wait_to_be_deleted)  # it may still upload a checkpoint
         raise
+
+
+def meet_seconds() -> int:
+    """Return how many seconds the pods wait until all of them run."""
+    return read_whole_number("FLYTE_DDP_MEET_SECONDS")
 
 
 @contextmanager

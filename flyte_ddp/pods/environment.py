@@ -1,61 +1,39 @@
-"""What pods are told at registration, in variables of their environment."""
+"""What pods are told at registration, in variables of their environment.
+
+``python -m flyte_ddp.pods.environment`` prints the settings that a registration takes over, for deploy/register.sh.
+"""
 
 import hashlib
 import os
+import sys
 
 from flyte_ddp.code_digest import package_digest
 from flyte_ddp.credentials import refuse_credentials
-from flyte_ddp.errors import UserError
+from flyte_ddp.errors import UserError, unknown_name
 from flyte_ddp.pods.profiles import NODES_VARIABLE, PROFILE_VARIABLE, chosen_profile, parse_bytes
-from flyte_ddp.settings import ALLOWED, REQUESTED_GPUS
+from flyte_ddp.settings import ALL_PODS, HERE, INTERNAL, REQUESTED_GPUS, TRAINING_PODS, VARIABLES, read_text
 
 CODE_VARIABLE = "FLYTE_DDP_CODE"
 CACHE_VARIABLE = "FLYTE_DDP_CACHE_BYTES"
-SAVE_VARIABLE = "FLYTE_DDP_SAVE_SECONDS"
-ELASTIC_STOP_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # torch's own: seconds from SIGTERM to SIGKILL of its workers
 SECRET_VARIABLE = "FLYTE_DDP_WANDB_SECRET"  # noqa: S105 (a name)
 DEFAULT_SECRET = "wandb/api_key"  # noqa: S105 (a name)
-CHECKPOINTS_VARIABLE = "FLYTE_DDP_CHECKPOINTS"  # where in the blob store; empty for beside Flyte's outputs
+CHECKPOINTS_VARIABLE = "FLYTE_DDP_CHECKPOINTS"
 CHECKPOINT_DAYS_VARIABLE = "FLYTE_DDP_CHECKPOINT_DAYS"
-NOTIFY_VARIABLE = "FLYTE_DDP_NOTIFY"
-SETTINGS_VARIABLE = "FLYTE_DDP_SETTINGS"
-TEMPLATE_VARIABLE = "FLYTE_DDP_POD_TEMPLATE"  # in the cluster, for pods to which the profile gives none
-FROM_SCRATCH_VARIABLE = "FLYTE_DDP_FROM_SCRATCH"  # set for an execution that is to train from the first step
+FROM_SCRATCH_VARIABLE = "FLYTE_DDP_FROM_SCRATCH"
 RESULTS_VARIABLE = "FLYTE_DDP_RESULTS"
-REGISTRY_VARIABLE = "FLYTE_DDP_REGISTRY"  # where champions are
-# Settings that pods take over as they are at registration: all pods, and those that train.
-CARRIED_BY_ALL = (ALLOWED, "FLYTE_DDP_LOADER_THREADS", "FLYTE_DDP_PROGRESS")
-CARRIED = (
-    *CARRIED_BY_ALL,
-    "FLYTE_DDP_CHECKPOINT_SECONDS",
-    "FLYTE_DDP_TIMEOUT",
-    "FLYTE_DDP_WANDB_TABLE_ROWS",
-    "FLYTE_DDP_WANDB_TIMEOUT",
-    "FLYTE_DDP_WANDB_WATCH",
-    "WANDB_PROJECT",
-    "WANDB_ENTITY",
-    "WANDB_MODE",
-    "WANDB_BASE_URL",
-    RESULTS_VARIABLE,
-    CHECKPOINTS_VARIABLE,
-    CHECKPOINT_DAYS_VARIABLE,
-)
+REGISTRY_VARIABLE = "FLYTE_DDP_REGISTRY"
 REPORT_SECONDS = 5  # of a pod's time to stop, to report to the platform
 
 
 def pod_environment() -> dict[str, str]:
-    """Return the variables that every pod is given at registration.
-
-    Raises:
-        UserError: a setting has a password in an address.
-    """
+    """Return the variables that every pod is given at registration."""
     name, profile = chosen_profile()
     return {
         CODE_VARIABLE: package_digest(),
         PROFILE_VARIABLE: name,
         REQUESTED_GPUS: str(profile.gpus),
-        NODES_VARIABLE: os.environ.get(NODES_VARIABLE) or "1",
-        **carried_settings(CARRIED_BY_ALL),
+        NODES_VARIABLE: read_text(NODES_VARIABLE),
+        **settings_for(ALL_PODS),
     }
 
 
@@ -64,18 +42,15 @@ def training_environment() -> dict[str, str]:
 
     Half of the profile's grace period is for writing the last checkpoint, the other half for ending the ranks and
     uploading the checkpoint. The cache of shards gets half of the disk. What is set at registration counts instead.
-
-    Raises:
-        UserError: a setting has a password in an address.
     """
     _, profile = chosen_profile()
-    seconds = {SAVE_VARIABLE: profile.grace_seconds // 2, ELASTIC_STOP_VARIABLE: profile.grace_seconds - REPORT_SECONDS}
     return {
         **pod_environment(),
         **cache_limit(),
-        **{name: os.environ.get(name) or str(value) for name, value in seconds.items()},
+        "FLYTE_DDP_SAVE_SECONDS": str(profile.grace_seconds // 2),
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(profile.grace_seconds - REPORT_SECONDS),
         SECRET_VARIABLE: "/".join(wandb_secret() or ("off",)),
-        **carried_settings(CARRIED),
+        **settings_for(TRAINING_PODS),
     }
 
 
@@ -92,29 +67,54 @@ def wandb_environment() -> dict[str, str]:
 
 def registry_environment() -> dict[str, str]:
     """Return the variable with the address of the registry of models, as set at registration; it may be empty."""
-    return {REGISTRY_VARIABLE: os.environ.get(REGISTRY_VARIABLE, "")}
+    return {REGISTRY_VARIABLE: read_text(REGISTRY_VARIABLE)}
 
 
-def carried_settings(names: tuple[str, ...]) -> dict[str, str]:
-    """Return those of the settings that are set here, by their names.
+def settings_for(where: str) -> dict[str, str]:
+    """Return the settings that are set here, of those that pods of a kind are given, by their names."""
+    return {name: value for name, value in registered_settings().items() if VARIABLES[name].where == where}
+
+
+def registered_settings() -> dict[str, str]:
+    """Return the settings that are set here and that a registration takes over, by their names in order.
 
     Raises:
-        UserError: one has a user name or a password in an address, which anybody who sees the pod could read.
+        UserError: a setting has a user name or a password in an address, which anybody who sees the pod could read.
     """
-    found = {name: os.environ[name] for name in names if os.environ.get(name)}
-    if "://" not in found.get(RESULTS_VARIABLE, ""):  # a folder of this machine's would go with the pod
-        found.pop(RESULTS_VARIABLE, None)
-    for name, value in found.items():
+    left_here = settings_left_here()
+    settings = {name: os.environ[name] for name in sorted(VARIABLES) if os.environ.get(name) and name not in left_here}
+    for name, value in settings.items():
         refuse_credentials(name, value)
-    return found
+    return settings
+
+
+def settings_left_here() -> list[str]:
+    """Return the names of settings that are set here and that no pod is given: secrets, and folders of this machine."""
+    local = [name for name, variable in VARIABLES.items() if variable.where == HERE]
+    if "://" not in os.environ.get(RESULTS_VARIABLE, ""):
+        local.append(RESULTS_VARIABLE)
+    return [name for name in local if os.environ.get(name)]
+
+
+def check_registration() -> None:
+    """Check the variables that are set here before tasks are registered, and print to stderr which of them stay here.
+
+    Raises:
+        UserError: there is no such variable.
+    """
+    for name in sorted(os.environ):
+        if name.startswith("FLYTE_DDP_") and name not in VARIABLES and name not in INTERNAL:
+            known = [variable for variable in VARIABLES if variable.startswith("FLYTE_DDP_")]
+            raise unknown_name("variable", name, known)
+    for name in settings_left_here():
+        print(f"{name} is not sent to pods: see docs/configuration.md", file=sys.stderr, flush=True)
 
 
 def settings_digest() -> dict[str, str]:
     """Return a variable that differs between settings: flytekit makes a registration's version of such variables."""
-    names = (NOTIFY_VARIABLE, REGISTRY_VARIABLE, TEMPLATE_VARIABLE)
-    ours = {name: os.environ.get(name, "") for name in names} | training_environment()
+    ours = registered_settings() | pod_environment()
     text = "\n".join(f"{name}={value}" for name, value in sorted(ours.items()))
-    return {SETTINGS_VARIABLE: hashlib.sha256(text.encode()).hexdigest()[:12]}
+    return {"FLYTE_DDP_SETTINGS": hashlib.sha256(text.encode()).hexdigest()[:12]}
 
 
 def wandb_secret() -> tuple[str, str] | None:
@@ -126,7 +126,7 @@ def wandb_secret() -> tuple[str, str] | None:
         UserError: the variable has another form than group/key.
     """
     _, profile = chosen_profile()
-    name = os.environ.get(SECRET_VARIABLE) or (DEFAULT_SECRET if profile.gpus else "off")
+    name = read_text(SECRET_VARIABLE) or (DEFAULT_SECRET if profile.gpus else "off")
     if name == "off":
         return None
     group, _, key = name.partition("/")
@@ -147,3 +147,13 @@ def check_pod_code() -> None:
             f"this pod runs library sources {here} but {registered} were registered: the image holds another copy; "
             "register with deploy/register.sh, which sends all sources along, or rebuild the image"
         )
+
+
+if __name__ == "__main__":
+    try:
+        check_registration()
+        for setting, text in registered_settings().items():
+            if setting != PROFILE_VARIABLE:  # for which the script has an option
+                print(f"{setting}={text}")
+    except UserError as error:
+        sys.exit(f"Error: {error.message}")

@@ -6,7 +6,6 @@ folder is ever answered with paths that are not there.
 """
 
 import itertools
-import os
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -19,7 +18,7 @@ from flyte_ddp.pods.environment import REGISTRY_VARIABLE
 from flyte_ddp.pods.platforms import Platform
 from flyte_ddp.runs.run_folder import settle
 from flyte_ddp.runs.run_lock import release, reserve
-from flyte_ddp.settings import runs_folder
+from flyte_ddp.settings import read_text, runs_folder
 
 
 def folder_for(platform: Platform, name: str) -> Path:
@@ -34,7 +33,7 @@ def registry_address(platform: Platform) -> str:
     Raises:
         UserError: a pod was given no address that all pods reach.
     """
-    address = os.environ.get(REGISTRY_VARIABLE, "")
+    address = read_text(REGISTRY_VARIABLE)
     if platform.is_local():
         return address or str(runs_folder() / "registry")
     if "://" not in address:

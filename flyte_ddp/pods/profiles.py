@@ -4,13 +4,13 @@ So what was requested of Kubernetes and what training expects come from the same
 """
 
 import math
-import os
 import re
 from dataclasses import dataclass
 from decimal import Decimal
 
 from flyte_ddp.errors import UserError, unknown_name
 from flyte_ddp.hardware import MOST_CPU_RANKS
+from flyte_ddp.settings import read_text
 
 PROFILE_VARIABLE = "FLYTE_DDP_PROFILE"
 NODES_VARIABLE = "FLYTE_DDP_NODES"
@@ -98,16 +98,15 @@ PROFILES: dict[str, Profile] = {
         grace_seconds=120,
     ),
 }
-DEFAULT_PROFILE = "gpu"  # so that a sandbox is never registered by mistake
 
 
 def chosen_profile() -> tuple[str, Profile]:
-    """Return the name of the profile that FLYTE_DDP_PROFILE names, or DEFAULT_PROFILE, and the profile.
+    """Return the name of the profile that FLYTE_DDP_PROFILE chooses, and the profile.
 
     Raises:
         UserError: there is no profile of that name.
     """
-    name = os.environ.get(PROFILE_VARIABLE) or DEFAULT_PROFILE
+    name = read_text(PROFILE_VARIABLE)
     if name not in PROFILES:
         raise unknown_name(PROFILE_VARIABLE, name, PROFILES)
     return name, PROFILES[name]
@@ -130,7 +129,7 @@ def node_range() -> tuple[int, int]:
     Raises:
         UserError: FLYTE_DDP_NODES is neither a number nor a range such as 2:4.
     """
-    text = os.environ.get(NODES_VARIABLE) or "1"
+    text = read_text(NODES_VARIABLE)
     least, _, most = text.partition(":")
     try:
         nodes = int(least), int(most or least)

@@ -91,7 +91,10 @@ def fake_pyflyte(clone: Path) -> None:
     script = clone / ".venv/bin/pyflyte"
     script.parent.mkdir(parents=True)
     script.write_text('#!/bin/sh\necho "called: $FLYTE_DDP_PROFILE $*"\n')
-    script.chmod(stat.S_IRWXU)
+    python = clone / ".venv/bin/python"
+    python.write_text(f'#!/bin/sh\n[ "$1" != -m ] || exec {sys.executable} "$@"\n')
+    for path in (script, python):
+        path.chmod(stat.S_IRWXU)
 
 
 def version(clone: Path, *arguments: str, **environment: str) -> str:
@@ -339,7 +342,6 @@ def test_the_version_names_commit_profile_and_settings(clone: Path) -> None:
 
 def test_secrets_are_not_printed(clone: Path) -> None:
     fake_pyflyte(clone)
-    (clone / ".venv/bin/python").symlink_to("/bin/true")
     secrets = {"WANDB_API_KEY": "hidden", "FLYTE_DDP_ELASTIC_KEY": "hidden"}
     ended = register(clone, *COMPLETE, "--dry-run", WANDB_PROJECT="digits", **secrets)
     assert ended.exit_code == 0, ended.output
@@ -348,7 +350,7 @@ def test_secrets_are_not_printed(clone: Path) -> None:
     assert "FLYTE_DDP_ELASTIC_KEY is not sent to pods" in ended.output
     refused = register(clone, *COMPLETE, "--dry-run", WANDB_BASE_URL="https://me:hidden@wandb.example.com")
     assert refused.exit_code == 1
-    assert refused.output.startswith("Error: WANDB_BASE_URL: has a user name or a password in its address, which")
+    assert refused.output.startswith("Error: WANDB_BASE_URL='https://***@wandb.example.com': has a user name or a")
     assert "hidden" not in refused.output
 
 

@@ -26,7 +26,7 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.pods.profiles import PROFILES, Size, parse_bytes, parse_quantity, split_size
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
-from tasks import dask_training, pods, ray_training
+from tasks import dask_training, ray_training
 
 ENGINES = ("elastic", "ray", "dask")
 GPU_NODE = {"cpu": "8", "memory": "30Gi", "nvidia.com/gpu": "2", "ephemeral-storage": "20Gi"}
@@ -53,7 +53,7 @@ def test_elastic_on_one_node_is_a_plain_pod(made: Callable[..., Package]) -> Non
     assert template.type == "python-task"
     assert not MessageToDict(template.custom)
     assert template.extended_resources.shared_memory.size_limit == "4Gi"
-    assert template.metadata.retries.retries == pods.LOSSES
+    assert template.metadata.retries.retries == 100
 
 
 @pytest.mark.slow

@@ -203,7 +203,7 @@ def test_a_rank_that_raises_is_one_panel(num_ranks: int, engine: str, tmp_path: 
         also(["--hp", "file.yaml"], "", ("must be a JSON object",)),
         also(["--hp", "file.yaml"], "epoch: 3", ("unknown hyperparameter 'epoch'", "'epochs'")),
         also(["--inputs-file"], None, ("--inputs-file", "must follow")),
-        also(["--inputs-file", "nowhere.json"], None, ("--inputs-file nowhere.json", "No such file", '{"hp": {')),
+        also(["--inputs-file", "nowhere.json"], None, ("--inputs-file nowhere.json", "no such file", '{"hp": {')),
         also(["--inputs-file", "."], None, ("--inputs-file .", "Is a directory")),
         also(["--inputs-file", "file.json"], "", ("file.json", "object of inputs", '{"hp": {')),
         also(["--inputs-file", "file.json"], "[1]", ("file.json", "object of inputs", '{"hp": {')),

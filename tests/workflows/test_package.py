@@ -129,7 +129,7 @@ def test_pods_without_a_chosen_profile(
         container = packaged.container(template).resources
         assert (resources(container.requests), resources(container.limits)) == (requests, limits), name
         assert template.metadata.pod_template_name == ("flyte-ddp-gpu" if of_gpus else "")
-        retries = pods.LOSSES if name in TRAINING else 2  # whose lost pods are many, and cost little
+        retries = 100 if name in TRAINING else 2  # whose lost pods are many, and cost little
         metadata = template.metadata
         assert (metadata.retries.retries, metadata.timeout.seconds) == (retries, hours * 3600)
         variables = environment(default, name)

@@ -1,0 +1,27 @@
+"""The table of variables in docs/: ``python tests/helpers/variable_table.py`` writes it."""
+
+from __future__ import annotations
+
+import re
+
+from cli import ROOT
+
+from flyte_ddp.settings import INTERNAL, TABLE
+
+CONFIGURATION = ROOT / "docs" / "configuration.md"
+WRITTEN = re.compile(r"(<!-- variables:.*?-->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def text() -> str:
+    """The table, and a line on those that nobody sets."""
+    lines = ["| variable | default | where | meaning |", "|---|---|---|---|"]
+    for variable in TABLE:
+        default = variable.default or "(empty)"
+        default = default if default.startswith("(") else f"`{default}`"
+        lines.append(f"| `{variable.name}` | {default} | {variable.where} | {variable.meaning} |")
+    internal = "; ".join(f"`{name}` ({meaning})" for name, meaning in INTERNAL.items())
+    return "\n".join([*lines, "", f"Internal, and not to be set: {internal}.", ""])
+
+
+if __name__ == "__main__":
+    CONFIGURATION.write_text(WRITTEN.sub(lambda found: found[1] + text() + found[2], CONFIGURATION.read_text()))
