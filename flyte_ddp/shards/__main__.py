@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 PROGRESS = click.option("--progress", type=click.Choice(MODES), default="auto")
 
 
-def sizes(index: ShardIndex) -> str:
-    """How much an index lists."""
+def count_contents(index: ShardIndex) -> str:
+    """Return how many shards and samples an index lists, in words."""
     return f"{counted(len(index.shards), 'shard')}, {counted(len(index), 'sample')}"
 
 
@@ -44,8 +44,10 @@ def create(urls: tuple[str, ...], output: Path, name: str, classes: Path | None,
     """Read shards (paths, s3://, gs://, az://, http://; {000..127} stands for a range) and write their index."""
     from flyte_ddp.shards.scanning import create_index
 
-    index = create_index(urls, output, name=name, classes=lines_of(classes), progress=progress)
-    click.echo(f"{output}: {sizes(index)}, {len(index.classes):,} class{'' if len(index.classes) == 1 else 'es'}")
+    index = create_index(urls, output, name=name, classes=read_lines(classes), progress=progress)
+    click.echo(
+        f"{output}: {count_contents(index)}, {len(index.classes):,} class{'' if len(index.classes) == 1 else 'es'}"
+    )
 
 
 @shards.command()
@@ -58,7 +60,7 @@ def join(indexes: tuple[str, ...], output: Path, weights: tuple[float, ...], nam
     from flyte_ddp.shards.joining import join_indexes
 
     index = join_indexes(indexes, output, weights=weights, name=name)
-    click.echo(f"{output}: {counted(len(index.parts), 'data set')}, {sizes(index)}")
+    click.echo(f"{output}: {counted(len(index.parts), 'data set')}, {count_contents(index)}")
 
 
 @shards.command()
@@ -101,14 +103,13 @@ def sample(index: str, number: int, to: Path | None) -> None:
     from flyte_ddp.shards.inspection import read_sample, write_members
 
     found = read_sample(index, number)
-    described: dict[str, Any] = {name: value for name, value in found.items() if not isinstance(value, bytes)}
     members = {name: value for name, value in found.items() if isinstance(value, bytes)}
     for name, value in members.items():
         small = len(value) <= 80 and value.isascii()
-        described[name] = value.decode() if small else f"{len(value):,} bytes"
+        found[name] = value.decode() if small else f"{len(value):,} bytes"
     if to is not None:
         write_members(found["__key__"], members, to)
-    click.echo(json.dumps(described, indent=1, ensure_ascii=False))
+    click.echo(json.dumps(found, indent=1, ensure_ascii=False))
 
 
 @shards.command()
@@ -140,7 +141,7 @@ def pack(
         seed=seed if order == "mixed" else None,
         progress=progress,
     )
-    click.echo(f"{folder / name}.json: {sizes(index)}")
+    click.echo(f"{folder / name}.json: {count_contents(index)}")
 
 
 def plan(**options: Any) -> None:
@@ -160,8 +161,8 @@ for entry in reversed(fields(PlanRequest)[1:]):
 shards.command()(click.argument("index", default="")(plan))
 
 
-def lines_of(path: Path | None) -> list[str]:
-    """The lines of a file but for empty ones at its end, none without one."""
+def read_lines(path: Path | None) -> list[str]:
+    """Return the lines of a file but for empty ones at its end; none without a file."""
     if path is None:
         return []
     try:

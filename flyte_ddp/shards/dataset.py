@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import operator
 import os
 import threading
@@ -20,10 +21,9 @@ from flyte_ddp.locks import unlock
 from flyte_ddp.shards.cache import CacheFullError, ShardCache, mark_used
 from flyte_ddp.shards.decoding import decode_sample
 from flyte_ddp.shards.index import Shard, ShardIndex, read_index
-from flyte_ddp.shards.locks import lock_again
-from flyte_ddp.shards.samples import SampleTable, tabulate
+from flyte_ddp.shards.samples import SampleTable, read_table, tabulate
 from flyte_ddp.shards.tar import BLOCK, DamagedShardError, members
-from flyte_ddp.shards.verification import failed
+from flyte_ddp.shards.verification import explain_failure
 
 MOST_OPEN = 32  # shards that one process keeps open, each with its table of samples
 FETCHED_AHEAD = 4  # shards at the same time
@@ -34,56 +34,77 @@ Sample = dict[str, Any]
 
 
 class OpenShard:
-    """A shard with its table of samples, in use by whoever has opened it.
+    """A shard with its table of samples, opened for the first thread that reads from it, for several to use.
 
     Args:
         shard: as the index describes it.
-        file: locked, if it is in a cache; unlocked while no thread uses it, and then it may be evicted.
-        table: of its samples.
+        cache: through which it is opened. While no thread uses the shard, it may be evicted from the cache.
     """
 
-    def __init__(self, shard: Shard, file: BinaryIO, table: SampleTable) -> None:
-        self.shard, self.table = shard, table
-        self.file = os.dup(file.fileno())
-        weakref.finalize(self, os.close, self.file)
+    def __init__(self, shard: Shard, cache: ShardCache) -> None:
+        self.shard, self.cache = shard, cache
         self.cached = storage.local_path(shard.url) is None
-        self.users, self.marked = 1, time.monotonic()
+        self.users, self.marked = 0, time.monotonic()
         self.lock = threading.Lock()
+        self.close: Callable[[], object] | None = None
 
-    def begin(self) -> bool:
-        """Begins to use it, in one of several threads; False if it was evicted."""
+    @contextmanager
+    def in_use(self) -> Iterator[OpenShard]:
+        """Keep the shard open and in the cache until the end of the block; see :meth:`open` for exceptions."""
         with self.lock:
-            if self.cached:
-                if self.users == 0 and not lock_again(self.file):
-                    return False
-                if time.monotonic() > self.marked + MARKED_EVERY:
-                    self.marked = time.monotonic()
-                    mark_used(self.file)
+            if self.close is None or (self.users == 0 and not self.lock_again()):
+                self.open()
+            if self.cached and time.monotonic() > self.marked + MARKED_EVERY:
+                self.marked = time.monotonic()
+                mark_used(self.file)
             self.users += 1
-            return True
+        try:
+            yield self
+        finally:
+            with self.lock:
+                self.users -= 1
+                if self.cached and self.users == 0:
+                    unlock(self.file)
 
-    def end(self) -> None:
-        """Ends what :meth:`begin` began."""
-        with self.lock:
-            self.users -= 1
-            if self.cached and self.users == 0:
-                unlock(self.file)
+    def lock_again(self) -> bool:
+        """Lock the open file, if it is in a cache; return False if it was evicted, or is about to be."""
+        if not self.cached:
+            return True
+        try:
+            fcntl.flock(self.file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return os.fstat(self.file).st_nlink > 0
+
+    def open(self) -> None:
+        """Open the file, and read its table of samples, or make one where no table can be read.
+
+        Raises DamagedShardError, or UserError if it cannot be had or has another number of samples than in the index.
+        """
+        shard = self.shard
+        if self.close is not None:
+            self.close()
+            self.close = None
+        with wait_for_room(shard, self.cache) as file:
+            try:
+                found = (member for member, _ in members(file, shard.url))
+                self.table = read_table_or_none(shard) or tabulate(found, shard.url)
+            except OSError as error:
+                raise explain_failure(shard, error) from None
+            if len(self.table) != shard.samples:
+                raise UserError(
+                    f"shard {shard.url}: has {len(self.table):,} samples and not the {shard.samples:,} that the index "
+                    "says; renew the index: python -m flyte_ddp.shards create"
+                )
+            self.file = os.dup(file.fileno())  # which may be in use when Python collects the file
+            self.close = weakref.finalize(self, os.close, self.file)
 
     def read(self, sample: int, wanted: Container[str] | None = None) -> tuple[str, dict[str, bytes]]:
-        """A sample's key, and the contents of its members by their extensions: of all, or of those that are wanted.
-
-        Args:
-            sample: its number in the shard.
-            wanted: extensions in small letters, which stand for those in capitals, too.
-
-        Raises:
-            DamagedShardError: they are not where the table says.
-            UserError: the file cannot be read.
-        """
+        """Return the key of the shard's sample of that number, and its members; see :func:`read_members`."""
         try:
             return read_members(self.shard, self.table, sample, partial(read_at, self.file), wanted)
         except OSError as error:
-            raise failed(self.shard, error) from None
+            raise explain_failure(self.shard, error) from None
 
 
 def read_members(
@@ -93,7 +114,18 @@ def read_members(
     read: Callable[[int, int], bytes],
     wanted: Container[str] | None = None,
 ) -> tuple[str, dict[str, bytes]]:
-    """See :meth:`OpenShard.read`; ``read`` gives bytes of the shard, by their place and number."""
+    """Return a sample's key, and the contents of its members by their extensions.
+
+    Args:
+        shard: as the index describes it.
+        table: of the shard's samples.
+        sample: its number in the shard.
+        read: gives bytes of the shard, by their place and number.
+        wanted: extensions in small letters, which stand for those in capitals, too; None for all members.
+
+    Raises:
+        DamagedShardError: the members are not where the table says.
+    """
     contents = {}
     for member in table.members(sample):
         if wanted is None or member.extension.lower() in wanted:
@@ -108,7 +140,7 @@ def read_members(
 
 
 def read_at(file: int, start: int, length: int) -> bytes:
-    """So many bytes of a file, or as many as there are; the system gives no more than 2 GB at a time."""
+    """Return so many bytes of a file, or as many as there are; the system gives no more than 2 GB at a time."""
     content = piece = os.pread(file, length, start)
     while piece and len(content) < length:
         piece = os.pread(file, length - len(content), start + len(content))
@@ -122,9 +154,8 @@ class OpenShards:
     def __init__(self) -> None:
         self.process = os.getpid()
         self.lock = threading.Lock()
-        self.opening: dict[int, threading.Lock] = {}
         self.shards: OrderedDict[int, OpenShard] = OrderedDict()  # used last comes last
-        self.wanted: dict[int, None] = {}  # not begun with, in the order in which they will be read
+        self.wanted: dict[int, None] = {}  # to be fetched, in the order in which they will be read
         self.ahead: set[int] = set()  # fetched, or being fetched, and not read from yet
         self.fetching = threading.Semaphore(FETCHED_AHEAD)
 
@@ -149,23 +180,17 @@ class ShardReader:
         return ShardReader, (self.index, self.cache, self.most_open, self.most_ahead)
 
     @property
-    def ours(self) -> OpenShards:
+    def own(self) -> OpenShards:
         """What this process has open: a forked child begins without any, and without locks that its parent held."""
-        ours = self.open_shards
-        if ours.process != os.getpid():
-            ours = self.open_shards = OpenShards()
-        return ours
+        if self.open_shards.process != os.getpid():
+            self.open_shards = OpenShards()
+        return self.open_shards
 
     def read(self, sample: int, wanted: Container[str] | None = None) -> tuple[str, dict[str, bytes]]:
-        """A sample's key, and the contents of its members by their extensions: of all, or of those that are wanted.
+        """Return the key and the members (see :func:`read_members`) of the index's sample of that number.
 
-        Args:
-            sample: its number in the index.
-            wanted: extensions in small letters, which stand for those in capitals, too.
-
-        Raises:
-            DamagedShardError: the shard is damaged, also when fetched again.
-            UserError: the shard cannot be had.
+        Fetches its shard if it is not here, and once more if it is damaged. Raises DamagedShardError if it still is, or
+        UserError if it cannot be had.
         """
         number, inside = self.index.locate(sample)
         try:
@@ -177,100 +202,66 @@ class ShardReader:
             return shard.read(inside, wanted)
 
     def heal(self, sample: int, *, damaged: bool = False) -> bool:
-        """Has the sample's shard fetched again if it is not what it was; False if it is, or if that cannot be known.
+        """Remove the cached copy of the sample's shard if it is damaged, so that the next read fetches it again.
 
-        For a sample that cannot be decoded: that may be the sample, or our copy of it. ``damaged``: the shard itself
-        could not be read.
+        For a sample that cannot be decoded, or with ``damaged`` for a shard that cannot be read. Returns False if the
+        copy is as it was fetched, or if that cannot be known.
         """
         number, _ = self.index.locate(sample)
         healed = self.cache.heal(self.index.shards[number], damaged=damaged)
-        with self.ours.lock:  # afterwards: before, another thread could open the damaged one once more
-            self.ours.shards.pop(number, None)
+        with self.own.lock:  # afterwards: before, another thread could open the damaged one once more
+            self.own.shards.pop(number, None)
         return healed
 
     @contextmanager
     def using(self, number: int) -> Iterator[OpenShard]:
-        """A shard, fetched if it is not here, that is not evicted until the end of the block."""
-        shard = self.begin(number)
-        try:
-            ours = self.ours
-            if number in ours.ahead or number in ours.wanted:
-                with ours.lock:
-                    ours.ahead.discard(number)
-                    ours.wanted.pop(number, None)
+        """Give the shard of that number, fetched if it is not here; it is not evicted until the end of the block."""
+        own = self.own
+        with own.lock:
+            shard = own.shards.setdefault(number, OpenShard(self.index.shards[number], self.cache))
+            own.shards.move_to_end(number)
+            while len(own.shards) > self.most_open:  # closed when nobody uses it any more
+                own.shards.popitem(last=False)
+        with shard.in_use():
+            if number in own.ahead or number in own.wanted:
+                with own.lock:
+                    own.ahead.discard(number)
+                    own.wanted.pop(number, None)
                 self.prefetch([])
             yield shard
-        finally:
-            shard.end()
-
-    def begin(self, number: int) -> OpenShard:
-        """A shard in use."""
-        ours = self.ours
-        with ours.lock:
-            opening = ours.opening.setdefault(number, threading.Lock())
-        with opening:  # one thread opens it, and others may go on with other shards
-            with ours.lock:
-                shard = ours.shards.get(number)
-                if shard is not None and shard.begin():
-                    ours.shards.move_to_end(number)
-                    return shard
-                ours.shards.pop(number, None)
-            shard = open_shard(self.index.shards[number], self.cache)
-            with ours.lock:
-                ours.shards[number] = shard
-                while len(ours.shards) > self.most_open:  # closed when nobody uses it any more
-                    ours.shards.popitem(last=False)
-            return shard
 
     def prefetch(self, numbers: Iterable[int]) -> None:
-        """Has shards fetched that will be read next after those it knows of; who reads one gets the error, if any."""
-        ours = self.ours
-        with ours.lock:
-            ours.wanted |= {number: None for number in numbers if number not in ours.ahead}
-            while ours.wanted and len(ours.ahead) < self.most_ahead:
-                number = next(iter(ours.wanted))
-                del ours.wanted[number]
-                if number in ours.shards:
+        """Let threads fetch shards that will be read after those asked for before; errors are left to who reads."""
+        own = self.own
+        with own.lock:
+            own.wanted |= {number: None for number in numbers if number not in own.ahead}
+            while own.wanted and len(own.ahead) < self.most_ahead:
+                number = next(iter(own.wanted))
+                del own.wanted[number]
+                if number in own.shards:
                     continue
-                ours.ahead.add(number)
+                own.ahead.add(number)
                 if not self.cache.holds(self.index.shards[number]):
                     # A daemon: nobody waits for it at the end of a process, and a download can be cut off at any time.
                     name = f"prefetch {number}"
-                    threading.Thread(target=self.fetch, args=(ours, number), name=name, daemon=True).start()
+                    threading.Thread(target=self.fetch, args=(own, number), name=name, daemon=True).start()
 
-    def fetch(self, ours: OpenShards, number: int) -> None:
-        """Fetches a shard ahead of its use."""
-        with ours.fetching, suppress(UserError), self.cache.open(self.index.shards[number]) as file:
+    def fetch(self, own: OpenShards, number: int) -> None:
+        """Fetch a shard into the cache; leave its errors to who reads it."""
+        with own.fetching, suppress(UserError), self.cache.open(self.index.shards[number]) as file:
             unlock(file.fileno())
 
     def close(self) -> None:
-        """Closes all shards; those in use when that is over."""
-        with self.ours.lock:
-            self.ours.shards.clear()
+        """Close all shards, those in use when their users are done."""
+        with self.own.lock:
+            self.own.shards.clear()
 
 
-def open_shard(shard: Shard, cache: ShardCache) -> OpenShard:
-    """Opens a shard, and reads its table of samples or makes one.
+def wait_for_room(shard: Shard, cache: ShardCache) -> BinaryIO:
+    """Open the shard's file, waiting up to WAIT_FOR_ROOM for room in the cache.
 
-    Raises:
-        DamagedShardError: it is damaged.
-        UserError: it cannot be had, or has another number of samples than the index says.
+    Other readers release their shards after each sample, so room normally appears soon.
     """
-    with opened_when_there_is_room(shard, cache) as file:
-        try:
-            table = stored_table(shard) or tabulate((member for member, _ in members(file, shard.url)), shard.url)
-        except OSError as error:
-            raise failed(shard, error) from None
-        if len(table) != shard.samples:
-            raise UserError(
-                f"shard {shard.url}: has {len(table):,} samples and not the {shard.samples:,} that the index says; "
-                "renew the index: python -m flyte_ddp.shards create"
-            )
-        return OpenShard(shard, file, table)
-
-
-def opened_when_there_is_room(shard: Shard, cache: ShardCache) -> BinaryIO:
-    """The shard's file; what fills the cache is in use for no longer than a sample is read, unless it cannot be had."""
     deadline, pause = time.monotonic() + WAIT_FOR_ROOM, 0.01
     while True:
         try:
@@ -282,24 +273,12 @@ def opened_when_there_is_room(shard: Shard, cache: ShardCache) -> BinaryIO:
             pause = min(2 * pause, 1.0)
 
 
-def stored_table(shard: Shard) -> SampleTable | None:
-    """The table beside the index; None if there is none that can be read: the shard itself has all that is in it."""
+def read_table_or_none(shard: Shard) -> SampleTable | None:
+    """Return the table beside the index, or None if it cannot be read: the shard itself has all that is in it."""
     try:
-        return None if shard.table is None else read_table(shard, shard.table[0])
+        return None if shard.table is None else read_table(shard)
     except (storage.UnavailableError, ValueError):
         return None
-
-
-def read_table(shard: Shard, address: str) -> SampleTable:
-    """The table of a shard that has one, from the file with the tables.
-
-    Raises:
-        UnavailableError: the file cannot be read.
-        ValueError: there is another table, or none.
-    """
-    assert shard.table is not None
-    _, start, length, digest = shard.table
-    return SampleTable.from_bytes(storage.read(address, (start, start + length)), digest)
 
 
 class ShardDataset:
@@ -330,27 +309,24 @@ class ShardDataset:
         number = operator.index(number)
         if not -len(self) <= number < len(self):
             raise IndexError(f"sample {number} of {len(self)}")
-        sample = self.stored(number % len(self))
+        number %= len(self)
+        sample = make_sample(self.index, number, *self.reader.read(number))
         if not self.decode:
             return sample
         try:
             return decode_sample(sample)
         except UserError:
-            if not self.reader.heal(sample["__index__"]):
+            if not self.reader.heal(number):
                 raise
-            return decode_sample(self.stored(sample["__index__"]))
-
-    def stored(self, number: int) -> Sample:
-        """A sample whose members are bytes."""
-        return described(self.index, number, *self.reader.read(number))
+            return decode_sample(make_sample(self.index, number, *self.reader.read(number)))
 
     def close(self) -> None:
-        """Closes the open shards."""
+        """Close the open shards."""
         self.reader.close()
 
 
-def described(index: ShardIndex, number: int, key: str, contents: dict[str, bytes]) -> Sample:
-    """A sample's members, and the other keys that wids has."""
+def make_sample(index: ShardIndex, number: int, key: str, contents: dict[str, bytes]) -> Sample:
+    """Return a sample's members, and the other keys that wids has."""
     found, inside = index.locate(number)
     shard = index.shards[found]
     return {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from flyte_ddp.catalog import IMAGES
@@ -44,19 +44,15 @@ def image_and_label(sample: str, extensions: Iterable[str]) -> tuple[str, str]:
 
 
 def class_number(sample: str, content: bytes) -> int:
-    """Return the number in a sample's ``.cls`` member.
-
-    Raises:
-        UserError: it is no number; ``sample`` is what the sample is called in a sentence.
-    """
+    """Return the number in a ``.cls`` member; raise UserError, with the sample's name in a sentence, if it is none."""
     try:
         return int(content)
     except ValueError:
         raise UserError(f"{sample}: its .cls is {content[:20]!r}; must be the number of a class") from None
 
 
-def image(content: bytes) -> Any:
-    """A PIL image, not yet decoded."""
+def open_image(content: bytes) -> Any:
+    """Return a PIL image, not yet decoded."""
     from PIL import Image, UnidentifiedImageError
 
     try:
@@ -65,48 +61,47 @@ def image(content: bytes) -> Any:
         raise ValueError("an image of no known format") from None
 
 
-def label(content: bytes) -> int:
-    """A class's number, as text."""
-    return int(content)
-
-
-def array(content: bytes) -> Any:
-    """A numpy array; not ``np.load``, which would take an archive of them, too."""
+def decode_array(content: bytes) -> Any:
+    """Return a numpy array; without ``np.load``, which would take an archive of arrays, too."""
     import numpy as np
 
     return np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
 
 
 DECODERS: dict[str, Callable[[bytes], Any]] = {
-    **dict.fromkeys(IMAGES, image),
-    **dict.fromkeys(("cls", "cls2"), label),
+    **dict.fromkeys(IMAGES, open_image),
+    **dict.fromkeys(("cls", "cls2"), int),
     **dict.fromkeys(("txt", "text"), bytes.decode),
     "json": json.loads,
-    "npy": array,
+    "npy": decode_array,
 }
 
 
 def is_image(extension: str) -> bool:
-    """Whether a member with this extension is an image: as in wids, of ``.seg.png`` the last part counts."""
+    """Return whether a member with this extension is an image: as in wids, of ``.seg.png`` the last part counts."""
     return extension.rpartition(".")[2].lower() in IMAGES
 
 
 def decode_sample(sample: dict[str, Any]) -> dict[str, Any]:
-    """Images to PIL images, ``.cls`` to int, ``.txt`` to text, ``.json`` and ``.npy`` to what they hold.
+    """Return a sample with images as PIL images, ``.cls`` as int, ``.txt`` as text, ``.json`` and ``.npy`` as values.
 
-    What has another extension stays as it is, bytes. As in wids, of ``.seg.png`` the last part counts.
+    Members with another extension stay bytes. As in wids, of ``.seg.png`` the last part counts. Raises UserError if a
+    member is not what its extension says.
     """
     return {name: decode_member(sample, name, content) for name, content in sample.items()}
 
 
-def decode_member(sample: dict[str, Any], name: str, content: Any) -> Any:
-    """One value of a sample."""
+def decode_member(sample: Mapping[str, Any], name: str, content: Any) -> Any:
+    """Return the decoded value of a sample's member; a value under a key of wids (``__index__``) is left as it is.
+
+    ``sample`` has ``__key__`` and ``__shard__``, for the error; ``name`` is the member's extension.
+    """
     decoder = DECODERS.get(name.rpartition(".")[2].lower()) if name.startswith(".") else None
-    if decoder is None or not isinstance(content, bytes):
+    if decoder is None:
         return content
     try:
         return decoder(content)
     except Exception as error:  # decoders raise many kinds of errors
-        where = f"sample {sample.get('__key__')!r} in {sample.get('__shard__')}"
+        where = f"sample {sample['__key__']!r} in {sample['__shard__']}"
         what = str(error).partition("\n")[0] or type(error).__name__
         raise UserError(f"{where}: {name} cannot be decoded ({what}); fix the sample and pack it again") from None

@@ -28,20 +28,20 @@ from flyte_ddp.settings import ALLOWED
 
 KIND = "wids-shard-index-v1"
 EXTENSION = "flyte_ddp"
-MOST = 1 << 44  # bytes of a shard: the sums of 100,000 are within 64 bits
+MOST_BYTES = 1 << 44  # of a shard: the sums of 100,000 are within 64 bits
 MOST_SAMPLES = 10_000_000  # of a shard, which has 5 GB then at the least
-HEX = re.compile(r"[0-9a-fA-F]*")
 # An address that is a file's name below the base, without need for a closer look.
 PLAIN_NAME = re.compile(r"(?!.*(?:://|\0))(?!(?:.*/)?\.{1,2}(?:/|$))[^/].*", re.DOTALL)
-WANTED = f"it must be an index in wids' format ({KIND}); make one with python -m flyte_ddp.shards create"
+# What a field of another type than the format's raises where it is used.
+WRONG_TYPES = (LookupError, TypeError, ValueError, AttributeError)
 
 
 class Shard(NamedTuple):
     """A tar file of samples.
 
-    ``url`` is absolute; ``size`` (bytes) is -1 and the digests (hex) are empty where the index does not say. ``table``
-    is the file with the shard's table of samples, the first byte and the length of that in it, and the beginning of its
-    SHA-256, if there is one.
+    ``url`` is absolute; ``size`` (bytes) is -1 and the digests (hex) are empty where the index does not say; ``part``
+    is the number of one of the index's parts. ``table`` names the file with the shard's table of samples, the table's
+    first byte and length in that file, and the beginning of the table's SHA-256.
     """
 
     url: str
@@ -49,7 +49,7 @@ class Shard(NamedTuple):
     size: int = -1
     md5: str = ""
     sha256: str = ""
-    part: int = 0  # which of the index's parts it belongs to
+    part: int = 0
     table: tuple[str, int, int, str] | None = None
 
     @property
@@ -95,29 +95,29 @@ class ShardIndex:
 
     @cached_property
     def weights(self) -> NDArray[np.float64]:
-        """[shards] those of the parts that they belong to."""
+        """[shards] the weight of each shard's part."""
         return np.array([self.parts[shard.part].weight for shard in self.shards])
 
     @cached_property
     def remote(self) -> NDArray[np.bool_]:
-        """[shards] whether each is on another machine, by the look of its address: asking of each would take long."""
-        return np.array(["://" in shard.url and not shard.url.startswith("file:") for shard in self.shards])
+        """[shards] whether each is on another machine, by its address alone, as no file of 100,000 is looked at."""
+        return np.array([is_remote(shard.url) for shard in self.shards])
 
     def locate(self, sample: int) -> tuple[int, int]:
-        """The shard that the sample is in, and its number there."""
+        """Return the number of the shard that a sample is in, and the sample's number in that shard."""
         shard = int(np.searchsorted(self.ends, sample, side="right"))
         return shard, int(sample - (self.ends[shard] - self.counts[shard]))
 
     def summary(self) -> dict[str, str]:
-        """What there is to say about it, for people."""
+        """Return names and values that describe the index to people."""
         known = self.sizes[self.sizes >= 0]
-        size = f"{known.sum():,}" + ("" if len(known) == len(self.shards) else f" in {len(known):,} of the shards")
+        of_some = "" if len(known) == len(self.shards) else f" in {len(known):,} of the shards"
         least, most = self.counts.min(), self.counts.max()
         facts = {
             "name": self.name,
             "shards": f"{len(self.shards):,}",
             "samples": f"{len(self):,} ({least:,}" + ("" if least == most else f" to {most:,}") + " a shard)",
-            "bytes": size,
+            "bytes": f"{known.sum():,}{of_some}",
             "classes": f"{len(self.classes):,}" if self.classes else "not known",
             "digests": f"{sum(1 for shard in self.shards if shard.digest[1]):,} shards have one",
             "tables": f"{sum(1 for shard in self.shards if shard.table):,} shards have one",
@@ -138,7 +138,7 @@ class ShardIndex:
 
 @contextmanager
 def many_objects() -> Iterator[None]:
-    """While a hundred thousand objects are made, Python would look through all of them for garbage time and again."""
+    """Turn Python's garbage collection off: it would scan a hundred thousand new objects time and again."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -149,211 +149,189 @@ def many_objects() -> Iterator[None]:
 
 
 def read_index(address: str) -> ShardIndex:
-    """Reads an index and those that it refers to.
+    """Return an index, after reading it and the indexes that it refers to.
 
-    Raises:
-        UserError: it is not there, is no index, or refers to one that refers to others again or has other classes.
+    Raises UserError if it is not there, is no index, or refers to one that refers to others or has other classes.
     """
-    return index_of(address, load(address))
+    try:
+        return build_index(address, load_index(address))
+    except UserError:
+        raise
+    except WRONG_TYPES as error:
+        raise malformed(address, f"a field of it has another type than in that format ({error})") from None
 
 
 @many_objects()
-def index_of(address: str, content: dict[str, Any]) -> ShardIndex:
-    """:func:`read_index` of one that is, or will be, at that address."""
-    shards: list[Shard] = []
-    parts: list[Part] = []
-    classes: dict[tuple[str, ...], str] = {}  # and whose they are
-
-    def add(where: str, listed: dict[str, Any], described: dict[str, Any]) -> None:
+def build_index(address: str, content: dict[str, Any]) -> ShardIndex:
+    """Return the index with the given content that is, or will be, at an address; see :func:`read_index`."""
+    sources = [(address, content, content)] if content.get("shardlist") else []
+    sources += [load_part(address, content, reference) for reference in content.get("datasets") or []]
+    shards, parts = list[Shard](), list[Part]()
+    classes = {list_classes(address, content): address}  # and whose they are
+    for where, listed, described in sources:
         name = described.get("name") or listed.get("name") or ""
-        parts.append(Part(str(name), weight_of(address, described.get("weight"))))
-        shards.extend(shards_of(where, listed, part=len(parts) - 1))
-        classes.setdefault(class_names(f"index {where}", listed[EXTENSION].get("classes", [])), where)
-
-    if content.get("shardlist"):
-        add(address, content, content)
-    for reference in content.get("datasets") or []:
-        add(*referred(address, content, reference), reference)
+        parts.append(Part(str(name), check_weight(address, described.get("weight", 1.0))))
+        shards.extend(list_shards(where, listed, len(parts) - 1))
+        classes.setdefault(list_classes(where, listed), where)
     if not shards:
         raise malformed(address, "has no shards")
-    own = class_names(
-        f"index {address}", content[EXTENSION].get("classes", [])
-    )  # also of an index that only refers to others
-    classes = {own: address} | classes
     classes.pop((), None)
     if len(classes) > 1:
         (first, one), (second, other), *_ = classes.items()
         raise UserError(
-            f"index {address}: {other} has the classes {short(list(second))}, and {one} {short(list(first))}; "
+            f"index {address}: {other} has the classes {shorten(list(second))}, and {one} {shorten(list(first))}; "
             "put data sets together whose labels mean the same"
         )
     return ShardIndex(str(content.get("name") or ""), shards, tuple(parts), next(iter(classes), ()))
 
 
 def malformed(address: str, what: str) -> UserError:
-    """The error for an index that is none."""
-    return UserError(f"index {address}: {what}; {WANTED}")
+    """Return the error for a file that is no index."""
+    fix = f"it must be an index in wids' format ({KIND}); make one with python -m flyte_ddp.shards create"
+    return UserError(f"index {address}: {what}; {fix}")
 
 
-def load(address: str) -> dict[str, Any]:
-    """The JSON of an index."""
+def shorten(value: Any) -> str:
+    """Return the ``repr`` of a value from a file, cut off after 100 characters."""
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}..."
+
+
+def load_index(address: str) -> dict[str, Any]:
+    """Return the JSON of an index; raise UserError if it cannot be read, or is no index."""
     try:
         content = json.loads(storage.retried(address, storage.read))
     except storage.UnavailableError as failure:
         where = "the address, and that it is up" if storage.local_path(address) is None else "the path"
-        message = f"index {address}: cannot be read ({failure}); check {where}"
-        raise failure.explained(message) from None
+        raise failure.explained(f"index {address}: cannot be read ({failure}); check {where}") from None
     except UserError:
         raise
     except (ValueError, RecursionError) as error:
         raise malformed(address, f"is not JSON ({error})") from None
-    if isinstance(content, dict) and (content.get("wids_version", 1), content.get("__kind__", KIND)) != (1, KIND):
-        kind, version = content.get("__kind__"), content.get("wids_version")
-        raise malformed(address, f"is of kind {kind!r}, version {version!r}")
-    return checked(address, content)
-
-
-def checked(address: str, content: Any) -> dict[str, Any]:
-    """An index, or a data set within one, whose fields are what they must be."""
     if not isinstance(content, dict) or not (content.get("shardlist") or content.get("datasets")):
         raise malformed(address, "has neither shardlist nor datasets")
-    for kind, names in {list: ("shardlist", "datasets"), str: ("base",), dict: (EXTENSION,)}.items():
-        for name in names:
-            if not isinstance(content.get(name) or kind(), kind):
-                raise malformed(address, f"{name} is {short(content[name])}")
-    ours = content.get(EXTENSION) or {}
-    if not isinstance(ours.get("classes", []), list) or not isinstance(ours.get("tables", ""), str):
-        raise malformed(address, f"{EXTENSION} is {short(ours)}")
-    return content | {EXTENSION: ours}
+    kind, version = content.get("__kind__", KIND), content.get("wids_version", 1)
+    if (version, kind) != (1, KIND):
+        raise malformed(address, f"is of kind {kind!r}, version {version!r}")
+    return content
 
 
-def referred(address: str, content: dict[str, Any], reference: Any) -> tuple[str, dict[str, Any]]:
-    """The index that an entry of ``datasets`` is, or refers to, after its address."""
-    if not isinstance(reference, dict):
-        raise malformed(address, f"{short(reference)} in datasets is no data set")
-    if not reference.get("source_url"):
-        where, listed = address, checked(address, {"base": content.get("base"), **reference})
+def load_part(address: str, content: dict[str, Any], reference: Any) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """Return the address and content of the index that an entry of ``datasets`` is or refers to, and the entry."""
+    if reference.get("source_url"):
+        where = resolve_address(address, base_of(address, content), reference["source_url"])
+        listed = load_index(where)
     else:
-        where = resolved(address, base_of(address, content), reference["source_url"])
-        listed = load(where)
+        where, listed = address, {"base": content.get("base"), **reference}
     if listed.get("datasets"):
         raise UserError(f"index {address}: refers to {where}, which refers to others again; list those here")
-    return where, listed
+    return where, listed, reference
+
+
+def list_classes(address: str, content: dict[str, Any]) -> tuple[str, ...]:
+    """Return the names of the classes in an index; none where it does not say."""
+    classes = (content.get(EXTENSION) or {}).get("classes", [])
+    if not isinstance(classes, list):
+        raise malformed(address, f"classes is {shorten(classes)}")
+    return class_names(f"index {address}", classes)
 
 
 def base_of(address: str, content: Mapping[str, Any]) -> str:
-    """What relative addresses in an index refer to."""
+    """Return the folder or prefix that relative addresses in an index refer to."""
     folder = storage.parent(address)
-    return resolved(address, folder, content["base"]) if content.get("base") else folder
+    return resolve_address(address, folder, content["base"]) if content.get("base") else folder
 
 
-def resolved(address: str, base: str, found: Any) -> str:
-    """Return what an address in the index means.
+def is_remote(url: str) -> bool:
+    """Return whether an address is of another machine."""
+    return "://" in url and not url.startswith("file:")
 
-    Raises:
-        UserError: it is no address; a file of this machine, in an index from elsewhere; or, in an index from a web
-            server, an address of another origin that the setting does not allow.
+
+def resolve_address(address: str, base: str, found: Any) -> str:
+    """Return the absolute form of an address that stands in the index at ``address``.
+
+    Raises UserError for what is no address; for a file of this machine, in an index from elsewhere; and, in an index
+    from a web server, for an address of another origin that the setting does not allow.
     """
     if not isinstance(found, str) or not found or "\0" in found:
-        raise malformed(address, f"{short(found)} is no address")
-    whole = encodable(address, storage.resolve(base, found))
+        raise malformed(address, f"{shorten(found)} is no address")
+    whole = check_encodable(address, storage.resolve(base, found))
     try:
         here = storage.local_path(whole) is not None
     except UserError as error:
         raise UserError(f"index {address}: {error.message}") from None
     if here and storage.local_path(address) is None:
         raise UserError(
-            f"index {address}: names {short(found)}, a file of this machine, which an index from elsewhere may not; "
+            f"index {address}: names {shorten(found)}, a file of this machine, which an index from elsewhere may not; "
             "copy the index here, if that is meant"
         )
     if not here and storage.scheme(address) in ("http", "https") and not storage.may_be_named(whole, address):
         raise UserError(
-            f"index {address}: names {short(found)}, which is not on {storage.origin_of(address)}; set "
+            f"index {address}: names {shorten(found)}, which is not on {storage.origin_of(address)}; set "
             f"{ALLOWED}={storage.origin_of(whole)} if it may be read, or copy the index here"
         )
     return whole
 
 
-def encodable(address: str, found: str) -> str:
-    """An address in the index, if it has only characters that can be sent, or be in a file's name.
-
-    Bytes of files' names that are no text are surrogates in Python, which no address of elsewhere can have.
-    """
-    remote = "://" in found and not found.startswith("file:")
+def check_encodable(address: str, found: str) -> str:
+    """Return an address; raise UserError if it can neither be sent nor be a file's name."""
+    # Undecodable file names contain lone surrogates; they are allowed for local files but cannot be sent in a URL.
     try:
-        found.encode("utf-8", "strict" if remote else "surrogateescape")
+        found.encode("utf-8", "strict" if is_remote(found) else "surrogateescape")
     except UnicodeEncodeError:
-        raise malformed(address, f"{short(found)} is no address") from None
+        raise malformed(address, f"{shorten(found)} is no address") from None
     return found
 
 
-def weight_of(address: str, weight: Any) -> float:
-    """The weight of a data set."""
-    if weight is None:
-        return 1.0
-    if not isinstance(weight, (int, float)) or isinstance(weight, bool) or not 0 < weight <= 1e6:
+def check_weight(address: str, weight: Any) -> float:
+    """Return the weight of a data set; raise UserError if it is no number above 0."""
+    if not isinstance(weight, (int, float)) or not 0 < weight <= 1e6:
         raise UserError(f"index {address}: weight={weight!r}; must be a number above 0: passes over the data an epoch")
     return float(weight)
 
 
-def shards_of(address: str, content: Mapping[str, Any], part: int) -> Iterator[Shard]:
-    """The shards that one index lists itself."""
+def list_shards(address: str, content: Mapping[str, Any], part: int) -> Iterator[Shard]:
+    """Yield the shards that one index lists itself, as those of a part; raise UserError for an entry that is none."""
     base = base_of(address, content)
     folder = str(storage.local_path(base) or base.rstrip("/"))
-    tables = content[EXTENSION].get("tables")
-    tables = resolved(address, storage.parent(address), tables) if tables else None
+    tables = (content.get(EXTENSION) or {}).get("tables")
+    tables = resolve_address(address, storage.parent(address), tables) if tables else None
     for number, entry in enumerate(content.get("shardlist") or []):
         try:
             url, place = entry["url"], entry.get("table")
             yield Shard(
                 # Of 100,000 shards most have a plain name.
-                url=encodable(address, f"{folder}/{storage.as_in(base, url)}")
+                url=check_encodable(address, f"{folder}/{storage.as_in(base, url)}")
                 if PLAIN_NAME.fullmatch(url)
-                else resolved(address, base, url),
-                samples=count_of(entry["nsamples"], most=MOST_SAMPLES),
-                size=count_of(entry.get("filesize", -1), least=-1),
-                md5=digest_of(entry.get("md5sum"), 32),
-                sha256=digest_of(entry.get("sha256"), 64),
+                else resolve_address(address, base, url),
+                samples=check_count(entry["nsamples"], 0, MOST_SAMPLES),
+                size=check_count(entry.get("filesize", -1), -1),
+                md5=str(entry.get("md5sum") or "").lower(),
+                sha256=str(entry.get("sha256") or "").lower(),
                 part=part,
-                table=(tables, count_of(place[0]), count_of(place[1]), str(place[2])) if tables and place else None,
+                table=(tables, check_count(place[0]), check_count(place[1]), place[2]) if tables and place else None,
             )
         except UserError:
             raise
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            what = f"has no {error}" if isinstance(error, KeyError) else f"is {short(entry)}: {error}"
-            raise UserError(
-                f"index {address}: shard {number} in its shardlist {what}; each needs a url and nsamples"
-            ) from None
+        except WRONG_TYPES as error:
+            what = f"has no {error}" if isinstance(error, KeyError) else f"is {shorten(entry)}: {error}"
+            what = f"shard {number} in its shardlist {what}; each needs a url and nsamples"
+            raise UserError(f"index {address}: {what}") from None
 
 
-def count_of(value: Any, least: int = 0, most: int = MOST) -> int:
-    """A whole number that counts something."""
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise ValueError(f"{short(value)} for a number of {least:,} to {most:,}")
+def check_count(value: Any, least: int = 0, most: int = MOST_BYTES) -> int:
+    """Return a whole number from ``least`` to ``most``; raise ValueError for anything else."""
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError(f"{shorten(value)} for a number of {least:,} to {most:,}")
     return value
 
 
-def digest_of(value: Any, digits: int) -> str:
-    """A digest in small letters, or nothing."""
-    if not value:
-        return ""
-    if len(value) != digits or not HEX.fullmatch(value):
-        raise ValueError(f"{value!r} for {digits} hexadecimal digits")
-    return str(value).lower()
-
-
-def short(value: Any) -> str:
-    """A value from a file, for an error."""
-    text = repr(value)
-    return text if len(text) <= 100 else f"{text[:100]}..."
-
-
 def index_json(index: ShardIndex, folder: str, tables: str, *, packed: bool = False) -> bytes:
-    """An index of one part as a file, a shard a line.
+    """Return the JSON of an index of one part, a shard a line.
 
     Args:
-        folder: where it will be; addresses of shards below it are written relative to it.
-        tables: the file with the tables of samples, in the same folder.
+        folder: where the index will be; addresses of shards below it are written relative to it.
+        tables: the name of the file with the tables of samples, in the same folder.
         packed: whether the shards were made together with the index.
     """
     [part] = index.parts

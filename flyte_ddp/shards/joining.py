@@ -10,14 +10,14 @@ from typing import Any
 from flyte_ddp import storage
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replacing
-from flyte_ddp.shards.index import EXTENSION, KIND, ShardIndex, index_of
+from flyte_ddp.shards.index import EXTENSION, KIND, ShardIndex, build_index
 from flyte_ddp.shards.scanning import index_output
 
 
 def join_indexes(
     addresses: Sequence[str], output: Path, *, weights: Sequence[float] = (), name: str = ""
 ) -> ShardIndex:
-    """Writes an index that refers to others, as ``datasets`` in wids' format.
+    """Write an index that refers to others, as ``datasets`` in wids' format, and return it.
 
     Args:
         addresses: of the others, each of which lists its shards itself.
@@ -34,15 +34,14 @@ def join_indexes(
     output = index_output(output, addresses)
     if len(set(addresses)) < max(2, len(addresses)):
         raise UserError(f"indexes {', '.join(addresses) or 'none'}: must be two or more, each given once")
-    if weights and len(weights) != len(addresses):
+    if len(weights) not in (0, len(addresses)):
         raise UserError(f"{len(weights)} weights: must be one for each of the {len(addresses)} indexes, or none")
     references = [
         {"source_url": address.removeprefix(f"{output.parent}/"), "weight": weight}
         for address, weight in zip(addresses, weights or [1.0] * len(addresses), strict=True)
     ]
-    content: dict[str, Any] = {"__kind__": KIND, "wids_version": 1, "name": name or output.stem}
-    content |= {"datasets": references, EXTENSION: {}}
-    index = index_of(str(output), content)
+    content: dict[str, Any] = {"__kind__": KIND, "wids_version": 1, "name": name or output.stem, "datasets": references}
+    index = build_index(str(output), content)
     for reference, part in zip(references, index.parts, strict=True):
         reference["name"] = part.name
     content[EXTENSION] = {"classes": index.classes}

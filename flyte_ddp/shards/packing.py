@@ -12,7 +12,7 @@ import shutil
 import signal
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -45,7 +45,7 @@ def pack(
     seed: int | None = 0,
     progress: str = "auto",
 ) -> ShardIndex:
-    """Writes samples into shards and their index, ``<name>.json``, which comes last.
+    """Write samples into shards and their index, ``<name>.json``, which comes last; return the index.
 
     The same samples make the same files to the last byte, whenever and wherever they are packed. What was packed under
     this name before stays as it is until all of the new is there; then it is replaced, and shards of it that the new
@@ -53,13 +53,14 @@ def pack(
 
     Args:
         samples: gives a sample's key and members by its number, and may be called from several threads.
-        count: how many there are.
-        folder: where to; made if it is not there.
+        count: how many samples there are.
+        folder: where to write; made if it is not there.
         classes: the classes' names, for the index.
         name: of the data set and the beginning of the files' names.
         per_shard: samples in a shard; the last one may have fewer.
         seed: of the order in which samples are packed; None keeps their own. Training mixes neighbouring shards only,
             so that samples in an order of their own (class by class) should be mixed here.
+        progress: auto, bar, lines or off; on stderr.
 
     Raises:
         UserError: no samples, one that cannot be had, a class whose name is not UTF-8, a folder that cannot be written
@@ -67,10 +68,9 @@ def pack(
     """
     if count == 0:
         raise UserError(f"{name}: there is no sample to pack")
-    if per_shard < 1:
-        raise UserError(f"samples_per_shard={per_shard}: must be at least 1")
-    if seed is not None and seed < 0:
-        raise UserError(f"seed={seed}: must be at least 0")
+    for option, value, least in (("samples_per_shard", per_shard, 1), ("seed", seed, 0)):
+        if value is not None and value < least:
+            raise UserError(f"{option}={value}: must be at least {least}")
     if not name or PurePath(name).name != name:
         raise UserError(f"name={name!r}: must be fit for a file's name")
     classes = class_names(name, classes)
@@ -81,20 +81,24 @@ def pack(
     starts = range(0, count, per_shard)
     digits = max(6, len(str(len(starts) - 1)))
     track = Progress(progress).track("packing", count, "samples")
-    with workspace_of(index) as workspace:
+    with open_workspace(index) as workspace:
         paths = [workspace / f"{name}-{number:0{digits}d}.tar" for number in range(len(starts))]
         with map_in_threads(samples, order.tolist(), AHEAD) as made, track as advance:
             for path in paths:
                 write_shard(path, itertools.islice(made, per_shard), advance)
         urls = [str(path) for path in paths]
         index_shards(urls, workspace / index.name, name=name, classes=classes, progress="off", packed=True)
-        put_in_place(workspace, index)
+        publish_packed_shards(workspace, index)
     return read_index(str(index))
 
 
 @contextmanager
-def workspace_of(index: Path) -> Iterator[Path]:
-    """A hidden folder beside the index for what is to take its place; removed in the end, or by whoever packs next."""
+def open_workspace(index: Path) -> Iterator[Path]:
+    """Make and lock a hidden folder beside the index, and remove it at the end of the block.
+
+    First finishes what a killed packing of this index has left in the folder. The folder stays if the index refers to
+    shards in it at the end. Raises UserError if another process is packing this index, or it cannot be written.
+    """
     workspace = index.with_name(f".{index.stem}.packing")
     with ExitStack() as stack:
         try:
@@ -106,31 +110,25 @@ def workspace_of(index: Path) -> Iterator[Path]:
             raise UserError(f"{index}: another process is packing it; wait for its end, or take another name") from None
         except OSError as error:
             raise UserError(f"cannot write {index}: {error.strerror}; choose another folder") from None
-        finish_move(workspace, index)
-        clear(workspace)
+        move_shards(workspace, index)
+        for path in workspace.iterdir():
+            path.unlink()
         try:
             yield workspace
         finally:
-            if not is_used(workspace, index):
-                clear(workspace)
-                with suppress(OSError):
-                    workspace.rmdir()
+            if not refers_to(workspace, index):
+                shutil.rmtree(workspace, ignore_errors=True)
 
 
-def clear(workspace: Path) -> None:
-    """Removes all that is in it."""
-    for path in workspace.iterdir():
-        path.unlink()
+def publish_packed_shards(workspace: Path, index: Path) -> None:
+    """Replace the index and its shards with those in the workspace.
 
-
-def put_in_place(workspace: Path, index: Path) -> None:
-    """Has the index in the workspace, and its shards, take the place of those beside it.
-
-    Shards of the old index and of the new one have the same names. So the new one first comes into the old one's place
-    with the shards as they are in the workspace, which is the moment at which one replaces the other.
+    (1) Put an index in place, by one rename, that refers to the shards in the workspace: the commit point. (2) Remove
+    the old shards, which may have the same names, and give the new ones their place. (3) Put the final index in place.
+    SIGINT is delayed throughout; after a kill, the next packing finishes.
     """
-    content = stored(workspace / index.name)
-    content |= {"packed_in": workspace.name, "replaced": packed_before(index)}
+    content = load_json(workspace / index.name)
+    content |= {"packed_in": workspace.name, "replaced": list_packed(index)}
     for entry, key in (*((entry, "url") for entry in content["shardlist"]), (content[EXTENSION], "tables")):
         entry[key] = f"{workspace.name}/{entry[key]}"
     following = workspace / "index"
@@ -138,52 +136,51 @@ def put_in_place(workspace: Path, index: Path) -> None:
         file.write(json.dumps(content).encode())
     with postponed(signal.SIGINT):
         following.replace(index)
-        finish_move(workspace, index)
+        move_shards(workspace, index)
 
 
-def is_used(workspace: Path, index: Path) -> bool:
-    """Whether the shards of the index are still in the workspace."""
-    return (workspace / index.name).exists() and stored(index).get("packed_in") == workspace.name
+def refers_to(workspace: Path, index: Path) -> bool:
+    """Return whether the shards of the index are still in the workspace."""
+    return (workspace / index.name).exists() and load_json(index).get("packed_in") == workspace.name
 
 
-def finish_move(workspace: Path, index: Path) -> None:
-    """Moves shards from the workspace to where they belong, if the index refers to them there.
+def move_shards(workspace: Path, index: Path) -> None:
+    """Move shards from the workspace to where they belong, and then the index, if it refers to shards there.
 
     A process that is killed in between leaves the rest to the next one that packs here.
     """
-    if not is_used(workspace, index):
+    if not refers_to(workspace, index):
         return
     try:
-        for name in stored(index)["replaced"]:
+        for name in load_json(index)["replaced"]:
             index.with_name(name).unlink(missing_ok=True)
-        for name in (*packed_before(workspace / index.name), tables_of(index).name):
-            put_beside(workspace / name, index.with_name(name))
+        for name in (*list_packed(workspace / index.name), tables_of(index).name):
+            link_or_copy(workspace / name, index.with_name(name))
         (workspace / index.name).replace(index)
     except OSError as error:
         raise UserError(f"cannot write {index}: {error.strerror}; fix that, and pack again") from None
 
 
-def put_beside(path: Path, target: Path) -> None:
-    """A second name for a file, in place of another one; a copy where there are no links."""
+def link_or_copy(path: Path, target: Path) -> None:
+    """Give a file a second name, in place of another file; copy it where the file system has no hard links."""
     target.unlink(missing_ok=True)
     try:
         target.hardlink_to(path)
     except OSError:
-        copy = path.with_suffix(".copy")
-        with path.open("rb") as source, replacing(copy) as file:
-            shutil.copyfileobj(source, file)
+        copy = path.with_suffix(".copy")  # in the workspace, whose files go if this process is killed
+        shutil.copyfile(path, copy)
         copy.replace(target)
 
 
-def stored(index: Path) -> dict[str, Any]:
-    """What is in the file of an index; nothing without one."""
+def load_json(index: Path) -> dict[str, Any]:
+    """Return what is in the file of an index; nothing without one."""
     content: dict[str, Any] = json.loads(index.read_bytes()) if index.is_file() else {}
     return content
 
 
-def packed_before(index: Path) -> list[str]:
-    """The names of the shards that were packed with an index; none of those that somebody else has made."""
-    content = stored(index)
+def list_packed(index: Path) -> list[str]:
+    """Return the names of the shards that were packed with an index; none of those that somebody else has made."""
+    content = load_json(index)
     if not (content.get(EXTENSION) or {}).get("packed"):
         return []
     names = (str(entry["url"]) for entry in content["shardlist"])
@@ -191,7 +188,7 @@ def packed_before(index: Path) -> list[str]:
 
 
 def write_shard(path: Path, samples: Iterable[tuple[str, Members]], advance: Callable[[int], object]) -> None:
-    """Writes samples into a tar file."""
+    """Write samples into a tar file, and call ``advance(1)`` after each."""
     # Of the formats for long names and others than English ones it is GNU's that wids reads best.
     with (
         replacing(path) as file,

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from flyte_ddp import storage
 from flyte_ddp.errors import UserError
+from flyte_ddp.shards.index import Shard
 from flyte_ddp.shards.tar import Member
 
 SEPARATOR = "\0"  # cannot be in a tar file's names
@@ -41,50 +43,60 @@ class SampleTable:
         return [self.extensions[kind] for kind in self.kinds[self.starts[sample] : self.starts[sample + 1]].tolist()]
 
     def members(self, sample: int) -> list[Member]:
-        """The members of a sample, in their order."""
+        """Return the members of a sample, in their order."""
         rows = slice(int(self.starts[sample]), int(self.starts[sample + 1]))
         key = self.keys[sample]
         columns = (column[rows].tolist() for column in (self.kinds, self.offsets, self.sizes, self.headers))
         return [Member(key, self.extensions[kind], *place) for kind, *place in zip(*columns, strict=True)]
 
     def to_bytes(self) -> bytes:
-        """In numpy's ``.npz`` format."""
+        """Return the table in numpy's ``.npz`` format."""
         buffer = io.BytesIO()
         columns = {name: getattr(self, name) for name in COLUMNS}
-        np.savez_compressed(buffer, keys=encoded(self.keys), extensions=encoded(self.extensions), **columns)
+        np.savez_compressed(buffer, keys=encode_names(self.keys), extensions=encode_names(self.extensions), **columns)
         return buffer.getvalue()
 
     @classmethod
-    def from_bytes(cls, content: bytes, digest: str) -> SampleTable:
-        """Reads what :meth:`to_bytes` made.
-
-        Raises:
-            ValueError: it does not have the digest that the index says.
-        """
-        if digest_of(content) != digest:
-            raise ValueError("another table, or a damaged one")
+    def from_bytes(cls, content: bytes) -> SampleTable:
+        """Return the table that :meth:`to_bytes` has given."""
         with np.load(io.BytesIO(content), allow_pickle=False) as stored:
             columns = {name: stored[name] for name in COLUMNS}
-            return cls(keys=decoded(stored["keys"]), extensions=decoded(stored["extensions"]), **columns)
+            return cls(decode_names(stored["keys"]), decode_names(stored["extensions"]), **columns)
 
 
-def digest_of(content: bytes) -> str:
-    """Half of the SHA-256 (hex) of a table's bytes, which tells it from any other."""
+def read_table(shard: Shard) -> SampleTable:
+    """Return the table of a shard that has one, read from the file with the tables.
+
+    Raises UnavailableError if the file cannot be read, or ValueError if there is another table, or none.
+    """
+    assert shard.table is not None
+    address, start, length, digest = shard.table
+    content = storage.read(address, (start, start + length))
+    if table_digest(content) != digest:
+        raise ValueError("another table, or a damaged one")
+    return SampleTable.from_bytes(content)
+
+
+def table_digest(content: bytes) -> str:
+    """Return half of the SHA-256 (hex) of a table's bytes, which tells it from any other."""
     return hashlib.sha256(content).hexdigest()[:32]
 
 
-def encoded(names: tuple[str, ...]) -> NDArray[np.uint8]:
-    """Names as bytes."""
+def encode_names(names: tuple[str, ...]) -> NDArray[np.uint8]:
+    """Return the names as bytes, each ended by ``SEPARATOR``."""
     return np.frombuffer("".join(f"{name}{SEPARATOR}" for name in names).encode("utf-8", "surrogateescape"), np.uint8)
 
 
-def decoded(content: NDArray[np.uint8]) -> tuple[str, ...]:
-    """The names again."""
+def decode_names(content: NDArray[np.uint8]) -> tuple[str, ...]:
+    """Return the names that :func:`encode_names` was given."""
     return tuple(content.tobytes().decode("utf-8", "surrogateescape").split(SEPARATOR)[:-1])
 
 
 def tabulate(members: Iterable[Member], shard: str) -> SampleTable:
-    """Groups a shard's members into samples."""
+    """Return the table of a shard's samples, grouped from its members in their order.
+
+    Raises UserError if a sample's members are in two places, or if two of them have one extension.
+    """
     keys: dict[str, None] = {}
     extensions: dict[str, int] = {}
     starts: list[int] = []

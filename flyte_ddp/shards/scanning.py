@@ -19,10 +19,9 @@ from flyte_ddp.lookahead import map_in_threads
 from flyte_ddp.pictures import opaque_picture
 from flyte_ddp.progress import Progress
 from flyte_ddp.shards.decoding import LABEL, decode_member, image_and_label, is_image
-from flyte_ddp.shards.index import Part, Shard, ShardIndex, index_json, load, read_index
-from flyte_ddp.shards.samples import SampleTable, digest_of, tabulate
+from flyte_ddp.shards.index import Part, Shard, ShardIndex, index_json, load_index, read_index
+from flyte_ddp.shards.samples import SampleTable, read_table, table_digest, tabulate
 from flyte_ddp.shards.tar import Member, members
-from flyte_ddp.storage.content import check_length
 
 THREADS = 8  # shards that are read at the same time
 MOST_CLASSES = 1_000_000  # that are named by their numbers; what is beyond is likely no label
@@ -30,7 +29,7 @@ RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")  # pathlib has made one slash of two
 
 
-class Scanned(NamedTuple):
+class ScannedShard(NamedTuple):
     """A shard as it was read."""
 
     shard: Shard
@@ -42,7 +41,7 @@ class Scanned(NamedTuple):
 
 
 class HashedStream:
-    """Chunks of bytes as a file that can be read once, and the digests and the number of those read so far."""
+    """A file that can be read once, from chunks of bytes, with the digests and the number of the bytes read so far."""
 
     def __init__(self, chunks: Iterator[bytes]) -> None:
         self.chunks = chunks
@@ -51,11 +50,11 @@ class HashedStream:
         self.count = 0
 
     def seekable(self) -> bool:
-        """It is not."""
+        """Return False, for tarfile."""
         return False
 
     def read(self, length: int) -> bytes:
-        """At most so many bytes; none at the end."""
+        """Return at most so many bytes; none at the end."""
         while not self.rest and (chunk := next(self.chunks, None)) is not None:
             self.md5.update(chunk)
             self.sha256.update(chunk)
@@ -65,40 +64,44 @@ class HashedStream:
         return piece
 
 
-def scan(url: str, *, decode: bool = False) -> Scanned:
-    """Reads a shard once, from its start to its end.
+def scan_shard(url: str, *, decode: bool = False) -> ScannedShard:
+    """Read a shard once, from its start to its end, and return what is in it; with ``decode`` decode images, too.
 
-    Args:
-        decode: decodes images, too.
+    Raises UserError if it cannot be read, is no tar file, or has a label that is no class's number.
     """
 
-    def wanted(extension: str) -> bool:
-        return extension.lower() == LABEL or (decode and is_image(extension))
-
-    def once(address: str) -> Scanned:
-        found: list[Member] = []
-        damaged: list[str] = []
-        labels = 0
+    def scan_once(address: str) -> ScannedShard:
+        found, damaged, labels = list[Member](), list[str](), 0
         with storage.open_file(address) as file:
             stream = HashedStream(file.chunks)
-            for member, content in members(stream, url, wanted):  # type: ignore[arg-type]
+            for member, content in members(
+                stream,  # type: ignore[arg-type]
+                url,
+                lambda extension: extension.lower() == LABEL or (decode and is_image(extension)),
+            ):
                 found.append(member)
-                if content is not None and member.extension.lower() == LABEL:
-                    labels = max(labels, label_of(member, content, url) + 1)
-                elif content is not None and (problem := problem_of_image(member, content, url)):
+                if content is None:
+                    continue
+                where = {"__key__": member.key, "__shard__": url}
+                if member.extension.lower() == LABEL:
+                    label = decode_member(where, LABEL, content)
+                    if label < 0:
+                        raise UserError(f"sample {member.key!r} in {url}: label {label}; labels are 0, 1, 2 and so on")
+                    labels = max(labels, label + 1)
+                elif problem := describe_damage(where, member.extension, content):
                     damaged.append(problem)
-        check_length(stream.count, file.size, remote=storage.local_path(address) is None)
+        storage.check_length(stream.count, file.size, remote=storage.local_path(address) is None)
         table = tabulate(found, url)
         shard = Shard(url, len(table), stream.count, stream.md5.hexdigest(), stream.sha256.hexdigest())
-        return Scanned(shard, table, labels, damaged, *unfit_samples(table, url))
+        return ScannedShard(shard, table, labels, damaged, *count_unfit_samples(table, url))
 
     try:
-        return storage.retried(url, once)
+        return storage.retried(url, scan_once)
     except storage.UnavailableError as failure:
         raise failure.explained(f"shard {url}: cannot be read ({failure}); check the address") from None
 
 
-def unfit_samples(table: SampleTable, url: str) -> tuple[int, str]:
+def count_unfit_samples(table: SampleTable, url: str) -> tuple[int, str]:
     """Return how many samples of a shard training cannot read, and what is wrong with the first of them."""
     count, reason = 0, ""
     for number, key in enumerate(table.keys):
@@ -109,49 +112,36 @@ def unfit_samples(table: SampleTable, url: str) -> tuple[int, str]:
     return count, reason
 
 
-def label_of(member: Member, content: bytes, url: str) -> int:
-    """A class's number."""
-    value: int = decode_member({"__key__": member.key, "__shard__": url}, ".cls", content)
-    if value < 0:
-        raise UserError(f"sample {member.key!r} in {url}: label {value}; labels are 0, 1, 2 and so on")
-    return value
-
-
-def problem_of_image(member: Member, content: bytes, url: str) -> str:
-    """Return why training could not decode an image; nothing for one that it could."""
+def describe_damage(where: dict[str, str], extension: str, content: bytes) -> str:
+    """Return why training could not decode an image; nothing for an image that it could."""
     try:
-        image = decode_member({"__key__": member.key, "__shard__": url}, member.extension, content)
+        image = decode_member(where, extension, content)
         image.load()
         opaque_picture(image)
     except UserError as error:
         return error.message
     except Exception as error:  # Pillow raises many kinds of errors
-        return f"sample {member.key!r} in {url}: {member.extension} cannot be decoded ({error})"
+        return f"sample {where['__key__']!r} in {where['__shard__']}: {extension} cannot be decoded ({error})"
     return ""
 
 
-def expanded(urls: Sequence[str]) -> list[str]:
-    """Addresses with ``{000..127}`` written out."""
+def expand_ranges(urls: Sequence[str]) -> list[str]:
+    """Return the addresses with ranges such as ``{000..127}`` written out."""
     found: list[str] = []
     for url in urls:
         if match := RANGE.search(url):
             start, end = match.span()
             numbers = range(int(match[1]), int(match[2]) + 1)
-            found += expanded([f"{url[:start]}{n:0{len(match[1])}d}{url[end:]}" for n in numbers])
+            found += expand_ranges([f"{url[:start]}{n:0{len(match[1])}d}{url[end:]}" for n in numbers])
         else:
             found.append(url)
     return found
 
 
 def create_index(
-    urls: Sequence[str],
-    output: Path,
-    *,
-    name: str = "",
-    classes: Sequence[str] = (),
-    progress: str = "auto",
+    urls: Sequence[str], output: Path, *, name: str = "", classes: Sequence[str] = (), progress: str = "auto"
 ) -> ShardIndex:
-    """Reads shards, several at a time, and writes their index and, beside it, their tables of samples.
+    """Read shards, several at a time; write their index and, beside it, their tables of samples; return the index.
 
     Samples may have members of any kind. A warning on stderr names the first one that training cannot read.
 
@@ -160,6 +150,7 @@ def create_index(
         output: the index; the tables go into a file beside it, with ``.tables`` after its name.
         name: of the data set; the index's own name if there is none.
         classes: the names of the classes; 0, 1, 2 and so on if there are none, up to the highest label.
+        progress: auto, bar, lines or off; on stderr.
 
     Raises:
         UserError: a shard that cannot be had or is none, two that are the same, a label that has no class, a class
@@ -169,16 +160,15 @@ def create_index(
     for label, count in Counter(classes).items():
         if count > 1 or not label.strip():
             raise UserError(f"class {label!r} is named {counted(count, 'time')}: each must have a name of its own")
-    return index_shards(expanded(urls), output, name=name, classes=classes, progress=progress)
+    return index_shards(expand_ranges(urls), output, name=name, classes=classes, progress=progress)
 
 
 def index_shards(
     urls: Sequence[str], output: Path, *, name: str, classes: Sequence[str], progress: str, packed: bool = False
 ) -> ShardIndex:
-    """:func:`create_index` of shards whose addresses are whole, and classes whose names may be anything.
+    """Do what :func:`create_index` does, for addresses without ranges and classes with any names.
 
-    Args:
-        packed: the shards were made together with the index, and go when another is made in its place.
+    ``packed`` has the index say that its shards were made with it, and go when another takes its place.
     """
     shards = [str(storage.local_path(url) or url) for url in urls]
     output = index_output(output, shards)
@@ -190,22 +180,22 @@ def index_shards(
     tables = tables_of(output)
     start, listed, labels, unfit, reason = 0, list[Shard](), 0, 0, ""
     with (
-        map_in_threads(scan, shards, THREADS) as scanned,
+        map_in_threads(scan_shard, shards, THREADS) as scanned,
         Progress(progress).track("reading", len(shards), "shards") as advance,
         replacing(tables) as file,
     ):
         for found in scanned:
             content = found.table.to_bytes()
             file.write(content)
-            listed.append(found.shard._replace(table=(str(tables), start, len(content), digest_of(content))))
+            listed.append(found.shard._replace(table=(str(tables), start, len(content), table_digest(content))))
             start += len(content)
             labels = max(labels, found.labels)
             unfit, reason = unfit + found.unfit, reason or found.reason
             advance(1)
-            if classes and found.labels > len(classes):
+            if classes and labels > len(classes):
                 raise UserError(
-                    f"shard {found.shard.url}: has label {found.labels - 1}, and with {len(classes)} classes labels "
-                    f"are 0..{len(classes) - 1}; fix the sample, or the list of classes"
+                    f"shard {found.shard.url}: has label {labels - 1}, and with {len(classes)} classes labels are "
+                    f"0..{len(classes) - 1}; fix the sample, or the list of classes"
                 )
         if not any(shard.samples for shard in listed):
             raise UserError(f"shard {shards[0]}: has no samples, and there are none in the others; check the addresses")
@@ -213,8 +203,8 @@ def index_shards(
             raise UserError(
                 f"a label is {labels - 1:,}: with more than {MOST_CLASSES:,} classes give their names (--classes)"
             )
-    named = tuple(classes) or tuple(str(label) for label in range(labels))
-    index = ShardIndex(name or output.stem, listed, (Part(name or output.stem),), named)
+    names = tuple(classes) or tuple(str(label) for label in range(labels))
+    index = ShardIndex(name or output.stem, listed, (Part(name or output.stem),), names)
     with replacing(output) as file:
         file.write(index_json(index, str(output.parent), tables.name, packed=packed))
     if unfit:
@@ -223,18 +213,14 @@ def index_shards(
 
 
 def tables_of(index: Path) -> Path:
-    """The file with the tables of samples that goes with an index."""
+    """Return the path of the file with the tables of samples that goes with an index."""
     return index.with_name(f"{index.name}.tables")
 
 
 def index_output(path: Path, inputs: Iterable[str] = ()) -> Path:
-    """The absolute path of an index to write, in whose place there may be another index.
+    """Return the absolute path of an index to write, in whose place there may be another index.
 
-    Args:
-        inputs: addresses of what is read for it.
-
-    Raises:
-        UserError: it is an address, or a file that is to be kept: one of the inputs, or one that is no index.
+    Raises UserError if the path is an address, or that of a file to keep: an input, by its address, or no index.
     """
     if ADDRESS.match(str(path)):
         raise UserError(f"{path}: cannot be written to; choose a path on this machine, and copy it there afterwards")
@@ -246,14 +232,14 @@ def index_output(path: Path, inputs: Iterable[str] = ()) -> Path:
             raise UserError(f"{output}: would be written in place of {found}, which it is made of; choose another name")
     if output.is_file():
         try:
-            load(str(output))
+            load_index(str(output))
         except UserError as error:
             raise UserError(f"{output}: is there, and is no index; remove it, or choose another name") from error
     return output
 
 
 def verify_index(address: str, *, decode: bool = False, progress: str = "auto") -> list[str]:
-    """Reads all shards of an index and says what is not as the index says; nothing, if all is well.
+    """Read all shards of an index, several at a time, and return what is not as the index says; nothing if all is well.
 
     Args:
         address: of the index.
@@ -264,45 +250,28 @@ def verify_index(address: str, *, decode: bool = False, progress: str = "auto") 
         UserError: the index itself cannot be read.
     """
     index = read_index(address)
-    check = partial(verify_shard, classes=len(index.classes), decode=decode)
+    verify = partial(verify_shard, classes=len(index.classes), decode=decode)
     track = Progress(progress).track("checking", len(index.shards), "shards")
     problems: dict[str, None] = {}  # once each: all tables may be in one file, which cannot be read
-    with map_in_threads(check, index.shards, THREADS) as checked, track as advance:
-        for found in checked:
+    with map_in_threads(verify, index.shards, THREADS) as verified, track as advance:
+        for found in verified:
             problems |= dict.fromkeys(found)
             advance(1)
     return list(problems)
 
 
 def verify_shard(shard: Shard, classes: int, *, decode: bool) -> list[str]:
-    """What is wrong with one shard."""
+    """Read a shard, and return what is not as its index says, one sentence for each difference.
+
+    ``classes`` is their number in the index, 0 if it does not say; with ``decode`` images are decoded, too.
+    """
     try:
-        found = scan(shard.url, decode=decode)
+        found = scan_shard(shard.url, decode=decode)
     except UserError as error:
         return [error.message]
-    unfit = [f"{found.reason}; in all {counted(found.unfit, 'such sample')}"] if decode and found.unfit else []
-    return [*found.damaged, *unfit, *incomplete(shard, found.table), *contradictions(shard, found, classes)]
-
-
-def incomplete(shard: Shard, table: SampleTable) -> Iterator[str]:
-    """Samples that have other members than most of the shard; one image is as good as another, whatever its format."""
-    extensions = [[member.extension for member in table.members(number)] for number in range(len(table))]
-    # ``.seg.png`` and ``.seg.JPG`` are for the same.
-    kinds = [
-        tuple(sorted(f"{name.rpartition('.')[0]}.image" if is_image(name) else name for name in map(str.lower, found)))
-        for found in extensions
-    ]
-    usual = max(kinds, key=Counter(kinds).__getitem__, default=())
-    for key, found, kind in zip(table.keys, extensions, kinds, strict=True):
-        if kind != usual:
-            named = ", ".join(sorted(extensions[kinds.index(usual)]))
-            yield f"sample {key!r} in {shard.url}: has {', '.join(sorted(found))}, and most have {named}"
-
-
-def contradictions(shard: Shard, found: Scanned, classes: int) -> Iterator[str]:
-    """In what a shard is not as its index says."""
-    from flyte_ddp.shards.dataset import read_table
-
+    problems = found.damaged
+    if decode and found.unfit:
+        problems.append(f"{found.reason}; in all {counted(found.unfit, 'such sample')}")
     for what, here, said in (
         ("bytes", found.shard.size, shard.size if shard.size >= 0 else None),
         ("samples", found.shard.samples, shard.samples),
@@ -310,17 +279,16 @@ def contradictions(shard: Shard, found: Scanned, classes: int) -> Iterator[str]:
         ("MD5", found.shard.md5, shard.md5 or None),
     ):
         if said not in (None, here):
-            yield f"shard {shard.url}: {what} {here}, and {said} in the index"
+            problems.append(f"shard {shard.url}: {what} {here}, and {said} in the index")
     if classes and found.labels > classes:
-        yield f"shard {shard.url}: has label {found.labels - 1}, and the index has {classes} classes"
+        problems.append(f"shard {shard.url}: has label {found.labels - 1}, and the index has {classes} classes")
     if shard.table is not None:
-        address = shard.table[0]
         try:
-            same = storage.retried(address, partial(read_table, shard)).to_bytes() == found.table.to_bytes()
+            same = storage.retried(shard.table[0], lambda _: read_table(shard)).to_bytes() == found.table.to_bytes()
         except (ValueError, storage.MissingError):
             same = False
         except storage.UnavailableError as failure:
-            yield f"tables of samples {address}: cannot be read, and were not compared ({failure})"
-            return
+            return [*problems, f"tables of samples {shard.table[0]}: cannot be read, and were not compared ({failure})"]
         if not same:
-            yield f"shard {shard.url}: the table of samples beside the index is missing or of another shard"
+            problems.append(f"shard {shard.url}: the table of samples beside the index is missing or of another shard")
+    return problems

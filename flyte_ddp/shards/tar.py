@@ -19,7 +19,7 @@ BLOCK = tarfile.BLOCKSIZE
 MOST_METADATA = 1 << 20  # bytes of a pax header or a long name: what is read of one into memory
 SAMPLE_NAME = re.compile(r"((?:.*/)?.*?)(\..*)", re.DOTALL)  # wids' rule: key and extension, the dot included
 MOST_BYTES = 1 << 60  # of a file
-METADATA = (b"x", b"X", b"g", b"L", b"K")  # members that hold what is to know of the next one: pax's kinds, and GNU's
+METADATA = (b"x", b"X", b"g", b"L", b"K")  # members that describe the next one: pax's kinds, and GNU's
 # What tarfile raises on headers that are none; the last for a thousand headers of headers.
 MALFORMED = (tarfile.TarError, ValueError, LookupError, OverflowError, RecursionError)
 
@@ -41,7 +41,7 @@ class Member(NamedTuple):
     header: int
 
     def content(self, stored: bytes) -> bytes | None:
-        """The content, given the header and what follows it; None if another member is there, or none."""
+        """Return the content, given the header block and what follows; None if another member is there, or none."""
         if len(stored) != BLOCK + self.size or zlib.crc32(stored[:BLOCK]) != self.header:
             return None
         return stored[BLOCK:]
@@ -50,15 +50,15 @@ class Member(NamedTuple):
 def members(
     file: IO[bytes], shard: str, wanted: Callable[[str], bool] = lambda _: False
 ) -> Iterator[tuple[Member, bytes | None]]:
-    """The files of a shard in their order; folders and files without an extension are left out, as in wids.
+    """Yield the files of a shard in their order, and the content of those whose extension is wanted, else None.
 
-    Left out are also files without a name before their first dot, as in webdataset, and in folders those that a Mac's
-    tar adds (``._x.jpg`` beside ``x.jpg``), of which webdataset would make a sample.
+    Folders and files without an extension are left out, as in wids; also files without a name before their first dot,
+    as in webdataset, and in folders those that a Mac's tar adds (``._x.jpg`` beside ``x.jpg``).
 
     Args:
         file: the tar file at its start; it need not be seekable.
         shard: its name, for errors.
-        wanted: says whether the content of members with an extension is wanted, too.
+        wanted: says of an extension whether the contents of such members are wanted.
 
     Raises:
         DamagedShardError: not a tar file, or one that is damaged or cut short.
@@ -68,7 +68,7 @@ def members(
     for found in archive.headers():
         if found.isdir() or (found.isreg() and found.name.endswith("/")):
             continue
-        archive.check(found)
+        archive.refuse_unsafe(found)
         match = SAMPLE_NAME.fullmatch(found.name)
         if match and not is_hidden(*match.groups()):
             member = Member(match[1], match[2], found.offset_data, found.size, found.crc)
@@ -76,7 +76,7 @@ def members(
 
 
 def is_hidden(key: str, extension: str) -> bool:
-    """Whether a file is no member of a sample because its name begins with a dot."""
+    """Return whether a file is no member of a sample because its name begins with a dot."""
     return not key.strip("./") or (key.endswith("/") and extension.startswith("._"))
 
 
@@ -87,7 +87,7 @@ class Header(tarfile.TarInfo):
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Header:
-        """See tarfile; refuses numbers that would fill the memory."""
+        """Return the header in a block, as tarfile does; refuse sizes that would fill the memory."""
         found = super().frombuf(buf, encoding, errors)
         if not 0 <= found.size <= (MOST_METADATA if found.type in METADATA else MOST_BYTES):
             raise tarfile.HeaderError("size")
@@ -96,13 +96,13 @@ class Header(tarfile.TarInfo):
 
 
 class Archive:
-    """A tar file that is read from its start to its end; what comes next is at byte ``place``."""
+    """A tar file that is read from its start to its end, for tarfile; what comes next is at byte ``place``."""
 
     def __init__(self, file: IO[bytes], shard: str) -> None:
         self.file, self.shard, self.place = file, shard, 0
 
     def headers(self) -> Iterator[Header]:
-        """The headers of all members; who wants a member's content reads it before asking for the next header."""
+        """Yield the headers of all members; a member's content can be read before the next header is asked for."""
         try:
             archive = tarfile.TarFile(fileobj=self, tarinfo=Header, encoding="utf-8", errors="surrogateescape")  # type: ignore[arg-type]
             found = archive.next()
@@ -124,7 +124,7 @@ class Archive:
                 raise self.damaged("there is more after the end mark, as in archives that were put together with cat")
 
     def read(self, length: int) -> bytes:
-        """So many bytes."""
+        """Return the next bytes; raise DamagedShardError if there are fewer."""
         pieces, missing = [], length
         while missing and (piece := self.file.read(missing)):
             pieces.append(piece)
@@ -135,11 +135,11 @@ class Archive:
         return b"".join(pieces)
 
     def tell(self) -> int:
-        """For tarfile."""
+        """Return ``place``."""
         return self.place
 
     def skip(self, length: int) -> None:
-        """Leaves out so many bytes."""
+        """Leave out so many bytes, without reading them if the file is seekable."""
         if self.file.seekable():
             self.file.seek(length, 1)  # beyond the end of a file that was cut short; the next header is not there then
             self.place += length
@@ -147,23 +147,18 @@ class Archive:
         while length:
             length -= len(self.read(min(length, 1 << 20)))
 
-    def check(self, found: Header) -> None:
-        """Refuses what no data set needs, and an attacker might use."""
+    def refuse_unsafe(self, found: Header) -> None:
+        """Raise UserError for a member that no data set needs, and an attacker might use."""
         if not found.isreg() or found.issparse():
-            raise UserError(
-                f"shard {self.shard}: has {found.name!r}, a link, a device or a sparse file; pack plain files only "
-                "(tar --dereference --hard-dereference)"
-            )
+            fix = "a link, a device or a sparse file; pack plain files only (tar --dereference --hard-dereference)"
+            raise UserError(f"shard {self.shard}: has {found.name!r}, {fix}")
         if found.name.startswith("/") or ".." in found.name.split("/"):
-            raise UserError(
-                f"shard {self.shard}: the name {found.name!r} leads out of its folder; pack with relative names"
-            )
+            fix = "leads out of its folder; pack with relative names"
+            raise UserError(f"shard {self.shard}: the name {found.name!r} {fix}")
         if "\0" in found.name or not found.name:
             raise self.damaged(f"the name {found.name!r}")
 
     def damaged(self, what: str) -> DamagedShardError:
-        """The error for what is there before ``place``."""
-        return DamagedShardError(
-            f"shard {self.shard}: not a whole, uncompressed tar file ({what} at byte {self.place:,}); "
-            "unpack or copy it again"
-        )
+        """Return the error for what is there before ``place``."""
+        why = f"not a whole, uncompressed tar file ({what} at byte {self.place:,})"
+        return DamagedShardError(f"shard {self.shard}: {why}; unpack or copy it again")

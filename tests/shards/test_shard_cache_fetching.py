@@ -19,7 +19,7 @@ from file_server import FileServer, file_server
 from served_shards import DEADLINE, SPAWN, blob, content_of, fetch_only, open_all, serve, sizes_in
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.shards import locks
+from flyte_ddp.shards import verification
 from flyte_ddp.shards.cache import ShardCache
 from flyte_ddp.shards.index import Shard
 from flyte_ddp.storage import failures
@@ -273,7 +273,7 @@ def test_locks_do_not_stay_with_forked_children(
     server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A child that was forked during a download has its locks, too, and never closes them."""
-    monkeypatch.setattr(locks, "LOCKS", 1)
+    monkeypatch.setattr(verification, "LOCKS", 1)
     monkeypatch.setattr(failures, "READ_TIMEOUT", 0.5)
     cache = ShardCache(tmp_path)
     first, second = (serve(server, f"{seed}.tar", blob(seed)) for seed in range(2))

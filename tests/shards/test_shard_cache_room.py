@@ -15,7 +15,6 @@ from mounts import ALONE, need_mounts
 from served_shards import DEADLINE, SPAWN, blob, content_of, fetch_only, hold, serve, sizes_in
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.shards import cache as cache_module
 from flyte_ddp.shards.cache import CacheFullError, ShardCache
 from flyte_ddp.shards.index import Shard
 
@@ -91,7 +90,6 @@ def test_the_limit_holds_for_shards_of_unknown_size(
     server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where neither the index nor the server says it, room is made as they come."""
-    monkeypatch.setattr(cache_module, "STEP", 5000)
     monkeypatch.setattr("flyte_ddp.storage.http.CHUNK_BYTES", 1000)
     a, b, c = shards = [serve(server, f"{seed}.tar", blob(seed), digest="") for seed in range(3)]
     server.faults = {f"{seed}.tar": ["unannounced"] for seed in range(3)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,6 @@ from file_server import FileServer
 from image_folders import image_files, write_files
 from tars import samples, shard_bytes, write_shards
 
-from flyte_ddp.errors import UserError
 from flyte_ddp.shards.__main__ import shards as commands
 from flyte_ddp.shards.dataset import ShardDataset
 from flyte_ddp.shards.scanning import create_index, verify_index
@@ -34,117 +34,79 @@ class Ended:
     output: str
     errors: str
 
-    @property
-    def error(self) -> str:
-        """The message of a user's mistake: no traceback, and nothing but the message."""
-        assert self.status == 1, self
-        [*rest, line] = self.errors.splitlines()
-        assert line.startswith("Error: "), self.errors
-        assert not [text for text in rest if "Traceback" in text]
-        return line.removeprefix("Error: ")
+
+def shards(*arguments: str | Path) -> Ended:
+    """``python -m flyte_ddp.shards``, in this process."""
+    ended = CliRunner().invoke(commands, [*map(str, arguments)])
+    return Ended(ended.exit_code, ended.stdout, ended.stderr)
 
 
-def shards(*arguments: str | Path, folder: Path) -> Ended:
-    """``python -m flyte_ddp.shards`` in a folder."""
-    ended = subprocess.run(
-        [sys.executable, "-m", "flyte_ddp.shards", *map(str, arguments)],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    return Ended(ended.returncode, ended.stdout, ended.stderr)
-
-
-@pytest.mark.slow
-def test_from_a_folder_of_images_to_a_single_sample(tmp_path: Path) -> None:
+def test_from_a_folder_of_images_to_a_single_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All commands, one after the other, as in the documentation."""
+    monkeypatch.chdir(tmp_path)
     write_files(tmp_path / "images", FILES)
-    packed = shards(
-        "pack", "images", "out", "--samples-per-shard", "5", "--seed", "3", "--name", "val", folder=tmp_path
-    )
-    assert (packed.status, packed.output) == (0, "out/val.json: 3 shards, 12 samples\n")
-    assert packed.errors == "image folder images: 12 images of 2 classes (ant 6, bee 6)\npacking (12 samples)\n"
+    packed = shards("pack", "images", "out", "--samples-per-shard", 5, "--seed", 3, "--name", "val")
+    said = "image folder images: 12 images of 2 classes (ant 6, bee 6)\npacking (12 samples)\n"
+    assert packed == Ended(0, "out/val.json: 3 shards, 12 samples\n", said)
 
     (tmp_path / "names").write_text("ant\nbee\n")
-    created = shards(
-        "create",
-        "out/val-{000000..000002}.tar",
-        "-o",
-        "out/again.json",
-        "--classes",
-        "names",
-        "--progress",
-        "off",
-        folder=tmp_path,
-    )
+    pattern = "out/val-{000000..000002}.tar"
+    created = shards("create", pattern, "-o", "out/again.json", "--classes", "names", "--progress", "off")
     assert created == Ended(0, "out/again.json: 3 shards, 12 samples, 2 classes\n", "")
     first, again = (json.loads((tmp_path / "out" / name).read_text()) for name in ("val.json", "again.json"))
-    assert (again["name"], again["shardlist"], again["flyte_ddp"]["classes"]) == (
-        "again",
-        first["shardlist"],
-        ["ant", "bee"],
-    )
+    assert (again["name"], again["shardlist"]) == ("again", first["shardlist"])
+    assert again["flyte_ddp"]["classes"] == ["ant", "bee"]
 
-    joined = shards("join", "out/val.json", "out/again.json", "--weight", "1", "--weight", "0.5", folder=tmp_path)
+    joined = shards("join", "out/val.json", "out/again.json", "--weight", 1, "--weight", 0.5)
     assert joined == Ended(0, "joined.json: 2 data sets, 6 shards, 24 samples\n", "")
-    assert "weight 0.5" in shards("show", "joined.json", folder=tmp_path).output
+    assert "weight 0.5" in shards("show", "joined.json").output
 
-    verified = shards("verify", "out/val.json", "--decode", folder=tmp_path)
+    verified = shards("verify", "out/val.json", "--decode")
     assert verified == Ended(0, "out/val.json: all is as it says\n", "checking (3 shards)\n")
 
-    shown = shards("show", "out/val.json", "--shards", folder=tmp_path)
-    assert shown.status == 0
+    shown = shards("show", "out/val.json", "--shards").output.splitlines()
     for line in ("samples          12 (2 to 5 a shard)", "classes          2", "digests          3 shards have one"):
-        assert line in shown.output.splitlines()
-    assert [line.split()[0] for line in shown.output.splitlines()[-3:]] == ["5", "5", "2"]
+        assert line in shown
+    assert [line.split()[0] for line in shown[-3:]] == ["5", "5", "2"]
 
-    shown = shards("sample", "out/val.json", "7", "--to", "members", folder=tmp_path)
-    assert shown.status == 0
-    expected = ShardDataset(tmp_path / "out" / "val.json", tmp_path / "cache", decode=False)[7]
-    described = json.loads(shown.output)
-    assert described[".png"] == f"{len(expected['.png'])} bytes"
-    assert described[".cls"] == expected[".cls"].decode()
-    assert {name: described[name] for name in expected if name.startswith("__")} == {
-        name: value for name, value in expected.items() if name.startswith("__")
+    described = json.loads(shards("sample", "out/val.json", 7, "--to", "members").output)
+    expected = ShardDataset("out/val.json", "cache", decode=False)[7]
+    assert described == expected | {
+        ".png": f"{len(expected['.png'])} bytes",
+        ".cls": expected[".cls"].decode(),
     }
-    key = expected["__key__"].replace("/", "_")
-    assert (tmp_path / "members" / f"{key}.png").read_bytes() == expected[".png"]
+    assert (tmp_path / "members" / f"{expected['__key__'].replace('/', '_')}.png").read_bytes() == expected[".png"]
 
 
 @pytest.mark.slow
 def test_mistakes_are_one_message_without_a_traceback(tmp_path: Path) -> None:
-    write_shards(tmp_path, samples(3), samples(3, prefix="b"))
-    (tmp_path / "no.tar").write_text("no tar file")
-    (tmp_path / "not.txt").write_bytes(b"\xff\xfe")
-    create_index([str(tmp_path / "0.tar")], tmp_path / "index.json", progress="off")
+    command = [sys.executable, "-m", "flyte_ddp.shards", "create", "gone.tar"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    [*rest, line] = ended.stderr.splitlines()
+    assert line.startswith("Error: shard ")
+    assert line.endswith("gone.tar: cannot be read (no such file); check the address")
+    assert "Traceback" not in "".join(rest)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_exit_status_says_whether_all_is_well(tmp_path: Path) -> None:
+    [path] = write_shards(tmp_path, samples(3))
+    index = tmp_path / "index.json"
+    create_index([str(path)], index, progress="off")
+    assert shards("show", index, "--sideways").status == 2
+    (tmp_path / "empty").write_text("")
     for arguments, said in {
-        ("create", "gone.tar"): r"shard .*/gone\.tar: cannot be read (no such file); check the address",
-        ("create", "no.tar"): "shard .*/no.tar: not a whole, uncompressed tar file",
-        ("create", "0.tar", "--classes", "gone.txt"): "classes gone.txt: No such file or directory",
-        ("verify", "gone.json"): "index gone.json: cannot be read (no such file)",
-        ("join", "index.json"): "must be two or more",
-        ("sample", "index.json", "3"): "sample 3: the index has 3, so it must be 0..2",
+        ("create", path, "--classes", tmp_path / "gone"): "gone: No such file or directory",
+        ("create", path, "--classes", tmp_path / "empty"): "empty: is empty; it must have the classes' names",
+        ("sample", index, "3"): "sample 3: the index has 3, so it must be 0..2",
     }.items():
-        ended = shards(*arguments, folder=tmp_path)
-        for part in said.split(".*"):
-            assert part.replace("\\", "") in ended.error
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "0.tar",
-        "1.tar",
-        "index.json",
-        "index.json.tables",
-        "no.tar",
-        "not.txt",
-    ]
-    assert shards("show", "index.json", "--sideways", folder=tmp_path).status == 2
-    damaged = bytearray((tmp_path / "0.tar").read_bytes())
-    damaged[600] ^= 1
-    (tmp_path / "0.tar").write_bytes(damaged)
-    found = shards("verify", "index.json", "--progress", "off", folder=tmp_path)
-    assert found.error == "index index.json: 2 problems"
-    assert [line.split(": ")[1].split()[0] for line in found.output.splitlines()] == ["SHA-256", "MD5"]
+        ended = shards(*arguments)
+        assert ended.status == 1
+        assert said in ended.errors
+    path.write_bytes(path.read_bytes().replace(b"0", b"1", 1))
+    found = shards("verify", index, "--progress", "off")
+    assert found.status == 1
 
 
 Damage = Callable[[Path], object]
@@ -208,10 +170,6 @@ DAMAGE: dict[str, tuple[Damage, list[str]]] = {
         lambda folder: (folder / "train-000001.tar").unlink(),
         [r"shard .*/train-000001.tar: cannot be read \(no such file\); check the address"],
     ),
-    "a shard cut short": (
-        change("train-000002.tar", lambda content: content.__delitem__(slice(600, None))),
-        ["shard .*/train-000002.tar: not a whole, uncompressed tar file .*"],
-    ),
     "other shards": (
         lambda folder: shutil.copy(folder / "train-000001.tar", folder / "train-000000.tar"),
         ["shard .*-000000.tar: SHA-256 .*", "shard .*: MD5 .*", "shard .*the table of samples .* of another shard"],
@@ -220,13 +178,9 @@ DAMAGE: dict[str, tuple[Damage, list[str]]] = {
         edit_index(lambda content: content["shardlist"][0].update(nsamples=6)),
         ["shard .*/train-000000.tar: samples 5, and 6 in the index"],
     ),
-    "sizes in the index": (
-        edit_index(lambda content: content["shardlist"][2].update(filesize=6)),
-        ["shard .*/train-000002.tar: bytes 10240, and 6 in the index"],
-    ),
-    "digests in the index": (
-        edit_index(lambda content: content["shardlist"][2].update(md5sum="0" * 32)),
-        ["shard .*/train-000002.tar: MD5 .*, and 0{32} in the index"],
+    "sizes and digests in the index": (
+        edit_index(lambda content: content["shardlist"][2].update(filesize=6, md5sum="0" * 32)),
+        ["shard .*/train-000002.tar: bytes 10240, and 6 in the index", "shard .*: MD5 .*, and 0{32} in the index"],
     ),
     "fewer classes in the index": (
         edit_index(lambda content: content["flyte_ddp"].update(classes=["ant"])),
@@ -238,11 +192,7 @@ DAMAGE: dict[str, tuple[Damage, list[str]]] = {
     ),
     "members left out": (
         with_members_left_out,
-        [
-            r"sample 'ant/1' in shard .*/train-000000.tar has no label: it has .png; .*; in all 2 such samples",
-            r"sample 'ant/1' in .*/train-000000.tar: has .png, and most have .cls, .png",
-            r"sample 'ant/3' in .*/train-000000.tar: has .cls, and most have .cls, .png",
-        ],
+        [r"sample 'ant/1' in shard .*/train-000000.tar has no label: it has .png; .*; in all 2 such samples"],
     ),
     "a text for an image": (
         with_a_text_for_an_image,
@@ -261,12 +211,7 @@ def test_verifying_finds(damage: str, tmp_path: Path) -> None:
     found = verify_index(str(tmp_path / "out" / "train.json"), decode=True, progress="off")
     assert len(found) == len(expected), found
     for text, pattern in zip(found, expected, strict=True):
-        assert_matches(pattern, text)
-
-
-def assert_matches(pattern: str, text: str) -> None:
-    with pytest.raises(UserError, match=f"^{pattern}$"):
-        raise UserError(text)
+        assert re.fullmatch(pattern, text)
 
 
 def test_tables_that_a_server_does_not_give_are_not_called_missing(server: FileServer, tmp_path: Path) -> None:
@@ -275,8 +220,6 @@ def test_tables_that_a_server_does_not_give_are_not_called_missing(server: FileS
     create_index([str(path) for path in paths], tmp_path / "x.json", progress="off")
     server.files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     address = f"{server.url}/x.json"
-    server.faults = {"x.json.tables": [503, "reset", 503]}
-    assert verify_index(address, progress="off") == []
     server.gives_parts = False
     [said] = verify_index(address, progress="off")
     tables = f"tables of samples {address}.tables: cannot be read, and were not compared"

@@ -175,8 +175,8 @@ def test_a_forked_child_neither_waits_for_its_parents_locks_nor_gives_them_back(
                 os._exit(0)
         assert os.read(reading, 20) == b"same"
         assert os.waitpid(child, 0)[1] == 0
-        assert cache.remove(path) == 0  # the parent's lock is still there
+        assert cache.evict(path) == 0  # the parent's lock is still there
         assert shard.read(0) == first
-    assert cache.remove(path) > 0
+    assert cache.evict(path) > 0
     os.close(reading)
     os.close(writing)

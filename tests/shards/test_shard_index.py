@@ -92,9 +92,6 @@ def test_we_read_what_wids_own_tool_writes(base: str | None, tmp_path: Path, mon
     assert ours(str(output), tmp_path / "cache") == [*FIRST.items(), *SECOND.items()]
 
 
-REMOTE = ["http://h:1/d", "s3://bucket/d", "s3://bucket/a//b#?", "gs://bucket/d"]
-
-
 @pytest.mark.parametrize(
     ("base", "url", "expected"),
     [
@@ -119,7 +116,7 @@ def test_what_addresses_in_an_index_refer_to(
 ) -> None:
     monkeypatch.setenv("FLYTE_DDP_ALLOWED_ADDRESSES", "s3://other,http://other,http://third,gs://other")
     content = index_of(entry(url), **({"base": base} if base else {}))
-    for folder in [*REMOTE, str(tmp_path / "d"), f"file://{tmp_path}/d"]:
+    for folder in ["http://h:1/d", "s3://bucket/a//b#?", str(tmp_path / "d"), f"file://{tmp_path}/d"]:
         if "://" in folder and not folder.startswith("file"):
             monkeypatch.setattr("flyte_ddp.storage.read", lambda _: json.dumps(content).encode())
             root = "/".join(folder.split("/")[:3])
@@ -158,11 +155,9 @@ def test_names_that_mean_something_else_in_web_addresses(server: FileServer, tmp
     "change",
     [
         lambda secret: index_of(entry(secret)),
-        lambda secret: index_of(entry(secret.replace("file", "FILE"))),
         lambda secret: index_of(entry("secret.tar"), base=secret.rpartition("/")[0]),
         lambda secret: index_of(entry("x.tar", table=[0, 1, "a"]), flyte_ddp={"tables": secret}),
         lambda secret: {"datasets": [{"source_url": secret}]},
-        lambda secret: {"datasets": [{"shardlist": [entry(secret)]}]},
     ],
 )
 def test_an_index_from_elsewhere_has_no_file_of_this_machine_read(
@@ -174,18 +169,10 @@ def test_an_index_from_elsewhere_has_no_file_of_this_machine_read(
     server.files["index.json"] = json.dumps(content).encode()
     far = f"{server.url}/index.json"
     for address in (far, written(tmp_path / "near.json", {"datasets": [{"source_url": far}]})):
-        with pytest.raises(UserError, match=r"names '(file|FILE)://.*', a file of this machine.*|refers to others"):
+        with pytest.raises(UserError, match=r"names 'file://.*', a file of this machine.*|refers to others"):
             read_index(address)
     if "datasets" not in content:
         assert len(read_index(written(tmp_path / "index.json", content))) == 5
-
-
-def test_paths_in_an_index_from_elsewhere_are_its_servers(server: FileServer, tmp_path: Path) -> None:
-    for url in (f"{tmp_path}/x.tar", "file:/etc/passwd", "//etc/passwd", "~/x.tar", "../../../x.tar"):
-        for base in ("", url):
-            server.files["d/index.json"] = json.dumps(index_of(entry("x.tar" if base else url), base=base)).encode()
-            [shard] = read_index(f"{server.url}/d/index.json").shards
-            assert shard.url.startswith(f"{server.url}/")
 
 
 def test_an_index_behind_a_web_address_with_a_query(server: FileServer) -> None:
@@ -277,65 +264,42 @@ def test_the_digest_changes_with_what_identifies_the_content(tmp_path: Path) -> 
     assert len({other.digest for other in [index, *others]}) == len(others) + 1
 
 
-def broken(change: Callable[[Content], object]) -> str:
-    content = index_of(entry("a.tar"), entry("b.tar"), flyte_ddp={"classes": ["a"], "tables": "t"})
-    change(content)
-    return json.dumps(content)
+def broken(**shard: Any) -> str:
+    return json.dumps(index_of(entry("a.tar"), entry("b.tar") | shard, flyte_ddp={"classes": ["a"], "tables": "t"}))
 
 
-NESTED = {"datasets": [{"shardlist": [{"url": "a", "nsamples": 1}], "datasets": [{"shardlist": []}]}]}
 MALFORMED = {
-    "": "is not JSON",
     "\x00\x01": "is not JSON",
     "[" * 100_000: "is not JSON",
     "[]": "has neither shardlist nor datasets",
-    "null": "has neither",
-    "{}": "has neither",
     '{"shardlist": []}': "has neither",
-    '{"datasets": []}': "has neither",
-    '{"shardlist": {"a": 1}}': r"shardlist is \{'a': 1\}",
-    '{"datasets": 5}': "datasets is 5",
-    '{"datasets": ["a"]}': "'a' in datasets is no data set",
-    '{"datasets": [{"name": "a"}]}': "has neither",
-    '{"datasets": [{"shardlist": 5}]}': "shardlist is 5",
+    '{"shardlist": {"a": 1}}': "shard 0 in its shardlist is 'a'",
+    '{"datasets": 5}': "a field of it has another type than in that format",
+    '{"datasets": ["a"]}': "another type",
+    '{"datasets": [{"name": "a"}]}': "has no shards",
     '{"datasets": [{"source_url": 5}]}': "5 is no address",
-    json.dumps(NESTED): "refers to others again",
-    broken(lambda c: c.update(wids_version=2)): "version 2",
-    broken(lambda c: c.update(__kind__="wids-shard-index-v2")): "of kind 'wids-shard-index-v2'",
-    broken(lambda c: c.update(base=5)): "base is 5",
-    broken(lambda c: c.update(base="ftp://h/x")): "must be a path, or start with",
-    broken(lambda c: c.update(weight=0)): "weight=0",
-    broken(lambda c: c.update(weight="2")): "weight='2'",
-    broken(lambda c: c.update(weight=float("nan"))): "weight=nan",
-    broken(lambda c: c.update(flyte_ddp=[1])): r"flyte_ddp is \[1\]",
-    broken(lambda c: c["flyte_ddp"].update(classes="abc")): "flyte_ddp is",
-    broken(lambda c: c["flyte_ddp"].update(tables=5)): "flyte_ddp is",
-    broken(lambda c: c["shardlist"].append("c.tar")): "shard 2 in its shardlist is 'c.tar'",
-    broken(lambda c: c["shardlist"].append(None)): "shard 2 in its shardlist is None",
-    broken(lambda c: c["shardlist"][1].pop("url")): "shard 1 in its shardlist has no 'url'",
-    broken(lambda c: c["shardlist"][1].pop("nsamples")): "shard 1 in its shardlist has no 'nsamples'",
-    broken(lambda c: c["shardlist"][1].update(url=5)): "shard 1 in its shardlist",
-    broken(lambda c: c["shardlist"][1].update(url="")): "'' is no address",
-    broken(lambda c: c["shardlist"][1].update(url="a\0b")): "is no address",
-    broken(lambda c: c["shardlist"][1].update(url="\ud800.tar")): "is no address",
-    broken(lambda c: c["shardlist"][1].update(url="../\ud800.tar")): "is no address",
-    broken(lambda c: c["shardlist"][1].update(url="s3://b/\udcff.tar")): "is no address",
-    broken(lambda c: c["shardlist"][1].update(url="http://h/\udcff.tar")): "is no address",
-    broken(lambda c: c.update(base="s3://b/\udcff")): "is no address",
-    broken(lambda c: c["flyte_ddp"].update(tables="\ud800")): "is no address",
-    broken(lambda c: c["shardlist"][1].update(url="pipe:cat http://h/x")): "must be a path, or start with",
-    broken(lambda c: c["shardlist"][1].update(url="s3://")): "must name a bucket",
-    broken(lambda c: c["shardlist"][0].update(nsamples=-1)): "shard 0 in its shardlist .*-1 for a number of 0 to",
-    broken(lambda c: c["shardlist"][0].update(nsamples=10**13)): "10000000000000 for a number of 0 to 10,000,000;",
-    broken(lambda c: c["shardlist"][0].update(nsamples=1.5)): "1.5 for a number",
-    broken(lambda c: c["shardlist"][0].update(nsamples=True)): "True for a number",
-    broken(lambda c: c["shardlist"][0].update(nsamples=10**30)): "for a number",
-    broken(lambda c: c["shardlist"][0].update(filesize="9")): "'9' for a number",
-    broken(lambda c: c["shardlist"][0].update(md5sum="xyz")): "'xyz' for 32 hex",
-    broken(lambda c: c["shardlist"][0].update(md5sum=5)): "shard 0 in its shardlist",
-    broken(lambda c: c["shardlist"][0].update(sha256="g" * 64)): "for 64 hex",
-    broken(lambda c: c["shardlist"][0].update(table=[1])): "shard 0 in its shardlist",
-    broken(lambda c: c["shardlist"][0].update(table=[1, "2", "3"])): "'2' for a number",
+    '{"datasets": [{"shardlist": [{"url": "a", "nsamples": 1}], "datasets": [{}]}]}': "refers to others again",
+    json.dumps(index_of(entry("a"), wids_version=2)): "version 2",
+    json.dumps(index_of(entry("a"), __kind__="wids-shard-index-v2")): "of kind 'wids-shard-index-v2'",
+    json.dumps(index_of(entry("a"), base="ftp://h/x")): "must be a path, or start with",
+    json.dumps(index_of(entry("a"), base="s3://b/\udcff")): "is no address",
+    json.dumps(index_of(entry("a"), weight=0)): "weight=0",
+    json.dumps(index_of(entry("a"), weight="2")): "weight='2'",
+    json.dumps(index_of(entry("a"), flyte_ddp=[1])): "another type",
+    json.dumps(index_of(entry("a"), flyte_ddp={"classes": "abc"})): "classes is 'abc'",
+    json.dumps(index_of("c.tar")): "shard 0 in its shardlist is 'c.tar'",
+    json.dumps(index_of({"url": "a"})): "shard 0 in its shardlist has no 'nsamples'",
+    broken(url=""): "'' is no address",
+    broken(url="a\0b"): "is no address",
+    broken(url="\ud800.tar"): "is no address",
+    broken(url="http://h/\udcff.tar"): "is no address",
+    broken(url="pipe:cat http://h/x"): "must be a path, or start with",
+    broken(nsamples=-1): "shard 1 in its shardlist .*-1 for a number of 0 to",
+    broken(nsamples=10**13): "10000000000000 for a number of 0 to 10,000,000;",
+    broken(nsamples=1.5): "1.5 for a number",
+    broken(nsamples=True): "True for a number",
+    broken(filesize="9"): "'9' for a number",
+    broken(table=[1, "2", "3"]): "'2' for a number",
 }
 
 
@@ -351,24 +315,14 @@ def test_an_index_that_is_none(text: str, tmp_path: Path) -> None:
     assert len(caught.value.message) < 600
 
 
-def test_an_index_in_a_part_is_named_where_it_is_malformed(tmp_path: Path) -> None:
-    written(tmp_path / "inner.json", index_of(entry("a.tar", -1)))
-    outer = written(tmp_path / "outer.json", {"datasets": [{"source_url": "inner.json"}]})
-    with pytest.raises(UserError, match=rf"^index {tmp_path}/inner\.json: shard 0"):
-        read_index(outer)
-    written(tmp_path / "inner.json", {"datasets": [{"source_url": "outer.json"}]})
-    with pytest.raises(UserError, match=rf"^index {outer}: refers to {tmp_path}/inner.json, which refers to others"):
-        read_index(outer)
-
-
 def test_an_index_that_is_not_there(tmp_path: Path, server: FileServer) -> None:
-    for address, said in {
-        str(tmp_path / "no.json"): "no such file",
-        str(tmp_path): "Is a directory",
-        f"{server.url}/no.json": "HTTP 404",
-    }.items():
+    for address, said in {str(tmp_path / "no.json"): "no such file", f"{server.url}/no.json": "HTTP 404"}.items():
         with pytest.raises(UserError, match=f"^index {address}: cannot be read .*{said}.*check the (address|path)"):
             read_index(address)
     server.files["i.json"] = json.dumps(index_of(entry("a.tar"))).encode()
     server.faults["i.json"] = [503, "truncate", "reset"]
     assert len(read_index(f"{server.url}/i.json")) == 5  # and one that is there the next time is read
+    (tmp_path / "outer.json").write_text(json.dumps({"datasets": [{"source_url": "inner.json"}]}))
+    (tmp_path / "inner.json").write_text(broken(nsamples=-1))
+    with pytest.raises(UserError, match=rf"^index {tmp_path}/inner\.json: shard 1"):  # named where it is malformed
+        read_index(str(tmp_path / "outer.json"))

@@ -12,11 +12,11 @@ from tars import samples, shard_bytes, write_shards
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.shards import scanning
-from flyte_ddp.shards.__main__ import lines_of
+from flyte_ddp.shards.__main__ import read_lines
 from flyte_ddp.shards.dataset import ShardDataset
 from flyte_ddp.shards.index import read_index
 from flyte_ddp.shards.inspection import read_sample
-from flyte_ddp.shards.scanning import create_index, expanded, verify_index
+from flyte_ddp.shards.scanning import create_index, expand_ranges, verify_index
 
 SCHEMES = ["http", "s3", "gs", "file"]
 
@@ -89,10 +89,10 @@ def test_a_sample_of_a_server_that_gives_no_parts_or_without_tables(server: File
 
 
 def test_patterns_of_names() -> None:
-    assert expanded(["a", "b{08..11}c"]) == ["a", "b08c", "b09c", "b10c", "b11c"]
-    assert expanded(["{1..2}/{3..4}"]) == ["1/3", "1/4", "2/3", "2/4"]
-    assert expanded(["{9..10}", "{000..001}"]) == ["9", "10", "000", "001"]
-    assert expanded(["{5..4}"]) == []
+    assert expand_ranges(["a", "b{08..11}c"]) == ["a", "b08c", "b09c", "b10c", "b11c"]
+    assert expand_ranges(["{1..2}/{3..4}"]) == ["1/3", "1/4", "2/3", "2/4"]
+    assert expand_ranges(["{9..10}", "{000..001}"]) == ["9", "10", "000", "001"]
+    assert expand_ranges(["{5..4}"]) == []
 
 
 @pytest.mark.parametrize(
@@ -164,9 +164,9 @@ def test_names_of_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     }.items():
         (tmp_path / "names.txt").write_text(text)
         with pytest.raises(UserError, match=said):
-            create_index(["0.tar"], Path("x.json"), classes=lines_of(Path("names.txt")), progress="off")
+            create_index(["0.tar"], Path("x.json"), classes=read_lines(Path("names.txt")), progress="off")
     (tmp_path / "names.txt").write_bytes("\ufeffant\r\nbéé\r\nc\r\n\r\n".encode())
-    index = create_index(["0.tar"], Path("x.json"), classes=lines_of(Path("names.txt")), progress="off")
+    index = create_index(["0.tar"], Path("x.json"), classes=read_lines(Path("names.txt")), progress="off")
     assert index.classes == ("ant", "béé", "c")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import os
 import threading
@@ -18,14 +17,12 @@ from image_folders import image_files, pixels_of, write_files
 from packed_shards import all_files, contents, leftovers
 from PIL import Image
 from surroundings import s3_environment
-from tars import shard_bytes
 
 from flyte_ddp.datasets.image_folder import list_images
 from flyte_ddp.datasets.packing import pack_image_folder, pack_images, pack_source
 from flyte_ddp.errors import UserError
 from flyte_ddp.shards.dataset import ShardDataset
 from flyte_ddp.shards.packing import pack
-from flyte_ddp.shards.scanning import create_index, tables_of, verify_index
 
 NAMES = [
     *(f"{kind}/{number}.jpg" for kind in ("zebra", "ant") for number in range(9)),
@@ -73,6 +70,12 @@ def test_a_folder_of_images(files: dict[str, bytes], tmp_path: Path) -> None:
     packed = packed_images(tmp_path / "out" / "train.json")
     assert sorted(packed) == expected_images(files)
     assert packed != expected_images(files)
+    pack_image_folder(str(source), tmp_path / "own", seed=None, name="val", progress="off")
+    unmixed = packed_images(tmp_path / "own" / "val.json")
+    assert [content for _, content, _ in unmixed] == [files[name] for name in sorted(files)]
+    for shard in index.shards:
+        content = Path(shard.url).read_bytes()
+        assert (shard.size, shard.sha256) == (len(content), hashlib.sha256(content).hexdigest())
     assert sorted(all_files(tmp_path / "out")) == [f"train-00000{i}.tar" for i in range(4)] + [
         "train.json",
         "train.json.tables",
@@ -111,14 +114,6 @@ def test_the_same_files_make_the_same_bytes(files: dict[str, bytes], tmp_path: P
 
 
 GOLDEN = "b0fef850427fa1f0750c6de7a13e97d2c452d6de762f871790d1460ababe6169"
-
-
-def test_in_their_own_order(files: dict[str, bytes], tmp_path: Path) -> None:
-    source = write_files(tmp_path / "source", files)
-    pack_image_folder(str(source), tmp_path / "out", seed=None, name="val", progress="off")
-    found = packed_images(tmp_path / "out" / "val.json")
-    in_order = [(name, files[name]) for name in sorted(files)]
-    assert [content for _, content, _ in found] == [content for _, content in in_order]
 
 
 def test_a_prefix_of_objects(
@@ -174,38 +169,17 @@ def test_a_data_set_of_ones_own(tmp_path: Path) -> None:
         (colour[:, :1], 0),
         (grey[:1, :1], 0),
         (Image.fromarray(grey).convert("P"), 0),
-        *((pixels_of(seed), seed % 2) for seed in range(20)),
+        *((pixels_of(seed), seed % 2) for seed in range(3)),
     ]
     index = pack_images(Own(items), tmp_path, per_shard=8, seed=None, progress="off")  # begins with number 0
     assert index.classes == ("a", "b")
     dataset = ShardDataset(tmp_path / "train.json", tmp_path / "cache")
     expected = [colour, colour, colour, grey, grey, colour[:1], colour[:, :1], grey[:1, :1]]
-    expected += [np.stack([grey] * 3, 2), *(pixels_of(seed) for seed in range(20))]
-    assert [sample["__key__"] for sample in dataset] == [f"{number:02d}" for number in range(29)]
+    expected += [np.stack([grey] * 3, 2), *(pixels_of(seed) for seed in range(3))]
+    assert [sample["__key__"] for sample in dataset] == [f"{number:02d}" for number in range(12)]
     for sample, pixels, (_, label) in zip(dataset, expected, items, strict=True):
         np.testing.assert_array_equal(np.asarray(sample[".png"]), pixels)
         assert sample[".cls"] == int(label)
-
-
-def test_a_data_set_of_torchvisions(tmp_path: Path) -> None:
-    """FashionMNIST, from the files of Debian's package."""
-    import torchvision
-
-    debian = Path("/usr/share/datasets/fashion-mnist")
-    if not debian.is_dir():
-        pytest.skip("needs Debian's package dataset-fashion-mnist")
-    raw = tmp_path / "FashionMNIST" / "raw"
-    raw.mkdir(parents=True)
-    for path in debian.iterdir():
-        test = path.name.startswith("t10k")
-        (raw / path.stem).write_bytes(gzip.decompress(path.read_bytes()) if test else b"not looked into")
-    dataset = torchvision.datasets.FashionMNIST(str(tmp_path), train=False)
-    few = torch.utils.data.Subset(dataset, range(0, 10_000, 500))
-    index = pack_images(few, tmp_path / "out", classes=dataset.classes, seed=None, progress="off")
-    assert index.classes == tuple(dataset.classes)
-    for number, sample in enumerate(ShardDataset(tmp_path / "out" / "train.json", tmp_path / "cache")):
-        image, label = dataset[number * 500]
-        assert (sample[".png"].tobytes(), sample[".cls"]) == (image.tobytes(), label)
 
 
 @pytest.mark.slow
@@ -214,13 +188,12 @@ def test_a_data_set_by_its_name(tmp_path: Path, digits: Path) -> None:
     from flyte_ddp.datasets import open_arrays
 
     arrays = open_arrays(digits)
-    for split in ("train", "test"):
-        index = pack_source("digits", tmp_path, split=split, name=split, seed=None, progress="off")
-        assert index.classes == arrays.classes
-        images, labels = getattr(arrays, f"{split}_images"), getattr(arrays, f"{split}_labels")
-        found = list(ShardDataset(tmp_path / f"{split}.json", tmp_path / "cache"))
-        np.testing.assert_array_equal(np.stack([np.asarray(sample[".png"]) for sample in found]), images[..., 0])
-        assert [sample[".cls"] for sample in found] == labels.tolist()
+    index = pack_source("digits", tmp_path, split="test", name="test", seed=None, progress="off")
+    assert index.classes == arrays.classes
+    found = list(ShardDataset(tmp_path / "test.json", tmp_path / "cache"))
+    pixels = np.stack([np.asarray(sample[".png"]) for sample in found])
+    np.testing.assert_array_equal(pixels, arrays.test_images[..., 0])
+    assert [sample[".cls"] for sample in found] == arrays.test_labels.tolist()
 
 
 def test_what_a_callable_of_the_users_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,30 +232,13 @@ def test_hidden_files_and_folders_are_left_out_everywhere(
     assert (list(found.names), found.classes) == (names, ("ant", "bee"))
 
 
-def test_images_of_several_formats_are_alike(tmp_path: Path) -> None:
-    """To who checks; a sample without an image, or with one more, is not."""
-    mixed = image_files(*(f"a/{number}.{'png' if number % 3 else 'jpg'}" for number in range(9)))
-    pack_image_folder(str(write_files(tmp_path / "source", mixed)), tmp_path / "out", progress="off")
-    assert verify_index(str(tmp_path / "out" / "train.json"), decode=True, progress="off") == []
-    kinds = [".png", ".seg.png", ".cls"], [".jpeg", ".seg.bmp", ".cls"], [".png", ".cls"], [".png", ".jpg", ".cls"]
-    found = {f"{number}": dict.fromkeys(kind, b"0") for number, kind in enumerate([*kinds, kinds[0]])}
-    (tmp_path / "x.tar").write_bytes(shard_bytes(found))
-    create_index([str(tmp_path / "x.tar")], tmp_path / "x.json", progress="off")
-    problems = verify_index(str(tmp_path / "x.json"), progress="off")
-    assert [problem.partition(": ")[2] for problem in problems] == [
-        f"has {had}, and most have .cls, .png, .seg.png" for had in (".cls, .png", ".cls, .jpg, .png")
-    ]
-
-
 def test_errors_of_image_folders(tmp_path: Path, server: FileServer, monkeypatch: pytest.MonkeyPatch) -> None:
     s3_environment(server.url, monkeypatch)
-    (tmp_path / "empty").mkdir()
     write_files(tmp_path / "flat", {"a.jpg": b"", "b.jpg": b""})
     write_files(tmp_path / "dangling", {"a/x.jpg": b""})
     (tmp_path / "dangling" / "a" / "y.jpg").symlink_to("nowhere")
     for source, said in {
         f"{tmp_path}/none": "cannot be listed .no such directory",
-        f"{tmp_path}/empty": "has no images in folders of their classes among its 0 files",
         f"{tmp_path}/flat": "has no images in folders of their classes among its 2 files",
         f"{tmp_path}/dangling": r"cannot be listed .*dangling/a/y\.jpg: No such file",
         "s3://bucket/none": "has no images in folders of their classes among its 0 files",
@@ -312,8 +268,6 @@ def test_an_object_that_is_gone_or_has_changed_since_it_was_listed(
     ("items", "said"),
     [
         ([], "no sample to pack"),
-        ([("text", 0)], "image 0 is "),
-        ([(pixels_of(0), 0.5)], "whole-number label"),
         ([(pixels_of(0), -1)], "label -1"),
         ([(pixels_of(0), 2)], "has label 2, and with 2 classes labels are 0..1"),
         ([(pixels_of(0).astype(float), 0)], "leave out transforms such as ToTensor"),
@@ -345,14 +299,3 @@ def test_lists_of_images_have_a_digest_that_changes_with_the_files(tmp_path: Pat
     write_files(again, {os.fsdecode(b"ant/not-utf-8-\xff.jpg"): b""})
     digests.add(list_images(str(again)).digest)
     assert len(digests) == 4
-
-
-def test_digest_of_what_is_packed(tmp_path: Path, files: dict[str, bytes]) -> None:
-    """The index has the digests of the files that are there."""
-    index = pack_image_folder(
-        str(write_files(tmp_path / "source", files)), tmp_path / "out", per_shard=9, progress="off"
-    )
-    for shard in index.shards:
-        content = Path(shard.url).read_bytes()
-        assert (shard.size, shard.sha256) == (len(content), hashlib.sha256(content).hexdigest())
-    assert tables_of(tmp_path / "out" / "train.json").stat().st_size == sum(s.table[2] for s in index.shards if s.table)

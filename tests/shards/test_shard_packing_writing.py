@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,37 +32,22 @@ def one_bad(number: int) -> tuple[str, dict[str, bytes]]:
     return str(number), {".a": b"x"}
 
 
-def interrupted(number: int) -> tuple[str, dict[str, bytes]]:
-    if number == 15:
-        raise KeyboardInterrupt
-    return str(number), {".a": b"x"}
-
-
 def same_key(number: int) -> tuple[str, dict[str, bytes]]:
     return str(number % 15), {".a": b"x"}
 
 
-@pytest.mark.parametrize(
-    ("samples", "error", "said"),
-    [
-        (one_bad, UserError, "sample 15 is bad"),
-        (interrupted, KeyboardInterrupt, "^$"),
-        (same_key, UserError, "in two places"),
-    ],
-)
-def test_what_fails_leaves_all_as_it_was(
-    tmp_path: Path, samples: Callable[[int], Any], error: type[BaseException], said: str
-) -> None:
+@pytest.mark.parametrize(("samples", "said"), [(one_bad, "sample 15 is bad"), (same_key, "in two places")])
+def test_what_fails_leaves_all_as_it_was(tmp_path: Path, samples: Callable[[int], Any], said: str) -> None:
     """Nothing in a new folder, and what was packed before in one that has it."""
     options: dict[str, Any] = {"classes": [], "seed": None, "progress": "off"}
     per_shard = 20 if samples is same_key else 4
-    with pytest.raises(error, match=said):
+    with pytest.raises(UserError, match=said):
         pack(samples, 20, tmp_path / "new", per_shard=per_shard, **options)
     assert leftovers(tmp_path / "new") == []
     pack(lambda number: (str(number), {".a": b"old"}), 20, tmp_path / "old", per_shard=4, **options)
     (tmp_path / "old" / "other.json").write_text("")
     before = all_files(tmp_path / "old")
-    with pytest.raises(error, match=said):
+    with pytest.raises(UserError, match=said):
         pack(samples, 20, tmp_path / "old", per_shard=per_shard, **options)
     assert all_files(tmp_path / "old") == before
 
@@ -124,19 +108,19 @@ def test_a_pack_that_is_ended_at_any_change_leaves_the_old_or_the_new(
 ) -> None:
     """And the next one leaves nothing else behind."""
     old, new = tmp_path / "old", tmp_path / "new"
-    letters(9, old)
-    letters(5, new, letter="b")
+    letters(4, old)
+    letters(3, new, letter="b")
     whole = [all_files(old), all_files(new)]
     if not links:
         monkeypatch.setattr(Path, "hardlink_to", no_links)
-    texts, seen = {"a" * 9, "b" * 5}, set()
-    for folder in ended_before_each_change(old, lambda copy: letters(5, copy, letter="b"), number):
+    seen = set()
+    for folder in ended_before_each_change(old, lambda copy: letters(3, copy, letter="b"), number):
         seen.add(packed_texts(folder / "train.json"))
         assert number == signal.SIGKILL or all_files(folder) in whole
-        letters(5, folder, letter="b")
+        letters(3, folder, letter="b")
         assert all_files(folder) == whole[1]
         assert not (folder / ".train.packing").exists()
-    assert seen == texts
+    assert seen == {"a" * 4, "b" * 3}
 
 
 def no_links(path: Path, target: Path) -> None:
@@ -146,7 +130,7 @@ def no_links(path: Path, target: Path) -> None:
 def test_wids_reads_what_is_not_yet_in_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     letters(9, tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(packing, "finish_move", lambda *_: None)
+        patch.setattr(packing, "move_shards", lambda *_: None)
         letters(5, tmp_path, letter="b")
     index = tmp_path / "train.json"
     theirs = wids.ShardListDataset(str(index), cache_dir=str(tmp_path / "wids"), transformations=[])
@@ -156,6 +140,7 @@ def test_wids_reads_what_is_not_yet_in_its_place(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_first_pack_that_is_killed_leaves_no_index_or_a_whole_one(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     whole = set()
@@ -178,7 +163,7 @@ def test_braces_in_names_are_only_braces(tmp_path: Path) -> None:
 
 
 def test_two_that_pack_the_same(tmp_path: Path) -> None:
-    with packing.workspace_of(tmp_path / "train.json"):
+    with packing.open_workspace(tmp_path / "train.json"):
         with pytest.raises(UserError, match=r"train\.json: another process is packing it; wait for its end"):
             letters(3, tmp_path)
         letters(3, tmp_path, name="test")
@@ -192,12 +177,10 @@ def test_other_errors(tmp_path: Path) -> None:
     source = str(tmp_path / "source")
     for folder, options, said in (
         (tmp_path / "file", {}, r"cannot write .*file.*: Not a directory"),
-        (tmp_path / "file" / "below", {}, r"cannot write .*file.*: Not a directory"),
         (Path("s3://bucket/x"), {}, r"s3:/bucket/x/train\.json: cannot be written to; choose a path on this machine"),
         (tmp_path / "out", {"per_shard": 0}, "samples_per_shard=0: must be at least 1"),
         (tmp_path / "out", {"seed": -1}, "seed=-1: must be at least 0"),
         (tmp_path / "out", {"name": "a/b"}, "name='a/b'"),
-        (tmp_path / "out", {"name": ""}, "name=''"),
     ):
         with pytest.raises(UserError, match=said):
             pack_image_folder(source, folder, progress="off", **options)
@@ -236,24 +219,3 @@ def test_a_really_full_and_a_read_only_disk(tmp_path: Path) -> None:
     assert read_only.startswith(f"cannot write {tmp_path}/out/train.json: Read-only file system; choose")
     assert full.endswith(" []")
     assert read_only.endswith(" []")
-
-
-def test_threads_are_not_far_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that large samples do not fill the memory while the disk is slow."""
-    begun, far = itertools.count(), []
-
-    def sample(number: int) -> tuple[str, dict[str, bytes]]:
-        next(begun)
-        return str(number), {".a": b""}
-
-    def counted(path: Path, samples: Iterable[Any], advance: object) -> None:
-        found = {}
-        for written, (key, members) in enumerate(samples, int(path.stem[-6:]) * 100):
-            found[key] = members
-            far.append(int(repr(begun)[6:-1]) - written)
-        path.write_bytes(shard_bytes(found))
-
-    monkeypatch.setattr(packing, "write_shard", counted)
-    pack(sample, 1000, tmp_path, classes=[], per_shard=100, progress="off")
-    assert len(far) == 1000
-    assert max(far) <= 2 * packing.AHEAD

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import subprocess
 import tarfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,10 +13,10 @@ import wids.wids
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tar_reading import Stream, members_of, table_of
-from tars import BLOCK, header_of, samples, shard_bytes, tar_bytes, with_checksum
+from tars import BLOCK, tar_bytes, with_checksum
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.shards.samples import SampleTable, digest_of, tabulate
+from flyte_ddp.shards.samples import SampleTable, tabulate
 from flyte_ddp.shards.tar import Member, members
 
 FORMATS = (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT)
@@ -56,7 +55,7 @@ PARTS = st.text(st.sampled_from("ab.é"), min_size=1, max_size=6).filter(lambda 
 NAMES = st.lists(st.builds("/".join, st.lists(PARTS, min_size=1, max_size=3)), unique=True, max_size=12)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(NAMES, st.sampled_from(FORMATS), st.data())
 @pytest.mark.slow
 def test_names_are_grouped_as_by_wids(names: list[str], form: int, data: st.DataObject) -> None:
@@ -75,29 +74,6 @@ def test_names_are_grouped_as_by_wids(names: list[str], form: int, data: st.Data
         assert grouped(table_of(content)) == expected
 
 
-def test_samples_are_those_of_wids(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The same file, read by wids itself."""
-    contents = [
-        ("d/1.jpg", b"one"),
-        ("d/1.seg.png", b""),
-        ("d/README", b"text"),
-        ("d/1.cls", b"3"),
-        ("e.f/2.b.c", b"two"),
-    ]
-    path = tmp_path / "x.tar"
-    path.write_bytes(tar_bytes([(header_of("d", tarfile.DIRTYPE), b""), *contents]))
-    theirs = wids.wids.IndexedTarSamples(path=str(path))
-    table = table_of(path.read_bytes())
-    ours = [
-        {m.extension: m.content(path.read_bytes()[m.offset - BLOCK : m.offset + m.size]) for m in table.members(i)}
-        for i in range(len(table))
-    ]
-    expected = [{k: v if k == "__key__" else v.read() for k, v in theirs[i].items()} for i in range(len(theirs))]
-    theirs.close()
-    assert [{"__key__": key} | found for key, found in zip(table.keys, ours, strict=True)] == expected
-    assert "README" in capsys.readouterr().out  # wids says that it leaves this out
-
-
 LONG = "folder/" + "n" * 300
 UNICODE = "é/名前"
 
@@ -110,7 +86,6 @@ UNICODE = "é/名前"
         (tarfile.USTAR_FORMAT, "f" * 120 + "/" + "n" * 90),  # name and prefix
         (tarfile.GNU_FORMAT, UNICODE),
         (tarfile.PAX_FORMAT, UNICODE),
-        (tarfile.PAX_FORMAT, UNICODE * 60),
         (tarfile.GNU_FORMAT, UNICODE * 60),
         (tarfile.USTAR_FORMAT, "not-utf-8-\udcff"),
     ],
@@ -120,8 +95,19 @@ def test_names_that_are_long_or_not_english(form: int, name: str) -> None:
     check_against_tarfile(content)
     table = table_of(content)
     assert table.keys == ("first", name, "z")
-    stored = table.to_bytes()
-    assert SampleTable.from_bytes(stored, digest_of(stored)).keys == table.keys
+    again = SampleTable.from_bytes(table.to_bytes())
+    assert again.keys == table.keys
+    assert [again.members(i) for i in range(3)] == [table.members(i) for i in range(3)]
+
+
+def test_a_tar_file_without_files_has_no_samples() -> None:
+    assert len(SampleTable.from_bytes(table_of(tar_bytes([])).to_bytes())) == 0
+
+
+def test_no_number_of_an_extension_wraps_around() -> None:
+    """As names have that are numbered behind a dot."""
+    found = [Member("key", f".{number}.jpg", 512 * number, 1, number) for number in range(70_000)]
+    assert tabulate(found, "x.tar").members(0) == found
 
 
 def test_what_other_programs_write(tmp_path: Path) -> None:
@@ -164,37 +150,6 @@ def test_a_size_in_gnus_large_numbers() -> None:
     check_against_tarfile(bytes(content))
 
 
-def test_a_comment_for_all_files_is_no_matter() -> None:
-    """``git archive`` writes one."""
-    content = tar_bytes([("a.b", b"1")], tarfile.PAX_FORMAT, pax_headers={"comment": "0123abcd"})
-    check_against_tarfile(content)
-
-
-def test_a_tar_file_without_files_has_no_samples() -> None:
-    table = table_of(tar_bytes([]))
-    stored = table.to_bytes()
-    assert len(table) == len(SampleTable.from_bytes(stored, digest_of(stored))) == 0
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda content: content[:-1],
-        lambda content: content[:100] + bytes([content[100] ^ 1]) + content[101:],
-        lambda content: content[:0],
-        lambda content: content + b"\0",
-    ],
-)
-def test_a_table_is_the_one_of_the_index_or_none(change: Callable[[bytes], bytes]) -> None:
-    table = table_of(shard_bytes(samples(20)))
-    stored = table.to_bytes()
-    again = SampleTable.from_bytes(stored, digest_of(stored))
-    assert [again.members(i) for i in range(20)] == [table.members(i) for i in range(20)]
-    assert again.to_bytes() == stored
-    with pytest.raises(ValueError, match="another table"):
-        SampleTable.from_bytes(change(stored), digest_of(stored))
-
-
 def test_hidden_files_are_passed_over_as_by_webdataset() -> None:
     """As a Mac's tar adds them. In folders webdataset makes samples of these, which mean nothing."""
     whole = [("a.jpg", b"1"), ("a.cls", b"0"), ("b.jpg", b"2"), ("b.cls", b"1")]
@@ -208,10 +163,3 @@ def test_hidden_files_are_passed_over_as_by_webdataset() -> None:
             members = webdataset.tariterators.tar_file_iterator(io.BytesIO(content))
             theirs = webdataset.tariterators.group_by_keys({"__url__": "", **member} for member in members)
             assert [sample["__key__"] for sample in theirs] == [key for key, _ in found]
-
-
-@pytest.mark.slow
-def test_tens_of_thousands_of_extensions() -> None:
-    """As names have that are numbered behind a dot; no number of an extension wraps around."""
-    found = [Member("key", f".{number}.jpg", 512 * number, 1, number) for number in range(70_000)]
-    assert tabulate(found, "x.tar").members(0) == found

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import bz2
 import gzip
 import io
-import lzma
 import os
 import re
 import subprocess
@@ -29,16 +27,13 @@ from flyte_ddp.shards.tar import DamagedShardError, members
     ("header", "said"),
     [
         (header_of("a.jpg", tarfile.SYMTYPE, linkname="/etc/passwd"), r"'a\.jpg', a link"),
-        (header_of("l/" * 80 + "a.jpg", tarfile.SYMTYPE, linkname="t" * 200), "a link"),
         (header_of("a.jpg", tarfile.LNKTYPE, linkname="b.jpg"), "a link"),
         (header_of("a.jpg", tarfile.CHRTYPE, devmajor=1, devminor=3), "a device"),
-        (header_of("a.jpg", tarfile.BLKTYPE), "a device"),
         (header_of("a.jpg", tarfile.FIFOTYPE), "a device"),
         (header_of("a.jpg", tarfile.GNUTYPE_SPARSE), "a sparse file"),
         (header_of("a.jpg", b"0", pax_headers={"GNU.sparse.map": "0,1", "GNU.sparse.size": "1"}), "a sparse file"),
         (header_of("/etc/a.jpg", b"0"), "'/etc/a.jpg' leads out"),
         (header_of("../a.jpg", b"0"), "leads out"),
-        (header_of("b/../../a.jpg", b"0"), "leads out"),
         (header_of("a\0b.jpg", b"0", pax_headers={"path": "a\0b.jpg"}), r"x00b\.jpg"),
     ],
 )
@@ -67,29 +62,25 @@ def test_sparse_files_of_gnu_tar_are_refused(tmp_path: Path, form: str) -> None:
             list(members(file, "x.tar"))
 
 
-def test_duplicates_name_shard_key_and_extension() -> None:
-    twice = tar_bytes([("a.jpg", b"1"), ("a.cls", b"2"), ("a.jpg", b"3")])
-    with pytest.raises(UserError, match=r"^shard x\.tar: sample 'a' has two members \.jpg"):
-        table_of(twice)
-    apart = tar_bytes([("a.jpg", b"1"), ("b.jpg", b"2"), ("a.cls", b"3")])
-    with pytest.raises(UserError, match=r"^shard x\.tar: .*sample 'a' are in two places"):
-        table_of(apart)
-
-
 WHOLE = tar_bytes(
     [("a.jpg", b"x" * 600), ("a.cls", b"1"), (f"{'n' * 120}.jpg", b"y" * 512), ("é.cls", b"")], tarfile.PAX_FORMAT
 )
 GNU = tar_bytes([("a.jpg", b"x" * 600), (f"{'n' * 120}.jpg", b"y" * 512)], tarfile.GNU_FORMAT)
 
 
+# Every seventh place is in each byte of a header, with all bits by turns.
+EACH = pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.exhaustive)])
+
+
+@EACH
 @pytest.mark.parametrize("content", [WHOLE, GNU], ids=["pax", "gnu"])
 @pytest.mark.slow
-def test_cut_short_at_any_byte(content: bytes) -> None:
+def test_cut_short_at_any_byte(content: bytes, step: int) -> None:
     """It is an error, or all that is missing is a part of the zeros at the end."""
     whole = list(members(io.BytesIO(content), "x.tar"))
     last = whole[-1][0]
     end = last.offset + -(-last.size // BLOCK) * BLOCK
-    for length in range(len(content)):
+    for length in range(0, len(content), step):
         for file in (io.BytesIO(content[:length]), Stream(content[:length])):
             if length < end + BLOCK:
                 with pytest.raises(DamagedShardError, match=r"x\.tar: not a whole, .*\((cut short|empty) at byte"):
@@ -103,16 +94,17 @@ def header_blocks(content: bytes) -> list[int]:
     return [place for place in range(0, len(content), BLOCK) if content[place + 257 : place + 262] == b"ustar"]
 
 
+@EACH
 @pytest.mark.slow
 @pytest.mark.parametrize("content", [WHOLE, GNU], ids=["pax", "gnu"])
-def test_a_flipped_bit_in_any_header(content: bytes) -> None:
+def test_a_flipped_bit_in_any_header(content: bytes, step: int) -> None:
     """It is an error, unless it is in what fills up the checksum itself."""
     whole = [member[:4] for member, _ in members(io.BytesIO(content), "x.tar")]
     harmless = set()
     headers = header_blocks(content)
     assert len(headers) in (3, 6)
     for place in headers:
-        for bit in range(BLOCK * 8):
+        for bit in range(0, BLOCK * 8, step):
             damaged = bytearray(content)
             damaged[place + bit // 8] ^= 1 << bit % 8
             try:
@@ -136,10 +128,7 @@ def test_a_header_of_zeros_is_no_end() -> None:
     [
         (b"", "empty at byte 0"),
         (gzip.compress(WHOLE + np.random.default_rng(0).bytes(9999)), "not a whole, uncompressed tar file .no header"),
-        (bz2.compress(WHOLE + np.random.default_rng(0).bytes(9999)), "not a whole, uncompressed tar file .no header"),
-        (lzma.compress(WHOLE + np.random.default_rng(0).bytes(9999)), "not a whole, uncompressed tar file .no header"),
         (b"<html>not found</html>", "cut short"),
-        (b"some text\n" * 999, "no header"),
         (np.random.default_rng(0).bytes(9999), "no header"),
         (WHOLE + WHOLE, "put together with cat"),
     ],
@@ -153,7 +142,7 @@ MUTATIONS = st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(0, 255)), mi
 NUMBERS = st.sampled_from([b"-0000000512\0", b"77777777777\0", b"\xff" * 12, b"\x80" + b"\xff" * 11, bytes(12)])
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.sampled_from([WHOLE, GNU]), MUTATIONS, st.none() | NUMBERS, st.booleans())
 def test_whatever_is_in_it_the_answer_is_members_or_one_error(
     content: bytes, mutations: list[tuple[int, int]], size: bytes | None, mend: bool
@@ -185,6 +174,14 @@ def test_what_is_no_plain_file_is_no_shard(tmp_path: Path) -> None:
             ShardDataset(index, tmp_path / "cache")[0]
 
 
-def test_a_member_that_is_of_no_sample_is_named() -> None:
-    with pytest.raises(UserError, match=r"sample 'd/' are in two places, .* 'd/\.b' says"):
-        table_of(tar_bytes([("d/.a", b""), ("d/x.a", b""), ("d/.b", b"")]))
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (("a.jpg", "a.cls", "a.jpg"), r"sample 'a' has two members \.jpg"),
+        (("a.jpg", "b.jpg", "a.cls"), "sample 'a' are in two places"),
+        (("d/.a", "d/x.a", "d/.b"), r"sample 'd/' are in two places, .* 'd/\.b' says"),
+    ],
+)
+def test_members_that_are_no_samples(names: tuple[str, ...], said: str) -> None:
+    with pytest.raises(UserError, match=rf"^shard x\.tar: .*{said}"):
+        table_of(tar_bytes([(name, b"1") for name in names]))
