@@ -31,7 +31,7 @@ ACCOUNT = "FLYTE_DDP_COST_ACCOUNT"  # environment: where to
 
 
 MUTATION, KEEP = TrainingState.mutation, Buffers.keep
-LOOK, EPOCH_DONE, WRITE = LossWatch.look, Checkpointer.epoch_done, Checkpointer._write
+CHECK_LOSS, EPOCH_DONE, WRITE = LossWatch.check_loss, Checkpointer.epoch_done, Checkpointer._write
 seconds: defaultdict[str, float] = defaultdict(float)
 current = {"epoch": 0}
 
@@ -69,10 +69,10 @@ def keep(buffers: Buffers) -> None:
             KEEP(buffers)
 
 
-def look(watch: LossWatch, epoch: int, step: int, loss_sum: Tensor, forward: Callable[[], object]) -> None:
+def check_loss(watch: LossWatch, epoch: int, step: int, loss_sum: Tensor, forward: Callable[[], object]) -> None:
     if guarded(epoch):
         with timed("loss"):
-            LOOK(watch, epoch, step, loss_sum, forward)
+            CHECK_LOSS(watch, epoch, step, loss_sum, forward)
 
 
 def epoch_done(checkpoints: Checkpointer) -> None:
@@ -94,7 +94,7 @@ def alternate() -> None:
     for patched, functions in (
         (TrainingState, {"mutation": mutation}),
         (Buffers, {"keep": keep}),
-        (LossWatch, {"look": look}),
+        (LossWatch, {"check_loss": check_loss}),
         (Checkpointer, {"epoch_done": epoch_done, "_write": write}),
     ):
         for name, function in functions.items():

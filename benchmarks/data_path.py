@@ -40,7 +40,7 @@ from flyte_ddp.training.checkpointing import Run
 from flyte_ddp.training.diagnosis import LossWatch
 from flyte_ddp.training.recording import Recorder
 from flyte_ddp.training.selection import Selection
-from flyte_ddp.training.train import batches_to_do, train_step
+from flyte_ddp.training.train import remaining_batches, train_step
 from flyte_ddp.training.training_state import TrainingState
 
 MODELS = ("tutorial", "small_cnn")
@@ -145,7 +145,7 @@ def rate(steps: Iterator[int], number: int) -> float:
 def ours(run: Run) -> Iterator[int]:
     """The library's steps with their records; yields each global batch's number of samples."""
     while True:
-        for batch in batches_to_do(run.state):
+        for batch in remaining_batches(run.state):
             train_step(run, batch)
             yield len(batch)
         run.state.epoch += 1

@@ -24,7 +24,7 @@ MIDDLE = "middle"  # the model has been evaluated with the middle of images, as 
 
 
 def save_model(folder: Path, state_dict: dict[str, Tensor], sidecar: Mapping[str, Any]) -> tuple[Path, Path]:
-    """Writes ``model.pt`` and ``model.json`` into ``folder``, which is made: both, or neither.
+    """Write ``model.pt`` and ``model.json`` into ``folder``, which is created: both files, or neither.
 
     Args:
         state_dict: of the model itself, not of the wrapper that DDP or torch.compile put around it.
@@ -37,10 +37,10 @@ def save_model(folder: Path, state_dict: dict[str, Tensor], sidecar: Mapping[str
         UserError: the disk is full, or the folder cannot be written to.
     """
     model_path, sidecar_path = folder / "model.pt", folder / "model.json"
-    # The sidecar's name appears last: where it is, the weights are. Both contents are on the disk before either name.
+    # The sidecar's name appears last, so that a sidecar is never without its weights.
     with replacing(sidecar_path) as sidecar_file, replacing(model_path) as model_file:
         hashing = HashingFile(model_file)
-        # In torch's zip format, where equal weights are equal bytes; its older one writes addresses of memory.
+        # In torch's zip format equal weights are equal bytes; its older format writes addresses of memory.
         torch.save(portable_state_dict(state_dict), hashing)  # type: ignore[arg-type]
         digests = {**sidecar.get("digests", {}), "weights": hashing.sha256.hexdigest()}
         content = {"format": FORMAT, **sidecar, "digests": digests}
@@ -56,19 +56,19 @@ def portable_state_dict(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
     frameworks do not expect. Modules' extra state and versions (torch's ``_metadata``) stay as they are.
     """
 
-    def copied(value: Tensor) -> Tensor:
+    def copy_of(value: Tensor) -> Tensor:
         own = value.detach().cpu()
         return own.clone(memory_format=torch.contiguous_format) if own.layout == torch.strided else own.clone()
 
     portable = copy.copy(state_dict)  # with its attribute `_metadata`, which a new dict would not have
-    portable.update({name: copied(value) for name, value in state_dict.items() if isinstance(value, Tensor)})
+    portable.update({name: copy_of(value) for name, value in state_dict.items() if isinstance(value, Tensor)})
     return portable
 
 
 def load_model(
     model_path: Path, sidecar_path: Path, device: torch.device | str = "cpu"
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """The trained model in evaluation mode, and its sidecar.
+    """Return the trained model in evaluation mode, and its sidecar; reads both files.
 
     Runs the code that the sidecar names (``package.module:callable``, the working directory first), so both files must
     be trusted, as the code is.
@@ -110,7 +110,7 @@ def load_weights(model: nn.Module, model_path: Path, sidecar: Mapping[str, Any])
 
 
 def read_sidecar(path: Path) -> dict[str, Any]:
-    """The checked contents of ``model.json``."""
+    """Return the contents of ``model.json``; UserError if the file is missing, no JSON, or incomplete."""
     fix = "give the model.json of a finished run"
     try:
         sidecar = json.loads(path.read_bytes())
@@ -130,7 +130,7 @@ def read_sidecar(path: Path) -> dict[str, Any]:
 
 
 def described_input(spec: InputSpec, crop: str) -> dict[str, Any]:
-    """What a model takes, and as numbers all that is done to an image before, for programs without this library.
+    """Return the sidecar's ``input``: what the model takes, and how programs without this library prepare an image.
 
     ``crop`` is ``middle``, or empty for all of an image.
     """
@@ -155,6 +155,6 @@ def described_input(spec: InputSpec, crop: str) -> dict[str, Any]:
 
 
 def input_spec(sidecar: Mapping[str, Any]) -> InputSpec:
-    """What the sidecar's model takes."""
+    """Return the input of the sidecar's model."""
     values = sidecar["input"]
     return InputSpec(values["channels"], values["height"], values["width"], tuple(values["mean"]), tuple(values["std"]))

@@ -14,7 +14,7 @@ EVALUATION_SHARE = 224 / 256  # of the shorter side: the middle square that enco
 
 @dataclass(frozen=True)
 class InputSpec:
-    """What a model takes: channels x height x width, and the normalisation of values in 0..1, one number a channel."""
+    """A model's input: channels x height x width, and the normalisation of values in 0..1, one number a channel."""
 
     channels: int
     height: int
@@ -29,7 +29,7 @@ def prepare(
     dtype: torch.dtype = torch.float32,
     memory_format: torch.memory_format = torch.contiguous_format,
 ) -> Tensor:
-    """Scales, resizes, makes grey images RGB where the model needs it, and normalises.
+    """Scale, resize and normalise images; make grey images RGB where the model needs it.
 
     Args:
         images: uint8 [N, H, W, C], on the device where the result is wanted.
@@ -61,6 +61,6 @@ def prepare(
 
 @functools.lru_cache(maxsize=8)
 def normalisation(spec: InputSpec, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """What to multiply a value in 0..255 by and what to add then, each [channels] on the device."""
+    """Return the factors and offsets, each [channels] on the device, that normalise values in 0..255."""
     mean, std = (torch.tensor(values, dtype=torch.float64, device=device) for values in (spec.mean, spec.std))
     return (1.0 / (std * 255.0)).to(dtype), (-mean / std).to(dtype)

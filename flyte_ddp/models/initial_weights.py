@@ -24,13 +24,13 @@ WHAT_IT_IS = "give a file that torch.save has written, with the weights as tenso
 
 
 class Weights(NamedTuple):
-    """The content of a state_dict, as two dicts."""
+    """The content of a state_dict: its tensors, and the versions of modules."""
 
     tensors: dict[str, Tensor]
-    versions: dict[str, Any]  # of modules by their names, torch's `_metadata`; by these modules convert older files
+    versions: dict[str, Any]  # torch's `_metadata`, by names of modules; these convert tensors of older versions
 
     def without_parts(self, parts: Collection[str]) -> Weights:
-        """Return both dicts without what is in these modules, or is one of these tensors."""
+        """Return the weights without the tensors and versions that ``parts`` names, itself or its module."""
         tensors, versions = (
             {name: value for name, value in each.items() if not in_parts(name, parts)} for each in self
         )
@@ -38,7 +38,7 @@ class Weights(NamedTuple):
 
 
 def identity(init_from: str) -> str:
-    """SHA-256 (hex) that changes with the file; empty without one; UserError if it cannot be read."""
+    """Return a SHA-256 (hex) that changes with the file; empty without a file; UserError if it cannot be read."""
     if init_from:
         local_file(init_from)
     return content_identity(init_from, "init_from")
@@ -46,10 +46,12 @@ def identity(init_from: str) -> str:
 
 @contextmanager
 def fetched(init_from: str, folder: Path) -> Iterator[Path | None]:
-    """A local path, perhaps a temporary one in ``folder``, with the contents of ``init_from``; None if that is empty.
+    """Yield a local path with the contents of ``init_from``; None if that is empty.
+
+    A file that is not on this machine is downloaded into ``folder``, and deleted at the end.
 
     Raises:
-        UserError: it is not there or cannot be read.
+        UserError: the file is missing or cannot be read.
     """
     path = local_file(init_from) if init_from else None
     if path is not None or not init_from:
@@ -67,7 +69,7 @@ def fetched(init_from: str, folder: Path) -> Iterator[Path | None]:
 
 
 def local_file(init_from: str) -> Path | None:
-    """Its path, where it is on this machine; UserError if there is no such file."""
+    """Return the path of a file on this machine; None if the address is elsewhere; UserError if the file is missing."""
     path = storage.local_path(init_from)
     if path is not None and not path.is_file():
         what = "is a folder" if path.is_dir() else "there is no such file"
@@ -103,7 +105,7 @@ def load_initial_weights(model: nn.Module, path: Path, hp: Hyperparameters) -> N
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
-        raise misfit(wanted.tensors, given.tensors, hp, str(error)) from error
+        raise misfit_error(wanted.tensors, given.tensors, hp, str(error)) from error
 
 
 def refuse_non_finite(given: Mapping[str, Tensor], own: Mapping[str, Tensor], init_from: str) -> None:
@@ -121,12 +123,12 @@ def is_finite(values: Tensor) -> bool:
 
 
 def weights_in(path: Path, init_from: str) -> Weights:
-    """Return the tensors in a file, with versions if it has any.
+    """Return the tensors in a file, with versions if it has any; reads the file whole.
 
     Raises:
-        UserError: it has no tensors with names, or reading it could run code.
+        UserError: the file has no tensors with names, or reading it could run code.
     """
-    import torch  # the launcher, which only fetches, does without
+    import torch  # not at the top: the launcher, which only downloads the file, runs without torch
 
     try:
         content: Any = torch.load(path, map_location="cpu", weights_only=True)
@@ -145,7 +147,7 @@ def weights_in(path: Path, init_from: str) -> Weights:
 
 
 def state_dict_in(content: Any) -> Mapping[Any, Any]:
-    """The content itself, or what a checkpoint holds under one of the usual names; empty if it is no mapping."""
+    """Return the content, or what a checkpoint holds under one of the usual names; empty if it is no mapping."""
     if not isinstance(content, Mapping):
         return {}
     for key in WRAPPINGS:
@@ -168,40 +170,42 @@ def without_prefix(given: Weights, own: Collection[str]) -> Weights:
 
 
 def parts_of(init_skip: str) -> list[str]:
-    """The names of modules, or of tensors, that it lists."""
+    """Return the names of modules and tensors that ``init_skip`` lists."""
     return [part.strip().rstrip(".") for part in init_skip.split(",") if part.strip()]
 
 
 def in_parts(name: str, parts: Iterable[str]) -> bool:
-    """Whether a tensor is in one of these modules, or is one of these tensors."""
+    """Return whether a tensor is in one of these modules, or is one of these tensors."""
     return any(name == part or name.startswith(f"{part}.") for part in parts)
 
 
-def left_out(names: Iterable[str], init_skip: str) -> list[str]:
-    """The tensors of a model that start from the seed, although others start from a file."""
+def skipped_tensors(names: Iterable[str], init_skip: str) -> list[str]:
+    """Return the names of tensors that start from the seed, although others start from a file."""
     parts = parts_of(init_skip)
     return [name for name in names if in_parts(name, parts)]
 
 
-def misfit(wanted: Mapping[str, Tensor], given: Mapping[str, Tensor], hp: Hyperparameters, reason: str) -> UserError:
-    """The error for tensors that are not those of the model by their names and shapes, or for another reason."""
-    # What BatchNorm counts, and old files do not have, is no reason.
+def misfit_error(
+    wanted: Mapping[str, Tensor], given: Mapping[str, Tensor], hp: Hyperparameters, reason: str
+) -> UserError:
+    """Return the error for tensors with other names or shapes than the model's, or for another ``reason``."""
+    # Old files lack BatchNorm's count, which is no reason to refuse them.
     missing = [name for name in wanted if name not in given and not name.endswith("num_batches_tracked")]
     unknown = [name for name in given if name not in wanted]
     resized = [name for name in wanted if name in given and given[name].shape != wanted[name].shape]
     shapes = [f"{name} is {[*given[name].shape]} there and {[*wanted[name].shape]} in the model" for name in resized]
-    said = [some(shapes, NAMED)] if resized else []
-    said += [f"it has no {some(missing, NAMED)}"] if missing else []
-    said += [f"the model has no {some(unknown, NAMED)}"] if unknown else []
-    said = said or [" ".join(reason.split())]
+    reasons = [some(shapes, NAMED)] if resized else []
+    reasons += [f"it has no {some(missing, NAMED)}"] if missing else []
+    reasons += [f"the model has no {some(unknown, NAMED)}"] if unknown else []
+    reasons = reasons or [" ".join(reason.split())]
     differing = [*missing, *unknown, *resized]
     modules = list(dict.fromkeys(name.rpartition(".")[0] or name for name in differing))
     few = 0 < len(modules) <= NAMED and len(differing) < len(wanted)
     parts = ",".join([*parts_of(hp.init_skip), *modules])
     fix = f"to begin with these from the seed, set init_skip={parts!r}" if few else "give weights of this model"
-    return UserError(f"init_from={hp.init_from!r}: does not fit the model {hp.model!r}: {', '.join(said)}; {fix}")
+    return UserError(f"init_from={hp.init_from!r}: does not fit the model {hp.model!r}: {', '.join(reasons)}; {fix}")
 
 
 def some(names: Collection[str], most: int) -> str:
-    """The first of many names."""
+    """Return the first of many names, with the number of the others."""
     return ", ".join([*names][:most]) + (f" and {len(names) - most:,} more" if len(names) > most else "")

@@ -17,10 +17,10 @@ from flyte_ddp.models.images import InputSpec
 
 
 def input_spec(model: str, images: InputSpec, size: int) -> InputSpec:
-    """The input that ``model`` gets from such images, resized to ``size`` if that is not 0.
+    """Return the input of ``model`` for such images, resized to ``size`` if that is not 0.
 
     Raises:
-        UserError: images that the model cannot take, with the sizes that it can.
+        UserError: the model cannot take such images; names the sizes that it can take.
     """
     spec = replace(images, height=size or images.height, width=size or images.width)
     catalog.check_image_size(model, spec.height, spec.width)
@@ -35,7 +35,9 @@ def input_spec(model: str, images: InputSpec, size: int) -> InputSpec:
 
 
 def build(name: str, num_classes: int, spec: InputSpec) -> nn.Module:
-    """Makes the model ``name`` with fresh weights, from the global random state of torch, Python and NumPy.
+    """Build the model ``name`` with fresh weights, from the global random state of torch, Python and NumPy.
+
+    Imports and runs the user's code if the name is a ``package.module:callable``.
 
     Returns:
         A module that maps float32 [N, spec.channels, spec.height, spec.width] to logits [N, num_classes].
@@ -55,7 +57,7 @@ def build(name: str, num_classes: int, spec: InputSpec) -> nn.Module:
 
 
 def check_model(name: str, model: nn.Module) -> None:
-    """Raises UserError for a model that cannot be trained here."""
+    """Raise UserError for a model with lazy layers, nothing to train, sparse gradients, or a state no file can hold."""
     if any(nn.parameter.is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
         raise UserError(
             f"model {name!r} has lazy layers: their sizes must be known; run it once on zeros where you make it"
@@ -127,7 +129,7 @@ def check_gradient(model: str, logits: Tensor) -> None:
 
 
 def torchvision_model(name: str, num_classes: int, spec: InputSpec) -> nn.Module:
-    """One of torchvision's classifiers, without its auxiliary heads, so that it returns logits in training too."""
+    """Build a classifier of torchvision's, without its auxiliary heads, so that it returns logits in training too."""
     from torchvision import models
 
     options: dict[str, Any] = {"weights": None, "num_classes": num_classes}
@@ -153,7 +155,7 @@ class Tutorial(nn.Module):
         self.fc2 = nn.Linear(500, num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits [N, classes] of images [N, C, H, W]."""
+        """Return logits [N, classes] of images [N, C, H, W]."""
         # The tutorial takes relu first; after pooling it is the same function on a quarter of the values.
         x = torch.relu(self.convolve_and_pool(images))
         x = torch.relu(torch.max_pool2d(self.conv2(x), 2))
@@ -162,10 +164,10 @@ class Tutorial(nn.Module):
         return logits
 
     def convolve_and_pool(self, images: Tensor) -> Tensor:
-        """The first convolution, pooled, whose output at full resolution is most of the step's traffic to memory.
+        """Return the pooled first convolution, whose full output is most of the step's traffic to memory.
 
-        A CPU takes it 32 images at a time, so that it is pooled while it is in the cache, and pools in fp32, since 20
-        channels are too few for the vectors of bf16.
+        A CPU does 32 images at a time, so that they are pooled while they are in the cache, and pools in fp32, because
+        20 channels are too few for the vectors of bf16.
         """
         if images.device.type != "cpu":
             return torch.max_pool2d(self.conv1(images), 2)
@@ -187,7 +189,7 @@ class SmallCNN(nn.Module):
         self.fc2 = nn.Linear(128, num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits [N, classes] of images [N, C, H, W]."""
+        """Return logits [N, classes] of images [N, C, H, W]."""
         x = torch.relu(self.conv1(images))
         x = torch.relu(torch.max_pool2d(self.conv2(x), 2))
         x = torch.relu(self.fc1(x.flatten(1)))

@@ -24,38 +24,37 @@ from flyte_ddp.parallel.training_pass import TrainingPass
 
 KNOWN = (_BatchNorm.forward, nn.SyncBatchNorm.forward)  # a subclass with another one may compute anything
 
-Gather = Callable[[Tensor], Tensor]  # fp64 [n] of each rank to [ranks, n] on all
+Gather = Callable[[Tensor], Tensor]  # takes this rank's fp64 [n], and returns those of all ranks as [ranks, n]
 
 
 def synchronise_batch_norm(model: nn.Module, this_pass: TrainingPass, *, on_one_machine: bool) -> None:
-    """Has every BatchNorm of the model, in place, normalise training batches by the statistics of all ranks together.
+    """Change the class of every BatchNorm of the model to one that normalises by the statistics of all ranks together.
 
-    Parameters, buffers, hooks and ``state_dict`` stay what they are, and so does what a layer is an instance of. Ranks
-    that are ``on_one_machine`` exchange through shared memory.
+    Parameters, buffers, hooks and ``state_dict`` stay what they are. The new class is a subclass of the old one with
+    its name, because models ask what a layer is. Ranks that are ``on_one_machine`` exchange through shared memory.
     """
     # Modules that torch.jit has made have no forward of their class.
-    found = [module for module in model.modules() if getattr(type(module), "forward", None) in KNOWN]
-    if not found:
+    norms = [module for module in model.modules() if getattr(type(module), "forward", None) in KNOWN]
+    if not norms:
         return
-    most = max(2 * cast("int", module.num_features) + 2 for module in found)
+    most = max(2 * cast("int", module.num_features) + 2 for module in norms)
     gather: Gather = NodeGather(most) if on_one_machine else distributed.gather
-    for number, module in enumerate(found):
+    for number, module in enumerate(norms):
         kind = type(module)
-        # DDP refuses what is a SyncBatchNorm on a CPU.
+        # DDP refuses a SyncBatchNorm on a CPU.
         kinds = (GlobalBatchNorm,) if issubclass(kind, nn.SyncBatchNorm) else (GlobalBatchNorm, kind)
-        # The same state, other arithmetic. Models ask for a layer's class and name, such as to keep some frozen.
         module.__class__ = type(kind.__name__, kinds, {"__qualname__": kind.__qualname__})
         module.gather, module.this_pass, module.number = gather, this_pass, number  # type: ignore[assignment]
 
 
 def has_separate_statistics(model: nn.Module, synchronised: bool) -> bool:
-    """Whether ranks normalise by statistics of their own: all do that, or those of a kind that is not known here."""
+    """Return whether a BatchNorm layer uses each rank's own statistics: if not synchronised, or of an unknown kind."""
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     return any(not synchronised or type(module).forward not in (*KNOWN, GlobalBatchNorm.forward) for module in norms)
 
 
 class GlobalBatchNorm(_BatchNorm):
-    """BatchNorm over the samples of all ranks, every one of which takes part in each training pass."""
+    """BatchNorm over the samples of all ranks, which all take part in each training pass."""
 
     gather: Gather
     this_pass: TrainingPass
@@ -66,10 +65,10 @@ class GlobalBatchNorm(_BatchNorm):
             raise ValueError(f"BatchNorm got {input.dim()} dimension(s): it needs [N, C] or [N, C, ...]")
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """[N, C, ...] normalised for each channel; N differs between ranks.
+        """Return [N, C, ...] normalised for each channel; N may differ between ranks.
 
         Raises:
-            ValueError: the ranks have a single value for each channel together.
+            ValueError: all ranks together have a single value for each channel.
         """
         self._check_input_dim(input)
         if not self.training:
@@ -77,10 +76,10 @@ class GlobalBatchNorm(_BatchNorm):
         return Normalise.apply(input, self.weight, self.bias, self)  # type: ignore[no-any-return]
 
     def exchange(self, numbers: Tensor, *, backward: bool = False) -> Tensor:
-        """Fp64 [n] of each rank to [ranks, n] on all, which must be in this pass of this layer.
+        """Return the fp64 [n] of all ranks as [ranks, n]; waits until all are in this pass of this layer.
 
         Raises:
-            UserError: some are elsewhere. On a GPU, where the check would wait, they run into the time limit.
+            UserError: ranks are at different layers. On a GPU they run into the time limit: the check would wait.
         """
         place = numbers.new_full((1,), -1 - self.number if backward else 1 + self.number)
         of_ranks = self.gather(torch.cat([place, numbers]))
@@ -93,7 +92,7 @@ class GlobalBatchNorm(_BatchNorm):
 
     @torch.no_grad()
     def update_running_statistics(self, mean: Tensor, variance: Tensor) -> None:
-        """Takes in those of one global batch, as torch's BatchNorm does."""
+        """Update the running mean and variance by those of one global batch, as torch's BatchNorm does."""
         assert self.num_batches_tracked is not None
         assert self.running_mean is not None
         assert self.running_var is not None
@@ -112,14 +111,14 @@ class Normalise(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, weight: Tensor | None, bias: Tensor | None, layer: GlobalBatchNorm) -> Tensor:
-        """[N, C, ...] normalised; updates the layer's running statistics.
+        """Return [N, C, ...] normalised; updates the layer's running statistics.
 
         They are updated before tensors are saved: torch.utils.checkpoint, when it runs a block again, leaves it as soon
         as its last tensor is saved, when torch's own layers have updated theirs.
         """
         ctx.counts = layer.this_pass.counts and values.numel() > 0
         mean, variance, count = global_statistics(values, layer.exchange, taking_part=ctx.counts)
-        # Only where it may be so: fetching a number from a GPU holds up the host.
+        # The count is fetched only where it may be 1, because that makes the host wait for a GPU.
         if values.numel() <= values.shape[1] and count.item() <= 1:
             raise ValueError("Expected more than 1 value per channel when training, over all ranks")
         if layer.track_running_stats:
@@ -133,9 +132,9 @@ class Normalise(torch.autograd.Function):
         return functional.batch_norm(values, *moments, weight, bias, training=False, eps=layer.eps)
 
     @staticmethod
-    @once_differentiable  # what is given back was found without a graph
+    @once_differentiable  # the returned gradients are computed without a graph
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
-        """The gradient of the values, and this rank's part of those of weight and bias."""
+        """Return the gradient of the values, and this rank's part of those of weight and bias."""
         values, weight, mean, variance, count = ctx.saved_tensors
         gradient = gradients[0]
         scale = weight if weight is not None else torch.ones_like(mean)
@@ -166,7 +165,7 @@ class Normalise(torch.autograd.Function):
 
 
 def global_statistics(values: Tensor, exchange: Gather, *, taking_part: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean [C], biased variance [C] and count [] of the values [N, C, ...] of all ranks that take part, in fp64.
+    """Return mean [C], biased variance [C] and count [] of the values [N, C, ...] of all ranks that take part, in fp64.
 
     Each rank's mean and sum of squared deviations go to all in one exchange and are combined in the order of the ranks:
     Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983. Sums of squares would cancel.
@@ -204,9 +203,9 @@ def running_statistics_kept(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def averaged_running_statistics(model: nn.Module, samples: int) -> list[tuple[Tensor, Tensor]]:
-    """BatchNorm's running statistics, each with its mean over the ranks, weighted by their samples.
+    """Return each rank's own running statistics with their means over all ranks, weighted by each rank's ``samples``.
 
-    Where statistics are synchronised they are the same on all ranks already, and not among these.
+    Synchronised statistics are left out: they are the same on all ranks. All ranks call this together.
     """
     statistics = [
         statistic

@@ -17,28 +17,28 @@ _timeout = 600.0
 
 
 def set_timeout(limit: float) -> None:
-    """Sets how many seconds this rank waits for others outside torch's own collectives."""
+    """Set, for this process, how many seconds the rank waits for others outside torch's own collectives."""
     global _timeout  # noqa: PLW0603 (a property of the process, as the process group is)
     _timeout = limit
 
 
 def timeout() -> float:
-    """How many seconds this rank waits for others."""
+    """Return how many seconds this rank waits for others."""
     return _timeout
 
 
 def seconds(number: float) -> timedelta:
-    """As torch wants it."""
+    """Return so many seconds as a timedelta, which torch takes."""
     return timedelta(seconds=number)
 
 
 def rank() -> int:
-    """The rank of this process; 0 without a process group."""
+    """Return the rank of this process; 0 without a process group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def world_size() -> int:
-    """Number of ranks; 1 without a process group."""
+    """Return the number of ranks; 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
@@ -50,7 +50,7 @@ def wait_for_all_ranks() -> None:
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
-    """Adds up a tensor over all ranks, in place, and returns it. Its device must suit the backend."""
+    """Add up a tensor over all ranks, in place, and return it. Its device must suit the backend."""
     if dist.is_initialized():
         with in_collective():
             dist.all_reduce(values, op=dist.ReduceOp.SUM)
@@ -58,7 +58,7 @@ def sum_over_ranks(values: Tensor) -> Tensor:
 
 
 def gather(numbers: Tensor) -> Tensor:
-    """[n] of each rank to [ranks, n] on all; n is the same on all ranks."""
+    """Return the [n] of all ranks as [ranks, n]; n is the same on all ranks."""
     of_ranks = numbers.new_zeros(world_size(), numbers.numel())
     of_ranks[rank()] = numbers
     return sum_over_ranks(of_ranks)
@@ -67,7 +67,7 @@ def gather(numbers: Tensor) -> Tensor:
 def copy_from_rank_0(tensors: Iterable[Tensor]) -> None:
     """Overwrite tensors in place by those of rank 0, but for sparse and expanded ones; all ranks call it together."""
     for tensor in filter(has_own_elements, tensors):
-        # gloo takes memory for dense, whatever the strides say, and does not know all types: bytes it is.
+        # As bytes in a dense copy: gloo ignores strides, and does not know all types.
         value = tensor.detach().resolve_conj().resolve_neg().contiguous()
         with in_collective():
             dist.broadcast(value.view(-1).view(torch.uint8), src=0)
@@ -83,7 +83,7 @@ def has_own_elements(tensor: Tensor) -> bool:
 
 
 def from_rank_0(value: Value) -> Value:
-    """Rank 0's value, on all ranks; small, as it is pickled."""
+    """Return rank 0's value, pickled and so small, on all ranks; they call it together."""
     if not dist.is_initialized():
         return value
     values = [value]
@@ -93,7 +93,7 @@ def from_rank_0(value: Value) -> Value:
 
 
 def objects_of_all_ranks(value: Value) -> list[Value]:
-    """Each rank's value, in the order of the ranks; small, as it is pickled."""
+    """Return each rank's value, pickled and so small, in the order of the ranks; they call it together."""
     if not dist.is_initialized():
         return [value]
     values = [value] * world_size()

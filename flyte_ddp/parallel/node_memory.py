@@ -29,18 +29,18 @@ Piece = tuple[int, torch.dtype]  # number of elements, and their type
 class NodeMemory:
     """Memory that all ranks of the process group map: two halves, each uint8 [size], of zeros at first.
 
-    The halves are used in turn: who is ahead fills one while others still read the other. Before a rank comes back to
-    that one it has passed a barrier that the others reach only after reading.
+    Double buffering: a fast rank may write one half while slower ranks still read the other. The barrier between two
+    uses of a half guarantees that all ranks have finished reading it.
 
     All ranks make it together, with the same size. ``peers`` are connections by rank: rank 0's to all others, another
-    rank's to rank 0, which hands the memory on through them, as an open file that has no name.
+    rank's to rank 0. Rank 0 sends the memory through them, as an open file that has no name.
     """
 
     def __init__(self, size: int) -> None:
-        """Makes two halves of ``size`` bytes, at least one; OSError if the ranks are not on one machine."""
+        """Map two halves of ``size`` bytes, at least one; OSError if the ranks are not on one machine."""
         self.peers: dict[int, socket.socket] = {}
         size = max(size, 1)
-        with peer_errors("a rank", timeout()):
+        with translate_socket_errors("a rank", timeout()):
             file = self._offer(2 * size) if rank() == 0 else self._accept()
         self.halves = torch.frombuffer(mmap.mmap(file, 2 * size), dtype=torch.uint8).view(2, size)
         self.turn = 0  # which half is being filled
@@ -72,55 +72,53 @@ class NodeMemory:
         return files[0]
 
     def barrier(self) -> None:
-        """Returns once all ranks have called it; each then sees what the others wrote. The other half's turn follows.
+        """Wait until all ranks have called this; each then sees what the others wrote, and fills the other half next.
 
         Every rank sends a message to rank 0 and gets one back: two wake-ups, where the backend's barrier takes more.
 
         Raises:
-            RuntimeError: a rank has ended, or did not come within the time limit of collectives.
+            CollectiveTimeoutError: a rank did not come within the time limit of collectives.
+            PeerGoneError: a rank has ended.
         """
         for other, peer in self.peers.items():
-            with peer_errors(f"rank {other}", peer.gettimeout()):
+            with translate_socket_errors(f"rank {other}", peer.gettimeout()):
                 if rank() != 0:
                     peer.send(b"here")
                 receive(peer)
         if rank() == 0:
             for other, peer in self.peers.items():
-                with peer_errors(f"rank {other}", peer.gettimeout()):
+                with translate_socket_errors(f"rank {other}", peer.gettimeout()):
                     peer.send(b"here")
         self.turn = 1 - self.turn
 
 
 class NodeGather:
-    """Hands each rank the numbers of all; for a few numbers much faster than a collective of gloo.
-
-    All ranks make it together, with the same arguments.
-    """
+    """Gathers a few numbers of all ranks, much faster than a collective of gloo. All ranks make it together."""
 
     def __init__(self, most: int) -> None:
-        """Makes places for at most so many numbers of each rank."""
+        """``most``: how many numbers a rank may give at once; the same on all ranks."""
         self.memory = NodeMemory(world_size() * most * torch.float64.itemsize)
         self.places = self.memory.halves.view(torch.float64).view(2, world_size(), most)
 
     def __call__(self, numbers: Tensor) -> Tensor:
-        """fp64 [n] to fp64 [ranks, n]; n is the same on all ranks."""
+        """Return the fp64 [n] of all ranks as [ranks, n]; n is the same on all ranks."""
         places = self.places[self.memory.turn, :, : numbers.numel()]
         places[rank()] = numbers
         self.memory.barrier()
         return places.clone()
 
     def __deepcopy__(self, _: object) -> NodeGather:
-        """Itself: a model's copy talks through the same memory."""
+        """Return this object: a model's copy exchanges through the same memory."""
         return self
 
 
 def sizes(pieces: Sequence[Piece]) -> list[int]:
-    """Bytes that each piece takes up, with the gap behind it."""
+    """Return the bytes that each piece takes up, with the gap behind it."""
     return [-(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT for count, dtype in pieces]
 
 
 def cut(memory: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
-    """Flat tensors, one for each piece, that lie one after another in a uint8 tensor."""
+    """Return flat views, one for each piece, that lie one after another in a uint8 tensor."""
     offsets = itertools.accumulate(sizes(pieces), initial=0)
     return [
         memory[offset : offset + count * dtype.itemsize].view(dtype)
@@ -129,22 +127,22 @@ def cut(memory: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
 
 
 def new_socket() -> socket.socket:
-    """A socket between processes of one machine, which keeps messages apart."""
+    """Return a socket for messages between processes of one machine, with the time limit of collectives."""
     made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     made.settimeout(timeout())
     return made
 
 
 def receive(peer: socket.socket) -> bytes:
-    """The next message; ConnectionResetError if the peer has ended."""
+    """Return the next message; ConnectionResetError if the peer has ended."""
     if not (message := peer.recv(LONGEST_MESSAGE)):
         raise ConnectionResetError
     return message
 
 
 @contextmanager
-def peer_errors(who: str, limit: float | None) -> Iterator[None]:
-    """Turns errors of sockets into those that say which rank was waited for."""
+def translate_socket_errors(who: str, limit: float | None) -> Iterator[None]:
+    """Raise errors of sockets as CollectiveTimeoutError or PeerGoneError that name ``who`` was waited for."""
     try:
         yield
     except TimeoutError:

@@ -29,34 +29,34 @@ from flyte_ddp.parallel.hang_watch import in_collective, watch_work
 from flyte_ddp.parallel.node_memory import NodeMemory, Piece, cut, sizes
 
 BUCKET_BYTES = 16 << 20  # of one rank's gradients
-WAITED = "waited"  # on a clock: seconds of backward passes, for communication that no computation hid
+WAITED = "waited"  # clock key: seconds of gradient communication that did not overlap with the backward pass
 
 
 class GradientSync:
     """A model whose gradients, after :meth:`combine`, are those of the global batch on every rank.
 
-    This one is for a single rank, which has nothing to do for that.
+    This class is for a single rank, whose gradients are these already.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
     def __call__(self, images: Tensor) -> Tensor:
-        """The model's output for this rank's share of a batch."""
+        """Return the model's output for this rank's share of a batch."""
         output: Tensor = self.model(images)
         return output
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:  # noqa: ARG002
-        """Goes around forward and backward of one micro-batch; all but the last of a step only accumulate."""
+        """Return a context for a micro-batch's passes; all but the ``last`` of a step only accumulate."""
         return nullcontext()
 
     def combine(self, loss_sum: Tensor) -> Tensor:
-        """Averages over the ranks what backward passes left, and adds up the loss: fp64 scalars, the same on all."""
+        """Average the gradients over the ranks, and return the sum of all ranks' losses, which are fp64 scalars."""
         return loss_sum
 
 
 class SharedMemorySync(GradientSync):
-    """For CPU ranks of one machine: each puts its gradients where all can read them, and averages those of all.
+    """For CPU ranks of one machine: each copies its gradients to shared memory, and averages those of all ranks.
 
     gloo goes through TCP even on one machine, and its threads need the cores that compute. All ranks add in the same
     order, and so get the same bits. The shared memory grows with the largest parameter, not with the model.
@@ -66,13 +66,13 @@ class SharedMemorySync(GradientSync):
         super().__init__(model)
         copy_from_rank_0([*model.parameters(), *model.buffers()])
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.numel()]
-        groups = in_buckets(trained, bucket_bytes) or [[]]
-        self.memory = NodeMemory(max(sum(sizes(places(group))) for group in groups))
+        groups = split_into_buckets(trained, bucket_bytes) or [[]]
+        self.memory = NodeMemory(max(sum(sizes(bucket_pieces(group))) for group in groups))
         self.buckets = [[SharedBucket(group, half) for half in self.memory.halves] for group in groups]
 
     @torch.no_grad()
     def combine(self, loss_sum: Tensor) -> Tensor:
-        """See :class:`GradientSync`; a gradient that no rank has stays None, as on a single rank."""
+        """Average and add up as in :class:`GradientSync`; a gradient that no rank has stays None, as on one rank."""
         for in_either_half in self.buckets:
             bucket = in_either_half[self.memory.turn]
             bucket.put(loss_sum)
@@ -87,16 +87,16 @@ class SharedBucket:
     def __init__(self, parameters: list[nn.Parameter], memory: Tensor) -> None:
         self.parameters = parameters
         ranks = world_size()
-        self.losses, flags, *flats = cut(memory, places(parameters))
+        self.losses, flags, *flats = cut(memory, bucket_pieces(parameters))
         self.has_gradient = flags.view(ranks, len(parameters))
         self.gradients = [
-            # Each rank's gradient in the same order of memory as the parameter, without its gaps, if it has any.
+            # Each rank's gradient has the parameter's order of memory, but not its gaps.
             flat.as_strided((ranks, *parameter.shape), (parameter.numel(), *torch.empty_like(parameter).stride()))
             for parameter, flat in zip(parameters, flats, strict=True)
         ]
 
     def put(self, loss_sum: Tensor) -> None:
-        """Copies this rank's loss and gradients into its places."""
+        """Copy this rank's loss and gradients into its places."""
         own = rank()
         self.losses[own] = loss_sum
         for index, (parameter, of_ranks) in enumerate(zip(self.parameters, self.gradients, strict=True)):
@@ -104,7 +104,7 @@ class SharedBucket:
             of_ranks[own] = 0.0 if parameter.grad is None else parameter.grad
 
     def average(self) -> None:
-        """Overwrites the gradients by their means over all ranks."""
+        """Overwrite the gradients by their means over all ranks."""
         any_has = self.has_gradient.any(dim=0).tolist()
         for parameter, of_ranks, has_gradient in zip(self.parameters, self.gradients, any_has, strict=True):
             if has_gradient:
@@ -114,8 +114,8 @@ class SharedBucket:
                 parameter.grad /= len(of_ranks)
 
 
-def in_buckets(parameters: Sequence[nn.Parameter], most_bytes: int) -> list[list[nn.Parameter]]:
-    """Cuts a sequence into groups of at most so many bytes; a larger parameter is a group of its own."""
+def split_into_buckets(parameters: Sequence[nn.Parameter], most_bytes: int) -> list[list[nn.Parameter]]:
+    """Split a sequence into groups of at most so many bytes; a larger parameter is a group of its own."""
     groups: list[list[nn.Parameter]] = []
     free = 0
     for parameter in parameters:
@@ -127,8 +127,8 @@ def in_buckets(parameters: Sequence[nn.Parameter], most_bytes: int) -> list[list
     return groups
 
 
-def places(parameters: Sequence[nn.Parameter]) -> list[Piece]:
-    """What a bucket holds: the ranks' losses, which of them have which gradients, and those of each parameter."""
+def bucket_pieces(parameters: Sequence[nn.Parameter]) -> list[Piece]:
+    """Return a bucket's layout: all ranks' losses, flags of the gradients that each has, and the gradients."""
     ranks = world_size()
     gradients = [(ranks * parameter.numel(), parameter.dtype) for parameter in parameters]
     return [(ranks, torch.float64), (ranks * len(parameters), torch.bool), *gradients]
@@ -142,8 +142,8 @@ class DDPSync(GradientSync):
         self.clock = clock
         device = next(model.parameters()).device
         self.last_bucket_started: Any = None
-        self.failure: CollectiveError | None = None  # of a bucket's sum
-        # DDP's constructor waits for other ranks in C++, whose failure has no type. So they are waited for before.
+        self.failure: CollectiveError | None = None  # of a bucket's all-reduce
+        # DDP's constructor waits for other ranks in C++, whose failure has no type. So this waits for them before.
         sum_over_ranks(torch.zeros(1, device=device))
         # A kernel for one channel has two equally good memory orders, of which DDP expects the other one.
         warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
@@ -155,16 +155,15 @@ class DDPSync(GradientSync):
                 device_ids=[device] if device.type == "cuda" else None,
                 gradient_as_bucket_view=True,
                 broadcast_buffers=False,
-                # Otherwise a model with a parameter that no output depends on fails in its second step, or, if there
-                # is none, ends with gradients that were never averaged. Nor would buckets stay as they are after the
-                # first step, and so the rounding of sums: a run that was cut off would end in other bits.
+                # Otherwise a parameter that no output depends on fails the second step, and buckets change after the
+                # first one, and with them the rounding: a resumed run would end in other bits.
                 find_unused_parameters=True,
             )
         self.parallel.register_comm_hook(self, average_over_ranks)
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
-        """See :class:`GradientSync`."""
+        """Return the context of :class:`GradientSync`, which adds to WAITED and gives errors of DDP their types."""
         self.last_bucket_started = None
         try:
             with nullcontext() if last else self.parallel.no_sync():
@@ -174,20 +173,20 @@ class DDPSync(GradientSync):
                 raise self.failure from error
             if "ready only once" not in str(error):
                 raise
-            raise gradient_came_twice("ddp", "use_reentrant=False, or set strategy='hooks'") from None
-        if self.last_bucket_started is not None:  # ``backward`` has ended when the last bucket's sum was there
+            raise repeated_gradient_error("ddp", "use_reentrant=False, or set strategy='hooks'") from None
+        if self.last_bucket_started is not None:  # ``backward`` returns only after the last bucket's all-reduce
             self.clock.add(WAITED, self.last_bucket_started)
 
     def combine(self, loss_sum: Tensor) -> Tensor:
-        """See :class:`GradientSync`; the gradients are there already."""
+        """Return the sum of all ranks' losses; DDP has averaged the gradients in the backward pass."""
         return sum_over_ranks(loss_sum)
 
 
 class HooksSync(GradientSync):
-    """One all-reduce for each parameter, started while the backward pass goes on; DDP's idea without its buckets.
+    """One all-reduce for each parameter, started during the backward pass: DDP's idea without its buckets.
 
-    Every rank starts them in the same order, from the last parameter to the first, whatever the order in which its
-    gradients come; otherwise ranks that use different parameters would average tensors that do not belong together.
+    All ranks start the all-reduces in the same order, from the last parameter to the first, whatever the order in which
+    gradients are computed. Otherwise ranks that use different parameters would average tensors of different ones.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -199,31 +198,31 @@ class HooksSync(GradientSync):
         self.ready: set[Tensor] = set()
         self.last = False
         for parameter in self.order:
-            parameter.register_post_accumulate_grad_hook(self.gradient_is_there)  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(self.start_ready)  # type: ignore[no-untyped-call]
 
-    def gradient_is_there(self, parameter: Tensor) -> None:
-        """Starts the sums that may start now."""
+    def start_ready(self, parameter: Tensor) -> None:
+        """Start the all-reduces that may start now that the parameter's gradient is complete; a hook of autograd."""
         if self.last:
             if self.position[parameter] < len(self.started):
-                raise gradient_came_twice("hooks", "use_reentrant=False")
+                raise repeated_gradient_error("hooks", "use_reentrant=False")
             self.ready.add(parameter)
             while len(self.started) < len(self.order) and self.order[len(self.started)] in self.ready:
                 self.start_next()
 
     def start_next(self) -> None:
-        """Starts the sum of the next parameter in the order, which without a gradient adds zeros."""
+        """Start the all-reduce of the next parameter in the order; one without a gradient adds zeros."""
         parameter = self.order[len(self.started)]
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         self.started.append(dist.all_reduce(parameter.grad, async_op=True))
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
-        """See :class:`GradientSync`."""
+        """Return a context that does nothing; note whether hooks may start all-reduces."""
         self.last = last
         return nullcontext()
 
     def combine(self, loss_sum: Tensor) -> Tensor:
-        """See :class:`GradientSync`; a gradient that no rank has becomes None again, as on a single rank."""
+        """Average and add up as in :class:`GradientSync`; a gradient that no rank has becomes None, as on one rank."""
         has_gradient = torch.tensor([parameter.grad is not None for parameter in self.order], dtype=torch.int32)
         has_gradient = copy_to_device(has_gradient, loss_sum.device)
         while len(self.started) < len(self.order):
@@ -242,8 +241,8 @@ class HooksSync(GradientSync):
         return loss_sum
 
 
-def gradient_came_twice(strategy: str, fix: str) -> UserError:
-    """The error for more of a gradient that is being averaged over the ranks already."""
+def repeated_gradient_error(strategy: str, fix: str) -> UserError:
+    """Return the error for a gradient that grows while it is averaged over the ranks."""
     return UserError(
         f"strategy={strategy!r}: the backward pass came back to a parameter whose gradient was complete, as with "
         f"torch.utils.checkpoint(use_reentrant=True); use {fix}"
@@ -251,7 +250,7 @@ def gradient_came_twice(strategy: str, fix: str) -> UserError:
 
 
 def average_over_ranks(sync: DDPSync, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """DDP communication hook: the mean of one bucket of gradients over the ranks."""
+    """Return the future mean of a bucket of gradients over the ranks; DDP's communication hook."""
     sync.last_bucket_started = sync.clock.mark(WAITED)
     begin = time.monotonic()
     work: Any = dist.all_reduce(bucket.buffer(), async_op=True)
@@ -261,7 +260,7 @@ def average_over_ranks(sync: DDPSync, bucket: GradBucket) -> torch.futures.Futur
         try:
             with waiting_for_ranks(begin):
                 total: Tensor = done.value()[0]
-        except CollectiveError as error:  # of which ``backward`` makes a RuntimeError
+        except CollectiveError as error:  # ``backward`` turns it into a RuntimeError
             sync.failure = error
             raise
         return total.div_(world_size())
@@ -270,8 +269,8 @@ def average_over_ranks(sync: DDPSync, bucket: GradBucket) -> torch.futures.Futur
     return future.then(mean)
 
 
-def synchronised(model: nn.Module, strategy: str, clock: Clock) -> GradientSync:
-    """The model with the strategy of that name; a single rank needs none."""
+def synchronise_gradients(model: nn.Module, strategy: str, clock: Clock) -> GradientSync:
+    """Return the model with the strategy of that name; a single rank needs none. All ranks call it together."""
     if world_size() == 1:
         return GradientSync(model)
     if strategy == "ddp":
@@ -279,9 +278,12 @@ def synchronised(model: nn.Module, strategy: str, clock: Clock) -> GradientSync:
     return SharedMemorySync(model) if strategy == "shared_memory" else HooksSync(model)
 
 
-def compiled(model: nn.Module) -> nn.Module:
-    """The model, compiled; but for layers that talk to other ranks, or see other samples at each step."""
+def compile_model(model: nn.Module) -> nn.Module:
+    """Return the model compiled by torch.compile; keeps out layers that exchange between ranks or depend on samples.
+
+    Each such layer is a graph break. A dropout layer with p = 0, of which torchvision's models have many, is none.
+    """
     for module in model.modules():
-        if isinstance(module, (GlobalBatchNorm, SampleDropout)):
+        if isinstance(module, GlobalBatchNorm) or (isinstance(module, SampleDropout) and module.p > 0):
             module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign,no-untyped-call,unused-ignore]
     return cast("nn.Module", torch.compile(model))

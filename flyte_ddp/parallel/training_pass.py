@@ -1,4 +1,4 @@
-"""What a rank's forward and backward pass is on, for the layers that depend on it."""
+"""The samples of a rank's forward and backward pass, and random numbers for the layers that depend on them."""
 
 from __future__ import annotations
 
@@ -34,17 +34,16 @@ class TrainingPass:
         self.draws = False
         self.calls: dict[int, int] = {}
         self.generators = Generators(torch.default_generator, random, np.random)
-        self.untouched = Generators(torch.Generator(), random.Random(), np.random.RandomState())
+        self.reference = Generators(torch.Generator(), random.Random(), np.random.RandomState())
 
     def __deepcopy__(self, _: object) -> TrainingPass:
-        """Itself: a model's copy is not trained."""
+        """Return this object: a model's copy is not trained."""
         return self
 
-    def begin(self, seed: int, epoch: int, samples: Indices, device: torch.device, *, counts: bool = True) -> None:
-        """Sets the samples [N] of the pass that follows.
+    def begin_pass(self, seed: int, epoch: int, samples: Indices, device: torch.device, *, counts: bool = True) -> None:
+        """Set the samples [N] of the pass that follows; seed the global generators of torch, Python and NumPy.
 
-        Generators that a model may draw from itself are seeded by the position, so that a run that was cut off draws
-        the same numbers again.
+        A model may draw from these itself. They are seeded by the position, so that a resumed run draws the same.
         """
         self.counts = counts
         if not self.may_draw:
@@ -53,66 +52,67 @@ class TrainingPass:
         bits = sample_bits(seed + 2**32, epoch, samples)
         self.keys = copy_to_device(torch.from_numpy(bits.view(np.int64)), device)
         self.calls = {}
-        for generators in (self.generators, self.untouched):
+        for generators in (self.generators, self.reference):
             generators.seed(int(bits[0]))
         if device.type == "cuda":
             torch.cuda.manual_seed(int(bits[0]))
 
-    def done(self) -> None:
-        """Notices, after the backward pass, whether the model has drawn random numbers itself.
+    def end_pass(self) -> None:
+        """Set ``draws`` if the model has drawn random numbers itself, in its forward or backward pass.
 
-        They depend on how samples fall to ranks. What puts the random state back, as ``fork_rng`` does, is not seen.
+        Such numbers depend on how samples fall to ranks. A model that restores the random state (``fork_rng``) is not
+        noticed.
         """
         if not self.may_draw:
             return
         device = self.keys.device
         on_gpu = device.type == "cuda" and torch.cuda.default_generators[device.index].get_offset() > 0
-        self.draws = self.draws or on_gpu or self.generators.draw() != self.untouched.draw()
+        self.draws = self.draws or on_gpu or self.generators.draw() != self.reference.draw()
 
     def uniform(self, shape: tuple[int, ...]) -> Tensor:
-        """[N, *shape] numbers in [0, 1), fp32: each sample has a SplitMix64 stream, of which each call takes a part.
+        """Return [N, *shape] numbers in [0, 1), fp32; each sample has a SplitMix64 stream, each call a part of it.
 
         A block that is run again for the backward pass, such as torch.utils.checkpoint's, needs the numbers that it had
-        before. What runs it puts torch's random state back, so a number drawn from that tells which call it is.
+        before. What runs it restores torch's random state, so a number drawn from that tells which call it is.
         """
         drawn = self.generators.draw_of_torch()
         if drawn not in self.calls:
             self.calls[drawn] = len(self.calls)
-            self.untouched.draw_of_torch()
+            self.reference.draw_of_torch()
         position = torch.arange(math.prod(shape), device=self.keys.device) + (self.calls[drawn] << 32)
-        bits = finalise(self.keys[:, None] + position * GOLDEN)
-        return (shifted(bits, 40).float() / 2**24).view(-1, *shape)
+        bits = mix_bits(self.keys[:, None] + position * GOLDEN)
+        return (shift_right(bits, 40).float() / 2**24).view(-1, *shape)
 
 
 class Generators(NamedTuple):
-    """A random generator of torch (on the CPU), one of Python and one of NumPy; modules stand for their own."""
+    """A random generator of torch (on the CPU), one of Python and one of NumPy; a module stands for its global one."""
 
     of_torch: torch.Generator
     of_python: Any
     of_numpy: Any
 
     def seed(self, seed: int) -> None:
-        """Seeds all three."""
+        """Seed all three."""
         self.of_torch.manual_seed(seed)  # torch.manual_seed takes 200 us, as it looks for all kinds of devices
         self.of_python.seed(seed)
         self.of_numpy.seed(seed % 2**32)
 
     def draw(self) -> tuple[int, int, int]:
-        """The next number of each."""
+        """Draw a number from each."""
         return self.draw_of_torch(), self.of_python.getrandbits(32), self.of_numpy.randint(2**31)
 
     def draw_of_torch(self) -> int:
-        """The next 63 bits of torch's."""
+        """Draw 63 bits from torch's."""
         return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=self.of_torch).item())
 
 
-def finalise(x: Tensor) -> Tensor:
-    """SplitMix64's output function (Steele, Lea and Flood, OOPSLA 2014) on int64, whose products wrap around."""
-    x = (x ^ shifted(x, 30)) * FIRST
-    x = (x ^ shifted(x, 27)) * SECOND
-    return x ^ shifted(x, 31)
+def mix_bits(x: Tensor) -> Tensor:
+    """Return SplitMix64's output for int64 states (Steele, Lea and Flood, OOPSLA 2014); products wrap around."""
+    x = (x ^ shift_right(x, 30)) * FIRST
+    x = (x ^ shift_right(x, 27)) * SECOND
+    return x ^ shift_right(x, 31)
 
 
-def shifted(x: Tensor, places: int) -> Tensor:
-    """X >> places for the unsigned number with the same bits."""
+def shift_right(x: Tensor, places: int) -> Tensor:
+    """Return x >> places for the unsigned number with the same bits as the int64 x."""
     return (x >> places) & ((1 << (64 - places)) - 1)

@@ -1,6 +1,6 @@
 """When a run's state is saved, and what belongs to it. Rank 0 saves, from a thread of its own.
 
-Random numbers are functions of the position (seed, epoch, step, sample), so no state of theirs is saved.
+Random numbers are functions of the position (seed, epoch, step, sample), so their state is not saved.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from flyte_ddp.training.training_state import TrainingState
 
 @dataclass(frozen=True)
 class Run:
-    """All that changes while a run trains."""
+    """The objects of a run that change while it trains."""
 
     state: TrainingState
     selection: Selection
@@ -39,7 +39,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A run's state after a step, in memory of its own."""
+    """A copy of a run's state after a step."""
 
     epoch: int
     step: int
@@ -47,10 +47,10 @@ class Snapshot:
     values: dict[str, Any]
 
 
-def take(run: Run) -> Snapshot | None:
-    """Copies the state after the step that was finished last, also while the next one is being computed.
+def take_snapshot(run: Run) -> Snapshot | None:
+    """Copy the state after the last finished step to the CPU, also while the next step is being computed.
 
-    None if a step failed when it had changed a part of the state.
+    Holds the state's lock meanwhile. Returns None if a step failed when it had changed a part of the state.
     """
     state, selection = run.state, run.selection
     with state.lock:
@@ -68,26 +68,26 @@ def take(run: Run) -> Snapshot | None:
             "selection": selection.state_dict(),
             "recorder": run.recorder.state_dict(),
         }
-        # Those are a copy already, which nothing changes.
+        # The best weights are a copy already, which nothing changes.
         best = selection.weights if selection.epoch and state.hp.keep == "best" else None
-        return Snapshot(state.epoch, state.step, run.recorder.log.size(), {**copied(values), "best": best})
+        return Snapshot(state.epoch, state.step, run.recorder.log.size(), {**copy_to_cpu(values), "best": best})
 
 
-def copied(value: Any) -> Any:
-    """The same with tensors of its own, on the CPU; a state_dict keeps its ``_metadata``."""
+def copy_to_cpu(value: Any) -> Any:
+    """Return a deep copy with all tensors on the CPU; a state_dict keeps its ``_metadata``."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if type(value) in (dict, OrderedDict):
         same = copy.copy(value)
-        same.update({key: copied(item) for key, item in value.items()})
+        same.update({key: copy_to_cpu(item) for key, item in value.items()})
         return same
     if type(value) in (list, tuple):
-        return type(value)(copied(item) for item in value)
+        return type(value)(copy_to_cpu(item) for item in value)
     return copy.deepcopy(value)
 
 
-def restore(run: Run, found: checkpoint.Checkpoint) -> None:
-    """Puts a run, on every rank, where the checkpoint was taken."""
+def restore_run(run: Run, found: checkpoint.Checkpoint) -> None:
+    """Load a checkpoint into the objects of a run; every rank does."""
     state = run.state
     values = torch.load(checkpoint.state_in(found), map_location="cpu", weights_only=True)
     state.model.load_state_dict(values["model"])
@@ -119,7 +119,7 @@ class Checkpointer:
         self.pending: Snapshot | None = None
         self.closed = False
         self.final = False
-        self.reported = False  # that one could not be written
+        self.reported = False  # whether a failure to write has been printed
         self.active = rank() == 0 and job.settings.checkpoint_seconds > 0
         self.thread = threading.Thread(target=self._work, name="checkpoints", daemon=True)
 
@@ -132,20 +132,20 @@ class Checkpointer:
         if self.active:
             self.closed = True
             self.wake.set()
-            self.thread.join()  # what waits gets written
+            self.thread.join()  # a copy that waits is written before
             if error is not None:
                 self.save()
             with self.writing:
                 self.active = False
 
     def epoch_done(self) -> None:
-        """Takes a copy of the state, to be written; it replaces one that still waits."""
+        """Copy the state, to be written by the thread; the copy replaces one that still waits."""
         if self.active:
-            self.pending = take(self.run)
+            self.pending = take_snapshot(self.run)
             self.wake.set()
 
     def save(self) -> int:
-        """Writes the state as it is now, unless that is saved already; from any thread. It is the last one.
+        """Write the state as it is now, unless that is saved already; from any thread. No checkpoint is written after.
 
         Returns:
             The step of the newest checkpoint; 0 if there is none.
@@ -153,16 +153,16 @@ class Checkpointer:
         with self.writing:
             if self.active:
                 self._save(now=True)
-                self.final = True  # or the run would go on from another step than the caller is told
+                self.final = True  # no later checkpoint, because the caller reports this step as the resume point
         return self.saved[0]
 
     def _save(self, *, now: bool) -> None:
-        """Writes the state as it is ``now``, if it is worth resuming from; else the copy that waits to be written."""
+        """Write the state as it is ``now``, if a run can resume from it; else the copy that waits to be written."""
         if self.final:
             return
         waiting, self.pending = self.pending, None
         try:
-            for snapshot in (take(self.run) if now else None, waiting):
+            for snapshot in (take_snapshot(self.run) if now else None, waiting):
                 if snapshot and (snapshot.step, snapshot.epoch) > self.saved and self._is_good(snapshot):
                     self._write(snapshot)
                     self.saved = (snapshot.step, snapshot.epoch)

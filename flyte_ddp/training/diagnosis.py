@@ -1,4 +1,4 @@
-"""A loss that is not finite: where it began, so that the error can say it."""
+"""Checks of the training loss: where one that is not finite began, and whether anything was learned."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ LEARNED = 0.97  # of the loss of random predictions: a model that has learned an
 
 @dataclass
 class Step:
-    """A step, with its loss on the way to the host."""
+    """A step whose loss is being copied to the host."""
 
     epoch: int  # counts from 0
     step: int  # counts from 1
     loss_sum: Tensor
     forward: Callable[[], object]
-    arrived: torch.cuda.Event | None
+    arrived: torch.cuda.Event | None  # on a GPU, when the loss has been copied
 
 
 class LossWatch:
     """Checks every step's loss, before its gradients change the weights.
 
-    On a GPU that would mean to wait for the device in every step. There the device itself leaves the weights as they
-    are from the first loss on that is not finite, and the loss is checked a step later, or at the end of the epoch.
-    Only torch's fused optimisers can do that; with another one, that of complex weights, every step is waited for.
+    On a GPU that would make the host wait for the device in every step. There the device itself stops changing weights
+    from the first loss on that is not finite, and the host checks the loss a step later, or at the end of the epoch.
+    Only torch's fused optimisers can do that; with another one, that of complex weights, the host waits in every step.
     """
 
     def __init__(
@@ -44,14 +44,17 @@ class LossWatch:
         self.saw_non_finite = torch.zeros((), dtype=torch.bool, device=next(model.parameters()).device)
         self.pending: Step | None = None
 
-    def look(self, epoch: int, step: int, loss_sum: Tensor, forward: Callable[[], object]) -> None:
-        """Takes in the loss, of all ranks, of the step that is being done (``step`` counts from 1, ``epoch`` from 0).
+    def check_loss(self, epoch: int, step: int, loss_sum: Tensor, forward: Callable[[], object]) -> None:
+        """Check the sum of all ranks' losses of a step whose gradients have not been applied, now or a step later.
 
         Args:
+            epoch: counts from 0.
+            step: counts from 1.
+            loss_sum: the same on all ranks.
             forward: does the step's forward passes again, on all ranks alike.
 
         Raises:
-            UserError: the loss is not finite; with the first weight or activation that is not.
+            UserError: the loss is not finite; names the first weight or activation that is not.
         """
         # Blocking: a host that spins would take a core from the threads that load data.
         arrived = torch.cuda.Event(blocking=True) if loss_sum.is_cuda else None  # type: ignore[no-untyped-call]
@@ -59,35 +62,34 @@ class LossWatch:
         if arrived is not None:
             arrived.record()
         if not self.a_step_later:
-            self.check(now)
+            self._check(now)
             return
         self.saw_non_finite = self.saw_non_finite | ~loss_sum.isfinite()
         self.optimizer.found_inf = self.saw_non_finite.float()  # type: ignore[attr-defined]  # as torch's GradScaler does
-        self.catch_up()
+        self.check_pending()
         self.pending = now
 
-    def catch_up(self) -> None:
-        """Checks the loss that no later step has checked; raises as :meth:`look` does."""
+    def check_pending(self) -> None:
+        """Check the loss that no later step has checked; raises as :meth:`check_loss` does."""
         last, self.pending = self.pending, None
         if last is not None:
-            self.check(last)
+            self._check(last)
 
-    def check(self, step: Step) -> None:
-        """Raises UserError if the loss is not finite."""
+    def _check(self, step: Step) -> None:
         if step.arrived is not None:
             step.arrived.synchronize()
         if not math.isfinite(loss := step.loss_sum.item()):
-            activation = first_activation(self.model, step.forward)
-            raise not_finite(
+            activation = first_non_finite_activation(self.model, step.forward)
+            raise non_finite_loss_error(
                 self.model, self.hp, loss, step.epoch, step.step, weights_of=step.step - 1, activation=activation
             )
 
 
-def not_finite(
+def non_finite_loss_error(
     model: nn.Module, hp: Hyperparameters, loss: float, epoch: int, step: int, *, weights_of: int, activation: str = ""
 ) -> UserError:
-    """The error for a loss that is NaN or infinite; ``weights_of`` is the step that made the weights it came from."""
-    # The weight nearest to the output: its gradient came first.
+    """Return the error for a loss that is NaN or infinite; ``weights_of`` is the step that made the loss's weights."""
+    # The weight nearest to the output is named, because its gradient was computed first.
     broken = [name for name, parameter in model.named_parameters() if not bool(parameter.isfinite().all())]
     where = ""
     if broken:
@@ -100,10 +102,10 @@ def not_finite(
     )
 
 
-def no_better_than_random(loss: float, labels: Tensor, hp: Hyperparameters) -> str:
-    """What to say of a training that ended with such a loss, if it has learned nothing; else empty.
+def nothing_learned_warning(loss: float, labels: Tensor, hp: Hyperparameters) -> str:
+    """Return a warning if a training that ended with such a loss has learned nothing; else an empty text.
 
-    Predictions by how common each class is among ``labels`` [N] have the entropy of these shares for loss.
+    The loss of random predictions is the entropy of the classes' shares of ``labels`` [N].
     """
     shares = labels.bincount().double() / len(labels)
     random_loss = -torch.special.xlogy(shares, shares).sum().item()
@@ -116,19 +118,19 @@ def no_better_than_random(loss: float, labels: Tensor, hp: Hyperparameters) -> s
     )
 
 
-def first_activation(model: nn.Module, forward: Callable[[], object]) -> str:
-    """Does a forward pass again on all ranks, and names the first module whose output was not finite on any of them."""
+def first_non_finite_activation(model: nn.Module, forward: Callable[[], object]) -> str:
+    """Do a forward pass again, on all ranks together, and name the first module with a non-finite output on any."""
     found: list[tuple[int, str]] = []  # how many modules were done before, and its name
     done = 0
 
-    def look(name: str, output: object) -> None:
+    def check_output(name: str, output: object) -> None:
         nonlocal done
         if not found and isinstance(output, Tensor) and not bool(output.isfinite().all()):
             found.append((done, name))
         done += 1
 
     hooks = [
-        module.register_forward_hook(lambda _module, _inputs, output, name=name: look(name, output))
+        module.register_forward_hook(lambda _module, _inputs, output, name=name: check_output(name, output))
         for name, module in model.named_modules()
     ]
     try:

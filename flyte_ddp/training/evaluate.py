@@ -19,7 +19,7 @@ from flyte_ddp.parallel.distributed import from_rank_0, rank, sum_over_ranks, wo
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Metrics of one split; the tensors [N] are those of each sample, in the split's order, on the CPU."""
+    """Metrics of one split; the tensors [N] have one value a sample, in the split's order, on the CPU."""
 
     loss: float
     accuracy: float
@@ -29,7 +29,7 @@ class Evaluation:
 
 
 def evaluate(predict: Callable[[Tensor], Tensor], images: Split, batch_size: int, device: torch.device) -> Evaluation:
-    """Evaluates a split, all ranks together; every rank gets the same result.
+    """Evaluate a split, all ranks together, and return the same result on every rank.
 
     Args:
         predict: maps uint8 images [n, H, W, C] to logits [n, classes].
@@ -60,11 +60,11 @@ def evaluate(predict: Callable[[Tensor], Tensor], images: Split, batch_size: int
     )
 
 
-def as_on_rank_0(evaluations: Iterable[Evaluation]) -> list[Evaluation]:
+def with_measures_of_rank_0(evaluations: Iterable[Evaluation]) -> list[Evaluation]:
     """Return the evaluations with the loss and the accuracy that rank 0 has computed; all ranks call it together.
 
-    Every rank adds up the same numbers, but another processor's vector units may add in another order. By its own last
-    bit a rank could stop training while the others go on, and wait for it.
+    Every rank adds up the same numbers, but processors may add in different orders. By its own last bit a rank could
+    stop training while the others continue and wait for it.
     """
     own = list(evaluations)
     measures = from_rank_0([(each.loss, each.accuracy) for each in own])

@@ -21,10 +21,9 @@ Kind = TypeVar("Kind", bound=torch.optim.Optimizer)
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], hp: Hyperparameters) -> torch.optim.Optimizer:
-    """The optimiser, in torch's fused form, one pass over memory for a step; that does not know complex numbers."""
+    """Return the optimiser of the parameters that are trained; in torch's fused form unless some are complex."""
     parameters = [parameter for parameter in parameters if parameter.requires_grad]
     fused = True if all(parameter.is_floating_point() for parameter in parameters) else None
-    # A tensor learning rate would be needed under torch.compile only; the schedule sets a plain number at each step.
     options: dict[str, Any] = {"lr": hp.learning_rate, "weight_decay": hp.weight_decay, "fused": fused}
     if hp.optimizer != "sgd":
         adam = without_compiler(torch.optim.AdamW if hp.optimizer == "adamw" else torch.optim.Adam)
@@ -37,7 +36,7 @@ def make_optimizer(parameters: Iterable[nn.Parameter], hp: Hyperparameters) -> t
 
 
 def without_compiler(kind: type[Kind]) -> type[Kind]:
-    """This optimiser of torch's without the decorators around some of its methods.
+    """Return a subclass of torch's optimiser without the decorators around some of its methods.
 
     The decorators import torch's compiler, which takes a second, only to keep it out of these methods.
     """
@@ -47,7 +46,7 @@ def without_compiler(kind: type[Kind]) -> type[Kind]:
 
 
 def clip_norm(hp: Hyperparameters) -> float:
-    """The largest norm of a gradient; 0 for no clipping.
+    """Return the norm that gradients are clipped to; 0 for no clipping.
 
     Without normalisation between its layers a network's loss explodes on photos at the default learning rate, or stays
     at that of random predictions (measured on five sets of generated ones).
@@ -66,9 +65,9 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
 
 
 def learning_rate(hp: Hyperparameters, step: int, total_steps: int) -> float:
-    """The learning rate of optimiser step ``step`` (counted from 0) of ``total_steps``.
+    """Return the learning rate of optimiser step ``step`` (counted from 0) of ``total_steps``.
 
-    A linear warm-up is followed by the schedule's course over the steps that remain.
+    A linear warm-up comes first, and the schedule is stretched over the steps that remain.
     """
     warmup = hp.warmup_steps
     if hp.schedule == "one_cycle" and not warmup:

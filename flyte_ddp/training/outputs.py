@@ -1,4 +1,4 @@
-"""What a run leaves behind beside its metrics: predictions, the model with its sidecar, first and last record."""
+"""What a run writes beside its metrics: predictions, the model with its sidecar, first and last record."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from flyte_ddp.datasets.prepared import PreparedSet, class_names
 from flyte_ddp.files import replacing
 from flyte_ddp.loading.facts import of_all_ranks
 from flyte_ddp.models import artifacts, zoo
-from flyte_ddp.models.initial_weights import left_out
+from flyte_ddp.models.initial_weights import skipped_tensors
 from flyte_ddp.parallel.distributed import wait_for_all_ranks, world_size
 from flyte_ddp.runs.job import Job
 from flyte_ddp.runs.run_folder import PREDICTIONS
-from flyte_ddp.training.diagnosis import no_better_than_random
+from flyte_ddp.training.diagnosis import nothing_learned_warning
 from flyte_ddp.training.evaluate import Evaluation
-from flyte_ddp.training.notes import not_in_the_key, notes, seeded
+from flyte_ddp.training.notes import init_skip_note, report_notes, uncovered_files_warning
 from flyte_ddp.training.recording import Recorder
 from flyte_ddp.training.saved_model import verify_saved_model
 from flyte_ddp.training.selection import Selection
 from flyte_ddp.training.training_state import TrainingState
 
 WORST_MISTAKES = 16
-LEAST_STEPS = 30  # of which something learned can be asked: fewer are a trial
+LEAST_STEPS = 30  # a run of fewer is a trial, which need not have learned anything
 
 
 def write_start(job: Job, data: PreparedSet, state: TrainingState, recorder: Recorder) -> None:
-    """Records on rank 0 what is known of a run before its first step, and says what a person should know by then."""
+    """Write the start record, on rank 0, and print the number of ranks and what the cache key does not cover."""
     if not recorder.writes:
         return
     hardware, ranks = job.hardware, world_size()
@@ -58,13 +58,13 @@ def write_start(job: Job, data: PreparedSet, state: TrainingState, recorder: Rec
             "test_samples": len(state.test),
             "steps": state.total_steps,
             "classes": list(class_names(data.classes, job.hp)),
-            "init_skipped": left_out(state.model.state_dict(), job.hp.init_skip),
+            "init_skipped": skipped_tensors(state.model.state_dict(), job.hp.init_skip),
         }
     )
     recorder.progress.note(f"ranks: {ranks}, nodes: {job.num_nodes}")
-    if said := seeded(job, state):
-        recorder.progress.note(said)
-    recorder.warn(not_in_the_key(state))
+    if skipped := init_skip_note(job, state):
+        recorder.progress.note(skipped)
+    recorder.warn(uncovered_files_warning(state))
 
 
 def write_outputs(job: Job, data: PreparedSet, state: TrainingState, selection: Selection, recorder: Recorder) -> None:
@@ -74,14 +74,15 @@ def write_outputs(job: Job, data: PreparedSet, state: TrainingState, selection: 
         UserError: the disk is full, or the model's file does not hold all of the model.
     """
     facts = of_all_ranks(state.splits.facts())
-    # On all ranks: a user's model may wait for the other ranks where it is built, for one that downloads its weights.
+    # On all ranks, because a user's model may wait for other ranks while it is built, such as for a download. A second
+    # model, and no copy of the first, because it must be as new as the one that load_model will make.
     new_model = zoo.build(job.hp.model, state.num_classes, state.spec)
-    wait_for_all_ranks()  # a rank that hangs until here is noticed; for what rank 0 does alone there is no limit
+    wait_for_all_ranks()  # a rank that hangs until here is noticed; what rank 0 does alone has no time limit
     if not recorder.writes:
         return
     test, hp = selection.test, job.hp
     if recorder.last_loss is not None and state.step >= LEAST_STEPS:
-        recorder.warn(no_better_than_random(recorder.last_loss, test.truth, hp))
+        recorder.warn(nothing_learned_warning(recorder.last_loss, test.truth, hp))
     model = state.kept_model()
     model.load_state_dict(selection.weights)
     sidecar = {
@@ -119,13 +120,13 @@ def write_outputs(job: Job, data: PreparedSet, state: TrainingState, selection: 
             "seconds": recorder.seconds(),
             "samples_per_second": recorder.samples_in_all / max(recorder.training_seconds, 1e-9),
             "stopped": selection.stopped,
-            "notes": [*recorder.warnings, *notes(job, state, recorder.arithmetic), *facts.describe()],
+            "notes": [*recorder.warnings, *report_notes(job, state, recorder.arithmetic), *facts.describe()],
         }
     )
 
 
 def digests(job: Job, data: PreparedSet) -> dict[str, str]:
-    """Of all that the weights come from."""
+    """Return the digests of all that the weights come from, by name."""
     found = {"data": data.digest, "code": library_digest()}
     others = {"user_code": job.identity.user_code, "init_from": job.identity.initial_weights}
     return found | {name: digest for name, digest in others.items() if digest}

@@ -21,7 +21,7 @@ HISTOGRAM_BINS = 64
 
 
 class Recorder:
-    """Collects losses over all ranks and, on rank 0, writes metrics.jsonl and shows progress."""
+    """Collects losses over all ranks and, on rank 0, writes metrics.jsonl and shows progress; all ranks make it."""
 
     def __init__(self, job: Job, clock: Clock, device: torch.device, total_steps: int, steps_per_epoch: int) -> None:
         self.job, self.clock, self.device, self.total_steps = job, clock, device, total_steps
@@ -48,7 +48,7 @@ class Recorder:
             self.log.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """What is known of the steps that have no record yet, and of the whole run."""
+        """Return the sums over steps that have no record yet, and over the whole run, for a checkpoint."""
         return {
             "loss_sum": self.loss_sum,
             "samples": self.samples,
@@ -59,7 +59,7 @@ class Recorder:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Restores what :meth:`state_dict` returned."""
+        """Restore what :meth:`state_dict` returned."""
         self.loss_sum.copy_(saved["loss_sum"])
         self.samples, self.samples_in_all = saved["samples"], saved["samples_in_all"]
         self.training_seconds = saved["training_seconds"]
@@ -67,13 +67,13 @@ class Recorder:
         self.since = self.training_time() - saved["seconds"]
 
     def training_time(self) -> float:
-        """Seconds of the run so far, without its evaluations."""
+        """Return seconds by a clock that stands still during evaluations."""
         return time.perf_counter() - self.clock.seconds["evaluation"]
 
-    def training(self, epoch: int, step: int, loss_sum: torch.Tensor, samples: int, learning_rate: float) -> None:
-        """Takes in a finished step (``step`` counts from 1): the sum of all ranks' losses, and the number of samples.
+    def record_step(self, epoch: int, step: int, loss_sum: torch.Tensor, samples: int, learning_rate: float) -> None:
+        """Add up a finished step (``step`` counts from 1): the sum of all ranks' losses, and the number of samples.
 
-        The record of every ``log_interval`` steps holds the mean over their samples.
+        Every ``log_interval`` steps a record with the mean over their samples is written, on rank 0.
         """
         self.loss_sum += loss_sum
         self.samples += samples
@@ -102,10 +102,10 @@ class Recorder:
         self.samples = 0
         self.since = self.training_time()
 
-    def evaluation(
+    def record_evaluation(
         self, epoch: int, step: int, validation: Evaluation, test: Evaluation, model: torch.nn.Module
     ) -> None:
-        """Takes in the evaluation after ``epoch`` epochs."""
+        """Write the record of the evaluation after ``epoch`` epochs, on rank 0; with ``wandb_watch`` histograms too."""
         self.epoch_accuracies.append(test.accuracy)
         if self.writes:
             record: dict[str, Any] = {"kind": "evaluation", "epoch": epoch, "step": step}
@@ -117,14 +117,14 @@ class Recorder:
             if self.job.settings.wandb_watch:
                 self.log.write({"kind": "watch", "step": step, "parameters": histograms(model)})
 
-    def warn(self, said: str) -> None:
-        """Says something that is a note in the report as well; nothing if it is empty."""
-        if said:
-            self.warnings.append(said)
-            self.progress.note(said)
+    def warn(self, warning: str) -> None:
+        """Print a warning, unless it is empty, and keep it for the report's notes; on rank 0 only."""
+        if warning:
+            self.warnings.append(warning)
+            self.progress.note(warning)
 
     def seconds(self) -> dict[str, float]:
-        """Where the time of rank 0 went; communication is what no computation hid."""
+        """Return the seconds of rank 0 by what they were spent on; communication is what no computation hid."""
         spent = self.clock.seconds
         seconds = {
             "data": spent["data"],
@@ -137,7 +137,7 @@ class Recorder:
 
 
 def histograms(model: torch.nn.Module) -> dict[str, dict[str, list[float]]]:
-    """Counts and bin edges of every parameter's values."""
+    """Return counts and bin edges of every parameter's values, by its name; copies the parameters to the CPU."""
     result = {}
     for name, parameter in model.named_parameters():
         counts, edges = np.histogram(parameter.detach().float().cpu().numpy(), bins=HISTOGRAM_BINS)

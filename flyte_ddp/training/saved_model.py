@@ -1,4 +1,4 @@
-"""Whether the file of a trained model holds all of it: loaded into a new model, it must give the same logits."""
+"""Verify that the file of a trained model holds all of it: loaded into a new model, it must give the same logits."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def verify_saved_model(new: nn.Module, model_path: Path, sidecar: Mapping[str, A
         model.double()
     with torch.no_grad(), state.evaluating():
         expected = state.predict(images)
-        state.this_pass.begin(state.hp.seed, 0, np.arange(len(images)), state.device)
+        state.this_pass.begin_pass(state.hp.seed, 0, np.arange(len(images)), state.device)
         found: Tensor = model.to(memory_format=state.memory_format)(state.prepare(images))
     largest = expected.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().max().item()
     # A model may mask classes by an infinite logit: infinities must be equal, and count for no distance.

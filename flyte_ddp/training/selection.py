@@ -14,7 +14,7 @@ SAVED = ("best_loss", "evaluations_since_best", "stopped", "epoch")
 
 
 class Selection:
-    """The weights to keep with their evaluation, updated at every evaluation; equal on all ranks, as their input is."""
+    """The weights to keep and their evaluation, updated at every evaluation; equal on all ranks."""
 
     def __init__(self, hp: Hyperparameters) -> None:
         self.hp = hp
@@ -26,7 +26,7 @@ class Selection:
         self.weights: dict[str, Tensor]
 
     def consider(self, epoch: int, validation: Evaluation, test: Evaluation, weights: dict[str, Tensor]) -> None:
-        """Takes in an evaluation after ``epoch`` epochs, and the weights that were evaluated."""
+        """Keep these weights if they are the ones to keep; set ``stopped`` if training is to end after this epoch."""
         better = validation.loss < self.best_loss
         if better:
             self.best_loss, self.evaluations_since_best = validation.loss, 0
@@ -42,11 +42,11 @@ class Selection:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint: all but the weights."""
+        """Return all but the weights, for a checkpoint."""
         return {name: getattr(self, name) for name in SAVED} | {"test": vars(self.test) if self.epoch else None}
 
     def load_state_dict(self, saved: dict[str, Any], weights: dict[str, Tensor]) -> None:
-        """Restores what :meth:`state_dict` returned, with the weights that were kept."""
+        """Restore what :meth:`state_dict` returned, with the weights that were kept."""
         for name in SAVED:
             setattr(self, name, saved[name])
         if self.epoch:

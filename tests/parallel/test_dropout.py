@@ -18,7 +18,7 @@ SAMPLES = np.arange(1000, dtype=np.int32)
 def on_pass(model: nn.Module, samples: np.ndarray = SAMPLES, *, seed: int = 0, epoch: int = 0) -> TrainingPass:
     this_pass = TrainingPass()
     derive_dropout_from_samples(model, this_pass)
-    this_pass.begin(seed, epoch, samples, CPU)
+    this_pass.begin_pass(seed, epoch, samples, CPU)
     return this_pass
 
 
@@ -62,9 +62,9 @@ def test_what_is_dropped(layer, shape: tuple[int, ...], drawn: tuple[int, ...], 
 
 def test_numbers_are_uniform_and_independent() -> None:
     this_pass = TrainingPass()
-    this_pass.begin(3, 4, SAMPLES, CPU)
+    this_pass.begin_pass(3, 4, SAMPLES, CPU)
     first, second = this_pass.uniform((100,)), this_pass.uniform((100,))
-    this_pass.begin(3, 5, SAMPLES, CPU)
+    this_pass.begin_pass(3, 5, SAMPLES, CPU)
     next_epoch = this_pass.uniform((100,))
     counts = torch.histc(first, bins=100, min=0, max=1)
     assert ((counts - 1000).square() / 1000).sum() < 170  # chi-square, 99 degrees of freedom: one in 100,000
@@ -78,9 +78,9 @@ def test_a_samples_draws_do_not_depend_on_its_batch() -> None:
     model = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5))
     this_pass = on_pass(model, SAMPLES[:8])
     whole = model(torch.ones(8, 50))
-    this_pass.begin(0, 0, SAMPLES[5:8], CPU)
+    this_pass.begin_pass(0, 0, SAMPLES[5:8], CPU)
     assert torch.equal(model(torch.ones(3, 50)), whole[5:])
-    this_pass.begin(1, 0, SAMPLES[5:8], CPU)
+    this_pass.begin_pass(1, 0, SAMPLES[5:8], CPU)
     assert not torch.equal(model(torch.ones(3, 50)), whole[5:])
 
 

@@ -28,7 +28,7 @@ from flyte_ddp.loading.arrays import ArrayImages
 from flyte_ddp.loading.streams import StreamImages
 from flyte_ddp.parallel.distributed import copy_from_rank_0, from_rank_0, objects_of_all_ranks, sum_over_ranks
 from flyte_ddp.parallel.hang_watch import HangWatch, watch_collectives
-from flyte_ddp.parallel.strategies import synchronised
+from flyte_ddp.parallel.strategies import synchronise_gradients
 from flyte_ddp.parallel.training_pass import TrainingPass
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
@@ -95,8 +95,8 @@ def test_a_device_that_fails_ends_the_watch_without_a_report() -> None:
 def collectives() -> dict[str, Callable[[], object]]:
     """All that a rank may wait for others in; each is done by both ranks in turn."""
     model = nn.Linear(2, 2)
-    of_ddp = synchronised(nn.Linear(2, 2), "ddp", Clock())
-    hooks = synchronised(nn.Linear(2, 2), "hooks", Clock())
+    of_ddp = synchronise_gradients(nn.Linear(2, 2), "ddp", Clock())
+    hooks = synchronise_gradients(nn.Linear(2, 2), "hooks", Clock())
 
     def step(sync):
         with sync.micro_batch(last=True):
@@ -108,7 +108,7 @@ def collectives() -> dict[str, Callable[[], object]]:
         "copies": lambda: copy_from_rank_0(model.parameters()),
         "object": lambda: from_rank_0("value"),
         "objects": lambda: objects_of_all_ranks("value"),
-        "making DDP": lambda: synchronised(nn.Linear(2, 2), "ddp", Clock()),
+        "making DDP": lambda: synchronise_gradients(nn.Linear(2, 2), "ddp", Clock()),
         "the backward pass of DDP": lambda: step(of_ddp),
         "hooks": lambda: step(hooks),
     }
@@ -137,7 +137,7 @@ import dataclasses
 from flyte_ddp.launch.supervise import rank
 from flyte_ddp.parallel import hang_watch
 from flyte_ddp.training import checkpointing
-join, copied = rank.join_process_group, checkpointing.copied
+join, copied = rank.join_process_group, checkpointing.copy_to_cpu
 class Event:
     def record(self): pass
     def query(self): return True
@@ -149,7 +149,7 @@ def copy_behind_a_collective(value):
     while os.path.exists(os.environ["NOTED"]):
         time.sleep(0.01)
     return copied(value)
-rank.join_process_group, checkpointing.copied = join_without_limit, copy_behind_a_collective
+rank.join_process_group, checkpointing.copy_to_cpu = join_without_limit, copy_behind_a_collective
 """
 
 
@@ -212,5 +212,5 @@ def test_the_host_does_not_wait_for_the_device_to_copy_a_batch(monkeypatch: pyte
     with copies:
         for images, labels, _ in (arrays.gather(samples, 0), stream.gather(samples, 0)):
             assert (images.device, labels.device) == (META, META)
-        TrainingPass().begin(0, 0, samples, META)
+        TrainingPass().begin_pass(0, 0, samples, META)
     assert copies.found == [(True, True)] * 6  # rows; places of two axes; images and labels; keys

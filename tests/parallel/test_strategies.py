@@ -17,7 +17,7 @@ from torch import nn
 from flyte_ddp.clock import Clock
 from flyte_ddp.parallel.distributed import copy_from_rank_0
 from flyte_ddp.parallel.node_memory import NodeMemory
-from flyte_ddp.parallel.strategies import BUCKET_BYTES, SharedMemorySync, synchronised
+from flyte_ddp.parallel.strategies import BUCKET_BYTES, SharedMemorySync, synchronise_gradients
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
 
@@ -143,7 +143,7 @@ class UsesSome(nn.Module):
 def use_different_parameters() -> None:
     for strategy in ("ddp", "hooks", "shared_memory"):
         model = UsesSome()
-        sync = synchronised(model, strategy, Clock())
+        sync = synchronise_gradients(model, strategy, Clock())
         for step in range(3):
             model.zero_grad()
             for last in (False, True):  # the gradients of both are added up
@@ -181,7 +181,7 @@ def take_the_same_step_again() -> None:
     factors = torch.randn(5000, generator=torch.Generator().manual_seed(dist.get_rank()))
     for strategy in ("ddp", "hooks", "shared_memory"):
         model = UsedInAnotherOrder()
-        sync = synchronised(model, strategy, Clock())
+        sync = synchronise_gradients(model, strategy, Clock())
         steps = []
         for _ in range(3):
             model.zero_grad()

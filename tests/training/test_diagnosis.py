@@ -20,7 +20,7 @@ from flyte_ddp.run import run_training
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.settings import Settings
 from flyte_ddp.training import train
-from flyte_ddp.training.diagnosis import LossWatch, no_better_than_random
+from flyte_ddp.training.diagnosis import LossWatch, nothing_learned_warning
 from flyte_ddp.training.optimisation import make_optimizer
 
 QUIET = Settings(progress="off", wandb_mode="disabled", checkpoint_seconds=0.1)
@@ -147,11 +147,11 @@ def test_complex_weights_are_checked_before_they_change(name: str) -> None:
     watch = LossWatch(model, optimizer, hp, a_step_later=True)
     before = model.weight.detach().clone()
     model.weight.grad = torch.ones_like(model.weight)
-    watch.look(0, 1, torch.tensor(1.0, dtype=torch.float64), lambda: None)
+    watch.check_loss(0, 1, torch.tensor(1.0, dtype=torch.float64), lambda: None)
     optimizer.step()
     assert not torch.equal(model.weight, before)
     with pytest.raises(UserError, match="the loss is nan at epoch 0, step 2"):
-        watch.look(0, 2, torch.tensor(float("nan"), dtype=torch.float64), lambda: None)
+        watch.check_loss(0, 2, torch.tensor(float("nan"), dtype=torch.float64), lambda: None)
 
 
 def end_of(run: Path) -> dict[str, Any]:
@@ -185,6 +185,6 @@ def test_one_that_has_learned_or_was_a_trial_does_not(
 
 def test_random_predictions_know_how_common_classes_are() -> None:
     labels = torch.tensor([0] * 90 + [1] * 10)
-    assert no_better_than_random(0.33, labels, Hyperparameters())  # the entropy is 0.325
-    assert not no_better_than_random(0.30, labels, Hyperparameters())
-    assert not no_better_than_random(0.0, torch.zeros(5, dtype=torch.int64), Hyperparameters())  # of a single class
+    assert nothing_learned_warning(0.33, labels, Hyperparameters())  # the entropy is 0.325
+    assert not nothing_learned_warning(0.30, labels, Hyperparameters())
+    assert not nothing_learned_warning(0.0, torch.zeros(5, dtype=torch.int64), Hyperparameters())  # of a single class

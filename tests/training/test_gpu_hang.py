@@ -49,8 +49,8 @@ def test_the_host_prepares_a_batch_while_the_device_is_busy() -> None:
     def prepare() -> float:
         begin = time.monotonic()
         arrays.gather(samples, 0)
-        this_pass.begin(0, 0, samples, device)
-        this_pass.done()
+        this_pass.begin_pass(0, 0, samples, device)
+        this_pass.end_pass()
         return time.monotonic() - begin
 
     prepare()  # the first time takes memory, for which the device may be waited for

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import faults
-import numpy as np
 import pytest
 import torch
 from cli import HELPERS
@@ -22,14 +19,12 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import RankError, UserError
 from flyte_ddp.hardware import Hardware
 from flyte_ddp.json_lines import read_records
-from flyte_ddp.order import sampling
 from flyte_ddp.run import Result, identity_of, run_training
 from flyte_ddp.runs import arithmetic, checkpoint
 from flyte_ddp.runs.arithmetic import Arithmetic
 from flyte_ddp.runs.checkpoint import Identity
 from flyte_ddp.runs.run_folder import OUTPUTS, UNFINISHED
 from flyte_ddp.settings import Settings
-from flyte_ddp.training import train
 from flyte_ddp.training.training_state import TrainingState
 
 QUIET = Settings(progress="off", wandb_mode="disabled")
@@ -235,24 +230,6 @@ def test_a_step_that_failed_half_way_is_not_saved(
     assert figures(retried) == figures(expected)
 
 
-@pytest.mark.parametrize(("ranks", "accumulation"), [(1, 1), (3, 1), (4, 3)])
-def test_each_rank_knows_how_many_samples_it_has_trained_on(
-    monkeypatch: pytest.MonkeyPatch, ranks: int, accumulation: int
-) -> None:
-    hp = replace(BASE, batch_size=10, accumulation_steps=accumulation)
-    monkeypatch.setattr(train, "world_size", lambda: ranks)
-    for rank, length in itertools.product(range(ranks), (5, 10, 47)):
-        monkeypatch.setattr(train, "rank", lambda rank=rank: rank)
-        batches = [*sampling.ListedOrder(np.arange(length, dtype=np.int32)).batches(0, 10)] * 3
-        done = 0
-        for step, batch in enumerate(batches):
-            state: Any = SimpleNamespace(
-                hp=hp, training=range(length), step=step, steps_per_epoch=sampling.steps_per_epoch(length, 10)
-            )
-            assert train.own_samples(state) == done
-            done += sum(len(share.samples) for share in train.own_shares(batch, accumulation) if share.counts)
-
-
 def write(path: Path, step: int, identity: Identity = OWN) -> None:
     about = {"epoch": 0, "step": step, "trained_in": [asdict(PLAIN)], "time": 0.0}
     checkpoint.write(path, about, identity, b"metrics\n", lambda file: torch.save({"step": step}, file))
@@ -346,15 +323,3 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path, other: Identity,
 def test_the_number_of_ranks_does_not_make_another_run(digits: Path) -> None:
     one, two = (identity_of(replace(BASE, num_ranks=ranks), digits) for ranks in (1, 2))
     assert one == two != identity_of(replace(BASE, seed=1), digits)
-
-
-@pytest.mark.slow
-def test_nothing_is_replayed(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The retry does the steps that are left, and no more."""
-    faults.inject(monkeypatch, tmp_path / "marker", rank=1, at="training", kind="SIGKILL", **{"pass": 80})
-    with pytest.raises(RankError):
-        run_training(BASE, digits, tmp_path / "run", QUIET)
-    # 2 steps of 2 passes are left: a fifth would kill it.
-    faults.inject(monkeypatch, tmp_path / "another", rank=1, at="training", kind="SIGKILL", **{"pass": 4})
-    result = run_training(BASE, digits, tmp_path / "run", QUIET)
-    assert np.isfinite(result.test_accuracy)

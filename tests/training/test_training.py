@@ -84,7 +84,8 @@ def test_any_number_of_ranks_computes_what_one_process_would(
 @pytest.mark.slow
 def test_equal_runs_leave_equal_files(digits: Path, tmp_path: Path) -> None:
     """To the last byte, but for what they say about time."""
-    hp = replace(BASE, precision="auto", channels_last="auto", keep="best", ema_decay=0.5)
+    hp = replace(BASE, precision="auto", channels_last="auto", keep="best", ema_decay=0.5, augment="crop_flip")
+    hp = replace(hp, deterministic=True)
     one, other = (train(hp, digits, tmp_path / name) for name in ("one", "other"))
     for name in ("model.pt", "model.json", "predictions.npz"):
         assert (one.run_folder / name).read_bytes() == (other.run_folder / name).read_bytes(), name
@@ -123,14 +124,6 @@ def test_reported_metrics_are_those_of_the_saved_model(digits: Path, tmp_path: P
     with np.load(result.run_folder / "predictions.npz") as kept:
         counts = {(first, second): samples for first, second, samples in kept["confusion_counts"].tolist()}
     assert counts == Counter(zip(truth.tolist(), logits.argmax(1).tolist(), strict=True))
-
-
-@pytest.mark.slow
-def test_the_same_run_twice_gives_the_same_bits(digits: Path, tmp_path: Path) -> None:
-    hp = replace(BASE, epochs=1, augment="crop_flip", deterministic=True)
-    first, second = (train(hp, digits, tmp_path / name) for name in ("first", "second"))
-    for name, value in weights(first).items():
-        assert torch.equal(value, weights(second)[name])
 
 
 @pytest.mark.slow
