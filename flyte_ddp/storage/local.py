@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from stat import S_ISDIR, S_ISREG
+from stat import S_ISREG
 from typing import BinaryIO
 
 from flyte_ddp.files import atomic_write
@@ -95,7 +95,7 @@ def list_files(address: str) -> Iterator[Entry]:
     """:func:`flyte_ddp.storage.list_files` for a folder; links are followed, hidden files and folders left out."""
     root = path_of(address)
     with translate_errors():
-        if not S_ISDIR(root.stat().st_mode):
+        if not root.is_dir():
             raise MissingError("no such directory")
     yield from sorted(walk(str(root), "", ()), key=lambda entry: entry.name)
 

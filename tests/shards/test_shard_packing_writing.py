@@ -184,7 +184,7 @@ def test_other_errors(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=said):
             pack_image_folder(source, folder, progress="off", **options)
-    with pytest.raises(UserError, match="generator to pack: has no len"):
+    with pytest.raises(UserError, match="generator to pack: a generator has no len"):
         pack_images((item for item in ()), tmp_path / "out", progress="off")
     with pytest.raises(UserError, match="split='test': a folder of images is one split"):
         pack_source(source, tmp_path / "out", split="test", progress="off")
