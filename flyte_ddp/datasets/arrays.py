@@ -124,14 +124,11 @@ def normalisation(images: Images) -> tuple[tuple[float, ...], tuple[float, ...]]
     Exact but for one rounding to fp64, as they come from counts of the 256 values. The deviation of a constant channel
     is given as 1: inputs are divided by it.
     """
-    channels = images.shape[3]
-    counts = np.zeros((channels, 256), dtype=np.int64)
     rows = max(1, CHUNK_BYTES * len(images) // images.nbytes)
-    for start in range(0, len(images), rows):
-        for channel in range(channels):
-            counts[channel] += np.bincount(images[start : start + rows, ..., channel].ravel(), minlength=256)
+    chunks = [images[start : start + rows].reshape(-1, images.shape[3]) for start in range(0, len(images), rows)]
+    counts = sum(np.stack([np.bincount(column, minlength=256) for column in chunk.T]) for chunk in chunks)
     mean, std = [], []
-    for row in counts.tolist():
+    for row in np.asarray(counts).tolist():
         pixels = sum(row)
         total = sum(value * count for value, count in enumerate(row))
         squares = sum(value * value * count for value, count in enumerate(row))

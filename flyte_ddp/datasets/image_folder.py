@@ -56,12 +56,10 @@ class ImageList:
         try:
             return storage.retried(address, read)
         except storage.UnavailableError as failure:
-            reason = f"cannot be read ({failure}); make it readable, or remove it, and run again"
-            if isinstance(failure, storage.MissingError):
-                reason = f"cannot be read ({failure}), though it was listed; run again to list what is there now"
-            elif isinstance(failure, storage.AlteredError):
-                reason = f"{failure}; run again to list what is there now"
-            raise failure.explained(f"image {address}: {reason}") from None
+            advice = "make it readable, or remove it, and run again"
+            if isinstance(failure, (storage.MissingError, storage.AlteredError)):
+                advice = "run again to list what is there now"
+            raise failure.explained(f"image {address}: cannot be read ({failure}); {advice}") from None
 
     def describe(self) -> list[str]:
         """Return lines for the user: what the folder holds, and warnings."""

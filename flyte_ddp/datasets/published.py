@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,21 +20,13 @@ RENEW = f"sha256sum * > {SUMS}"  # a command
 
 
 @dataclass(frozen=True)
-class PublishedFile:
-    """A file's name and MD5 (hex); ``repacked``: MD5 of known copies with the same content, compressed again."""
-
-    name: str
-    md5: str
-    repacked: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class PublishedSet:
     """A published data set.
 
     Args:
         name: of the data set.
-        files: that it consists of.
+        files: MD5 (hex) of the files by their names; after the first one those of known copies with the same content,
+            compressed again.
         addresses: directories that hold the files, tried in order after ``system_folder``.
         classes: names of the classes.
         read: reads the files, verified, in a folder.
@@ -42,7 +34,7 @@ class PublishedSet:
     """
 
     name: str
-    files: tuple[PublishedFile, ...]
+    files: Mapping[str, tuple[str, ...]]
     addresses: tuple[str, ...]
     classes: tuple[str, ...]
     read: Callable[[Path], Arrays]
@@ -51,14 +43,15 @@ class PublishedSet:
     def fingerprint(self, source: str) -> str:
         """Return a name for the content, by the digests that the files must have; reads a mirror's ``SHA256SUMS``."""
         sums = self.mirror_digests(source, Progress())
-        return f"{self.name}-{digest_of(f'{file.name} {sums.get(file.name, file.md5)}' for file in self.files)[:16]}"
+        lines = (f"{name} {sums.get(name, known[0])}" for name, known in self.files.items())
+        return f"{self.name}-{digest_of(lines)[:16]}"
 
     def load(self, source: str, workspace: Path, progress: Progress) -> tuple[ImageArrays, str]:
         """Return the arrays and where they came from; downloads the files into ``workspace`` and removes them."""
         sums = self.mirror_digests(source, progress)
         raw = workspace / "raw"
         raw.mkdir()
-        used = [self.download(file, source, sums, raw, progress) for file in self.files]
+        used = [self.download(name, source, sums, raw, progress) for name in self.files]
         try:
             arrays = image_arrays(*self.read(raw), classes=self.classes, name=self.name)
         except UserError as error:
@@ -66,18 +59,18 @@ class PublishedSet:
         shutil.rmtree(raw)
         return arrays, " and ".join(dict.fromkeys(used))
 
-    def download(self, file: PublishedFile, source: str, sums: dict[str, str], folder: Path, progress: Progress) -> str:
+    def download(self, name: str, source: str, sums: dict[str, str], folder: Path, progress: Progress) -> str:
         """Download one file into ``folder``, check its digest, and return the directory or mirror it came from.
 
         Raises a UserError if no address has the file whole.
         """
-        algorithm, digests = ("sha256", [sums[file.name]]) if sums else ("md5", [file.md5, *file.repacked])
+        algorithm, digests = ("sha256", (sums[name],)) if sums else ("md5", self.files[name])
 
         def transfer(address: str) -> str:
-            digest, place = hashlib.new(algorithm, usedforsecurity=False), address.removesuffix(file.name)
+            digest, place = hashlib.new(algorithm, usedforsecurity=False), address.removesuffix(name)
             remote = storage.local_path(address) is None
-            with storage.open_file(address) as found, (folder / file.name).open("wb") as target:
-                with progress.track(f"{file.name} from {place}", found.size, "B") as advance:
+            with storage.open_file(address) as found, (folder / name).open("wb") as target:
+                with progress.track(f"{name} from {place}", found.size, "B") as advance:
                     for chunk in found.chunks:
                         target.write(chunk)
                         digest.update(chunk)
@@ -90,14 +83,14 @@ class PublishedSet:
             return place.rstrip("/")
 
         system = [self.system_folder] if self.system_folder and Path(self.system_folder).is_dir() else []
-        usual = [storage.join(place, file.name) for place in (*system, *self.addresses)]
+        usual = [storage.join(place, name) for place in (*system, *self.addresses)]
         try:
-            return storage.retried(storage.join(source, file.name) if source else usual, transfer, progress.note)
+            return storage.retried(storage.join(source, name) if source else usual, transfer, progress.note)
         except storage.UnavailableError as failure:
             if source:
-                raise self.mirror_error(file.name, source, failure) from None
+                raise self.mirror_error(name, source, failure) from None
             raise failure.explained(
-                f"{self.name}: cannot get {file.name} ({failure}); check the network, or set data_source to a "
+                f"{self.name}: cannot get {name} ({failure}); check the network, or set data_source to a "
                 "directory or mirror that holds it"
             ) from None
 
@@ -111,7 +104,7 @@ class PublishedSet:
             return {}
         where, path = f"data_source={source!r}", storage.local_path(source)
         if path is not None and not path.is_dir():
-            raise UserError(f"{where}: there is no such directory; give one that holds {self.file_names()}")
+            raise UserError(f"{where}: there is no such directory; give one that holds {', '.join(self.files)}")
         try:
             found = read_sums(storage.retried(storage.join(source, SUMS), storage.read, progress.note))
         except (storage.MissingError, storage.ForbiddenError):  # web servers answer 403 for missing files, too
@@ -121,7 +114,7 @@ class PublishedSet:
         except DigestListError as error:
             problem = f"is not understood: {error}"
         else:
-            missing = [file.name for file in self.files if file.name not in found]
+            missing = [name for name in self.files if name not in found]
             problem = f"has no SHA-256 of {missing[0]}" if missing else ""
         if problem:
             raise UserError(f"{where}: {SUMS} there {problem}; renew it beside the files: {RENEW}")
@@ -131,7 +124,7 @@ class PublishedSet:
         """Return the error for a file that a mirror did not give."""
         where = f"data_source={source!r}"
         if isinstance(failure, storage.MissingError):
-            return UserError(f"{where}: has no {name} ({failure}); it must hold {self.file_names()}")
+            return UserError(f"{where}: has no {name} ({failure}); it must hold {', '.join(self.files)}")
         if isinstance(failure, storage.AlteredError):
             return UserError(
                 f"{where}: {name} is damaged or altered: {failure}; copy it again, or, if your data are meant to "
@@ -140,7 +133,3 @@ class PublishedSet:
         return failure.explained(
             f"{where}: cannot read {name}: {failure}; check the address, and that the server is up"
         )
-
-    def file_names(self) -> str:
-        """Return the names of the files, for messages."""
-        return ", ".join(file.name for file in self.files)

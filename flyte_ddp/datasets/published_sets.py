@@ -14,7 +14,7 @@ from typing import IO, Any
 import numpy as np
 
 from flyte_ddp.datasets.arrays import Images
-from flyte_ddp.datasets.published import Arrays, PublishedFile, PublishedSet
+from flyte_ddp.datasets.published import Arrays, PublishedSet
 from flyte_ddp.errors import UserError
 
 DIGITS_FILE = "digits.csv.gz"
@@ -37,7 +37,7 @@ def read_digits(folder: Path) -> Arrays:
 # 1,797 grey 8x8 images of handwritten digits (Alpaydin, Kaynak: UCI, 1998).
 DIGITS = PublishedSet(
     name="digits",
-    files=(PublishedFile(DIGITS_FILE, "9b335364a7bfd63947c7480a5bd51f2d"),),
+    files={DIGITS_FILE: ("9b335364a7bfd63947c7480a5bd51f2d",)},
     addresses=(),
     classes=tuple("0123456789"),
     read=read_digits,
@@ -77,12 +77,12 @@ def read_idx_files(folder: Path) -> Arrays:
 # two are those of torchvision.datasets; a test compares them.
 MNIST = PublishedSet(
     name="mnist",
-    files=(
-        PublishedFile(IDX_FILES[0], "f68b3c2dcbeaaa9fbdd348bbdeb94873"),
-        PublishedFile(IDX_FILES[1], "d53e105ee54ea40749a09fcbcd1e9432"),
-        PublishedFile(IDX_FILES[2], "9fb629c4189551a2d022fa330f9573f3"),
-        PublishedFile(IDX_FILES[3], "ec29112dd5afa0611ce80d1b7f02629c"),
-    ),
+    files={
+        IDX_FILES[0]: ("f68b3c2dcbeaaa9fbdd348bbdeb94873",),
+        IDX_FILES[1]: ("d53e105ee54ea40749a09fcbcd1e9432",),
+        IDX_FILES[2]: ("9fb629c4189551a2d022fa330f9573f3",),
+        IDX_FILES[3]: ("ec29112dd5afa0611ce80d1b7f02629c",),
+    },
     addresses=("https://ossci-datasets.s3.amazonaws.com/mnist", "http://yann.lecun.com/exdb/mnist"),
     classes=tuple(f"{digit} - {word}" for digit, word in enumerate(WORDS)),
     read=read_idx_files,
@@ -92,12 +92,12 @@ MNIST = PublishedSet(
 # gzip header lacks name and time of the original while the compressed data are the same bytes; a test holds this too.
 FASHION_MNIST = PublishedSet(
     name="fashion_mnist",
-    files=(
-        PublishedFile(IDX_FILES[0], "8d4fb7e6c68d591d4c3dfef9ec88bf0d", ("cf8536b0aa1a6ac5fa3f23001093305c",)),
-        PublishedFile(IDX_FILES[1], "25c81989df183df01b3e8a0aad5dffbe", ("10bea18fdb374794d4bb42e356e600c9",)),
-        PublishedFile(IDX_FILES[2], "bef4ecab320f06d8554ea6380940ec79", ("f78720b4224f21cce2f2ccf2d7a94c9a",)),
-        PublishedFile(IDX_FILES[3], "bb300cfdad3c16e7a12a480ee83cd310", ("0d30e22e447f3c33dab9ed536400ac01",)),
-    ),
+    files={
+        IDX_FILES[0]: ("8d4fb7e6c68d591d4c3dfef9ec88bf0d", "cf8536b0aa1a6ac5fa3f23001093305c"),
+        IDX_FILES[1]: ("25c81989df183df01b3e8a0aad5dffbe", "10bea18fdb374794d4bb42e356e600c9"),
+        IDX_FILES[2]: ("bef4ecab320f06d8554ea6380940ec79", "f78720b4224f21cce2f2ccf2d7a94c9a"),
+        IDX_FILES[3]: ("bb300cfdad3c16e7a12a480ee83cd310", "0d30e22e447f3c33dab9ed536400ac01"),
+    },
     addresses=("http://fashion-mnist.s3-website.eu-central-1.amazonaws.com",),
     classes=("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
     read=read_idx_files,
@@ -159,7 +159,7 @@ def read_batch(file: IO[bytes]) -> tuple[Images, list[int]]:
 # 60,000 colour 32x32 images of ten kinds of things (Krizhevsky, "Learning Multiple Layers of Features").
 CIFAR10 = PublishedSet(
     name="cifar10",
-    files=(PublishedFile(CIFAR10_FILE, "c58f30108f718f92721af3b95e74349a"),),
+    files={CIFAR10_FILE: ("c58f30108f718f92721af3b95e74349a",)},
     addresses=("https://www.cs.toronto.edu/~kriz",),
     classes=("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
     read=read_cifar10,

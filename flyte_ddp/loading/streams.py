@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import get_worker_info
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.device_copy import copy_to_device
@@ -167,7 +168,7 @@ def worker_pipeline(stream: RankStream) -> Any:
 
 def passes_of(stream: RankStream) -> Iterator[tuple[int, int]]:
     """Yield the number of the pass and that of a shard: a worker's shards, pass after pass, in another order each."""
-    number, workers = worker_of()
+    number, workers = own_worker()
     own = range(number, len(stream.index.shards), workers)
     passes = 0
     while own:
@@ -200,7 +201,7 @@ def images_of(
     whole pass can be decoded, and for a label that is no class's number.
     """
     bad, in_a_row = BadSamples(stream.hp.bad_samples), 0
-    number, workers = worker_of()
+    number, workers = own_worker()
     most = int(stream.index.counts[number::workers].sum()) + stream.hp.shuffle_buffer  # all of them have come by then
     for passes, sample, found in samples:
         try:
@@ -233,9 +234,7 @@ def raise_error(batches: Iterable[Any]) -> Iterator[Any]:
         yield batch
 
 
-def worker_of() -> tuple[int, int]:
+def own_worker() -> tuple[int, int]:
     """Return which worker this process is, and of how many; the rank's own process is the only one of one."""
-    from torch.utils.data import get_worker_info
-
     info = get_worker_info()
     return (info.id, info.num_workers) if info else (0, 1)

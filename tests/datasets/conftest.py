@@ -10,7 +10,6 @@ from mnist_files import DEBIAN, Tiny, rebuilt_fashion_mnist, tiny_files
 from surroundings import clean
 
 from flyte_ddp.datasets import DATASETS
-from flyte_ddp.datasets.published import PublishedFile
 from flyte_ddp.datasets.published_sets import MNIST
 
 
@@ -31,7 +30,7 @@ def published_fashion() -> dict[str, bytes]:
 def tiny(monkeypatch: pytest.MonkeyPatch) -> Tiny:
     """A small data set that stands in the table under mnist, with no public address."""
     arrays, contents = tiny_files(seed=0)
-    files = tuple(PublishedFile(name, hashlib.md5(content).hexdigest()) for name, content in contents.items())
+    files = {name: (hashlib.md5(content).hexdigest(),) for name, content in contents.items()}
     dataset = dataclasses.replace(MNIST, files=files, addresses=())
     monkeypatch.setitem(DATASETS, "mnist", dataset)
     return Tiny(dataset, arrays, contents)

@@ -43,14 +43,11 @@ def blank(*shape: int) -> Any:
     [
         ({"train_images": blank(6, 4, 5, 3).astype(np.float32)}, "train_images: must be uint8.*float32"),
         ({"train_images": blank(6, 4)}, r"\[N, H, W, C\].*got \[6, 4\]"),
-        ({"train_images": blank(0, 4, 5, 3), "train_labels": np.zeros(0, int)}, "at least one sample"),
         ({"test_images": blank(4, 0, 5, 3)}, r"test_images:.*got \[4, 0, 5, 3\]"),
         ({"train_images": blank(6, 3, 32, 32)}, r"looks like \[N, C, H, W\]"),
         ({"test_images": blank(4, 5, 4, 3)}, "train_images are 4x5x3 and test_images 5x4x3"),
-        ({"test_images": blank(4, 4, 5)}, "train_images are 4x5x3 and test_images 4x5x1"),
         ({"train_labels": np.zeros(6)}, "train_labels: must be whole numbers, got float64"),
         ({"train_labels": [0] * 5}, r"one label for each of the 6 images, got shape \[5\]"),
-        ({"train_labels": np.zeros((6, 1), int)}, r"got shape \[6, 1\]"),
         ({"train_labels": [0, 1, 2, 3, 0, 0]}, r"label 3 of sample 3 .*must be 0\.\.2"),
         ({"test_labels": [0, -1, 0, 0]}, r"test_labels: label -1 of sample 1 .*must be 0\.\.2"),
         ({"classes": []}, "a name for each class"),
@@ -62,19 +59,13 @@ def test_what_does_not_fit_is_refused(changes: dict[str, Any], said: str) -> Non
 
 
 def test_tensors_lists_and_grey_images_are_taken() -> None:
-    given_images = small()["train_images"][..., 0]
+    given_images = small()["train_images"][..., 0].transpose(0, 2, 1).copy().transpose(0, 2, 1)  # in another order
     made = image_arrays(torch.from_numpy(given_images), [0, 1, 2, 0, 1, 2], blank(1, 4, 5), np.uint8([2]), range(3))  # type: ignore[arg-type]
     assert made.train_images.shape == (6, 4, 5, 1)
+    assert made.train_images.flags.c_contiguous
     np.testing.assert_array_equal(made.train_images[..., 0], given_images)
     assert made.train_labels.dtype == made.test_labels.dtype == np.int64
     assert made.classes == ("0", "1", "2")
-
-
-def test_images_in_another_memory_order_are_copied_into_c_order() -> None:
-    transposed = small()["train_images"].transpose(0, 2, 1, 3)
-    made = image_arrays(**small(train_images=transposed, test_images=blank(4, 5, 4, 3)))
-    assert made.train_images.flags.c_contiguous
-    np.testing.assert_array_equal(made.train_images, transposed)
 
 
 def test_what_is_written_is_what_is_opened(tmp_path: Path) -> None:
@@ -91,23 +82,6 @@ def test_what_is_written_is_what_is_opened(tmp_path: Path) -> None:
     assert opened.digest == content_digest(made) == content_digest(opened)
     description = json.loads((tmp_path / "dataset.json").read_text())
     assert set(description) == {"format", "name", "classes", "mean", "std", "digest", "test_digest", "source"}
-
-
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    [("train_images", False), ("train_labels", False), ("test_images", True), ("test_labels", True)],
-)
-def test_the_test_split_has_a_digest_of_its_own(name: str, changes: bool, tmp_path: Path) -> None:
-    found = []
-    for folder in ("before", "after"):
-        (tmp_path / folder).mkdir()
-        values = small()
-        values[name] = values[name] if folder == "before" else values[name][::-1].copy()
-        assert folder == "before" or not np.array_equal(values[name], small()[name])
-        write_arrays(image_arrays(**values, name="flowers"), tmp_path / folder, {})
-        found.append(json.loads((tmp_path / folder / "dataset.json").read_text()))
-    assert found[0]["digest"] != found[1]["digest"]
-    assert (found[0]["test_digest"] != found[1]["test_digest"]) == changes
 
 
 @settings(max_examples=60, deadline=None)
@@ -127,33 +101,26 @@ def test_the_normalisation_is_exact_whatever_the_chunks(images: Any, chunk_bytes
         assert std[channel] == pytest.approx(float(variance) ** 0.5 if variance else 1.0, rel=4e-16)
 
 
-def test_the_normalisation_takes_little_memory() -> None:
-    """16 MB of images must not become 128 MB of counters' input."""
-    import tracemalloc
-
-    images = np.random.default_rng(0).integers(0, 256, (16, 1024, 1024, 1), dtype=np.uint8)
-    tracemalloc.start()
-    normalisation(images)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 48e6
-
-
-def test_the_digest_changes_with_any_part() -> None:
+def test_the_digests_change_with_any_part_and_that_of_the_test_split_with_its_own() -> None:
     made = image_arrays(**small())
-    digests = {content_digest(made), content_digest(dataclasses.replace(made, name="renamed"))}
-    assert len(digests) == 1  # a name is not content
-    for name in ("train_images", "train_labels", "test_images", "test_labels"):
+
+    def both(arrays: ImageArrays) -> tuple[str, str]:
+        return content_digest(arrays), content_digest(arrays, module.ARRAYS[2:])
+
+    assert both(made) == both(dataclasses.replace(made, name="renamed")), "a name is not content"
+    found = {both(made)}
+    for name in module.ARRAYS:
         changed = getattr(made, name).copy()
         changed.reshape(-1)[-1] ^= 1
-        digests.add(content_digest(dataclasses.replace(made, **{name: changed})))
-    digests.add(content_digest(dataclasses.replace(made, classes=("a", "b", "d"))))
-    reshaped = dataclasses.replace(made, train_images=made.train_images.reshape(6, 5, 4, 3))
-    digests.add(content_digest(reshaped))
-    assert len(digests) == 7
+        digests = both(dataclasses.replace(made, **{name: changed}))
+        assert (digests[1] != both(made)[1]) == name.startswith("test_")
+        found.add(digests)
+    found.add(both(dataclasses.replace(made, classes=("a", "b", "d"))))
+    found.add(both(dataclasses.replace(made, train_images=made.train_images.reshape(6, 5, 4, 3))))
+    assert len({whole for whole, _ in found}) == 7
 
 
-@pytest.mark.parametrize("damage", ["truncate", "remove", "remove json", "cut json", "list json", "drop key"])
+@pytest.mark.parametrize("damage", ["truncate", "remove", "remove json", "cut json", "drop key"])
 def test_a_damaged_folder_says_so(tmp_path: Path, damage: str) -> None:
     write_arrays(image_arrays(**small()), tmp_path, {})
     array, description = tmp_path / "train_images.npy", tmp_path / "dataset.json"
@@ -165,13 +132,7 @@ def test_a_damaged_folder_says_so(tmp_path: Path, damage: str) -> None:
         description.unlink()
     else:
         text = description.read_text()
-        replaced = {"cut json": text[:-5], "list json": "[]", "drop key": text.replace('"digest"', '"other"')}
+        replaced = {"cut json": text[:-5], "drop key": text.replace('"digest"', '"other"')}
         description.write_text(replaced[damage])
     with pytest.raises(UserError, match="is not a prepared data set" if damage == "remove json" else "damaged"):
         open_arrays(tmp_path)
-
-
-def test_arrays_are_compared_by_identity() -> None:
-    """Comparing the fields would end in numpy's "truth value is ambiguous"."""
-    made: ImageArrays = image_arrays(**small())
-    assert made != image_arrays(**small())

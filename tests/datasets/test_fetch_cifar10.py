@@ -99,8 +99,6 @@ def test_code_in_a_batch_is_not_run(tmp_path: Path) -> None:
         (archive(data_batch_4=None), "has no 'data_batch_4'"),
         (archive(test_batch=pickle.dumps({"data": []})), "has no 'labels'"),
         (archive(test_batch=b"no pickle"), "not a whole archive"),
-        (archive(test_batch=pickle.dumps([1, 2])), "not a whole archive"),
-        (archive(test_batch=pickle.dumps({"data": np.zeros((2, 7)), "labels": [0, 0]})), "not a whole archive"),
         (archive()[:-400], "not a whole archive"),
         (b"no archive", "not a whole archive"),
     ],

@@ -13,10 +13,9 @@ from mnist_files import NAMES, Tiny, assert_tiny, leftovers
 
 from flyte_ddp.datasets import DATASETS, fetch, fingerprint
 from flyte_ddp.errors import UserError
-from flyte_ddp.storage import failures
 
 
-@pytest.mark.parametrize("fault", [500, 503, 429, 408, "truncate", "alter", "gzip"])
+@pytest.mark.parametrize("fault", [503, "truncate", "alter", "gzip"])
 def test_a_fault_that_passes_is_retried(tiny: Tiny, server: FileServer, tmp_path: Path, fault: int | str) -> None:
     """``gzip`` must not even count as a fault: the digest is that of the bytes as they are stored."""
     server.files, server.faults = tiny.files, {NAMES[0]: [fault]}
@@ -24,47 +23,18 @@ def test_a_fault_that_passes_is_retried(tiny: Tiny, server: FileServer, tmp_path
     assert server.requests.count(NAMES[0]) == (1 if fault == "gzip" else 2)
 
 
-@pytest.mark.slow
-def test_a_server_that_answers_late_is_asked_again(
-    tiny: Tiny, server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(failures, "READ_TIMEOUT", 0.5)
-    server.files, server.faults = tiny.files, {NAMES[1]: ["hang"]}
-    assert_tiny(fetch("mnist", server.url, tmp_path / "data", progress="off"), tiny)
-    assert server.requests.count(NAMES[1]) == 2
-
-
 @pytest.mark.parametrize(
     ("fault", "tries", "said"),
-    [
-        (503, 4, "HTTP 503"),
-        (404, 1, "HTTP 404"),
-        (403, 1, "HTTP 403"),
-        (401, 1, "HTTP 401"),
-        ("truncate", 4, "IncompleteRead"),
-        ("hang", 4, "no answer within 0.1 s"),
-        ("stall", 4, "no answer within 0.1 s"),
-        ("alter", 2, "damaged or altered"),
-    ],
+    [(503, 4, "HTTP 503"), (404, 1, "HTTP 404"), ("truncate", 4, "IncompleteRead"), ("alter", 2, "damaged or altered")],
 )
 def test_a_fault_that_stays_is_an_error(
-    tiny: Tiny,
-    server: FileServer,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    fault: int | str,
-    tries: int,
-    said: str,
+    tiny: Tiny, server: FileServer, tmp_path: Path, fault: int | str, tries: int, said: str
 ) -> None:
-    monkeypatch.setattr(failures, "READ_TIMEOUT", 0.1 if fault in ("hang", "stall") else 5.0)
     server.files, server.faults = tiny.files, {NAMES[2]: [fault] * 9}
     with pytest.raises(UserError) as caught:
         fetch("mnist", server.url, tmp_path / "data", progress="off")
-    message = caught.value.message
-    assert said in message
-    assert server.url in message
-    assert NAMES[2] in message
-    assert len(message.splitlines()) == 1
+    assert all(part in caught.value.message for part in (said, server.url, NAMES[2]))
+    assert len(caught.value.message.splitlines()) == 1
     assert server.requests.count(NAMES[2]) == tries
     assert leftovers(tmp_path) == []
 
@@ -75,32 +45,22 @@ def test_an_altered_file_is_named_with_both_digests_and_the_fix(tiny: Tiny, tmp_
     (mirror / NAMES[3]).write_bytes(altered)
     with pytest.raises(UserError) as caught:
         fetch("mnist", str(mirror), tmp_path / "data", progress="off")
-    assert hashlib.md5(altered).hexdigest() in caught.value.message
-    assert tiny.dataset.files[3].md5 in caught.value.message
-    assert NAMES[3] in caught.value.message
-    assert "sha256sum * > SHA256SUMS" in caught.value.message
+    digests = hashlib.md5(altered).hexdigest(), *tiny.dataset.files[NAMES[3]]
+    assert all(part in caught.value.message for part in (*digests, NAMES[3], "sha256sum * > SHA256SUMS"))
     assert leftovers(tmp_path) == ["mirror"]
 
 
-def test_the_next_public_address_is_asked_when_one_fails(
-    tiny: Tiny, server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    addresses = (f"{server.url}/gone", server.url)
-    monkeypatch.setitem(DATASETS, "mnist", dataclasses.replace(tiny.dataset, addresses=addresses))
-    server.files = tiny.files
-    assert_tiny(fetch("mnist", "", tmp_path / "data", progress="off"), tiny)
-
-
-def test_a_damaged_system_copy_gives_way_to_the_public_address(
+def test_a_damaged_system_copy_gives_way_to_public_addresses_one_after_another(
     tiny: Tiny, server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     system = tiny.write(tmp_path / "system")
     (system / NAMES[0]).write_bytes(b"damaged")
-    dataset = dataclasses.replace(tiny.dataset, addresses=(server.url,), system_folder=str(system))
+    addresses = (f"{server.url}/gone", server.url)
+    dataset = dataclasses.replace(tiny.dataset, addresses=addresses, system_folder=str(system))
     monkeypatch.setitem(DATASETS, "mnist", dataset)
     server.files = tiny.files
     assert_tiny(fetch("mnist", "", tmp_path / "data", progress="off"), tiny)
-    assert server.requests == [NAMES[0]]
+    assert server.requests == [f"gone/{NAMES[0]}", NAMES[0]]
 
 
 def test_all_public_addresses_failing_names_each_with_its_reason(
@@ -118,7 +78,7 @@ def test_a_given_mirror_is_the_only_place_asked(
     monkeypatch.setitem(DATASETS, "mnist", dataclasses.replace(tiny.dataset, addresses=(server.url,)))
     server.files = tiny.files
     (tmp_path / "mirror").mkdir()
-    with pytest.raises(UserError, match=r"mirror'.*has no train-images"):
+    with pytest.raises(UserError, match=f"mirror'.*has no {NAMES[0]} .*must hold {', '.join(NAMES)}"):
         fetch("mnist", str(tmp_path / "mirror"), tmp_path / "data", progress="off")
     assert server.requests == []
 

@@ -15,7 +15,7 @@ from flyte_ddp.datasets import open_arrays
 from flyte_ddp.datasets.published import PublishedSet
 from flyte_ddp.datasets.published_sets import MNIST
 
-NAMES = tuple(file.name for file in MNIST.files)
+NAMES = tuple(MNIST.files)
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")
 # Times in the gzip headers of the published FashionMNIST files, which Debian's copies leave out.
 PUBLISHED_TIMES = {"train": 1504176606, "t10k": 1504176627}

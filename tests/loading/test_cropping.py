@@ -19,6 +19,7 @@ from flyte_ddp.loading import cropping, decoding
 from flyte_ddp.loading.decoding import DecodingError
 from flyte_ddp.loading.facts import Facts
 
+BOTH = pytest.mark.parametrize("decode", [decoding.with_torchcodec, decoding.with_pillow])
 SAMPLES = np.arange(4000)
 
 
@@ -34,17 +35,15 @@ def encoded(image: Image.Image, kind: str) -> bytes:
     return buffer.getvalue()
 
 
-@pytest.mark.parametrize("size", [(375, 500), (500, 375), (60, 640)])
+@pytest.mark.parametrize("size", [(375, 500), (60, 640)])
 def test_random_crops_are_distributed_as_torchvisions(size: tuple[int, int]) -> None:
     """Mean and spread of areas and ratios, and where the crops lie, over 4,000 draws of each."""
     height, width = size
     ours = np.array([cropping.random_crop(row, height, width) for row in cropping.draw(0, 3, SAMPLES)], dtype=float)
     torch.manual_seed(0)
     image = torch.zeros(3, height, width, dtype=torch.uint8)
-    theirs = np.array(
-        [v2.RandomResizedCrop.make_params(v2.RandomResizedCrop(224), [image]) for _ in SAMPLES]  # a dict each
-    )
-    theirs = np.array([[p["top"], p["left"], p["height"], p["width"]] for p in theirs], dtype=float)
+    made = [v2.RandomResizedCrop.make_params(v2.RandomResizedCrop(224), [image]) for _ in SAMPLES]
+    theirs = np.array([[p["top"], p["left"], p["height"], p["width"]] for p in made], dtype=float)
     for figures in (lambda c: c[:, 2] * c[:, 3], lambda c: c[:, 3] / c[:, 2], lambda c: c[:, 0], lambda c: c[:, 1]):
         here, there = figures(ours), figures(theirs)
         error = there.std() / np.sqrt(len(SAMPLES))
@@ -83,24 +82,6 @@ def test_the_evaluation_crop_is_the_usual_one() -> None:
     assert np.abs(ours.astype(float) - usual.permute(1, 2, 0).numpy()).mean() < 1.0
 
 
-@pytest.mark.parametrize("decode", [decoding.with_torchcodec, decoding.with_pillow])
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"])
-def test_images_of_many_kinds_are_decoded(decode, kind: str) -> None:
-    image = picture(31, 47)
-    pixels = decode(encoded(image, kind))
-    assert pixels.dtype == np.uint8
-    reference = np.array(Image.open(io.BytesIO(encoded(image, kind))).convert("RGB")).astype(int)
-    assert np.abs(pixels - reference).max() <= 4  # rounding of JPEG's
-
-
-@pytest.mark.parametrize("decode", [decoding.with_torchcodec, decoding.with_pillow])
-@pytest.mark.parametrize("mode", ["L", "LA", "RGBA", "CMYK", "1", "P"])
-def test_images_of_any_colours_become_rgb(decode, mode: str) -> None:
-    image = picture(20, 24).convert(mode)
-    pixels = decode(encoded(image, "JPEG" if mode == "CMYK" else "PNG"))
-    assert pixels.shape == (20, 24, 3)
-
-
 def turned(image: Image.Image, kind: str, orientation: int) -> bytes:
     """With a note that it is to be turned, as cameras make it."""
     note, buffer = Image.Exif(), io.BytesIO()
@@ -109,19 +90,11 @@ def turned(image: Image.Image, kind: str, orientation: int) -> bytes:
     return buffer.getvalue()
 
 
-def deep(kind: str) -> bytes:
-    """Grey, of 16 bits."""
-    buffer = io.BytesIO()
-    Image.fromarray((np.arange(30 * 40) * 54).astype(np.uint16).reshape(30, 40)).save(buffer, kind)
-    return buffer.getvalue()
-
-
 @pytest.mark.parametrize(
     "content",
     [
         *(pytest.param(turned(picture(30, 40), "JPEG", number), id=f"turned {number}") for number in range(1, 9)),
         pytest.param(turned(picture(30, 40), "PNG", 6), id="turned PNG"),
-        pytest.param(deep("PNG"), id="16 bits"),
         pytest.param(encoded(picture(30, 40).convert("CMYK"), "JPEG"), id="CMYK"),
         pytest.param(encoded(picture(30, 40).convert("P"), "PNG"), id="palette"),
         pytest.param(encoded(picture(30, 40).convert("LA"), "PNG"), id="transparent"),
@@ -143,12 +116,11 @@ def with_other_notes(content: bytes, tag: int, kind: int, count: int, value: byt
 
 
 @pytest.mark.filterwarnings("ignore:Tag data larger than file")
-@pytest.mark.parametrize("decode", [decoding.with_torchcodec, decoding.with_pillow])
+@BOTH
 @pytest.mark.parametrize(
     ("tag", "kind", "count", "value"),
     [
         pytest.param(0x0103, 2, 1, b"a\0\0\0", id="text for a number"),
-        pytest.param(0x829A, 2, 1, b"a\0\0\0", id="text for a fraction"),
         pytest.param(0x9003, 2, 999, b"\0\0\xff\xff", id="a text beyond the end"),
     ],
 )
@@ -158,7 +130,7 @@ def test_what_else_the_exif_data_say_does_not_matter(decode, tag: int, kind: int
     assert np.array_equal(decode(content), np.rot90(decode(encoded(image, "JPEG")), -1))
 
 
-@pytest.mark.parametrize("decode", [decoding.with_torchcodec, decoding.with_pillow])
+@BOTH
 @pytest.mark.parametrize("kind", ["JPEG", "WEBP"])
 def test_pictures_are_turned_by_their_exif_data_only(decode, kind: str) -> None:
     """Not by XMP, which torchcodec and browsers do not look at, and not where the EXIF data are none."""
@@ -198,17 +170,11 @@ def test_where_torchcodec_cannot_be_loaded_pillow_decodes(monkeypatch: pytest.Mo
         decoding.decoder.cache_clear()
 
 
-def test_16_bits_are_scaled_whatever_the_format_and_floats_are_refused() -> None:
-    values = decoding.with_pillow(deep("TIFF"))[:, :, 0]
-    assert np.array_equal(values.ravel(), (np.arange(30 * 40) * 54) >> 8)
-    buffer = io.BytesIO()
-    Image.fromarray(np.zeros((4, 4), dtype=np.float32)).save(buffer, "TIFF")
-    with pytest.raises(DecodingError, match="floating-point"):
-        decoding.with_pillow(buffer.getvalue())
+JPEG, PNG = (encoded(picture(200, 300), kind) for kind in ("JPEG", "PNG"))
 
 
-@pytest.mark.parametrize("decode", [decoding.with_torchcodec, decoding.with_pillow])
-@pytest.mark.parametrize("content", [b"", b"no image", b"\xff\xd8\xff", b"<svg/>"])
+@BOTH
+@pytest.mark.parametrize("content", [b"", b"no image", b"\xff\xd8\xff", JPEG[: len(JPEG) // 2], PNG[: len(PNG) // 2]])
 def test_what_is_no_image_is_an_error(decode, content: bytes) -> None:
     with pytest.raises(DecodingError):
         decode(content)
@@ -225,7 +191,7 @@ def black_png(side: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
 
 
-@pytest.mark.parametrize("decode", [decoding.with_torchcodec, decoding.with_pillow])
+@BOTH
 def test_a_small_file_that_is_a_huge_image_is_refused(decode) -> None:
     """By both decoders, at the same size."""
     content = black_png(14_000)
@@ -246,11 +212,3 @@ def test_of_an_animation_only_the_first_image_is_decoded(kind: str, monkeypatch:
     for decode in (decoding.with_torchcodec, decoding.with_pillow):
         assert np.array_equal(decode(buffer.getvalue()), np.array(first))
     assert asked == []
-
-
-@pytest.mark.parametrize("decode", [decoding.with_torchcodec, decoding.with_pillow])
-@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
-def test_half_an_image_is_an_error(decode, kind: str) -> None:
-    whole = encoded(picture(200, 300), kind)
-    with pytest.raises(DecodingError):
-        decode(whole[: len(whole) // 2])

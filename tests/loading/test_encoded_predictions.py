@@ -36,15 +36,8 @@ class TestPredictions:
         """Whatever the seed, and the share for validation, were."""
         result = train(of(shards / "train.json", epochs=1, seed=7, validation_fraction=0.3), tmp_path)
         data = fetch(f"shards:{shards}/train.json", "", tmp_path / "data", progress="off")
-        table = predict(
-            result.model,
-            result.sidecar,
-            images=None,
-            dataset=data,
-            output=tmp_path / "table.csv",
-            batch_size=50,
-            settings=quiet(tmp_path),
-        )
+        inputs = {"images": None, "dataset": data, "output": tmp_path / "table.csv", "settings": quiet(tmp_path)}
+        table = predict(result.model, result.sidecar, **inputs, batch_size=50)
         assert 0.3 < result.test_accuracy < 1
         assert self.accuracy(table) == pytest.approx(result.test_accuracy, abs=1e-9)
         keys = {sample["__key__"] for sample in ShardDataset(str(shards / "train.json"), tmp_path / "cache")}

@@ -8,7 +8,6 @@ import re
 import shutil
 import tarfile
 from collections import Counter
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -68,56 +67,40 @@ def plain_loop(hp: Hyperparameters, index: Path) -> tuple[dict[str, torch.Tensor
 
 
 @pytest.mark.slow
-def test_any_number_of_ranks_computes_what_one_process_would(shards: Path, tmp_path: Path) -> None:
-    expected, reported = plain_loop(of(shards / "train.json"), shards / "train.json")
-    for ranks, parts in ((2, 2), (3, 1)):
-        hp = of(shards / "train.json", num_ranks=ranks, accumulation_steps=parts)
-        result = train(hp, tmp_path / f"{ranks}")
-        assert losses(result) == pytest.approx(reported, abs=1e-6)  # mean and deviation are held in fp32 by one side
-        for name, value in weights(result).items():
-            torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_data_sets_with_weights(shards: Path, tmp_path: Path) -> None:
-    """Of one half in an epoch, and of the other all of it twice."""
-    more = pack_source("digits", tmp_path / "more", per_shard=300, seed=5, progress="off")
+@pytest.mark.parametrize(("ranks", "parts"), [(2, 2), pytest.param(3, 1, marks=pytest.mark.exhaustive)])
+def test_any_number_of_ranks_computes_what_one_process_would(
+    ranks: int, parts: int, shards: Path, tmp_path: Path
+) -> None:
+    """On data sets with weights, too: of one half in an epoch, and of the other all of it twice."""
+    pack_source("digits", tmp_path / "more", split="test", per_shard=60, progress="off")
     joined = tmp_path / "joined.json"
     join_indexes([str(shards / "train.json"), str(tmp_path / "more" / "train.json")], joined, weights=[0.5, 2.0])
-    hp = of(joined, num_ranks=2)
+    hp = of(joined, num_ranks=ranks, accumulation_steps=parts, epochs=1)
     expected, reported = plain_loop(hp, joined)
-    assert len(reported) == hp.epochs * -(-round(2.5 * 0.81 * len(more)) // hp.batch_size)
+    assert len(reported) == 17  # batches of 64 of 1,088 samples: 0.81 * (0.5 * 1500 + 2 * 297)
     result = train(hp, tmp_path)
-    assert losses(result) == pytest.approx(reported, abs=1e-6)
+    assert losses(result) == pytest.approx(reported, abs=1e-6)  # mean and deviation are held in fp32 by one side
     for name, value in weights(result).items():
         torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-6)
 
 
 @pytest.mark.slow
-def test_random_crops_are_the_same_on_any_number_of_ranks(shards: Path, tmp_path: Path) -> None:
-    hp = of(shards / "train.json", augment="resized_crop")
-    one, two = (train(replace(hp, num_ranks=ranks), tmp_path / f"{ranks}") for ranks in (1, 2))
-    plain = train(of(shards / "train.json"), tmp_path / "plain")
-    assert losses(one) == pytest.approx(losses(two), abs=1e-9)
-    assert losses(one) != pytest.approx(losses(plain), abs=1e-3)
-    for name, value in weights(one).items():
-        torch.testing.assert_close(value, weights(two)[name], rtol=0, atol=1e-9)
-
-
-@pytest.mark.slow
-def test_a_run_cut_off_in_the_middle_goes_on_to_the_same_weights(
+def test_random_crops_are_the_same_on_any_number_of_ranks_and_after_a_run_was_cut_off(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hp = of(shards / "train.json", model="faults:model", augment="resized_crop", num_ranks=2, image_size=8)
+    one = train(replace(hp, num_ranks=1), tmp_path / "one")
     undisturbed = train(hp, tmp_path / "undisturbed")
+    assert losses(one) == pytest.approx(losses(undisturbed), abs=1e-9)
     faults.inject(monkeypatch, tmp_path / "marker", rank=1, at="training", kind="SIGKILL", **{"pass": 27})
     with pytest.raises(RankError, match="killed"):
         train(hp, tmp_path / "cut")
-    gone_on = train(hp, tmp_path / "cut")
-    resumed = [record["resumed_after_step"] for record in read_records(gone_on.metrics) if record["kind"] == "start"]
-    assert resumed == [0, 27]
+    resumed = train(hp, tmp_path / "cut")
+    starts = [record["resumed_after_step"] for record in read_records(resumed.metrics) if record["kind"] == "start"]
+    assert starts == [0, 27]
     for name, value in weights(undisturbed).items():
-        assert torch.equal(value, weights(gone_on)[name])
+        assert torch.equal(value, weights(resumed)[name])
+        torch.testing.assert_close(value, weights(one)[name], rtol=0, atol=1e-9)
 
 
 @pytest.mark.slow
@@ -130,9 +113,6 @@ def test_a_test_set_of_its_own_is_all_evaluated(shards: Path, tmp_path: Path) ->
     labels = [sample[".cls"] for sample in ShardDataset(str(tmp_path / "test/test.json"), tmp_path)]
     assert len(labels) == 297
     assert np.bincount(truth, samples).tolist() == np.bincount(labels).tolist()
-    held_out = train(of(shards / "train.json", epochs=1, precision="fp32"), tmp_path / "held out")
-    with np.load(held_out.run_folder / "predictions.npz") as kept:
-        assert kept["confusion_counts"][:, 2].sum() == 150
 
 
 @pytest.mark.slow
@@ -164,13 +144,8 @@ def test_shards_far_away_go_through_a_cache_smaller_than_the_data(tmp_path: Path
     assert 0 < int(found[1]) <= sum(1 for times in fetched.values() if times > 1)
 
 
-@pytest.mark.parametrize(
-    "scheme",
-    [
-        *(pytest.param(scheme, marks=pytest.mark.slow) for scheme in ("file", "az")),
-        *(pytest.param(scheme, marks=pytest.mark.exhaustive) for scheme in ("http", "s3", "gs")),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["az", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("s3", "gs"))])
 def test_shards_of_any_storage_give_the_same_model(
     scheme: str, shards: Path, server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,10 +153,9 @@ def test_shards_of_any_storage_give_the_same_model(
     azure_environment(server.url, monkeypatch)
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
     server.files = {f"bucket/{path.name}": path.read_bytes() for path in shards.iterdir() if path.is_file()}
-    start = {"file": f"file://{shards}", "http": f"{server.url}/bucket"}.get(scheme, f"{scheme}://bucket")
     hp = of(shards / "train.json", epochs=1)
     expected = weights(train(hp, tmp_path / "near"))
-    found = weights(train(replace(hp, dataset=f"shards:{start}/train.json"), tmp_path / "far"))
+    found = weights(train(replace(hp, dataset=f"shards:{scheme}://bucket/train.json"), tmp_path / "far"))
     assert all(torch.equal(value, found[name]) for name, value in expected.items())
 
 
@@ -200,14 +174,10 @@ def test_training_alone_fetches_shards_of_s3_once(tmp_path: Path, monkeypatch: p
         size = max(path.stat().st_size for path in folder.glob("*.tar"))
         settings = quiet(tmp_path, cache_bytes=8 * size)
         assert check_prepared(data, hp, ranks=2, workers=1, cache_bytes=settings.cache_bytes) == []
-        result = run_training(hp, data, tmp_path / "run", settings)
+        run_training(hp, data, tmp_path / "run", settings)
     fetched = Counter(name for name in proxy.requests if name.endswith(".tar"))
     assert len(fetched) == 20
     assert fetched.total() <= 21
-    expected, reported = plain_loop(hp, folder / "train.json")
-    assert losses(result) == pytest.approx(reported, abs=1e-6)
-    for name, value in weights(result).items():
-        torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-6)
 
 
 def test_a_cache_that_is_too_small_is_said_before(shards: Path, server: FileServer, tmp_path: Path) -> None:
@@ -272,25 +242,14 @@ def test_a_local_shard_with_another_label_in_it_is_not_trained_on(shards: Path, 
     assert not [name for name in OUTPUTS if (tmp_path / "out" / "run" / name).exists()]
 
 
-@pytest.mark.parametrize("where", ["path", pytest.param("s3", marks=pytest.mark.exhaustive)])
-def test_an_image_folder_is_learnt(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = labelled(tmp_path / "bucket" / "images", 60)
+def test_an_image_folder_is_learnt(tmp_path: Path) -> None:
+    folder = labelled(tmp_path / "images", 60)
     (folder / "notes.txt").write_text("not an image")
     hp = replace(BASE, dataset=f"image_folder:{folder}", batch_size=9, epochs=6, augment="resized_crop")
-    if where == "path":
-        result = train(hp, tmp_path / "out", quiet(tmp_path, wandb_table_rows=0))
-    else:
-        with s3_server(tmp_path) as server:
-            for name, value in server.aws_environment().items():
-                monkeypatch.setenv(name, value)
-            result = train(replace(hp, dataset="image_folder:s3://bucket/images"), tmp_path / "out")
+    result = train(hp, tmp_path / "out", quiet(tmp_path, wandb_table_rows=0))
     sidecar = json.loads(result.sidecar.read_text())
     assert sidecar["classes"] == ["blue", "green", "red"]
-    assert (sidecar["input"]["crop_share"], sidecar["input"]["upright"], sidecar["input"]["mode"]) == (
-        7 / 8,
-        True,
-        "RGB",
-    )
+    assert [sidecar["input"][key] for key in ("crop_share", "upright", "mode")] == [7 / 8, True, "RGB"]
     assert result.test_accuracy == 1.0
 
 
@@ -308,17 +267,12 @@ def tinted(folder: Path, number: int) -> Path:
     return folder
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
-def test_easy_photos_are_learnt_with_default_hyperparameters(seed: int, tmp_path: Path) -> None:
+@pytest.mark.exhaustive
+def test_easy_photos_are_learnt_with_default_hyperparameters(tmp_path: Path) -> None:
+    """Without clipping the loss explodes on them."""
     dataset = f"image_folder:{tinted(tmp_path / 'images', 600)}"
-    hp = Hyperparameters(dataset=dataset, image_size=96, seed=seed, num_ranks=1, precision="fp32")
+    hp = Hyperparameters(dataset=dataset, image_size=96, seed=1, num_ranks=1, precision="fp32")
     assert train(hp, tmp_path / "clipped").test_accuracy > 0.9
-    if seed == 1:  # without clipping the loss explodes on them
-        accuracy = 0.0
-        with suppress(UserError):  # a loss that is not finite
-            accuracy = train(replace(hp, grad_clip_norm=0.0), tmp_path / "unclipped").test_accuracy
-        assert accuracy < 0.6
 
 
 @pytest.mark.slow
@@ -333,7 +287,7 @@ def test_images_of_a_web_server_are_those_of_its_list(server: FileServer, tmp_pa
     assert all(torch.equal(value, weights(here)[name]) for name, value in weights(result).items())
     data = fetch(hp.dataset, "", tmp_path / "data", progress="off")
     server.files["data/green/10.jpg"] = server.files["data/red/0.jpg"]
-    with pytest.raises(UserError, match=r"green/10\.jpg: does not have the SHA-256 of the list; run again"):
+    with pytest.raises(UserError, match=r"green/10\.jpg: cannot be read \(does not have the SHA-256 of .*; run again"):
         run_training(hp, data, tmp_path / "run", quiet(tmp_path))
 
 
@@ -346,13 +300,3 @@ def test_equal_data_at_two_addresses_is_prepared_twice(tmp_path: Path) -> None:
     places = ("shards", "packed/train.json", "copied/train.json"), ("image_folder", "images", "images again")
     for kind, *two in places:
         assert len({fingerprint(f"{kind}:{tmp_path / place}", "") for place in two}) == 2
-
-
-def test_a_folder_and_the_shards_packed_from_it_have_the_same_test_images(tmp_path: Path) -> None:
-    folder = labelled(tmp_path / "images")
-    index = pack_image_folder(str(folder), tmp_path / "packed", progress="off")
-    data = ShardDataset(index, tmp_path / "cache")
-    assert {sample["__key__"]: sample[".cls"] for sample in data} == {
-        f"{path.parent.name}/{path.stem}": ["blue", "green", "red"].index(path.parent.name)
-        for path in folder.rglob("*.jpg")
-    }

@@ -76,13 +76,7 @@ def one_picture(folder: Path, number: int, others: int) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "others", "warned"),
-    [
-        ("image_folder", 0, True),
-        ("image_folder", 4, True),
-        ("image_folder", 20, False),
-        ("shards", 0, True),
-        ("stream", 0, True),
-    ],
+    [("image_folder", 20, False), ("shards", 4, True), ("stream", 0, True)],
 )
 def test_it_is_said_that_most_pictures_are_equal(
     kind: str, others: int, warned: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -119,20 +113,12 @@ def blank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return fetch("blank:make", "", tmp_path / "blank", progress="off")
 
 
+@pytest.mark.slow
 def test_of_arrays_it_is_said_too_and_of_real_pictures_it_is_not(
     digits: Path, blank: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for dataset, data, count in (("digits", digits, 0), ("blank:make", blank, 1)):
-        hp = Hyperparameters(dataset=dataset, num_ranks=1, max_steps=1)
+        ranks = 2 if count else 1  # with two, a rank's part of a batch is a sample
+        hp = Hyperparameters(dataset=dataset, num_ranks=ranks, batch_size=14, accumulation_steps=7, max_steps=10)
         run_training(hp, data, tmp_path / dataset, replace(quiet(tmp_path), progress="lines"))
         assert capfd.readouterr().err.count("64 of the first 64 pictures are equal") == count
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "parts"), [(1, 1), (2, 1), (1, 7), (2, 7)])
-def test_it_is_said_whatever_a_ranks_part_of_a_batch(
-    ranks: int, parts: int, blank: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    hp = Hyperparameters(dataset="blank:make", num_ranks=ranks, batch_size=14, accumulation_steps=parts, epochs=1)
-    run_training(hp, blank, tmp_path / "run", replace(quiet(tmp_path), progress="lines"))
-    assert capfd.readouterr().err.count("64 of the first 64 pictures are equal") == 1

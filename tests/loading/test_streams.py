@@ -147,21 +147,23 @@ def test_empty_shards_leave_no_worker_without_samples(tmp_path: Path) -> None:
     empty = {"url": "empty.tar", "nsamples": 0, "filesize": size}
     content["shardlist"] = [entry for shard in content["shardlist"] for entry in (shard, empty)]
     (tmp_path / "train.json").write_text(json.dumps(content))
-    hp = replace(BASE, dataset=f"stream:{tmp_path}/train.json", max_steps=4, num_ranks=1)
-    assert read_records(train(hp, tmp_path, loader_threads=2).metrics)[-1]["kind"] == "end"
+    tests = f"shards:{tmp_path}/train.json"
+    hp = replace(BASE, dataset=f"stream:{tmp_path}/train.json", max_steps=4, num_ranks=1, test_dataset=tests)
+    records = read_records(train(hp, tmp_path, loader_threads=2).metrics)
+    assert (records[0]["test_samples"], records[-1]["kind"]) == (1500, "end")
 
 
 @pytest.mark.slow
 def test_ranks_learn_from_streams_of_their_own(shards: Path, tmp_path: Path) -> None:
-    hp = replace(BASE, dataset=f"stream:{shards}/train.json", epochs=6)
+    hp = replace(BASE, dataset=f"stream:{shards}/train.json", epochs=4)
     result = train(hp, tmp_path, loader_threads=1)
-    assert result.test_accuracy > 0.8
+    assert result.test_accuracy > 0.7
     records = read_records(result.metrics)
     start, end = records[0], records[-1]
     # 2 of 20 shards for testing, 2 of 18 for validation, and whole batches of the others' samples.
     assert (start["test_samples"], start["validation_samples"]) == (2 * PER_SHARD, 2 * PER_SHARD)
     assert start["training_samples"] == 16 * PER_SHARD
-    assert start["steps"] == 6 * 16 * PER_SHARD // 50
+    assert start["steps"] == 4 * 16 * PER_SHARD // 50
     assert end["notes"] == [
         "The training data were a stream: ranks and workers each read shards of their own.",
         "Images were decoded by torchcodec.",
@@ -181,9 +183,8 @@ def test_a_killed_rank_takes_its_workers_along_and_the_retry_begins_another_stre
     assert "RankLostError" in ended.stderr
     assert "killed by SIGKILL" in ended.stderr
     deadline = time.monotonic() + 5
-    while (left := living_with(f"MARK={tmp_path}")) and time.monotonic() < deadline:
-        pass
-    assert not left
+    while living_with(f"MARK={tmp_path}"):
+        assert time.monotonic() < deadline
     result = train(hp, tmp_path, loader_threads=1)
     (note,) = (note for note in read_records(result.metrics)[-1]["notes"] if "went on from a checkpoint" in note)
     assert "but for the stream, which restarted from scratch" in note
@@ -194,11 +195,16 @@ def train_here(hp: str, folder: str) -> None:
     train(Hyperparameters(**json.loads(hp)), Path(folder), loader_threads=1)
 
 
+def broken(folder: Path, **changes) -> RankStream:
+    """A stream of twelve samples, none of which can be decoded."""
+    contents = {".jpg": b"no image", ".cls": b"1"}
+    pack(lambda number: (f"{number}", contents), 12, folder, classes=["a", "b"], per_shard=3, progress="off")
+    return options_of(folder, classes=2, **changes)
+
+
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_sample_that_cannot_be_used_is_one_clear_error(tmp_path: Path, workers: int) -> None:
-    contents = {".jpg": b"no image", ".cls": b"1"}
-    pack(lambda number: (f"{number}", contents), 12, tmp_path, classes=["a", "b"], per_shard=3, progress="off")
-    images = StreamImages(options_of(tmp_path, classes=2, workers=workers), torch.device("cpu"))
+    images = StreamImages(replace(broken(tmp_path), workers=workers), torch.device("cpu"))
     with pytest.raises(UserError, match=r"^sample '\d+' in shard .*tar cannot be decoded: .*bad_samples$") as caught:
         images.gather(np.arange(3), 0)
     # The error, which is still held, holds no worker: whoever ends the run kills those left, for which torch raises.
@@ -210,12 +216,8 @@ def test_a_sample_that_cannot_be_used_is_one_clear_error(tmp_path: Path, workers
 @pytest.mark.slow
 def test_samples_that_are_all_allowed_to_be_bad_are_an_error_all_the_same(tmp_path: Path) -> None:
     """For an endless stream would look for a good one for ever."""
-    contents = {".jpg": b"no image", ".cls": b"1"}
-    pack(lambda number: (f"{number}", contents), 12, tmp_path, classes=["a", "b"], per_shard=3, progress="off")
-    images = StreamImages(options_of(tmp_path, classes=2, bad_samples=50), torch.device("cpu"))
-    with pytest.raises(
-        UserError, match=r"^sample '\d+' in shard .*: no sample of its worker can be decoded \(of no known"
-    ):
+    images = StreamImages(broken(tmp_path, bad_samples=50), torch.device("cpu"))
+    with pytest.raises(UserError, match=r"^sample '\d+' in shard .*: no sample of its worker can be decoded \(of no k"):
         images.gather(np.arange(3), 0)
     images.close()
 
@@ -239,12 +241,18 @@ def test_an_image_that_is_damaged_in_the_cache_is_fetched_again(
     assert server.counts[options.index.shards[0].url.rpartition("/")[2]] == 2
 
 
-def test_weights_are_refused(shards: Path, tmp_path: Path) -> None:
+def test_weights_and_more_readers_than_shards_are_refused_before_a_rank_starts(shards: Path, tmp_path: Path) -> None:
+    def launch(*_: object, **__: object) -> None:
+        pytest.fail("a rank was started")
+
     parts = [{"source_url": f"{shards}/train.json", "weight": 2}]
     (tmp_path / "weighted.json").write_text(json.dumps({"wids_version": 1, "datasets": parts}))
     hp = replace(BASE, dataset=f"stream:{tmp_path}/weighted.json", num_classes=10)
     with pytest.raises(UserError, match="has weight 2, and a stream goes through all parts alike; take shards:ADDRESS"):
-        train(hp, tmp_path, loader_threads=1, launch=lambda *_, **__: pytest.fail("a rank was started"))
+        train(hp, tmp_path / "weighted", loader_threads=1, launch=launch)
+    hp = replace(BASE, dataset=f"stream:{shards}/train.json")
+    with pytest.raises(UserError, match="has 16 shards for training, read by 2 ranks x 9 workers: each needs one"):
+        train(hp, tmp_path, loader_threads=9, launch=launch)
 
 
 def test_a_shard_that_cannot_be_had_is_one_clear_error(shards: Path) -> None:
@@ -253,21 +261,6 @@ def test_a_shard_that_cannot_be_had_is_one_clear_error(shards: Path) -> None:
     images = StreamImages(options_of(shards, index=gone), torch.device("cpu"))
     with pytest.raises(UserError, match=r"gone\.tar: .*No such file"):
         images.gather(np.arange(3), 0)
-
-
-def test_more_readers_than_shards_are_refused_before_a_rank_starts(shards: Path, tmp_path: Path) -> None:
-    hp = replace(BASE, dataset=f"stream:{shards}/train.json")
-    with pytest.raises(UserError, match="has 16 shards for training, read by 2 ranks x 9 workers: each needs one"):
-        train(hp, tmp_path, loader_threads=9, launch=lambda *_, **__: pytest.fail("a rank was started"))
-
-
-@pytest.mark.slow
-def test_a_stream_is_tested_on_shards(shards: Path, tmp_path: Path) -> None:
-    hp = replace(BASE, dataset=f"stream:{shards}/train.json", epochs=1, max_steps=2, num_ranks=1)
-    result = train(replace(hp, test_dataset=f"shards:{shards}/train.json"), tmp_path)
-    assert read_records(result.metrics)[0]["test_samples"] == 1500
-    with pytest.raises(UserError, match="test_dataset='stream:x': must be shards:ADDRESS"):
-        replace(hp, test_dataset="stream:x")
 
 
 @pytest.mark.slow
