@@ -21,24 +21,14 @@ RENEW = f"sha256sum * > {SUMS}"  # a command
 
 @dataclass(frozen=True)
 class PublishedSet:
-    """A published data set.
-
-    Args:
-        name: of the data set.
-        files: MD5 (hex) of the files by their names; after the first one those of known copies with the same content,
-            compressed again.
-        addresses: directories that hold the files, tried in order after ``system_folder``.
-        classes: names of the classes.
-        read: reads the files, verified, in a folder.
-        system_folder: where a package of the operating system or of Python puts the files.
-    """
+    """A published data set."""
 
     name: str
-    files: Mapping[str, tuple[str, ...]]
-    addresses: tuple[str, ...]
+    files: Mapping[str, tuple[str, ...]]  # MD5 (hex) by name; more than one if compressed anew
+    addresses: tuple[str, ...]  # directories that hold the files, tried in order after ``system_folder``
     classes: tuple[str, ...]
-    read: Callable[[Path], Arrays]
-    system_folder: str = ""
+    read: Callable[[Path], Arrays]  # reads the files, verified, in a folder
+    system_folder: str = ""  # where a package of the operating system or of Python puts the files
 
     def fingerprint(self, source: str) -> str:
         """Return a name for the content, by the digests that the files must have; reads a mirror's ``SHA256SUMS``."""

@@ -92,28 +92,16 @@ class Loading(NamedTuple):
 
 @dataclass(eq=False)
 class EncodedImages(Images):
-    """Decodes, crops and, for training, augments images.
-
-    Args:
-        reader: reads the stored images.
-        size: side of the squares that images become, in pixels.
-        crop: of training images: ``resized_crop`` (a random part, mirrored half of the time) or ``none`` (the middle).
-        seed: of the random parts.
-        classes: their number; a label must be below it.
-        bad: counts samples that cannot be decoded; the next sample that can takes the place of each.
-        substitutes: returns the samples, ascending, one of which may replace a sample, which is among them.
-        threads: number of threads that decode.
-        device: where batches go.
-    """
+    """Decodes, crops and, for training, augments images."""
 
     reader: Reader
     _: KW_ONLY
-    size: int
-    crop: str
-    seed: int
-    classes: int
+    size: int  # side of the squares that images become, in pixels
+    crop: str  # of training images: ``resized_crop`` (a random part, half of them mirrored) or ``none`` (the middle)
+    seed: int  # of the random parts
+    classes: int  # their number, which labels must be below
     bad: BadSamples
-    substitutes: Callable[[int], Indices]
+    substitutes: Callable[[int], Indices]  # ascending samples of which one may replace a sample
     threads: int
     device: torch.device
     batches_ahead = 2  # enough to keep the threads at work while a batch is waited for
