@@ -90,11 +90,8 @@ def in_panels(context: click.Context) -> Iterator[None]:
     try:
         yield
     except (KeyboardInterrupt, RankError, StoppedError) as error:
-        if isinstance(error, KeyboardInterrupt):
-            again = "stopped by Ctrl-C; the same run begins again, after its last checkpoint if there is one"
-            text = str(error) or again
-        else:
-            text = error.format_message()
+        again = "stopped by Ctrl-C; the same run begins again, after its last checkpoint if there is one"
+        text = str(error) or again if isinstance(error, KeyboardInterrupt) else error.format_message()
         # At a terminal the same run is the same command.
         raise click.ClickException(text.replace("the same run ", "the same command ")) from None
     except FlyteEntityNotFoundException:
@@ -195,36 +192,37 @@ def refused_call(error: BaseException | None, config: str) -> UserError | None:
         error: What was raised, or an error that a failed call has caused.
         config: The file that names the cluster.
     """
-    import grpc
     from flytekit.configuration import PlatformConfig
     from flytekit.exceptions.system import FlyteSystemException
+    from grpc import RpcError, StatusCode
 
-    while error is not None and not isinstance(error, grpc.RpcError):
-        # Which flytekit raises for a failed call: itself, as here, only if it has tried to log in.
-        login = type(error) is FlyteSystemException and error.__cause__
-        if login and not isinstance(login, grpc.RpcError):
+    while error is not None and not isinstance(error, RpcError):
+        # flytekit raises just this for a failed call; of another cause than a status only if it has tried to log in.
+        if type(error) is FlyteSystemException and error.__cause__ and not isinstance(error.__cause__, RpcError):
             endpoint = PlatformConfig.auto(config or None).endpoint
-            return UserError(f"{endpoint} asks for a login, which failed: {login}; see admin in {config}")
+            return UserError(f"{endpoint} asks for a login, which failed: {error.__cause__}; see admin in {config}")
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     if error is None:
         return None
     endpoint, details = PlatformConfig.auto(config or None).endpoint, " ".join((error.details() or "").split())
-    if "handshake failed" in details:
-        return UserError(f"{endpoint} does not speak TLS, or its certificate is not trusted: see admin in {config}")
-    if error.code() is grpc.StatusCode.UNAVAILABLE:
+    if error.code() is StatusCode.UNAVAILABLE and "handshake failed" not in details:
         reason = details.rpartition(": ")[2] or "unavailable"
         todo = "start the cluster, or name another one with --config FILE"
         return UnreachableError(f"nothing answers at {endpoint}: {reason}; {todo}")
-    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+    if error.code() is StatusCode.DEADLINE_EXCEEDED:
         return UnreachableError(f"{endpoint} is too slow: a call had no answer in time; try again later")
-    sentences = {
-        grpc.StatusCode.UNAUTHENTICATED: f"asks for a login: {details}; see admin.authType in {config}",
-        grpc.StatusCode.UNIMPLEMENTED: (
+    if "handshake failed" in details:
+        what = f"does not speak TLS, or its certificate is not trusted: see admin in {config}"
+    elif error.code() is StatusCode.UNAUTHENTICATED:
+        what = f"asks for a login: {details}; see admin.authType in {config}"
+    elif error.code() is StatusCode.UNIMPLEMENTED:
+        what = (
             f"does not know a call of flytekit's ({details}): its Flyte is too old, or it asks for a login of another "
             f"kind; see README.md for the versions tried, and admin.authType in {config}"
-        ),
-    }
-    return UserError(f"{endpoint} {sentences.get(error.code(), f'refuses what it was asked for: {details}')}")
+        )
+    else:
+        what = f"refuses what it was asked for: {details}"
+    return UserError(f"{endpoint} {what}")
 
 
 def remove_folders_at_end() -> None:

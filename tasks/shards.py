@@ -81,9 +81,7 @@ def join_shards(indexes: List[str], weights: Optional[List[float]] = None, name:
 @translate_errors_for_flyte()
 def verify_shards(index: str, decode: bool = False) -> str:
     """Read all shards of an index and fail if anything is not as it says."""
-    from flyte_ddp.shards.scanning import verify_index
-
-    refuse_problems(index, verify_index(index, decode=decode, progress=from_environment().progress))
+    check_shards(index, decode=decode)
     return f"{index}: all is as it says"
 
 
@@ -99,17 +97,19 @@ class PackedShards(NamedTuple):
 def verify_packed(packed: FlyteDirectory, name: str = "train") -> PackedShards:
     """Check shards where they were put, and hand them on with the name of the data set that they are."""
     from flyte_ddp.report import previews
-    from flyte_ddp.shards.scanning import verify_index
 
     index = f"{str(packed.remote_source or packed.path).rstrip('/')}/{name}.json"
-    refuse_problems(index, verify_index(index, decode=True, progress=from_environment().progress))
+    check_shards(index, decode=True)
     if not PLATFORM.is_local():
         Deck("Shards", previews.of_shards(index))
     return PackedShards(shards=packed, dataset=f"shards:{index}")
 
 
-def refuse_problems(index: str, problems: list[str]) -> None:
-    """Raises UserError with the first problems, if there are any."""
+def check_shards(index: str, *, decode: bool) -> None:
+    """Read all shards of an index, and raise UserError with the first problems if anything is not as it says."""
+    from flyte_ddp.shards.scanning import verify_index
+
+    problems = verify_index(index, decode=decode, progress=from_environment().progress)
     if problems:
         raise UserError("\n".join([f"index {index}: {counted(len(problems), 'problem')}", *problems[:20]]))
 
