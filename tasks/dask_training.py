@@ -15,7 +15,7 @@ from tasks import pods
 from tasks.flyte import PLATFORM, report_refused_inputs
 from tasks.training import TrainingOutputs, train_in_run_folder, training_outputs
 
-_, PROFILE = chosen_profile()
+PROFILE = chosen_profile()
 RANKS_EACH = max(1, PROFILE.gpus)  # node
 WORKERS = node_range()[1] * RANKS_EACH
 SCHEDULER = Size(cpu="500m", memory="512Mi", ephemeral_storage="1Gi")

@@ -17,65 +17,62 @@ if TYPE_CHECKING:
     from kubernetes.client import V1PodSpec
 
 WITH_DECK: dict[str, Any] = {"enable_deck": True, "deck_fields": ()}  # with pages of the task's own only
+Told = Optional[dict[str, str]]  # variables of a pod's environment
 ENGINE_RETRIES = 2  # an engine's own, on the hosts that it has; Flyte's would set up another cluster
 
 
-def light_pod(disk: str = "") -> dict[str, Any]:
+def light_pod(told: Told = None, disk: str = "") -> dict[str, Any]:
     """Return the options of a task that looks at inputs or an index: a small pod without GPUs.
 
     Args:
+        told: Variables besides those of every pod.
         disk: Size of its disk. Empty takes the profile's for such pods.
     """
-    _, profile = chosen_profile()
-    limits = replace(profile.light, ephemeral_storage=disk or profile.light.ephemeral_storage)
-    requests = replace(limits, cpu="500m", memory="1Gi")
-    return pod_options(requests, limits, environment=variables.pod_environment(), hours=1)
+    limits = chosen_profile().light
+    limits = replace(limits, ephemeral_storage=disk or limits.ephemeral_storage)
+    return pod_options(limits, told, requests=replace(limits, cpu="500m", memory="1Gi"), hours=1)
 
 
 def checking_pod() -> dict[str, Any]:
     """Return the options of a task that checks a training or a release: a light pod with the registry and a deck."""
-    return {**with_registry(light_pod()), **WITH_DECK}
+    return {**light_pod(variables.registry_environment()), **WITH_DECK}
 
 
-def storing_pod() -> dict[str, Any]:
+def storing_pod(told: Told = None) -> dict[str, Any]:
     """Return the options of a task that puts a version into the registry: a light pod with a large disk."""
-    _, profile = chosen_profile()
-    return with_registry(light_pod(disk=profile.data.ephemeral_storage))
+    told = {**variables.registry_environment(), **(told or {})}
+    return light_pod(told, disk=chosen_profile().data.ephemeral_storage)
 
 
 def promoting_pod() -> dict[str, Any]:
     """Return the options of a task that makes a version the champion: a storing pod with wandb's settings and key."""
-    options = storing_pod()
-    told = {**options["environment"], **variables.wandb_environment()}
-    return {**options, "environment": told, "secret_requests": secrets()}
+    return {**storing_pod(variables.wandb_environment()), "secret_requests": secrets()}
 
 
 def data_pod() -> dict[str, Any]:
     """Return the options of a task that reads all data to fetch, pack, index or check them, without GPUs."""
-    _, profile = chosen_profile()
-    return pod_options(profile.data, environment=variables.pod_environment())
+    return pod_options(chosen_profile().data)
 
 
 def prediction_pod() -> dict[str, Any]:
     """Return the options of a task that applies a model: one GPU of the profile with its share, or all without GPUs."""
-    _, profile = chosen_profile()
-    told = {**variables.pod_environment(), **variables.cache_limit(), REQUESTED_GPUS: str(min(1, profile.gpus))}
-    size = split_size(profile, max(1, profile.gpus))
-    options = with_registry(pod_options(size, environment=told, template=profile.pod_template))
+    profile = chosen_profile()
+    told = variables.cache_limit() | variables.registry_environment() | {REQUESTED_GPUS: str(min(1, profile.gpus))}
+    options = pod_options(split_size(profile, max(1, profile.gpus)), told, template=profile.pod_template)
     return {**options, "accelerator": accelerator(), **WITH_DECK}
 
 
 def training_pod() -> dict[str, Any]:
     """Return the options of a training task whose ranks are in its own pod."""
-    _, profile = chosen_profile()
+    profile = chosen_profile()
     return {**launching_pod(profile), "accelerator": accelerator(), "shared_memory": profile.shared_memory}
 
 
 def launching_pod(size: Size) -> dict[str, Any]:
     """Return the options of a training task whose ranks are in other pods, which it launches."""
-    _, profile = chosen_profile()
+    profile = chosen_profile()
     return {
-        **pod_options(size, environment=variables.training_environment(), template=profile.pod_template),
+        **pod_options(size, variables.training_environment(), template=profile.pod_template),
         "secret_requests": secrets(),
         "interruptible": profile.interruptible,
         "retries": read_whole_number("FLYTE_DDP_RETRIES"),  # without progress fewer: CheckpointStore.stop_if_futile
@@ -85,36 +82,26 @@ def launching_pod(size: Size) -> dict[str, Any]:
 
 
 def pod_options(
-    requests: Size,
-    limits: Optional[Size] = None,
-    *,
-    environment: dict[str, str],
-    template: Optional[str] = None,
-    hours: Optional[float] = None,
+    size: Size, told: Told = None, *, requests: Optional[Size] = None, template: Optional[str] = None, hours: float = 0
 ) -> dict[str, Any]:
     """Return the options that every task has.
 
     Args:
-        requests: What the pod requests.
-        limits: What it may take. None is what it requests, so that it is not evicted for memory.
-        environment: Its variables.
-        template: Name of a pod template in the cluster. None is the one that FLYTE_DDP_POD_TEMPLATE names, if any.
-        hours: After which an attempt is stopped. None is what FLYTE_DDP_HOURS says.
+        size: What the pod may take.
+        told: Variables besides those of every pod.
+        requests: What it requests. None is all that it may take, so that it is not evicted for memory.
+        template: Name of a pod template in the cluster. None is what FLYTE_DDP_POD_TEMPLATE says.
+        hours: After which an attempt is stopped. 0 is what FLYTE_DDP_HOURS says.
     """
     return {
-        "requests": resources(requests),
-        "limits": resources(limits or requests),
+        "requests": resources(requests or size),
+        "limits": resources(size),
         "pod_template": RestrictedPod(),
         "pod_template_name": template or read_text("FLYTE_DDP_POD_TEMPLATE") or None,
-        "environment": environment,
+        "environment": {**variables.pod_environment(), **(told or {})},
         "timeout": timedelta(hours=hours or read_number("FLYTE_DDP_HOURS")),
         "retries": 2,
     }
-
-
-def with_registry(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a task that reads or writes the registry of models."""
-    return {**options, "environment": {**options["environment"], **variables.registry_environment()}}
 
 
 def resources(size: Size) -> Resources:
@@ -130,8 +117,8 @@ def requests_and_limits(size: Size) -> dict[str, Resources]:
 
 def accelerator() -> Optional[GPUAccelerator]:
     """Return the profile's type of GPU; None if any will do."""
-    _, profile = chosen_profile()
-    return GPUAccelerator(profile.gpu_type) if profile.gpu_type else None
+    gpu_type = chosen_profile().gpu_type
+    return GPUAccelerator(gpu_type) if gpu_type else None
 
 
 def secrets() -> list[Secret]:

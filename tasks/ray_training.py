@@ -27,7 +27,7 @@ def node_template() -> PodTemplate:
 
     Its label has Flyte's webhook leave the pod alone: it reads no secret.
     """
-    _, profile = chosen_profile()
+    profile = chosen_profile()
     resources = {"cpu": profile.cpu, "memory": profile.memory, "ephemeral-storage": profile.ephemeral_storage}
     spec: dict[str, Any] = {}
     if profile.gpus:

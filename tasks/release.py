@@ -9,9 +9,10 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
 from flyte_ddp import hardware
-from flyte_ddp.pods import paths, wandb
+from flyte_ddp.pods import paths
 from flyte_ddp.pods.platforms import launcher_name
 from flyte_ddp.pods.preparation import fetch_data_set
+from flyte_ddp.pods.wandb_settings import read_settings
 from flyte_ddp.release import promotion
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.registry import Entry, Registry
@@ -156,7 +157,7 @@ def announce_champion(registry: Registry, entry: Entry) -> Released:
 def announce(registry: Registry, released: Released, *, promoted: bool) -> Released:
     """Copy a promoted version to wandb, print in a local run what came of it, and return that."""
     if promoted:
-        mirror_champion(registry, released.version, wandb.read_settings(PLATFORM, f"{registry.name}-champion"))
+        mirror_champion(registry, released.version, read_settings(PLATFORM, f"{registry.name}-champion"))
     if PLATFORM.is_local():
         print(f"{released.outcome}; champion {released.champion[:12] or 'none'}", flush=True)
     return released

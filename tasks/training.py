@@ -10,8 +10,9 @@ from flytekit.types.file import FlyteFile
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import from_here
-from flyte_ddp.pods import paths, wandb
+from flyte_ddp.pods import paths
 from flyte_ddp.pods.live_page import show_while_training
+from flyte_ddp.pods.wandb_settings import keep_unsent, read_settings
 from flyte_ddp.run import Result, read_result, run_training
 from flyte_ddp.runs.run_folder import is_finished
 from flyte_ddp.settings import Settings
@@ -61,12 +62,12 @@ def train_in_run_folder(hp: Hyperparameters, data: FlyteDirectory, run_version: 
             folder = paths.folder_for(PLATFORM, run_version)
             with (
                 show_while_training(PLATFORM, folder),
-                wandb.keep_unsent(PLATFORM, folder),
+                keep_unsent(PLATFORM, folder),
                 sync_checkpoints(folder) as note_start,
             ):
                 prepared = Path(data.download())
                 note_start()
-                result = train(hp, prepared, folder, wandb.read_settings(PLATFORM, folder.name))
+                result = train(hp, prepared, folder, read_settings(PLATFORM, folder.name))
     return result
 
 

@@ -17,8 +17,6 @@ CODE_VARIABLE = "FLYTE_DDP_CODE"
 CACHE_VARIABLE = "FLYTE_DDP_CACHE_BYTES"
 SECRET_VARIABLE = "FLYTE_DDP_WANDB_SECRET"  # noqa: S105 (a name)
 DEFAULT_SECRET = "wandb/api_key"  # noqa: S105 (a name)
-CHECKPOINTS_VARIABLE = "FLYTE_DDP_CHECKPOINTS"
-CHECKPOINT_DAYS_VARIABLE = "FLYTE_DDP_CHECKPOINT_DAYS"
 FROM_SCRATCH_VARIABLE = "FLYTE_DDP_FROM_SCRATCH"
 RESULTS_VARIABLE = "FLYTE_DDP_RESULTS"
 REGISTRY_VARIABLE = "FLYTE_DDP_REGISTRY"
@@ -27,11 +25,10 @@ REPORT_SECONDS = 5  # of a pod's time to stop, to report to the platform
 
 def pod_environment() -> dict[str, str]:
     """Return the variables that every pod is given at registration."""
-    name, profile = chosen_profile()
     return {
         CODE_VARIABLE: package_digest(),
-        PROFILE_VARIABLE: name,
-        REQUESTED_GPUS: str(profile.gpus),
+        PROFILE_VARIABLE: read_text(PROFILE_VARIABLE),
+        REQUESTED_GPUS: str(chosen_profile().gpus),
         NODES_VARIABLE: read_text(NODES_VARIABLE),
         **settings_for(ALL_PODS),
     }
@@ -43,12 +40,12 @@ def training_environment() -> dict[str, str]:
     Half of the profile's grace period is for writing the last checkpoint, the other half for ending the ranks and
     uploading the checkpoint. The cache of shards gets half of the disk. What is set at registration counts instead.
     """
-    _, profile = chosen_profile()
+    grace = chosen_profile().grace_seconds
     return {
         **pod_environment(),
         **cache_limit(),
-        "FLYTE_DDP_SAVE_SECONDS": str(profile.grace_seconds // 2),
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(profile.grace_seconds - REPORT_SECONDS),
+        "FLYTE_DDP_SAVE_SECONDS": str(grace // 2),
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(grace - REPORT_SECONDS),
         SECRET_VARIABLE: "/".join(wandb_secret() or ("off",)),
         **settings_for(TRAINING_PODS),
     }
@@ -56,8 +53,8 @@ def training_environment() -> dict[str, str]:
 
 def cache_limit() -> dict[str, str]:
     """Return the variable with the size of a pod's cache of shards: as set at registration, or half of the disk."""
-    _, profile = chosen_profile()
-    return {CACHE_VARIABLE: os.environ.get(CACHE_VARIABLE) or str(parse_bytes(profile.ephemeral_storage) // 2)}
+    disk = parse_bytes(chosen_profile().ephemeral_storage)
+    return {CACHE_VARIABLE: os.environ.get(CACHE_VARIABLE) or str(disk // 2)}
 
 
 def wandb_environment() -> dict[str, str]:
@@ -125,8 +122,7 @@ def wandb_secret() -> tuple[str, str] | None:
     Raises:
         UserError: the variable has another form than group/key.
     """
-    _, profile = chosen_profile()
-    name = read_text(SECRET_VARIABLE) or (DEFAULT_SECRET if profile.gpus else "off")
+    name = read_text(SECRET_VARIABLE) or (DEFAULT_SECRET if chosen_profile().gpus else "off")
     if name == "off":
         return None
     group, _, key = name.partition("/")

@@ -100,8 +100,8 @@ PROFILES: dict[str, Profile] = {
 }
 
 
-def chosen_profile() -> tuple[str, Profile]:
-    """Return the name of the profile that FLYTE_DDP_PROFILE chooses, and the profile.
+def chosen_profile() -> Profile:
+    """Return the profile that FLYTE_DDP_PROFILE names.
 
     Raises:
         UserError: there is no profile of that name.
@@ -109,7 +109,7 @@ def chosen_profile() -> tuple[str, Profile]:
     name = read_text(PROFILE_VARIABLE)
     if name not in PROFILES:
         raise unknown_name(PROFILE_VARIABLE, name, PROFILES)
-    return name, PROFILES[name]
+    return PROFILES[name]
 
 
 def split_size(size: Size, parts: int) -> Size:
@@ -142,7 +142,7 @@ def node_range() -> tuple[int, int]:
 
 def elastic_ranks_per_node() -> int:
     """Return how many ranks torch Elastic starts on each node: one for each GPU, and a few without GPUs."""
-    _, profile = chosen_profile()
+    profile = chosen_profile()
     return profile.gpus or max(1, min(int(parse_quantity(profile.cpu)), MOST_CPU_RANKS))
 
 
@@ -160,7 +160,7 @@ def nodes_and_ranks(engine: str) -> tuple[int, int, int]:
     """
     if not engine:
         return 1, 0, 0
-    most, (_, profile) = node_range()[1], chosen_profile()
+    most, profile = node_range()[1], chosen_profile()
     capacities = {"elastic": 0, "ray": math.ceil(parse_quantity(profile.cpu)), "dask": max(1, profile.gpus)}
     if engine not in capacities:
         raise unknown_name("engine", engine, capacities)

@@ -16,12 +16,12 @@ from flyte_ddp.pods import environment
 from flyte_ddp.pods.checkpoint_store import TRAINED, CheckpointStore
 from flyte_ddp.pods.eviction import eviction_reason
 from flyte_ddp.pods.platforms import Platform, execution_names
-from flyte_ddp.pods.profiles import chosen_profile
+from flyte_ddp.pods.profiles import PROFILE_VARIABLE, chosen_profile
 from flyte_ddp.process import postponed
 from flyte_ddp.runs.checkpoint import FOLDER, SLOTS, Checkpoint
 from flyte_ddp.runs.run_folder import METRICS, UNFINISHED
 from flyte_ddp.runs.run_lock import release_reserved
-from flyte_ddp.settings import Settings, from_environment
+from flyte_ddp.settings import Settings, from_environment, read_number, read_text
 from flyte_ddp.storage import ForbiddenError
 
 POLL_SECONDS = 0.5
@@ -126,7 +126,7 @@ def open_store(platform: Platform, run: str) -> CheckpointStore:
         posixpath.join(checkpoints_address(platform.output_address()), *execution_names()[:2], run),
         execution=execution_names()[2],
         attempt=int(os.environ.get("FLYTE_ATTEMPT_NUMBER") or 0),
-        days=float(os.environ.get(environment.CHECKPOINT_DAYS_VARIABLE) or CheckpointStore.days),
+        days=read_number("FLYTE_DDP_CHECKPOINT_DAYS"),
         from_scratch=bool(os.environ.get(environment.FROM_SCRATCH_VARIABLE)),
         more_memory=more_memory(),
     )
@@ -138,14 +138,12 @@ def checkpoints_address(output_address: str) -> str:
     Flyte gives an attempt PREFIX/XX/EXECUTION-NODE-ATTEMPT for its outputs; on Azure it begins with abfs:// for az://.
     """
     beside = f"{posixpath.dirname(posixpath.dirname(output_address.rstrip('/')))}/flyte-ddp-checkpoints"
-    address = os.environ.get(environment.CHECKPOINTS_VARIABLE) or beside
-    return re.sub(r"^abfss?://([^/@]+)(@[^/]*)?", r"az://\1", address)
+    return re.sub(r"^abfss?://([^/@]+)(@[^/]*)?", r"az://\1", read_text("FLYTE_DDP_CHECKPOINTS") or beside)
 
 
 def more_memory() -> str:
     """Return what helps against a lack of memory, with what the pod has."""
-    name, profile = chosen_profile()
-    given = f"profile {name!r} gives {profile.memory} of memory"
+    given = f"profile {read_text(PROFILE_VARIABLE)!r} gives {chosen_profile().memory} of memory"
     return f"{given}: take one with more, fewer num_ranks, or a smaller batch_size"
 
 
