@@ -10,6 +10,7 @@ import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from flyte_ddp.errors import UserError
 
@@ -20,170 +21,107 @@ HERE, REGISTRATION = "this machine", "registration"
 ALL_PODS, TRAINING_PODS, REGISTRY_PODS = "all pods", "training pods", "pods that use the registry"
 
 
-@dataclass(frozen=True)
-class Variable:
-    """A variable of the environment.
-
-    Args:
-        name: Name of the variable.
-        default: Value where it is not set; in parentheses: what is done then.
-        where: HERE (local runs only), REGISTRATION (read then only), or which pods are given what is set at
-            registration; local runs read these, too.
-        meaning: What it is, in Markdown.
-    """
+class Variable(NamedTuple):
+    """A variable of the environment."""
 
     name: str
-    default: str
-    where: str
-    meaning: str
+    where: str  # HERE: local runs only; REGISTRATION: only then; else these pods get its value, and local runs read it
+    default: str  # where it is not set; in parentheses: what is done then
+    meaning: str  # in Markdown
 
 
-TABLE = (
-    Variable("FLYTE_DDP_PROFILE", "gpu", REGISTRATION, "[size of pods](deployment.md): a profile's name"),
-    Variable(
-        "FLYTE_DDP_NODES",
-        "1",
-        REGISTRATION,
-        "nodes for training on Elastic, Ray and Dask: `2`, or for Elastic a range such as `2:4`, of which the others "
-        "take the larger number",
-    ),
-    Variable(
-        "FLYTE_DDP_RETRIES",
-        "100",
-        REGISTRATION,
-        "how often Flyte starts a lost training pod again; attempts [without progress](deployment.md#when-pods-are-"
-        "lost) end earlier",
-    ),
-    Variable(
-        "FLYTE_DDP_HOURS",
-        "24",
-        REGISTRATION,
-        "hours after which Flyte stops an attempt that trains, predicts or reads all data",
-    ),
-    Variable("FLYTE_DDP_NOTIFY", "", REGISTRATION, "mail addresses, comma-separated, that hear of failed launch plans"),
-    Variable(
-        "FLYTE_DDP_POD_TEMPLATE",
-        "",
-        REGISTRATION,
-        "[pod template](deployment.md#restricted-namespaces) for all pods to which the profile gives none",
-    ),
-    Variable(
-        "FLYTE_DDP_WANDB_SECRET",
-        "(`wandb/api_key` with GPUs, else `off`)",
-        REGISTRATION,
-        "`group/key` of the Flyte secret with wandb's key, or `off`",
-    ),
-    Variable(
-        "FLYTE_DDP_REGISTRY",
-        "(`registry` in the runs folder)",
-        REGISTRY_PODS,
-        "folder or address of the [registry of models](releasing.md); without an address there is no "
-        "`nightly_release`, and `release_wf` fails",
-    ),
-    Variable(
-        "FLYTE_DDP_CHECKPOINTS",
-        "(beside Flyte's outputs)",
-        TRAINING_PODS,
-        "address in the blob store for pods' checkpoints",
-    ),
-    Variable(
-        "FLYTE_DDP_CHECKPOINT_DAYS",
-        "14",
-        TRAINING_PODS,
-        "days after which pods' checkpoints that no run has continued are removed",
-    ),
-    Variable(
-        "FLYTE_DDP_CHECKPOINT_SECONDS",
-        "60",
-        TRAINING_PODS,
-        "longest time between two checkpoints; 0 writes none",
-    ),
-    Variable(
-        "FLYTE_DDP_SAVE_SECONDS",
-        "30",
-        TRAINING_PODS,
-        "most seconds for the last checkpoint of a run that is told to stop; in training pods half of the [time to "
-        "stop](deployment.md#when-pods-are-lost)",
-    ),
-    Variable(
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
-        "(torch's)",
-        TRAINING_PODS,
-        "seconds from SIGTERM to SIGKILL of Elastic's workers; in training pods 5 s less than the time to stop",
-    ),
-    Variable("FLYTE_DDP_MEET_SECONDS", "900", TRAINING_PODS, "seconds that Elastic's pods wait until all of them run"),
-    Variable(
-        "FLYTE_DDP_TIMEOUT",
-        "600",
-        TRAINING_PODS,
-        "seconds that ranks wait for one another, and a run for nodes or workers that have not started yet. What rank "
-        "0 writes at the end of a run may take longer",
-    ),
-    Variable(
-        "FLYTE_DDP_PROGRESS",
-        "auto",
-        ALL_PODS,
-        "`auto` (a bar on a terminal, else lines: of steps at growing intervals, and of each evaluation), `bar`, "
-        "`lines` or `off`",
-    ),
-    Variable(
-        "FLYTE_DDP_LOADER_THREADS",
-        "0",
-        ALL_PODS,
-        "threads of each rank that decode images, or worker processes of a stream; 0: one for each of its cores",
-    ),
-    Variable(
-        ALLOWED,
-        "",
-        ALL_PODS,
-        "servers, buckets or folders, comma-separated, that an index or a redirect of a web server [may name](large-"
-        "data.md#indexes-from-elsewhere)",
-    ),
-    Variable(
-        "FLYTE_DDP_RESULTS",
-        "",
-        TRAINING_PODS,
-        "folder or URL that gets a copy of the results that your own code hands in; pods are given a URL only",
-    ),
-    Variable("FLYTE_DDP_RUNS", "runs", HERE, "folder of local runs"),
-    Variable(
-        "FLYTE_DDP_CACHE",
-        "(`cache` in the runs folder)",
-        HERE,
-        "folder of fetched shards, and of marks for checked local ones",
-    ),
-    Variable(
-        "FLYTE_DDP_CACHE_BYTES",
-        "0",
-        TRAINING_PODS,
-        "most bytes that it may hold; 0: as many as the disk. In training and prediction pods half of the disk",
-    ),
-    Variable(
-        "FLYTE_DDP_ELASTIC_KEY",
-        "(Elastic's run id)",
-        HERE,
-        "secret by which workers of torch Elastic that you start yourself recognise each other; in pods a "
-        "NetworkPolicy keeps others out",
-    ),
-    Variable(
-        "WANDB_API_KEY",
-        "(runs are kept offline)",
-        HERE,
-        "wandb's key; pods get it from `FLYTE_DDP_WANDB_SECRET`",
-    ),
-    Variable("WANDB_PROJECT", "flyte-ddp", TRAINING_PODS, "as wandb uses it"),
-    Variable("WANDB_ENTITY", "", TRAINING_PODS, "as wandb uses it"),
-    Variable("WANDB_MODE", "(`online` with a key, else `offline`)", TRAINING_PODS, "as wandb uses it, or `disabled`"),
-    Variable("WANDB_BASE_URL", "", TRAINING_PODS, "as wandb uses it"),
-    Variable(
-        "FLYTE_DDP_WANDB_TABLE_ROWS",
-        "200",
-        TRAINING_PODS,
-        "rows of the table of predictions; a score for each class, or the prediction's alone above 1,000 classes",
-    ),
-    Variable("FLYTE_DDP_WANDB_WATCH", "0", TRAINING_PODS, "`1`: histograms of all weights at each evaluation"),
-    Variable("FLYTE_DDP_WANDB_TIMEOUT", "30", TRAINING_PODS, "seconds that the end of a run waits for wandb"),
-)
+GROUPS: dict[str, dict[str, tuple[str, str]]] = {  # by where they apply: default and meaning of each
+    REGISTRATION: {
+        "FLYTE_DDP_PROFILE": ("gpu", "[size of pods](deployment.md): a profile's name"),
+        "FLYTE_DDP_NODES": (
+            "1",
+            "nodes for Elastic, Ray and Dask: `2`, or for Elastic `2:4`, of which the others take the larger number",
+        ),
+        "FLYTE_DDP_RETRIES": (
+            "100",
+            "new pods for a lost one that trains; [without progress](deployment.md#when-pods-are-lost) there are fewer",
+        ),
+        "FLYTE_DDP_HOURS": ("24", "hours after which Flyte stops an attempt that trains, predicts or reads all data"),
+        "FLYTE_DDP_NOTIFY": ("", "mail addresses, comma-separated, that hear of failed launch plans"),
+        "FLYTE_DDP_POD_TEMPLATE": (
+            "",
+            "[pod template](deployment.md#restricted-namespaces) for all pods to which the profile gives none",
+        ),
+        "FLYTE_DDP_WANDB_SECRET": (
+            "(`wandb/api_key` with GPUs, else `off`)",
+            "`group/key` of the Flyte secret with wandb's key, or `off`",
+        ),
+    },
+    TRAINING_PODS: {
+        "FLYTE_DDP_CHECKPOINTS": ("(beside Flyte's outputs)", "address in the blob store for pods' checkpoints"),
+        "FLYTE_DDP_CHECKPOINT_DAYS": ("14", "days after which pods' checkpoints that no run has continued are removed"),
+        "FLYTE_DDP_CHECKPOINT_SECONDS": ("60", "longest time between two checkpoints; 0 writes none"),
+        "FLYTE_DDP_SAVE_SECONDS": (
+            "30",
+            "seconds for the last checkpoint; in pods half of the [time to stop](deployment.md#when-pods-are-lost)",
+        ),
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": (
+            "(torch's)",
+            "seconds from SIGTERM to SIGKILL of Elastic's workers; in training pods 5 s less than the time to stop",
+        ),
+        "FLYTE_DDP_MEET_SECONDS": ("900", "seconds that Elastic's pods wait until all of them run"),
+        "FLYTE_DDP_TIMEOUT": (
+            "600",
+            "seconds that ranks wait for one another, and a run for nodes or workers that have not started yet",
+        ),
+        "FLYTE_DDP_RESULTS": (
+            "",
+            "folder or URL that gets a copy of the results that your own code hands in; pods are given a URL only",
+        ),
+        "FLYTE_DDP_CACHE_BYTES": (
+            "0",
+            "most bytes of fetched shards; 0: as many as fit. In pods that train or predict half of the disk",
+        ),
+        "WANDB_PROJECT": ("flyte-ddp", "as wandb uses it"),
+        "WANDB_ENTITY": ("", "as wandb uses it"),
+        "WANDB_MODE": ("(`online` with a key, else `offline`)", "as wandb uses it, or `disabled`"),
+        "WANDB_BASE_URL": ("", "as wandb uses it"),
+        "FLYTE_DDP_WANDB_TABLE_ROWS": (
+            "200",
+            "rows of the table of predictions; a score for each class, or the prediction's alone above 1,000 classes",
+        ),
+        "FLYTE_DDP_WANDB_WATCH": ("0", "`1`: histograms of all weights at each evaluation"),
+        "FLYTE_DDP_WANDB_TIMEOUT": ("30", "seconds that the end of a run waits for wandb"),
+    },
+    REGISTRY_PODS: {
+        "FLYTE_DDP_REGISTRY": (
+            "(`registry` in the runs folder)",
+            "folder or address of the [registry of models](releasing.md); pods need an address to release a model",
+        ),
+    },
+    ALL_PODS: {
+        "FLYTE_DDP_PROGRESS": (
+            "auto",
+            "`auto` (a bar on a terminal, else lines: steps at growing intervals, evaluations), `bar`, `lines`, `off`",
+        ),
+        "FLYTE_DDP_LOADER_THREADS": (
+            "0",
+            "threads of each rank that decode images, or worker processes of a stream; 0: one for each of its cores",
+        ),
+        ALLOWED: (
+            "",
+            "servers, buckets, folders (comma-separated) that indexes [may name](large-data.md#indexes-from-elsewhere)",
+        ),
+    },
+    HERE: {
+        "FLYTE_DDP_RUNS": ("runs", "folder of local runs"),
+        "FLYTE_DDP_CACHE": (
+            "(`cache` in the runs folder)",
+            "folder of fetched shards, and of marks for checked local ones",
+        ),
+        "FLYTE_DDP_ELASTIC_KEY": (
+            "(Elastic's run id)",
+            "secret by which workers of torch Elastic that you start yourself recognise each other; not for pods",
+        ),
+        "WANDB_API_KEY": ("(runs are kept offline)", "wandb's key; pods get it from `FLYTE_DDP_WANDB_SECRET`"),
+    },
+}
+TABLE = tuple(Variable(name, where, *row) for where, group in GROUPS.items() for name, row in group.items())
 VARIABLES = {variable.name: variable for variable in TABLE}
 INTERNAL = {  # what sets them
     "FLYTE_DDP_CODE": "digest of the registered sources, set in pods",
