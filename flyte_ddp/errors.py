@@ -125,11 +125,18 @@ def how_to_install(extra: str) -> str:
     return f"it comes with the extra {extra!r}; in the folder of flyte-ddp: uv pip install -e '.[{extra}]'"
 
 
-def unknown_name(kind: str, name: str, choices: Iterable[str]) -> UserError:
-    """The error for a name that is not in a table, with the nearest choice first and then all of them."""
+def unknown_name(kind: str, name: str, choices: Iterable[str], page: str = "docs/hyperparameters.md") -> UserError:
+    """Return the error for a name that is not in a table, with the nearest choice first and then all of them.
+
+    Args:
+        kind: What the name is.
+        name: The name.
+        choices: Names in the table.
+        page: Document that lists them, to which the error refers if they are more than LONGEST_LIST.
+    """
     names = sorted(choices)
     near = difflib.get_close_matches(name, names, n=6, cutoff=0.5)
     hint = f"did you mean {near[0]!r}? " if near else ""
     if len(names) > LONGEST_LIST:
-        names = [*(near or names[:6]), f"... ({len(names)} in all, listed in docs/hyperparameters.md)"]
+        names = [*(near or names[:6]), f"... ({len(names)} in all, listed in {page})"]
     return UserError(f"unknown {kind} {name!r}: {hint}choose one of {', '.join(names)}")

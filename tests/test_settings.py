@@ -101,6 +101,7 @@ def test_a_registration_refuses_an_unknown_variable() -> None:
     ended = registration(FLYTE_DDP_TIMOUT="5")
     assert ended.returncode == 1
     assert ended.stderr.startswith("Error: unknown variable 'FLYTE_DDP_TIMOUT': did you mean 'FLYTE_DDP_TIMEOUT'?")
+    assert "listed in docs/configuration.md" in ended.stderr
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ def check_registration() -> None:
     for name in sorted(os.environ):
         if name.startswith("FLYTE_DDP_") and name not in VARIABLES and name not in INTERNAL:
             known = [variable for variable in VARIABLES if variable.startswith("FLYTE_DDP_")]
-            raise unknown_name("variable", name, known)
+            raise unknown_name("variable", name, known, page="docs/configuration.md")
     for name in settings_left_here():
         print(f"{name} is not sent to pods: see docs/configuration.md", file=sys.stderr, flush=True)
 
