@@ -32,7 +32,7 @@ from flyte_ddp.errors import UserError, unknown_name
 from flyte_ddp.files import replacing
 from flyte_ddp.pods.environment import FROM_SCRATCH_VARIABLE
 from flyte_ddp.report.report import last_record_in
-from tasks.command_line import CALL_SECONDS, check_input_files, in_panels
+from tasks.command_line import CALL_SECONDS, check_input_files, show_errors_in_panels
 
 AWAY_SECONDS = 600.0  # the longest that it may be unreachable while we wait for an execution
 PAUSE_SECONDS = 15.0  # the most between two looks at an execution, and the least between two at a training's figures
@@ -47,13 +47,13 @@ class InSentences(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Reads the arguments."""
-        with in_panels(ctx):
+        with show_errors_in_panels(ctx):
             check_input_files(args)
             return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Runs the command."""
-        with in_panels(ctx), scoped_grpc_deadline(CALL_SECONDS):
+        with show_errors_in_panels(ctx), scoped_grpc_deadline(CALL_SECONDS):
             return super().invoke(ctx)
 
 

@@ -4,4 +4,4 @@ from tasks import command_line, input_form
 
 __all__ = ["input_form"]  # which is imported for what it registers
 
-command_line.watch()
+command_line.set_up()

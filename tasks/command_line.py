@@ -46,7 +46,7 @@ CALL_SECONDS = 30.0  # that a cluster has to answer a call
 EXAMPLES = {"--hp": '{"epochs": 3}', "--policy": '{"rule": "not_worse"}', "--inputs-file": '{"hp": {"epochs": 3}}'}
 
 
-def watch() -> None:
+def set_up() -> None:
     """Set this up for the ``pyflyte`` command that imports our modules; do nothing in a pod or without a command.
 
     Raises:
@@ -55,7 +55,7 @@ def watch() -> None:
     context = click.get_current_context(silent=True)
     command = None if context is None else context.find_root().invoked_subcommand
     if context is not None and command in ("run", "register", "package"):
-        context.with_resource(in_panels(context))
+        context.with_resource(show_errors_in_panels(context))
         remove_folders_at_end()
         if command == "run":
             check_input_files(sys.argv)
@@ -85,7 +85,7 @@ def send_what_pods_need(chosen: RunLevelParams) -> None:
 
 
 @contextmanager
-def in_panels(context: click.Context) -> Iterator[None]:
+def show_errors_in_panels(context: click.Context) -> Iterator[None]:
     """Turn what a person can fix into an error that is shown as a panel; anything else stays as it is."""
     try:
         yield
@@ -121,7 +121,7 @@ def check_input_files(arguments: Sequence[str]) -> None:
         UserError: one cannot be read, or is neither JSON nor YAML, or holds no object.
     """
     for option, example in EXAMPLES.items():
-        value = following(arguments, option)
+        value = argument_after(arguments, option)
         if option not in arguments or (value or "").lstrip().startswith(("{", "[", "'")):  # flytekit's words are enough
             continue
         if value is None:
@@ -142,7 +142,7 @@ def wrong_kind_of_path(error: BaseException | None) -> UserError | None:
     """Return the error for a file or folder of another kind than the input takes; None if that is not what happened."""
     while error is not None:
         if isinstance(error, TypeTransformerFailedError) and (found := re.search(r"t '(\w+)'", str(error))):
-            given = following(sys.argv, f"--{found[1]}")  # it says "argument" or "input"
+            given = argument_after(sys.argv, f"--{found[1]}")  # it says "argument" or "input"
             if given is None:
                 return None
             path = Path(given)
@@ -168,7 +168,7 @@ def unknown_option(error: Exception) -> UserError | None:
     """Return the error for an unknown option, or key of an inputs file; None where click says enough."""
     if not isinstance(error, click.NoSuchOption):
         return None
-    name, path = error.option_name.lstrip("-"), following(sys.argv, "--inputs-file")
+    name, path = error.option_name.lstrip("-"), argument_after(sys.argv, "--inputs-file")
     source = f"--inputs-file {path}" if path else error.option_name
     if name in {field.name for field in dataclasses.fields(Hyperparameters)}:
         example = EXAMPLES["--inputs-file"] if path else f"--hp '{EXAMPLES['--hp']}'"
@@ -179,7 +179,7 @@ def unknown_option(error: Exception) -> UserError | None:
     return UserError(f"{source}: {unknown_name('input', name, inputs).message}")
 
 
-def following(arguments: Sequence[str], option: str) -> str | None:
+def argument_after(arguments: Sequence[str], option: str) -> str | None:
     """Return the argument after an option; None without."""
     rest = arguments[arguments.index(option) + 1 :] if option in arguments else []
     return rest[0] if rest else None

@@ -11,14 +11,14 @@ NEEDED = {
     "ray": ("flytekitplugins.ray", "ray"),
     "dask": ("flytekitplugins.dask", "distributed"),
 }
-left_out: dict[str, str] = {}  # workflows, and what to install for them
+left_out: dict[str, str] = {}  # by the name of a workflow, what to install for it
 
 
-def installed(name: str) -> bool:
-    """Whether an engine is installed; if not, says which workflow is left out, and how to install it.
+def is_engine_installed(name: str) -> bool:
+    """Return whether an engine is installed; if not, print to stderr how to install it, and keep that in left_out.
 
     Args:
-        name: of the engine, and of our extra.
+        name: Name of the engine, and of our extra.
     """
     for module in NEEDED[name]:
         with suppress(ModuleNotFoundError):  # its parent package is missing

@@ -19,7 +19,7 @@ KINDS = {bool: "boolean", int: "integer", float: "number", str: "string"}
 
 
 class FormTransformer(DataclassTransformer):  # type: ignore[misc]  # which flytekit leaves untyped
-    """flytekit's, with a schema that the console understands."""
+    """Flytekit's transformer of dataclasses, with a schema that the console understands."""
 
     def __init__(self, form: type[CheckedFields]) -> None:
         super().__init__()
@@ -27,13 +27,13 @@ class FormTransformer(DataclassTransformer):  # type: ignore[misc]  # which flyt
         TypeTransformer.__init__(self, name=form.__name__, t=form)
 
     def get_literal_type(self, t: type[CheckedFields]) -> LiteralType:
-        """The type as Flyte stores it."""
+        """Return the type as Flyte stores it, with the console's schema."""
         found = super().get_literal_type(t)
         found.metadata |= form_metadata(self.form())
         return found
 
     def guess_python_type(self, literal_type: LiteralType) -> type[CheckedFields]:
-        """The dataclass of such a type."""
+        """Return the dataclass of such a type; raise ValueError for another type."""
         if literal_type.metadata and self.form.__name__ in literal_type.metadata.get("definitions", {}):
             return self.form
         raise ValueError(f"{literal_type} is not the type {self.form.__name__}")

@@ -15,13 +15,13 @@ __all__ = ["PythonPickledFile"]
 
 
 class PickledFileTransformer(FlyteFilePathTransformer):  # type: ignore[misc]  # which flytekit leaves untyped
-    """flytekit's, which also takes a zip file."""
+    """Flytekit's transformer of the type, which also takes a zip file."""
 
     def __init__(self) -> None:
         AsyncTypeTransformer.__init__(self, name="PythonPickledFile", t=PythonPickledFile)
 
     def get_mime_type_from_extension(self, extension: str) -> str | Sequence[str]:
-        """The MIME types that a file of the type may have."""
+        """Return the MIME types that a file of the type may have."""
         known = super().get_mime_type_from_extension(extension)
         return [known, "application/zip"] if isinstance(known, str) else [*known, "application/zip"]
 

@@ -76,7 +76,9 @@ def launching_pod(size: Size) -> dict[str, Any]:
         "secret_requests": secrets(),
         "interruptible": profile.interruptible,
         "retries": read_whole_number("FLYTE_DDP_RETRIES"),  # without progress fewer: CheckpointStore.stop_if_futile
-        "cache": by_content(ignored_inputs=("data",)),  # whose address always differs; run_version has their version
+        "cache": cache_by_content(
+            ignored_inputs=("data",)
+        ),  # whose address always differs; run_version has their version
         **WITH_DECK,
     }
 
@@ -127,7 +129,7 @@ def secrets() -> list[Secret]:
     return [Secret(*named, mount_requirement=Secret.MountType.ENV_VAR)] if named else []
 
 
-def by_content(ignored_inputs: tuple[str, ...] = (), code: str = "") -> Cache:
+def cache_by_content(ignored_inputs: tuple[str, ...] = (), code: str = "") -> Cache:
     """Return a cache by inputs and library sources, in which equal executions at a time run once.
 
     Args:

@@ -26,7 +26,7 @@ class CheckedInputs(NamedTuple):
     run_version: str
 
 
-@task(**pods.data_pod(), cache=pods.by_content(ignored_inputs=("data_source",)))
+@task(**pods.data_pod(), cache=pods.cache_by_content(ignored_inputs=("data_source",)))
 @translate_errors_for_flyte()
 def fetch_dataset(dataset: str, data_source: str, test_dataset: str, data_version: str) -> FlyteDirectory:
     """Download, verify and prepare a data set, once for each version of its content."""

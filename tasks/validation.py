@@ -35,7 +35,7 @@ class Validated(NamedTuple):
     warnings: List[str]
 
 
-@task(**pods.data_pod(), cache=pods.by_content(ignored_inputs=("data",), code=package_digest()))
+@task(**pods.data_pod(), cache=pods.cache_by_content(ignored_inputs=("data",), code=package_digest()))
 @translate_errors_for_flyte()
 def profile_dataset(data: FlyteDirectory, data_version: str) -> DataProfile:
     """Look at all samples of a data set, once for each version of its content."""

@@ -6,12 +6,12 @@ Run it with ``pyflyte run workflows/dask_training.py dask_training_wf --hp confi
 from flytekit import workflow
 
 from flyte_ddp.config import Hyperparameters
-from tasks.engines import installed
+from tasks.engines import is_engine_installed
 from tasks.preparation import check_inputs
 from tasks.training import TrainingOutputs
 from workflows.schedules import launch_plans_of
 
-if installed("dask"):
+if is_engine_installed("dask"):
     from tasks.dask_training import train_on_dask
 
     @workflow

@@ -6,12 +6,12 @@ Run it with ``pyflyte run workflows/elastic_training.py elastic_training_wf --hp
 from flytekit import workflow
 
 from flyte_ddp.config import Hyperparameters
-from tasks.engines import installed
+from tasks.engines import is_engine_installed
 from tasks.preparation import check_inputs
 from tasks.training import TrainingOutputs
 from workflows.schedules import launch_plans_of
 
-if installed("elastic"):
+if is_engine_installed("elastic"):
     from tasks.elastic_training import train_on_elastic
 
     @workflow

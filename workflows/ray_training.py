@@ -6,12 +6,12 @@ Run it with ``pyflyte run workflows/ray_training.py ray_training_wf --hp config/
 from flytekit import workflow
 
 from flyte_ddp.config import Hyperparameters
-from tasks.engines import installed
+from tasks.engines import is_engine_installed
 from tasks.preparation import check_inputs
 from tasks.training import TrainingOutputs
 from workflows.schedules import launch_plans_of
 
-if installed("ray"):
+if is_engine_installed("ray"):
     from tasks.ray_training import train_on_ray
 
     @workflow

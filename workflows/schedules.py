@@ -38,7 +38,7 @@ def launch_plans_of(
     by_name = {workflow.short_name: workflow for workflow in workflows}
     schedules = [schedule for schedule in read_schedules() if schedule.workflow in by_name]
     if needs and not os.environ.get(needs):
-        if registering():
+        if is_registering():
             for schedule in schedules:
                 print(f"{schedule.name} is left out, as {needs} is not set", file=sys.stderr, flush=True)
         return {}
@@ -70,13 +70,13 @@ def launch_plan(schedule: Schedule, workflow: PythonFunctionWorkflow) -> LaunchP
 
 
 def failure_notifications() -> List[Email]:
-    """Mail to the addresses in ``FLYTE_DDP_NOTIFY`` (comma-separated, read at registration) when an execution fails."""
+    """Return a mail to the addresses in FLYTE_DDP_NOTIFY, comma-separated, for executions that fail; [] without any."""
     recipients = [address.strip() for address in read_text("FLYTE_DDP_NOTIFY").split(",") if address.strip()]
     phases = [WorkflowExecutionPhase.FAILED, WorkflowExecutionPhase.TIMED_OUT, WorkflowExecutionPhase.ABORTED]
     return [Email(phases=phases, recipients_email=recipients)] if recipients else []
 
 
-def registering() -> bool:
+def is_registering() -> bool:
     """Return whether this is a ``pyflyte`` command that registers, or packages, what it imports."""
     context = click.get_current_context(silent=True)
     return context is not None and context.find_root().invoked_subcommand in ("register", "package")

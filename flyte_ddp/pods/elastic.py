@@ -92,7 +92,7 @@ def one_of_several_pods(ended_without_outputs: type[BaseException]) -> Iterator[
         return
     store = os.environ[STORE]
     try:
-        with address_published_each_time():
+        with publish_address_each_time():
             yield
     except (ended_without_outputs, Sigterm) as ended:
         if isinstance(ended, Sigterm) or isinstance(ended.__context__, SignalException):
@@ -118,7 +118,7 @@ def meet_seconds() -> int:
 
 
 @contextmanager
-def address_published_each_time() -> Iterator[None]:
+def publish_address_each_time() -> Iterator[None]:
     """Replace a method of torch's, so that rank 0 publishes its address at each rendezvous.
 
     torch publishes it once; a pod that joins a later rendezvous, in a lost pod's place, would wait for it.
