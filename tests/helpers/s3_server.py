@@ -46,13 +46,20 @@ class S3Server:
 
 
 @contextmanager
-def s3_server(folder: Path, *options: str) -> Iterator[S3Server]:
-    """Serves ``folder`` on a port that the system chooses, until the context ends, with more of rclone's options."""
+def s3_server(folder: Path, *options: str, keyed: bool = True) -> Iterator[S3Server]:
+    """Serve ``folder`` on a port that the system chooses until the context ends; without ``keyed`` to everybody.
+
+    Args:
+        folder: its folders are the buckets.
+        options: more of rclone's.
+        keyed: whether requests must be signed.
+    """
     access_key, secret_key = "loopback-test-key", "loopback-test-secret"
     with tempfile.TemporaryDirectory() as home:
         log = Path(home) / "log"
         command = [str(RCLONE), "serve", "s3", str(folder), "--addr", "127.0.0.1:0", "--dir-cache-time", "100us"]
-        command += ["--auth-key", f"{access_key},{secret_key}", "--config", str(Path(home) / "none.conf"), *options]
+        command += ["--config", str(Path(home) / "none.conf"), *options]
+        command += ["--auth-key", f"{access_key},{secret_key}"] if keyed else []
         with log.open("wb") as output:
             process = subprocess.Popen(command, stdout=output, stderr=output, env={**os.environ, "HOME": home})
         try:

@@ -157,16 +157,11 @@ def test_lists_of_folders_follow_links_and_leave_out_hidden_files(tmp_path: Path
 def test_a_folder_that_cannot_be_read_is_an_error_and_not_empty(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "class").mkdir()
-    scandir = os.scandir
+    def refuse(folder: str) -> None:
+        raise PermissionError(13, "Permission denied", folder)
 
-    def refused(folder: str) -> object:
-        if folder.endswith("class"):
-            raise PermissionError(13, "Permission denied", folder)
-        return scandir(folder)
-
-    monkeypatch.setattr(os, "scandir", refused)  # root, who runs these tests in CI, may read everything
-    with pytest.raises(UnavailableError, match=f"{tmp_path}/class: Permission denied"):
+    monkeypatch.setattr(os, "scandir", refuse)  # root, who runs these tests in CI, may read everything
+    with pytest.raises(UnavailableError, match=f"{tmp_path}: Permission denied"):
         list(storage.list_files(str(tmp_path)))
 
 
@@ -183,8 +178,8 @@ def test_a_fault_that_passes_is_retried(place: Place, monkeypatch: pytest.Monkey
     place.server.faults[f"{place.prefix}x"] = [fault]
     said: list[str] = []
     assert storage.retried(address, storage.read, said.append) == CONTENT
-    assert len(place.server.requests) == 2
-    assert [text.startswith(f"{address}: ") for text in said] == [True]
+    assert len(place.server.requests) == 1 + len(said) > 1  # on a busy machine another try may come too late
+    assert all(text.startswith(f"{address}: ") for text in said)
 
 
 @remote
@@ -230,9 +225,7 @@ def test_connections_are_kept(place: Place) -> None:
     for _ in range(10):
         assert storage.read(address) == b"content"
         assert storage.stat(address).size == 7
-    spare = (
-        0 if place.address.startswith("http:") else 6
-    )  # which obstore opens when it has not got the last one back yet
+    spare = 0 if place.address.startswith("http:") else 6  # opened by obstore before it has the last one back
     assert len(place.server.connections) <= 1 + spare
     with ThreadPoolExecutor(6) as pool:
         assert set(pool.map(storage.read, [address] * 200)) == {b"content"}
@@ -285,7 +278,7 @@ fork(lambda: fork(read))
 
 
 @pytest.mark.slow
-@objects
+@pytest.mark.parametrize("place", ["s3"], indirect=True)
 def test_forked_children_can_read_if_their_parent_has_not(place: Place) -> None:
     """Else it is an error that says what to do: obstore would wait for threads that a fork does not have."""
     command = [sys.executable, "-W", "ignore", "-c", IN_FORKS, place.put("x", b"content")]
@@ -338,24 +331,15 @@ def test_pauses_grow_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(waited) == 3
 
 
-def test_a_list_on_a_web_server_has_the_names_of_files(server: FileServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("option", ["--text", "--binary", "--tag"])
+def test_a_list_on_a_web_server_has_the_names_of_files(server: FileServer, tmp_path: Path, option: str) -> None:
     """All that a file can be called, as sha256sum itself writes it."""
-    names = [
-        "a/x#1.jpg",
-        "a/x?y=1.jpg",
-        "a/100%.jpg",
-        "a/%20.jpg",
-        "a/é 名.jpg",
-        "a/back\\slash.jpg",
-        "a/two\nlines.jpg",
-    ]
-    names += ["a/ends with a space.jpg ", "a/\u2028.jpg", "a/\x85.jpg", "a/..jpg", "a/+&=;:@.jpg"]
+    names = ["x#1.jpg", "x?y=1.jpg", "100%.jpg", "%20.jpg", "é 名.jpg", "ends with a space.jpg ", "..jpg", "+&=;:@.jpg"]
+    names += ["\u2028.jpg", "\x85.jpg", "a\\b.jpg", "a\nb.jpg", "a\rb.jpg", "a\\nb.jpg", "a (1) = b.jpg", " a.jpg"]
     for number, name in enumerate(names):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"%d" % number)
         server.files[f"d/{name}"] = b"%d" % number
-    command = "find * -type f -exec sha256sum {} +"
-    sums = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, check=True).stdout
+    sums = subprocess.run(["sha256sum", option, *names], cwd=tmp_path, capture_output=True, check=True).stdout
     server.files["d/SHA256SUMS"] = sums
     address = f"{server.url}/d"
     assert [entry.name for entry in storage.list_files(address)] == sorted(names)

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import trustme
 from faulty_proxy import faulty_proxy
 from file_server import file_server
-from s3_server import DEADLINE, RCLONE, S3Server, s3_server, started
-from surroundings import clean, s3_environment
+from s3_server import S3Server, s3_server
+from surroundings import s3_environment
 
 from flyte_ddp import storage
 from flyte_ddp.storage import ForbiddenError, MissingError, UnavailableError
@@ -42,33 +39,14 @@ def keyed(objects: Path) -> Iterator[S3Server]:
         yield server
 
 
-@contextmanager
-def open_to_all(folder: Path) -> Iterator[str]:
-    """The address of a server that does not."""
-    with tempfile.TemporaryDirectory() as home:
-        log = Path(home) / "log"
-        command = [str(RCLONE), "serve", "s3", str(folder), "--addr", "127.0.0.1:0"]
-        with log.open("wb") as output:
-            command += ["--config", str(Path(home) / "none.conf")]
-            process = subprocess.Popen(command, stdout=output, stderr=output, env={**os.environ, "HOME": home})
-        try:
-            yield started(process, log)
-        finally:
-            process.terminate()
-            process.wait(DEADLINE)
-
-
-@pytest.fixture(scope="module")
-def open_server(objects: Path) -> Iterator[str]:
-    with pytest.MonkeyPatch.context() as patch:
-        clean(patch)
-        with open_to_all(objects) as url:
-            yield url
-
-
-def test_with_the_right_key_a_list_has_all_pages(keyed: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def keys(keyed: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in keyed.aws_environment().items():
         monkeypatch.setenv(name, value)
+
+
+@pytest.mark.usefixtures("keys")
+def test_with_the_right_key_a_list_has_all_pages() -> None:
     found = list(storage.list_files("s3://many/in"))
     assert [(entry.name, entry.size) for entry in found] == [(f"{n:04d}.jpg", len(str(n))) for n in range(MANY)]
     assert storage.read("s3://many/in/1204.jpg") == b"1204"
@@ -76,17 +54,13 @@ def test_with_the_right_key_a_list_has_all_pages(keyed: S3Server, monkeypatch: p
         list(storage.list_files("s3://no-such-bucket/in"))
 
 
-def test_keys_of_any_characters_are_signed_as_the_server_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ["a b", "ä+ö", "50%", "x=1&y=2", "~(1)'!*", "a/:/b", "%41", "#?", "c;d,e@f$"]
-    for name in names:
-        path = tmp_path / "odd" / name
+@pytest.mark.usefixtures("keys")
+def test_keys_of_any_characters_are_signed_as_the_server_does(objects: Path) -> None:
+    for name in ["a b", "ä+ö", "50%", "x=1&y=2", "~(1)'!*", "a/:/b", "%41", "#?", "c;d,e@f$"]:
+        path = objects / "odd" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(name.encode())
-    with s3_server(tmp_path) as server:
-        for name, value in server.aws_environment().items():
-            monkeypatch.setenv(name, value)
-        for name in names:
-            assert storage.read(f"s3://odd/{name}") == name.encode()
+        assert storage.read(f"s3://odd/{name}") == name.encode()
 
 
 def test_a_server_with_a_certificate_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,10 +106,9 @@ def test_without_a_key_or_with_a_wrong_one(keyed: S3Server, monkeypatch: pytest.
         assert not caught.value.transient
 
 
+@pytest.mark.usefixtures("keys")
 def test_which_right_is_missing(keyed: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """403 is no proof that an object is not there: the list tells, where there is a right to list."""
-    for name, value in keyed.aws_environment().items():
-        monkeypatch.setenv(name, value)
     with faulty_proxy(keyed.endpoint) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
         proxy.denied = ("many/in/0", "few")
@@ -156,18 +129,19 @@ def test_which_right_is_missing(keyed: S3Server, monkeypatch: pytest.MonkeyPatch
             list(storage.list_files("s3://many/in"))
 
 
-def test_where_everybody_may_read_no_key_is_needed(open_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    s3_environment(open_server, monkeypatch)
-    monkeypatch.setenv("STORAGE_EMULATOR_HOST", open_server)
-    for scheme in ("s3", "gs"):
-        assert storage.read(f"{scheme}://few/x") == b"content"
-        with pytest.raises(UnavailableError, match="ignores Range"):  # rclone sends the part, but as "200 OK"
-            storage.read(f"{scheme}://few/x", (3, 7))
-        assert storage.stat(f"{scheme}://few/x").size == 7
-        found = list(storage.list_files(f"{scheme}://many/in"))
-        assert [(entry.name, entry.size) for entry in found] == [(f"{n:04d}.jpg", len(str(n))) for n in range(MANY)]
-        with pytest.raises(MissingError, match="HTTP 404"):
-            storage.read(f"{scheme}://few/y")
+def test_where_everybody_may_read_no_key_is_needed(objects: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with s3_server(objects, keyed=False) as server:
+        s3_environment(server.endpoint, monkeypatch)
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.endpoint)
+        for scheme in ("s3", "gs"):
+            assert storage.read(f"{scheme}://few/x") == b"content"
+            with pytest.raises(UnavailableError, match="ignores Range"):  # rclone sends the part, but as "200 OK"
+                storage.read(f"{scheme}://few/x", (3, 7))
+            assert storage.stat(f"{scheme}://few/x").size == 7
+            found = list(storage.list_files(f"{scheme}://many/in"))
+            assert [(entry.name, entry.size) for entry in found] == [(f"{n:04d}.jpg", len(str(n))) for n in range(MANY)]
+            with pytest.raises(MissingError, match="HTTP 404"):
+                storage.read(f"{scheme}://few/y")
 
 
 def test_keys_of_a_profiles_process(keyed: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -199,11 +173,8 @@ def test_keys_of_a_machines_role(keyed: S3Server, monkeypatch: pytest.MonkeyPatc
         assert metadata.counts[f"{role}reader"] == 1
 
 
-def test_files_are_sent_in_parts_and_deleted_together(
-    keyed: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    for name, value in keyed.aws_environment().items():
-        monkeypatch.setenv(name, value)
+@pytest.mark.usefixtures("keys")
+def test_files_are_sent_in_parts_and_deleted_together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("flyte_ddp.storage.objects.PART_BYTES", 5 << 20)  # the least that S3 takes
     content = os.urandom(11 << 20)
     (tmp_path / "large").write_bytes(content)
