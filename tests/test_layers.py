@@ -21,11 +21,11 @@ def test_importing_the_workflows_imports_nothing_heavy() -> None:
     assert found.stdout.strip() == ""
 
 
-def test_the_launcher_starts_ranks_without_torch() -> None:
+def test_the_launcher_starts_ranks_without_torch_and_wandb() -> None:
     modules = "flyte_ddp.run, flyte_ddp.launch.spawn, flyte_ddp.report.report, flyte_ddp.tracking.wandb_run"
-    code = f"import sys, {modules}\nprint('torch' in sys.modules)"
+    code = f"import sys, {modules}\nprint('torch' in sys.modules, 'wandb' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "False"
+    assert found.stdout.strip() == "False False"
 
 
 def test_what_is_going_to_be_trained_is_shown_without_torch() -> None:

@@ -66,23 +66,14 @@ def parse_entry(address: str) -> Entry | None:
 
 @dataclass(frozen=True)
 class CheckpointStore:
-    """The files of one run, for an attempt at it; methods raise UnavailableError unless they say otherwise.
+    """The files of one run, for an attempt at it; methods raise UnavailableError unless they say otherwise."""
 
-    Args:
-        folder: address of the run: a path, s3://, gs:// or az://.
-        execution: id of the execution that the attempt belongs to.
-        attempt: number of the attempt in its execution, from 0.
-        days: age at which a file is removed.
-        from_scratch: whether checkpoints of other executions are passed over.
-        more_memory: advice for an attempt whose memory ran out.
-    """
-
-    folder: str
-    execution: str
-    attempt: int = 0
-    days: float = 14.0
-    from_scratch: bool = False
-    more_memory: str = "give it more memory"
+    folder: str  # address of the run: a path, s3://, gs:// or az://
+    execution: str  # id of the one that the attempt belongs to
+    attempt: int = 0  # number of the attempt in its execution
+    days: float = 14.0  # age at which a file is removed
+    from_scratch: bool = False  # whether checkpoints of other executions are passed over
+    more_memory: str = "give it more memory"  # advice for an attempt whose memory ran out
 
     def begin(self, path: Path) -> Checkpoint | None:
         """Download the newest checkpoint that can be read to ``path``, unless the folder there has one as new.
@@ -132,11 +123,7 @@ class CheckpointStore:
         return sorted(found, key=lambda entry: (entry.step, entry.epoch, entry.time), reverse=True)
 
     def sweep(self, stopped: Callable[[], bool] = lambda: False) -> None:
-        """Delete the files of all runs in this project that nobody will continue, AT_ONCE at a time.
-
-        Args:
-            stopped: asked before each deletion; True ends the sweep.
-        """
+        """Delete the files of all runs in this project that nobody will continue, AT_ONCE until ``stopped()``."""
         now = time.time()
         entries = list_entries(posixpath.dirname(self.folder))
         done = {entry.folder for entry in entries if entry.kind == DONE and now - entry.time > DONE_SECONDS}
@@ -208,7 +195,7 @@ class CheckpointStore:
         reach something does not count.
 
         Args:
-            entries: all files of the run, newest checkpoints first.
+            entries: files of the run, newest checkpoints first.
             step: of the newest checkpoint, 0 without one.
 
         Raises:
@@ -218,9 +205,8 @@ class CheckpointStore:
         for entry in entries:  # of an attempt's starts the first, at the lowest step, counts
             if entry.execution == self.execution and entry.attempt < self.attempt and entry.kind != SAVED:
                 attempts[entry.attempt][entry.kind] = entry
-        began_here = [
-            notes for _, notes in sorted(attempts.items()) if STARTED in notes and notes[STARTED].step >= step
-        ]
+        in_order = [notes for _, notes in sorted(attempts.items()) if STARTED in notes]
+        began_here = [notes for notes in in_order if notes[STARTED].step >= step]
         futile = [notes.get(FAILED) or notes[TRAINED] for notes in began_here if notes.keys() & {FAILED, TRAINED}]
         lost = [notes for notes in began_here if notes.keys() == {STARTED}]
         if len(futile) >= FUTILE_ATTEMPTS:
@@ -237,22 +223,11 @@ class CheckpointStore:
             )
 
     def started(self, step: int) -> None:
-        """Record that the attempt has its data and launches its ranks.
-
-        Args:
-            step: of the checkpoint that it goes on from, 0 without one.
-
-        Raises:
-            UnreachableError: the store did not answer in several tries.
-        """
+        """Record, in several tries, that the attempt has its data and launches its ranks from this step on."""
         self.ask(self.folder, lambda _: self.note(STARTED, step))
 
     def send(self, path: Path) -> None:
-        """Upload a checkpoint, and delete those of this execution but the two newest.
-
-        Raises:
-            FileNotFoundError: there is no checkpoint at the path any more.
-        """
+        """Upload a checkpoint, and delete those of this execution but the two newest; FileNotFoundError without it."""
         found = checkpoint.read(path)
         if found is None:
             raise FileNotFoundError(path)

@@ -149,12 +149,7 @@ EXPLAINED = {
 
 
 def translate_error(error: Exception, *, anonymous: bool = False) -> UnavailableError:
-    """Return the UnavailableError for an error of obstore's.
-
-    Args:
-        error: of any class; its text has obstore's words in the first line, and those of what caused it below.
-        anonymous: whether the request had no credentials.
-    """
+    """Return the UnavailableError for an error of obstore's, whose text has in the lines below the first its causes."""
     text = str(error)
     status, cause, server = STATUS.search(text), CAUSE.search(text), SERVER.search(text)
     if isinstance(error, AlreadyExistsError) and "ConditionalRequestConflict" not in text:

@@ -96,12 +96,8 @@ def test_records_are_followed_as_they_are_written(tmp_path: Path) -> None:
 
 
 def test_records_of_an_earlier_attempt_are_not_followed(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n')
-    offset = path.stat().st_size
-    with path.open("a") as file:
-        file.write('{"step": 2}\n')
-    assert list(wandb_feed.follow_records(tmp_path, offset, over_after(lambda: None))) == [{"step": 2}]
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    assert list(wandb_feed.follow_records(tmp_path, len('{"step": 1}\n'), over_after(lambda: None))) == [{"step": 2}]
 
 
 def test_records_of_a_run_that_is_started_again_are_followed_once(tmp_path: Path) -> None:

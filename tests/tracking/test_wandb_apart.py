@@ -8,7 +8,6 @@ import resource
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -36,31 +35,18 @@ def without(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
     return run_training(HP, digits, tmp_path_factory.mktemp("without") / "run", OFF)
 
 
-class Wandb:
-    """The process that feeds wandb, as the test gets hold of it."""
-
-    pid = 0
-
-
 @pytest.fixture
-def wandb(monkeypatch: pytest.MonkeyPatch) -> Wandb:
-    started = Wandb()
-    start = wandb_run.start_wandb
+def children(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The processes that feed wandb, as they are started."""
+    pids: list[int] = []
+    start = wandb_run.WandbProcess.start
 
-    def start_and_tell(*arguments: Any) -> wandb_run.WandbProcess | None:
-        process = start(*arguments)
-        started.pid = process.process.pid if process else 0
-        return process
+    def start_and_tell(process: wandb_run.WandbProcess) -> None:
+        start(process)
+        pids.append(process.process.pid)
 
-    monkeypatch.setattr(wandb_run, "start_wandb", start_and_tell)
-    return started
-
-
-def disk_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For wandb's processes: no file of theirs can grow beyond a page."""
-    page = 4096
-    limit = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (page, page))
-    monkeypatch.setattr(wandb_run, "Popen", functools.partial(wandb_run.Popen, preexec_fn=limit))
+    monkeypatch.setattr(wandb_run.WandbProcess, "start", start_and_tell)
+    return pids
 
 
 TROUBLES = ("refuses", "hangs", "fails", "babbles", "denies")  # of the server
@@ -76,7 +62,7 @@ ASKED = ("hangs", "fails", "babbles", "denies", "is killed later")  # before tra
     ],
 )
 def test_the_weights_are_the_same(
-    digits: Path, without: Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wandb: Wandb, trouble: str
+    digits: Path, without: Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, children: list[int], trouble: str
 ) -> None:
     folder = tmp_path / "run"
     monkeypatch.setenv("WANDB_API_KEY", KEY)
@@ -84,7 +70,8 @@ def test_the_weights_are_the_same(
         folder.mkdir()
         (folder / "wandb").symlink_to("/dev/null")
     if trouble == "disk is full":
-        disk_is_full(monkeypatch)
+        limit = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (4096, 4096))  # of wandb's processes
+        monkeypatch.setattr(wandb_run, "Popen", functools.partial(wandb_run.Popen, preexec_fn=limit))
 
     with fake_server(trouble if trouble in TROUBLES else "works") as server:
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
@@ -92,14 +79,14 @@ def test_the_weights_are_the_same(
         def launch_in_trouble(job: Job, *, num_ranks: int) -> None:
             """Trains when wandb is where the trouble is."""
             if trouble == "is killed at once":
-                os.kill(wandb.pid, signal.SIGKILL)
+                os.kill(children[0], signal.SIGKILL)
             deadline = time.monotonic() + 60
             while trouble in ASKED and not server.requests and time.monotonic() < deadline:
                 time.sleep(0.02)
             if trouble in ASKED:
                 assert server.requests
             if trouble == "is killed later":
-                kill_trees(lambda: [wandb.pid])
+                kill_trees(lambda: children)
             single.launch(job, num_ranks=num_ranks)
 
         result = run_training(HP, digits, folder, ONLINE, launch=launch_in_trouble)

@@ -20,12 +20,6 @@ from flyte_ddp.validation.profile import DataProfile
 from flyte_ddp.validation.profiling import profile
 
 
-def folder_of(arrays: dict[str, np.ndarray], folder: Path) -> Path:
-    folder.mkdir()
-    write_arrays(image_arrays(**arrays, classes=("a", "b"), name="digits"), folder, {})
-    return folder
-
-
 def test_of_digits_by_numpy(digits: Path) -> None:
     found, arrays = profile(digits), open_arrays(digits)
     labels = Counter(arrays.train_labels.tolist())
@@ -47,21 +41,12 @@ def test_equal_pixels_among_arrays(tmp_path: Path) -> None:
     images[7] = images[1]  # and in the test split
     images[8] = images[2]  # likewise, with another label
     labels = np.array([0, 0, 1, 0, 1, 1, 0, 0, 0])
-    data = folder_of(
-        {
-            "train_images": images[:6],
-            "train_labels": labels[:6],
-            "test_images": images[6:],
-            "test_labels": labels[6:],
-        },
-        tmp_path / "data",
-    )
-    found = profile(data)
+    (tmp_path / "data").mkdir()
+    arrays = image_arrays(images[:6], labels[:6], images[6:], labels[6:], classes=("a", "b"), name="digits")
+    write_arrays(arrays, tmp_path / "data", {})
+    found = profile(tmp_path / "data")
     assert found.duplicates == 2
-    assert sorted(found.duplicated) == [
-        "test sample 1 and training sample 1",
-        "test sample 2 and training sample 2",
-    ]
+    assert sorted(found.duplicated) == [f"test sample {number} and training sample {number}" for number in (1, 2)]
     assert found.conflicts == 2
     assert found.conflicting == ["training sample 2 (label 1) and test sample 2 (label 0)"]
 
