@@ -67,27 +67,17 @@ TORCHVISION_MODELS: dict[str, int] = {
     for model in TORCHVISION_CLASSIFIERS
 }
 
-# Prefixes of torchvision's other model families, by the reason why they cannot be trained here.
-UNSUPPORTED_PREFIXES: dict[str, tuple[str, ...]] = {
-    "quantised models are for inference only; train the model of the same name without 'quantized_'": ("quantized_",),
-    "it segments images and this package trains classifiers": ("deeplabv3_", "fcn_", "lraspp_"),
-    "it detects objects and this package trains classifiers": ("fasterrcnn_", "fcos_", "retinanet_", "ssd"),
-    "it detects objects or key points and this package trains classifiers": ("keypointrcnn_", "maskrcnn_"),
-    "it estimates optical flow and this package trains classifiers": ("raft_",),
-    "it takes video and this package trains on images": ("mc3_", "mvit_", "r2plus1d_", "r3d_", "s3d", "swin3d_"),
-}
-
 MODELS: tuple[str, ...] = (*SMALL_MODELS, *TORCHVISION_MODELS)
 
 
 def encoded_kind(dataset: str) -> str:
-    """Which kind of encoded images it names, one of ``ENCODED_KINDS``; empty for another data set."""
+    """Return the kind of encoded images that a data set's name stands for, of ``ENCODED_KINDS``; empty for others."""
     kind, _, address = dataset.partition(":")
     return kind if kind in ENCODED_KINDS and address else ""
 
 
 def check_image_size(model: str, height: int, width: int) -> None:
-    """Refuses images that the model cannot take; of the user's own models nothing is known.
+    """Refuse images that the model cannot take; of the user's own models nothing is known.
 
     Raises:
         UserError: with the sizes that it can take.
@@ -102,8 +92,3 @@ def check_image_size(model: str, height: int, width: int) -> None:
         raise UserError(
             f"model {model!r} cannot take {height}x{width} images: they must be square; set image_size={fits}"
         )
-
-
-def why_unsupported(model: str) -> str | None:
-    """The reason why a model of torchvision cannot be used; None for other names."""
-    return next((reason for reason, prefixes in UNSUPPORTED_PREFIXES.items() if model.startswith(prefixes)), None)

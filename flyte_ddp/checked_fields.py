@@ -25,7 +25,7 @@ LARGEST_INT = 2**53  # the console's form (protobuf Struct) carries doubles: lar
 
 
 def setting(default: Any, doc: str, *, choices: tuple[str, ...] | None = None, **bounds: float) -> Any:
-    """A field with its documentation and its range, by the names of ``BOUNDS``."""
+    """Return a dataclass field with its documentation and its range, by the names of ``BOUNDS``."""
     if type(default) is int:
         bounds.setdefault("at_most", LARGEST_INT)
     return dataclasses.field(default=default, metadata={"doc": doc, "choices": choices, **bounds})
@@ -36,7 +36,6 @@ class CheckedFields(DataClassJsonMixin):
 
     Raises:
         UserError: an unknown field, a value of the wrong type, or a value out of range.
-
     """
 
     called: ClassVar[str]
@@ -46,7 +45,7 @@ class CheckedFields(DataClassJsonMixin):
         cls.called = called
 
     def __new__(cls, *_: Any, **values: Any) -> Self:
-        """Refuses an unknown name as all other paths do, with the nearest known one, before ``__init__`` does."""
+        """Refuse an unknown name as all other paths do, with the nearest known one, before ``__init__`` does."""
         cls.known(values)
         return super().__new__(cls)
 
@@ -56,7 +55,7 @@ class CheckedFields(DataClassJsonMixin):
 
     @classmethod
     def known(cls, values: Any) -> dict[str, Any]:
-        """A copy of the mapping; an error if a key is no field's name."""
+        """Return a copy of the mapping; UserError if it is none, or if a key is no field's name."""
         if not isinstance(values, Mapping):
             raise UserError(f"{cls.called}s must be a JSON object, got {shown(values)}")
         names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
@@ -67,12 +66,12 @@ class CheckedFields(DataClassJsonMixin):
 
     @classmethod
     def from_dict(cls, kvs: Any, **_: Any) -> Self:
-        """Builds from untrusted key-value pairs, such as decoded JSON; the inherited one drops and converts."""
+        """Build from untrusted key-value pairs, such as decoded JSON; the inherited one drops and converts."""
         return cls(**cls.known(kvs))
 
     @classmethod
     def from_json(cls, s: Any, **_: Any) -> Self:
-        """The command line's way in (``--hp '{...}'``, ``--hp preset.json``, ``--inputs-file``)."""
+        """Build from JSON, as the command line does (``--hp '{...}'``, ``--hp preset.json``, ``--inputs-file``)."""
         try:
             values = json.loads(s)
         except (ValueError, RecursionError) as error:
@@ -91,10 +90,12 @@ class CheckedFields(DataClassJsonMixin):
 
 
 def checked(field: "dataclasses.Field[Any]", value: Any) -> Any:
-    """The value in the field's own type and range.
+    """Return the value in the field's own type.
 
     A whole number given as ``3.0`` is taken for an int, because the console's form (protobuf Struct) has only doubles.
-    Any other value of another type is refused, and a text with an address that has a user name or a password.
+
+    Raises:
+        UserError: another type, a value out of range, or a text with an address that has a user name or a password.
     """
     rule = field.metadata
     kind: Any = field.type
@@ -121,6 +122,6 @@ def checked(field: "dataclasses.Field[Any]", value: Any) -> Any:
 
 
 def shown(value: Any) -> str:
-    """A value as an error message shows it: on one line and not too long."""
+    """Return a value as an error message shows it: on one line and not too long."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -31,7 +31,7 @@ class Clock:
 
     @property
     def seconds(self) -> defaultdict[str, float]:
-        """By name, of all that the device has done by now."""
+        """Seconds by name, of all that the device has done by now."""
         with self._lock:
             while self.pending and self.pending[0][2].query():
                 name, begin, end = self.pending.popleft()
@@ -40,7 +40,7 @@ class Clock:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Adds the time that the block takes to ``name``."""
+        """Add the time that the block takes to ``name``."""
         begin = self.mark(name)
         try:
             yield
@@ -48,7 +48,7 @@ class Clock:
             self.add(name, begin)
 
     def mark(self, name: str) -> Any:
-        """This moment, for :meth:`add`."""
+        """Return this moment, for :meth:`add`."""
         if self.event is None or name == "evaluation":  # which waits for the device itself
             return time.perf_counter()
         event = self.event()
@@ -56,7 +56,7 @@ class Clock:
         return event
 
     def add(self, name: str, begin: Any) -> None:
-        """Adds the time since a mark of that name."""
+        """Add to ``name`` the time since ``begin``, which :meth:`mark` has returned for that name."""
         if isinstance(begin, float):
             self._seconds[name] += time.perf_counter() - begin
         else:
@@ -64,12 +64,12 @@ class Clock:
             _ = self.seconds  # so that the events of many steps do not pile up
 
     def total(self) -> float:
-        """Seconds since the clock was made."""
+        """Return the seconds since the clock was made."""
         return time.perf_counter() - self.started
 
 
 def clock_for(device: torch.device) -> Clock:
-    """The clock that knows when work on this device is done."""
+    """Return a clock that knows when work on this device is done."""
     if device.type != "cuda":
         return Clock()
     import torch

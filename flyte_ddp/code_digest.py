@@ -23,6 +23,7 @@ DECIDING = (
 )
 SAME_MEANING = {"ctx", "kind", "type_comment"}  # fields of syntax trees that repeat other fields or change nothing
 PARSING = threading.Lock()
+NO_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)  # what parsing raises for a file that is none
 
 
 @cache
@@ -31,7 +32,7 @@ def library_digest(root: Path = Path(__file__).parent) -> str:
 
     Comments, docstrings and formatting do not count. Reads and parses each of the files once in a process.
     """
-    return files_digest(root, [path for name in DECIDING for path in python_files(root / name)], syntax)
+    return files_digest(root, [path for name in DECIDING for path in python_files(root / name)], code_in)
 
 
 @cache
@@ -55,14 +56,16 @@ def files_digest(root: Path, paths: Iterable[Path], counting: Callable[[bytes], 
     return digest.hexdigest()[:16]
 
 
-def syntax(source: bytes) -> bytes:
-    """Return a source's syntax tree as text, which is the same for the same code in Python 3.11 to 3.13.
+def code_in(source: bytes) -> bytes:
+    """Return a source without comments, docstrings and formatting, in a form that Python 3.11 to 3.13 agree on.
 
-    Raises:
-        SyntaxError, ValueError, RecursionError, MemoryError: it is no Python, or nested too deeply.
+    What is no Python, or nested too deeply, is returned as it is.
     """
     words: list[str] = []
-    append_node(parse(source), words)
+    try:
+        append_node(parse(source), words)
+    except NO_PYTHON:
+        return source
     return "\n".join(words).encode()
 
 

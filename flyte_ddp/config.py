@@ -195,7 +195,7 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
 
 
 def check_names(hp: Hyperparameters) -> None:
-    """Refuses unknown data sets and models, with the choices."""
+    """Refuse unknown data sets and models, with the choices."""
     if ":" not in hp.dataset and hp.dataset not in catalog.DATASETS:
         raise unknown_name("dataset", hp.dataset, [*catalog.DATASETS, *catalog.DATASET_FORMS])
     if hp.dataset in [f"{kind}:" for kind in catalog.ENCODED_KINDS]:
@@ -207,15 +207,12 @@ def check_names(hp: Hyperparameters) -> None:
             f"test_dataset={hp.test_dataset!r}: must be {f'{fitting}:ADDRESS for {kind}:' if kind else 'left empty'}; "
             "other data sets than shards, streams and image folders have a test set of their own"
         )
-    if ":" not in hp.model:
-        if reason := catalog.why_unsupported(hp.model):
-            raise UserError(f"model={hp.model!r} cannot be used: {reason}; choose a classifier such as resnet18")
-        if hp.model not in catalog.MODELS:
-            raise unknown_name("model", hp.model, [*catalog.MODELS, "package.module:callable"])
+    if ":" not in hp.model and hp.model not in catalog.MODELS:
+        raise unknown_name("model", hp.model, [*catalog.MODELS, "package.module:callable"])
 
 
 def check_batch_size(hp: Hyperparameters, num_ranks: int) -> None:
-    """Refuses a batch that does not have a sample for each rank in each of its parts."""
+    """Refuse a batch that does not have a sample for each rank in each of its parts."""
     if hp.batch_size < num_ranks * hp.accumulation_steps:
         raise UserError(
             f"batch_size={hp.batch_size}: must be at least ranks x accumulation_steps = "
@@ -224,7 +221,7 @@ def check_batch_size(hp: Hyperparameters, num_ranks: int) -> None:
 
 
 def check_combinations(hp: Hyperparameters) -> None:
-    """Refuses fields that contradict one another."""
+    """Refuse fields that contradict one another."""
     check_batch_size(hp, max(1, hp.num_ranks))
     encoded = bool(catalog.encoded_kind(hp.dataset))
     if hp.augment in (("crop", "crop_flip") if encoded else ("resized_crop",)):

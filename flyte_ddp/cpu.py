@@ -40,13 +40,13 @@ class Cpu:
     flags: frozenset[str]
 
     def __str__(self) -> str:
-        """What decides how it rounds: which CPU it is, and the widest instructions that it lets programs use."""
+        """Return what decides how it rounds: vendor, family, model and the widest instructions that it offers."""
         widest = next((flag for flag in WIDEST_FIRST if flag in self.flags), "")
         parts = {"": self.vendor or platform.machine(), "family": self.family, "model": self.model, "with": widest}
         return " ".join(f"{name} {value}" for name, value in parts.items() if value).lstrip()
 
     def bf16(self) -> Bf16:
-        """What bf16 is worth in training the two small CNNs."""
+        """Return what bf16 is worth in training the two small CNNs."""
         for vendor, family, flag, worth in MEASURED:
             if (vendor, family) == (self.vendor, self.family) and flag in self.flags:
                 return worth
@@ -54,19 +54,9 @@ class Cpu:
 
 
 def read_cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> Cpu:
-    """The first CPU of this machine, on x86 and ARM; elsewhere one without flags."""
-    try:
-        first = cpuinfo.read_text().strip().partition("\n\n")[0]
-    except OSError:
-        first = ""
+    """Return the first CPU of this machine, on x86 and ARM; elsewhere one without flags."""
+    first = cpuinfo.read_text().strip().partition("\n\n")[0] if cpuinfo.exists() else ""
     facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first.splitlines())}
-
-    def fact(on_x86: str, on_arm: str) -> str:
-        return facts.get(on_x86) or facts.get(on_arm, "")
-
-    return Cpu(
-        vendor=fact("vendor_id", "CPU implementer"),
-        family=fact("cpu family", "CPU architecture"),
-        model=fact("model", "CPU part"),
-        flags=frozenset(fact("flags", "Features").split()),
-    )
+    on_x86_and_arm = [("vendor_id", "CPU implementer"), ("cpu family", "CPU architecture"), ("model", "CPU part")]
+    vendor, family, model = (facts.get(on_x86) or facts.get(on_arm, "") for on_x86, on_arm in on_x86_and_arm)
+    return Cpu(vendor, family, model, frozenset((facts.get("flags") or facts.get("Features", "")).split()))

@@ -15,7 +15,7 @@ LONGEST_MESSAGE = 600  # characters of a rank's message in a panel
 
 
 def from_here(path: Path) -> str:
-    """The path as a person would type it: relative if it is below the working directory, else whole."""
+    """Return the path as a person would type it: relative if it is below the working directory, else whole."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative
 
@@ -55,7 +55,7 @@ class RankError(click.ClickException, RuntimeError):
         return "\n\n".join(filter(None, (f"{self.message}{self.remark}", self.details)))
 
     def format_message(self) -> str:
-        """The text of a panel."""
+        """Return the text of a panel."""
         message = self.message if len(self.message) <= LONGEST_MESSAGE else f"{self.message[:LONGEST_MESSAGE]} ..."
         lines = [f"{message}{self.remark}"]
         if self.file is not None:
@@ -91,7 +91,7 @@ class StoppedError(click.ClickException, RuntimeError):
 
 
 def where_it_goes_on(step: int | None) -> str:
-    """What the same run will do when it is started again."""
+    """Return a sentence on where the same run resumes when it is started again."""
     if step is None:
         return "the same run will go on from its last checkpoint"
     if step == 0:
@@ -113,7 +113,7 @@ class PeerGoneError(CollectiveError):
 
 @contextmanager
 def needing(extra: str) -> Iterator[None]:
-    """Makes a failed import of what one of this package's extras installs a ``UserError``."""
+    """Turn a failed import in the block, of what one of this package's extras installs, into a ``UserError``."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -121,7 +121,7 @@ def needing(extra: str) -> Iterator[None]:
 
 
 def how_to_install(extra: str) -> str:
-    """The advice if one of this package's extras is missing."""
+    """Return the advice for a missing extra of this package."""
     return f"it comes with the extra {extra!r}; in the folder of flyte-ddp: uv pip install -e '.[{extra}]'"
 
 

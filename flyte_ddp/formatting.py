@@ -7,22 +7,22 @@ import time
 
 
 def percent(share: float | None) -> str:
-    """0.9142 as 91.42 %."""
+    """Return 0.9142 as 91.42 %."""
     return "n/a" if share is None else f"{100 * share:.2f}\N{NO-BREAK SPACE}%"
 
 
 def number(value: float | None, form: str = ".4f") -> str:
-    """A figure in a format of Python's."""
+    """Return a figure in a format of Python's."""
     return "n/a" if value is None else format(value, form)
 
 
 def counted(count: int | None, noun: str, rest: str = "") -> str:
-    """A count with its noun, such as ``2 threads``; empty if there is no count."""
+    """Return a count with its noun, such as ``2 threads``; empty if there is no count."""
     return "" if count is None else f"{count:,} {noun}{'' if count == 1 else 's'}{rest}"
 
 
 def duration(seconds: float | None) -> str:
-    """A time to about three digits, from milliseconds to hours."""
+    """Return a time to about three digits, from milliseconds to hours."""
     if seconds is None or not math.isfinite(seconds):
         return "n/a"
     if seconds < 1:
@@ -37,5 +37,5 @@ def duration(seconds: float | None) -> str:
 
 
 def moment(unix: float | None) -> str:
-    """A point in time, in UTC."""
+    """Return a point in time, in UTC."""
     return "at an unknown time" if unix is None else time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(unix))

@@ -5,8 +5,10 @@ Timings decide nothing: they would make results unrepeatable.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,28 +35,22 @@ class Hardware:
 
 
 def cores() -> int:
-    """CPU cores this process may use: the smaller of its affinity mask and its cgroup's quota, at least 1."""
+    """Return the CPU cores that this process may use: by its affinity mask and its cgroup's quota, at least 1."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(allowed, int(cgroup_quota())))
+    return max(1, int(min(allowed, cgroup_quota())))
 
 
 def cgroup_quota(root: Path = Path("/sys/fs/cgroup")) -> float:
-    """CPU quota of the cgroup in cores, at least 1; infinite (a large number) without one."""
-    unlimited = 1e6
-    try:
-        quota, period = (root / "cpu.max").read_text().split()
-    except (OSError, ValueError):
-        try:
-            quota, period = ((root / f"cpu/cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
-        except OSError:
-            return unlimited
-    if quota in ("max", "-1"):
-        return unlimited
-    return max(1.0, int(quota) / int(period))
+    """Return the CPU quota of the cgroup in cores; infinity without one. Knows both versions of cgroups."""
+    for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
+        with suppress(OSError):
+            quota, period = " ".join((root / name).read_text() for name in names).split()
+            return math.inf if quota in ("max", "-1") else int(quota) / int(period)
+    return math.inf
 
 
 def visible_gpus(devices: Path = Path("/dev")) -> int:
-    """GPUs that torch sees; torch is imported only if the machine has such a device."""
+    """Return how many GPUs torch sees; torch is imported only if the machine has such a device."""
     if not any((devices / name).exists() for name in ("nvidiactl", "nvidia0", "kfd", "dxg")):
         return 0
     import torch
@@ -63,7 +59,7 @@ def visible_gpus(devices: Path = Path("/dev")) -> int:
 
 
 def bf16_support(device_type: str) -> Bf16:
-    """What bf16 is worth on this machine's devices of this type."""
+    """Return what bf16 is worth on this machine's devices of this type; imports torch for GPUs."""
     if device_type == "cpu":
         return read_cpu().bf16()
     import torch
@@ -72,9 +68,10 @@ def bf16_support(device_type: str) -> Bf16:
 
 
 def detect(hp: Hyperparameters) -> Hardware:
-    """Decides ranks, device, backend, precision, memory order and threads, on this machine.
+    """Return the ranks, device, backend, precision, memory order and threads of a run on this machine.
 
-    UserError if it cannot serve the hyperparameters, or if a pod's visible GPUs are not those requested.
+    Raises:
+        UserError: the machine cannot serve the hyperparameters, or a pod's visible GPUs are not those requested.
     """
     gpus = visible_gpus()
     check_expected_gpus(gpus)
@@ -84,7 +81,13 @@ def detect(hp: Hyperparameters) -> Hardware:
 
 
 def choose_device(hp: Hyperparameters, gpus: int, who_has: str, other_fix: str = "") -> str:
-    """The ranks' type of device, cuda or cpu; UserError if there are too few GPUs."""
+    """Return the ranks' type of device, cuda or cpu; UserError if there are too few GPUs.
+
+    Args:
+        gpus: the number of GPUs that there are.
+        who_has: subject and verb of the sentence that says so in errors.
+        other_fix: what else the errors advise.
+    """
     if hp.backend == "nccl" and not gpus:
         raise UserError(f"backend='nccl': {who_has} no GPU; use backend='gloo' or 'auto'{other_fix}")
     device_type = "cuda" if gpus and hp.backend != "gloo" else "cpu"
@@ -97,7 +100,10 @@ def choose_device(hp: Hyperparameters, gpus: int, who_has: str, other_fix: str =
 
 
 def decide(hp: Hyperparameters, device_type: str, num_ranks: int, *, threads: int, bf16: Bf16) -> Hardware:
-    """Decides the rest for ranks of a number, device type and threads; UserError if they cannot serve."""
+    """Return the Hardware of so many ranks; UserError if the batch is too small or these ranks cannot serve ``hp``.
+
+    Chooses backend, strategy, precision and memory order; the other arguments are taken as they are.
+    """
     check_batch_size(hp, num_ranks)
     small = hp.model in catalog.SMALL_MODELS
     # A user's own model may rely on the usual order: `x.view(len(x), -1)` after a convolution fails in the other one.
@@ -114,13 +120,12 @@ def decide(hp: Hyperparameters, device_type: str, num_ranks: int, *, threads: in
 
 
 def check_requested(hp: Hyperparameters, nodes: int = 1, ranks: int = 0, capacity: int = 0) -> None:
-    """Refuses, before a pod with GPUs starts, what the requested pods cannot serve; outside pods does nothing.
+    """Refuse, before a pod with GPUs starts, what the requested pods cannot serve; outside pods do nothing.
 
     Args:
         nodes: the most pods of the profile's size that the ranks will be spread over.
-        ranks: the most that the engine starts, which ``num_ranks`` may only repeat; 0: as many as that says.
+        ranks: the number of ranks that the engine will start. If set, ``num_ranks`` must be 0 or equal to it.
         capacity: the most ranks that there can be without GPUs; 0: any number.
-
     """
     requested = os.environ.get(REQUESTED_GPUS)
     if requested is None:
@@ -143,7 +148,7 @@ def check_requested(hp: Hyperparameters, nodes: int = 1, ranks: int = 0, capacit
 
 
 def precision(hp: Hyperparameters, device_type: str, *, small: bool, bf16: Bf16) -> str:
-    """The arithmetic of training; ``auto`` takes bf16 if it is faster, on CPUs for the two small CNNs only."""
+    """Return the arithmetic of training; ``auto`` takes bf16 if it is faster, on CPUs for the two small CNNs only."""
     if hp.precision in ("fp32", "fp64"):
         return hp.precision
     if hp.precision == "auto":
@@ -157,7 +162,7 @@ def precision(hp: Hyperparameters, device_type: str, *, small: bool, bf16: Bf16)
 
 
 def strategy(hp: Hyperparameters, device_type: str) -> str:
-    """How gradients are averaged: in shared memory if the ranks are CPU processes (of this machine)."""
+    """Return how gradients are averaged: in shared memory if the ranks are CPU processes (of this machine)."""
     possible = device_type == "cpu" and sys.platform == "linux"
     if hp.strategy == "shared_memory" and not possible:
         raise UserError(
@@ -168,7 +173,7 @@ def strategy(hp: Hyperparameters, device_type: str) -> str:
 
 
 def check_expected_gpus(visible: int) -> None:
-    """In a pod: the number of GPUs that were requested for it must be there, no more and no fewer."""
+    """Raise UserError in a pod that does not see exactly the GPUs that were requested for it."""
     expected = os.environ.get(REQUESTED_GPUS)
     if expected is not None and int(expected) != visible:
         raise UserError(

@@ -33,31 +33,28 @@ class JsonLines:
             if self.size():
                 self._file.seek(-1, os.SEEK_END)
                 if self._file.read(1) != b"\n":
-                    self._append(b"\n")
+                    self._file.write(b"\n")
         except OSError as error:
             raise self._failure(error) from error
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Appends one record."""
-        line = json.dumps(finite({"time": time.time(), **record}), allow_nan=False)
+        """Append one record."""
+        line = json.dumps(finite({"time": time.time(), **record}), allow_nan=False).encode() + b"\n"
         try:
-            self._append(line.encode() + b"\n")
+            while line:  # a disk that fills up takes a part of it first
+                line = line[self._file.write(line) :]
         except OSError as error:
             raise self._failure(error) from error
-
-    def _append(self, data: bytes) -> None:
-        while data:  # a disk that fills up takes a part of it first
-            data = data[self._file.write(data) :]
 
     def _failure(self, error: OSError) -> UserError:
         return UserError(f"cannot write {self._path}: {error.strerror}; free some space or choose another run folder")
 
     def size(self) -> int:
-        """Bytes in the file."""
+        """Return the bytes in the file."""
         return self._file.tell()
 
     def close(self) -> None:
-        """Closes the file."""
+        """Close the file."""
         self._file.close()
 
     def __enter__(self) -> Self:
@@ -68,7 +65,7 @@ class JsonLines:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of a file, see :func:`parsed`; UserError if it cannot be read."""
+    """Return the records of a file, which is read whole, see :func:`parsed`; UserError if it cannot be read."""
     try:
         return [*parsed(path.read_bytes().splitlines())]
     except OSError as error:
@@ -76,15 +73,15 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def parsed(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    """The records in these lines. What is none, such as half a line of a writer that was killed, is left out."""
+    """Yield the records in these lines; what is no JSON object, such as half a line of a killed writer, is left out."""
     for line in lines:
         with suppress(ValueError):
-            if isinstance(record := json.loads(line), dict):
+            if isinstance(record := json.loads(line), dict):  # half a line may be a number
                 yield record
 
 
 def finite(value: Any) -> Any:
-    """The value with None for every float in it that is NaN or infinite."""
+    """Return the value with None for every float in it that is NaN or infinite."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

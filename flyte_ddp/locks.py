@@ -10,10 +10,10 @@ from pathlib import Path
 
 @contextmanager
 def exclusive(folder: Path, name: str, *, wait: bool = True) -> Iterator[None]:
-    """Holds a lock that one thread of one process can hold at a time.
+    """Hold a lock, on a file of that name in the folder, that one thread of one process can hold at a time.
 
     Raises:
-        BlockingIOError: somebody else holds it, and it is not to be waited for.
+        BlockingIOError: another thread or process holds it, and ``wait`` is false.
         OSError: the folder cannot be written to.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -26,5 +26,5 @@ def exclusive(folder: Path, name: str, *, wait: bool = True) -> Iterator[None]:
 
 
 def unlock(file: int) -> None:
-    """Releases an open file's lock; closing alone would leave it with a child that was forked meanwhile."""
+    """Release an open file's lock; closing alone would leave the lock with a child that was forked meanwhile."""
     fcntl.flock(file, fcntl.LOCK_UN)

@@ -1,7 +1,7 @@
-"""This process and those below it: name, signals, death with the parent, and an end for what ranks have started.
+"""This process and its descendants: name, signals, death with the parent, and an end for what ranks have started.
 
-What a user's model starts, such as loaders and daemons, must not outlive the run. Only Linux can see to that: there a
-process can adopt those whose parents have ended, and ``/proc`` says whose child each is.
+What a user's model starts, such as loaders and daemons, must not outlive the run. That works on Linux only, where a
+process can adopt orphans, and ``/proc`` says whose child each process is.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ POLL_SECONDS = 0.005
 
 
 def prctl(option: int, argument: Any) -> None:
-    """Linux's own, and nothing elsewhere."""
+    """Call Linux's prctl; do nothing on other systems."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(option, argument)
 
 
 def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
-    """Asks Linux for this signal when the thread that started this process ends: no rank outlives its launcher."""
+    """Ask Linux for this signal when the thread that started this process ends: no rank outlives its launcher."""
     prctl(PR_SET_PDEATHSIG, number)
 
 
 def set_name(name: str) -> None:
-    """Names the process for ``ps -o comm`` and ``top``, in up to 15 characters."""
+    """Name the process for ``ps -o comm`` and ``top``, in up to 15 characters."""
     prctl(PR_SET_NAME, name.encode())
 
 
 @contextmanager
 def signal_handlers(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
-    """Handles signals so in the block; outside the main thread, where Python does not allow that, as before."""
+    """Set handlers of signals for the block; does nothing outside the main thread, where Python does not allow that."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -57,7 +57,7 @@ def signal_handlers(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
 
 @contextmanager
 def postponed(number: signal.Signals) -> Iterator[None]:
-    """Keeps a signal until the end of a short block; only the main thread, which handles it, has something to do."""
+    """Defer a signal until the end of a short block. Works in the main thread, which handles signals."""
     came: list[int] = []
     try:
         with signal_handlers({number: lambda number, _: came.append(number)}):
@@ -68,7 +68,7 @@ def postponed(number: signal.Signals) -> Iterator[None]:
 
 
 def become_subreaper(wanted: bool = True) -> bool:
-    """Has Linux make this process the parent of descendants that have lost theirs; returns whether it was so before."""
+    """Have Linux make this process the parent of orphaned descendants, or not; return whether it was so before."""
     before = ctypes.c_int()
     prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
     prctl(PR_SET_CHILD_SUBREAPER, int(wanted))
@@ -76,16 +76,16 @@ def become_subreaper(wanted: bool = True) -> bool:
 
 
 def kill_descendants() -> None:
-    """Kills all that this process has started, and what that has; for a process that has nothing else to do."""
+    """Kill all descendants of this process, but for :func:`helpers`; for a process that has nothing else to do."""
     kill_trees(lambda: children_of(os.getpid(), ended=True) - helpers())
 
 
 @contextmanager
 def descendants_killed_at_end() -> Iterator[None]:
-    """Kills in the end what this thread has started in the block, in a process that does other things as well.
+    """Kill at the end what this thread has started in the block, in a process that does other things as well.
 
-    What was there before is left alone with all its children, and so is what other threads start. Daemons that have
-    left their parent are found where there is nobody else whose daemons they could be.
+    Earlier children are left alone with their descendants, and so is what other threads start. Orphaned daemons are
+    killed only if this process had no other children, since otherwise nobody could tell whose they are.
     """
     before = children_of(os.getpid(), ended=True)
     in_main = threading.current_thread() is threading.main_thread()
@@ -101,7 +101,7 @@ def descendants_killed_at_end() -> Iterator[None]:
 
 
 def kill_trees(roots: Callable[[], Iterable[int]]) -> None:
-    """Kills these processes with all their descendants, until there are none."""
+    """Kill the processes that ``roots`` returns, and all their descendants, until none lives or for KILL_SECONDS."""
     deadline = time.monotonic() + KILL_SECONDS
     while (found := living_trees(roots())) and time.monotonic() < deadline:
         for pid in found:
@@ -111,24 +111,24 @@ def kill_trees(roots: Callable[[], Iterable[int]]) -> None:
 
 
 def living_trees(roots: Iterable[int]) -> list[int]:
-    """Those of them that live, and their living descendants.
+    """Return the living processes among ``roots`` and below them.
 
-    Also those below a process that has ended: until all its threads have, its children are still its own.
+    A zombie can still have children while other threads of it run, so those below zombies are looked at, too.
     """
-    there = processes()
-    found = [pid for pid in roots if pid in there]
+    all_processes = processes()
+    found = [pid for pid in roots if pid in all_processes]
     for each in found:
-        found += [pid for pid, (parent, _) in there.items() if parent == each]
-    return [pid for pid in found if there[pid][1]]
+        found += [pid for pid, (parent, _) in all_processes.items() if parent == each]
+    return [pid for pid in found if all_processes[pid][1]]
 
 
 def children_of(pid: int, *, ended: bool = False) -> set[int]:
-    """Its living children, or with those that have ended."""
+    """Return a process's living children, and zombies if ``ended``."""
     return {child for child, (parent, lives) in processes().items() if parent == pid and (lives or ended)}
 
 
 def children_of_this_thread() -> set[int]:
-    """The children that this thread has started, or adopted as the main thread; all where that is not known."""
+    """Return the children that this thread has started, or adopted as the main thread; all where Linux does not say."""
     own = children_of(os.getpid(), ended=True)
     try:
         listed = Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()
@@ -138,7 +138,7 @@ def children_of_this_thread() -> set[int]:
 
 
 def processes() -> dict[int, tuple[int, bool]]:
-    """The parent of each process, and whether it has not ended; none on systems without ``/proc``."""
+    """Return each process's parent, and whether it has not ended; empty on systems without ``/proc``."""
     found = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):

@@ -20,21 +20,19 @@ class Progress:
 
     Args:
         mode: bar, lines, off, or auto (a bar if the stream is a terminal, else lines).
-        stream: where to; standard error if None.
+        stream: what to write to; standard error if None.
     """
 
     def __init__(self, mode: str = "auto", stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
-        self._mode = mode
-        if mode == "auto":
-            self._mode = "bar" if self._stream.isatty() else "lines"
+        self._mode = mode if mode != "auto" else "bar" if self._stream.isatty() else "lines"
         if self._mode == "bar":
             # tqdm's own lock is a semaphore shared between processes, which a killed rank would leave behind.
             tqdm.set_lock(threading.RLock())
 
     @contextmanager
     def track(self, label: str, total: int | None, unit: str) -> Iterator[Callable[[int], object]]:
-        """Yields the function to call with each further number of ``unit`` done; ``total`` is None if it is unknown."""
+        """Yield the function to call with each further number of ``unit`` done; ``total`` is None if it is unknown."""
         if self._mode == "bar":
             with tqdm(total=total, desc=label, unit=unit, unit_scale=unit == "B", file=self._stream) as bar:
                 yield bar.update
@@ -44,7 +42,7 @@ class Progress:
             yield lambda _: None
 
     def note(self, text: str) -> None:
-        """Shows a text on a line of its own."""
+        """Write a text on a line of its own."""
         with self._while_somebody_reads():
             if self._mode == "bar":
                 tqdm.write(text, file=self._stream)
@@ -60,21 +58,21 @@ class Progress:
 
 
 def size(number: int) -> str:
-    """Bytes as people read them: 26.4MB."""
+    """Return bytes as people read them: 26.4MB."""
     return f"{tqdm.format_sizeof(number)}B"
 
 
 class TrainingProgress(Progress):
     """Shows steps and evaluations of a run.
 
+    Lines come at once, every two seconds, and then whenever the time has grown by 30 %: 12 in a minute, 28 in an hour.
+    Each evaluation has a line.
+
     Args:
         mode: as of :class:`Progress`; ``stream`` likewise.
         total_steps: optimiser steps of the whole run.
         steps_per_epoch: optimiser steps of one epoch.
-        clock: seconds, from any origin.
-
-    Lines come at once, every two seconds, and then whenever the time has grown by 30 %: 12 in a minute, 28 in an hour.
-    Each evaluation has a line.
+        clock: returns seconds, from any origin.
     """
 
     def __init__(
@@ -87,10 +85,8 @@ class TrainingProgress(Progress):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(mode, stream)
-        self._total_steps = total_steps
-        self._epochs = -(-total_steps // steps_per_epoch)
-        self._clock = clock
-        self._start = clock()
+        self._total_steps, self._epochs = total_steps, -(-total_steps // steps_per_epoch)
+        self._clock, self._start = clock, clock()
         self._next = 0.0  # when the next step is shown, in seconds from the start
         self._first: tuple[float, int] | None = None  # when and at which step the first line came
         self._last_step = 0
@@ -102,11 +98,11 @@ class TrainingProgress(Progress):
                 )
 
     def due(self) -> bool:
-        """Whether :meth:`step` would show something now: only then is a loss worth fetching from a device."""
+        """Return whether :meth:`step` would show something now: only then is a loss worth fetching from a device."""
         return self._mode != "off" and self._elapsed() >= self._next
 
     def step(self, epoch: int, step: int, loss: float | None, samples_per_second: float | None) -> None:
-        """Takes in a finished step, and shows it if that is due.
+        """Take in a finished step, and show it if that is due.
 
         Args:
             epoch: counted from 0.
@@ -129,12 +125,17 @@ class TrainingProgress(Progress):
                 self._move_bar()
             return
         self._next = max(1.3 * now, now + 2.0)
-        self._first = self._first or (now, step)
+        # The time left is told from the first line on, so that start-up and the steps before a resume don't count.
+        began, first_step = self._first = self._first or (now, step)
         parts = [f"{self._epoch(epoch)}, step {step:,}/{self._total_steps:,}", *self._values.values()]
-        self.note(", ".join([*parts, f"{tqdm.format_interval(round(now))} elapsed", *self._remaining(now, step)]))
+        parts.append(f"{tqdm.format_interval(round(now))} elapsed")
+        if step > first_step:
+            left = (now - began) / (step - first_step) * (self._total_steps - step)
+            parts.append(f"{tqdm.format_interval(round(left))} left")
+        self.note(", ".join(parts))
 
     def evaluation(self, record: Mapping[str, Any]) -> None:
-        """Shows an evaluation record of metrics.jsonl (its ``epoch``: epochs done so far)."""
+        """Show an evaluation record of metrics.jsonl (its ``epoch``: epochs done so far)."""
         self._last_step = record["step"]
         results = [
             f"{split} accuracy {100 * record[f'{split}_accuracy']:.2f} % (loss {record[f'{split}_loss']:.4f})"
@@ -145,7 +146,7 @@ class TrainingProgress(Progress):
         self.note(f"{epoch}, step {record['step']:,}/{self._total_steps:,}: {', '.join(results)}")
 
     def close(self) -> None:
-        """Leaves the terminal in order; may be called twice."""
+        """Leave the terminal in order; may be called twice."""
         if self._mode == "bar":
             with self._while_somebody_reads():
                 self._move_bar()
@@ -156,14 +157,6 @@ class TrainingProgress(Progress):
 
     def _epoch(self, epoch: int) -> str:
         return f"epoch {epoch + 1}/{self._epochs}"
-
-    def _remaining(self, now: float, step: int) -> list[str]:
-        # From the first line on, so that start-up and the steps before a resume don't count.
-        began, first_step = self._first or (now, step)
-        if step == first_step:
-            return []
-        left = (now - began) / (step - first_step) * (self._total_steps - step)
-        return [f"{tqdm.format_interval(round(left))} left"]
 
     def _move_bar(self) -> None:
         self._bar.set_postfix_str(", ".join(self._values.values()), refresh=False)

@@ -30,7 +30,7 @@ _delivery: tuple[int, int, Deliver] | None = None  # process, rank, and how
 
 
 def submit(name: str, content: bytes) -> None:
-    """Hands in a file; one of the same name is replaced. Waits while the launcher has much of it to write.
+    """Hand in a file; one of the same name is replaced. Waits while the launcher has many bytes to write.
 
     Outside a rank's own process, as in prediction and in worker processes of streams, nothing happens.
 
@@ -41,7 +41,7 @@ def submit(name: str, content: bytes) -> None:
     Raises:
         UserError: a name that leads elsewhere, or no bytes.
     """
-    check(name)
+    check_result_name(name)
     if not isinstance(content, (bytes, bytearray, memoryview)):
         raise UserError(f"result {name!r}: content is of type {type(content).__name__}, and must be bytes; encode it")
     if _delivery is not None and _delivery[0] == os.getpid():
@@ -49,7 +49,7 @@ def submit(name: str, content: bytes) -> None:
 
 
 def event(**values: Any) -> None:
-    """Hands in a line of ``results/events.jsonl``: these values, the rank, and the time; as with :func:`submit`.
+    """Hand in a line of ``results/events.jsonl``: these values, the rank, and the time; as with :func:`submit`.
 
     NaN and the infinities, which JSON does not know, become null. A run that goes on from a checkpoint does some steps
     again, and what they hand in comes again.
@@ -63,14 +63,13 @@ def event(**values: Any) -> None:
     try:
         json.dumps(record)
     except (TypeError, ValueError) as error:
-        what = f"event {sorted(values)}: {error}"
-        raise UserError(f"{what}; give numbers, text, or lists and dicts of them") from None
+        raise UserError(f"event {sorted(values)}: {error}; give numbers, text, or lists and dicts of them") from None
     if _delivery is not None and _delivery[0] == os.getpid():
         _delivery[2]("event", record={"rank": _delivery[1], "time": time.time(), **record})
 
 
-def check(name: str) -> None:
-    """Refuses names that are none of a file below the folder of results."""
+def check_result_name(name: str) -> None:
+    """Raise UserError for a name that is no path of a file below the folder of results."""
     path = PurePosixPath(name)
     wrong = not path.parts or str(path) != name or path.is_absolute() or "\\" in name or not name.isprintable()
     if wrong or any(part.startswith(".") for part in path.parts) or path.parts[0] == EVENTS:
@@ -82,7 +81,7 @@ def check(name: str) -> None:
 
 @contextmanager
 def delivered_by(deliver: Deliver, rank: int) -> Iterator[None]:
-    """What is handed in by this process goes this way."""
+    """Pass what this process hands in to ``deliver`` until the end of the block."""
     global _delivery  # noqa: PLW0603 (a property of the process, as its rank is)
     _delivery = (os.getpid(), rank, deliver)
     try:
@@ -92,14 +91,14 @@ def delivered_by(deliver: Deliver, rank: int) -> Iterator[None]:
 
 
 class ResultWriter:
-    """Writes what was handed in into a run folder. If it cannot, it prints that once, and training continues."""
+    """Writes what was handed in into a run folder. A failure is printed to stderr once, and training continues."""
 
     def __init__(self, run_folder: Path) -> None:
         self.folder = run_folder / FOLDER
         self.failed = False
 
     def write(self, kind: str, **values: Any) -> None:
-        """Writes a file or an event, from any thread."""
+        """Write a file or an event; any thread may call it."""
         try:
             self.write_event(**values) if kind == "event" else self.write_file(**values)
         except (UserError, OSError) as error:
@@ -108,14 +107,14 @@ class ResultWriter:
             self.failed = True
 
     def write_event(self, record: dict[str, Any]) -> None:
-        """Appends a line to the events."""
+        """Append a line to the events."""
         self.folder.mkdir(exist_ok=True)
         with WRITING_EVENTS, JsonLines(self.folder / EVENTS) as events:
             events.write(record)
 
     def write_file(self, name: str, content: bytes | Iterator[bytes]) -> None:
-        """Writes a file, as a whole or in pieces as they come; a name that leads elsewhere is refused."""
-        check(name)  # once more: this may be another host
+        """Write a file, whole or in pieces as they come; UserError for a name that leads elsewhere."""
+        check_result_name(name)  # once more: this may be another host
         path = self.folder / name
         if not path.resolve().is_relative_to(self.folder.resolve()):
             raise UserError(f"result {name!r}: leads out of {self.folder} by a link; remove the link")

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from flyte_ddp.code_digest import library_digest, releases
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.arrays import read_description
 from flyte_ddp.datasets.prepared import check_prepared
@@ -19,11 +18,11 @@ from flyte_ddp.launch import single, spawn
 from flyte_ddp.models import initial_weights
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.failed_run import explain
-from flyte_ddp.runs.result_store import copied
+from flyte_ddp.runs.identity import model_identity
+from flyte_ddp.runs.result_store import mirror_results
 from flyte_ddp.runs.run_folder import METRICS, REPORT, prepare_folder, remove_outputs, settle
 from flyte_ddp.runs.run_lock import hold
 from flyte_ddp.settings import Settings, check_wandb, from_environment
-from flyte_ddp.user_source import user_source_digest
 
 STOPPED_WANDB_SECONDS = 5.0  # a pod that is told to stop has little time left
 
@@ -69,9 +68,10 @@ def run_training(
     launch: Launch | None = None,
     hardware: Hardware | None = None,
 ) -> Result:
-    """Trains on all ranks and writes the report.
+    """Train on all ranks and write the report; return what the run left in its folder.
 
     Args:
+        hp: what to train.
         data: a prepared data set, from ``flyte_ddp.datasets.fetch``.
         run_folder: where results go when all of them are there; until then those of an earlier run stay. If a run was
             cut off there, this one goes on from its checkpoint.
@@ -110,7 +110,7 @@ def run_training(
         wandb_limit = settings.wandb_timeout
         try:
             with (
-                copied(work, settings.results_copy, name=run_folder.name, goes_on=found is not None),
+                mirror_results(work, settings.results_copy, name=run_folder.name, resuming=found is not None),
                 initial_weights.fetched(hp.init_from if found is None else "", work) as weights,
             ):
                 job = Job(hp, hardware, settings, data, work, identity, initial_weights=weights, checkpoint=found)
@@ -131,13 +131,13 @@ def run_training(
 
 
 def say(settings: Settings, text: str) -> None:
-    """Prints a line to standard error, unless progress is off."""
+    """Print a line to stderr, unless progress is off."""
     if settings.progress != "off":
         print(text, file=sys.stderr, flush=True)
 
 
 def take_over(run_folder: Path) -> None:
-    """Replaces the run before by the one that is complete, also if it is told to stop in between."""
+    """Replace the run before by the one that is complete, also if an exception such as Ctrl-C comes in between."""
     try:
         settle(run_folder)
     except BaseException:
@@ -146,18 +146,15 @@ def take_over(run_folder: Path) -> None:
 
 
 def identity_of(hp: Hyperparameters, data: Path) -> checkpoint.Identity:
-    """What a checkpoint must belong to."""
+    """Return what a checkpoint must belong to."""
     return checkpoint.Identity(
         {name: value for name, value in hp.to_dict().items() if name != "num_ranks"},
         data=read_description(data)["digest"],
-        code=library_digest(),
-        user_code=user_source_digest(hp.model) if ":" in hp.model else "",
-        initial_weights=initial_weights.identity(hp.init_from),
-        releases=releases(),
+        **model_identity(hp),
     )
 
 
 def read_result(folder: Path) -> Result:
-    """The result of a finished run."""
+    """Return the result of a finished run, whose ``model.json`` is read."""
     metrics = json.loads((folder / "model.json").read_bytes())["metrics"]
     return Result(folder, epoch_accuracies=metrics["epoch_accuracies"], test_accuracy=metrics["test_accuracy"])

@@ -16,7 +16,7 @@ SPEC = re.compile(rf"({NAME}(?:\.{NAME})*):({NAME})")
 
 
 def load_callable(spec: str) -> Callable[..., Any]:
-    """Imports what ``spec`` names; modules in the working directory are found as with ``python -m``.
+    """Import and return what ``spec`` names; modules in the working directory are found as with ``python -m``.
 
     Args:
         spec: ``package.module:callable``.
@@ -48,7 +48,7 @@ def load_callable(spec: str) -> Callable[..., Any]:
 
 
 def split(spec: str) -> tuple[str, str]:
-    """The module's and the attribute's name."""
+    """Return the module's and the attribute's name; UserError for a malformed spec."""
     match = SPEC.fullmatch(spec)
     if match is None:
         raise UserError(f"{spec!r}: must have the form package.module:callable, such as my_data.flowers:load")
@@ -56,7 +56,7 @@ def split(spec: str) -> tuple[str, str]:
 
 
 def search_working_directory() -> None:
-    """Puts the working directory first on ``sys.path``, as ``python -m`` does and console scripts don't."""
+    """Put the working directory first on ``sys.path``, as ``python -m`` does and console scripts don't."""
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)
@@ -73,8 +73,6 @@ def modules_hiding_pythons() -> dict[str, Path]:
 
 
 def not_found(spec: str, module: str) -> UserError:
-    """The error for a module that Python does not find."""
-    return UserError(
-        f"{spec!r}: no module named {module!r}; install it, or start from the directory that holds it "
-        f"(now {Path.cwd()})"
-    )
+    """Return the error for a module that Python does not find."""
+    fix = f"install it, or start from the directory that holds it (now {Path.cwd()})"
+    return UserError(f"{spec!r}: no module named {module!r}; {fix}")

@@ -13,14 +13,13 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
-from flyte_ddp.code_digest import ARITHMETIC, parse, syntax
+from flyte_ddp.code_digest import ARITHMETIC, NO_PYTHON, code_in, parse
 from flyte_ddp.user_code import not_found, search_working_directory, split
 
 IDENTIFIED = {"flyte_ddp", *ARITHMETIC}  # by a digest and releases of their own
 INSTALLED = {"site-packages", "dist-packages"}
 STANDARD = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")]
 IMPORTERS = ("import_module", "__import__")
-NO_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)  # what parsing a file raises that is none
 
 
 def user_source_digest(spec: str) -> str:
@@ -31,13 +30,7 @@ def user_source_digest(spec: str) -> str:
     Raises:
         UserError: a malformed spec, or no such top-level module.
     """
-    lines = []
-    for name, _, content in user_sources(spec):
-        try:
-            counting = syntax(content)
-        except NO_PYTHON:
-            counting = content
-        lines.append(f"{name} {hashlib.sha256(counting).hexdigest()}")
+    lines = (f"{name} {hashlib.sha256(code_in(content)).hexdigest()}" for name, _, content in user_sources(spec))
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
 
 

@@ -19,7 +19,7 @@ from flyte_ddp.datasets import fetch, fingerprint
 from flyte_ddp.errors import UserError
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.registry import Registry
-from flyte_ddp.runs.result_store import copied
+from flyte_ddp.runs.result_store import mirror_results
 from flyte_ddp.shards.__main__ import shards
 from flyte_ddp.shards.index import read_index
 from flyte_ddp.shards.scanning import create_index
@@ -39,7 +39,7 @@ USES: dict[str, Callable[[Path], object]] = {
     "shards": lambda folder: create_index([URL], folder / "index.json", progress="off"),
     "an index": lambda _: read_index(URL),
     "a registry": lambda _: Registry("s3://key:hidden@bucket/models", "x"),
-    "results": lambda folder: copied(folder, URL, goes_on=False).__enter__(),
+    "results": lambda folder: mirror_results(folder, URL, resuming=False).__enter__(),
     "a bucket": lambda _: storage.read("s3://key:hidden@bucket/x"),
     "an unknown kind": lambda _: storage.read("ftp://me:hidden@host/x"),
     "a user alone": lambda _: storage.read("https://hidden@data.example.com/x"),

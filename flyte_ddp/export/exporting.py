@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from flyte_ddp.datasets.prepared import PreparedSet
-from flyte_ddp.errors import UnreachableError
+from flyte_ddp.errors import UnreachableError, how_to_install
 from flyte_ddp.export.answering import OnnxProcess
 from flyte_ddp.export.requests import canvas, raw_images
 from flyte_ddp.export.served import Served
@@ -131,7 +131,7 @@ def write_graphs(served: Served, folder: Path) -> None:
         import onnxruntime  # noqa: F401
         import onnxscript  # noqa: F401
     except ImportError as error:
-        raise NotExportedError(f"{error.name} is not installed; pip install 'flyte-ddp[export]'") from error
+        raise NotExportedError(f"{error.name} is not installed: {how_to_install('export')}") from error
     shape = 2, served.height + 1, served.width + 2, served.channels  # two images, as exporters take 1 for a constant
     images = (torch.arange(math.prod(shape)).remainder(251).to(torch.uint8).reshape(shape),)
     with quietly(), torch.no_grad():

@@ -27,7 +27,7 @@ class Arithmetic:
     strategy: str  # empty for one rank, which has none
 
     def changes(self, before: Iterable[Arithmetic]) -> str:
-        """In words what was different; empty if nothing was."""
+        """Return in words what was different; empty if nothing was."""
         words = []
         for name, now in vars(self).items():
             earlier = [*dict.fromkeys(getattr(one, name) for one in before)]
@@ -37,7 +37,7 @@ class Arithmetic:
 
 
 def of_this_run(hardware: Hardware, device: torch.device) -> Arithmetic:
-    """What this run trains in; all ranks call it."""
+    """Return what this run trains in. A collective: all ranks must call it."""
     import torch
 
     from flyte_ddp.parallel.distributed import objects_of_all_ranks

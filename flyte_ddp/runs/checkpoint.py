@@ -60,7 +60,7 @@ class Checkpoint:
 
 
 def slots(folder: Path, newest: Path | None) -> Iterator[Path]:
-    """Where the next checkpoints go: in turn, beginning with the one that is not the newest."""
+    """Yield without end the paths of the next checkpoints: in turn, beginning with the one that is not the newest."""
     first = 1 if newest is not None and newest.name == SLOTS[0] else 0
     return itertools.cycle(folder / name for name in (SLOTS[first], SLOTS[1 - first]))
 
@@ -68,7 +68,7 @@ def slots(folder: Path, newest: Path | None) -> Iterator[Path]:
 def write(
     path: Path, description: Mapping[str, Any], identity: Identity, metrics: bytes, save: Callable[[Any], object]
 ) -> None:
-    """Writes a checkpoint in place of an older one; UserError if the disk is full.
+    """Write a checkpoint in place of an older one; UserError if it cannot be written, such as to a full disk.
 
     Args:
         description: ``epoch``, ``step``, ``trained_in`` and ``time``.
@@ -155,7 +155,7 @@ def read(path: Path) -> Checkpoint | None:
 
 
 def state_in(checkpoint: Checkpoint) -> io.BytesIO:
-    """What torch saved."""
+    """Return what torch saved, read whole into memory."""
     with checkpoint.path.open("rb") as file:
         file.seek(checkpoint.offset)
         return io.BytesIO(file.read())
@@ -193,7 +193,7 @@ def load_latest(run_folder: Path, run: Identity) -> Checkpoint | None:
 
 
 def check_belongs(checkpoint: Checkpoint, run: Identity) -> None:
-    """Refuses, with what is different, a checkpoint of another run."""
+    """Raise UserError, with what is different, for a checkpoint of another run."""
     theirs, ours = asdict(checkpoint.identity), asdict(run)
     before, now = theirs.pop("hyperparameters"), ours.pop("hyperparameters")
     words = {"code": "code of flyte_ddp", "user_code": "code of the model", "initial_weights": "initial weights"}

@@ -13,15 +13,15 @@ from flyte_ddp.user_code import modules_hiding_pythons
 
 
 def explain(error: BaseException, run_folder: Path) -> None:
-    """Adds to an error, unless it has them, the step after which the run will go on, and a file with all details.
+    """Set an error's ``step``, after which the run will resume, and ``file``, which is written with all details.
 
-    Also names the user's modules that may have been imported instead of Python's own.
+    Adds to the remark the user's modules that may have been imported instead of Python's own.
     """
     if isinstance(error, RankError):
         name_hiding_modules(error)
         error.step = newest_step(run_folder)
         if error.file is None:
-            error.file = written(error, run_folder / UNFINISHED / TRACEBACK)
+            error.file = write_details(error, run_folder / UNFINISHED / TRACEBACK)
     elif isinstance(error, KeyboardInterrupt) and not error.args:
         error.args = (f"stopped by Ctrl-C; {where_it_goes_on(newest_step(run_folder))}",)
 
@@ -39,8 +39,11 @@ def newest_step(run_folder: Path) -> int | None:
     return checkpoint.newest_step(run_folder / UNFINISHED)
 
 
-def written(error: RankError, path: Path) -> Path | None:
-    """The file with all that there is to an error; None if there is no more than its message."""
+def write_details(error: RankError, path: Path) -> Path | None:
+    """Write an error with its cause, and return the path; None if there is no more than its message.
+
+    Where the file cannot be written, its text is printed to stderr.
+    """
     cause = "".join(traceback.format_exception(error.__cause__)) if error.__cause__ is not None else ""
     if not error.details and not cause:
         return None

@@ -13,28 +13,29 @@ from flyte_ddp.user_source import user_source_digest
 
 
 def run_name(hp: Hyperparameters, data_fingerprint: str, trigger: str = "") -> str:
-    """Such as ``fashion_mnist-small_cnn-1f0c5a7e9b3d``: data set, model, and a digest of all that decides the result.
+    """Return such as ``fashion_mnist-small_cnn-1f0c5a7e9b3d``: data set, model, a digest of all that decides a result.
 
     Args:
         data_fingerprint: from ``flyte_ddp.datasets.fingerprint``.
         trigger: any text that makes an otherwise equal run another one, such as a schedule's kickoff time.
-
     """
-    parts = (
-        hp.to_json(),
-        data_fingerprint,
-        library_digest(),
-        releases(),
-        user_source_digest(hp.model) if ":" in hp.model else "",
-        initial_weights.identity(hp.init_from),
-        trigger,
-    )
+    parts = (hp.to_json(), data_fingerprint, *model_identity(hp).values(), trigger)
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
     return "-".join((short_name(hp.dataset), hp.model.replace(":", "."), digest))
 
 
+def model_identity(hp: Hyperparameters) -> dict[str, str]:
+    """Return what decides a result beside hyperparameters and data, by the fields' names in a checkpoint's identity."""
+    return {
+        "code": library_digest(),
+        "user_code": user_source_digest(hp.model) if ":" in hp.model else "",
+        "initial_weights": initial_weights.identity(hp.init_from),
+        "releases": releases(),
+    }
+
+
 def short_name(dataset: str) -> str:
-    """A data set's name as part of a folder's name: of an address only its kind and its last part."""
+    """Return a data set's name as part of a folder's name: of an address only its kind and its last part."""
     kind, _, address = dataset.partition(":")
     if not catalog.encoded_kind(dataset):
         return dataset.replace(":", ".")
@@ -43,7 +44,7 @@ def short_name(dataset: str) -> str:
 
 
 def check_known_image_size(hp: Hyperparameters) -> None:
-    """Refuses, before any data is fetched, a model that cannot take the data set's images, if both are known."""
+    """Refuse, before any data is fetched, a model that cannot take the data set's images, if both are known."""
     encoded = catalog.ENCODED_SIDE if catalog.encoded_kind(hp.dataset) else 0
     side = hp.image_size or catalog.DATASETS.get(hp.dataset, encoded)
     if side:

@@ -21,30 +21,30 @@ STOPPED_SECONDS = 3.0  # the same in a pod that is told to stop, which has littl
 
 
 @contextmanager
-def copied(run_folder: Path, address: str, *, goes_on: bool, name: str = "") -> Iterator[None]:
-    """Copies what there is under ``results/``, and what comes until the end of the block.
+def mirror_results(run_folder: Path, address: str, *, resuming: bool, name: str = "") -> Iterator[None]:
+    """Copy the files below ``results/`` in a thread, as they change, until the end of the block.
 
     Args:
-        address: of a folder, in which one is made with the run's name: a path, s3://, gs:// or az://; empty: nothing
-            is copied.
-        goes_on: the run continues, maybe on another host: it begins with the events that were copied there.
-        name: of the run; empty: that of the folder.
+        run_folder: has ``results/``, or will have.
+        address: a folder in which one is made with the run's name: a path, s3://, gs:// or az://; empty: nothing is
+            copied.
+        resuming: the run continues, maybe on another host: it begins with the events that were copied to the address.
+        name: the run's; empty: that of the folder.
 
     Raises:
-        UserError: nothing can be written there. If that happens later, it is printed, and tried again.
+        UserError: nothing can be written to the address. If that happens later, it is printed, and tried again.
     """
     if not address:
         yield
         return
     try:
-        copy = Copy(run_folder / FOLDER, f"{address.rstrip('/')}/{name or run_folder.name}")
-        copy.begin(goes_on=goes_on)
+        mirror = Mirror(run_folder / FOLDER, f"{address.rstrip('/')}/{name or run_folder.name}", resuming=resuming)
     except (UserError, storage.UnavailableError, OSError) as error:
         raise UserError(
             f"FLYTE_DDP_RESULTS={masked(address)!r}: cannot be written to ({error}); correct it, or give access to it"
         ) from None
     over = threading.Event()
-    thread = threading.Thread(target=copy.follow, args=(over,), name="results", daemon=True)
+    thread = threading.Thread(target=mirror.follow, args=(over,), name="results", daemon=True)
     thread.start()
     last_seconds = LAST_SECONDS
     try:
@@ -55,32 +55,29 @@ def copied(run_folder: Path, address: str, *, goes_on: bool, name: str = "") -> 
     finally:
         over.set()
         thread.join(last_seconds)
-        if thread.is_alive() or copy.failure:
-            print(f"results are in {copy.folder}, but not all in {copy.address}", file=sys.stderr, flush=True)
+        if thread.is_alive() or mirror.failure:
+            print(f"results are in {mirror.folder}, but not all in {mirror.address}", file=sys.stderr, flush=True)
 
 
-class Copy:
-    """Copies a folder to an address, which may not be the run's own folder."""
+class Mirror:
+    """Copies a folder to an address, which may not be the run's own folder.
 
-    def __init__(self, folder: Path, address: str) -> None:
+    Fetches the events of a run that resumes, and writes them, which shows that the address can be written to. Where it
+    may only be written to, events of earlier attempts are replaced, which is printed.
+    """
+
+    def __init__(self, folder: Path, address: str, *, resuming: bool) -> None:
         self.folder, self.address = folder, address
+        self.done: dict[str, tuple[int, int]] = {}
+        self.failure = ""  # of the last look
         place = storage.local_path(address)
         if place is not None and folder.resolve().is_relative_to(place.resolve()):
             raise UserError("that is where the run itself is")
-        self.done: dict[str, tuple[int, int]] = {}
-        self.failure = ""  # of the last look
-
-    def begin(self, *, goes_on: bool) -> None:
-        """Fetch the events of a run that goes on, and write them, which shows that the address can be written to.
-
-        Where the address may only be written to, events of earlier attempts are replaced, which is printed if there
-        may be some.
-        """
-        here, there = self.folder / EVENTS, storage.join(self.address, EVENTS)
-        if goes_on and not here.exists():
+        here, there = folder / EVENTS, storage.join(address, EVENTS)
+        if resuming and not here.exists():
             try:
                 events = storage.retried(there, storage.read)
-                self.folder.mkdir(parents=True, exist_ok=True)
+                folder.mkdir(parents=True, exist_ok=True)
                 here.write_bytes(events)
             except storage.MissingError:
                 pass
@@ -90,30 +87,27 @@ class Copy:
         storage.retried(there, lambda _: storage.put(there, content))
 
     def follow(self, over: threading.Event) -> None:
-        """Copies what comes until it is over, and then what is left; prints a failure when it is a new one."""
-        while True:
-            last = over.is_set()
-            began = time.monotonic()
-            before, self.failure = self.failure, self.copy_new()
+        """Copy what changes until ``over`` is set, and then what is left; print a failure when it is a new one."""
+        last = False
+        while not last:
+            last, began = over.is_set(), time.monotonic()
+            before, self.failure = self.failure, self.copy_changes()
             if self.failure and not before:
                 print(f"results are not copied to {self.address}: {self.failure}", file=sys.stderr, flush=True)
-            if last:
-                return
-            over.wait(max(LOOK_SECONDS, (time.monotonic() - began) / LARGEST_SHARE))
+            if not last:
+                over.wait(max(LOOK_SECONDS, (time.monotonic() - began) / LARGEST_SHARE))
 
-    def copy_new(self) -> str:
-        """Copies what has changed; returns the first failure, empty if there was none."""
+    def copy_changes(self) -> str:
+        """Copy what has changed; return the first failure, empty if there was none."""
         failure = ""
         for path in sorted(self.folder.rglob("*")):
             if path.name.startswith(".") or not path.is_file():
                 continue
             name, found = path.relative_to(self.folder).as_posix(), path.stat()
-            mark = (found.st_mtime_ns, found.st_size)
-            if self.done.get(name) == mark:
-                continue
-            try:
-                storage.put(storage.join(self.address, name), path.read_bytes())
-                self.done[name] = mark
-            except Exception as error:  # the thread is to go on with the others
-                failure = failure or f"{name} ({type(error).__name__}: {error})"
+            if self.done.get(name) != (mark := (found.st_mtime_ns, found.st_size)):
+                try:
+                    storage.put(storage.join(self.address, name), path.read_bytes())
+                    self.done[name] = mark
+                except Exception as error:  # the thread is to go on with the others
+                    failure = failure or f"{name} ({type(error).__name__}: {error})"
         return failure

@@ -23,9 +23,12 @@ REPLACED = ".replaced"
 
 
 def prepare_folder(folder: Path) -> Path:
-    """Makes the run folder, and in it ``unfinished/``, which it returns.
+    """Make the run folder, and in it ``unfinished/``; return the latter.
 
-    Of a run that was cut off, only metrics, checkpoints and results of users' code stay there.
+    Of a run that was cut off, only metrics, checkpoints and results of users' code stay in ``unfinished/``.
+
+    Raises:
+        UserError: nothing can be written there.
     """
     work = folder / UNFINISHED
     try:
@@ -40,7 +43,7 @@ def prepare_folder(folder: Path) -> Path:
 
 
 def remove_outputs(work: Path) -> None:
-    """Removes outputs, and files that were being written when a process was killed; metrics tell why a run failed."""
+    """Remove outputs, and files that were being written when a process was killed; metrics tell why a run failed."""
     for name in reversed(OUTPUTS):
         (work / name).unlink(missing_ok=True)
     inner = (*(work / checkpoint.FOLDER).glob(".*.tmp"), *(work / results.FOLDER).rglob(".*.tmp"))
@@ -49,12 +52,12 @@ def remove_outputs(work: Path) -> None:
 
 
 def settle(folder: Path) -> bool:
-    """Replaces the results of the run before by those of a run that is complete; for whoever holds the folder.
+    """Replace the results of the run before by those of a run that is complete; the caller must hold the folder.
 
     If it is killed, the next call does the rest. Returns whether the folder then holds a finished run.
     """
     work = folder / UNFINISHED
-    replaced = work / REPLACED  # once it is there, what has gone from here is in the folder
+    replaced = work / REPLACED  # once it exists, files that are missing here have been moved to the run folder
     if (work / REPORT).exists():
         shutil.rmtree(work / checkpoint.FOLDER, ignore_errors=True)  # the next run does not go on from here
         if not replaced.exists():
@@ -71,5 +74,5 @@ def settle(folder: Path) -> bool:
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether the folder holds all that a finished run leaves, which is all that a cached result points to."""
+    """Return whether the folder holds all that a finished run leaves, which is all that a cached result points to."""
     return all((folder / name).exists() for name in (METRICS, *OUTPUTS))

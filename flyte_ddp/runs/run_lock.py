@@ -15,7 +15,7 @@ HELD_FOR_CHILDREN = "FLYTE_DDP_HELD_FOR_CHILDREN"  # a process, and the folders 
 
 
 class Reservations(threading.local):
-    """The locks of folders that a thread keeps for runs which have not begun."""
+    """The locks of folders that a thread keeps for runs which have not begun: tasks cannot hand each other a lock."""
 
     def __init__(self) -> None:
         self.locks: dict[Path, ExitStack] = {}
@@ -25,10 +25,13 @@ reserved = Reservations()
 
 
 def reserve(folder: Path) -> bool:
-    """Keeps the folder, which need not exist, for a run of this thread; False if another process or run has it.
+    """Lock the folder, which need not exist, for a run of this thread; return False if another process or run has it.
 
-    It is kept until that run, which calls :func:`hold`, has ended, or until it is released. UserError if no file can be
-    made beside the folder.
+    The lock, a file in ``.locks`` beside the folder, is kept until that run, which calls :func:`hold`, has ended, or
+    until :func:`release`.
+
+    Raises:
+        UserError: no file can be made beside the folder.
     """
     folder = folder.resolve()
     if folder not in reserved.locks:
@@ -45,7 +48,7 @@ def reserve(folder: Path) -> bool:
 
 @contextmanager
 def hold(folder: Path) -> Iterator[None]:
-    """Holds the folder, reserved or not, until the end of the block; UserError if another process or run has it."""
+    """Hold the folder, reserved or not, until the end of the block; UserError if another process or run has it."""
     if not reserve(folder) and not held_by_parent(folder):
         raise UserError(f"run folder {folder}: another run is writing into it; wait for its end or name another")
     with reserved.locks.pop(folder.resolve(), ExitStack()):
@@ -53,29 +56,29 @@ def hold(folder: Path) -> Iterator[None]:
 
 
 def release(folder: Path) -> None:
-    """Lets go of the folder, if this thread has reserved it."""
+    """Unlock the folder, if this thread has reserved it."""
     reserved.locks.pop(folder.resolve(), ExitStack()).close()
 
 
 def release_reserved() -> None:
-    """Lets go of all folders that this thread has reserved."""
+    """Unlock all folders that this thread has reserved."""
     for folder in [*reserved.locks]:
         release(folder)
 
 
 def held_by_parent(folder: Path) -> bool:
-    """Whether the process that started this one holds the folder for it."""
+    """Return whether the process that started this one holds the folder for it."""
     holder, *folders = os.environ.get(HELD_FOR_CHILDREN, "").split(os.pathsep)
     return holder == str(os.getppid()) and str(folder.resolve()) in folders
 
 
 def held_for_children() -> dict[str, str]:
-    """What of the environment lets processes that this thread starts write into the folders that it has reserved."""
+    """Return the environment that lets child processes of this thread write into the folders that it has reserved."""
     return {HELD_FOR_CHILDREN: os.pathsep.join([str(os.getpid()), *map(str, reserved.locks)])}
 
 
 def not_writable(folder: Path, error: OSError) -> UserError:
-    """The error for a run folder in which nothing can be made."""
+    """Return the error for a run folder in which nothing can be made."""
     return UserError(
         f"run folder {folder}: {error.strerror}; it must be writable, so fix its permissions or set FLYTE_DDP_RUNS"
     )

@@ -21,7 +21,7 @@ from image_folders import image_files, write_files
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, image_arrays, open_arrays
 from flyte_ddp.datasets.arrays import write_arrays
-from flyte_ddp.errors import UnreachableError, UserError
+from flyte_ddp.errors import UnreachableError, UserError, how_to_install
 from flyte_ddp.models.artifacts import save_model
 from flyte_ddp.predict.predict import predict
 from flyte_ddp.release import versions
@@ -268,7 +268,7 @@ def test_a_model_without_an_export(
         verdict = judge(
             *files, digits, registry, Policy(export=export), settings=QUIET, exports=tmp_path / "exports"
         ).verdict
-    said = "not exported: onnxscript is not installed; pip install 'flyte-ddp[export]'"
+    said = f"not exported: onnxscript is not installed: {how_to_install('export')}"
     assert [check.reason for check in verdict.checks if check.name == "export"] == [said] * (export != "off")
     assert (verdict.decision, verdict.reason == said) == (
         ("keep", True) if export == "required" else ("promote", False)

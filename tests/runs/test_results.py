@@ -33,35 +33,25 @@ def kept(tmp_path: Path) -> Path:
     return tmp_path / "run/results"
 
 
-def test_files_and_events_are_kept(kept: Path) -> None:
+def test_files_and_events_are_kept(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outside a run nothing happens."""
     assert (kept / "maps/epoch-1.png").read_bytes() == b"png"
     (record,) = [json.loads(line) for line in (kept / "events.jsonl").read_text().splitlines()]
     assert record.pop("time") > 1_700_000_000
     assert record == {"rank": 3, "loss": 0.5}
-
-
-def test_outside_a_run_nothing_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+    (kept / "elsewhere").mkdir()
+    monkeypatch.chdir(kept / "elsewhere")
     results.submit("a", b"")
     results.event(a=1)
-    assert [*tmp_path.iterdir()] == []
+    assert [*Path.cwd().iterdir()] == []
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        "",
-        "/etc/passwd",
-        "..",
-        "../model.pt",
-        "a/../../b",
-        "a/",
-        ".hidden",
-        "a/.b",
-        "a\\b",
-        "a\nb",
-        "a//b",
-        *("events.jsonl", "./events.jsonl", "events.jsonl/.", "events.jsonl/a"),
+        *("", "/etc/passwd", "..", "a/../../b", "a/", ".hidden", "a/.b", "a\\b", "a\nb", "a//b"),
+        "events.jsonl",
+        "./events.jsonl",
     ],
 )
 def test_names_that_lead_elsewhere_are_refused(tmp_path: Path, name: str) -> None:
@@ -124,7 +114,7 @@ def test_a_run_that_restarts_from_scratch_has_none_of_the_run_before(
 @pytest.mark.slow
 def test_a_copy_in_a_folder_is_made_while_training(kept: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copies/run"
-    with result_store.copied(kept.parent, str(tmp_path / "copies"), goes_on=False):
+    with result_store.mirror_results(kept.parent, str(tmp_path / "copies"), resuming=False):
         wait_for(copy / "maps/epoch-1.png")  # what was there before
         (kept / "later").write_bytes(b"1")
         wait_for(copy / "later")
@@ -134,23 +124,23 @@ def test_a_copy_in_a_folder_is_made_while_training(kept: Path, tmp_path: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flytes_own", [False, True])
-def test_a_copy_on_s3(kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flytes_own: bool) -> None:
+def test_a_copy_on_s3(kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "served/bucket").mkdir(parents=True)
     with s3_server(tmp_path / "served") as server:
-        for name, value in (server.flyte_environment() if flytes_own else server.aws_environment()).items():
+        for name, value in server.flyte_environment().items():
             monkeypatch.setenv(name, value)
-        with result_store.copied(kept.parent, "s3://bucket/all/", goes_on=False):
+        with result_store.mirror_results(kept.parent, "s3://bucket/all/", resuming=False):
             (kept / "later").write_bytes(b"1")
         copy = tmp_path / "served/bucket/all/run"
         assert (copy / "later").read_bytes() == b"1"
         assert (copy / "events.jsonl").read_bytes() == (kept / "events.jsonl").read_bytes()
 
 
-@pytest.mark.parametrize("address", ["s3://bucket/all", "/dev/null/all", "nothing-like-it://a"])
+@pytest.mark.parametrize("address", ["s3://bucket/all", "/dev/null/all", "nothing-like-it://a", "the run's own folder"])
 def test_a_place_that_takes_nothing_is_refused(
     digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str
 ) -> None:
+    address = str(tmp_path) if "own" in address else address
     nobody = {"ENDPOINT_URL": "http://127.0.0.1:9", "MAX_ATTEMPTS": "1", "ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b"}
     for setting, value in nobody.items():
         monkeypatch.setenv(f"AWS_{setting}", value)
@@ -161,19 +151,11 @@ def test_a_place_that_takes_nothing_is_refused(
     assert str(caught.value).startswith(f"FLYTE_DDP_RESULTS='{address}': ")
 
 
-def test_the_runs_own_folder_is_no_place_for_a_copy(kept: Path) -> None:
-    with (
-        pytest.raises(UserError, match=r"cannot be written to .that is where the run itself is.; correct it"),
-        result_store.copied(kept.parent, str(kept.parents[1]), goes_on=False),
-    ):
-        pass
-
-
 def test_one_file_that_cannot_be_copied_keeps_no_other_back(
     kept: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     copies = tmp_path / "copies"
-    with result_store.copied(kept.parent, str(copies), goes_on=False):
+    with result_store.mirror_results(kept.parent, str(copies), resuming=False):
         (copies / "run/later").mkdir()
         (kept / "later").write_bytes(b"1")
         (kept / "zz").write_bytes(b"2")
@@ -183,48 +165,39 @@ def test_one_file_that_cannot_be_copied_keeps_no_other_back(
     assert (copies / "run/zz").read_bytes() == b"2"
 
 
-def test_a_run_that_goes_on_in_another_pod_keeps_its_events(kept: Path, tmp_path: Path) -> None:
-    """Its run folder begins empty there."""
-    with result_store.copied(kept.parent, str(tmp_path / "copies"), goes_on=False):
-        pass
-    before = (kept / "events.jsonl").read_text()
-    other = tmp_path / "other/run"
-    other.mkdir(parents=True)
-    with result_store.copied(other, str(tmp_path / "copies"), goes_on=True):
-        results.ResultWriter(other).write("event", record={"rank": 0, "time": 1.0})
-    for folder in (other / "results", tmp_path / "copies/run"):
-        assert (folder / "events.jsonl").read_text() == before + '{"time": 1.0, "rank": 0}\n'
-
-
-def test_a_place_that_may_only_be_written_to_ends_no_run_that_goes_on(
-    kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("readable", [True, False])
+def test_a_run_that_resumes_in_another_pod_keeps_its_events(
+    kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], readable: bool
 ) -> None:
-    """As S3 answers who may put objects and do nothing else."""
-    with result_store.copied(kept.parent, str(tmp_path / "copies"), goes_on=False):
+    """Its run folder begins empty there. A place that may only be written to, as S3 can be, ends no run."""
+    with result_store.mirror_results(kept.parent, str(tmp_path / "copies"), resuming=False):
         pass
+    before = (kept / "events.jsonl").read_text() if readable else ""
 
     def refuse(address: str) -> bytes:
         raise storage.ForbiddenError("HTTP 403 AccessDenied: the right to read it (s3:GetObject) is missing")
 
-    monkeypatch.setattr(storage, "read", refuse)
+    if not readable:
+        monkeypatch.setattr(storage, "read", refuse)
     other = tmp_path / "other/run"
     other.mkdir(parents=True)
-    with result_store.copied(other, str(tmp_path / "copies"), goes_on=True):
+    with result_store.mirror_results(other, str(tmp_path / "copies"), resuming=True):
         results.ResultWriter(other).write("event", record={"rank": 0, "time": 1.0})
-    assert (tmp_path / "copies/run/events.jsonl").read_text() == '{"time": 1.0, "rank": 0}\n'
+    for folder in (other / "results", tmp_path / "copies/run"):
+        assert (folder / "events.jsonl").read_text() == before + '{"time": 1.0, "rank": 0}\n'
     said = f"results: what {tmp_path}/copies/run/events.jsonl had from earlier attempts is replaced (HTTP 403"
-    assert said in capsys.readouterr().err
+    assert (said in capsys.readouterr().err) == (not readable)
 
 
 def test_a_slow_store_does_not_hold_up_a_pod_that_is_told_to_stop(
     kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     never = threading.Event()
-    monkeypatch.setattr(result_store.Copy, "copy_new", lambda *_: never.wait())
+    monkeypatch.setattr(result_store.Mirror, "copy_changes", lambda *_: never.wait())
     monkeypatch.setattr(result_store, "STOPPED_SECONDS", 0.1)
     with (
         pytest.raises(StoppedError),
-        result_store.copied(kept.parent, str(tmp_path / "copies"), goes_on=False),
+        result_store.mirror_results(kept.parent, str(tmp_path / "copies"), resuming=False),
     ):
         raise StoppedError("SIGTERM", 3)
     assert "but not all in" in capsys.readouterr().err
