@@ -85,7 +85,7 @@ def test_bf16_is_taken_where_it_was_found_faster(
     cpu = read_cpu(tmp_path / "cpuinfo")
     assert (str(cpu), cpu.bf16()) == (description, worth)
     monkeypatch.setattr(hardware, "read_cpu", lambda: cpu)
-    for model in ("small_cnn", "tutorial", "resnet18"):
+    for model in ("small_cnn", "resnet18"):
         found = hardware.detect(replace(HP, model=model))
         assert found.precision == ("bf16" if worth is Bf16.FASTER and model != "resnet18" else "fp32")
     if worth is Bf16.NONE:

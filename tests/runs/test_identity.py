@@ -9,7 +9,6 @@ from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
-from cli import TINY, train
 
 from flyte_ddp import code_digest
 from flyte_ddp.config import Hyperparameters
@@ -93,36 +92,6 @@ def test_what_a_model_uses_and_the_cache_key_does_not_cover_is_named(
     assert [said in note for note in read_records(result.metrics)[-1]["notes"]] == [True] * expected
     assert "".join(capfd.readouterr()).count(said) == expected
 
-
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_a_change_in_what_the_users_model_imports_trains_again(tmp_path: Path) -> None:
-    """The cache answers only what is the same through and through."""
-    (tmp_path / "mine.py").write_text("from layers import make as model\n")
-    layers = tmp_path / "layers.py"
-    layers.write_text(LAYERS)
-    hp = {**TINY, "model": "mine:model"}
-    runs = tmp_path / "runs"
-
-    def trained() -> int:
-        ended = train(hp, home=tmp_path / "home", runs=runs, directory=tmp_path)
-        assert ended.exit_code == 0, ended.output
-        return len([*runs.glob("*/model.pt")])
-
-    assert [trained(), trained()] == [1, 1]
-    layers.write_text(LAYERS.replace("bias=True", "bias=False"))
-    assert trained() == 2
-
-
-LAYERS = """
-import torch
-
-
-def make(num_classes, input_shape):
-    channels, height, width = input_shape
-    linear = torch.nn.Linear(channels * height * width, num_classes, bias=True)
-    return torch.nn.Sequential(torch.nn.Flatten(), linear)
-"""
 
 OWN = """
 import torch

@@ -61,59 +61,43 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
+def flip_a_bit(content: bytes) -> bytes:
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
 
 
-def empty(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-def flip_a_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
-def make_older(path: Path) -> None:
-    path.write_bytes(path.read_bytes().replace(b"checkpoint/1 ", b"checkpoint/0 "))
-
-
-def make_newer(path: Path) -> None:
-    path.write_bytes(path.read_bytes().replace(b"checkpoint/1 ", b"checkpoint/12 "))
-
-
-def add_a_field(path: Path) -> None:
-    """As a newer release may without another format."""
-    header, rest = path.read_bytes()[checkpoint.DIGEST_LINE :].split(b"\n", 1)
+def add_a_field(content: bytes) -> bytes:
+    header, rest = content[checkpoint.DIGEST_LINE :].split(b"\n", 1)
     content = json.dumps({**json.loads(header), "phase": "full"}).encode() + b"\n" + rest
-    path.write_bytes(f"{checkpoint.FORMAT} {hashlib.sha256(content).hexdigest()}\n".encode() + content)
+    return f"{checkpoint.FORMAT} {hashlib.sha256(content).hexdigest()}\n".encode() + content
+
+
+def rewrite(path: Path, change: Callable[[bytes], bytes]) -> None:
+    path.write_bytes(change(path.read_bytes()))
+
+
+def cut(path: Path) -> None:
+    rewrite(path, lambda content: content[:-1])
 
 
 def put_on_a_bad_disk(path: Path) -> None:
-    """Of this file Linux says EIO, as of one on a disk or a server that fails."""
     path.unlink()
-    path.symlink_to("/proc/self/mem")
+    path.symlink_to("/proc/self/mem")  # of which Linux says EIO, as of a file on a disk or a server that fails
 
 
-def forbid(path: Path) -> None:
-    """As another user's file is."""
-    path.chmod(0)
-
-
-DAMAGE: dict[Callable[[Path], None], str] = {
-    cut: "damaged: its content does not match its SHA-256",
-    empty: "damaged: its content does not match its SHA-256",
-    flip_a_bit: "damaged: its content does not match its SHA-256",
-    make_older: "its format is flyte-ddp-checkpoint/0, and this release reads flyte-ddp-checkpoint/1",
-    make_newer: "its format is flyte-ddp-checkpoint/12, and this release reads flyte-ddp-checkpoint/1",
-    add_a_field: "its header is another release's",
-    put_on_a_bad_disk: "Input/output error",
-    forbid: "Permission denied",
+DAMAGED = "damaged: its content does not match its SHA-256"
+OTHER_FORMAT = "its format is flyte-ddp-checkpoint/{}, and this release reads flyte-ddp-checkpoint/1"
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "cut": (cut, DAMAGED),
+    "empty": (lambda path: rewrite(path, lambda _: b""), DAMAGED),
+    "a bit": (lambda path: rewrite(path, flip_a_bit), DAMAGED),
+    "older": (lambda path: rewrite(path, lambda old: old.replace(b"/1 ", b"/0 ", 1)), OTHER_FORMAT.format(0)),
+    "newer": (lambda path: rewrite(path, lambda old: old.replace(b"/1 ", b"/12 ", 1)), OTHER_FORMAT.format(12)),
+    "newer, of the same format": (lambda path: rewrite(path, add_a_field), "its header is another release's"),
+    "on a bad disk": (put_on_a_bad_disk, "Input/output error"),
+    "another user's": (lambda path: path.chmod(0), "Permission denied"),
 }
-each_damage = pytest.mark.parametrize(
-    ("damage", "reason"), DAMAGE.items(), ids=lambda value: getattr(value, "__name__", "")
-)
+each_damage = pytest.mark.parametrize(("damage", "reason"), DAMAGE.values(), ids=DAMAGE)
 
 
 def loaded(work: Path, run: Identity = OWN) -> checkpoint.Checkpoint | None:
@@ -158,13 +142,6 @@ def test_one_that_cannot_be_read_beside_a_good_one_is_said(
     assert (work / results.FOLDER / "scores.csv").exists()
 
 
-def test_a_single_one_that_cannot_be_read_is_refused_too(work: Path) -> None:
-    (work / FOLDER / SLOTS[0]).unlink()
-    cut(work / FOLDER / SLOTS[1])
-    with pytest.raises(UserError, match="delete it to restart from scratch"):
-        loaded(work)
-
-
 def test_one_of_another_run_beside_one_that_cannot_be_read_is_still_refused(
     work: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -184,17 +161,13 @@ def test_without_any_the_run_begins_anew(work: Path) -> None:
     assert not (work / results.FOLDER).exists()
 
 
-def test_ranks_that_an_engine_starts_again_do_not_begin_anew_either(work: Path) -> None:
-    for name in SLOTS:
-        cut(work / FOLDER / name)
+def test_a_single_one_that_cannot_be_read_is_refused_where_an_engine_starts_ranks_again(work: Path) -> None:
+    """And no error says that there is none."""
+    (work / FOLDER / SLOTS[0]).unlink()
+    cut(work / FOLDER / SLOTS[1])
     job = Job(Hyperparameters(), None, QUIET, work, work, OWN)  # type: ignore[arg-type]  # nothing trains
-    with pytest.raises(UserError, match="damaged"):
+    with pytest.raises(UserError, match=r"damaged.*delete it to restart from scratch"):
         from_newest_checkpoint(job, "a host is lost")
-
-
-def test_the_error_of_a_run_whose_checkpoints_cannot_be_read_does_not_say_that_there_is_none(work: Path) -> None:
-    for name in SLOTS:
-        cut(work / FOLDER / name)
     error = RankError("rank 1 was killed by SIGKILL", recoverable=True)
     explain(error, work.parent)
     assert "no checkpoint yet" not in error.format_message()
@@ -220,7 +193,7 @@ def test_a_run_is_refused_until_somebody_deletes_them(
     assert saved(tmp_path / "run") is not None
     folder = tmp_path / "run" / UNFINISHED / FOLDER
     for path in folder.iterdir():
-        flip_a_bit(path)
+        rewrite(path, flip_a_bit)
     before = contents(tmp_path / "run")
     with pytest.raises(UserError, match="restart from scratch"):
         run_training(hp, digits, tmp_path / "run", QUIET)
