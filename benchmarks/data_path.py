@@ -31,7 +31,7 @@ from flyte_ddp.cpu import Bf16
 from flyte_ddp.datasets import open_arrays
 from flyte_ddp.hardware import bf16_support, detect
 from flyte_ddp.launch.supervise.rank import join_process_group, keep_freed_memory
-from flyte_ddp.launch.supervise.rank_info import RankInfo
+from flyte_ddp.launch.supervise.rank_process import RankInfo
 from flyte_ddp.order import sampling
 from flyte_ddp.run import identity_of
 from flyte_ddp.runs.job import Job

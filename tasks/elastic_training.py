@@ -14,7 +14,7 @@ from flytekitplugins.kfpytorch.task import CleanPodPolicy, Elastic, PytorchElast
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.hardware import detect
 from flyte_ddp.launch.supervise.processes import main_script_hidden
-from flyte_ddp.launch.supervise.stopping import stopped_by
+from flyte_ddp.launch.supervise.stopping import stop_error
 from flyte_ddp.pods.elastic import (
     add_newest_step,
     check_host_name,
@@ -82,7 +82,7 @@ class ElasticTrainingTask(PytorchElasticFunctionTask):  # type: ignore[misc]
                 stopped = ignored.__context__
                 if not isinstance(stopped, SignalException):  # a node without rank 0, which has outputs
                     raise
-                raise stopped_by(stopped.sigval, step=None) from None
+                raise stop_error(stopped.sigval, step=None) from None
             finally:
                 run_lock.release_reserved()  # held for rank 0, which is another process
         return training_outputs(result)

@@ -36,7 +36,7 @@ from flyte_ddp.launch.elastic_rank import (
 from flyte_ddp.launch.remote.rendezvous import from_newest_checkpoint
 from flyte_ddp.launch.supervise.failures import was_killed
 from flyte_ddp.launch.supervise.processes import main_script_hidden
-from flyte_ddp.launch.supervise.stopping import stopped_by
+from flyte_ddp.launch.supervise.stopping import stop_error
 from flyte_ddp.process import descendants_killed_at_end, out_of_memory_kills, signal_handlers
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.job import Job
@@ -45,12 +45,12 @@ __all__ = ["failure", "follow", "hardware", "is_leader", "launch", "log_kept_qui
 
 
 def launch(job: Job, *, num_ranks: int, max_restarts: int = 0) -> None:
-    """Runs the job: in a worker of Elastic's as its rank 0, anywhere else on this machine, with workers of its own.
+    """Run the job: in a worker of Elastic's as rank 0, anywhere else on this machine with workers of its own.
 
     Args:
         num_ranks: of workers of its own.
-        max_restarts: Elastic's own, of those: how often all are started again when one has failed. The run then goes
-            on from its newest checkpoint.
+        max_restarts: Elastic's own, of those: how often all are started again when one has failed. The run then resumes
+            from its newest checkpoint.
     """
     if RUN_ID in os.environ:
         lead(job)
@@ -59,7 +59,7 @@ def launch(job: Job, *, num_ranks: int, max_restarts: int = 0) -> None:
 
 
 def hardware(hp: Hyperparameters) -> Hardware:
-    """What the ranks find, in a worker: Elastic has decided how many they are.
+    """Return what the ranks find, in a worker: Elastic has decided how many they are.
 
     Raises:
         UserError: hyperparameters that they cannot serve.
@@ -70,13 +70,13 @@ def hardware(hp: Hyperparameters) -> Hardware:
         print(message, file=sys.stderr, flush=True)
     gpus = machine.visible_gpus()
     lack = f"this host has {gpus} for {on_this_host} workers of Elastic's"
-    device = capacity.device_type(hp, gpus >= on_this_host, lack)
+    device = capacity.device_type(hp.backend, gpus >= on_this_host, lack)
     threads = max(1, machine.cores() // on_this_host)
     return machine.decide(hp, device, num_ranks, threads=threads, bf16=machine.bf16_support(device))
 
 
 def start(job: Job, num_ranks: int, max_restarts: int) -> None:
-    """Runs the job with workers of this process's own."""
+    """Run the job with workers of this process's own."""
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -106,11 +106,11 @@ def start(job: Job, num_ranks: int, max_restarts: int) -> None:
         except ChildFailedError as error:
             raise failure(error, memory_kills) from None
         except SignalException as stopped:
-            raise stopped_by(stopped.sigval, checkpoint.newest_step(job.run_folder)) from None
+            raise stop_error(stopped.sigval, checkpoint.newest_step(job.run_folder)) from None
 
 
 def worker(job: Job, key: str) -> None:
-    """What each of them does."""
+    """Train in one of these workers."""
     os.environ[KEY_VARIABLE] = key
     with recorded():
         if not is_leader():
@@ -122,7 +122,7 @@ def worker(job: Job, key: str) -> None:
 
 
 def failure(error: Any, memory_kills: int) -> BaseException:
-    """Return what a worker raised, or how it ended.
+    """Return what the worker raised that failed first, or the error for how it ended.
 
     Args:
         error: Elastic's ChildFailedError.
@@ -143,7 +143,7 @@ def failure(error: Any, memory_kills: int) -> BaseException:
 
 @contextmanager
 def log_kept_quiet() -> Iterator[None]:
-    """Has Elastic not print how its workers ended: what of it matters is raised."""
+    """Keep Elastic from printing how its workers ended, as the root cause is raised."""
     loggers = [logging.getLogger(f"torch.{name}") for name in ("distributed.elastic", "multiprocessing.spawn")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -157,7 +157,7 @@ def log_kept_quiet() -> Iterator[None]:
 
 @contextmanager
 def surroundings_kept() -> Iterator[None]:
-    """Puts back what Elastic changes in this process: handlers of signals, and environment."""
+    """Restore what Elastic changes in this process: handlers of signals, and environment variables."""
     names = {*os.environ}
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     try:

@@ -1,8 +1,8 @@
-"""What torch Elastic's workers do, which are the ranks: rank 0 leads, the others follow, and all hear the same outcome.
+"""What each worker of torch Elastic does: it is a rank, and the worker that is rank 0 also supervises all ranks.
 
-A thread of rank 0 supervises all ranks as other launchers do, as Elastic knows of each host's workers only that one
-has ended, and by its clock a victim may end first. What it finds is told to all ranks, and each raises it, so that
-every host reports the same.
+Elastic only reports that some worker on each host has exited, and a follow-up failure can be recorded before the root
+cause. So a thread of rank 0 supervises the ranks as other launchers do. It sends its finding to all ranks, and each
+raises that, so that every host reports the same error.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from pathlib import Path
 from typing import Any
 
 from flyte_ddp.errors import RankError, StoppedError, UnreachableError, UserError
-from flyte_ddp.launch.remote.host_data import prepared_here
+from flyte_ddp.launch.remote.host_data import find_prepared_data
 from flyte_ddp.launch.remote.joining import JoinTicket, RunOverError, connect, local_run_folder, receive_job
 from flyte_ddp.launch.remote.rendezvous import Rendezvous, derive_key, open_rendezvous
 from flyte_ddp.launch.supervise.failures import OWN
-from flyte_ddp.launch.supervise.link import Link, cause
+from flyte_ddp.launch.supervise.link import Link, classify_error
 from flyte_ddp.launch.supervise.network import own_addresses, use_network
-from flyte_ddp.launch.supervise.rank_info import RankInfo
-from flyte_ddp.launch.supervise.stopping import SIGNALS, handed_on
+from flyte_ddp.launch.supervise.rank_process import RankInfo
+from flyte_ddp.launch.supervise.stopping import SIGNALS, call_on_signals
 from flyte_ddp.process import descendants_killed_at_end, kill_descendants, set_name
 from flyte_ddp.runs.job import Job
 
@@ -49,14 +49,14 @@ POLL_SECONDS = 0.1
 
 
 def is_leader() -> bool:
-    """Whether this worker is rank 0."""
+    """Return whether this worker is rank 0."""
     return os.environ["RANK"] == "0"
 
 
 def lead(job: Job) -> None:
     """Train as rank 0, while a thread of this process supervises all ranks."""
     store = group_store(job.settings.timeout)
-    info = own_info()
+    info = rank_of_worker()
     alone = info.world_size == int(os.environ["LOCAL_WORLD_SIZE"])  # then no other host need reach this one
     hosts = (LOOPBACK,) if alone else own_addresses()
     with open_rendezvous(job, *hosts, listen=LOOPBACK if alone else "", secret=shared_secret(), only_once=True) as here:
@@ -70,7 +70,7 @@ def lead(job: Job) -> None:
 
 
 def supervise(rendezvous: Rendezvous, num_ranks: int) -> None:
-    """What the launcher's thread does; its ranks are told what it raises."""
+    """Supervise the ranks, which are told what is raised here; the function of the launcher's thread."""
     with suppress(UserError, RankError, StoppedError, KeyboardInterrupt):
         rendezvous.run(num_ranks, lambda: None)
 
@@ -86,7 +86,7 @@ def follow(fetch_into: Callable[[Path], object] | None = None, timeout: float = 
         UnreachableError: this rank cannot connect to rank 0.
     """
     store = group_store(timeout)
-    info = own_info()
+    info = rank_of_worker()
     tried: set[str] = set()
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
@@ -109,7 +109,7 @@ def follow(fetch_into: Callable[[Path], object] | None = None, timeout: float = 
     )
 
 
-def own_info() -> RankInfo:
+def rank_of_worker() -> RankInfo:
     """Return which rank this worker is, by Elastic's environment variables."""
     return RankInfo(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
 
@@ -155,13 +155,13 @@ def take_part(
     use_network(host)
     link = WorkerLink(pipe, info.rank, saved=job.checkpoint.step if job.checkpoint else 0)
     # Elastic sends SIGTERM as soon as another worker has failed; it must not end this process before all is killed.
-    with handed_on(SIGNALS, lambda: link.send("stop")), descendants_killed_at_end():
+    with call_on_signals(SIGNALS, lambda: link.send("stop")), descendants_killed_at_end():
         try:
-            run_rank(replace(job, data=prepared_here(job, fetch_into)), info, link.offer_saving, link)
+            run_rank(replace(job, data=find_prepared_data(job, fetch_into)), info, link.offer_saving, link)
         except BaseException as error:
             link.report(error)
             link.send("exit", code=1)
-            raise link.outcome() or without_outcome(error) from None
+            raise link.outcome() or error_without_outcome(error) from None
         link.send("completed")
         link.send("exit", code=0)
         if (outcome := link.outcome(limit=None)) is not None:  # others may still wait for what they handed in
@@ -169,7 +169,7 @@ def take_part(
 
 
 class WorkerLink(Link):
-    """The connection of a rank whose process is Elastic's: what the launcher finds is raised here, by every rank."""
+    """The connection of a rank whose process is a worker of Elastic's, and in which the run's outcome is raised."""
 
     def __init__(self, pipe: Connection, rank: int, saved: int) -> None:
         self.outcomes: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
@@ -194,27 +194,27 @@ class WorkerLink(Link):
         self.end(rank_0_is_gone())
 
     def end(self, outcome: BaseException | None) -> None:
-        """Has the rank end, and if it does not come back from what it is doing, this process.
+        """End the rank, and if it does not come back from what it is doing within UNWIND_SECONDS, this process.
 
-        Only what is heard first counts: after its last message the launcher goes.
+        Only the first call has an effect: after its last message the launcher goes.
         """
         if self.heard:
             return
         self.heard = True
         if isinstance(outcome, RankError):
-            time.sleep(NOTICE_SECONDS)  # Elastic itself knows more of a worker of its host that was killed
+            time.sleep(NOTICE_SECONDS)  # Elastic's agent knows by which signal a worker of its host was killed
         self.outcomes.put(outcome)
         if outcome is not None and not self.unwinding.wait(UNWIND_SECONDS[self.rank == 0]):
             end_process(outcome)
 
     def outcome(self, limit: float | None = OUTCOME_SECONDS) -> BaseException | None:
-        """Wait for what became of the run.
+        """Wait for the outcome of the run.
 
         Args:
             limit: seconds to wait at most; None: until the launcher says so, or is gone.
 
         Returns:
-            None if that is its completion, or cannot be known.
+            None if the run has completed, or its outcome cannot be known.
         """
         self.unwinding.set()
         try:
@@ -224,20 +224,20 @@ class WorkerLink(Link):
 
 
 def rank_0_is_gone() -> RankError:
-    """What is known where rank 0 says nothing any more."""
-    return RankError("rank 0 has ended, and its host knows why", recoverable=True)
+    """Return the error for a connection to rank 0 that has ended without an outcome."""
+    return RankError("lost the connection to rank 0; see the log of rank 0's host for the cause", recoverable=True)
 
 
-def without_outcome(error: BaseException) -> BaseException:
-    """Return what a rank raises that has failed, and has not been told what became of the run.
+def error_without_outcome(error: BaseException) -> BaseException:
+    """Return what a failed rank raises that has not been told the outcome of the run.
 
     That is its own error, unless this only says that a collective operation failed: then rank 0 is gone, too.
     """
-    return error if cause(error) in OWN else rank_0_is_gone()
+    return error if classify_error(error) in OWN else rank_0_is_gone()
 
 
 def end_process(outcome: BaseException) -> None:
-    """Ends this process as Elastic's workers end that have failed."""
+    """Leave the outcome as Elastic's workers do that have failed, and end this process and those below it."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     with suppress(OSError):
@@ -249,7 +249,7 @@ def end_process(outcome: BaseException) -> None:
 
 @contextmanager
 def recorded() -> Iterator[None]:
-    """Leaves what is raised, as it is, for :func:`failure`."""
+    """Leave what the block raises, as it is, for :func:`flyte_ddp.launch.elastic.failure`."""
     try:
         yield
     except BaseException as error:
@@ -258,7 +258,7 @@ def recorded() -> Iterator[None]:
 
 
 def record(error: BaseException) -> None:
-    """Leaves an error beside the file in which Elastic leaves its text, unless there is one already."""
+    """Pickle an error beside the file in which Elastic leaves its text, unless there is one already."""
     path = Path(os.environ[ERROR_FILE]).with_suffix(ERROR_SUFFIX)
     with suppress(Exception):  # an exception of a user's own may fail in any way when it is pickled
         if not path.exists():

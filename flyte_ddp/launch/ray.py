@@ -17,12 +17,11 @@ from flyte_ddp.hardware import MOST_CPU_RANKS, Hardware
 from flyte_ddp.launch import capacity
 from flyte_ddp.launch.remote import agent
 from flyte_ddp.launch.remote.rendezvous import JOIN_SECONDS, open_rendezvous
-from flyte_ddp.launch.supervise.rank_info import RankInfo
+from flyte_ddp.launch.supervise.rank_process import RankInfo
 from flyte_ddp.process import signal_handlers
 from flyte_ddp.runs.job import Job
 
 ADDRESS = "RAY_ADDRESS"  # Ray's own variable
-OF_RAYS_OWN = ("PYTHONBREAKPOINT", "RAY_USAGE_STATS_ENABLED")  # which it sets in the process that connects
 GPUS_SHOWN = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}  # older releases hide them from a task that reserves none
 REACH_SECONDS = 10.0  # for a cluster to answer, which Ray itself waits for without end, or for a quarter of an hour
 HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))  # HTTP/2's, with empty settings
@@ -30,11 +29,11 @@ SETTINGS = 4  # the type of the first frame that an HTTP/2 server sends, at the 
 
 
 def launch(job: Job, *, num_ranks: int, max_retries: int = 0) -> None:
-    """Runs the job as ``num_ranks`` tasks of the cluster, on as few hosts as possible.
+    """Run the job as ``num_ranks`` tasks of the cluster, on as few hosts as possible.
 
     Args:
         max_retries: Ray's own: how often it starts a task once more when it has failed, or its host is gone. All ranks
-            then go on from the newest checkpoint.
+            then resume from the newest checkpoint.
     """
     with connected():
         import ray
@@ -59,8 +58,8 @@ def launch(job: Job, *, num_ranks: int, max_retries: int = 0) -> None:
                     tasks.append(task.remote(rendezvous.ticket(info)))
                 rendezvous.run(num_ranks, lambda: refuse_failed(tasks))
             finally:
-                # Agents end when nobody listens any more, with all that their ranks have started, if Ray does not kill
-                # them meanwhile, as it does by force; what is left waits for its turn, or for another try.
+                # Agents end when the launcher listens no more, with all that their ranks have started, unless Ray kills
+                # them meanwhile, as it does by force. Tasks that are left wait for their turn, or for another try.
                 rendezvous.close()
                 for force in (False, True):
                     for task in tasks:
@@ -70,7 +69,7 @@ def launch(job: Job, *, num_ranks: int, max_retries: int = 0) -> None:
 
 
 def hardware(hp: Hyperparameters, nodes_to_come: int = 0, seconds: float = 0.0) -> Hardware:
-    """What ranks find on the cluster: a GPU for each, or CPUs, of which as many as all can have.
+    """Return what ranks find on the cluster: a GPU for each, or CPUs, of which each has as many as all can have.
 
     Args:
         nodes_to_come: waits for so many nodes that take ranks, and has as many ranks as were asked for. 0: takes the
@@ -82,19 +81,21 @@ def hardware(hp: Hyperparameters, nodes_to_come: int = 0, seconds: float = 0.0) 
         UnreachableError: there is no cluster, or a node does not come.
     """
     with connected():
-        capacity.awaited(lambda: len(resources()), nodes_to_come, "nodes of the Ray cluster", seconds)
-        nodes, exact = resources(), nodes_to_come > 0
-        cpus = [int(node.get("CPU", 0)) for node in nodes]
-        gpus = [int(node.get("GPU", 0)) for node in nodes]
-        device = capacity.device_type(hp, sum(gpus) > 0, "the Ray cluster has none")
+        capacity.wait_for_hosts(lambda: len(nodes_for_ranks()), nodes_to_come, "nodes of the Ray cluster", seconds)
+        resources = [node["Resources"] for node in nodes_for_ranks()]
+        cpus, gpus = ([int(node.get(kind, 0)) for node in resources] for kind in ("CPU", "GPU"))
+        device = capacity.device_type(hp.backend, sum(gpus) > 0, "the Ray cluster has none")
         if device == "cuda":
-            what = f"the Ray cluster has {sum(gpus)} GPUs"
-            num_ranks = capacity.clamp_ranks(hp, sum(gpus), what, sum(gpus), exact=exact)
+            total, what = sum(gpus), f"the Ray cluster has {sum(gpus)} GPUs"
+            most = total
+        else:
+            total, what = sum(cpus), f"the Ray cluster has {sum(cpus)} CPUs"
+            most = min(sum(min(cpu, MOST_CPU_RANKS) for cpu in cpus), hp.batch_size)
+        num_ranks = capacity.clamp_ranks(hp.num_ranks, total, what, most, exact=nodes_to_come > 0)
+        if device == "cuda":
             threads = min(max(1, cpu // gpu) for cpu, gpu in zip(cpus, gpus, strict=True) if gpu)
         else:
-            most = min(sum(min(cpu, MOST_CPU_RANKS) for cpu in cpus), hp.batch_size)
-            num_ranks = capacity.clamp_ranks(hp, sum(cpus), f"the Ray cluster has {sum(cpus)} CPUs", most, exact=exact)
-            threads = most_for_each(cpus, num_ranks)
+            threads = cpus_of_each(cpus, num_ranks)
         bf16 = bf16_of_all(device) if hp.precision in ("auto", "bf16") else Bf16.NONE  # else it is of no use
         return machine.decide(hp, device, num_ranks, threads=threads, bf16=bf16)
 
@@ -104,11 +105,6 @@ def nodes_for_ranks() -> list[dict[str, Any]]:
     import ray
 
     return [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
-
-
-def resources() -> list[dict[str, float]]:
-    """Return what each node has that takes ranks."""
-    return [node["Resources"] for node in nodes_for_ranks()]
 
 
 def bf16_of_all(device: str) -> Bf16:
@@ -121,30 +117,25 @@ def bf16_of_all(device: str) -> Bf16:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     gpus, ask = 1 if device == "cuda" else 0, ray.remote(machine.bf16_support)
-    asked = [
-        ask.options(
-            num_cpus=0,
-            num_gpus=0,
-            runtime_env={"env_vars": GPUS_SHOWN} if gpus else None,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], False),
-        )
-        for node in nodes_for_ranks()
-        if node["Resources"].get("GPU", 0) >= gpus
-    ]
-    return min(ray.get([each.remote(device) for each in asked]))
+    options = {"num_cpus": 0, "num_gpus": 0, "runtime_env": {"env_vars": GPUS_SHOWN} if gpus else None}
+    nodes = [node["NodeID"] for node in nodes_for_ranks() if node["Resources"].get("GPU", 0) >= gpus]
+    places = [NodeAffinitySchedulingStrategy(node, False) for node in nodes]
+    return min(ray.get([ask.options(**options, scheduling_strategy=place).remote(device) for place in places]))
 
 
-def most_for_each(cpus: Sequence[int], num_ranks: int) -> int:
-    """The most CPUs that so many ranks can have each, on hosts with these numbers of them."""
+def cpus_of_each(cpus: Sequence[int], num_ranks: int) -> int:
+    """Return the most CPUs that so many ranks can have each, on hosts with these numbers of them."""
     return next(each for each in range(max(cpus), 0, -1) if sum(cpu // each for cpu in cpus) >= num_ranks)
 
 
 @contextmanager
 def connected() -> Iterator[None]:
-    """Ray, as it is where it has been initialised; else the cluster of ``RAY_ADDRESS``, or one on this machine.
+    """Connect to Ray for the block, to the cluster of ``RAY_ADDRESS`` or to one that is started on this machine.
+
+    Uses Ray as it is where it has been initialised.
 
     Raises:
-        UserError: Ray is not installed, or does not take this process, or does not start here, for reasons of its own.
+        UserError: Ray is not installed, or refuses this process, or does not start here.
         UnreachableError: there is no cluster.
     """
     with needing("ray"):
@@ -154,35 +145,32 @@ def connected() -> Iterator[None]:
         yield
         return
     address = os.environ.get(ADDRESS) or None
-    environment = {name: os.environ.get(name) for name in OF_RAYS_OWN}
+    what = f"{ADDRESS}={address}" if address else "Ray on this machine"
     try:
         with signal_handlers({signal.SIGTERM: signal.getsignal(signal.SIGTERM)}):  # ray.init sets one of its own
-            what = f"{ADDRESS}={address}" if address else "Ray on this machine"
             try:
-                reach(address)
+                check_cluster_answers(address)
                 ray.init(address, include_dashboard=None if address else False)
             except UserError:
                 raise
             except (OSError, ValueError) as error:
                 why = str(error).partition("\n")[0]
                 raise UnreachableError(f"{what}: no cluster there ({why}); start one, or correct the address") from None
-            except RuntimeError as error:  # such as one of another version; where Ray cannot connect it is an OSError
+            except RuntimeError as error:  # such as one of another version; if Ray cannot connect it is an OSError
                 raise UserError(f"{what}: Ray refuses: {' '.join(str(error).split())}") from None
         yield
     finally:
         ray.shutdown()
-        for name, value in environment.items():
-            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
 
 
-def reach(address: str | None) -> None:
+def check_cluster_answers(address: str | None) -> None:
     """Return if a server answers where Ray would connect to, or if Ray would start a cluster on this machine.
 
     Args:
         address: the value of RAY_ADDRESS, or None.
 
     Raises:
-        UserError: it is not of the form that ranks need.
+        UserError: the address is not of the form that ranks need.
         OSError: no server answers there as one of Ray's does, within REACH_SECONDS.
         ValueError: Ray does not understand the address.
     """
@@ -198,11 +186,11 @@ def reach(address: str | None) -> None:
         return
     host, _, port = place.rpartition(":")
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_SECONDS) as connected:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_SECONDS) as server:
             if os.environ.get("RAY_USE_TLS", "0") != "0":
                 return
-            connected.sendall(HELLO)
-            with connected.makefile("rb") as answer:
+            server.sendall(HELLO)
+            with server.makefile("rb") as answer:
                 if answer.read(SETTINGS)[-1:] != bytes((SETTINGS,)):
                     raise ConnectionError("what listens there is none of Ray's")
     except OSError as error:
@@ -210,14 +198,11 @@ def reach(address: str | None) -> None:
 
 
 def refuse_failed(tasks: Sequence[Any]) -> None:
-    """Raises what a host could not do, if there is any."""
+    """Raise UnreachableError if a task has failed, which Ray does not try again."""
     import ray
 
     ended, _ = ray.wait(list(tasks), num_returns=len(tasks), timeout=0)
     try:
         ray.get(ended)
     except Exception as error:
-        what = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise UnreachableError(
-            f"a host of the Ray cluster cannot start a rank ({what}); it needs flyte-ddp as it is here"
-        ) from None
+        raise agent.cannot_start("a host of the Ray cluster", error) from None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from flyte_ddp.launch.supervise import fork_server, processes
 from flyte_ddp.launch.supervise.rank_handle import RankHandle
-from flyte_ddp.launch.supervise.rank_info import RankInfo
+from flyte_ddp.launch.supervise.rank_process import RankInfo
 from flyte_ddp.launch.supervise.stopping import stop_requests
 from flyte_ddp.launch.supervise.supervisor import end, watch
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 def launch(job: Job, *, num_ranks: int) -> None:
-    """Runs the job on ``num_ranks`` processes; raises what all launchers do (see the package)."""
+    """Run the job on ``num_ranks`` processes; raises what all launchers do (see the package)."""
     group: list[RankHandle] = []
     with stop_requests() as stop, common_file() as store:
         infos = [RankInfo(rank, num_ranks, local_rank=rank, store=store) for rank in range(num_ranks)]
         try:
             if fork_server.POSSIBLE:
-                fork_server.start(group, infos, job.hardware.device_type)
+                fork_server.start(group, infos, with_torch=job.hardware.device_type in fork_server.TRIED_ON)
             else:
                 for info in infos:
                     processes.start(group, info)
@@ -41,9 +41,9 @@ def launch(job: Job, *, num_ranks: int) -> None:
 
 @contextmanager
 def common_file() -> Iterator[str]:
-    """The path of a file by which ranks of this host find each other: in memory, so it goes with this process.
+    """Yield the path of a file by which ranks of this host find each other: in memory, so it goes with this process.
 
-    Empty where there are no such files; ranks then find each other as on several hosts.
+    Empty on systems without such files, where ranks find each other as on several hosts.
     """
     if not hasattr(os, "memfd_create"):
         yield ""

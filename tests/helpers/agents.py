@@ -11,7 +11,7 @@ from flyte_ddp.errors import UnreachableError
 from flyte_ddp.launch.remote import agent
 from flyte_ddp.launch.remote.joining import JoinTicket
 from flyte_ddp.launch.remote.rendezvous import open_rendezvous
-from flyte_ddp.launch.supervise.rank_info import RankInfo
+from flyte_ddp.launch.supervise.rank_process import RankInfo
 from flyte_ddp.runs.job import Job
 
 NOWHERE = Path("/nowhere")

@@ -1,12 +1,14 @@
-"""What each of a test's two hosts runs in the place of Flyte's plugin: Elastic's workers, and what is told of them.
+"""What each of a test's two hosts runs: in the place of Flyte's plugin Elastic's workers, or one of torchrun's workers.
 
-Arguments are hyperparameters, data, run folder, the address of Elastic's store, the host's own, and whether the store
-is there. What the run ended with is the last line of its standard output, as JSON.
+Arguments are hyperparameters, data, run folder; and, unless torchrun has started this, the address of Elastic's store,
+the host's own, and whether the store is there. What a run of the first kind ended with is the last line of its standard
+output, as JSON.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -26,7 +28,8 @@ def worker(hp: str, data: str, folder: str) -> None:
     elastic_rank.UNWIND_SECONDS = (2.0, 3.0)
     with elastic.recorded():
         if elastic.is_leader():
-            settings = Settings(progress="off", wandb_mode="disabled", timeout=60.0)
+            cache = Path(folder).parent / "cache"
+            settings = Settings(progress="off", wandb_mode="disabled", cache_folder=cache, timeout=60.0)
             given = Hyperparameters.from_json(hp)
             hardware = elastic.hardware(given)
             run_training(given, Path(data), Path(folder), settings, launch=elastic.launch, hardware=hardware)
@@ -57,4 +60,4 @@ def main(hp: str, data: str, folder: str, store: str, own: str, is_there: str) -
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    (worker if elastic_rank.RUN_ID in os.environ else main)(*sys.argv[1:])

@@ -9,7 +9,7 @@ import pytest
 
 Launch = Callable[..., None]
 SPAWN, AGENTS, ELASTIC, DASK, RAY = "spawn", "agents that share nothing", "elastic", "dask", "ray"
-FRESH = "spawn, fresh interpreters as on GPUs"
+FRESH = "spawn, forks without torch as on GPUs"
 
 
 def on(*names: str, exhaustive: Sequence[str] = ()) -> pytest.MarkDecorator:

@@ -55,27 +55,6 @@ def fail_like_a_hang() -> None:
     raise RuntimeError("label service timed out: Connection closed by peer")
 
 
-class Stuck(torch.utils.data.Dataset[int]):
-    """Its workers never have an item."""
-
-    def __len__(self) -> int:
-        return 1
-
-    def __getitem__(self, index: int) -> int:
-        hang()
-        return index
-
-
-def wait_for_a_loader() -> None:
-    """torch's own loader, which raises a RuntimeError."""
-    next(iter(torch.utils.data.DataLoader(Stuck(), num_workers=1, timeout=0.2)))
-
-
-def own_collective() -> None:
-    """To which no other rank comes."""
-    dist.all_reduce(torch.ones(1))
-
-
 def own_asynchronous_collective() -> None:
     """Whose failure comes out of no function of torch.distributed that Python could show."""
     dist.all_reduce(torch.ones(1), async_op=True).wait()
@@ -86,39 +65,20 @@ def own_wrong_collective() -> None:
     dist.all_reduce(torch.ones(1, dtype=torch.float8_e4m3fn))
 
 
-def hand_in_a_large_result() -> None:
-    results.submit("large", bytes(64 << 20))
-
-
 def hand_in_a_small_result() -> None:
     results.submit("small", b"1")
-
-
-def interrupt() -> None:
-    raise KeyboardInterrupt
-
-
-def hear_another_signal() -> None:
-    """Which Python handles, too."""
-    signal.signal(signal.SIGALRM, lambda *_: None)
-    signal.raise_signal(signal.SIGALRM)
 
 
 KINDS: dict[str, Callable[[], object]] = {
     "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "SIGSEGV": lambda: os.kill(os.getpid(), signal.SIGSEGV),
     "SIGTERM": lambda: os.kill(os.getpid(), signal.SIGTERM),
-    "SIGALRM": hear_another_signal,
     "sys.exit": lambda: sys.exit(0),
     "os._exit": lambda: os._exit(0),
-    "large result": hand_in_a_large_result,
     "small result": hand_in_a_small_result,
-    "KeyboardInterrupt": interrupt,
     "ArithmeticError": fail,
     "slow": lambda: time.sleep(1.0),
     "RuntimeError": fail_like_a_hang,
-    "DataLoader": wait_for_a_loader,
-    "own collective": own_collective,
     "own asynchronous collective": own_asynchronous_collective,
     "own wrong collective": own_wrong_collective,
     "hang": hang,

@@ -38,7 +38,7 @@ def quiet(tmp_path: Path) -> Settings:
     return Settings(progress="off", wandb_mode="disabled", cache_folder=tmp_path / "cache")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def expected(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
     """A run of two spawned ranks that nothing disturbs."""
     folder = tmp_path_factory.mktemp("expected")

@@ -20,7 +20,7 @@ from faulty_runs import HP, saved
 from processes import living_with
 
 from flyte_ddp.errors import StoppedError
-from flyte_ddp.launch.supervise.rank_info import RankInfo
+from flyte_ddp.launch.supervise.rank_process import RankInfo
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
 

@@ -147,13 +147,10 @@ LIKE_A_HANG = (
     "^rank 1: RuntimeError: label service timed out: Connection closed by peer\n\n.*in fail_like_a_hang",
     False,
 )
-LOADER = ("DataLoader", "training", "^rank 1: RuntimeError: DataLoader timed out after .*in wait_for_a_loader", False)
 ONCE_EACH = [
-    *((SPAWN, RAISED), (ELASTIC, KILLED), (ELASTIC, RAISED), (DASK, LEFT), (RAY, RAISED)),
-    *((launcher, LIKE_A_HANG) for launcher in (SPAWN, ELASTIC, DASK, RAY)),
-    (SPAWN, LOADER),
+    *((SPAWN, LIKE_A_HANG), (ELASTIC, KILLED), (ELASTIC, RAISED), (DASK, LEFT), (RAY, RAISED)),
 ]
-FAULTS = (KILLED, LEFT, RAISED, LIKE_A_HANG, LOADER)
+FAULTS = (KILLED, LEFT, RAISED, LIKE_A_HANG)
 ALL = [(launcher, fault) for fault in FAULTS for launcher in (SPAWN, ELASTIC, DASK, RAY)]
 
 

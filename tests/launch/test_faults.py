@@ -6,8 +6,10 @@ import os
 import re
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import faults
 import pytest
@@ -23,6 +25,18 @@ pytestmark = pytest.mark.usefixtures("temporary")
 QUIET = Settings(progress="off", wandb_mode="disabled")
 RAISED = "ArithmeticError: the rank's own words"
 again = pytest.mark.exhaustive
+Train = Callable[..., None]
+
+
+@pytest.fixture
+def train(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
+    """Trains in the folder ``run``, with a fault of a rank's that leaves the file ``marker``."""
+
+    def run(rank: int, at: str, kind: str, after: int = 0, *, hp: object = HP, settings: Settings = QUIET) -> None:
+        faults.inject(monkeypatch, tmp_path / "marker", rank=rank, at=at, kind=kind, **{"pass": after})
+        run_training(hp, digits, tmp_path / "run", settings)
+
+    return run
 
 
 @pytest.mark.slow
@@ -32,29 +46,18 @@ again = pytest.mark.exhaustive
         ("SIGKILL", "checkpoint", 0, "rank 0 was killed by SIGKILL", True),
         pytest.param("SIGSEGV", "evaluation", 1, "rank 1 was killed by SIGSEGV", True, marks=again),
         pytest.param("SIGSEGV", "data", 0, "rank 0 was killed by SIGSEGV", True, marks=again),
-        ("sys.exit", "training", 0, "rank 0: SystemExit: 0", False),
+        pytest.param("sys.exit", "training", 0, "rank 0: SystemExit: 0", False, marks=again),
         ("os._exit", "evaluation", 0, "rank 0 ended with exit code 0 before it had finished", False),
-        ("KeyboardInterrupt", "training", 1, "rank 1: KeyboardInterrupt", False),
         pytest.param("ArithmeticError", "import", 1, f"rank 1: {RAISED}", False, marks=again),
         pytest.param("ArithmeticError", "evaluation", 1, f"rank 1: {RAISED}", False, marks=again),
     ],
 )
 def test_a_rank_that_fails_is_named_and_takes_the_others_along(
-    digits: Path,
-    tmp_path: Path,
-    temporary: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: str,
-    at: str,
-    rank: int,
-    words: str,
-    recoverable: bool,
+    train: Train, tmp_path: Path, temporary: Path, kind: str, at: str, rank: int, words: str, recoverable: bool
 ) -> None:
-    marker = tmp_path / "marker"
-    faults.inject(monkeypatch, marker, rank=rank, at=at, kind=kind)
     with pytest.raises(RankError, match=f"(?s){words}") as caught:
-        run_training(HP, digits, tmp_path / "run", QUIET)
-    assert time.time() - float(marker.read_text()) < 15
+        train(rank, at, kind)
+    assert time.time() - float((tmp_path / "marker").read_text()) < 15
     assert caught.value.recoverable == recoverable
     nothing_is_left(tmp_path / "run", temporary)
 
@@ -75,11 +78,11 @@ def test_a_failed_import_is_told(digits: Path, tmp_path: Path, monkeypatch: pyte
     ("strategy", "kind"), [("shared_memory", "hang"), pytest.param("ddp", "hang in C", marks=again)]
 )
 def test_a_rank_that_hangs_is_named_with_its_stack(
-    digits: Path, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch, strategy: str, kind: str
+    train: Train, tmp_path: Path, temporary: Path, strategy: str, kind: str
 ) -> None:
-    faults.inject(monkeypatch, tmp_path / "marker", rank=1, at="training", kind=kind, **{"pass": 3})
+    hp = replace(HP, strategy=strategy, num_ranks=3)
     with pytest.raises(RankError) as caught:
-        run_training(replace(HP, strategy=strategy, num_ranks=3), digits, tmp_path / "run", replace(QUIET, timeout=3.0))
+        train(1, "training", kind, 3, hp=hp, settings=replace(QUIET, timeout=3.0))
     assert caught.value.recoverable
     said = str(caught.value)
     assert re.match(r"rank 1 did not come where (ranks 0 and 2|rank [02]) waited for 3 s \(FLYTE_DDP_TIMEOUT\)", said)
@@ -92,29 +95,22 @@ def test_a_rank_that_hangs_is_named_with_its_stack(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["own collective", "own asynchronous collective"])
-def test_a_users_own_collective_that_nobody_else_comes_to_is_a_hang(
-    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_a_users_own_collective_that_nobody_else_comes_to_is_a_hang(train: Train) -> None:
     """The other rank waits for this one, in another place."""
-    faults.inject(monkeypatch, tmp_path / "marker", rank=0, at="training", kind=kind, **{"pass": 3})
-    settings = replace(QUIET, timeout=2.0)
+    hp = replace(HP, strategy="shared_memory")
     with pytest.raises(RankError) as caught:
-        run_training(replace(HP, strategy="shared_memory"), digits, tmp_path / "run", settings)
+        train(0, "training", "own asynchronous collective", 3, hp=hp, settings=replace(QUIET, timeout=2.0))
     assert caught.value.recoverable
     all_waited = "all ranks waited for each other for 2 s, in different places"
     one_waited = r"rank [01] waited in vain for 2 s \(FLYTE_DDP_TIMEOUT\); rank [01] came too late, or waited elsewhere"
     assert re.match(f"{all_waited}|{one_waited}", caught.value.message)
-    assert f"in {kind.replace(' ', '_')}" in caught.value.details
+    assert "in own_asynchronous_collective" in caught.value.details
 
 
 @pytest.mark.slow
-def test_a_users_own_collective_that_cannot_be_is_no_hang(
-    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    faults.inject(monkeypatch, tmp_path / "marker", rank=1, at="training", kind="own wrong collective")
+def test_a_users_own_collective_that_cannot_be_is_no_hang(train: Train) -> None:
     with pytest.raises(RankError, match=r"^rank 1: RuntimeError: Invalid scalar type") as caught:
-        run_training(HP, digits, tmp_path / "run", QUIET)
+        train(1, "training", "own wrong collective")
     assert "in own_wrong_collective" in caught.value.details
     assert not caught.value.recoverable
 
@@ -147,79 +143,50 @@ def test_a_rank_that_hangs_before_there_is_a_process_group(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("at", "rank"),
+    ("at", "rank", "after", "step", "number"),
     [
-        pytest.param("training", 0, marks=again),
-        ("training", 1),
-        pytest.param("evaluation", 1, marks=again),
-        ("checkpoint", 0),
-        ("results", 0),
+        ("training", 1, 3, 3, signal.SIGTERM),
+        ("training", 0, 3, 3, signal.SIGINT),
+        ("training", 0, 0, 0, signal.SIGTERM),  # before the first step
+        pytest.param("evaluation", 1, 0, 14, signal.SIGTERM, marks=again),
+        ("checkpoint", 0, 0, None, signal.SIGTERM),  # there nothing can be saved
+        pytest.param("results", 0, 0, 20, signal.SIGTERM, marks=again),
     ],
 )
-def test_sigterm_saves_the_last_step_wherever_the_ranks_are(
-    digits: Path, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch, at: str, rank: int
+def test_a_signal_saves_the_last_step_wherever_the_ranks_are(
+    train: Train,
+    tmp_path: Path,
+    temporary: Path,
+    at: str,
+    rank: int,
+    after: int,
+    step: int | None,
+    number: signal.Signals,
 ) -> None:
-    """A rank hangs, so that the others sit in a collective, when SIGTERM comes."""
+    """A rank hangs, so that the others sit in a collective, when the signal comes."""
     marker = tmp_path / "marker"
-    settings = replace(QUIET, save_seconds=1.0) if at == "checkpoint" else QUIET  # there nothing can be saved
-    faults.inject(monkeypatch, marker, rank=rank, at=at, kind="hang", **{"pass": 3 if at == "training" else 0})
-    told = when(marker, lambda: os.kill(os.getpid(), signal.SIGTERM))
-    with pytest.raises(StoppedError) as caught:
-        run_training(HP, digits, tmp_path / "run", settings)
+    settings = replace(QUIET, save_seconds=1.0) if step is None else QUIET
+    told = when(marker, lambda: os.kill(os.getpid(), number))
+    with pytest.raises((StoppedError, KeyboardInterrupt)) as caught:
+        train(rank, at, "hang", after, settings=settings)
     told.join()
+    assert caught.type is (StoppedError if number == signal.SIGTERM else KeyboardInterrupt)
     assert time.time() - float(marker.read_text()) < 15
-    found = saved(tmp_path / "run")
-    if at != "checkpoint":
-        assert found is not None
-        assert found.step == {"training": 3, "evaluation": 14, "results": 20}[at]
-        assert f"the same run will go on after step {found.step}, which is saved" in caught.value.message
+    if step is not None:
+        assert (saved(tmp_path / "run") or SimpleNamespace(step=0)).step == step
+    if step is not None and number == signal.SIGTERM:
+        where = f"will go on after step {step}, which is saved" if step else "will restart from scratch, as there is no"
+        assert where in str(caught.value)
     nothing_is_left(tmp_path / "run", temporary)
 
 
 @pytest.mark.slow
 def test_the_last_checkpoint_has_the_time_that_there_is(
-    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which is another than after a failure, where rank 0 may wait for one that is gone."""
     monkeypatch.setattr(supervisor, "SAVE_SECONDS", 0.01)
-    faults.inject(monkeypatch, tmp_path / "marker", rank=0, at="checkpoint", kind="slow")
     told = when(tmp_path / "marker", lambda: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(StoppedError, match=r"the same run will go on after step \d+, which is saved"):
-        run_training(HP, digits, tmp_path / "run", QUIET)
+        train(0, "checkpoint", "slow")
     told.join()
-
-
-@pytest.mark.slow
-def test_a_rank_hands_sigterm_on(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where it is sent to all processes of a job, or to any one of them."""
-    faults.inject(monkeypatch, tmp_path / "marker", rank=1, at="training", kind="SIGTERM", **{"pass": 3})
-    with pytest.raises(StoppedError, match=r"stopped by SIGTERM; the same run will go on after step \d+"):
-        run_training(HP, digits, tmp_path / "run", QUIET)
-
-
-@pytest.mark.slow
-def test_other_signals_are_the_users_own(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    faults.inject(monkeypatch, tmp_path / "marker", rank=1, at="training", kind="SIGALRM")
-    run_training(HP, digits, tmp_path / "run", QUIET)
-    assert (tmp_path / "marker").exists()
-
-
-@pytest.mark.slow
-def test_sigterm_before_the_first_step(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    faults.inject(monkeypatch, tmp_path / "marker", rank=0, at="training", kind="hang")
-    told = when(tmp_path / "marker", lambda: os.kill(os.getpid(), signal.SIGTERM))
-    with pytest.raises(StoppedError, match="will restart from scratch, as there is no checkpoint yet"):
-        run_training(HP, digits, tmp_path / "run", QUIET)
-    told.join()
-
-
-@pytest.mark.slow
-def test_ctrl_c_saves_too(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    faults.inject(monkeypatch, tmp_path / "marker", rank=0, at="training", kind="hang", **{"pass": 3})
-    told = when(tmp_path / "marker", lambda: os.kill(os.getpid(), signal.SIGINT))
-    with pytest.raises(KeyboardInterrupt):
-        run_training(HP, digits, tmp_path / "run", QUIET)
-    told.join()
-    found = saved(tmp_path / "run")
-    assert found is not None
-    assert found.step == 3

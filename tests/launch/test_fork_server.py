@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from dataclasses import replace
 from pathlib import Path
 
 import faults
@@ -13,7 +12,7 @@ from faulty_runs import HP, in_spawned_processes, nothing_is_left, when
 
 from benchmarks.running import descendants, process_name
 from flyte_ddp.errors import RankError, StoppedError
-from flyte_ddp.launch.supervise import fork_server, supervisor
+from flyte_ddp.launch.supervise import supervisor
 from flyte_ddp.launch.supervise.fork_server import SERVER
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
@@ -32,17 +31,20 @@ def fork_once():
 os.fork = fork_once
 """
 CALM = """
+import random
+import numpy.random  # before the fork, as numpy 1 does when torch imports it
 from flyte_ddp.launch.supervise import rank_process
 fork, run_and_report = os.fork, rank_process.run_and_report
-def noted(what):
+def note(*what):
     with open(os.environ["NOTED"], "a") as file:
-        print(what, file=file)
+        print(*what, file=file, sep=",")
 def fork_and_note():
-    noted(len(os.listdir("/proc/self/task")))
+    note("threads", len(os.listdir("/proc/self/task")))
     return fork()
 def run_and_note(info, link):
     from torch import cuda
-    noted(cuda._is_in_bad_fork())
+    name = open("/proc/self/comm").read().strip()
+    note(name, cuda._is_in_bad_fork(), numpy.random.random(), random.random())
     return run_and_report(info, link)
 os.fork, rank_process.run_and_report = fork_and_note, run_and_note
 """
@@ -56,47 +58,17 @@ class Hang:
                 time.sleep(0.01)
 sys.meta_path.insert(0, Hang())
 """
-FIRST_IS_KILLED = """
-start, started = multiprocessing.process.BaseProcess.start, []
-def kill_and_start(process):
-    for other in started:
-        os.kill(other.pid, 9)
-        os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
-    started.append(process)
-    start(process)
-multiprocessing.process.BaseProcess.start = kill_and_start
-"""
-NUMBERS = """
-import random
-import numpy.random  # before the fork, as numpy 1 does when torch imports it
-from flyte_ddp.launch.supervise import rank_process
-run_and_report = rank_process.run_and_report
-def draw(info, link):
-    with open(os.environ["NOTED"], "a") as file:
-        print(open("/proc/self/comm").read().strip(), numpy.random.random(), random.random(), file=file)
-    return run_and_report(info, link)
-rank_process.run_and_report = draw
-"""
 
 
 @pytest.mark.slow
-def test_nothing_goes_on_when_the_server_forks(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which a fork would not have, or not survive."""
+def test_forks_are_what_fresh_processes_are(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the server forks, nothing goes on that a fork would not have; ranks have names and numbers of their own."""
     noted = in_spawned_processes(monkeypatch, tmp_path, CALM)
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")  # numpy's ends its threads itself
     run_training(HP, digits, tmp_path / "run", QUIET)
-    assert sorted(noted.read_text().splitlines()) == ["1", "1", "False", "False"]
-
-
-@pytest.mark.slow
-def test_ranks_have_names_and_random_numbers_of_their_own(
-    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    noted = in_spawned_processes(monkeypatch, tmp_path, NUMBERS)
-    run_training(replace(HP, num_ranks=3), digits, tmp_path / "run", QUIET)
-    names, of_numpy, of_python = zip(*[line.rsplit(" ", 2) for line in noted.read_text().splitlines()], strict=True)
-    assert sorted(names) == ["rank 0", "rank 1", "rank 2"]
-    assert len({*of_numpy, *of_python}) == 6
+    lines = sorted(line.split(",") for line in noted.read_text().splitlines())
+    assert [line[:2] for line in lines] == [["rank 0", "False"], ["rank 1", "False"], *[["threads", "1"]] * 2]
+    assert len({number for line in lines[:2] for number in line[2:]}) == 4
 
 
 @pytest.mark.slow
@@ -158,17 +130,5 @@ def test_a_rank_for_which_there_is_no_process(
     """As where a container's number of processes is limited."""
     in_spawned_processes(monkeypatch, tmp_path, FORKS)
     with pytest.raises(RankError, match=r"rank 1: BlockingIOError: \[Errno 11\] Resource temporarily unavailable"):
-        run_training(HP, digits, tmp_path / "run", QUIET)
-    nothing_is_left(tmp_path / "run", temporary)
-
-
-@pytest.mark.slow
-def test_a_fresh_rank_that_is_killed_before_the_next_one_starts(
-    digits: Path, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Multiprocessing then waits for it in place of the server."""
-    monkeypatch.setattr(fork_server, "TRIED_ON", ())
-    in_spawned_processes(monkeypatch, tmp_path, FIRST_IS_KILLED)
-    with pytest.raises(RankError, match="rank 0 was killed by SIGKILL"):
         run_training(HP, digits, tmp_path / "run", QUIET)
     nothing_is_left(tmp_path / "run", temporary)

@@ -16,7 +16,7 @@ from PIL import Image
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
 from flyte_ddp.errors import UserError
-from flyte_ddp.launch.remote.host_data import digest, prepared_here
+from flyte_ddp.launch.remote.host_data import find_prepared_data, prepared_digest
 from flyte_ddp.settings import Settings
 
 MODULE = """
@@ -60,9 +60,9 @@ def host_has(tmp_path: Path, dataset: str, source: str, launcher: Path) -> Path:
         hp=Hyperparameters(dataset=dataset, data_source=source),
         data=Path("/nowhere"),
         settings=Settings(cache_folder=tmp_path / "cache"),
-        identity=SimpleNamespace(data=digest(launcher)),
+        identity=SimpleNamespace(data=prepared_digest(launcher)),
     )
-    return prepared_here(job)
+    return find_prepared_data(job)
 
 
 def test_the_same_content_from_another_source(ask: Ask, sources: list[str]) -> None:
@@ -84,7 +84,7 @@ def test_a_source_that_had_other_content_for_a_while(ask: Ask, sources: list[str
     with pytest.raises(UserError, match="what this host has fetched is not what the launcher has"):
         host_has(tmp_path, "served_data:load", sources[0], launcher)
     (Path(sources[0]) / "count").write_text("4")
-    assert digest(host_has(tmp_path, "served_data:load", sources[0], launcher)) == digest(launcher)
+    assert prepared_digest(host_has(tmp_path, "served_data:load", sources[0], launcher)) == prepared_digest(launcher)
 
 
 def test_encoded_images_are_read_where_this_run_has_them(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_encoded_images_are_read_where_this_run_has_them(tmp_path: Path) -> None
     shutil.copytree(tmp_path / "here", tmp_path / "there")
     sets = [f"image_folder:{tmp_path / name}" for name in ("here", "there")]
     launchers = [fetch(dataset, "", tmp_path / f"launcher-{dataset[-5:]}", progress="off") for dataset in sets]
-    assert digest(launchers[0]) == digest(launchers[1])
+    assert prepared_digest(launchers[0]) == prepared_digest(launchers[1])
     for dataset, launcher in zip(sets, launchers, strict=True):
         found = host_has(tmp_path, dataset, "", launcher)
         assert json.loads((found / "dataset.json").read_text())["name"] == dataset

@@ -19,7 +19,7 @@ from processes import living_with
 from benchmarks.running import descendants
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import RankError
-from flyte_ddp.launch import single, spawn
+from flyte_ddp.launch import single
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
 
@@ -63,10 +63,27 @@ def alone(launcher: str, hp: Hyperparameters, data: Path, run: Path) -> subproce
     return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": "."}, stdout=subprocess.PIPE, text=True)
 
 
+@pytest.fixture
+def bystander() -> Iterator[subprocess.Popen[bytes]]:
+    """A child of this process that is none of a run's."""
+    with subprocess.Popen(["sleep", "1000"]) as started:
+        yield started
+        started.kill()
+
+
 @on(SPAWN, exhaustive=(FRESH, AGENTS, ELASTIC, DASK, RAY))
-def test_after_a_good_end(launch: Launch, digits: Path, tmp_path: Path, temporary: Path, quiet: Settings) -> None:
+def test_after_a_good_end(
+    launch: Launch,
+    bystander: subprocess.Popen[bytes],
+    digits: Path,
+    tmp_path: Path,
+    temporary: Path,
+    quiet: Settings,
+) -> None:
+    """Processes that others have started stay."""
     run_training(PARENTAL, digits, tmp_path / "run", quiet, launch=launch)
     offspring_models.wait(lambda: not survivors(temporary))  # agents see to it, after the launcher has heard of the end
+    assert bystander.poll() is None
 
 
 QUICK = [(FRESH, "SIGKILL"), (AGENTS, "ArithmeticError")]
@@ -116,14 +133,6 @@ def test_after_the_launcher_was_killed(
     assert [path.name for path in temporary.iterdir()] == ["started"]
 
 
-@pytest.fixture
-def bystander() -> Iterator[subprocess.Popen[bytes]]:
-    """A child of this process that is none of a run's."""
-    with subprocess.Popen(["sleep", "1000"]) as started:
-        yield started
-        started.kill()
-
-
 def test_one_rank_in_the_launching_process(digits: Path, tmp_path: Path, temporary: Path) -> None:
     """Also what has left its parent; nothing else stays as it was made for that."""
     with alone("single", replace(PARENTAL, num_ranks=1), digits, tmp_path / "run") as process:
@@ -139,11 +148,3 @@ def test_one_rank_leaves_others_alone(
     assert bystander.poll() is None
     # Two of the model that was trained, and two of the one into which its file was loaded in the end.
     assert [offspring_models.state(int(path.name)) for path in (temporary / "started").iterdir()] == ["Z"] * 4
-
-
-def test_several_ranks_leave_others_alone(
-    bystander: subprocess.Popen[bytes], digits: Path, tmp_path: Path, temporary: Path, quiet: Settings
-) -> None:
-    run_training(PARENTAL, digits, tmp_path / "run", quiet, launch=spawn.launch)
-    assert bystander.poll() is None
-    assert survivors(temporary) == []

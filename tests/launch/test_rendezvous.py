@@ -29,7 +29,7 @@ from flyte_ddp.launch.remote.rendezvous import RemoteHandle, Rendezvous, open_re
 from flyte_ddp.launch.supervise import rank_handle
 from flyte_ddp.launch.supervise.failures import first_failure
 from flyte_ddp.launch.supervise.rank_handle import RankHandle
-from flyte_ddp.launch.supervise.rank_info import RankInfo
+from flyte_ddp.launch.supervise.rank_process import RankInfo
 from flyte_ddp.launch.supervise.stopping import StopRequest
 from flyte_ddp.launch.supervise.supervisor import listen
 

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flyte_ddp.clock import Clock
 from flyte_ddp.errors import RankError
 from flyte_ddp.launch.supervise import supervisor
-from flyte_ddp.launch.supervise.link import cause, described
+from flyte_ddp.launch.supervise.link import classify_error, describe_error
 from flyte_ddp.loading.arrays import ArrayImages
 from flyte_ddp.loading.streams import StreamImages
 from flyte_ddp.parallel.distributed import copy_from_rank_0, from_rank_0, objects_of_all_ranks, sum_over_ranks
@@ -58,8 +58,8 @@ def test_a_device_that_does_not_end_is_reported_with_the_place_of_the_host() -> 
         pass
     watch.watch()
     error = reported.get_nowait()
-    assert cause(error) == "timeout"
-    told = described(error)
+    assert classify_error(error) == "timeout"
+    told = describe_error(error)
     assert told["message"].startswith("the GPU waited for other ranks for 0.05 s")
     assert "in test_a_device_that_does_not_end" in told["traceback"]
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import socket
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
@@ -16,9 +15,9 @@ from pathlib import Path
 
 from flyte_ddp.code_digest import package_digest
 from flyte_ddp.launch.remote.file_sync import take_piece
-from flyte_ddp.launch.remote.listener import HELLO_SECONDS, ROLES
-from flyte_ddp.launch.supervise.network import cut_off_after, keep_alive, prove_key
-from flyte_ddp.launch.supervise.rank_info import RankInfo
+from flyte_ddp.launch.remote.listener import AGENT, HELLO_SECONDS, LAUNCHER
+from flyte_ddp.launch.supervise.network import authenticated_pipe
+from flyte_ddp.launch.supervise.rank_process import RankInfo
 from flyte_ddp.runs.job import Job
 
 CONNECT_SECONDS = 10.0  # to an address that may be none of the launcher's
@@ -57,36 +56,27 @@ def local_run_folder(ticket: JoinTicket) -> Iterator[Path]:
 def connect(ticket: JoinTicket, folder: Path) -> Connection:
     """Connect to the launcher for a rank of this host, trying its addresses in turn.
 
+    Nothing is unpickled of a peer that does not know the key.
+
     Args:
         folder: of :func:`local_run_folder`.
 
     Raises:
         OSError, EOFError, AuthenticationError: the launcher is at none of its addresses; what the last one raised.
     """
-    *others, last = ticket.hosts
-    for host in others:
-        with suppress(OSError, EOFError, AuthenticationError):
-            return connect_to(host, ticket, folder)
-    return connect_to(last, ticket, folder)
-
-
-def connect_to(host: str, ticket: JoinTicket, folder: Path) -> Connection:
-    """Connect to the launcher at one of its addresses; nothing is unpickled of a peer that does not know the key."""
-    connected = socket.create_connection((host, ticket.port), timeout=CONNECT_SECONDS)
-    connected.settimeout(None)
-    keep_alive(connected)
-    pipe = Connection(os.dup(connected.fileno()))
-    try:
-        with connected, cut_off_after(connected, HELLO_SECONDS):
-            prove_key(pipe, ticket.key, *reversed(ROLES))
-            own_host = connected.getsockname()[0]
-            own_folder = None if folder == ticket.run_folder else folder
-            hello = {"rank": ticket.info.rank, "host": own_host, "folder": own_folder, "code": package_digest()}
-            pipe.send({**hello, "clock": time.monotonic()})
-    except BaseException:
-        pipe.close()
-        raise
-    return pipe
+    failure: Exception = OSError("the launcher has no address")
+    for host in ticket.hosts:
+        try:
+            with socket.create_connection((host, ticket.port), timeout=CONNECT_SECONDS) as connected:
+                connected.settimeout(None)
+                own_folder = None if folder == ticket.run_folder else folder
+                hello = {"rank": ticket.info.rank, "host": connected.getsockname()[0], "folder": own_folder}
+                with authenticated_pipe(connected, ticket.key, AGENT, LAUNCHER, HELLO_SECONDS) as pipe:
+                    pipe.send({**hello, "code": package_digest(), "clock": time.monotonic()})
+                    return pipe
+        except (OSError, EOFError, AuthenticationError) as error:
+            failure = error
+    raise failure
 
 
 def receive_job(pipe: Connection, folder: Path) -> tuple[Job, str]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import time
-from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,12 +11,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
 
-from flyte_ddp.launch.supervise.network import cut_off_after, is_loopback, keep_alive, prove_key, shut
+from flyte_ddp.launch.supervise.network import authenticated_pipe, is_loopback, shut
 
 HELLO_SECONDS = 10.0  # in all, for a peer to prove that it knows the key and to say who it is
 MOST_AT_ONCE = 64  # connections; more wait in the socket's queue until one of those is accepted or refused
-POLL_SECONDS = 0.02
-ROLES = (b"launcher", b"agent")  # so that a peer cannot send back what it was sent
+WAIT_SECONDS, POLL_SECONDS = 0.1, 0.01
+LAUNCHER, AGENT = b"launcher", b"agent"  # roles in the proof
 
 
 @dataclass(frozen=True)
@@ -66,13 +64,17 @@ class AuthenticatedListener:
             connection.pipe.close()
 
     def new_connections(self) -> list[WorkerConnection]:
-        """Wait for POLL_SECONDS; return the agents that have proved themselves since the last call."""
-        time.sleep(POLL_SECONDS)
-        with suppress(OSError):  # nobody is waiting, or too many files are open
-            while len(self.unproved) < MOST_AT_ONCE:
-                connected, _ = self.server.accept()
-                self.unproved[self.pool.submit(self._authenticate, connected)] = connected
-        return self._take_proved()
+        """Return the agents that have proved themselves since the last call; wait WAIT_SECONDS for one."""
+        deadline = time.monotonic() + WAIT_SECONDS
+        proved: list[WorkerConnection] = []
+        while not proved and time.monotonic() < deadline:
+            with suppress(OSError):  # nobody is waiting, or too many files are open
+                while len(self.unproved) < MOST_AT_ONCE:
+                    connected, _ = self.server.accept()
+                    self.unproved[self.pool.submit(self._authenticate, connected)] = connected
+            time.sleep(POLL_SECONDS)
+            proved = self._take_proved()
+        return proved
 
     def _take_proved(self) -> list[WorkerConnection]:
         done = [future for future in self.unproved if future.done()]
@@ -82,24 +84,7 @@ class AuthenticatedListener:
 
     def _authenticate(self, connected: socket.socket) -> WorkerConnection:
         connected.setblocking(True)
-        keep_alive(connected)
-        pipe = Connection(os.dup(connected.fileno()))
-        try:
-            with cut_off_after(connected, HELLO_SECONDS):
-                prove_key(pipe, self.key, *ROLES)
-                hello: dict[str, Any] = pipe.recv()  # unpickled only after the peer's proof
+        with authenticated_pipe(connected, self.key, LAUNCHER, AGENT, HELLO_SECONDS) as pipe:
+            hello: dict[str, Any] = pipe.recv()  # unpickled only after the peer's proof
             addresses = {"seen_at": connected.getpeername()[0], "reached_at": connected.getsockname()[0]}
             return WorkerConnection(**hello, **addresses, pipe=pipe, received_at=time.monotonic())
-        except BaseException:
-            pipe.close()
-            raise
-
-
-def find_address_of_launcher(connections: Iterable[WorkerConnection]) -> str:
-    """Return the address at which all agents can reach ranks on the launcher's own host.
-
-    Agents on that host may have connected over the loopback and say so; others have reached an address that serves all.
-    """
-    by_rank = sorted(connections, key=lambda each: each.rank)
-    from_elsewhere = [each.reached_at for each in by_rank if not each.is_here]
-    return (from_elsewhere or [each.host for each in by_rank])[0]

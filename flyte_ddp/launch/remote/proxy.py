@@ -9,9 +9,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from flyte_ddp.launch.remote.file_sync import Mirror
-from flyte_ddp.launch.remote.host_data import prepared_here
+from flyte_ddp.launch.remote.host_data import find_prepared_data
 from flyte_ddp.launch.remote.joining import JoinTicket, RunOverError, connect, local_run_folder, receive_job
-from flyte_ddp.launch.supervise.link import described
+from flyte_ddp.launch.supervise.link import describe_error
 from flyte_ddp.launch.supervise.rank_handle import RankHandle
 from flyte_ddp.launch.supervise.stopping import StopRequest, stop_requests
 
@@ -30,9 +30,9 @@ def proxy_rank(handle: RankHandle, ticket: JoinTicket) -> bool:
             # Only rank 0 writes files into the run folder.
             mirror = Mirror(folder, pipe.send) if handle.rank == 0 and folder != ticket.run_folder else None
             try:
-                handle.hand_over(replace(job, data=prepared_here(job)))
+                handle.hand_over(replace(job, data=find_prepared_data(job)))
             except Exception as error:
-                pipe.send(described(error))
+                pipe.send(describe_error(error))
                 pipe.send({"kind": "exit", "code": 1})
             else:
                 if relay(handle, pipe, stop, mirror):

@@ -21,9 +21,9 @@ from flyte_ddp.code_digest import package_digest
 from flyte_ddp.errors import RankError, UnreachableError, UserError
 from flyte_ddp.launch.remote.file_sync import APPENDED, pieces, take_piece
 from flyte_ddp.launch.remote.joining import JoinTicket
-from flyte_ddp.launch.remote.listener import AuthenticatedListener, WorkerConnection, find_address_of_launcher
+from flyte_ddp.launch.remote.listener import AuthenticatedListener, WorkerConnection
 from flyte_ddp.launch.supervise.rank_handle import RankHandle
-from flyte_ddp.launch.supervise.rank_info import RankInfo
+from flyte_ddp.launch.supervise.rank_process import RankInfo
 from flyte_ddp.launch.supervise.stopping import StopRequest, stop_requests
 from flyte_ddp.launch.supervise.supervisor import end, watch
 from flyte_ddp.runs.checkpoint import load_latest, newest_step
@@ -63,10 +63,6 @@ class RemoteHandle(RankHandle):
         """
         return self.out_of_memory or (self.lost and self.worker.is_here and super().ran_out_of_memory())
 
-    def waitables(self) -> list[Any]:
-        """Return the agent's connection."""
-        return [self.pipe] if self.listening else []
-
     def messages(self) -> Iterator[dict[str, Any]]:
         """Yield what the rank has sent since the last call. Takes in the agent's own messages, and writes files."""
         early, self.early = self.early, []
@@ -98,7 +94,7 @@ class RemoteHandle(RankHandle):
         while (message := self.pipe.recv())["kind"] != "stored":
             self.early.append(message)
 
-    def localized(self, job: Job) -> Job:
+    def localize(self, job: Job) -> Job:
         """Return the job with the paths that its files have on the rank's host."""
         if self.worker.folder is None:
             return job
@@ -207,7 +203,7 @@ class Rendezvous:
             self.gather(group, num_ranks, stop, check)
             if before is not None:
                 self.job = from_newest_checkpoint(self.job, str(before).splitlines()[0])
-            job = adapted(self.job, {handle.host for handle in group})
+            job = adapt_to_hosts(self.job, {handle.host for handle in group})
             for handle in group:
                 handle.hand_over(job)
             watch(group, stop, job)
@@ -249,7 +245,12 @@ class Rendezvous:
                         "them; correct that and run again"
                     )
                 for worker in listener.new_connections():
-                    refuse_other_code(worker)
+                    if worker.code != package_digest():
+                        worker.pipe.close()
+                        raise UserError(
+                            f"host {worker.host} runs library sources {worker.code}, and this one {package_digest()}; "
+                            "have the same flyte-ddp on all hosts of the cluster"
+                        )
                     if worker.rank in found:
                         found[worker.rank].pipe.close()
                     found[worker.rank] = worker
@@ -257,24 +258,17 @@ class Rendezvous:
 
     def handles(self, found: Mapping[int, WorkerConnection]) -> list[RankHandle]:
         """Return handles of the connected ranks, in order; the lowest rank of each host is the one to get the files."""
-        here = find_address_of_launcher(found.values())
+        workers = [found[rank] for rank in sorted(found)]
+        # Agents on the launcher's host may have come over the loopback; others have reached an address that all can.
+        from_elsewhere = [worker.reached_at for worker in workers if not worker.is_here]
+        here = (from_elsewhere or [worker.host for worker in workers])[0]
         folders: dict[str, Path] = {}
         handles: list[RankHandle] = []
-        for _, worker in sorted(found.items()):
+        for worker in workers:
             host = here if worker.is_here else worker.host
             files_in = folders.setdefault(host, worker.folder) if worker.folder else self.job.run_folder
             handles.append(RemoteHandle(worker, host, self.job.run_folder, files_in))
         return handles
-
-
-def refuse_other_code(worker: WorkerConnection) -> None:
-    """Close the connection and raise UserError if its agent runs another version of this library."""
-    if worker.code != package_digest():
-        worker.pipe.close()
-        raise UserError(
-            f"host {worker.host} runs library sources {worker.code}, and this one {package_digest()}; "
-            "have the same flyte-ddp on all hosts of the cluster"
-        )
 
 
 def from_newest_checkpoint(job: Job, why: str) -> Job:
@@ -286,7 +280,7 @@ def from_newest_checkpoint(job: Job, why: str) -> Job:
     return replace(job, checkpoint=found)
 
 
-def adapted(job: Job, hosts: set[str]) -> Job:
+def adapt_to_hosts(job: Job, hosts: set[str]) -> Job:
     """Return the job as it is on these hosts: only ranks of a single host can average gradients in shared memory.
 
     Raises:

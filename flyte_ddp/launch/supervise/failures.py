@@ -1,4 +1,4 @@
-"""Which rank failed first, and of what: the death of one rank makes others fail, and they are not to blame."""
+"""Finds the rank that failed first, and why: the death of one rank makes others fail, and they are not to blame."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 from flyte_ddp.errors import OutOfMemoryError, RankError, RankLostError, UnreachableError, UserError
 from flyte_ddp.launch.supervise.rank_handle import RankHandle
 
-SILENT = "(it does not say)"
+NO_STACK = "(it does not say)"
 MISTAKES = {"mistake": UserError, "unreachable": UnreachableError}
 OWN = ("own", *MISTAKES)  # causes that are no consequence of another rank's failure
 
 
-def cause_is_known(group: Sequence[RankHandle]) -> bool:
-    """Whether one of the failures so far is nobody's consequence."""
-    return bool(killed(group) or lost(group) or errors(group, *OWN) or silent(group))
+def root_cause_is_known(group: Sequence[RankHandle]) -> bool:
+    """Return whether one of the failures so far is a root cause, not a consequence of another rank's failure."""
+    return bool(killed_ranks(group) or lost_ranks(group) or reports_of(group, *OWN) or ranks_without_report(group))
 
 
 def first_failure(group: Sequence[RankHandle], timeout: float) -> UserError | RankError:
-    """The error of the rank that failed first.
+    """Return the error of the rank that failed first.
 
     A rank that was killed leaves no report, and its victims' reports only say that it was gone. SIGABRT is the
     exception: gloo and NCCL abort in a victim, too, when a peer's connection closes at the wrong moment.
@@ -29,8 +29,8 @@ def first_failure(group: Sequence[RankHandle], timeout: float) -> UserError | Ra
         timeout: seconds that ranks wait for one another.
 
     """
-    own, gone, left = errors(group, *OWN), lost(group), silent(group)
-    if dead := killed(group) or ([] if own or left else killed(group, aborted=True)):
+    own, gone, left = reports_of(group, *OWN), lost_ranks(group), ranks_without_report(group)
+    if dead := killed_ranks(group) or ([] if own or left else killed_ranks(group, aborted=True)):
         rank, code = dead[0]
         out_of_memory = any(handle.ran_out_of_memory() for handle in group if handle.rank == rank)
         return was_killed(rank, signal.Signals(-code), out_of_memory=out_of_memory)
@@ -43,12 +43,12 @@ def first_failure(group: Sequence[RankHandle], timeout: float) -> UserError | Ra
             recoverable=True,
         )
     if own:
-        mistake = MISTAKES.get(own[0]["cause"])
-        return mistake(own[0]["message"]) if mistake else RankError(said(own[0]), details=own[0]["traceback"])
+        first, mistake = own[0], MISTAKES.get(own[0]["cause"])
+        return mistake(first["message"]) if mistake else RankError(format_rank_error(first), details=first["traceback"])
     if left:
         rank, code = left[0]
         return RankError(f"rank {rank} ended with exit code {code} before it had finished training")
-    return waited_in_vain(group, timeout)
+    return collective_timeout_error(group, timeout)
 
 
 def was_killed(rank: int, by: signal.Signals, *, out_of_memory: bool) -> RankError:
@@ -66,15 +66,15 @@ def was_killed(rank: int, by: signal.Signals, *, out_of_memory: bool) -> RankErr
 
 
 def did_not_begin(handle: RankHandle, seconds: float) -> RankError:
-    """The error where ranks wait for an import of torch that does not end."""
+    """Return the error of a rank whose import of torch does not end."""
     return RankLostError(
         f"rank {handle.rank} did not begin within {seconds:g} s",
-        details=f"its process is at:\n{handle.stack() or SILENT}",
+        details=f"its process is at:\n{handle.stack() or NO_STACK}",
         recoverable=True,
     )
 
 
-def waited_in_vain(group: Sequence[RankHandle], timeout: float) -> RankError:
+def collective_timeout_error(group: Sequence[RankHandle], timeout: float) -> RankError:
     """Return the error where collective operations failed, and no rank is known to have ended for another cause.
 
     It says where the ranks are that have not failed, and what the others reported. It is recoverable, unless all ranks
@@ -84,57 +84,58 @@ def waited_in_vain(group: Sequence[RankHandle], timeout: float) -> RankError:
         group: some of its ranks have reported ``timeout`` or ``peer``; asks the others for their stacks.
         timeout: the time limit of collectives, in seconds.
     """
-    reports = errors(group, "timeout", "peer")
+    reports = reports_of(group, "timeout", "peer")
     late = sorted(error["rank"] for error in reports if error["cause"] == "timeout")
     others = sorted(error["rank"] for error in reports if error["cause"] == "peer")
     missing = [handle for handle in group if handle.error is None]
     if not late:
-        message = said(reports[0])
+        message = format_rank_error(reports[0])
     elif missing:
-        where = f"{listed(late)} waited for {timeout:g} s (FLYTE_DDP_TIMEOUT)"
-        message = f"{listed([handle.rank for handle in missing])} did not come where {where}"
+        where = f"{format_ranks(late)} waited for {timeout:g} s (FLYTE_DDP_TIMEOUT)"
+        message = f"{format_ranks([handle.rank for handle in missing])} did not come where {where}"
     elif others:
-        what = f"{listed(late)} waited in vain for {timeout:g} s (FLYTE_DDP_TIMEOUT)"
-        message = f"{what}; {listed(others)} came too late, or waited elsewhere"
+        what = f"{format_ranks(late)} waited in vain for {timeout:g} s (FLYTE_DDP_TIMEOUT)"
+        message = f"{what}; {format_ranks(others)} came too late, or waited elsewhere"
     else:
         message = f"all ranks waited for each other for {timeout:g} s, in different places"
-    stacks = [f"rank {handle.rank} is at:\n{handle.stack() or SILENT}" for handle in missing]
-    tracebacks = [f"{said(error)}\n\n{error['traceback']}" for error in (reports[:1] if missing else reports)]
+    stacks = [f"rank {handle.rank} is at:\n{handle.stack() or NO_STACK}" for handle in missing]
+    shown = reports[:1] if missing else reports
+    tracebacks = [f"{format_rank_error(error)}\n\n{error['traceback']}" for error in shown]
     recoverable = bool(late or missing) or len({handle.host for handle in group}) > 1
     kind = RankLostError if recoverable and not late else RankError  # a rank that ended is not known to end again
     return kind(message, details="\n\n".join([*stacks, *tracebacks]), recoverable=recoverable)
 
 
-def killed(group: Sequence[RankHandle], *, aborted: bool = False) -> list[tuple[int, int]]:
-    """Rank and exit code of those ended by a signal; by SIGABRT only if that is asked for."""
+def killed_ranks(group: Sequence[RankHandle], *, aborted: bool = False) -> list[tuple[int, int]]:
+    """Return rank and exit code of the ranks that a signal has ended, those of SIGABRT only if ``aborted``."""
     codes = [(handle.rank, handle.exitcode) for handle in group if handle.exitcode is not None and handle.exitcode < 0]
     return [(rank, code) for rank, code in codes if aborted or code != -signal.SIGABRT]
 
 
-def silent(group: Sequence[RankHandle]) -> list[tuple[int, int]]:
-    """Rank and exit code of those that ended by themselves without a report."""
+def ranks_without_report(group: Sequence[RankHandle]) -> list[tuple[int, int]]:
+    """Return rank and exit code of the ranks that ended by themselves without a report."""
     unreported = [handle for handle in group if handle.error is None and not handle.completed]
     codes = [(handle.rank, handle.exitcode) for handle in unreported if handle.exitcode is not None]
     return [(rank, code) for rank, code in codes if code >= 0]
 
 
-def lost(group: Sequence[RankHandle]) -> list[RankHandle]:
-    """Those of which nobody knows any more what became of them."""
+def lost_ranks(group: Sequence[RankHandle]) -> list[RankHandle]:
+    """Return the ranks of which nobody knows any more what became of them."""
     return [handle for handle in group if handle.lost and handle.error is None and not handle.completed]
 
 
-def errors(group: Sequence[RankHandle], *causes: str) -> list[dict[str, Any]]:
-    """Reports of these kinds, the earliest first, by the launcher's clock."""
+def reports_of(group: Sequence[RankHandle], *causes: str) -> list[dict[str, Any]]:
+    """Return the ranks' reports of these causes, the earliest by the launcher's clock first."""
     found = [{**handle.error, "rank": handle.rank} for handle in group if handle.error is not None]
     return sorted((error for error in found if error["cause"] in causes), key=lambda error: error["time"])
 
 
-def said(error: dict[str, Any]) -> str:
-    """A rank's own words."""
+def format_rank_error(error: dict[str, Any]) -> str:
+    """Return the type and the message of a rank's report, with its rank."""
     return f"rank {error['rank']}: {error['type']}: {error['message']}"
 
 
-def listed(ranks: Sequence[int]) -> str:
-    """Such as ``rank 1`` or ``ranks 0 and 2``."""
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Return ``rank 1`` or ``ranks 0 and 2`` for a list of ranks."""
     *first, last = (str(rank) for rank in ranks)
     return f"ranks {', '.join(first)} and {last}" if first else f"rank {last}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import queue
+import sys
 import threading
 import time
 import traceback
@@ -68,26 +69,30 @@ class Link:
             self._unconfirmed.release(handed_in.MOST_UNCONFIRMED)
 
     def report(self, error: BaseException) -> None:
-        """Tells the launcher how this rank failed."""
-        self.send(**described(error))
+        """Tell the launcher how this rank failed."""
+        self.send(**describe_error(error))
 
     def job(self) -> Job:
-        """What there is to do, when the launcher has said so."""
+        """Wait for the job and return it; has the ranks talk over the network interface that the launcher names."""
         pickled, network = self._jobs.get()
         if network:
             use_network(network)
-        job: Job = pickle.loads(pickled)  # here, not while the main thread imports things, too
+        job: Job = pickle.loads(pickled)  # in the main thread: two threads that import at once may deadlock
         return job
 
     def address(self, timeout: float) -> tuple[str, int]:
-        """Rank 0's host and port, from rank 0 by way of the launcher; CollectiveTimeoutError after so many seconds."""
+        """Wait for rank 0's host and port, which come from rank 0 by way of the launcher.
+
+        Raises:
+            CollectiveTimeoutError: they have not come within ``timeout`` seconds.
+        """
         try:
             return self._addresses.get(timeout=timeout)
         except queue.Empty:
             raise CollectiveTimeoutError(f"rank 0 did not say within {timeout:g} s where the ranks meet") from None
 
     def offer_saving(self, save: Callable[[], int]) -> None:
-        """Takes what the launcher may ask for: to write a checkpoint at once, which returns its step."""
+        """Take the function that writes a checkpoint at once and returns its step, for when the launcher asks."""
         self._save = save
 
     def _listen(self) -> None:
@@ -101,7 +106,7 @@ class Link:
             os._exit(1)
 
     def hear(self, message: dict[str, Any]) -> None:
-        """Does what the launcher says."""
+        """Do what a message of the launcher's asks for."""
         if message["kind"] == "job":
             saved: int = message["saved"]
             self._save = lambda: saved
@@ -114,43 +119,38 @@ class Link:
             self.send("saved", step=self._save())
 
     def launcher_is_gone(self) -> None:
-        """Ends this process; where Linux does it, it has been killed already."""
+        """End this process, off Linux, where the kernel does not kill it with its launcher."""
         os._exit(1)
 
 
-def described(error: BaseException) -> dict[str, Any]:
-    """What the launcher is told of a failure, whatever the error is like: a user's may be long, or fail to say it."""
+def describe_error(error: BaseException) -> dict[str, Any]:
+    """Return the message that reports a failure: type, text and traceback, each of bounded length."""
     raised = error.__cause__ if type(error) is CollectiveError and error.__cause__ else error  # torch's own error
     return {
         "kind": "error",
         "time": time.monotonic(),
-        "cause": cause(error),
+        "cause": classify_error(error),
         "type": type(raised).__name__,
-        "message": words(raised)[0],
-        "traceback": shortened("".join(traceback.format_exception(error))),
+        "message": exception_message(raised),
+        "traceback": shorten("".join(traceback.format_exception(error))),
     }
 
 
-def words(error: BaseException) -> tuple[str, bool]:
-    """What it says, and whether that is all of it."""
-    try:
-        said = str(error)
-    except BaseException as failure:
-        return f"(what it says cannot be had, as its __str__ raises {type(failure).__name__})", False
-    short = shortened(said)
-    return short, short is said
+def exception_message(error: BaseException) -> str:
+    """Return the text of an exception, shortened if it is long, and as tracebacks have it if its ``__str__`` fails."""
+    return shorten(str(traceback.TracebackException.from_exception(error)))
 
 
-def shortened(text: str) -> str:
-    """A text, or the head and the tail of a long one."""
+def shorten(text: str) -> str:
+    """Return a text, or the head and the tail of one of more than MOST_CHARACTERS."""
     if len(text) <= MOST_CHARACTERS:
         return text
     half = MOST_CHARACTERS // 2
     return f"{text[:half]}\n... ({len(text) - 2 * half:,} characters left out) ...\n{text[-half:]}"
 
 
-def cause(error: BaseException) -> str:
-    """Tell why a rank failed, by the type of what it raised, and of what that was raised ``from``.
+def classify_error(error: BaseException) -> str:
+    """Tell why a rank failed, by the type of what it raised, and of what that was raised ``from``; imports no torch.
 
     Returns:
         ``mistake`` of the user's, ``unreachable`` data, ``timeout`` or ``peer`` for a collective operation that failed,
@@ -158,18 +158,15 @@ def cause(error: BaseException) -> str:
     """
     if isinstance(error, UserError):
         return "unreachable" if isinstance(error, UnreachableError) else "mistake"
+    # A DistError comes from NCCL or a store.
+    of_torch = getattr(sys.modules.get("torch.distributed"), "DistError", CollectiveError)
     origin: BaseException | None = error
     seen: set[int] = set()  # `raise error from error` is its own cause
     while origin is not None and id(origin) not in seen:
         seen.add(id(origin))
         if isinstance(origin, CollectiveTimeoutError):
             return "timeout"
-        if isinstance(origin, CollectiveError) or is_of_torch_distributed(origin):
+        if isinstance(origin, (CollectiveError, of_torch)):
             return "peer"
         origin = origin.__cause__
     return "own"
-
-
-def is_of_torch_distributed(error: BaseException) -> bool:
-    """Tell whether an error is a DistError, such as of NCCL or a store; does not import torch."""
-    return any((kind.__module__, kind.__name__) == ("torch.distributed", "DistError") for kind in type(error).__mro__)

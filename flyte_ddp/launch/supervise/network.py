@@ -21,7 +21,7 @@ NETWORK_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def keep_alive(connected: socket.socket) -> None:
-    """Has the kernel notice when the other host has gone without closing the connection."""
+    """Have the kernel end the connection when the other host has been silent for 30 s."""
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEPALIVE.items():
         if hasattr(socket, name):
@@ -31,30 +31,42 @@ def keep_alive(connected: socket.socket) -> None:
 
 
 def shut(connected: socket.socket) -> None:
-    """Ends a connection, of which another thread may be reading."""
+    """End a connection, from which another thread may be reading."""
     with suppress(OSError):
         connected.shutdown(socket.SHUT_RDWR)
 
 
 @contextmanager
-def cut_off_after(connected: socket.socket, seconds: float) -> Iterator[None]:
-    """Ends a connection if the block is not done in time, however slowly the other side talks."""
+def authenticated_pipe(
+    connected: socket.socket, key: bytes, role: bytes, peers_role: bytes, seconds: float
+) -> Iterator[Connection]:
+    """Yield a pipe to a peer that has proved that it knows the key, to exchange first messages; it stays open.
+
+    Proves to the peer that this side knows the key, too; unpickles nothing for that. The roles of the two sides differ,
+    so that a peer cannot send back what it was sent. Ends the connection if proof and block take longer than
+    ``seconds``, however slowly the peer sends.
+
+    Raises:
+        AuthenticationError: the peer does not know the key.
+        EOFError, OSError: the peer has left, or sends more than a proof, or the time is over.
+    """
+    keep_alive(connected)
     timer = threading.Timer(seconds, shut, [connected])
     timer.daemon = True
     timer.start()
+    pipe = Connection(os.dup(connected.fileno()))
     try:
-        yield
+        prove_key(pipe, key, role, peers_role)
+        yield pipe
+    except BaseException:
+        pipe.close()
+        raise
     finally:
         timer.cancel()
 
 
 def prove_key(pipe: Connection, key: bytes, role: bytes, peers_role: bytes) -> None:
-    """Prove to the peer that this side knows the key, and have it prove the same; unpickles nothing.
-
-    Raises:
-        AuthenticationError: the peer does not know the key.
-        EOFError, OSError: the peer has left, or sends more than a proof.
-    """
+    """See :func:`authenticated_pipe`."""
     challenge = secrets.token_bytes(32)
     pipe.send_bytes(challenge)
     pipe.send_bytes(hmac.digest(key, role + pipe.recv_bytes(64), "sha256"))
@@ -63,7 +75,7 @@ def prove_key(pipe: Connection, key: bytes, role: bytes, peers_role: bytes) -> N
 
 
 def use_network(host: str) -> None:
-    """Has the ranks talk over the interface that has this address, unless the user has chosen one."""
+    """Set the variables by which gloo and NCCL use the interface with this address, unless the user has set them."""
     for _, name in socket.if_nameindex():
         if address_of(name) == host:
             for variable in NETWORK_VARIABLES:
@@ -71,18 +83,18 @@ def use_network(host: str) -> None:
 
 
 def own_addresses() -> tuple[str, ...]:
-    """This host's IPv4 addresses that others may reach it by: not the one that every host has for itself."""
+    """Return this host's IPv4 addresses, without those of the loopback."""
     found = (address_of(name) for _, name in socket.if_nameindex())
     return tuple(address for address in found if address and not is_loopback(address))
 
 
 def is_loopback(address: str) -> bool:
-    """Whether it is the address that every host has for itself."""
+    """Return whether an address is of the loopback."""
     return address.startswith("127.") or address == "::1"
 
 
 def address_of(interface: str) -> str:
-    """The interface's IPv4 address, or nothing."""
+    """Return an interface's IPv4 address, or an empty string."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         try:
             answer = fcntl.ioctl(asking.fileno(), SIOCGIFADDR, struct.pack("256s", interface.encode()))

@@ -1,4 +1,4 @@
-"""Ranks that are processes of this one's."""
+"""Ranks that are children of this process."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from flyte_ddp.launch.supervise.rank_handle import RankHandle
-from flyte_ddp.launch.supervise.rank_info import RankInfo
-from flyte_ddp.launch.supervise.rank_process import start_rank
+from flyte_ddp.launch.supervise.rank_process import RankInfo, start_rank
 from flyte_ddp.launch.supervise.stopping import SIGNALS
 
 HOST = "127.0.0.1"
@@ -26,22 +25,17 @@ STACK_SECONDS = 1.0
 
 
 class ProcessHandle(RankHandle):
-    """A rank that is a process of this one's."""
+    """A rank that is a child of this process."""
 
     def __init__(self, rank: int, process: BaseProcess, pipe: Connection, stacks: Connection) -> None:
         super().__init__(rank, pipe, HOST)
-        self.process, self.stacks = process, stacks
+        self.process, self.stacks, self.sentinel = process, stacks, process.sentinel
         self.pid = process.pid
 
     def has_ended(self) -> bool:
         """See :class:`RankHandle`."""
         self.exitcode = self.process.exitcode
         return self.exitcode is not None
-
-    def waitables(self) -> list[Any]:
-        """Its pipe and its process."""
-        alive = [self.process.sentinel] if self.exitcode is None else []
-        return [*alive, *([self.pipe] if self.listening else [])]
 
     def stack(self) -> str:
         """See :class:`RankHandle`."""
@@ -69,7 +63,7 @@ class ProcessHandle(RankHandle):
 
 
 def start(group: list[RankHandle], info: RankInfo) -> None:
-    """Starts a rank as a process of its own and adds it to the group; it waits for its job."""
+    """Start a rank as a process of its own and add it to the group; it waits for its job."""
     with starting() as context:
         pipe, its_pipe = context.Pipe()
         stacks, its_stacks = context.Pipe(duplex=False)
@@ -82,8 +76,8 @@ def start(group: list[RankHandle], info: RankInfo) -> None:
 
 @contextmanager
 def starting() -> Iterator[SpawnContext]:
-    """Starts processes with signals blocked, until they have handlers of their own."""
-    resource_tracker.ensure_running()  # it unblocks signals, so before they are blocked
+    """Block SIGNALS during the block, so that processes started in it begin with them blocked; give their context."""
+    resource_tracker.ensure_running()  # before signals are blocked, as it unblocks them
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         with main_script_hidden():
@@ -94,7 +88,7 @@ def starting() -> Iterator[SpawnContext]:
 
 @contextmanager
 def main_script_hidden() -> Iterator[None]:
-    """Keeps spawned processes from running this process's main script (``pyflyte``) again, which costs 0.7 s each."""
+    """Keep spawned processes from running this process's main script (``pyflyte``) again, which costs 0.7 s each."""
     main = vars(sys.modules["__main__"])
     before: dict[str, Any] = {name: main[name] for name in ("__file__", "__spec__") if name in main}
     main.pop("__file__", None)

@@ -1,4 +1,4 @@
-"""What every rank does first and last, whoever started it."""
+"""What every rank does before and after training, whoever started it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-de
 
 from flyte_ddp import results
 from flyte_ddp.launch.supervise.link import Link
-from flyte_ddp.launch.supervise.rank_info import RankInfo
+from flyte_ddp.launch.supervise.rank_process import RankInfo
 from flyte_ddp.parallel import distributed
 from flyte_ddp.parallel.collective_failures import type_failures_of_collectives, waiting_for_ranks
 from flyte_ddp.parallel.hang_watch import in_collective, watch_collectives
@@ -35,9 +35,12 @@ OfferSaving = Callable[[Callable[[], int]], None]
 
 
 def run_rank(job: Job, info: RankInfo, offer_saving: OfferSaving, link: Link | None = None) -> None:
-    """Runs one rank, from the process group to its end; what it raises is the caller's to report.
+    """Run one rank: join the process group, train, and wait for the other ranks. The caller reports what it raises.
 
-    It has a link to its launcher, unless it is the only one, in the launcher's own process.
+    Sets process-wide settings: see :func:`settings_restored`.
+
+    Args:
+        link: to the launcher; None for a single rank in the launcher's own process.
     """
     faulthandler.enable()
     torch.set_num_threads(job.hardware.threads)
@@ -71,11 +74,9 @@ def run_rank(job: Job, info: RankInfo, offer_saving: OfferSaving, link: Link | N
 
 
 def meet(job: Job, info: RankInfo, link: Link) -> Store:
-    """The ranks' common store.
+    """Return the ranks' common store: a file on one host, and on several a port that rank 0 binds and reports.
 
-    On one host it is a file, which nobody else can reach. A TCPStore looks the names of those up who connect, and would
-    wait where a resolver does not answer. On several hosts rank 0 binds a free port, so that no two runs are in each
-    other's way, and says which.
+    A TCPStore looks up the names of the hosts that connect, and would wait if a resolver does not answer.
     """
     if info.store:
         file = FileStore(info.store, info.world_size)
@@ -97,7 +98,7 @@ def meet(job: Job, info: RankInfo, link: Link) -> Store:
 
 
 def join_process_group(job: Job, info: RankInfo, store: Store, link: Link) -> None:
-    """Joins the other ranks; on a GPU, reports from now on, by the link, that this rank waits for them too long."""
+    """Join the process group; on a GPU, also start a thread that reports by the link if this rank waits too long."""
     on_gpu = job.hardware.device_type == "cuda"
     # NCCL ends a process that has waited too long by SIGABRT, and the launcher would take it for the one to blame. So
     # its report goes first.
@@ -116,15 +117,15 @@ def join_process_group(job: Job, info: RankInfo, store: Store, link: Link) -> No
 
 
 def keep_freed_memory() -> None:
-    """Has glibc keep what is freed instead of giving it back to the kernel, which would hand it out again page by page.
+    """Have glibc keep freed memory instead of returning it to the kernel.
 
-    A step frees what the next one needs again, and page faults are dear in virtual machines.
+    A step frees what the next one needs again, and page faults are expensive in virtual machines.
     """
     tune_memory(0, 2**31 - 1)
 
 
 def tune_memory(mappings: int, trim_threshold: int) -> None:
-    """Says how many large pieces of memory may be mappings of their own, and how many free bytes at the end stay."""
+    """Set glibc's M_MMAP_MAX and M_TRIM_THRESHOLD; does nothing with another C library."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
         mallopt(M_MMAP_MAX, mappings)
@@ -133,8 +134,9 @@ def tune_memory(mappings: int, trim_threshold: int) -> None:
 
 @contextmanager
 def settings_restored() -> Iterator[None]:
-    """Puts back what :func:`run_rank` and training set in the whole process, for one that does other things as well.
+    """Restore at the end what :func:`run_rank` and training set in the whole process.
 
+    That is torch's threads, determinism and random numbers, Python's and NumPy's random numbers, and glibc's settings.
     Only glibc's adaptation of its threshold for mappings does not come back: the first ``mallopt`` ends it.
     """
     threads, cublas = torch.get_num_threads(), os.environ.get("CUBLAS_WORKSPACE_CONFIG")

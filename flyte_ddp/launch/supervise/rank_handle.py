@@ -20,34 +20,35 @@ MESSAGES_AT_ONCE = 100  # so that others, and requests to stop, are heard while 
 
 
 class RankHandle:
-    """A rank as its launcher sees it. How it is started and how it ends is what launchers differ in.
+    """A rank as its launcher sees it. Launchers differ in how it is started and how it ends.
 
     Args:
-        rank: which one.
-        pipe: to it.
-        host: under which address the other ranks reach it.
+        rank: its number.
+        pipe: to the rank, or to its agent.
+        host: the address at which other ranks reach it.
     """
 
     def __init__(self, rank: int, pipe: Connection, host: str) -> None:
         self.rank, self.pipe, self.host = rank, pipe, host
         self.sending = threading.Lock()
-        self.network = ""  # address of the interface that it should talk over to other ranks, if that matters
+        self.network = ""  # address of the interface over which it should talk to other ranks; empty: any
         self.error: dict[str, Any] | None = None
         self.completed = False
         self.saved: int | None = None  # step of the checkpoint that it was asked for
+        self.sentinel: Any = None  # what becomes ready when its process ends; None: an agent says so through the pipe
         self.listening = True
-        self.inbox: Inbox | None = None  # from when it is handed its job
-        self.resumes_after = 0  # step of the checkpoint that its job goes on from
+        self.inbox: Inbox | None = None  # None until it is handed its job
+        self.resumes_after = 0  # step of the checkpoint that its job resumes from
         self.clock_behind = 0.0  # seconds from its host's clock to the launcher's; both are ``time.monotonic()``
         self.exitcode: int | None = None  # of its process; None as long as that is not known
         self.memory_kills = out_of_memory_kills()  # on this host, before its process can be one of them
 
     def has_begun(self) -> bool:
-        """Whether there is somebody who listens."""
+        """Return whether the process of the rank has started, so that it answers."""
         return True
 
     def has_ended(self) -> bool:
-        """Whether its process has; looks for its exit code, which nothing else does."""
+        """Look for the exit code of its process, and return whether there is one."""
         return self.exitcode is not None
 
     @property
@@ -60,38 +61,39 @@ class RankHandle:
         return out_of_memory_kills() > self.memory_kills
 
     def waitables(self) -> list[Any]:
-        """What becomes ready when there is something new about it."""
-        raise NotImplementedError
+        """Return what becomes ready when the rank sends something or ends."""
+        end = [self.sentinel] if self.sentinel is not None and self.exitcode is None else []
+        return [*end, *([self.pipe] if self.listening else [])]
 
     def stack(self) -> str:
-        """Where it is, by its own account, which takes no Python code to run; empty if it says nothing."""
+        """Return its Python stack, which the rank writes even while it runs no Python code; empty if none comes."""
         raise NotImplementedError
 
     def kill(self) -> None:
-        """Ends its process, whatever that is doing, as all of its group end."""
+        """End its process, whatever that is doing; all ranks of its group end with it."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Waits a little for the end of a process that was killed, and lets go of what there was."""
+        """Wait for up to 10 s for the end of a process that was killed, and close the pipes."""
         raise NotImplementedError
 
     def hand_over(self, job: Job) -> None:
         """Send the rank its job."""
         self.inbox = Inbox(job.run_folder, lambda: self.send("written"))
         self.resumes_after = job.checkpoint.step if job.checkpoint else 0
-        self.send("job", job=pickle.dumps(self.localized(job)), saved=self.resumes_after, network=self.network)
+        self.send("job", job=pickle.dumps(self.localize(job)), saved=self.resumes_after, network=self.network)
 
-    def localized(self, job: Job) -> Job:
+    def localize(self, job: Job) -> Job:
         """Return the job with the paths that its files have where the rank is."""
         return job
 
     def send(self, kind: str, **values: Any) -> None:
-        """Tells the rank something, if it is still there; from any thread."""
+        """Send the rank a message, if it is still there; from any thread."""
         with self.sending, suppress(OSError):
             self.pipe.send({"kind": kind, **values})
 
     def messages(self) -> Iterator[dict[str, Any]]:
-        """What the rank has sent since the last call; of one that is still there not more than some at a time."""
+        """Yield what the rank has sent since the last call; up to MESSAGES_AT_ONCE of a rank that still runs."""
         left = MESSAGES_AT_ONCE if self.exitcode is None else math.inf
         try:
             while self.listening and left > 0 and self.pipe.poll():
@@ -101,5 +103,5 @@ class RankHandle:
             self.listening = False
 
     def failed(self) -> bool:
-        """Whether it has reported an error, or ended without having completed."""
+        """Return whether it has reported an error, or ended without having completed."""
         return self.error is not None or (not self.completed and (self.exitcode is not None or self.lost))

@@ -1,4 +1,4 @@
-"""A rank as a process of its own: signals, its launcher's death, and its report, around :func:`run_rank`.
+"""A rank as a process of its own: signals, the launcher's death, and its report, around :func:`run_rank`.
 
 Needs no torch until the rank can report that importing it failed.
 """
@@ -10,16 +10,26 @@ import os
 import signal
 import sys
 from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 from flyte_ddp.launch.supervise.link import Link
-from flyte_ddp.launch.supervise.rank_info import RankInfo
-from flyte_ddp.launch.supervise.stopping import SIGNALS, handed_on
+from flyte_ddp.launch.supervise.stopping import SIGNALS, call_on_signals
 from flyte_ddp.process import die_with_parent, set_name
 
 
+@dataclass(frozen=True)
+class RankInfo:
+    """The place of a rank among those of its run."""
+
+    rank: int
+    world_size: int
+    local_rank: int  # the number of its GPU, of those that its process sees
+    store: str = ""  # a file by which ranks that are all on one host find each other
+
+
 def start_rank(info: RankInfo, pipe: Connection, stacks: Connection) -> None:
-    """The process's first function, called with ``SIGNALS`` blocked; ends the process.
+    """Run the rank and end the process; its first function, called with ``SIGNALS`` blocked.
 
     The job comes by the pipe, so that the process can be started, and import torch, before there is one.
 
@@ -36,7 +46,7 @@ def start_rank(info: RankInfo, pipe: Connection, stacks: Connection) -> None:
     link = Link(pipe)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all processes of a terminal, the launcher among them
     # SIGTERM may be sent to all processes or to one: the launcher then stops all ranks.
-    with handed_on((signal.SIGTERM,), lambda: link.send("stop")):
+    with call_on_signals((signal.SIGTERM,), lambda: link.send("stop")):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         code = run_and_report(info, link)
         # Without the clean-up that waits for peers, which may be gone, and takes a second to take torch apart.
@@ -44,7 +54,7 @@ def start_rank(info: RankInfo, pipe: Connection, stacks: Connection) -> None:
 
 
 def run_and_report(info: RankInfo, link: Link) -> int:
-    """Runs the rank and tells the launcher what became of it; the process's exit code."""
+    """Run the rank, tell the launcher what became of it, and return the process's exit code."""
     try:
         from flyte_ddp.launch.supervise.rank import run_rank
 
@@ -59,15 +69,15 @@ def run_and_report(info: RankInfo, link: Link) -> int:
 
 
 def quiet_torch() -> None:
-    """Keeps DDP from warning in C++ that all parameters were used, which it has to find out each time (strategies.py).
+    """Silence torch's C++ warnings; to be called before torch is imported.
 
-    To be called before torch is imported.
+    DDP would warn that all parameters were used, which it has to find out each time (strategies.py).
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def flush() -> None:
-    """Sends off what was printed."""
+    """Flush stdout and stderr; errors are ignored."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # nobody may be listening any more
             stream.flush()

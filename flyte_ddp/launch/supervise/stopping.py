@@ -14,25 +14,25 @@ from flyte_ddp.errors import StoppedError
 from flyte_ddp.process import signal_handlers
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-OVER = b"\0"  # the number of no signal
+OVER = 0  # the number of no signal
 
 
 @contextmanager
-def handed_on(numbers: Collection[signal.Signals], tell: Callable[[], None]) -> Iterator[None]:
-    """Calls ``tell`` when one of these signals comes, whatever the main thread is doing; nothing else happens then.
+def call_on_signals(numbers: Collection[signal.Signals], function: Callable[[], None]) -> Iterator[None]:
+    """Call a function, in a thread, whenever one of these signals comes during the block; nothing else happens then.
 
-    Python's own handlers wait for the main thread, which may sit in a collective for long; a thread that reads from
-    the wake-up file does not.
+    Python runs its own handlers in the main thread, which may sit in a collective operation for long. Outside the main
+    thread, where Python lets no handler be set, this must not be used.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
 
-    def hand_on() -> None:
-        while (byte := os.read(reader, 1)) != OVER:
-            if byte[0] in numbers:  # a byte comes for every signal that Python handles
-                tell()
+    def listen() -> None:
+        while (number := os.read(reader, 1)[0]) != OVER:
+            if number in numbers:  # Python writes the number of each signal that it handles
+                function()
 
-    thread = threading.Thread(target=hand_on, name="signals", daemon=True)
+    thread = threading.Thread(target=listen, name="signals", daemon=True)
     thread.start()
     wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     try:
@@ -40,41 +40,49 @@ def handed_on(numbers: Collection[signal.Signals], tell: Callable[[], None]) -> 
             yield
     finally:
         signal.set_wakeup_fd(wakeup)
-        os.write(writer, OVER)  # as processes that were forked meanwhile keep it open
+        os.write(writer, bytes([OVER]))  # closing is not enough: processes that were forked meanwhile keep it open
         thread.join()
         os.close(writer)
         os.close(reader)
 
 
-def stopped_by(number: signal.Signals, step: int | None) -> BaseException:
-    """What ends a run that a signal has asked to stop; the step is that of :class:`StoppedError`."""
+def stop_error(number: signal.Signals, step: int | None) -> BaseException:
+    """Return the exception for a run that a signal has asked to stop; ``step`` is that of :class:`StoppedError`."""
     return KeyboardInterrupt() if number == signal.SIGINT else StoppedError(number.name, step)
 
 
 class StopRequest:
-    """What can be waited for, by its ``reader``, until somebody asks to stop."""
+    """A request to stop, which may come at any time; its ``reader`` becomes ready by that."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         self.reader, self._writer = Pipe(duplex=False)
 
     def make(self, number: signal.Signals) -> None:
-        """Asks to stop, as the signal would."""
+        """Ask to stop, as the signal would; only the first call has an effect."""
         if self.signal is None:
             self.signal = number
             self._writer.send(int(number))
 
+    def wait(self) -> bool:
+        """Wait for the request or for :meth:`end_waiting`; return whether it was the request."""
+        return bool(self.reader.recv() != OVER)
+
+    def end_waiting(self) -> None:
+        """Have a thread return from :meth:`wait`."""
+        self._writer.send(OVER)
+
     def error(self, step: int | None) -> BaseException:
-        """See :func:`stopped_by`."""
+        """Return the exception for a run that this has stopped; see :func:`stop_error`."""
         assert self.signal is not None
-        return stopped_by(self.signal, step)
+        return stop_error(self.signal, step)
 
 
 @contextmanager
 def stop_requests() -> Iterator[StopRequest]:
-    """Makes the first of these signals a request; a second Ctrl-C interrupts as usual.
+    """Make the first SIGTERM or Ctrl-C during the block a request; a second Ctrl-C raises KeyboardInterrupt as usual.
 
-    Outside the main thread, where Python does not let signals be handled, they do what they did.
+    Outside the main thread, where Python lets no handler be set, signals do what they did before.
     """
     stop = StopRequest()
 
