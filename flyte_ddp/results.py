@@ -1,20 +1,21 @@
 """A user's own intermediate results: files and events that code in any rank hands in while it trains.
 
-Models, and whatever else runs in a rank, call :func:`submit` and :func:`event`. The launcher puts what they give into
-``results/`` of the run folder, wherever the rank is; see result_store.py for a copy elsewhere.
+Models, and whatever else runs in a rank, call :func:`submit` and :func:`event`. The rank writes what they give into
+``results/`` of the run folder; from a host that does not see that folder, files are sent to the launcher
+(launch/remote/file_sync.py). See result_store.py for a copy elsewhere.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, BinaryIO
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replacing
@@ -22,15 +23,13 @@ from flyte_ddp.json_lines import JsonLines, finite
 
 FOLDER = "results"  # in the run folder
 EVENTS = "events.jsonl"  # in that
-KINDS = ("result", "event")
-WRITING_EVENTS = threading.Lock()
 Deliver = Callable[..., None]  # (kind, **values)
 
 _delivery: tuple[int, int, Deliver] | None = None  # process, rank, and how
 
 
 def submit(name: str, content: bytes) -> None:
-    """Hand in a file; one of the same name is replaced. Waits while the launcher has many bytes to write.
+    """Hand in a file; one of the same name is replaced. Waits until it is written.
 
     Outside a rank's own process, as in prediction and in worker processes of streams, nothing happens.
 
@@ -90,6 +89,14 @@ def delivered_by(deliver: Deliver, rank: int) -> Iterator[None]:
         _delivery = None
 
 
+@contextmanager
+def locked_events(path: Path) -> Iterator[BinaryIO]:
+    """Open the file of events to append to it, and lock it: ranks and launcher do that from processes of all hosts."""
+    with path.open("ab", buffering=0) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield file
+
+
 class ResultWriter:
     """Writes what was handed in into a run folder. A failure is printed to stderr once, and training continues."""
 
@@ -109,15 +116,14 @@ class ResultWriter:
     def write_event(self, record: dict[str, Any]) -> None:
         """Append a line to the events."""
         self.folder.mkdir(exist_ok=True)
-        with WRITING_EVENTS, JsonLines(self.folder / EVENTS) as events:
+        with locked_events(self.folder / EVENTS), JsonLines(self.folder / EVENTS) as events:
             events.write(record)
 
-    def write_file(self, name: str, content: bytes | Iterator[bytes]) -> None:
-        """Write a file, whole or in pieces as they come; UserError for a name that leads elsewhere."""
-        check_result_name(name)  # once more: this may be another host
+    def write_file(self, name: str, content: bytes) -> None:
+        """Write a file, which appears when it is whole; raise UserError for a name that leads elsewhere."""
+        check_result_name(name)
         path = self.folder / name
         if not path.resolve().is_relative_to(self.folder.resolve()):
             raise UserError(f"result {name!r}: leads out of {self.folder} by a link; remove the link")
         with replacing(path, durable=False) as file:
-            for piece in [content] if isinstance(content, bytes) else content:
-                file.write(piece)
+            file.write(content)

@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from flyte_ddp.errors import RankError, StoppedError, UnreachableError, UserError
+from flyte_ddp.launch.remote.file_sync import Mirror
 from flyte_ddp.launch.remote.host_data import find_prepared_data
 from flyte_ddp.launch.remote.joining import JoinTicket, RunOverError, connect, local_run_folder, receive_job
 from flyte_ddp.launch.remote.rendezvous import Rendezvous, derive_key, open_rendezvous
@@ -65,7 +66,7 @@ def lead(job: Job) -> None:
         thread = threading.Thread(target=supervise, args=(here, info.world_size), name="launcher", daemon=True)
         thread.start()
         with local_run_folder(ticket) as folder:
-            take_part(info, connect(replace(ticket, hosts=(LOOPBACK,)), folder), folder)
+            take_part(ticket, connect(replace(ticket, hosts=(LOOPBACK,)), folder), folder)
         thread.join()
 
 
@@ -99,7 +100,7 @@ def follow(fetch_into: Callable[[Path], object] | None = None, timeout: float = 
                 except (OSError, EOFError, AuthenticationError):
                     pass  # the ticket is stale: a store that outlives a restart still holds that of the run before
                 else:
-                    take_part(info, pipe, folder, fetch_into)
+                    take_part(ticket, pipe, folder, fetch_into)
                     return
         time.sleep(POLL_SECONDS)
     known = f"at none of {', '.join(sorted(tried))}" if tried else "rank 0 never published its address"
@@ -140,11 +141,12 @@ def group_store(timeout: float) -> Any:
 
 
 def take_part(
-    info: RankInfo, pipe: Connection, folder: Path, fetch_into: Callable[[Path], object] | None = None
+    ticket: JoinTicket, pipe: Connection, folder: Path, fetch_into: Callable[[Path], object] | None = None
 ) -> None:
     """Run this worker's rank to the end of the run; raise what became of the run unless it has completed."""
     from flyte_ddp.launch.supervise.rank import run_rank
 
+    info = ticket.info
     set_name(f"rank {info.rank}")
     try:
         job, host = receive_job(pipe, folder)
@@ -154,10 +156,14 @@ def take_part(
         raise rank_0_is_gone() from None
     use_network(host)
     link = WorkerLink(pipe, info.rank, saved=job.checkpoint.step if job.checkpoint else 0)
+    # If this host does not see rank 0's run folder, its ranks write into that of one of them.
+    mirrors = folder == job.run_folder != ticket.run_folder
+    mirror = Mirror(folder, lambda piece: link.send(**piece)).following() if mirrors else nullcontext()
     # Elastic sends SIGTERM as soon as another worker has failed; it must not end this process before all is killed.
     with call_on_signals(SIGNALS, lambda: link.send("stop")), descendants_killed_at_end():
         try:
-            run_rank(replace(job, data=find_prepared_data(job, fetch_into)), info, link.offer_saving, link)
+            with mirror:
+                run_rank(replace(job, data=find_prepared_data(job, fetch_into)), info, link.offer_saving, link)
         except BaseException as error:
             link.report(error)
             link.send("exit", code=1)

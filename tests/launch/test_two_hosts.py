@@ -76,6 +76,7 @@ def test_two_hosts_train_as_one(
     logs = "\n".join((tmp_path / f"{host.address}.log").read_text() for host in both)
     assert codes == [0, 0], logs
     assert equal(expected.run_folder, runs / "run")
+    assert {path.name for path in (runs / "run/results/ranks").iterdir()} == {"0.json", "1.json"}
     (start,) = [record for record in read_records(runs / "run/metrics.jsonl") if record["kind"] == "start"]
     assert (start["num_ranks"], start["num_nodes"], start["strategy"]) == (2, 2, "ddp")
     sidecar = read_sidecar(runs / "run/model.json")

@@ -8,14 +8,12 @@ from multiprocessing import AuthenticationError, connection
 from multiprocessing.connection import Connection
 from typing import Any
 
-from flyte_ddp.launch.remote.file_sync import Mirror
+from flyte_ddp.launch.remote.file_sync import MIRROR_SECONDS, Mirror
 from flyte_ddp.launch.remote.host_data import find_prepared_data
 from flyte_ddp.launch.remote.joining import JoinTicket, RunOverError, connect, local_run_folder, receive_job
 from flyte_ddp.launch.supervise.link import describe_error
 from flyte_ddp.launch.supervise.rank_handle import RankHandle
 from flyte_ddp.launch.supervise.stopping import StopRequest, stop_requests
-
-MIRROR_SECONDS = 0.5
 
 
 def proxy_rank(handle: RankHandle, ticket: JoinTicket) -> bool:
@@ -27,8 +25,8 @@ def proxy_rank(handle: RankHandle, ticket: JoinTicket) -> bool:
     try:
         with local_run_folder(ticket) as folder, closing(connect(ticket, folder)) as pipe, stop_requests() as stop:
             job, handle.network = receive_job(pipe, folder)
-            # Only rank 0 writes files into the run folder.
-            mirror = Mirror(folder, pipe.send) if handle.rank == 0 and folder != ticket.run_folder else None
+            # If this host does not see the launcher's run folder, its ranks write into that of one agent.
+            mirror = Mirror(folder, pipe.send) if folder == job.run_folder != ticket.run_folder else None
             try:
                 handle.hand_over(replace(job, data=find_prepared_data(job)))
             except Exception as error:

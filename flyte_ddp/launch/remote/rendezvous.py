@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from flyte_ddp import results
 from flyte_ddp.code_digest import package_digest
 from flyte_ddp.errors import RankError, UnreachableError, UserError
 from flyte_ddp.launch.remote.file_sync import APPENDED, pieces, take_piece
@@ -49,7 +50,7 @@ class RemoteHandle(RankHandle):
         self.worker, self.network, self.run_folder, self.files_in = worker, host, run_folder, files_in
         self.clock_behind = worker.received_at - worker.clock
         self.early: list[dict[str, Any]] = []
-        self.out_of_memory = False
+        self.out_of_memory = self.results_failed = False
 
     @property
     def lost(self) -> bool:
@@ -70,9 +71,19 @@ class RemoteHandle(RankHandle):
             if message["kind"] == "exit":
                 self.exitcode, self.out_of_memory = message["code"], message.get("out_of_memory", False)
             elif message["kind"] == "file":
-                take_piece(self.run_folder, message)
+                self._take_file(message)
             else:
                 yield message
+
+    def _take_file(self, message: dict[str, Any]) -> None:
+        try:
+            take_piece(self.run_folder, message)
+        except (UserError, OSError) as error:
+            if not message["name"].startswith(results.FOLDER):
+                raise
+            if not self.results_failed:  # as where ranks write them
+                print(f"{error}; training continues without it", file=sys.stderr, flush=True)
+            self.results_failed = True
 
     def hand_over(self, job: Job) -> None:
         """Send the job, and before it the files that the run needs on a host that does not see the run folder.
@@ -120,10 +131,12 @@ class RemoteHandle(RankHandle):
         self.send("kill")
 
     def close(self) -> None:
-        """Wait up to JOIN_SECONDS for the agent to report the rank's exit, then close the connection."""
+        """Take the rank's last files until its agent reports its exit, for up to JOIN_SECONDS; close the connection."""
         if self.exitcode is None:
             for message in self._messages_within(JOIN_SECONDS):
-                if message["kind"] == "exit":
+                if message["kind"] == "file":
+                    self._take_file(message)
+                elif message["kind"] == "exit":
                     break
         self.pipe.close()
 

@@ -15,7 +15,6 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from flyte_ddp.errors import CollectiveError, CollectiveTimeoutError, UnreachableError, UserError
-from flyte_ddp.launch.supervise import handed_in
 from flyte_ddp.launch.supervise.network import use_network
 
 if TYPE_CHECKING:
@@ -35,8 +34,6 @@ class Link:
     def __init__(self, pipe: Connection, saved: int = 0) -> None:
         self._pipe = pipe
         self._sending = threading.Lock()
-        self._handing_in = threading.Lock()
-        self._unconfirmed = threading.Semaphore(handed_in.MOST_UNCONFIRMED)
         self._jobs: queue.SimpleQueue[tuple[bytes, str]] = queue.SimpleQueue()
         self._addresses: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
         self._save: Callable[[], int] = lambda: saved
@@ -50,23 +47,6 @@ class Link:
         """
         with self._sending, suppress(OSError):
             self._pipe.send({"kind": kind, **values})
-
-    def hand_in(self, kind: str, **values: Any) -> None:
-        """Hand in a file or an event of the user's (results.py).
-
-        Waits while the launcher has MOST_UNCONFIRMED messages to write; what else this rank sends does not wait.
-        """
-        with self._handing_in:
-            for message in handed_in.messages(kind, **values):
-                self._unconfirmed.acquire()
-                self.send(**message)
-
-    def wait_until_written(self) -> None:
-        """Wait until the launcher has dealt with all that was handed in, however long its disk takes."""
-        with self._handing_in:
-            for _ in range(handed_in.MOST_UNCONFIRMED):
-                self._unconfirmed.acquire()
-            self._unconfirmed.release(handed_in.MOST_UNCONFIRMED)
 
     def report(self, error: BaseException) -> None:
         """Tell the launcher how this rank failed."""
@@ -113,8 +93,6 @@ class Link:
             self._jobs.put((message["job"], message["network"]))
         elif message["kind"] == "address":
             self._addresses.put((message["host"], message["port"]))
-        elif message["kind"] == "written":
-            self._unconfirmed.release()
         elif message["kind"] == "save":
             self.send("saved", step=self._save())
 

@@ -57,8 +57,7 @@ def run_rank(job: Job, info: RankInfo, offer_saving: OfferSaving, link: Link | N
         with waiting_for_ranks():
             store = meet(job, info, link)
             join_process_group(job, info, store, link)
-    deliver = link.hand_in if link is not None else results.ResultWriter(job.run_folder).write
-    with results.delivered_by(deliver, info.rank), warnings.catch_warnings():
+    with results.delivered_by(results.ResultWriter(job.run_folder).write, info.rank), warnings.catch_warnings():
         train(job, offer_saving)
     if info.world_size > 1:
         # No rank closes its connections while another still needs them. No limit: rank 0 writes what the run leaves.
@@ -69,8 +68,6 @@ def run_rank(job: Job, info: RankInfo, offer_saving: OfferSaving, link: Link | N
                 store.wait([FINISHED], NO_LIMIT)
         distributed.wait_for_all_ranks()
         dist.destroy_process_group()
-    if link is not None:
-        link.wait_until_written()
 
 
 def meet(job: Job, info: RankInfo, link: Link) -> Store:

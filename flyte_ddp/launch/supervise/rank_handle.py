@@ -10,7 +10,6 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-from flyte_ddp.launch.supervise.handed_in import Inbox
 from flyte_ddp.process import out_of_memory_kills
 
 if TYPE_CHECKING:
@@ -37,7 +36,6 @@ class RankHandle:
         self.saved: int | None = None  # step of the checkpoint that it was asked for
         self.sentinel: Any = None  # what becomes ready when its process ends; None: an agent says so through the pipe
         self.listening = True
-        self.inbox: Inbox | None = None  # None until it is handed its job
         self.resumes_after = 0  # step of the checkpoint that its job resumes from
         self.clock_behind = 0.0  # seconds from its host's clock to the launcher's; both are ``time.monotonic()``
         self.exitcode: int | None = None  # of its process; None as long as that is not known
@@ -79,7 +77,6 @@ class RankHandle:
 
     def hand_over(self, job: Job) -> None:
         """Send the rank its job."""
-        self.inbox = Inbox(job.run_folder, lambda: self.send("written"))
         self.resumes_after = job.checkpoint.step if job.checkpoint else 0
         self.send("job", job=pickle.dumps(self.localize(job)), saved=self.resumes_after, network=self.network)
 

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from multiprocessing import connection
 from typing import TYPE_CHECKING, Any
 
-from flyte_ddp import results
-from flyte_ddp.launch.supervise import handed_in
 from flyte_ddp.launch.supervise.failures import did_not_begin, first_failure, root_cause_is_known
 from flyte_ddp.launch.supervise.rank_handle import RankHandle
 from flyte_ddp.launch.supervise.stopping import StopRequest
@@ -71,8 +69,6 @@ def handle_message(message: dict[str, Any], handle: RankHandle, group: Sequence[
     elif kind == "port":
         for other in group[1:]:
             other.send("address", host=handle.host, port=message["port"])
-    elif kind in results.KINDS and handle.inbox is not None:
-        handle.inbox.put(message)
 
 
 def wait_for_root_cause(group: Sequence[RankHandle], stop: StopRequest) -> None:
@@ -105,12 +101,8 @@ def request_checkpoint(group: Sequence[RankHandle], stop: StopRequest, seconds: 
 
 
 def end(group: Sequence[RankHandle]) -> None:
-    """Kill the ranks that still run, close their connections, and write what failed or stopped ranks have handed in.
-
-    Waits for that writing as :func:`handed_in.close` says; a rank that has completed has waited for its own.
-    """
+    """Kill the ranks that still run, and close their connections."""
     for handle in group:
         handle.kill()
     for handle in group:
         handle.close()
-    handed_in.close(handle.inbox for handle in group if handle.inbox is not None)
