@@ -1,32 +1,63 @@
-"""Training as one would write it by hand: one process, no DDP, nothing of the library."""
+"""Training as one would write it by hand: one process, torch's own optimiser, nothing of the library."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
+import numpy as np
 import torch
+from torch import Tensor, nn
 from torch.nn import functional
 
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.datasets import open_arrays
 
 
-def train_plainly(
-    hp: Hyperparameters, model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor, batches: Iterable
-) -> list[float]:
-    """SGD over the batches of positions of all epochs, with the linear schedule that rises in the first quarter."""
+def plain_steps(
+    hp: Hyperparameters,
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    batches: Iterable,
+    rate: Callable[[int], float],
+) -> Iterator[float]:
+    """SGD over batches of positions; yields the loss after each step, whose learning rate is ``rate(step)``."""
     optimizer = torch.optim.SGD(
         model.parameters(), lr=1.0, momentum=hp.momentum, weight_decay=hp.weight_decay, nesterov=hp.nesterov
     )
-    batches = list(batches)
-    rise = len(batches) // 4
-    losses = []
     for step, batch in enumerate(batches):
         for group in optimizer.param_groups:
-            below = (step + 1) / (rise + 1)
-            group["lr"] = hp.learning_rate * (below if step < rise else 1 - (step - rise) / (len(batches) - rise))
+            group["lr"] = rate(step)
         optimizer.zero_grad()
-        loss = functional.cross_entropy(model(images[batch]), labels[batch])
-        loss.backward()
+        losses = []
+        for part in np.array_split(batch, hp.accumulation_steps):
+            if len(part):
+                loss = functional.cross_entropy(model(images[part]), labels[part], reduction="sum") / len(batch)
+                loss.backward()
+                losses.append(loss.item())
         optimizer.step()
-        losses.append(loss.item())
-    return losses
+        yield sum(losses)
+
+
+def train_plainly(
+    hp: Hyperparameters, model: nn.Module, images: Tensor, labels: Tensor, batches: Iterable
+) -> list[float]:
+    """All epochs, without accumulation, with the linear schedule that rises in the first quarter."""
+    batches = list(batches)
+    rise = len(batches) // 4
+
+    def rate(step: int) -> float:
+        below = (step + 1) / (rise + 1)
+        return hp.learning_rate * (below if step < rise else 1 - (step - rise) / (len(batches) - rise))
+
+    whole = Hyperparameters.from_dict({**hp.to_dict(), "accumulation_steps": 1})
+    return [*plain_steps(whole, model, images, labels, batches, rate)]
+
+
+def arrays_in_fp64(data: Path, split: str) -> tuple[Tensor, Tensor]:
+    """The normalised images and the labels of a split, ``train`` or ``test``, of a grey data set."""
+    arrays = open_arrays(data)
+    images = torch.tensor(np.array(getattr(arrays, f"{split}_images"))).permute(0, 3, 1, 2).double()
+    labels = torch.tensor(np.array(getattr(arrays, f"{split}_labels")))
+    return (images / 255 - arrays.mean[0]) / arrays.std[0], labels

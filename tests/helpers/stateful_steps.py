@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import torch
+from plain_loop import arrays_in_fp64
 from torch import Tensor
 from torch.nn import functional
 
@@ -39,10 +39,7 @@ def after_steps(hp: Hyperparameters, data: Path) -> TrainingState:
 
 def losses_of(model: torch.nn.Module, data: Path) -> Tensor:
     """Of the test images."""
-    arrays = open_arrays(data)
-    images = (
-        torch.tensor(np.array(arrays.test_images)).permute(0, 3, 1, 2).double() / 255 - arrays.mean[0]
-    ) / arrays.std[0]
+    images, labels = arrays_in_fp64(data, "test")
     with torch.no_grad():
         logits = model(images.to(next(model.parameters()).dtype)).double()
-    return functional.cross_entropy(logits, torch.tensor(np.array(arrays.test_labels)), reduction="none")
+    return functional.cross_entropy(logits, labels, reduction="none")

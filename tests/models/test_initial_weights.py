@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -163,15 +164,12 @@ class Own:
     """Something that only code can make."""
 
 
+ANOTHER_HEAD = (
+    "init_from=...: does not fit the model 'small_cnn': fc.weight is [7, 4] there and [3, 4] in the model, "
+    "fc.bias is [7] there and [3] in the model; to begin with these from the seed, "
+)
 DOES_NOT_FIT: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
-    "another head": (
-        lambda: state(classes=7),
-        {},
-        (
-            "init_from=...: does not fit the model 'small_cnn': fc.weight is [7, 4] there and [3, 4] in the model, "
-            "fc.bias is [7] there and [3] in the model; to begin with these from the seed, set init_skip='fc'"
-        ),
-    ),
+    "another head": (lambda: state(classes=7), {}, ANOTHER_HEAD + "set init_skip='fc'"),
     "another name": (
         lambda: {name.replace("fc", "head"): value for name, value in state().items()},
         {},
@@ -183,18 +181,12 @@ DOES_NOT_FIT: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "another head, of an old BatchNorm": (
         lambda: {name: value for name, value in state(classes=7).items() if "num_batches" not in name},
         {},
-        (
-            "init_from=...: does not fit the model 'small_cnn': fc.weight is [7, 4] there and [3, 4] in the model, "
-            "fc.bias is [7] there and [3] in the model; to begin with these from the seed, set init_skip='fc'"
-        ),
+        ANOTHER_HEAD + "set init_skip='fc'",
     ),
     "another part is skipped": (
         lambda: state(classes=7),
         {"init_skip": "body.0"},
-        (
-            "init_from=...: does not fit the model 'small_cnn': fc.weight is [7, 4] there and [3, 4] in the model, "
-            "fc.bias is [7] there and [3] in the model; to begin with these from the seed, set init_skip='body.0,fc'"
-        ),
+        ANOTHER_HEAD + "set init_skip='body.0,fc'",
     ),
     "another model": (
         lambda: resnet18().state_dict(),
@@ -297,6 +289,8 @@ def test_a_run_says_what_did_not_start_from_the_file(
     assert start["init_skipped"] == head
     assert said in end["notes"]
     assert said in result.report.read_text()
+    digests = [json.loads(run.sidecar.read_text())["digests"] for run in (first, result)]
+    assert ["init_from" in each for each in digests] == [False, True]
     after = torch.load(result.model, weights_only=True)
     for name, value in before.items():
         if "running" not in name and "num_batches" not in name:

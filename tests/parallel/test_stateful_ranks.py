@@ -6,15 +6,14 @@ from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
-import numpy as np
 import parallel_models
 import pytest
 import stateful_models
 import torch
+from plain_loop import arrays_in_fp64, plain_steps
 from ranks import run_ranks
 from stateful_steps import BASE, STEPS, after_steps, first_batches, losses_of
 from torch import Tensor
-from torch.nn import functional
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_arrays
@@ -114,25 +113,15 @@ def test_all_ranks_have_the_buffers_of_rank_0_and_evaluate_what_is_saved(tmp_pat
 
 def plain_loop(name: str, data: Path) -> dict[str, Tensor]:
     """One process, and of the library only the order of samples."""
-    arrays = open_arrays(data)
+    images, labels = arrays_in_fp64(data, "train")
     torch.manual_seed(BASE.seed)
     model = getattr(parallel_models, name)().double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9, weight_decay=5e-4, nesterov=True)
-    training, _ = sampling.split_indices(len(arrays.train_labels), BASE.validation_fraction, BASE.seed)
-    images = (
-        torch.tensor(np.array(arrays.train_images)).permute(0, 3, 1, 2).double() / 255 - arrays.mean[0]
-    ) / arrays.std[0]
-    labels = torch.tensor(np.array(arrays.train_labels))
+    training, _ = sampling.split_indices(len(labels), BASE.validation_fraction, BASE.seed)
     total = BASE.epochs * sampling.steps_per_epoch(len(training), BASE.batch_size)
-    for step, batch in enumerate(first_batches(sampling.ListedOrder(training, BASE.seed))):
-        for group in optimizer.param_groups:
-            group["lr"] = BASE.learning_rate * (step + 1) / (total // 4 + 1)
-        optimizer.zero_grad()
-        for part in np.array_split(batch, BASE.accumulation_steps):
-            if len(part):
-                loss = functional.cross_entropy(model(images[part]), labels[part], reduction="sum")
-                (loss / len(batch)).backward()
-        optimizer.step()
+    batches = first_batches(sampling.ListedOrder(training, BASE.seed))
+    rates = [BASE.learning_rate * (step + 1) / (total // 4 + 1) for step in range(len(batches))]
+    for _ in plain_steps(BASE, model, images, labels, batches, rates.__getitem__):
+        pass
     return model.state_dict()
 
 

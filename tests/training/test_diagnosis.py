@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,20 +41,9 @@ class Spoiling(torch.autograd.Function):
         return gradient * (float("nan") if ctx.what == "gradient" else 1.0), None
 
 
-class Spoils(nn.Module):
-    """Goes wrong in one training step, in the middle of the network."""
-
-    def __init__(self, channels: int, num_classes: int, what: str) -> None:
-        super().__init__()
-        self.first, self.second = nn.Conv2d(channels, 4, 3), nn.Conv2d(4, 4, 3)
-        self.middle = Middle(what)
-        self.last = nn.Linear(64, num_classes)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return self.last(self.second(self.middle(self.first(images))).flatten(1))
-
-
 class Middle(nn.Module):
+    """Goes wrong in one training step."""
+
     def __init__(self, what: str) -> None:
         super().__init__()
         self.what = what
@@ -66,12 +56,17 @@ class Middle(nn.Module):
         return Spoiling.apply(values, self.what if spoilt else "")
 
 
+def spoils(what: str, channels: int, num_classes: int) -> nn.Module:
+    layers = {"first": nn.Conv2d(channels, 4, 3), "middle": Middle(what), "second": nn.Conv2d(4, 4, 3)}
+    return nn.Sequential(OrderedDict(layers | {"flat": nn.Flatten(), "last": nn.Linear(64, num_classes)}))
+
+
 def gradient(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
-    return Spoils(input_shape[0], num_classes, "gradient")
+    return spoils("gradient", input_shape[0], num_classes)
 
 
 def activation(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
-    return Spoils(input_shape[0], num_classes, "activation")
+    return spoils("activation", input_shape[0], num_classes)
 
 
 @pytest.fixture
@@ -159,7 +154,7 @@ def end_of(run: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_a_run_that_has_learned_nothing_says_so(
     digits: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], num_ranks: int
 ) -> None:

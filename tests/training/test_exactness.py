@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 from cli import HELPERS
+from plain_loop import arrays_in_fp64, plain_steps
 from ranks import run_ranks
 from torch import Tensor
-from torch.nn import functional
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_arrays
@@ -75,29 +75,17 @@ def train_in_ranks(folder: Path) -> None:
 
 def plain_loop(hp: Hyperparameters, data: Path) -> tuple[list[float], list[dict[str, Tensor]]]:
     """One process, torch's own layers and optimiser; of the library only the order of samples and the model."""
-    arrays = open_arrays(data)
     torch.manual_seed(hp.seed)
+    arrays = open_arrays(data)
     model = zoo.build(hp.model, 10, InputSpec(1, 8, 8, arrays.mean, arrays.std)).double()
-    optimizer = torch.optim.SGD(
-        model.parameters(), lr=1.0, momentum=hp.momentum, weight_decay=hp.weight_decay, nesterov=hp.nesterov
-    )
-    training, _ = sampling.split_indices(len(arrays.train_labels), hp.validation_fraction, hp.seed)
+    images, labels = arrays_in_fp64(data, "train")
+    training, _ = sampling.split_indices(len(labels), hp.validation_fraction, hp.seed)
     assert len(training) == 105
-    images = torch.tensor(np.array(arrays.train_images)).permute(0, 3, 1, 2).double()
-    images = (images / 255 - arrays.mean[0]) / arrays.std[0]
-    labels = torch.tensor(np.array(arrays.train_labels))
     losses, states = [], []
-    for step, batch in zip(range(STEPS), batches(hp, training), strict=False):
-        for group in optimizer.param_groups:
-            group["lr"] = hp.learning_rate * (1 + np.cos(np.pi * step / STEPS)) / 2
-        optimizer.zero_grad()
-        loss = torch.zeros((), dtype=torch.float64)
-        for part in np.array_split(batch, hp.accumulation_steps):
-            if len(part):
-                loss = loss + functional.cross_entropy(model(images[part]), labels[part], reduction="sum") / len(batch)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    first = itertools.islice(batches(hp, training), STEPS)
+    cosine = [hp.learning_rate * (1 + np.cos(np.pi * step / STEPS)) / 2 for step in range(STEPS)]
+    for loss in plain_steps(hp, model, images, labels, first, cosine.__getitem__):
+        losses.append(loss)
         states.append({key: value.clone() for key, value in model.state_dict().items()})
     return losses, states
 

@@ -92,14 +92,6 @@ def test_equal_runs_leave_equal_files(digits: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_dropout_is_the_same_on_any_number_of_ranks(digits: Path, tmp_path: Path) -> None:
-    hp = replace(BASE, model="user_models:dropout", precision="fp64", batch_size=71)
-    one, three = (weights(train(replace(hp, num_ranks=ranks), digits, tmp_path / str(ranks))) for ranks in (1, 3))
-    for name, value in one.items():
-        torch.testing.assert_close(three[name], value, rtol=0, atol=1e-9)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "hp",
     [
@@ -193,19 +185,6 @@ def test_the_report_says_where_the_number_of_ranks_matters(
     assert all(note in html.unescape(result.report.read_text()) for note in notes)
 
 
-@pytest.mark.slow
-def test_training_starts_from_given_weights(digits: Path, tmp_path: Path) -> None:
-    first = train(replace(BASE, num_ranks=1, epochs=1), digits, tmp_path / "first")
-    hp = replace(BASE, num_ranks=1, init_from=str(first.model), learning_rate=1e-9, max_steps=1, weight_decay=0.0)
-    second = train(hp, digits, tmp_path / "second")
-    for name, value in weights(second).items():
-        torch.testing.assert_close(value, weights(first)[name], rtol=0, atol=1e-6)
-    assert json.loads(second.sidecar.read_text())["digests"]["init_from"]
-    assert "init_from" not in json.loads(first.sidecar.read_text())["digests"]
-    with pytest.raises(UserError, match=r"init_from=.*does not fit the model"):
-        train(replace(hp, model="user_models:linear"), digits, tmp_path / "third")
-
-
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("hp", "words"),
@@ -231,13 +210,6 @@ def test_a_users_mistake_ends_in_one_error_and_no_result(
         train(replace(hp, num_ranks=ranks), digits, tmp_path / "run")
     assert len(caught.value.message.splitlines()) <= 2
     assert not [name for name in OUTPUTS if (tmp_path / "run" / name).exists()]
-
-
-@pytest.mark.slow
-def test_torchvision_models_train_on_grey_images(digits: Path, tmp_path: Path) -> None:
-    hp = replace(BASE, model="squeezenet1_1", image_size=32, max_steps=2, batch_size=16, test_batch_size=297)
-    result = train(hp, digits, tmp_path / "run")
-    assert weights(result)["features.0.weight"].shape[1] == 3
 
 
 def test_more_ranks_than_requested_gpus_names_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,8 +255,3 @@ def test_a_split_that_leaves_nothing_to_train_on_is_refused_before_a_rank_starts
 
 def no_launch(*_: object, **__: object) -> None:
     raise AssertionError("ranks were started")
-
-
-def test_images_too_small_for_the_model_are_refused(digits: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"cannot take 8x8 images.*image_size=16"):
-        train(replace(BASE, model="tutorial", num_ranks=1), digits, tmp_path / "run")
