@@ -112,7 +112,12 @@ def run_rank(rank: int, order: dict[str, Any], records: str) -> None:
     arrays = open_arrays(job.data)
     state = TrainingState(hp, job.hardware, arrays, None)
     with Recorder(job, state.clock, state.device, state.total_steps, state.steps_per_epoch) as recorder:
-        run = Run(state, Selection(hp), recorder, LossWatch(state.model, state.optimizer, hp, a_step_later=False))
+        run = Run(
+            state,
+            Selection(hp.keep, hp.early_stop_patience),
+            recorder,
+            LossWatch(state.model, state.optimizer, hp, a_step_later=False),
+        )
         kinds = {"ours": ours(run), "resident": resident(state, True), "alone": resident(state, False)}
         rates: dict[str, list[float]] = {kind: [] for kind in kinds}
         account: dict[str, float] = {}

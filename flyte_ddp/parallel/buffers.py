@@ -39,10 +39,11 @@ class Buffers:
         self.first = {name: values[name].clone() for name in self.own}
         self.changed: set[str] = set()  # before the run was cut off
         self.after_step = {name: value.clone() for name, value in values.items()} if rank() == 0 else {}
-        pieces = [(values[name].numel(), values[name].dtype) for name in self.own]
+        shared = [values[name] for name in self.own] if world_size() > 1 else []
+        pieces = [(value.numel(), value.dtype) for value in shared]
         self.flat = torch.zeros(sum(sizes(pieces)), dtype=torch.uint8, device=next(model.parameters()).device)
         flats = cut(self.flat, pieces)
-        self.places = [flat.view(values[name].shape) for name, flat in zip(self.own, flats, strict=True)]
+        self.places = [flat.view(value.shape) for value, flat in zip(shared, flats, strict=True)]
 
     def current(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the buffers of the model, or of its average, by name.
@@ -68,14 +69,15 @@ class Buffers:
         if not self.own:
             return
         current = self.current(self.model)
-        if world_size() == 1:
+        if not self.places:
             return
         values = [current[name] for name in self.own]
         if rank() == 0:
             torch._foreach_copy_(self.places, values)
         copy_from_rank_0([self.flat])
         if rank() != 0:
-            torch._foreach_copy_(values, self.places)
+            for value, place in zip(values, self.places, strict=True):
+                value.copy_(place)  # one by one: _foreach_copy_ does not write to conjugate views
 
     @torch.no_grad()
     def keep(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -15,17 +14,6 @@ from flyte_ddp.parallel.distributed import objects_of_all_ranks
 from flyte_ddp.training.optimisation import clip_norm
 
 LEARNED = 0.97  # of the loss of random predictions: a model that has learned anything is below
-
-
-@dataclass
-class Step:
-    """A step whose loss is being copied to the host."""
-
-    epoch: int  # counts from 0
-    step: int  # counts from 1
-    loss_sum: Tensor
-    forward: Callable[[], object]
-    arrived: torch.cuda.Event | None  # on a GPU, when the loss has been copied
 
 
 class LossWatch:
@@ -42,7 +30,7 @@ class LossWatch:
         self.model, self.optimizer, self.hp = model, optimizer, hp
         self.a_step_later = a_step_later and bool(optimizer.defaults["fused"])
         self.saw_non_finite = torch.zeros((), dtype=torch.bool, device=next(model.parameters()).device)
-        self.pending: Step | None = None
+        self.pending: Callable[[], None] | None = None
 
     def check_loss(self, epoch: int, step: int, loss_sum: Tensor, forward: Callable[[], object]) -> None:
         """Check the sum of all ranks' losses of a step whose gradients have not been applied, now or a step later.
@@ -58,31 +46,32 @@ class LossWatch:
         """
         # Blocking: a host that spins would take a core from the threads that load data.
         arrived = torch.cuda.Event(blocking=True) if loss_sum.is_cuda else None  # type: ignore[no-untyped-call]
-        now = Step(epoch, step, loss_sum.to("cpu", non_blocking=True), forward, arrived)
+        on_host = loss_sum.to("cpu", non_blocking=True)
         if arrived is not None:
             arrived.record()
+
+        def check() -> None:
+            if arrived is not None:
+                arrived.synchronize()
+            if not math.isfinite(loss := on_host.item()):
+                activation = first_non_finite_activation(self.model, forward)
+                raise non_finite_loss_error(
+                    self.model, self.hp, loss, epoch, step, weights_of=step - 1, activation=activation
+                )
+
         if not self.a_step_later:
-            self._check(now)
+            check()
             return
         self.saw_non_finite = self.saw_non_finite | ~loss_sum.isfinite()
         self.optimizer.found_inf = self.saw_non_finite.float()  # type: ignore[attr-defined]  # as torch's GradScaler does
         self.check_pending()
-        self.pending = now
+        self.pending = check
 
     def check_pending(self) -> None:
         """Check the loss that no later step has checked; raises as :meth:`check_loss` does."""
-        last, self.pending = self.pending, None
-        if last is not None:
-            self._check(last)
-
-    def _check(self, step: Step) -> None:
-        if step.arrived is not None:
-            step.arrived.synchronize()
-        if not math.isfinite(loss := step.loss_sum.item()):
-            activation = first_non_finite_activation(self.model, step.forward)
-            raise non_finite_loss_error(
-                self.model, self.hp, loss, step.epoch, step.step, weights_of=step.step - 1, activation=activation
-            )
+        check, self.pending = self.pending, None
+        if check is not None:
+            check()
 
 
 def non_finite_loss_error(

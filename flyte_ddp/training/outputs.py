@@ -85,6 +85,12 @@ def write_outputs(job: Job, data: PreparedSet, state: TrainingState, selection: 
         recorder.warn(nothing_learned_warning(recorder.last_loss, test.truth, hp))
     model = state.kept_model()
     model.load_state_dict(selection.weights)
+    digests = {
+        "data": data.digest,
+        "code": library_digest(),
+        "user_code": job.identity.user_code,
+        "init_from": job.identity.initial_weights,
+    }
     sidecar = {
         "format": artifacts.FORMAT,
         "model": hp.model,
@@ -97,7 +103,7 @@ def write_outputs(job: Job, data: PreparedSet, state: TrainingState, selection: 
             "epoch_accuracies": recorder.epoch_accuracies,
             "kept_epoch": selection.epoch,
         },
-        "digests": digests(job, data),
+        "digests": {name: digest for name, digest in digests.items() if digest},
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -123,13 +129,6 @@ def write_outputs(job: Job, data: PreparedSet, state: TrainingState, selection: 
             "notes": [*recorder.warnings, *report_notes(job, state, recorder.arithmetic), *facts.describe()],
         }
     )
-
-
-def digests(job: Job, data: PreparedSet) -> dict[str, str]:
-    """Return the digests of all that the weights come from, by name."""
-    found = {"data": data.digest, "code": library_digest()}
-    others = {"user_code": job.identity.user_code, "init_from": job.identity.initial_weights}
-    return found | {name: digest for name, digest in others.items() if digest}
 
 
 def predictions(state: TrainingState, test: Evaluation, rows: int) -> dict[str, Any]:

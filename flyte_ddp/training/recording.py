@@ -18,6 +18,7 @@ from flyte_ddp.runs.job import Job
 from flyte_ddp.training.evaluate import Evaluation
 
 HISTOGRAM_BINS = 64
+SAVED = ("loss_sum", "samples", "samples_in_all", "training_seconds", "epoch_accuracies")
 
 
 class Recorder:
@@ -49,21 +50,13 @@ class Recorder:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sums over steps that have no record yet, and over the whole run, for a checkpoint."""
-        return {
-            "loss_sum": self.loss_sum,
-            "samples": self.samples,
-            "samples_in_all": self.samples_in_all,
-            "training_seconds": self.training_seconds,
-            "seconds": self.training_time() - self.since,
-            "epoch_accuracies": self.epoch_accuracies,
-        }
+        return {name: getattr(self, name) for name in SAVED} | {"seconds": self.training_time() - self.since}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned."""
-        self.loss_sum.copy_(saved["loss_sum"])
-        self.samples, self.samples_in_all = saved["samples"], saved["samples_in_all"]
-        self.training_seconds = saved["training_seconds"]
-        self.epoch_accuracies = saved["epoch_accuracies"]
+        for name in SAVED:
+            setattr(self, name, saved[name])
+        self.loss_sum = self.loss_sum.to(self.device)
         self.since = self.training_time() - saved["seconds"]
 
     def training_time(self) -> float:

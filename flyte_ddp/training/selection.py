@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from flyte_ddp.config import Hyperparameters
 from flyte_ddp.training.evaluate import Evaluation
 
 SAVED = ("best_loss", "evaluations_since_best", "stopped", "epoch")
@@ -16,8 +15,9 @@ SAVED = ("best_loss", "evaluations_since_best", "stopped", "epoch")
 class Selection:
     """The weights to keep and their evaluation, updated at every evaluation; equal on all ranks."""
 
-    def __init__(self, hp: Hyperparameters) -> None:
-        self.hp = hp
+    def __init__(self, keep: str, patience: int) -> None:
+        """``keep`` and ``patience`` are the hyperparameters ``keep`` and ``early_stop_patience``."""
+        self.keep, self.patience = keep, patience
         self.best_loss = float("inf")
         self.evaluations_since_best = 0
         self.stopped = ""  # why training stops early
@@ -32,11 +32,11 @@ class Selection:
             self.best_loss, self.evaluations_since_best = validation.loss, 0
         else:
             self.evaluations_since_best += 1
-        if better or self.hp.keep != "best":
+        if better or self.keep != "best":
             # Training continues to change these tensors; only `best` must outlive that.
-            self.weights = copy.deepcopy(weights) if self.hp.keep == "best" else weights
+            self.weights = copy.deepcopy(weights) if self.keep == "best" else weights
             self.epoch, self.test = epoch, test
-        if 0 < self.hp.early_stop_patience <= self.evaluations_since_best:
+        if 0 < self.patience <= self.evaluations_since_best:
             self.stopped = (
                 f"after epoch {epoch}: no better validation loss in {self.evaluations_since_best} evaluation(s)"
             )

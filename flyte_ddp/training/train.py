@@ -54,7 +54,7 @@ def train(job: Job, offer_saving: Callable[[Callable[[], int]], None] = lambda _
         Recorder(job, state.clock, state.device, state.total_steps, state.steps_per_epoch) as recorder,
     ):
         write_start(job, data, state, recorder)
-        run = Run(state, Selection(hp), recorder, loss_watch)
+        run = Run(state, Selection(hp.keep, hp.early_stop_patience), recorder, loss_watch)
         if job.checkpoint is not None:
             restore_run(run, job.checkpoint)
         elif recorder.writes:

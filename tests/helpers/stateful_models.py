@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import faults
 import numpy as np
@@ -36,41 +37,35 @@ class Centred(nn.Module):
 
 
 class Resized(nn.Module):
-    """Changes what buffers it has, in the way of its name, in the pass that ``at`` counts (from 1)."""
+    """Changes what buffers it has in its second pass, in the way of its name."""
 
-    def __init__(self, how: str, at: int) -> None:
+    def __init__(self, how: Callable[[Resized, Tensor], None]) -> None:
         super().__init__()
-        self.how, self.at, self.passes, self.head = how, at, 0, nn.Linear(64, 10)
+        self.how, self.passes, self.head = how, 0, nn.Linear(64, 10)
         self.register_buffer("bank", torch.zeros(1, 64))
         self.register_buffer("none", None)
 
     def forward(self, images: Tensor) -> Tensor:
-        x = images.flatten(1)
         self.passes += 1
-        if self.passes == self.at:
-            if self.how == "grows":
-                self.bank = torch.cat([self.bank, x[:1].detach()])
-            elif self.how == "registers":
-                self.register_buffer("late", x[0].detach())
-            else:
-                setattr(self, *{"removes": ("bank", None), "sets": ("none", x[0].detach())}[self.how])
-        return self.head(x)
+        if self.passes == 2:
+            self.how(self, images.detach().flatten(1))
+        return self.head(images.flatten(1))
 
 
 def grows(**_: object) -> nn.Module:
-    return Resized("grows", 1)
+    return Resized(lambda model, x: setattr(model, "bank", torch.cat([model.bank, x[:1]])))
 
 
 def registers(**_: object) -> nn.Module:
-    return Resized("registers", 2)
+    return Resized(lambda model, x: model.register_buffer("late", x[0]))
 
 
 def removes(**_: object) -> nn.Module:
-    return Resized("removes", 2)
+    return Resized(lambda model, _: setattr(model, "bank", None))
 
 
 def sets(**_: object) -> nn.Module:
-    return Resized("sets", 1)
+    return Resized(lambda model, x: setattr(model, "none", x[0]))
 
 
 class Noisy(nn.Module):

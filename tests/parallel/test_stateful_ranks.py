@@ -88,6 +88,9 @@ def evaluations_in_ranks(folder: Path) -> None:
     losses = [evaluate_splits(uncertain)[1].losses for _ in range(2)]
     left = (centred.model.state_dict(), centred.model.hidden, test.losses, losses)
     torch.save(left, folder / f"rank-{rank()}.pt")
+    after_steps(
+        replace(hp, model="unusual_models:Unusual", precision="fp32"), folder / "digits"
+    )  # buffers of all types
     with pytest.raises(UserError, match="different BatchNorm layers"):
         after_steps(replace(hp, model="parallel_models:LeavesOut", strategy="shared_memory"), folder / "digits")
 

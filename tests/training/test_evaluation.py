@@ -47,7 +47,7 @@ def evaluate_in_ranks(folder: Path) -> None:
 def test_metrics_are_the_same_on_any_number_of_ranks(tmp_path: Path) -> None:
     data = fetch("digits", "", tmp_path / "digits", progress="off")
     found = {}
-    for ranks in (1, 2, 3, 4):
+    for ranks in (1, 3):
         (tmp_path / str(ranks)).mkdir()
         assert run_ranks(evaluate_in_ranks, tmp_path / str(ranks), ranks) == [0] * ranks
         found[ranks] = torch.load(tmp_path / str(ranks) / "found.pt", weights_only=True)
