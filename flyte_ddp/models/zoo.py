@@ -102,7 +102,10 @@ def refused_value(state_dict: Mapping[str, Any]) -> tuple[str, object] | None:
 
 
 def check_output(model: str, logits: object, expected: tuple[int, int]) -> None:
-    """Raise UserError unless the model returned one row of floating-point logits for each sample."""
+    """Raise UserError unless the model returned one row of floating-point logits for each sample.
+
+    While gradients are recorded, the logits must have one.
+    """
     if not isinstance(logits, Tensor):
         got, fix = type(logits).__name__, "return nothing but the logits"
     elif tuple(logits.shape) != expected:
@@ -112,20 +115,16 @@ def check_output(model: str, logits: object, expected: tuple[int, int]) -> None:
         raise UserError(
             f"model {model!r} returned {logits.dtype}: it must return floating-point logits; leave out argmax and casts"
         )
+    elif torch.is_grad_enabled() and not logits.requires_grad:
+        raise UserError(
+            f"model {model!r} returned logits without a gradient: they must depend on parameters by torch's own "
+            "operations; leave out detach, torch.no_grad, NumPy"
+        )
     else:
         return
     raise UserError(
         f"model {model!r} returned {got}: it must return a tensor of shape (samples, classes) = {expected}; {fix}"
     )
-
-
-def check_gradient(model: str, logits: Tensor) -> None:
-    """Raise UserError for logits that no gradient can go back from, while gradients are recorded."""
-    if torch.is_grad_enabled() and not logits.requires_grad:
-        raise UserError(
-            f"model {model!r} returned logits without a gradient: they must depend on parameters by torch's own "
-            "operations; leave out detach, torch.no_grad, NumPy"
-        )
 
 
 def torchvision_model(name: str, num_classes: int, spec: InputSpec) -> nn.Module:

