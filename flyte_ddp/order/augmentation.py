@@ -13,8 +13,8 @@ from flyte_ddp.order.sampling import Indices
 STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
-def mixed(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The SplitMix64 finaliser (Steele, Lea and Flood, OOPSLA 2014)."""
+def mix_bits(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return the SplitMix64 finaliser (Steele, Lea and Flood, OOPSLA 2014) of each number."""
     with np.errstate(over="ignore"):
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -23,32 +23,31 @@ def mixed(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def sample_bits(seed: int, epoch: int, samples: Indices) -> NDArray[np.uint64]:
-    """64 random bits for each sample: a finaliser over a counter of sample, seed and epoch."""
+    """Return 64 random bits for each sample: the finaliser of a counter of sample, seed and epoch."""
     x = samples.astype(np.uint64)
     with np.errstate(over="ignore"):
         for word in (seed, epoch):
-            x = mixed(x + np.uint64(word + 1) * STEP)
+            x = mix_bits(x + np.uint64(word + 1) * STEP)
     return x
 
 
 def uniforms(seed: int, epoch: int, samples: Indices, draws: int) -> NDArray[np.float64]:
-    """Numbers in 0 <= x < 1 for each sample, [N, draws]: further ones of the same stream as :func:`sample_bits`."""
+    """Return numbers in 0 <= x < 1 for each sample, [N, draws], that follow :func:`sample_bits` in one stream."""
     with np.errstate(over="ignore"):
         x = sample_bits(seed, epoch, samples)[:, None] + np.arange(1, draws + 1, dtype=np.uint64) * STEP
-    values: NDArray[np.float64] = (mixed(x) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    values: NDArray[np.float64] = (mix_bits(x) >> np.uint64(11)).astype(np.float64) * 2.0**-53
     return values
 
 
 def augment(images: Tensor, kind: str, *, seed: int, epoch: int, samples: Indices) -> Tensor:
-    """Shifts each image by up to 1/8 of its side in both directions, filling with 0, and mirrors half of them.
+    """Return the images shifted by up to 1/8 of their sides, filled with 0; with ``crop_flip`` half of them mirrored.
 
     Args:
-        images: uint8 [N, H, W, C].
+        images: uint8 [N, H, W, C]; so is what is returned, on the same device.
         kind: none, crop, or crop_flip.
+        seed: of the random numbers.
+        epoch: of training, from 0.
         samples: [N] positions in the training set, which the randomness is derived from.
-
-    Returns:
-        uint8 [N, H, W, C] on the same device.
     """
     if kind == "none":
         return images

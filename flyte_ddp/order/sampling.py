@@ -20,33 +20,32 @@ SPLIT, ORDER, PACKING, TEST, CYCLE, WITHIN = range(6)
 
 
 def random_stream(purpose: int, seed: int, first: int = 0, second: int = 0) -> np.random.Generator:
-    """A random generator that depends on its arguments alone (Philox is counter-based and the same on all machines).
+    """Return a random generator that depends on its arguments alone, on all machines (it is counter-based).
 
-    Args:
-        first: such as the epoch; ``second`` likewise.
+    ``first`` and ``second`` are such as the epoch and the shard.
     """
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([purpose, seed, first, second])))
 
 
 def held_out(samples: int, fraction: float) -> int:
-    """How many of so many samples :func:`split_indices` holds out."""
+    """Return how many of so many samples :func:`split_indices` holds out."""
     return round(samples * fraction)
 
 
 def split_indices(samples: int, fraction: float, seed: int, purpose: int = SPLIT) -> tuple[Indices, Indices]:
-    """Divides samples at random into those that stay and the fraction that is held out, each in ascending order."""
+    """Divide samples at random; return those that stay and the fraction that is held out, each in ascending order."""
     number = held_out(samples, fraction)
     order = random_stream(purpose, seed).permutation(np.arange(samples, dtype=np.int32))
     return np.sort(order[number:]), np.sort(order[:number])
 
 
 def epoch_order(samples: Indices, seed: int, epoch: int) -> Indices:
-    """The order in which an epoch (counted from 0) visits the samples."""
+    """Return the samples in the order in which an epoch (counted from 0) visits them."""
     return random_stream(ORDER, seed, epoch).permutation(samples)
 
 
 def steps_per_epoch(samples: int, batch_size: int) -> int:
-    """Global batches in an epoch; the last one may be smaller, none is dropped."""
+    """Return the number of global batches in an epoch; the last one may be smaller, none is dropped."""
     return -(-samples // batch_size)
 
 
@@ -56,19 +55,19 @@ class Order(Protocol):
     def __len__(self) -> int: ...
 
     def samples(self, place: slice) -> Indices:
-        """Those from one place of the split to another, in an order of the split's own."""
+        """Return the samples in a slice of the split's own order, in which they are evaluated."""
 
     def batches(self, epoch: int, batch_size: int, first: int = 0) -> Iterator[Indices]:
-        """An epoch's global batches, from the ``first``-th one on; the last one may be smaller."""
+        """Yield an epoch's global batches, from number ``first`` on; the last one may be smaller."""
 
     def lookahead(self, batch_size: int, *, mixed: bool) -> int:  # noqa: ARG002
-        """How many batches ahead the files are worth fetching, in an epoch's order or in the split's own."""
+        """Return how many batches ahead to fetch files, in an epoch's order (``mixed``) or in the split's own."""
         return 0
 
 
 @dataclass(frozen=True)
 class ListedOrder(Order):
-    """Samples that are listed one by one, all mixed in each epoch."""
+    """Samples that are listed one by one, all permuted in each epoch."""
 
     listed: Indices
     seed: int = 0
@@ -77,30 +76,25 @@ class ListedOrder(Order):
         return len(self.listed)
 
     def samples(self, place: slice) -> Indices:
-        """Those listed there."""
+        """Return the samples in a slice of the list."""
         return self.listed[place]
 
     def substitutes(self, sample: int) -> Indices:  # noqa: ARG002
-        """All samples: each is as near as any other."""
+        """Return all samples: each is as near as any other."""
         return self.listed
 
     def batches(self, epoch: int, batch_size: int, first: int = 0) -> Iterator[Indices]:
-        """Cuts the epoch's order into global batches."""
+        """Yield the epoch's global batches, from number ``first`` on; the last one may be smaller."""
         order = epoch_order(self.listed, self.seed, epoch)
         for start in range(first * batch_size, len(order), batch_size):
             yield order[start : start + batch_size]
 
 
 def share(items: Indices, part: int, parts: int) -> Indices:
-    """The ``part``-th of ``parts`` consecutive slices, whose lengths differ by one at most, the longer ones first."""
+    """Return slice number ``part`` of ``parts`` consecutive ones, whose lengths differ by one at most, longer first."""
     return items[share_start(len(items), part, parts) : share_start(len(items), part + 1, parts)]
 
 
 def share_start(length: int, part: int, parts: int) -> int:
-    """Where that slice begins, of so many items; the one after the last at their end."""
+    """Return where slice number ``part`` of so many items begins; ``part`` may be ``parts``, for their end."""
     return part * (length // parts) + min(part, length % parts)
-
-
-def share_length(length: int, part: int, parts: int) -> int:
-    """How long that slice is."""
-    return length // parts + (part < length % parts)

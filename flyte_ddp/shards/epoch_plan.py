@@ -70,10 +70,8 @@ class EpochPlan:
     def share(self, rank: int) -> int:
         """Return how many samples of an epoch a rank gets."""
         full, ragged = divmod(len(self.order), self.request.batch_size)
-        lengths = [
-            sampling.share_length(size, rank, self.request.all_ranks) for size in (self.request.batch_size, ragged)
-        ]
-        return full * lengths[0] + lengths[1]
+        each, last = (shares(size, self.request.all_ranks)[rank] for size in (self.request.batch_size, ragged))
+        return int(full * each + last)
 
     @cached_property
     def shards_read(self) -> list[Counts]:
