@@ -10,12 +10,11 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import pytest
-from file_server import FileServer, file_server
+from file_server import FileServer
 from served_shards import DEADLINE, SPAWN, blob, content_of, fetch_only, open_all, serve, sizes_in
 
 from flyte_ddp.errors import UserError
@@ -127,19 +126,6 @@ class TestShardsOnThisMachine:
         assert read == []
         assert not (tmp_path / "cache").exists()
 
-    def test_threads_do_it_once(self, read: list[str], tmp_path: Path) -> None:
-        shard, cache = self.shard(tmp_path / "x.tar"), ShardCache(tmp_path / "cache")
-        begin = threading.Barrier(4)
-
-        def opened() -> None:
-            begin.wait(DEADLINE)
-            cache.open(shard).close()
-
-        running = [in_thread(opened) for _ in range(4)]
-        for thread in running:
-            thread.join(DEADLINE)
-        assert read == ["x.tar"]
-
     def test_where_nothing_can_be_written_it_is_done_each_time(self, read: list[str], tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")
         shard, cache = self.shard(tmp_path / "x.tar"), ShardCache(tmp_path / "file" / "cache")
@@ -149,28 +135,23 @@ class TestShardsOnThisMachine:
 
 
 def test_shards_of_one_name_do_not_collide(server: FileServer, tmp_path: Path) -> None:
-    """In another folder, on another server, or with another content at the same address; the sizes are all the same."""
+    """In another folder, or with another content at the same address; the sizes are all the same."""
     cache = ShardCache(tmp_path)
-    with file_server() as other:
-        places = [(server, "a/x.tar"), (server, "b/x.tar"), (other, "a/x.tar")]
-        shards = [serve(at, name, blob(seed))._replace(sha256="") for seed, (at, name) in enumerate(places)]
-        before = [content_of(cache, shard) for shard in shards]
-        renewed = serve(server, "a/x.tar", blob(3))
-        assert content_of(cache, renewed) == blob(3)
-        assert [content_of(cache, shard) for shard in shards] == before == [blob(0), blob(1), blob(2)]
-    with_neither = [Shard("http://h/x", 1, -1), Shard("http://h/x", 1, 5), Shard("http://h/x", 1, 5, md5="0" * 32)]
-    assert len({cache.path_of(shard) for shard in with_neither}) == 3
+    shards = [serve(server, name, blob(seed))._replace(sha256="") for seed, name in enumerate(("a/x.tar", "b/x.tar"))]
+    assert [content_of(cache, shard) for shard in shards] == [blob(0), blob(1)]
+    assert content_of(cache, serve(server, "a/x.tar", blob(3))) == blob(3)
+    assert [content_of(cache, shard) for shard in shards] == [blob(0), blob(1)]
 
 
-FAULTS = [500, 503, 429, "truncate", "reset", "alter", "longer"]
+FAULTS = [503, "reset", "alter", "longer", "stall"]
 
 
 @pytest.mark.parametrize("digest", ["sha256", "md5"])
-@pytest.mark.parametrize("fault", [*FAULTS, "hang", "stall"])
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_that_passes_is_retried(
     server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, digest: str, fault: int | str
 ) -> None:
-    monkeypatch.setattr(failures, "READ_TIMEOUT", 0.2 if fault in ("hang", "stall") else 20.0)
+    monkeypatch.setattr(failures, "READ_TIMEOUT", 0.2 if fault == "stall" else 20.0)
     cache = ShardCache(tmp_path)
     shard = serve(server, "x.tar", blob(0), digest=digest)
     server.faults["x.tar"] = [fault]
@@ -183,10 +164,7 @@ def test_a_fault_that_passes_is_retried(
     ("fault", "tries", "said"),
     [
         (404, 1, "cannot be fetched .HTTP 404"),
-        (403, 1, "cannot be fetched .HTTP 403"),
-        (503, 4, "cannot be fetched .HTTP 503"),
         ("truncate", 4, "cannot be fetched .IncompleteRead"),
-        ("reset", 4, "cannot be fetched"),
         ("alter", 2, r"is not the one in the index: (sha256|md5) \w+ instead of \w+; copy it again, or renew"),
         ("longer", 2, "is not the one in the index: 20,001 bytes instead of 20,000; copy it again, or renew"),
     ],
@@ -237,21 +215,6 @@ def test_a_killed_download_is_cleaned_up_by_whoever_fetches_next(server: FileSer
     assert sizes_in(tmp_path) == {cache.path_of(shard).name: 20_000 for shard in (stalling, other)}
 
 
-@pytest.mark.parametrize("while_open", [False, True])
-def test_a_copy_that_was_cut_short_is_fetched_again(server: FileServer, tmp_path: Path, while_open: bool) -> None:
-    cache = ShardCache(tmp_path)
-    shard = serve(server, "x.tar", blob(0))
-    with ExitStack() as stack:
-        file = cache.open(shard)
-        if while_open:
-            stack.enter_context(file)
-        else:
-            file.close()
-        os.truncate(cache.path_of(shard), 100)
-        assert content_of(cache, shard) == blob(0)
-    assert server.counts == {"x.tar": 2}
-
-
 def test_healing_fetches_only_what_is_damaged(server: FileServer, tmp_path: Path) -> None:
     cache = ShardCache(tmp_path)
     shard = serve(server, "x.tar", blob(0))
@@ -295,11 +258,6 @@ def test_locks_do_not_stay_with_forked_children(
         os.close(writing)
         os.close(reading)
         os.waitpid(child, 0)
-
-
-def test_a_cache_can_go_to_another_process() -> None:
-    cache = ShardCache(Path("a"), limit=5)
-    assert pickle.loads(pickle.dumps(cache)) == cache
 
 
 def test_digests_are_checked_by_the_algorithm_that_the_index_has(server: FileServer, tmp_path: Path) -> None:

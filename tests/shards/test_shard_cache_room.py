@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +10,7 @@ import pytest
 from cli import HELPERS
 from file_server import FileServer
 from mounts import ALONE, need_mounts
-from served_shards import DEADLINE, SPAWN, blob, content_of, fetch_only, hold, serve, sizes_in
+from served_shards import DEADLINE, SPAWN, blob, content_of, hold, serve, sizes_in
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.shards.cache import CacheFullError, ShardCache
@@ -21,21 +19,6 @@ from flyte_ddp.shards.index import Shard
 
 def kept(cache: ShardCache, shards: list[Shard]) -> list[bool]:
     return [cache.holds(shard) for shard in shards]
-
-
-def test_what_a_killed_download_left_makes_room_for_others(server: FileServer, tmp_path: Path) -> None:
-    cache = ShardCache(tmp_path, limit=20_000)
-    stalling, other = (serve(server, f"{seed}.tar", blob(seed)) for seed in range(2))
-    server.faults["0.tar"] = ["stall"]
-    process = SPAWN.Process(target=fetch_only, args=(cache, stalling), daemon=True)
-    process.start()
-    assert server.stalled.wait(DEADLINE)
-    with pytest.raises(CacheFullError):  # a download that goes on has its room
-        cache.open(other)
-    os.kill(process.pid or 0, signal.SIGKILL)
-    process.join(DEADLINE)
-    assert content_of(cache, other) == blob(1)
-    assert sizes_in(tmp_path) == {cache.path_of(other).name: 20_000}
 
 
 def test_what_was_not_used_for_longest_is_removed(server: FileServer, tmp_path: Path) -> None:
@@ -115,14 +98,6 @@ def test_what_others_keep_in_the_folder_stays(server: FileServer, tmp_path: Path
         assert content_of(cache, serve(server, f"{number}.tar", content)) == content
     assert {name: (tmp_path / name).read_bytes() for name in theirs} == theirs
     assert len([path for path in tmp_path.iterdir() if path.is_file()]) == len(theirs) + 1
-
-
-def test_a_folder_that_is_none(server: FileServer, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    shard = serve(server, "x.tar", blob(0))
-    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(UserError, match=f"^shard cache {folder}: .*FLYTE_DDP_CACHE to another folder"):
-            ShardCache(folder).open(shard)
 
 
 MOUNTED = """

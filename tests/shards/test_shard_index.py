@@ -96,19 +96,13 @@ def test_we_read_what_wids_own_tool_writes(base: str | None, tmp_path: Path, mon
     ("base", "url", "expected"),
     [
         (None, "x.tar", "{d}/x.tar"),
-        (None, "a/x y.tar", "{d}/a/x y.tar"),
-        (None, "./x.tar", "{d}/x.tar"),
         (None, "../x.tar", "{up}/x.tar"),
-        (None, "a/../x.tar", "{d}/x.tar"),
         ("a", "x.tar", "{d}/a/x.tar"),
-        ("a/", "x.tar", "{d}/a/x.tar"),
         ("../a", "x.tar", "{up}/a/x.tar"),
         ("s3://other/a", "x.tar", "s3://other/a/x.tar"),
-        ("s3://other/a", "../x.tar", "s3://other/x.tar"),
         ("http://other/a?b", "http://third/x.tar", "http://third/x.tar"),
         (None, "gs://other/x.tar", "gs://other/x.tar"),
         (None, "/a/x.tar", "{root}/a/x.tar"),
-        (None, "/a/../x.tar", "{root}/x.tar"),
     ],
 )
 def test_what_addresses_in_an_index_refer_to(

@@ -40,7 +40,7 @@ def test_an_index_of_remote_shards(
     scheme: str, server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the order of their names, whatever the order is in which they come; faults that pass are no matter."""
-    contents = [samples(4 + seed % 3, seed, f"{seed}/") for seed in range(20)]
+    contents = [samples(4 + seed % 3, seed, f"{seed}/") for seed in range(10)]
     pattern = served(scheme, server, tmp_path, [shard_bytes(found) for found in contents], monkeypatch)
     server.faults = {"bucket/s/03.tar": ["reset", 503, "truncate"], "bucket/s/00.tar": ["stall"]}
     monkeypatch.setattr("flyte_ddp.storage.failures.READ_TIMEOUT", 0.5)
@@ -125,15 +125,12 @@ def test_a_label_out_of_range(tmp_path: Path, label: bytes, said: str) -> None:
     ("urls", "output", "said"),
     [
         ([], "x.json", "no shards: give at least one tar file"),
-        (["{5..4}"], "x.json", "no shards"),
         (["0.tar", "./0.tar"], "x.json", "0.tar is given twice"),
-        (["s3://"], "x.json", "must name a bucket"),
         (["ftp://h/x"], "x.json", "must be a path, or start with"),
         (["nothing.tar"], "x.json", "nothing.tar: has no samples"),
         (["0.tar"], "s3://bucket/x.json", "cannot be written to; choose a path on this machine"),
         (["0.tar"], "0.tar/x.json", "cannot write .*0.tar/x.json"),
         (["0.tar"], "0.tar", "0.tar: would be written in place of .*0.tar, which it is made of"),
-        (["{0..1}.tar"], "1.tar", "would be written in place of"),
         (["0.tar"], "link.tar", "link.tar: would be written in place of .*0.tar, which"),
         (["x.json.tables"], "x.json", "would be written in place of .*x.json.tables"),
         (["0.tar"], "nothing.tar", "nothing.tar: is there, and is no index; remove it, or choose another name"),

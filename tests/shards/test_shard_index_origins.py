@@ -20,8 +20,6 @@ from flyte_ddp.storage.origins import is_public
 FOREIGN = [
     "http://169.254.169.254/latest/meta-data/iam/security-credentials/",
     "s3://private/0.tar",
-    "gs://private/0.tar",
-    "az://private/0.tar",
     "https://{host}/0.tar",  # another port, as the index came over http
     "http://{host}@169.254.169.254/0.tar",
     "http://169.254.169.254\\\\@{host}/0.tar",  # which requests asks 169.254.169.254 for, and urllib does not

@@ -108,19 +108,19 @@ def test_a_pack_that_is_ended_at_any_change_leaves_the_old_or_the_new(
 ) -> None:
     """And the next one leaves nothing else behind."""
     old, new = tmp_path / "old", tmp_path / "new"
-    letters(4, old)
-    letters(3, new, letter="b")
+    letters(3, old)
+    letters(1, new, letter="b")
     whole = [all_files(old), all_files(new)]
     if not links:
         monkeypatch.setattr(Path, "hardlink_to", no_links)
     seen = set()
-    for folder in ended_before_each_change(old, lambda copy: letters(3, copy, letter="b"), number):
+    for folder in ended_before_each_change(old, lambda copy: letters(1, copy, letter="b"), number):
         seen.add(packed_texts(folder / "train.json"))
         assert number == signal.SIGKILL or all_files(folder) in whole
-        letters(3, folder, letter="b")
+        letters(1, folder, letter="b")
         assert all_files(folder) == whole[1]
         assert not (folder / ".train.packing").exists()
-    assert seen == {"a" * 4, "b" * 3}
+    assert seen == {"aaa", "b"}
 
 
 def no_links(path: Path, target: Path) -> None:
