@@ -195,7 +195,7 @@ def compute_logits(state: TrainingState, model: Callable[[Tensor], Tensor], imag
 def repeat_forward(state: TrainingState, batch: sampling.Indices) -> None:
     """Do all forward passes of a step again, without averaging gradients, to look at the modules' outputs."""
     for part in own_slices(batch, state.hp.accumulation_steps):
-        images, _ = state.training.gather(part.samples, state.epoch)
+        images = state.training.gather(part.samples, state.epoch).images
         compute_logits(state, state.model, state.prepare(images), part)
 
 
