@@ -132,15 +132,8 @@ def pack(
     """
     from flyte_ddp.datasets.packing import pack_source
 
-    index = pack_source(
-        source,
-        folder,
-        split=split,
-        name=name,
-        per_shard=samples_per_shard,
-        seed=seed if order == "mixed" else None,
-        progress=progress,
-    )
+    options = {"per_shard": samples_per_shard, "seed": seed if order == "mixed" else None, "progress": progress}
+    index = pack_source(source, folder, split=split, name=name, **options)
     click.echo(f"{folder / name}.json: {count_contents(index)}")
 
 

@@ -99,7 +99,7 @@ class ShardCache:
         """
         if storage.local_path(shard.url) is not None or not os.access(self.folder, os.W_OK):
             return False
-        with explain_unusable(self.folder), self.lock_shard(shard):
+        with explain_unusable(self.folder), self.lock(lock_name(self.path_of(shard).stem)):
             file = self.open_fetched(shard)
             if file is not None:
                 with file:
@@ -118,7 +118,7 @@ class ShardCache:
         """Download and open the shard, unless another process has done so by then."""
         path = self.path_of(shard)
         part = path.with_suffix(PARTIAL)
-        with self.lock_shard(shard):
+        with self.lock(lock_name(path.stem)):
             if file := self.open_fetched(shard):
                 return file
             path.unlink(missing_ok=True)  # a copy that is damaged
@@ -232,10 +232,6 @@ class ShardCache:
     def lock(self, name: str, *, wait: bool = True) -> AbstractContextManager[None]:
         """Hold one of the folder's locks in a block: ``room``, or a shard's; see :func:`flyte_ddp.locks.exclusive`."""
         return exclusive(self.folder / "locks", name, wait=wait)
-
-    def lock_shard(self, shard: Shard) -> AbstractContextManager[None]:
-        """Hold the lock for fetching a shard in a block."""
-        return self.lock(lock_name(self.path_of(shard).stem))
 
 
 def mark_used(file: int) -> None:

@@ -120,11 +120,8 @@ def read_members(
         shard: as the index describes it.
         table: of the shard's samples.
         sample: its number in the shard.
-        read: gives bytes of the shard, by their place and number.
+        read: gives bytes of the shard, by their place and number. DamagedShardError: they are no such member.
         wanted: extensions in small letters, which stand for those in capitals, too; None for all members.
-
-    Raises:
-        DamagedShardError: the members are not where the table says.
     """
     contents = {}
     for member in table.members(sample):

@@ -90,7 +90,7 @@ class ShardIndex:
 
     @cached_property
     def ends(self) -> NDArray[np.int64]:
-        """[shards] the number of samples up to and with each shard."""
+        """[shards] cumulative numbers of samples."""
         return np.cumsum(self.counts)
 
     @cached_property
@@ -101,7 +101,7 @@ class ShardIndex:
     @cached_property
     def remote(self) -> NDArray[np.bool_]:
         """[shards] whether each is on another machine, by its address alone, as no file of 100,000 is looked at."""
-        return np.array([is_remote(shard.url) for shard in self.shards])
+        return np.array(["://" in shard.url and not shard.url.startswith("file:") for shard in self.shards])
 
     def locate(self, sample: int) -> tuple[int, int]:
         """Return the number of the shard that a sample is in, and the sample's number in that shard."""
@@ -169,8 +169,10 @@ def build_index(address: str, content: dict[str, Any]) -> ShardIndex:
     shards, parts = list[Shard](), list[Part]()
     classes = {list_classes(address, content): address}  # and whose they are
     for where, listed, described in sources:
-        name = described.get("name") or listed.get("name") or ""
-        parts.append(Part(str(name), check_weight(address, described.get("weight", 1.0))))
+        name, weight = described.get("name") or listed.get("name") or "", described.get("weight", 1.0)
+        if not isinstance(weight, (int, float)) or not 0 < weight <= 1e6:
+            raise UserError(f"index {address}: weight={weight!r}; must be a number above 0: passes over its data")
+        parts.append(Part(str(name), float(weight)))
         shards.extend(list_shards(where, listed, len(parts) - 1))
         classes.setdefault(list_classes(where, listed), where)
     if not shards:
@@ -242,11 +244,6 @@ def base_of(address: str, content: Mapping[str, Any]) -> str:
     return resolve_address(address, folder, content["base"]) if content.get("base") else folder
 
 
-def is_remote(url: str) -> bool:
-    """Return whether an address is of another machine."""
-    return "://" in url and not url.startswith("file:")
-
-
 def resolve_address(address: str, base: str, found: Any) -> str:
     """Return the absolute form of an address that stands in the index at ``address``.
 
@@ -277,17 +274,10 @@ def check_encodable(address: str, found: str) -> str:
     """Return an address; raise UserError if it can neither be sent nor be a file's name."""
     # Undecodable file names contain lone surrogates; they are allowed for local files but cannot be sent in a URL.
     try:
-        found.encode("utf-8", "strict" if is_remote(found) else "surrogateescape")
+        found.encode("utf-8", "strict" if "://" in found and not found.startswith("file:") else "surrogateescape")
     except UnicodeEncodeError:
         raise malformed(address, f"{shorten(found)} is no address") from None
     return found
-
-
-def check_weight(address: str, weight: Any) -> float:
-    """Return the weight of a data set; raise UserError if it is no number above 0."""
-    if not isinstance(weight, (int, float)) or not 0 < weight <= 1e6:
-        raise UserError(f"index {address}: weight={weight!r}; must be a number above 0: passes over the data an epoch")
-    return float(weight)
 
 
 def list_shards(address: str, content: Mapping[str, Any], part: int) -> Iterator[Shard]:

@@ -50,18 +50,22 @@ class SampleTable:
         return [Member(key, self.extensions[kind], *place) for kind, *place in zip(*columns, strict=True)]
 
     def to_bytes(self) -> bytes:
-        """Return the table in numpy's ``.npz`` format."""
+        """Return the table in numpy's ``.npz`` format, with names as bytes, each ended by ``SEPARATOR``."""
         buffer = io.BytesIO()
         columns = {name: getattr(self, name) for name in COLUMNS}
-        np.savez_compressed(buffer, keys=encode_names(self.keys), extensions=encode_names(self.extensions), **columns)
+        for column, names in (("keys", self.keys), ("extensions", self.extensions)):
+            text = "".join(f"{name}{SEPARATOR}" for name in names)
+            columns[column] = np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8)
+        np.savez_compressed(buffer, **columns)
         return buffer.getvalue()
 
     @classmethod
     def from_bytes(cls, content: bytes) -> SampleTable:
         """Return the table that :meth:`to_bytes` has given."""
         with np.load(io.BytesIO(content), allow_pickle=False) as stored:
-            columns = {name: stored[name] for name in COLUMNS}
-            return cls(decode_names(stored["keys"]), decode_names(stored["extensions"]), **columns)
+            texts = (stored[name].tobytes().decode("utf-8", "surrogateescape") for name in ("keys", "extensions"))
+            keys, extensions = (tuple(text.split(SEPARATOR)[:-1]) for text in texts)
+            return cls(keys, extensions, **{name: stored[name] for name in COLUMNS})
 
 
 def read_table(shard: Shard) -> SampleTable:
@@ -80,16 +84,6 @@ def read_table(shard: Shard) -> SampleTable:
 def table_digest(content: bytes) -> str:
     """Return half of the SHA-256 (hex) of a table's bytes, which tells it from any other."""
     return hashlib.sha256(content).hexdigest()[:32]
-
-
-def encode_names(names: tuple[str, ...]) -> NDArray[np.uint8]:
-    """Return the names as bytes, each ended by ``SEPARATOR``."""
-    return np.frombuffer("".join(f"{name}{SEPARATOR}" for name in names).encode("utf-8", "surrogateescape"), np.uint8)
-
-
-def decode_names(content: NDArray[np.uint8]) -> tuple[str, ...]:
-    """Return the names that :func:`encode_names` was given."""
-    return tuple(content.tobytes().decode("utf-8", "surrogateescape").split(SEPARATOR)[:-1])
 
 
 def tabulate(members: Iterable[Member], shard: str) -> SampleTable:

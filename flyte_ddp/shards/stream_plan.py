@@ -9,6 +9,7 @@ The rules are webdataset's (1.0.2) and torch's: shard ``i`` goes to rank ``i % r
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -111,11 +112,10 @@ class StreamPlan:
 
     def works_with(self, workers: int) -> bool:
         """Return whether all ranks get the same number of batches, at least one, with so many workers."""
-        try:
+        with suppress(UserError):
             plan = self.with_options(workers=workers)
-        except UserError:
-            return False
-        return not plan.hangs and bool(plan.batches.any())
+            return not plan.hangs and bool(plan.batches.any())
+        return False
 
     @property
     def advice(self) -> str:

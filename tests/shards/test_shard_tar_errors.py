@@ -6,7 +6,6 @@ import gzip
 import io
 import os
 import re
-import subprocess
 import tarfile
 from pathlib import Path
 
@@ -46,20 +45,6 @@ def test_what_is_no_plain_file_below_the_folder_is_refused(header: tarfile.TarIn
         with pytest.raises(UserError, match=f"^shard x.tar: .*{said}.*") as caught:
             list(members(file, "x.tar"))
         assert len(caught.value.message.splitlines()) == 1
-
-
-@pytest.mark.parametrize("form", ["gnu", "posix"])
-def test_sparse_files_of_gnu_tar_are_refused(tmp_path: Path, form: str) -> None:
-    with (tmp_path / "a.b").open("wb") as file:
-        file.write(b"x")
-        file.truncate(1 << 20)
-    command = ["tar", "--sparse", "--format", form, "-cf", tmp_path / "x.tar", "-C", tmp_path, "a.b"]
-    subprocess.run(command, check=True)
-    content = (tmp_path / "x.tar").read_bytes()
-    assert len(content) < 1 << 19
-    for file in (io.BytesIO(content), Stream(content)):
-        with pytest.raises(UserError, match=r"^shard x\.tar: has '.*a\.b', a link, a device or a sparse file"):
-            list(members(file, "x.tar"))
 
 
 WHOLE = tar_bytes(
