@@ -323,7 +323,7 @@ def test_own_data_and_model_beside_the_user_retrain_when_they_change(tmp_path: P
     assert sidecar["input"]["channels"] == 2
     assert not trained(run(10, OWN_MODEL))
     seen = {outputs(first)["model_state"]}
-    for level, source in ((11, OWN_MODEL), (10, OWN_MODEL + "\n# changed\n")):
+    for level, source in ((11, OWN_MODEL), (10, OWN_MODEL + "\nCHANGED = True\n")):
         ended = run(level, source)
         assert trained(ended)
         assert outputs(ended)["model_state"] not in seen
