@@ -1,7 +1,5 @@
 """Runs benchmarks by name, or all of them: ``python -m benchmarks [NAME ...]``."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import importlib

@@ -5,8 +5,6 @@ looked at, the buffers are kept after each step, and changes are made under a lo
 keeps an account of the processor time that its guards take, and writes it down after each epoch.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """The other side of ``startup``: ``mp.spawn`` of ranks that form a gloo group, and nothing else."""
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

@@ -4,8 +4,6 @@ Forward and backward pass on one thread, batches of 128 grey images of 28 pixels
 turn. Where ``precision=auto`` takes bf16 it must not be slower; elsewhere the ratio is only reported.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

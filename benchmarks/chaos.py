@@ -7,8 +7,6 @@ the newest checkpoint damaged. The sequence of faults and moments follows from a
 moment does not.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -8,8 +8,6 @@ checkpoints included, as a share of the guarded epochs. Then whole runs of the t
 that accepts connections and never answers, against runs without wandb: the mean of all epochs but the first.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import socket

@@ -7,8 +7,6 @@ account of communication (what no computation hides, as in its "end" record) sta
 tutorial's network; small_cnn, whose step is about half as long, shows what the same milliseconds weigh there.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

@@ -5,8 +5,6 @@ cropping what has come. A folder of images, of which each request takes 20 ms lo
 workers ask for one image after another. Server, proxy and loader share the machine's cores.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -7,8 +7,6 @@ neither. The plain loop evaluates 1,000 samples at a time, as the tutorial has i
 and a second plain loop, too.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import statistics

@@ -7,8 +7,6 @@ seen, in readings 20 ms apart, of the PSS of the ranks and their server: pages t
 them, so that the sum is what they take of the machine.
 """
 
-from __future__ import annotations
-
 import resource
 import subprocess
 

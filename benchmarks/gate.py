@@ -6,8 +6,6 @@ night" at alpha 0.05; the gate spends 0.05 * 6 / (pi^2 k^2) on the k-th night. W
 accuracy on the test split minus its true one. No model is trained, so nothing depends on the machine.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

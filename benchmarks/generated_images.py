@@ -1,7 +1,5 @@
 """Images like ImageNet's, generated: in size, in bytes and in what decoding them costs; none is looked at."""
 
-from __future__ import annotations
-
 import functools
 import io
 from pathlib import Path

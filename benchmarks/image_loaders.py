@@ -6,8 +6,6 @@ and normalisation for each image in the workers), and with our decoder and torch
 normalised by the same function as ours.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -4,8 +4,6 @@ Decoder threads and the ranks' own share the cores. What counts is the part of t
 data: waiting until the images of the next batch are there, the first one included, and normalising them.
 """
 
-from __future__ import annotations
-
 from benchmarks import generated_images
 from benchmarks.measuring import Options, Result, Target, interleaved
 from benchmarks.running import run_library

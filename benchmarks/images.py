@@ -6,8 +6,6 @@ is left when nothing is read and no batch is made: decoding and cropping images 
 two processes, whichever is faster. With eight times the shards, and so images, each must cost the same.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

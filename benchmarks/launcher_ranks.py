@@ -1,7 +1,5 @@
 """What ranks of ``launchers`` run; in a module of its own, so that they import nothing else."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One launch for ``launchers``: of ours, or of an engine's own, in a process that stands for ``pyflyte``."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

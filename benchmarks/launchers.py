@@ -11,8 +11,6 @@ of a run, and the time counts until the launcher raises. Memory is the most that
 of ours and in bare ones.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """One run of the library in a process that stands for ``pyflyte``: flytekit and the tasks are imported, not torch."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -1,7 +1,5 @@
 """The other side of ``epoch``: the tutorial's network and data under Lightning's ``ddp_spawn``."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

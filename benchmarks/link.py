@@ -1,7 +1,5 @@
 """Two hosts on one machine with a link of a known speed: network namespaces, joined by a veth pair behind a shaper."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

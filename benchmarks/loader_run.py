@@ -1,7 +1,5 @@
 """One loader in a process of its own: ``python -m benchmarks.loader_run ORDER``."""
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

@@ -6,8 +6,6 @@ shards only the first is there, with a sample that the launcher looks at. What a
 know whether its data are the same, is not in it.
 """
 
-from __future__ import annotations
-
 import io
 import tarfile
 import time

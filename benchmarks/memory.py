@@ -11,8 +11,6 @@ Its figures are the largest PSS of its launcher and of any other process, from i
 the largest sum over all its processes.
 """
 
-from __future__ import annotations
-
 import subprocess
 
 import numpy as np

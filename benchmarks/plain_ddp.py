@@ -4,8 +4,6 @@ Items come one by one from torchvision's FashionMNIST through PIL and transforms
 and rank 0 evaluates the whole test set while the others wait at a barrier.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

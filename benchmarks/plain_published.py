@@ -3,8 +3,6 @@
 Independent of the library's training: which batch and learning rate give the table's losses? See README.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from pathlib import Path

@@ -5,8 +5,6 @@ The whole command is timed: start-up, preparing FashionMNIST from the system's c
 ``--tutorial`` the tutorial's hyperparameters are measured too, on FashionMNIST and for 20 epochs: minutes a seed.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -12,8 +12,6 @@ Both are here, and the bounds are set for 16.
 Each run has a folder under build/published, from which it goes on when it was cut off: hours in all on two cores.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

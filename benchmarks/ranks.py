@@ -19,8 +19,6 @@ nothing hides); and batches that grow with the number of ranks.
 Without the right to make network namespaces (root's, and iproute2), links and model are left out.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import math

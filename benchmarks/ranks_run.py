@@ -1,7 +1,5 @@
 """One run for ``ranks``, each rank on one core: on this machine, or as a worker of torchrun's on one of two hosts."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

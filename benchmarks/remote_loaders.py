@@ -1,7 +1,5 @@
 """Loaders of images that are far away: ours, and what one would write at once."""
 
-from __future__ import annotations
-
 import io
 import json
 import tarfile

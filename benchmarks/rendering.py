@@ -1,7 +1,5 @@
 """The table of results, made from the JSON files alone."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

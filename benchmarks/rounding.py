@@ -4,8 +4,6 @@ The same run in fp32 on 1, 2 and 4 spawned ranks of one thread each: test accura
 difference of a weight from that of one rank; and four ranks on digits with each engine, against four that are spawned.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys

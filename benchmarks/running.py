@@ -1,7 +1,5 @@
 """Runs what is measured: each run in processes of its own, with a known environment."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

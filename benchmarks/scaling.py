@@ -6,8 +6,6 @@ Preparation of the data is not counted. Start-up, whose noise is large beside th
 runs of a single step.
 """
 
-from __future__ import annotations
-
 import functools
 
 from benchmarks.measuring import Options, Result, Target, interleaved

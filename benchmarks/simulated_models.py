@@ -1,7 +1,5 @@
 """Models that are simulated by what they get right: for measuring a gate without training anything."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from numpy.typing import NDArray

@@ -7,8 +7,6 @@ a gloo group: counted with the parent's import of torch, which mp.spawn needs, a
 that of the second of two identical ``pyflyte run``, against the second run of an empty cached workflow.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

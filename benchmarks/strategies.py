@@ -5,8 +5,6 @@ forward and backward without synchronisation, and with each strategy. The figure
 the time that a strategy adds to the step; on cores that compute nothing else at the same time there is little to hide.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

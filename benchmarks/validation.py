@@ -1,7 +1,5 @@
 """Images a second that are looked at before training: photos in shards, and arrays. The bound is decoding alone."""
 
-from __future__ import annotations
-
 import time
 from concurrent.futures import ThreadPoolExecutor
 

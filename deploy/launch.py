@@ -1,7 +1,5 @@
 """Launches what is registered, from the terminal: see python deploy/launch.py --help."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import signal

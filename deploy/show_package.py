@@ -3,8 +3,6 @@
 It is read from the package itself, which is what a cluster is given; nothing is contacted.
 """
 
-from __future__ import annotations
-
 import sys
 import tarfile
 from collections.abc import Iterator, Mapping

@@ -3,8 +3,6 @@
 The names below are the public API. Importing this package is cheap: each name is imported when it is first used.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

@@ -4,8 +4,6 @@ Checking a name must not cost an import of torch and torchvision (over 2 s), so 
 compare them with what is really there.
 """
 
-from __future__ import annotations
-
 from flyte_ddp.errors import UserError
 
 # Each data set with the side of its square images, in pixels.

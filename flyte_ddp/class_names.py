@@ -1,7 +1,5 @@
 """Names of classes: text that every file of a run can hold, in one of Unicode's forms."""
 
-from __future__ import annotations
-
 import unicodedata
 from collections.abc import Iterable
 

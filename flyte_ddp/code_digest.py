@@ -1,7 +1,5 @@
 """Which code computes: digests of this library's sources, and the releases of what it computes with."""
 
-from __future__ import annotations
-
 import ast
 import gc
 import hashlib

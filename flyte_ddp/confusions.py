@@ -1,7 +1,5 @@
 """Which classes were taken for which: counts of the pairs that occur, at most one a sample, however many classes."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -1,7 +1,5 @@
 """What this machine's CPU is, and what bf16 is worth on it."""
 
-from __future__ import annotations
-
 import platform
 from dataclasses import dataclass
 from enum import IntEnum

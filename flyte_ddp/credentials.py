@@ -3,8 +3,6 @@
 Addresses are kept and shown in many places: sidecars, run folders, indexes, reports, Flyte's inputs, logs.
 """
 
-from __future__ import annotations
-
 import re
 
 from flyte_ddp.errors import UserError

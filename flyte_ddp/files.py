@@ -1,7 +1,5 @@
 """Files that appear whole or not at all, and their digests."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os

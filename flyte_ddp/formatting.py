@@ -1,7 +1,5 @@
 """Figures as people read them; None, for no figure, is ``n/a``."""
 
-from __future__ import annotations
-
 import math
 import time
 

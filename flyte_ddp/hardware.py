@@ -3,8 +3,6 @@
 Timings decide nothing: they would make results unrepeatable.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import sys

@@ -1,7 +1,5 @@
 """Files of JSON objects, one a line, that grow."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Locks by files in a folder, which the kernel releases when a process ends."""
 
-from __future__ import annotations
-
 import fcntl
 from collections.abc import Iterator
 from contextlib import contextmanager

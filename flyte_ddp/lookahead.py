@@ -1,7 +1,5 @@
 """Start work on items before it is needed, and hand on the results in the order of the items."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -4,8 +4,6 @@ What a user's model starts, such as loaders and daemons, must not outlive the ru
 process can adopt orphans, and ``/proc`` says whose child each process is.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re

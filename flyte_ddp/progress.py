@@ -1,7 +1,5 @@
 """What a person sees of long work, on standard error: a bar on a terminal, lines elsewhere."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import time

@@ -5,8 +5,6 @@ Models, and whatever else runs in a rank, call :func:`submit` and :func:`event`.
 (launch/remote/file_sync.py). See result_store.py for a copy elsewhere.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

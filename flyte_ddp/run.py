@@ -1,7 +1,5 @@
 """One training run from prepared data to a run folder with model, metrics and report."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

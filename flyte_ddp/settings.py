@@ -4,8 +4,6 @@ VARIABLES is the one table of them: the readers below take defaults from it, fly
 pods are given, and docs/configuration.md shows it (``python tests/helpers/variable_table.py`` writes it).
 """
 
-from __future__ import annotations
-
 import os
 import re
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Importing the user's own code, named ``package.module:callable``."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import sys

@@ -1,7 +1,5 @@
 """Which files the user's own code consists of, found without importing any of it, and their digest."""
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import importlib.util

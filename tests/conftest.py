@@ -1,7 +1,5 @@
 """What tests share; nothing of the user's own environment reaches them."""
 
-from __future__ import annotations
-
 import gc
 import os
 from collections import Counter

@@ -1,7 +1,5 @@
 """Peers that crash in benchmarks: nothing that was measured is lost, and the results say what was run again."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

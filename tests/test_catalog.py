@@ -1,7 +1,5 @@
 """The tables of names and sizes, compared with what torchvision really has and really takes."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Callable

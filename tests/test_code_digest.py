@@ -1,7 +1,5 @@
 """Which code a run's identity covers: what decides results, by its meaning."""
 
-from __future__ import annotations
-
 import ast
 import shutil
 from pathlib import Path

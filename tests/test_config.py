@@ -1,7 +1,5 @@
 """Hyperparameters: the same values are refused, and the same accepted, on every path by which they arrive."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import json

@@ -1,7 +1,5 @@
 """What the CPU is, by its own description, and whether training in bf16 pays on it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path

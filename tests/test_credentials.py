@@ -1,7 +1,5 @@
 """Passwords in addresses: refused wherever an address comes in, and shown nowhere."""
 
-from __future__ import annotations
-
 import base64
 import json
 from collections.abc import Callable

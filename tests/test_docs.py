@@ -1,7 +1,5 @@
 """The documents: links lead to something, files and benchmarks that they name are there, pages have their form."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What importing costs; what may import what is held by import-linter (``make lint``)."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Work that is started before it is needed: in order, and no further ahead than it may."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """The presets in config/: small JSON files of hyperparameters, each a complete answer to one question."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What the README and its pages say is so: the table of hyperparameters is the code's, and the examples run."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

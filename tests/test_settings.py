@@ -1,7 +1,5 @@
 """Variables of the environment: what each may be, the page that shows them, and which pods are given which."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A user's cluster as the checks see it: FlyteRemote, and kubectl where there is one."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

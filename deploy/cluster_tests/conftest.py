@@ -1,7 +1,5 @@
 """Checks of a user's own Flyte cluster from outside; see docs/deployment.md, "Trying a cluster"."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

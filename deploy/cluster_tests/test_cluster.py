@@ -1,7 +1,5 @@
 """What a cluster must do for this package, each check by itself: ``make cluster-test CONFIG=... IMAGE=... K=lost``."""
 
-from __future__ import annotations
-
 import json
 import time
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """What a data set's name means: its fingerprint, fetching it, opening it."""
 
-from __future__ import annotations
-
 from flyte_ddp.datasets.arrays import ImageArrays, image_arrays, open_arrays
 from flyte_ddp.datasets.fetching import fetch, fingerprint, is_quickly_prepared, is_whole
 from flyte_ddp.datasets.prepared import open_prepared

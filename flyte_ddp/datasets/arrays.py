@@ -1,7 +1,5 @@
 """Images and labels as plain arrays, and the folder of files in which all ranks share them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -1,7 +1,5 @@
 """A data set of the user's own, made by a callable that the hyperparameters name."""
 
-from __future__ import annotations
-
 import operator
 import re
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 What is prepared of them is small: which samples there are, where these are, and what their classes are called.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """From a data set's name to its fingerprint, and to a prepared folder."""
 
-from __future__ import annotations
-
 import secrets
 import shutil
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What identifies the content behind a user's own address, so that the cache notices when it changes."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Images in a folder or under a prefix, one folder for each class: ``class/name.jpg``."""
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence

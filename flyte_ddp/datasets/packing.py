@@ -1,7 +1,5 @@
 """Packing data sets into shards: a folder of images, a data set by its name, or one of images and labels."""
 
-from __future__ import annotations
-
 import io
 import tempfile
 import threading

@@ -1,7 +1,5 @@
 """Opening a prepared data set of any kind, and checking it before a rank starts."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path

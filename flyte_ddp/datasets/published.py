@@ -1,7 +1,5 @@
 """Data sets that consist of published files with published digests, on the public addresses or a team's mirror."""
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """The published data sets by their names, and how their files are read."""
 
-from __future__ import annotations
-
 import gzip
 import importlib.util
 import pickle

@@ -1,7 +1,5 @@
 """A process that answers with an exported model, and cannot import torch; this file is also its program."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

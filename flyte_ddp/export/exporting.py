@@ -1,7 +1,5 @@
 """Writing a model as ONNX and .pt2, beside requests with their answers, and checking the former on all test samples."""
 
-from __future__ import annotations
-
 import io
 import logging
 import math

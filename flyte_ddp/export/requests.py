@@ -1,7 +1,5 @@
 """The images of a test split as they come to a server: decoded, and nothing else."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import closing
 

@@ -1,7 +1,5 @@
 """A model with all that is done to an image before: uint8 pixels of any size to logits."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

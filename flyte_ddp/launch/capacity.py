@@ -1,7 +1,5 @@
 """How many ranks a cluster has capacity for, and on what devices; waits for hosts that are still to come."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Launches ranks on the workers of a Dask cluster, one to a worker, as processes that the workers start."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

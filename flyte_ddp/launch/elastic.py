@@ -4,8 +4,6 @@ Elastic starts workers, finds out which rank each is, ends all of a host when on
 often as it may. What ranks do in its workers is in elastic_rank.py.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import pickle

@@ -5,8 +5,6 @@ cause. So a thread of rank 0 supervises the ranks as other launchers do. It send
 raises that, so that every host reports the same error.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

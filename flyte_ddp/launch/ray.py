@@ -1,7 +1,5 @@
 """Launches ranks on a Ray cluster: a task of Ray's for each, which starts the rank as a process of its own."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,7 +1,5 @@
 """Runs a run's only rank in this process, without starting another."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """From a prepared data set to batches on the device."""
 
-from __future__ import annotations
-
 from flyte_ddp.loading.opening import open_splits, open_tests
 from flyte_ddp.loading.split import Split, Splits
 

@@ -1,7 +1,5 @@
 """Images from arrays that all ranks map into memory together; on a GPU the arrays are resident."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -4,8 +4,6 @@ The random part is that of torchvision's ``RandomResizedCrop`` with its own sett
 mirrored half of the time; which part is a function of (seed, epoch, sample).
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

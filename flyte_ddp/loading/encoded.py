@@ -1,7 +1,5 @@
 """Images that are decoded when they are needed, from shards or files, by threads that work ahead of training."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait

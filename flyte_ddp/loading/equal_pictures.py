@@ -1,7 +1,5 @@
 """A warning where most pictures are one and the same: what they show may not be in what is decoded."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from flyte_ddp.loading.split import Split

@@ -1,7 +1,5 @@
 """What a run's report says about how its images were had."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field

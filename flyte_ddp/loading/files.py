@@ -1,7 +1,5 @@
 """Images for training from files: one for each sample, on a disk or in an object store."""
 
-from __future__ import annotations
-
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from flyte_ddp import storage

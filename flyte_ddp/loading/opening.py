@@ -1,7 +1,5 @@
 """From a prepared data set to the splits that a rank trains on, validates with and tests on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial

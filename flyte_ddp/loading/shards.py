@@ -1,7 +1,5 @@
 """Images for training from shards: of each sample an image and its ``.cls``."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Batches on the device: which samples a split has, and where their images come from."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial

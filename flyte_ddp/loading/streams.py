@@ -7,8 +7,6 @@ one exemption from the global order. Each rank gets as many samples in a step as
 hang.
 """
 
-from __future__ import annotations
-
 import signal
 import traceback
 import zlib

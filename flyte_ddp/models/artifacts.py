@@ -1,7 +1,5 @@
 """A trained model on disk: ``model.pt``, the bare weights, and ``model.json``, the sidecar that makes them usable."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle

@@ -1,7 +1,5 @@
 """From stored images to a model's input; the same function serves training, evaluation and prediction."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 

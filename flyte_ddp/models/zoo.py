@@ -1,7 +1,5 @@
 """Names to models: two small CNNs, torchvision's classifiers, and the user's own."""
 
-from __future__ import annotations
-
 import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Training-time augmentation of uint8 images: a function of (seed, epoch, sample), not of who computes it."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from numpy.typing import NDArray

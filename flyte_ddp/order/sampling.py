@@ -4,8 +4,6 @@ A rank's share of a step is a slice of the global batch, so that changing the nu
 never what is computed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol

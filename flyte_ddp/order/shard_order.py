@@ -11,8 +11,6 @@ block beyond the shard, no sample is dropped or repeated to make numbers even, a
 the order is a function of (seed, epoch, step).
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

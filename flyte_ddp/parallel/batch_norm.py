@@ -4,8 +4,6 @@ torch's ``SyncBatchNorm`` refuses CPU tensors; this one works on CPUs and GPUs, 
 which it may have none that count.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast

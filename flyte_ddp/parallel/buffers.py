@@ -4,8 +4,6 @@ What ``forward`` changes must be a registered buffer that is there, with its fin
 buffers of BatchNorm, which has rules of its own (batch_norm.py), are only copied for checkpoints.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ Where another rank has ended or does not come, gloo raises a bare RuntimeError, 
 place tells the two apart: the first comes out of the wait for a collective operation.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

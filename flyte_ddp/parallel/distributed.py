@@ -1,7 +1,5 @@
 """The process group as the rest of the library sees it; without one, the only process is rank 0 of 1."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from datetime import timedelta
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """Dropout as a function of (seed, epoch, sample), so that it does not depend on which rank a sample falls to."""
 
-from __future__ import annotations
-
 import sys
 
 from torch import Tensor, nn

@@ -4,8 +4,6 @@ Each attempt writes files under its own names, so that two at the same time neve
 checkpoint of any that can be read. The files of a run are BASE/RUN/EXECUTION/KIND-ATTEMPT-STEP-EPOCH-TIME.
 """
 
-from __future__ import annotations
-
 import posixpath
 import re
 import time

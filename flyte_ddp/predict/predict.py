@@ -1,7 +1,5 @@
 """A trained model and images to a table of predictions."""
 
-from __future__ import annotations
-
 import codecs
 import csv
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """What a model is to predict, in batches: a folder of images, or the test split of a data set."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing

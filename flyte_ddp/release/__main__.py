@@ -1,7 +1,5 @@
 """The commands around registries: ``python -m flyte_ddp.release --help``."""
 
-from __future__ import annotations
-
 import sys
 
 import click

@@ -1,7 +1,5 @@
 """What a model answers on a test split."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The check of a whole registry, which readers of the champion do without."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from flyte_ddp.errors import UnreachableError, UserError

@@ -3,8 +3,6 @@
 Mitchell et al., "Model cards for model reporting", FAT* 2019; its metadata are those of the Hub's model cards.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The judgement: challenger and champion are evaluated on the same test split, and a verdict compares them."""
 
-from __future__ import annotations
-
 import tempfile
 import time
 import traceback

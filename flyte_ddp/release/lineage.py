@@ -3,8 +3,6 @@
 https://openlineage.io/spec/2-0-2/OpenLineage.json has the form; facets of our own begin with ``flyteDdp``.
 """
 
-from __future__ import annotations
-
 import json
 import uuid
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ judgements/TEST_DIGEST/pairs/DIGEST.json              the look of two models by 
 judgements/TEST_DIGEST/verdicts/00000007-DIGEST.json  what came of it
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import secrets

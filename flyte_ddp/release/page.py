@@ -1,7 +1,5 @@
 """The page of a verdict: its checks, the samples that only one of the two models gets right, the confusions."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from pathlib import Path
 

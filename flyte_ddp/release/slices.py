@@ -1,7 +1,5 @@
 """Slices of a test split: parts of it that are checked as classes are, listed in a CSV file."""
 
-from __future__ import annotations
-
 import csv
 import io
 from collections.abc import Collection, Sequence

@@ -3,8 +3,6 @@
 ``gained`` are the samples that only the first model gets right, ``lost`` those that only the second one does.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -6,8 +6,6 @@ revision: a folder ``2`` in the version's folder, and so on. An entry of the log
 by the SHA-256 of its manifest.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -3,8 +3,6 @@
 wandb runs in a process of its own, whose program this file is, too: nothing that it does can hold a promotion up.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The section of a page on which classes are taken for which: a picture of them, where there is room, and lists."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

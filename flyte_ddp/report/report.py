@@ -1,7 +1,5 @@
 """A run folder to one HTML page that needs nothing else: also what the Flyte console shows as the task's deck."""
 
-from __future__ import annotations
-
 import dataclasses
 import html
 import json

@@ -1,7 +1,5 @@
 """What a run folder says about its run: the records, the sidecar and the pictured predictions, read for the report."""
 
-from __future__ import annotations
-
 import json
 import zipfile
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ A file holds its SHA-256, a header (a line of JSON), the metrics so far, and wha
 read without torch.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import itertools

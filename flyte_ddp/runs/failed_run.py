@@ -1,7 +1,5 @@
 """What the error of a failed run says: from which step the run will go on, and which file holds the details."""
 
-from __future__ import annotations
-
 import sys
 import traceback
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What identifies a training run: the name of its folder, and with it the cache key. Needs no torch."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 

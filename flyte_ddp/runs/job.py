@@ -1,7 +1,5 @@
 """What is handed to the ranks. Needs no torch, so that a launcher can start ranks before it has imported anything."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

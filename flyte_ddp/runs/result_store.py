@@ -1,7 +1,5 @@
 """A copy of a run's intermediate results in a folder or object store, kept up to date while it trains."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import time

@@ -4,8 +4,6 @@ So all that is beside ``unfinished/`` comes from one finished run, also while th
 that ends.
 """
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

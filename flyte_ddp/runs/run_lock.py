@@ -1,7 +1,5 @@
 """One run at a time writes into a run folder, in this process or in another; the kernel lets go of it when one dies."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Iterator

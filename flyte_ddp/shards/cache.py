@@ -6,8 +6,6 @@ so that its space is free at once, and the next attempt to lock it fails. The ke
 that ends, however it ends. A killed download leaves a partial file, which the next download removes.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import hashlib

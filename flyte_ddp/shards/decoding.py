@@ -1,7 +1,5 @@
 """What the members of a sample mean, by their extensions. No code is run that data could bring along: no pickles."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Callable, Iterable, Mapping

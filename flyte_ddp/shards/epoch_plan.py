@@ -5,8 +5,6 @@ the plan is of what each node reads and has to keep. A stream (:mod:`flyte_ddp.s
 to ranks instead, by webdataset's rules, and its plan is of the batches that ranks get.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property

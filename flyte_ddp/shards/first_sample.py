@@ -1,7 +1,5 @@
 """A look at the first sample of a shard, which tells, before a rank starts, whether training can read its kind."""
 
-from __future__ import annotations
-
 from flyte_ddp import storage
 from flyte_ddp.shards.decoding import LABEL, class_number, image_and_label
 from flyte_ddp.shards.index import Shard, ShardIndex

@@ -6,8 +6,6 @@ the address of another index in ``source_url``, and a ``weight``. Indexes made h
 at: each shard's ``sha256``, and under ``flyte_ddp`` the names of the classes and a file with the tables of samples.
 """
 
-from __future__ import annotations
-
 import gc
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """A look at single samples, without reading all of their shards where that can be helped."""
 
-from __future__ import annotations
-
 import tempfile
 from contextlib import suppress
 from functools import partial

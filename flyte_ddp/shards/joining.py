@@ -1,7 +1,5 @@
 """One index for several data sets, each with a weight; the shards stay where they are."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Packing samples into shards."""
 
-from __future__ import annotations
-
 import fcntl
 import io
 import itertools

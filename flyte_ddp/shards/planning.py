@@ -1,7 +1,5 @@
 """The planner: what ranks and nodes get and read of a data set of shards, from its index or from numbers alone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Reading shards from end to end: to make an index of them, and to check them against theirs."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections import Counter

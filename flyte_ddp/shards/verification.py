@@ -1,7 +1,5 @@
 """Compares shards on this machine, which nobody fetched, with what their index says of them."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from contextlib import ExitStack, suppress

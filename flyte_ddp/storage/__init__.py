@@ -4,8 +4,6 @@ Every wait is bounded. Failures are an :class:`UnavailableError`, which says whe
 no known kind is a UserError.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Addresses of files: their kinds, and putting them together."""
 
-from __future__ import annotations
-
 import os
 import posixpath
 from pathlib import Path

@@ -4,8 +4,6 @@ Flyte's own variables (``FLYTE_AWS_*``, ``FLYTE_AZURE_*``) come first, as in fly
 cannot be used are errors of many classes: of botocore, google-auth, obstore, or a ValueError.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable

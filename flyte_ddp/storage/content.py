@@ -1,7 +1,5 @@
 """What reading and listing give."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple

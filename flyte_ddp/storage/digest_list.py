@@ -1,7 +1,5 @@
 """``SHA256SUMS``: the files of a folder and their digests, as ``sha256sum`` and ``sha256sum --tag`` write them."""
 
-from __future__ import annotations
-
 import codecs
 import re
 

@@ -1,7 +1,5 @@
 """The errors of storage, and its timeouts."""
 
-from __future__ import annotations
-
 from flyte_ddp.errors import UnreachableError, UserError
 
 CONNECT_TIMEOUT = 10.0  # seconds

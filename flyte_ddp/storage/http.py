@@ -1,7 +1,5 @@
 """Files of HTTP servers; proxies, certificates and ``~/.netrc`` are taken from the environment, as requests does."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

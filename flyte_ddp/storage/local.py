@@ -1,7 +1,5 @@
 """Files of this machine."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator, Sequence

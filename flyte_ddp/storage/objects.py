@@ -3,8 +3,6 @@
 A fork does not take these threads along, so a forked child can use obstore only if its parent has not.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import threading

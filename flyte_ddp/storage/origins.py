@@ -4,8 +4,6 @@ They are read with the rights of who trains, from inside that one's network: a s
 have a cloud's metadata service asked for credentials, or a private bucket read.
 """
 
-from __future__ import annotations
-
 import socket
 from ipaddress import IPv6Address, ip_address
 from typing import Any

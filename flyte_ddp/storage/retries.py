@@ -1,7 +1,5 @@
 """Asking again where another try may help."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable, Sequence

@@ -3,8 +3,6 @@
 Random numbers are functions of the position (seed, epoch, step, sample), so their state is not saved.
 """
 
-from __future__ import annotations
-
 import copy
 import sys
 import threading

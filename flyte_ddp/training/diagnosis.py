@@ -1,7 +1,5 @@
 """Checks of the training loss: where one that is not finite began, and whether anything was learned."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -4,8 +4,6 @@ Results go back into the samples' own places and are added up there in fp64, so 
 of ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 

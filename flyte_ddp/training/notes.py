@@ -1,7 +1,5 @@
 """Notes in a run's report: what its result depends on, and that it was resumed."""
 
-from __future__ import annotations
-
 from flyte_ddp.catalog import encoded_kind
 from flyte_ddp.loading.facts import few
 from flyte_ddp.models.initial_weights import skipped_tensors

@@ -1,7 +1,5 @@
 """The optimiser and its learning rate: one entry in one table for each name."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable, Iterable

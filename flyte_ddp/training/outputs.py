@@ -1,7 +1,5 @@
 """What a run writes beside its metrics: predictions, the model with its sidecar, first and last record."""
 
-from __future__ import annotations
-
 import platform
 from importlib.metadata import version
 from typing import Any

@@ -1,7 +1,5 @@
 """Metrics while a run trains, and the progress that a person sees. Rank 0 writes."""
 
-from __future__ import annotations
-
 import time
 from typing import Any, Self
 

@@ -1,7 +1,5 @@
 """Verify that the file of a trained model holds all of it: loaded into a new model, it must give the same logits."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Which weights to keep, and when to stop: decided by the validation split, never by the test set."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The main line of training, as one rank runs it: the same under every launcher."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The objects that training works on, set up alike on every rank: the model, its optimiser, the splits of the data."""
 
-from __future__ import annotations
-
 import random
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Make the profile of a data set by a look at all its samples."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Generator, Iterable
 from contextlib import closing

@@ -1,7 +1,5 @@
 """What a data set's profile says against training on it, and how it differs from what the champion was trained on."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Data sets for these tests, and a short temper in place of long retries."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 

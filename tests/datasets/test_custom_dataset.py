@@ -1,7 +1,5 @@
 """A user's own data set: what its callable may return, and when its fingerprint changes."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 import textwrap

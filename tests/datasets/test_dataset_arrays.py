@@ -1,7 +1,5 @@
 """The prepared folder: what is refused, what is measured, what is opened."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """Fetching as such: atomic, repeatable, concurrent, on a full disk; and what a fingerprint costs."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import json
 import subprocess

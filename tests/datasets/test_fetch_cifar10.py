@@ -1,7 +1,5 @@
 """CIFAR-10's archive: the same format, made here, read by torchvision and by us."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import os

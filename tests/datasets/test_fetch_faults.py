@@ -1,7 +1,5 @@
 """Servers and mirrors that fail: what is retried, what is an error, and what the error says."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import socket

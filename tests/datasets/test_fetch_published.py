@@ -1,7 +1,5 @@
 """Published data sets: the table, FashionMNIST itself, and every way in which a source can be bad."""
 
-from __future__ import annotations
-
 import dataclasses
 import gzip
 import hashlib

@@ -1,7 +1,5 @@
 """Mirrors on S3, against a real server."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Iterator

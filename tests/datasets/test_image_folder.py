@@ -1,7 +1,5 @@
 """What a listing of class/name.jpg takes, what it leaves out and says, and which names of classes it takes."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

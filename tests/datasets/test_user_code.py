@@ -1,7 +1,5 @@
 """``package.module:callable``: importing it and the digest of its source."""
 
-from __future__ import annotations
-
 import ast
 import gc
 import sys

@@ -1,7 +1,5 @@
 """The register script, in a clone of its own; the image's recipe; the cluster's configuration."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """``deploy/launch.py`` as one types it, against a Flyte whose executions go as the test says."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

@@ -1,7 +1,5 @@
 """Models as ONNX and .pt2, which answer as torch does wherever they are asked."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess

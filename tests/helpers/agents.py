@@ -1,7 +1,5 @@
 """A launcher whose agents are processes of this machine, as a stand-in for engines that start them elsewhere."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace

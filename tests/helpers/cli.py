@@ -1,7 +1,5 @@
 """Runs this environment's ``pyflyte`` as a user does, in a process with a home and a runs folder of its own."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

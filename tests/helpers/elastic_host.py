@@ -5,8 +5,6 @@ the host's own, and whether the store is there. What a run of the first kind end
 output, as JSON.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

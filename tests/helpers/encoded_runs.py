@@ -1,7 +1,5 @@
 """Short runs on shards and image folders, and what they leave."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """How Flyte's engine makes a node's inputs from what others have given it (flytepropeller 1.16: nodes/resolve.go)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 import msgpack

@@ -1,7 +1,5 @@
 """The launchers that one contract holds for, by the names that tests have for them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,5 @@
 """A Flyte cluster's side, on loopback: it takes all that is registered, and executions go as a test says."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """A server on loopback that stands in for wandb's: one that works, and ones that don't."""
 
-from __future__ import annotations
-
 import json
 import socket
 import threading

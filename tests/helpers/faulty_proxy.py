@@ -1,7 +1,5 @@
 """A proxy on loopback before a real server, that fails on request and else hands on what comes."""
 
-from __future__ import annotations
-
 import socket
 import struct
 import time

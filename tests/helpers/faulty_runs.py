@@ -1,7 +1,5 @@
 """Runs that fail on purpose, with faults.py: what is trained, and what must be left of it."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -1,7 +1,5 @@
 """A server on loopback that gives files, parts and lists as the web, S3, Google and Azure do, and fails on request."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 import socket

@@ -1,7 +1,5 @@
 """Two hosts on one machine, as benchmarks have them, in which tests start and lose processes."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

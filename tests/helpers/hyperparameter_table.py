@@ -1,7 +1,5 @@
 """The table of hyperparameters in docs/: ``python tests/helpers/hyperparameter_table.py`` writes it."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 

@@ -1,7 +1,5 @@
 """Tables of hyperparameters, written down independently of their definition: types, ranges, bad and good values."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

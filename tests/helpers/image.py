@@ -1,7 +1,5 @@
 """What the Dockerfile adds to the image beside packages."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

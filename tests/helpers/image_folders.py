@@ -1,7 +1,5 @@
 """Small images in folders of their classes."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 

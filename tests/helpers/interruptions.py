@@ -1,7 +1,5 @@
 """Processes that are ended at each change that a function makes to files."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """Checkpoints in a blob store, as attempts of executions leave and find them."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A proxy on loopback before rclone's S3 server that keeps ``If-None-Match: *``, as S3 does and rclone does not."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Other processes that are at a run in a folder, or would like to be."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator

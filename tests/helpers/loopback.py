@@ -1,7 +1,5 @@
 """HTTP servers on loopback, in a thread of the test's process."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

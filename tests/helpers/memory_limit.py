@@ -1,7 +1,5 @@
 """A memory cgroup with a limit, for what the kernel does where a container's memory runs out."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import time

@@ -1,7 +1,5 @@
 """A small data set in MNIST's format, and the published FashionMNIST files."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import struct

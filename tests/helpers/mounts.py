@@ -1,7 +1,5 @@
 """File systems of a test's own: in a mount namespace that nothing else on the machine sees."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

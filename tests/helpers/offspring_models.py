@@ -1,7 +1,5 @@
 """Models that start processes, named in tests as ``offspring_models:...``; they are deaf to SIGTERM."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Packages of serialized tasks, workflows and launch plans, as ``pyflyte package`` makes them, read back."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import tarfile

@@ -1,7 +1,5 @@
 """What a folder holds after packing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

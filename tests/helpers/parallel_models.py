@@ -1,7 +1,5 @@
 """Models for grey images of 8x8 pixels that ranks must compute as one process would; some run blocks again."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A folder on each kind of storage, on loopback."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

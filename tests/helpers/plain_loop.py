@@ -1,7 +1,5 @@
 """Training as one would write it by hand: one process, torch's own optimiser, nothing of the library."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Runs a packaged task as a pod does: its own command, a fresh folder, inputs and outputs in a blob store."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

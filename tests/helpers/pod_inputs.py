@@ -1,7 +1,5 @@
 """Inputs of packaged tasks as the console and the engine send them, and the message of a refusal."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgpack

@@ -1,7 +1,5 @@
 """What runs on this machine, from /proc."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 

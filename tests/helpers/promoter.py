@@ -3,8 +3,6 @@
 ``look ADDRESS WHO ROUNDS`` claims looks at a test split.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

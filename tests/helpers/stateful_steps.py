@@ -1,7 +1,5 @@
 """The first steps of a training on the digits, whose hyperparameters give each rank parts of many sizes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

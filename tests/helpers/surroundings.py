@@ -1,7 +1,5 @@
 """What tests of reading files start from."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

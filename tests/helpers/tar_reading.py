@@ -1,7 +1,5 @@
 """What is in a tar file, read in each of the ways in which it can be read."""
 
-from __future__ import annotations
-
 import io
 
 from flyte_ddp.shards.samples import SampleTable, tabulate

@@ -1,7 +1,5 @@
 """Tar files for tests, made by Python's own tarfile."""
 
-from __future__ import annotations
-
 import io
 import tarfile
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """Models for grey images of 8x8 pixels that hold, do or return what plain PyTorch allows and few models have."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections import OrderedDict

@@ -1,7 +1,5 @@
 """Models such as users bring, named in tests as ``user_models:...``."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

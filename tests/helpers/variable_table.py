@@ -1,7 +1,5 @@
 """The table of variables in docs/: ``python tests/helpers/variable_table.py`` writes it."""
 
-from __future__ import annotations
-
 import re
 
 from cli import ROOT

@@ -1,7 +1,5 @@
 """A run for wandb: its records, the process that is fed them, and what that leaves on disk."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math

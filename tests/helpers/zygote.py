@@ -7,8 +7,6 @@ environment when it is imported, nor is any module of this repository. ``/proc``
 environment for all forks; their names are their own.
 """
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import fcntl

@@ -1,7 +1,5 @@
 """Launchers under one signature, on clusters of real processes that stay up for all tests of a file."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Agents, which start a rank before they know what it has to do."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal

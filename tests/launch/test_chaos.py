@@ -1,7 +1,5 @@
 """The short version of ``make chaos``: faults at random moments."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

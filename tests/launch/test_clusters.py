@@ -1,7 +1,5 @@
 """What clusters have that one machine has not: hosts, workers, addresses, and engines that try again."""
 
-from __future__ import annotations
-
 import functools
 import os
 import socket

@@ -1,7 +1,5 @@
 """One contract for all launchers: what ranks find, what a run leaves, what is told of a fault; and nothing stays."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

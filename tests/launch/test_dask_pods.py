@@ -1,7 +1,5 @@
 """Dask as Flyte's plugin and the operator start it: by the image's commands, on hosts that have no copy of this."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

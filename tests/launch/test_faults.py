@@ -1,7 +1,5 @@
 """Ranks that die, hang or are told to stop, at any point, where they are spawned: beyond what all launchers promise."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """The server of spawned ranks, which imports torch for all of them."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

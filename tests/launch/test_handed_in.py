@@ -1,7 +1,5 @@
 """What users' code hands in reaches the launcher's run folder from any rank: whole, in order, and in nobody's way."""
 
-from __future__ import annotations
-
 import json
 import random
 import threading

@@ -1,7 +1,5 @@
 """Prepared data on a host that does not see the launcher's: by content, wherever that comes from."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

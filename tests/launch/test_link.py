@@ -1,7 +1,5 @@
 """The pipe between a rank and its launcher, and who is to blame by what comes through it."""
 
-from __future__ import annotations
-
 import signal
 import time
 from multiprocessing import Pipe

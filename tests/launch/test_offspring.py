@@ -1,7 +1,5 @@
 """What a user's model starts in a rank does not outlive the run."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Memory is named where the kernel says so, and only there."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

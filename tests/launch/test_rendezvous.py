@@ -1,7 +1,5 @@
 """The port that agents come to: strangers there cost neither time nor trust; files are sent once a host."""
 
-from __future__ import annotations
-
 import errno
 import os
 import pickle

@@ -1,7 +1,5 @@
 """One rank in this process: without another process, and otherwise the same."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

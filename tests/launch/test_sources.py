@@ -1,7 +1,5 @@
 """What of a run's sources is sent to workers on other hosts."""
 
-from __future__ import annotations
-
 import pickle
 import sys
 import zlib

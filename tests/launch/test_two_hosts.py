@@ -1,7 +1,5 @@
 """Elastic on two hosts that share neither files nor memory, started by ``torchrun`` on each."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

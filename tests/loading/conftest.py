@@ -1,7 +1,5 @@
 """Data for these tests."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

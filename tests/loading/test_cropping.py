@@ -1,7 +1,5 @@
 """Decoding and cropping, against torchvision and Pillow."""
 
-from __future__ import annotations
-
 import io
 import struct
 import sys

@@ -1,7 +1,5 @@
 """Decoding by threads: what stands in for a damaged sample, and that an error waits for nobody."""
 
-from __future__ import annotations
-
 import io
 import threading
 from collections import Counter

@@ -1,7 +1,5 @@
 """What is said of image folders, bad samples and wrong names, and what a store that fails does to training."""
 
-from __future__ import annotations
-
 import html
 import io
 import itertools

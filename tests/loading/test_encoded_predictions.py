@@ -1,7 +1,5 @@
 """Predictions for encoded images by a model that was trained on such."""
 
-from __future__ import annotations
-
 import csv
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Training from shards and image folders: what one process would compute, from any place, through small caches."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -1,7 +1,5 @@
 """Runs on pictures whose content is not in their red, green and blue, and on pictures that have none."""
 
-from __future__ import annotations
-
 import csv
 import html
 import io

@@ -1,7 +1,5 @@
 """What stored values and transparency become, by both decoders."""
 
-from __future__ import annotations
-
 import io
 import struct
 import zlib

@@ -1,7 +1,5 @@
 """Training without epochs: what each worker reads, how samples are mixed, and what ends a stream."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import multiprocessing

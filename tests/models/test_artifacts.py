@@ -1,7 +1,5 @@
 """The saved model and its sidecar."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Weights to start from: what a file may hold, what is left out of it, and what is said of one that does not fit."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

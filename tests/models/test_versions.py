@@ -1,7 +1,5 @@
 """A model whose modules have versions, torchvision's MNASNet, which takes no weights without: all that loads it."""
 
-from __future__ import annotations
-
 import csv
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The global order: the same batches whatever the number of ranks."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """The global order of samples in shards: every sample once, equal shares, few shards at a time, any step at once."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter, OrderedDict
 

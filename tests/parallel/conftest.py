@@ -1,7 +1,5 @@
 """What these tests share."""
 
-from __future__ import annotations
-
 import pytest
 from cli import HELPERS
 

@@ -1,7 +1,5 @@
 """BatchNorm over several ranks against torch's own BatchNorm in one process on the whole batch."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Dropout that is a function of the sample: its shares, its scale, and what it depends on."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

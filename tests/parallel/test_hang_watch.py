@@ -1,7 +1,5 @@
 """A rank whose host waits for others without a time limit of its own, as with NCCL, still says so in time."""
 
-from __future__ import annotations
-
 import queue
 import time
 from collections.abc import Callable

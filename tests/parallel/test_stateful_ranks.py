@@ -1,7 +1,5 @@
 """Models that run blocks again, change buffers, or cannot take an empty batch: on ranks as in one process."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path

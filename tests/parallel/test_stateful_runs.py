@@ -1,7 +1,5 @@
 """What models may hold and do, what of it is refused or named in the notes, and how their runs end after a cut."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Gradients added up over real ranks, against gloo's own sum or numbers known beforehand."""
 
-from __future__ import annotations
-
 import os
 import time
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Checkpoints in a real S3 server, whoever wrote them."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 import time

@@ -1,7 +1,5 @@
 """Which attempts of an execution say that another one would get no further, and which do not."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Sizes of pods: Kubernetes' quantities, what engines get of a profile, and the templates in deploy/."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Predictions against the same computed with plain torch, numpy and Pillow."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

@@ -1,7 +1,5 @@
 """Registries, in a folder and on an S3 server that knows conditional writes."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Iterator
 from pathlib import Path

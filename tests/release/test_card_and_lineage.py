@@ -1,7 +1,5 @@
 """The card and the lineage of a version: its numbers are the verdict's, and it leads to the same bits."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

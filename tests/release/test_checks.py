@@ -1,7 +1,5 @@
 """The checks of a judgement, on simulated models whose truth is known."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Judgements of real models on real digits."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math

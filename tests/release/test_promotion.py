@@ -1,7 +1,5 @@
 """Versions in the registry and promotions: nothing half written counts, and a person's word does."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

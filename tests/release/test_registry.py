@@ -1,7 +1,5 @@
 """The registry's log: one winner for each number, whoever is killed and whatever is lost."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

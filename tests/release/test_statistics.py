@@ -1,7 +1,5 @@
 """The tests behind a verdict, against their definitions, published figures and simulations."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The champion in wandb, with a real wandb: what arrives, and what a bad server costs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The report's pictures and figures by themselves."""
 
-from __future__ import annotations
-
 import base64
 import io
 import re

@@ -1,7 +1,5 @@
 """The report: its figures against the records that they come from, read back out of the HTML."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

@@ -1,7 +1,5 @@
 """What makes a run another one: its name, which is part of the cache key, and what a checkpoint must belong to."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from importlib import metadata

@@ -1,7 +1,5 @@
 """What users' own code hands in while it trains, and the copy of it elsewhere."""
 
-from __future__ import annotations
-
 import json
 import threading
 from pathlib import Path

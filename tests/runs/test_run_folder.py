@@ -1,7 +1,5 @@
 """What is in a run folder is always of one run that came to its end, whatever ends the next one, and when."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

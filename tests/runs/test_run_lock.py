@@ -1,7 +1,5 @@
 """Who may write into a run folder: one run at a time, for as long as it lasts."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

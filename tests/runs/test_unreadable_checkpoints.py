@@ -1,7 +1,5 @@
 """Checkpoints that are there and cannot be read end a run before it has changed anything; one of two is enough."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

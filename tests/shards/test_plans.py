@@ -1,7 +1,5 @@
 """The planner: epochs against the order gone through batch by batch, and what the plan of a stream says and refuses."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the cache of shards fetches, reads in place, checks and fetches again, from a server that fails on request."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import pickle

@@ -1,7 +1,5 @@
 """The room that the cache of shards takes: its limit, what it removes and what it leaves alone, and full disks."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

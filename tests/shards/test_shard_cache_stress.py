@@ -1,7 +1,5 @@
 """Jobs that share a cache which is far too small for them, while some of them are killed."""
 
-from __future__ import annotations
-
 import multiprocessing
 import random
 import signal

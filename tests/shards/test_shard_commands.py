@@ -1,7 +1,5 @@
 """The commands around shards, called as users call them, and all that verifying an index finds."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

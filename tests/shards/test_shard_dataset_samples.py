@@ -1,7 +1,5 @@
 """The map-style data set: what samples are, that they bring no code along, and shards that are damaged or replaced."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

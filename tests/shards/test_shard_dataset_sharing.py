@@ -1,7 +1,5 @@
 """The map-style data set in several processes and threads, which share its open shards and the room of their cache."""
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Indexes: wids reads ours and we read those of its tool, wherever they are; what is none is one clear error."""
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

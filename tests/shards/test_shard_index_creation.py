@@ -1,7 +1,5 @@
 """Indexes made of shards on this machine and on servers, samples read with them, and mistakes that are refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

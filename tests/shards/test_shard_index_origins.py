@@ -1,7 +1,5 @@
 """An index from a web server names files of that server only, others if a setting says so; redirects likewise."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """One index for several data sets."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

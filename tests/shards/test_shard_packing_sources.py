@@ -1,7 +1,5 @@
 """What can be packed into shards: folders and lists of images, objects and map-style data sets, and errors in them."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import threading

@@ -1,7 +1,5 @@
 """How packing writes shards: what fails or is killed, what is replaced, full disks, and threads."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What is found in whole tar files: the same as wids, webdataset and Python's tarfile find in them."""
 
-from __future__ import annotations
-
 import io
 import subprocess
 import tarfile

@@ -1,7 +1,5 @@
 """Errors for tar files that are damaged, cut short, of another kind or not made for samples."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import os

@@ -1,7 +1,5 @@
 """Which members of a sample training reads, and where it is said that a sample does not have them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

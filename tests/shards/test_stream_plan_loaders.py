@@ -1,7 +1,5 @@
 """The planner of shard streams against webdataset's own loaders, which really read shards and count their batches."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator

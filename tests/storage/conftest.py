@@ -1,7 +1,5 @@
 """A short temper in place of long retries."""
 
-from __future__ import annotations
-
 import pytest
 from surroundings import clean
 

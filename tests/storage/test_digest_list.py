@@ -1,7 +1,5 @@
 """SHA256SUMS as many programs write it, and what is none."""
 
-from __future__ import annotations
-
 import pytest
 from file_server import FileServer
 

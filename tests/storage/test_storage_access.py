@@ -1,7 +1,5 @@
 """How storage is asked: servers that are not there, settings that cannot work, credentials, and regions of buckets."""
 
-from __future__ import annotations
-
 import socket
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What addresses mean."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Files that are written once: in a folder, and on an S3 server that knows conditional writes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Reading files, parts of files and lists, from each kind of storage, and servers that fail."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

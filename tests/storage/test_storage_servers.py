@@ -1,7 +1,5 @@
 """A real server of objects, rclone's: credentials, and lists of more than one page."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Training on engines, as Flyte is given it: the specs that their plugins make, and what there is without a plugin."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

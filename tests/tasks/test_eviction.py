@@ -1,7 +1,5 @@
 """A pod that is told to stop because its files take more than its limit says so."""
 
-from __future__ import annotations
-
 import os
 import signal
 import tempfile

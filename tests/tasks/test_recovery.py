@@ -1,7 +1,5 @@
 """What outlives a pod: checkpoints in a real S3 server, whoever wrote them, and what Flyte is told of failures."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """The task before training: what it warns of, and what it refuses before a GPU is paid for."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What tells the processes of a test from others."""
 
-from __future__ import annotations
-
 import os
 import signal
 import uuid

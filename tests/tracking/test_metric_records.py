@@ -1,7 +1,5 @@
 """Records of a run come back from metrics.jsonl as they were written, and are followed as they are."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

@@ -1,7 +1,5 @@
 """Whatever wandb does, training does not notice: the weights are those of a run without it, bit for bit."""
 
-from __future__ import annotations
-
 import functools
 import os
 import resource

@@ -1,7 +1,5 @@
 """The process that feeds wandb, with a real wandb: what arrives, and what its end or a bad server costs."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

@@ -1,7 +1,5 @@
 """torch's compiler: ranks do not import it without need, and what it compiles learns the same."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import os

@@ -1,7 +1,5 @@
 """A loss that is not finite: the error says where that began, and the last good checkpoint stays."""
 
-from __future__ import annotations
-
 import re
 from collections import OrderedDict
 from dataclasses import replace

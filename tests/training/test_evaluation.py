@@ -1,7 +1,5 @@
 """Evaluation on any number of ranks: every sample counts once, and the figures are the same to the last bit."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from pathlib import Path

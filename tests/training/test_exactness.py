@@ -1,7 +1,5 @@
 """N ranks compute what one process would: in fp64, against a plain loop, parameter by parameter after each step."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace

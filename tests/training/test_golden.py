@@ -3,8 +3,6 @@
 ``python tests/training/test_golden.py`` writes those of today; that is right only for a change that is meant to.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What only a GPU can show: the same training on one, checked against CPU ranks."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What only GPUs can show of hangs: the host does not wait where it must not, and says in time for whom it waits."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run on thousands of classes: what it leaves grows with the samples, not with the square of the classes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A run that was cut off goes on from its checkpoint, and ends as if nothing had happened, to the last bit."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable

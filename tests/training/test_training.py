@@ -1,7 +1,5 @@
 """Training on real gloo ranks against a plain single-process loop, and how failures of ranks are reported."""
 
-from __future__ import annotations
-
 import html
 import json
 import re

@@ -1,7 +1,5 @@
 """What is found in data sets whose faults are known, as arrays, files and shards."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

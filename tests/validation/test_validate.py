@@ -1,7 +1,5 @@
 """What is refused, and what is warned of."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

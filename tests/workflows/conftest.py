@@ -1,7 +1,5 @@
 """A cluster for the package's tasks, and what the first of them hands on."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import packaged

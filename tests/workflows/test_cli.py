@@ -1,7 +1,5 @@
 """What a user gets from ``pyflyte run``: files that stay, and a cache that is right."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import json

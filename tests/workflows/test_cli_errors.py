@@ -1,7 +1,5 @@
 """Bad input to ``pyflyte run``: one panel that names the value, the rule and the fix, and nothing like a result."""
 
-from __future__ import annotations
-
 import math
 import re
 import socket

@@ -1,7 +1,5 @@
 """What a person sees of ``pyflyte run`` when it ends: where it goes on, one panel for what went wrong, no litter."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

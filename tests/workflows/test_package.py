@@ -1,7 +1,5 @@
 """What a Flyte cluster is given: the serialized tasks, workflows and launch plans, read back from the package."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import replace

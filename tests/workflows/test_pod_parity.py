@@ -1,7 +1,5 @@
 """Packaged tasks, run the way pods run them, give what a local run gives and fail as a user's mistake should."""
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import io

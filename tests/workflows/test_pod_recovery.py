@@ -1,7 +1,5 @@
 """Attempts of packaged tasks that are cut off, run the way pods run them, go on from their checkpoints."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

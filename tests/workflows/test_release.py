@@ -1,7 +1,5 @@
 """What a user gets from ``pyflyte run workflows/release.py``, and what a cluster would be given."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

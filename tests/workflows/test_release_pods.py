@@ -1,7 +1,5 @@
 """The judgement and the promotion as pods do them, one after the other, with a registry in object storage."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """``pyflyte run --remote`` as one types it, against a Flyte that takes everything and remembers it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

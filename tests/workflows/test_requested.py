@@ -1,7 +1,5 @@
 """What check_inputs refuses before a pod with GPUs starts, for each workflow by what its ranks will get."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """config/schedules.yaml: what an entry becomes, and how a wrong one is refused."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

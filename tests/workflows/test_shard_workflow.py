@@ -1,7 +1,5 @@
 """Shards as a user of ``pyflyte`` gets to know them: packed, looked at, and trained on."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Files between a rank and its launcher where they share no folder: over their connection, in pieces."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """A run's prepared data on a host that may not be the launcher's."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

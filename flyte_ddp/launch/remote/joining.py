@@ -1,7 +1,5 @@
 """How an agent, or a worker of Elastic's, joins a run: it connects to the launcher and receives the job."""
 
-from __future__ import annotations
-
 import pickle
 import socket
 import tempfile

@@ -1,7 +1,5 @@
 """The launcher's port: it takes agents that know the run's key; strangers cost it neither time nor trust."""
 
-from __future__ import annotations
-
 import socket
 import time
 from concurrent.futures import Future, ThreadPoolExecutor

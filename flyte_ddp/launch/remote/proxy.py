@@ -1,7 +1,5 @@
 """An agent's half of the conversation between a rank and its launcher on another host."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from dataclasses import replace
 from multiprocessing import AuthenticationError, connection

@@ -1,7 +1,5 @@
 """Finds the rank that failed first, and why: the death of one rank makes others fail, and they are not to blame."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Sequence
 from typing import Any

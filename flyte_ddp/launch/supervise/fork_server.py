@@ -5,8 +5,6 @@ Ranks on GPUs do: the server does not import torch for them, as a fork of torch 
 Why it is not Python's own ``forkserver``: docs/design/fork-server.md.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import gc
 import multiprocessing

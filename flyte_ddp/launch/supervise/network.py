@@ -1,7 +1,5 @@
 """Sockets between hosts, and the interface over which ranks talk."""
 
-from __future__ import annotations
-
 import fcntl
 import hmac
 import os

@@ -1,7 +1,5 @@
 """Ranks that are children of this process."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -1,7 +1,5 @@
 """What every rank does before and after training, whoever started it."""
 
-from __future__ import annotations
-
 import ctypes
 import faulthandler
 import os

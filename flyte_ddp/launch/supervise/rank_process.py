@@ -3,8 +3,6 @@
 Needs no torch until the rank can report that importing it failed.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import signal

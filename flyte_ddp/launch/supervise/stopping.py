@@ -1,7 +1,5 @@
 """Requests to stop: SIGTERM, which Kubernetes sends before it takes a pod away, and Ctrl-C."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
