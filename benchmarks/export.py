@@ -22,7 +22,7 @@ from flyte_ddp.datasets import fetch
 from flyte_ddp.datasets.prepared import open_prepared
 from flyte_ddp.export import exporting
 from flyte_ddp.export.answering import OnnxProcess
-from flyte_ddp.export.requests import raw_images
+from flyte_ddp.export.exporting import raw_images
 from flyte_ddp.export.served import Served
 from flyte_ddp.hardware import cores
 from flyte_ddp.release.answers import Model
@@ -88,9 +88,9 @@ def batches(served: Served, onnx: Path, result: Result) -> None:
     """Batches of 64 photos, resized and answered by onnxruntime and by torch."""
     photos = np.random.default_rng(0).integers(0, 256, (64, 375, 500, 3), dtype=np.uint8)
     with OnnxProcess(onnx, cores()) as process, torch.no_grad():
-        process.answer(photos)
+        process.logits(photos)
         with timed() as took:
-            process.answer(photos)
+            process.logits(photos)
         result.add("photos: onnxruntime", len(photos) / took[0], "images/s")
         served(torch.from_numpy(photos))
         with timed() as took:

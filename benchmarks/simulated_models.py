@@ -13,7 +13,7 @@ def answers(correct: Correct, labels: NDArray[np.int64], classes: int = 10, conf
     """Of a model that names the next class where it is wrong."""
     logits = np.zeros((len(labels), classes), dtype=np.float32)
     logits[np.arange(len(labels)), np.where(correct, labels, (labels + 1) % classes)] = confidence
-    return Answers.of([(torch.from_numpy(logits), torch.from_numpy(labels))])
+    return Answers.from_batches([(torch.from_numpy(logits), torch.from_numpy(labels))])
 
 
 def equal_model(random: np.random.Generator, samples: int, discordant: float) -> Correct:

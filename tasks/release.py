@@ -130,7 +130,7 @@ def judge_in_folder(
     judgement = judge(*model, data, registry, policy, settings=settings, counts=counts, exports=exports)
     page = write_page(judgement, registry.name, folder / "verdict.html")
     Deck("Verdict", page.read_text(encoding="ascii"))
-    headline = f"{judgement.verdict.told()}; made in"
+    headline = f"{judgement.verdict.describe()}; made in"
     paths.print_files(PLATFORM, headline, {page: "all checks, to open in a browser"})
     return Judged(judgement.verdict.promotes, judgement.verdict, output_folder(folder))
 

@@ -1,4 +1,4 @@
-"""A process that answers with an exported model, and cannot import torch; this file is also its program."""
+"""A process that runs an exported model, and cannot import torch; this file is also its program."""
 
 import json
 import subprocess
@@ -14,12 +14,12 @@ Array = NDArray[np.generic]
 
 
 class OnnxProcess:
-    """The process, which ends with the context; so many threads of it compute."""
+    """The process, which computes in that many threads and is killed at the end of the context."""
 
     def __init__(self, model: Path, threads: int) -> None:
         command = [sys.executable, "-I", __file__, str(model), str(threads)]
-        self.said = tempfile.TemporaryFile()  # noqa: SIM115  # and no pipe, which nobody would read in time
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.said)
+        self.stderr = tempfile.TemporaryFile()  # noqa: SIM115  # no pipe, which would fill
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.stderr)
 
     def __enter__(self) -> Self:
         return self
@@ -27,13 +27,13 @@ class OnnxProcess:
     def __exit__(self, *_: object) -> None:
         self.process.kill()
         self.process.communicate()
-        self.said.close()
+        self.stderr.close()
 
-    def answer(self, images: Array) -> NDArray[np.float32]:
-        """Logits [n, classes] of images uint8 [n, H, W, C].
+    def logits(self, images: Array) -> NDArray[np.float32]:
+        """Return the logits [n, classes] of images uint8 [n, H, W, C], however long that takes.
 
         Raises:
-            OSError: it has ended, with what it has said last.
+            OSError: the process has ended; with the last error on its stderr.
         """
         assert self.process.stdin is not None
         assert self.process.stdout is not None
@@ -44,22 +44,22 @@ class OnnxProcess:
             found = None
         if found is None:
             self.process.wait()
-            self.said.seek(0)
-            said = self.said.read().decode(errors="replace").strip()
-            errors = [line for line in said.splitlines() if "Error" in line]
+            self.stderr.seek(0)
+            lines = self.stderr.read().decode(errors="replace").splitlines()
+            errors = [line for line in lines if "Error" in line]
             raise OSError(f"onnxruntime cannot run it: {errors[-1][:200] if errors else 'it was killed'}")
         return found.astype(np.float32)
 
 
 def send(pipe: IO[bytes], array: Array) -> None:
-    """Writes an array."""
+    """Write an array to a pipe: a line of JSON with type and shape, and its bytes."""
     pipe.write(json.dumps([array.dtype.str, array.shape]).encode() + b"\n")
     pipe.write(np.ascontiguousarray(array).tobytes())
     pipe.flush()
 
 
 def receive(pipe: IO[bytes]) -> Array | None:
-    """Reads an array; None at the end."""
+    """Read an array from a pipe; None at its end."""
     header = pipe.readline()
     if not header:
         return None
@@ -68,7 +68,7 @@ def receive(pipe: IO[bytes]) -> Array | None:
 
 
 def main(model: str, threads: str) -> None:
-    """Answers until its input ends."""
+    """Read images from stdin and write their logits to stdout, until stdin ends."""
     sys.modules["torch"] = None  # type: ignore[assignment]  # an import of it fails from now on
     import onnxruntime
 

@@ -1,4 +1,4 @@
-"""Writing a model as ONNX and .pt2, beside requests with their answers, and checking the former on all test samples."""
+"""Exporting a model as ONNX and .pt2 with golden requests, and checking the ONNX on all test samples."""
 
 import io
 import logging
@@ -6,7 +6,7 @@ import math
 import shutil
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, redirect_stderr
+from contextlib import closing, contextmanager, redirect_stderr
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,17 +16,21 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from flyte_ddp.datasets.prepared import PreparedSet
+from flyte_ddp.datasets.arrays import ImageArrays
+from flyte_ddp.datasets.prepared import PreparedSet, order_of_tests
 from flyte_ddp.errors import UnreachableError, how_to_install
 from flyte_ddp.export.answering import OnnxProcess
-from flyte_ddp.export.requests import canvas, raw_images
 from flyte_ddp.export.served import Served
 from flyte_ddp.hardware import cores
+from flyte_ddp.loading.cropping import squared
+from flyte_ddp.loading.decoding import DecodingError, Pixels
+from flyte_ddp.loading.encoded import Encoded, decoded, in_order
+from flyte_ddp.loading.opening import reader
 from flyte_ddp.models import artifacts
 from flyte_ddp.settings import Settings
 
 ONNX, PT2, GOLDEN, CHECK = "model.onnx", "model.pt2", "golden.npz", "serve_check.py"
-REQUESTS, GOLDEN_BYTES = 16, 32 * 2**20  # so many golden ones, or fewer if their images are large
+REQUESTS, GOLDEN_BYTES = 16, 32 * 2**20  # golden requests; fewer if their images are larger in all
 BATCH_SIZES = (1, 7, 64)
 TOLERANCE = {"cpu": 1e-3, "cuda": 5e-3}  # of the logits' range; a GPU's convolutions are in TF32, of 10 bits
 
@@ -34,32 +38,29 @@ Image = NDArray[np.uint8]
 
 
 class Logits(NamedTuple):
-    """What torch has answered to the test samples that can be decoded; never all in memory, as it may be gigabytes."""
+    """Torch's logits on the test samples that can be decoded; never all in memory, as they may be gigabytes."""
 
     rows: Iterable[NDArray[np.float32]]  # [classes] of each sample, in the split's order
     samples: int
-    spread: float  # the largest of all minus the smallest
+    spread: float  # the largest of all logits minus the smallest
 
 
 @dataclass
 class Comparison:
-    """How far an exported model's logits are from those of torch.
+    """How far an exported model's logits are from torch's."""
 
-    Args:
-        tolerance: what a logit may differ by.
-    """
-
-    tolerance: float
-    worst: float = 0.0  # difference
-    others: set[int] = field(default_factory=set)  # samples of which it names another class, though torch's is clear
+    tolerance: float  # the largest difference of a logit that is allowed
+    worst: float = 0.0  # the largest difference so far
+    # samples with another class than torch's, where torch's first two logits differ by more than the tolerance
+    others: set[int] = field(default_factory=set)
 
     @property
     def passed(self) -> bool:
-        """Whether they are the same, for all that matters."""
+        """Whether the differences are within the tolerance, and no class is another one."""
         return self.worst <= self.tolerance and not self.others
 
-    def add(self, first: int, found: NDArray[np.float32], expected: NDArray[np.float32]) -> None:
-        """Take the answers [n, classes] to the samples from the first on into account, and torch's to the same."""
+    def add_batch(self, first: int, found: NDArray[np.float32], expected: NDArray[np.float32]) -> None:
+        """Add the logits [n, classes] of the samples from number ``first`` on, and torch's of the same samples."""
         self.worst = max(self.worst, float(np.nan_to_num(np.abs(found - expected), nan=np.inf).max()))
         second, best = np.sort(expected, axis=1)[:, -2:].T
         wrong = (found.argmax(axis=1) != expected.argmax(axis=1)) & (best - second > self.tolerance)
@@ -79,23 +80,23 @@ def export(
     device: str = "cpu",
     settings: Settings | None = None,
 ) -> Comparison:
-    """Writes ``model.onnx``, ``model.pt2``, ``golden.npz`` and ``serve_check.py`` into a folder.
+    """Write ``model.onnx``, ``model.pt2``, ``golden.npz`` and ``serve_check.py`` into a folder; return the comparison.
 
-    All are left out where the ONNX does not answer as torch does, and a .pt2 that torch cannot make.
+    Writes nothing if the comparison does not pass, and no .pt2 if torch cannot make it.
 
     Args:
         model: ``model.pt`` and ``model.json``.
-        split: the data set whose test samples it is checked on.
-        logits: what torch answers to those that can be decoded.
-        folder: there is one.
-        device: on which it has: cpu or cuda.
-        settings: for shards: where they are cached.
+        split: the data set whose test samples the ONNX is checked on.
+        logits: torch's on these samples.
+        folder: an existing folder.
+        device: on which torch computed them: cpu or cuda.
+        settings: for shards: where they are cached, and how many threads decode.
 
     Raises:
-        NotExportedError: there is none.
+        NotExportedError: the extra is not installed, or anything failed but storage that may be back.
     """
     settings = settings or Settings()
-    with TemporaryDirectory(dir=folder) as name:  # so that what is right gets its place at once
+    with TemporaryDirectory(dir=folder) as name:  # so that files appear only if the comparison passes
         made = Path(name)
         try:
             served = Served(*artifacts.load_model(*model)).eval()
@@ -109,21 +110,17 @@ def export(
                     path.rename(folder / path.name)
         except (NotExportedError, UnreachableError):
             raise
-        except Exception as error:  # a full disk, or whatever the user's model comes up with
-            raise NotExportedError(innermost(error)) from error
+        except Exception as error:  # a full disk, or any error of the user's model
+            cause: BaseException = error
+            while cause.__cause__ is not None:
+                cause = cause.__cause__
+            line = next((line.strip() for line in str(cause).splitlines() if line.strip()), "")
+            raise NotExportedError(f"{type(cause).__name__}: {line[:200]}") from error
     return found
 
 
-def innermost(error: BaseException) -> str:
-    """Of an error, and those that it was made from, the first one in a line."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return f"{type(error).__name__}: {line[:200]}"
-
-
 def write_graphs(served: Served, folder: Path) -> None:
-    """Writes the model for ONNX, and for torch without this library, where that then answers alike."""
+    """Write the model as ONNX, and as .pt2 if torch can load that and gets the same logits."""
     try:
         import onnx  # noqa: F401
         import onnxruntime  # noqa: F401
@@ -132,8 +129,8 @@ def write_graphs(served: Served, folder: Path) -> None:
         raise NotExportedError(f"{error.name} is not installed: {how_to_install('export')}") from error
     shape = 2, served.height + 1, served.width + 2, served.channels  # two images, as exporters take 1 for a constant
     images = (torch.arange(math.prod(shape)).remainder(251).to(torch.uint8).reshape(shape),)
-    with quietly(), torch.no_grad():
-        program = followed(served, images)
+    with quiet_torch(), torch.no_grad():
+        program = export_graph(served, images)
         written: Any = torch.onnx.export(
             program, (), dynamo=True, input_names=["images"], output_names=["logits"], verbose=False
         )
@@ -141,12 +138,12 @@ def write_graphs(served: Served, folder: Path) -> None:
         try:
             torch.export.save(program, folder / PT2)
             torch.testing.assert_close(torch.export.load(folder / PT2).module()(*images), served(*images))
-        except Exception:  # it is an extra
+        except Exception:  # a version needs no .pt2
             (folder / PT2).unlink(missing_ok=True)
 
 
-def followed(served: Served, images: tuple[torch.Tensor]) -> torch.export.ExportedProgram:
-    """The model's graph, for batches of any size with images of any size; by one of the two ways that torch has."""
+def export_graph(served: Served, images: tuple[torch.Tensor]) -> torch.export.ExportedProgram:
+    """Return the model's graph for any number and size of images, by non-strict export, else by strict export."""
     sizes = ({place: torch.export.Dim(name, min=min(place + 1, 2)) for place, name in enumerate("nhw")},)
     try:
         return torch.export.export(served, images, dynamic_shapes=sizes)
@@ -155,26 +152,36 @@ def followed(served: Served, images: tuple[torch.Tensor]) -> torch.export.Export
 
 
 @contextmanager
-def quietly() -> Iterator[None]:
-    """Without the exporters' remarks, and graphs on standard error, which are for those who write them."""
-    before = logging.root.manager.disable
-    logging.disable(logging.ERROR)
+def quiet_torch() -> Iterator[None]:
+    """Silence torch's own loggers, Python warnings and sys.stderr, in the whole process, until the context ends.
+
+    Exporters log tracebacks and graphs of each way that fails, of which the last one raises its error all the same.
+    """
+    import torch._dynamo  # noqa: F401  # makes its loggers
+
+    names = [name for name in logging.root.manager.loggerDict if name.partition(".")[0] == "torch"]
+    handlers = [handler for name in names for handler in logging.getLogger(name).handlers]
+    nothing = logging.Filter("none of torch's loggers")  # lets through what a logger of that name logs
+    for handler in handlers:
+        handler.addFilter(nothing)
     try:
-        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):  # some graphs are printed
             warnings.simplefilter("ignore")
             yield
     finally:
-        logging.disable(before)
+        for handler in handlers:
+            handler.removeFilter(nothing)
 
 
 def compare(path: Path, served: Served, images: Iterator[Image], logits: Logits, found: Comparison) -> dict[str, Any]:
-    """Asks a process without torch about all images: about each by itself, and in batches.
+    """Compute all images' logits in a process without torch, one by one and in batches, and add them to ``found``.
 
     Returns:
-        The golden requests: a few images, evenly spread over the test split, and their logits.
+        The golden requests: images evenly spread over the test split, and torch's logits of them.
 
     Raises:
         OSError: the process has ended.
+        ValueError: there are more or fewer images than logits.
     """
     samples = logits.samples
     waiting: dict[int, list[tuple[Image, NDArray[np.float32]]]] = {size: [] for size in BATCH_SIZES}
@@ -190,9 +197,43 @@ def compare(path: Path, served: Served, images: Iterator[Image], logits: Logits,
             for size, batch in waiting.items():
                 batch.append((image if size == 1 else of_one_size, expected))
                 if len(batch) == size or place + 1 == samples:
-                    asked, answers_of_torch = map(np.stack, zip(*batch, strict=True))
-                    found.add(place + 1 - len(batch), onnx.answer(asked), answers_of_torch)
+                    batch_images, of_torch = map(np.stack, zip(*batch, strict=True))
+                    found.add_batch(place + 1 - len(batch), onnx.logits(batch_images), of_torch)
                     batch.clear()
     if place + 1 != samples or next(images, None) is not None:
         raise ValueError(f"the test split has other images now than the {samples} that torch has answered")
     return {**golden, "logits": np.stack(golden_logits)}
+
+
+def raw_images(data: PreparedSet, channels: int, settings: Settings) -> Iterator[NDArray[np.uint8]]:
+    """Yield the decodable test images [H, W, channels] in the split's order, grey ones as RGB if the model does."""
+    if isinstance(data, ImageArrays):
+        for image in data.test_images:
+            yield np.repeat(image, channels // image.shape[2], axis=2)
+        return
+    order = order_of_tests(data)
+    with closing(reader(data.tested, settings)) as images:
+
+        def pixels(sample: int, found: Encoded) -> Pixels | None:
+            try:
+                return decoded(images, sample, found)[0]
+            except DecodingError:
+                return None
+
+        samples, threads = order.samples(slice(0, len(order))), settings.loader_threads or cores()
+        ahead = 2 * threads  # of images that may be large
+        yield from (image for image in in_order(images, samples, threads, pixels, ahead) if image is not None)
+
+
+def canvas(image: NDArray[np.uint8], served: Served) -> NDArray[np.uint8]:
+    """Return an image that has the same size for all images, so that they make batches, and gives the same logits.
+
+    Where the model crops the middle, that is the middle of a larger square, resized; other images are of one size.
+    """
+    if not served.middle:
+        return image
+    side = served.height
+    square = np.zeros((round(side * 8 / 7), round(side * 8 / 7), served.channels), dtype=np.uint8)
+    start = (len(square) - side) // 2
+    square[start : start + side, start : start + side] = squared(image, side)
+    return square

@@ -1,4 +1,4 @@
-"""A model with all that is done to an image before: uint8 pixels of any size to logits."""
+"""A model with its preprocessing: from uint8 pixels of any size to logits."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +14,7 @@ assert EVALUATION_SHARE == 7 / 8, "middle_side computes with this"
 
 
 class Served(nn.Module):
-    """Takes images uint8 [N, H, W, C] of one size, decoded as for training, grey or RGB; gives logits [N, classes].
+    """Turns images uint8 [N, H, W, C] of one size, decoded as for training, grey or RGB, into logits [N, classes].
 
     It crops and resizes as evaluations do, by products with matrices of weights: exporters know many kinds of resizing,
     none of which gives the same pixels as torch's.
@@ -30,12 +30,12 @@ class Served(nn.Module):
         self.register_buffer("shift", shift.clone())
 
     def forward(self, images: Tensor) -> Tensor:
-        """The logits."""
+        """Crop and resize as evaluations do, normalise, and return the model's logits in float32."""
         if self.middle:
             height, width = images.shape[1], images.shape[2]
             side = middle_side(torch.sym_min(height, width))
             images = images.narrow(1, (height - side) // 2, side).narrow(2, (width - side) // 2, side)
-        pixels = along_columns(along_rows(images.float(), self.width, self.middle), self.height, self.middle)
+        pixels = resize_columns(resize_rows(images.float(), self.width, self.middle), self.height, self.middle)
         scale, shift = self.get_buffer("scale"), self.get_buffer("shift")
         inputs = (pixels * scale + shift).permute(0, 3, 1, 2).contiguous()  # as in training: models may use view()
         logits: Tensor = self.model(inputs).float()
@@ -43,7 +43,7 @@ class Served(nn.Module):
 
 
 def middle_side(shorter: Any) -> Any:
-    """7/8 of the shorter side to the nearest whole number, of two the even one, as Python's ``round`` has it.
+    """Return 7/8 of the shorter side, rounded as Python's ``round`` does, and at least 1.
 
     Only by operations that an exporter can follow for a size that it does not know.
     """
@@ -51,8 +51,8 @@ def middle_side(shorter: Any) -> Any:
     return torch.sym_max((7 * shorter + 4) // 8 - is_odd_half, 1)
 
 
-def along_rows(pixels: Tensor, size: int, rounded: bool) -> Tensor:
-    """Resizes rows: [N, H, W, C] to [N, H, size, C], of values 0..255, to whole ones if asked."""
+def resize_rows(pixels: Tensor, size: int, rounded: bool) -> Tensor:
+    """Resize rows of values 0..255: [N, H, W, C] to [N, H, size, C]; to whole numbers if ``rounded``."""
     weights = triangle_weights(pixels.shape[2], size)
     if not rounded:
         return torch.matmul(weights.float(), pixels)
@@ -64,13 +64,13 @@ def along_rows(pixels: Tensor, size: int, rounded: bool) -> Tensor:
     return (sums / unit.float() + 0.5).floor().clamp(0, 255)
 
 
-def along_columns(pixels: Tensor, size: int, rounded: bool) -> Tensor:
-    """Resizes columns: [N, H, W, C] to [N, size, W, C]."""
-    return along_rows(pixels.transpose(1, 2), size, rounded).transpose(1, 2)
+def resize_columns(pixels: Tensor, size: int, rounded: bool) -> Tensor:
+    """Resize columns: [N, H, W, C] to [N, size, W, C]."""
+    return resize_rows(pixels.transpose(1, 2), size, rounded).transpose(1, 2)
 
 
 def triangle_weights(inputs: Any, outputs: int) -> Tensor:
-    """What each of ``inputs`` pixels counts for each of ``outputs``, float64 [outputs, inputs].
+    """Return the weight of each of ``inputs`` pixels in each of ``outputs``, float64 [outputs, inputs].
 
     It is bilinear interpolation with antialiasing, in torch as in Pillow: a triangle as wide as two pixels of the
     smaller picture.

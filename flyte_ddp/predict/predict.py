@@ -1,4 +1,4 @@
-"""A trained model and images to a table of predictions."""
+"""Predicting images with a saved model: a table (CSV) and a page of the first ones."""
 
 import codecs
 import csv
@@ -36,7 +36,7 @@ def predict(
     bad_samples: int | None = None,
     settings: Settings | None = None,
 ) -> Path:
-    """Writes a CSV table with one row for each image, and beside it a page (HTML) with the first ones as pictures.
+    """Write a CSV table with one row for each image, and beside it a page (HTML) of the first ones; return its path.
 
     Its columns are ``id`` (path below ``images``; of a data set the file's name, the key in a shard, or the index in
     the test split), ``prediction`` (the likeliest class), ``truth`` (for a data set), ``score`` (the prediction's
@@ -50,7 +50,7 @@ def predict(
         output: the table's path.
         batch_size: images in memory at a time.
         bad_samples: how many images may be impossible to decode; None: as many as in the model's training.
-        settings: for shards: where they are cached, and how many threads decode; and whether to say what was bad.
+        settings: for shards: where they are cached, and how many threads decode; whether to print what was left out.
 
     Raises:
         UserError: a missing, damaged or mismatched model; no images, one that cannot be read, or too many that cannot
@@ -86,7 +86,7 @@ def predict(
         for batch in batches:
             rows = [*rows_of(batch, model, classes)]
             table.writerows(rows)
-            first.add(pictures(batch.inputs, request.spec), rows, truths=batch.truths is not None)
+            first.add_batch(pictures(batch.inputs, request.spec), rows, truths=batch.truths is not None)
     with replacing(output.with_suffix(".html")) as file:
         file.write(first.page(output.stem).encode("ascii"))
     if bad := request.bad.names:
@@ -97,7 +97,7 @@ def predict(
 
 
 def pictures(inputs: Tensor, spec: InputSpec) -> Iterator[NDArray[np.uint8]]:
-    """The model's inputs [n, C, H, W] as the images that they were, uint8 [H, W, C] each, one after the other."""
+    """Yield a model's inputs [n, C, H, W] as images, uint8 [H, W, C]."""
     mean, std = (torch.tensor(values, device=inputs.device).view(-1, 1, 1) for values in (spec.mean, spec.std))
     for image in inputs:
         values = (image.float() * std + mean).clamp(0, 1).mul(255).round().byte()
@@ -105,8 +105,7 @@ def pictures(inputs: Tensor, spec: InputSpec) -> Iterator[NDArray[np.uint8]]:
 
 
 def rows_of(batch: Batch, model: nn.Module, classes: Sequence[str]) -> Iterator[list[str]]:
-    """The table's row for each sample of a batch."""
-    # No model is asked about no image at all.
+    """Yield the table's row for each sample of a batch."""
     logits = model(batch.inputs).float() if len(batch.inputs) else torch.empty(0, len(classes))
     answers = zip(logits.argmax(dim=1).tolist(), torch.softmax(logits, dim=1).tolist(), strict=True)
     for row, (name, decoded) in enumerate(zip(batch.ids, batch.decoded, strict=True)):

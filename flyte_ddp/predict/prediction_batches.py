@@ -1,4 +1,4 @@
-"""What a model is to predict, in batches: a folder of images, or the test split of a data set."""
+"""Batches of what a model predicts: a folder of images, or the test split of a data set."""
 
 from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -24,16 +24,16 @@ from flyte_ddp.settings import Settings
 
 
 class Batch(NamedTuple):
-    """Samples to predict."""
+    """Samples to predict; those that cannot be decoded have no input."""
 
     ids: Sequence[str]
-    truths: Sequence[str] | None  # of all of them, if they are known
-    decoded: Sequence[bool]  # whether each could be
-    inputs: Tensor  # of those that could: float32 [n, C, H, W] on the device
+    truths: Sequence[str] | None  # the classes of all samples, if they are known
+    decoded: Sequence[bool]  # whether each sample could be decoded
+    inputs: Tensor  # of the decoded samples: float32 [n, C, H, W] on the device
 
 
 class Request(NamedTuple):
-    """What the model takes, how many images at a time and where, and what counts those that cannot be decoded."""
+    """The model's input, the number of images of a batch, their device, and the counter of undecodable images."""
 
     spec: InputSpec
     batch_size: int
@@ -74,14 +74,14 @@ def image_paths(folder: Path) -> tuple[list[Path], Mapping[str, int]]:
 
 
 def pixels_of(path: Path, spec: InputSpec, crop: str, bad: BadSamples) -> Tensor | None:
-    """One image file as uint8 [H, W, C]; None if it cannot be decoded, while ``bad`` allows that."""
+    """Return an image file as uint8 [H, W, C]; None if it cannot be decoded and ``bad`` allows that."""
     try:
         content = path.read_bytes()
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}); remove it, or make it readable") from error
     try:
         if crop == MIDDLE:
-            return torch.from_numpy(cropping.squared(decode(content), spec.height))  # as evaluations in training had it
+            return torch.from_numpy(cropping.squared(decode(content), spec.height))  # as in evaluations during training
         pixels = with_pillow(content, "L" if spec.channels == 1 else "RGB")
         return torch.from_numpy(pixels.reshape(*pixels.shape[:2], spec.channels))
     except DecodingError as error:
@@ -92,14 +92,14 @@ def pixels_of(path: Path, spec: InputSpec, crop: str, bad: BadSamples) -> Tensor
 def split_batches(
     data: PreparedSet, request: Request, *, classes: Sequence[str], settings: Settings
 ) -> Generator[Batch, None, None]:
-    """The test split of a data set; ``classes`` are the model's, if the data set does not say its own."""
+    """Yield the test split of a data set; ``classes`` are the model's, for a data set that does not name its own."""
     if isinstance(data, ImageArrays):
         return array_batches(data, request)
     return encoded_batches(data, request, classes=classes, settings=settings)
 
 
 def array_batches(arrays: ImageArrays, request: Request) -> Generator[Batch, None, None]:
-    """The test split of a data set held as arrays, in its own order."""
+    """Yield the test split of a data set of arrays, in its own order."""
     spec, batch_size, device, _ = request
     channels = arrays.test_images.shape[3]
     if channels not in (1, spec.channels):
@@ -118,7 +118,7 @@ def array_batches(arrays: ImageArrays, request: Request) -> Generator[Batch, Non
 def encoded_batches(
     data: EncodedSet, request: Request, *, classes: Sequence[str], settings: Settings
 ) -> Generator[Batch, None, None]:
-    """The test split of shards, or of a folder of images, as training evaluates it."""
+    """Yield the test split of shards, or of a folder of images, as training evaluates it."""
     spec, batch_size, device, bad = request
     if spec.channels != 3 or spec.height != spec.width:
         raise UserError(

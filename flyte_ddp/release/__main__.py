@@ -1,9 +1,12 @@
 """The commands around registries: ``python -m flyte_ddp.release --help``."""
 
 import sys
+from collections.abc import Iterator
 
 import click
 
+from flyte_ddp.errors import UnreachableError, UserError
+from flyte_ddp.release import versions
 from flyte_ddp.release.registry import Registry
 
 
@@ -18,8 +21,6 @@ def release() -> None:
 @click.option("--files", is_flag=True, help="Also read all files of each version, and compare their SHA-256.")
 def audit_registry(name: str, registry: str, files: bool) -> None:
     """Check the whole log of a model, and that its versions are there: a line for each fault, and exit code 1."""
-    from flyte_ddp.release.audit import audit
-
     found = False
     for line in audit(Registry(registry, name), files=files):
         found = True
@@ -27,6 +28,29 @@ def audit_registry(name: str, registry: str, files: bool) -> None:
     if found:
         sys.exit(1)
     click.echo(f"{name}: nothing is wrong")
+
+
+def audit(registry: Registry, *, files: bool = False) -> Iterator[str]:
+    """Yield a line for each fault of a model's registry: of the log, champion.json, and the versions in the log.
+
+    Args:
+        registry: of the model.
+        files: whether to read all files of these versions, too, and compare their SHA-256 with the manifest's.
+
+    Raises:
+        UserError: the registry cannot be read.
+    """
+    entries, faults = registry.inspect_log()
+    yield from faults
+    for name, manifest in dict.fromkeys((entry.version, entry.manifest) for entry in entries):
+        try:
+            version = versions.read_version(registry, name, manifest)
+            if files:
+                yield from (error.message for error in versions.damaged_files(registry, version))
+        except UnreachableError:
+            raise
+        except UserError as error:
+            yield error.message
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-"""What a model answers on a test split."""
+"""A saved model, evaluated on a test split."""
 
-import itertools
 import math
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -24,7 +23,7 @@ BATCH_SIZE = 500
 
 
 class Scores(NamedTuple):
-    """What the probabilities of N samples come to: [N] each."""
+    """Scores of the probabilities of N samples: [N] each."""
 
     confidence: NDArray[np.float64]  # the probability of the prediction
     nll: NDArray[np.float64]  # the negative log-likelihood of the label, in nats
@@ -33,7 +32,7 @@ class Scores(NamedTuple):
 
 @dataclass
 class Answers:
-    """What is kept of the logits [N, C] of N samples of a test split, which with thousands of classes fill a memory."""
+    """What is kept of the logits [N, C] of N samples, which would fill memory with thousands of classes."""
 
     predictions: NDArray[np.int64]  # [N]
     labels: NDArray[np.int64]  # [N]
@@ -44,7 +43,7 @@ class Answers:
     undecoded: Sequence[str] = field(default_factory=list)  # ids of other samples, which cannot be decoded
 
     @classmethod
-    def of(cls, batches: Iterable[tuple[Tensor, Tensor]]) -> Self:
+    def from_batches(cls, batches: Iterable[tuple[Tensor, Tensor]]) -> Self:
         """Return the answers of at least one batch, without ids.
 
         Args:
@@ -63,17 +62,17 @@ class Answers:
 
     @cached_property
     def correct(self) -> NDArray[np.bool_]:
-        """[N]."""
+        """Whether the prediction is the label: [N]."""
         return np.asarray(self.predictions == self.labels)
 
     @property
     def accuracy(self) -> float:
-        """From 0 to 1."""
+        """Share of correct predictions, from 0 to 1."""
         return float(self.correct.mean())
 
 
 class Model:
-    """A saved model, ready to be asked.
+    """A saved model, loaded in evaluation mode to the GPU if there is one.
 
     Args:
         weights: ``model.pt``.
@@ -100,46 +99,48 @@ class Model:
         self.bad_samples = trained_with if bad_samples is None else bad_samples
 
     def takes(self) -> str:
-        """Channels, height and width of its input, such as 3 x 224 x 224."""
+        """Return channels, height and width of the input, such as 3 x 224 x 224."""
         spec = artifacts.input_spec(self.sidecar)
         return f"{spec.channels} x {spec.height} x {spec.width}"
 
     def batches(self, data: PreparedSet, batch_size: int = BATCH_SIZE) -> Generator[Batch, None, None]:
-        """The test split, as this model takes it."""
+        """Yield the test split, prepared for this model."""
         allowed = BadSamples(self.bad_samples)
         request = Request(artifacts.input_spec(self.sidecar), batch_size, self.device, allowed)
         return split_batches(data, request, classes=self.classes, settings=self.settings)
 
     def logits(self, inputs: Tensor) -> Tensor:
-        """[n, C] of inputs [n, channels, height, width]."""
+        """Return the logits [n, C] of inputs [n, channels, height, width]."""
         with torch.no_grad():
             found: Tensor = self.module(inputs).float()
         return found
 
     def answers(self, data: PreparedSet) -> Answers:
-        """On all samples of the test split that can be decoded.
+        """Return the answers on all samples of the test split that can be decoded.
 
         Raises:
-            UserError: the data set has a class that the model does not know, or images that it does not take.
+            UserError: the split has a class that the model does not know, images that it does not take, or none.
         """
         places = {name: place for place, name in enumerate(self.classes)}
         ids, undecoded = list[str](), list[str]()
 
-        def asked() -> Iterator[tuple[Tensor, Tensor]]:
+        def batches() -> Iterator[tuple[Tensor, Tensor]]:
             for batch in self.batches(data):
                 labels = []
                 for name, truth, decoded in zip(batch.ids, batch.truths or (), batch.decoded, strict=True):
                     (ids if decoded else undecoded).append(name)
+                    if decoded and truth not in places:
+                        known = ", ".join(self.classes[:6])
+                        said = f"the model knows {known}; give data with its classes"
+                        raise UserError(f"class {truth!r} of the test split: {said}")
                     if decoded:
-                        labels.append(place_of(truth, places))
-                if labels:  # no model is asked about no image at all
+                        labels.append(places[truth])
+                if labels:
                     yield self.logits(batch.inputs).cpu(), torch.tensor(labels)
+            if not ids:
+                raise UserError("the test split has no image that can be decoded; repair it")
 
-        batches = asked()
-        first = next(batches, None)
-        if first is None:
-            raise UserError("the test split has no image that can be decoded; repair it")
-        found = Answers.of(itertools.chain([first], batches))
+        found = Answers.from_batches(batches())
         found.ids, found.undecoded = ids, undecoded
         return found
 
@@ -148,11 +149,3 @@ class Model:
         for batch in self.batches(data):
             if len(batch.inputs):
                 yield from self.logits(batch.inputs).cpu().numpy()
-
-
-def place_of(truth: str, places: Mapping[str, int]) -> int:
-    """The number of a class in the model."""
-    if truth not in places:
-        known = ", ".join([*places][:6])
-        raise UserError(f"class {truth!r} of the test split: the model knows {known}; give data with its classes")
-    return places[truth]

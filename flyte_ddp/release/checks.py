@@ -1,4 +1,4 @@
-"""The questions that a judgement asks of two models' answers; each gives a check with its value, limit and reason."""
+"""The checks of a judgement, each with its value, limit and reason."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LEAST_SAMPLES = 30  # of a class or a slice, for a veto
 
 @dataclass(frozen=True)
 class Pair:
-    """What the challenger gets right where another model does not, and the other way round."""
+    """How many samples only the challenger (gained), or only another model (lost), gets right."""
 
     gained: int
     lost: int
@@ -29,56 +29,54 @@ class Pair:
 
     @classmethod
     def of(cls, mine: NDArray[np.bool_], theirs: NDArray[np.bool_]) -> Pair:
-        """From what each of the two gets right of the same samples: [N] each."""
+        """Return the pair of two models, from whether each gets each of the N samples right: [N]."""
         return cls(int((mine & ~theirs).sum()), int((theirs & ~mine).sum()), len(mine))
 
     @property
     def discordant(self) -> int:
-        """Samples that only one of the two gets right."""
+        """Number of samples that only one of the two gets right."""
         return self.gained + self.lost
 
     @property
     def difference(self) -> float:
-        """In accuracy, the challenger's minus the other's."""
+        """The challenger's accuracy minus the other's."""
         return (self.gained - self.lost) / self.samples
 
-    def told(self) -> str:
-        """In words."""
+    def describe(self) -> str:
+        """Return the difference and its counts as text."""
         return f"{points(self.difference)}: {self.gained:,} samples gained and {self.lost:,} lost of {self.samples:,}"
 
 
 def points(share: float) -> str:
-    """A difference in accuracy, such as +1.25 points."""
+    """Format a difference in accuracy, such as +1.25 points."""
     return f"{100 * share:+.2f} points"
 
 
 def same_task(challenger: Sequence[str], champion: Sequence[str], takes: Sequence[str]) -> Check:
-    """Both have the same classes, in the same order, and take the same images."""
+    """Check that both models have the same classes, in the same order, and the same input."""
     classes, alike = list(challenger) == list(champion), takes[0] == takes[1]
-    changed = "classes" if not classes else "input"
-    reason = (
-        "" if classes and alike else f"the {changed} changed, so whoever uses it must change too: promote it by hand"
-    )
-    value = f"{len(challenger)} classes, {takes[0]}"
-    return Check("same classes and input", classes and alike, value, f"{len(champion)} classes, {takes[1]}", reason)
+    changed = "classes" if not classes else "" if alike else "input"
+    reason = f"the {changed} changed, so whoever uses it must change too: promote it by hand" if changed else ""
+    value, limit = f"{len(challenger)} classes, {takes[0]}", f"{len(champion)} classes, {takes[1]}"
+    return Check("same classes and input", not changed, value, limit, reason)
 
 
 def finite(challenger: Answers) -> Check:
-    """All that the model answers are numbers."""
+    """Check that no logit is NaN or infinite."""
     bad = np.flatnonzero(~challenger.finite)
     reason = f"sample {challenger.ids[bad[0]] if challenger.ids else bad[0]} gives NaN or infinity" if len(bad) else ""
     return Check("finite", not len(bad), f"{counted(len(bad), 'sample')} with NaN or infinity", "none", reason)
 
 
 def ratio(name: str, value: float, limit: float) -> Check:
-    """The challenger's size, or its time, as a multiple of the champion's."""
+    """Check the challenger's size, or time, as a multiple of the champion's."""
     passed = value <= limit
     reason = "" if passed else f"its {name} is {value:.2f} of the champion's, and {limit:g} is allowed"
     return Check(name, passed, f"{value:.2f}x", f"at most {limit:g}x", reason)
 
 
 def floor(challenger: Answers, policy: Policy) -> Check:
-    """The accuracy that every champion must have."""
+    """Check the accuracy against the policy's ``min_accuracy``."""
     passed = challenger.accuracy >= policy.min_accuracy
     value, limit = percent(challenger.accuracy), percent(policy.min_accuracy)
     reason = "" if passed else f"its accuracy is {value}, and min_accuracy is {limit}"
@@ -86,7 +84,7 @@ def floor(challenger: Answers, policy: Policy) -> Check:
 
 
 def above_majority(challenger: Answers, alpha: float) -> Check:
-    """Better than naming the most frequent class each time: what a first champion must be."""
+    """Check that a first champion is better than naming the most frequent class each time."""
     share = float(np.bincount(challenger.labels).max() / len(challenger.labels))
     p = statistics.above_share(int(challenger.correct.sum()), len(challenger.labels), share)
     reason = "" if p <= alpha else f"naming the most frequent class is right in {percent(share)}, which it hardly beats"
@@ -94,16 +92,18 @@ def above_majority(challenger: Answers, alpha: float) -> Check:
 
 
 def superior(pair: Pair, alpha: float) -> Check:
-    """Better than the champion."""
+    """Check that the challenger is better than the champion, by McNemar's test."""
     p = statistics.better(pair.gained, pair.lost)
-    reason = f"{pair.told()} (p = {p:.3g}, {alpha:.3g} is needed)"
+    reason = f"{pair.describe()} (p = {p:.3g}, {alpha:.3g} is needed)"
     return Check("superior", p <= alpha, f"p = {p:.3g}", f"p at most {alpha:.3g}", reason)
 
 
 def not_worse(name: str, pair: Pair, margin: float, alpha: float) -> Check:
-    """Not worse by more than a margin than the champion, or than the best version ever."""
+    """Check that the challenger is not worse by a margin than the champion, or than the best version ever."""
     bound = statistics.least_difference(pair.gained, pair.lost, pair.samples, alpha)
-    reason = f"{pair.told()}; at least {points(bound)} against the {name}, and more than {points(-margin)} are needed"
+    reason = (
+        f"{pair.describe()}; at least {points(bound)} against the {name}, and more than {points(-margin)} are needed"
+    )
     value, limit = f"at least {points(bound)}", f"above {points(-margin)}"
     return Check(f"not worse than the {name}", bound > -margin, value, limit, reason)
 
@@ -111,10 +111,9 @@ def not_worse(name: str, pair: Pair, margin: float, alpha: float) -> Check:
 def parts(
     kind: str, members: Mapping[str, NDArray[np.int64]], challenger: Answers, champion: Answers, policy: Policy
 ) -> tuple[Check, list[Check]]:
-    """No class, or no slice, may lose: over all of them, and for each.
+    """Check that no class, or no slice, loses; return the check over all of them, and one for each.
 
-    A veto needs both: that the loss is above the limit, and that it is no chance, by McNemar's test with Holm's
-    correction for so many tests.
+    A veto needs a loss above the limit that is significant by McNemar's test with Holm's correction.
     """
     pairs = {name: Pair.of(challenger.correct[part], champion.correct[part]) for name, part in members.items()}
     tested = {name: pair for name, pair in pairs.items() if pair.samples >= LEAST_SAMPLES}
@@ -127,11 +126,10 @@ def parts(
         passed = p is None or p > policy.alpha or -pair.difference <= policy.class_loss
         value = f"{points(pair.difference)}, " + (f"p = {p:.3g}" if p is not None else "not tested")
         few = f"only {pair.samples} samples" if p is None else ""
-        rows.append(Check(name, passed, value, limit, few if passed else f"{kind} {name!r} loses: {pair.told()}"))
+        rows.append(Check(name, passed, value, limit, few if passed else f"{kind} {name!r} loses: {pair.describe()}"))
     vetoes = [row for row in rows if not row.passed]
-    if not tested:
-        value = f"no {kind} has {LEAST_SAMPLES} samples"
-    else:
+    value = f"no {kind} has {LEAST_SAMPLES} samples"
+    if tested:
         worst = min(tested, key=lambda name: tested[name].difference)
         value = f"worst: {worst}, {points(tested[worst].difference)}, p = {p_values[worst]:.3g}"
     reason = "; ".join(row.reason for row in vetoes[:3])
@@ -140,11 +138,7 @@ def parts(
 
 
 def class_members(challenger: Answers, classes: Sequence[str]) -> dict[str, NDArray[np.int64]]:
-    """The samples of each class.
-
-    Raises:
-        UserError: one has none.
-    """
+    """Return the positions of each class's samples; raise a UserError if a class has none."""
     members = {name: np.flatnonzero(challenger.labels == place) for place, name in enumerate(classes)}
     for name, samples in members.items():
         if not len(samples):
@@ -155,7 +149,7 @@ def class_members(challenger: Answers, classes: Sequence[str]) -> dict[str, NDAr
 def not_risen(
     name: str, challenger: NDArray[np.float64], champion: NDArray[np.float64], limit: float, alpha: float
 ) -> Check:
-    """A mean over all samples, of which less is better, may not rise: above the limit, where that is no chance."""
+    """Check that the mean [N] of a loss does not rise above the limit and significantly."""
     rise = float((challenger - champion).mean())
     bound = statistics.least_mean(challenger - champion, alpha)
     passed = bound <= 0 or rise <= limit
@@ -165,7 +159,7 @@ def not_risen(
 
 
 def calibration(challenger: Answers, champion: Answers | None) -> Check:
-    """How honest the scores are; only shown, as its estimate depends on the bins."""
+    """Return the calibration errors; only shown, as their estimate depends on the bins."""
     errors = [
         statistics.calibration_error(model.scores.confidence, model.correct)
         for model in (champion, challenger)
@@ -175,10 +169,11 @@ def calibration(challenger: Answers, champion: Answers | None) -> Check:
 
 
 def exported(found: Comparison | str, *, required: bool) -> Check:
-    """Whether there is an ONNX that answers as torch does; where none is required that is only shown.
+    """Check that there is an ONNX with torch's logits; only shown where it is not required.
 
     Args:
-        found: how far its answers are from torch's, or why there is none.
+        found: how far its logits are from torch's, or why there is no ONNX.
+        required: by the policy.
     """
     limit = "as torch" if required else ""
     if isinstance(found, str):

@@ -74,9 +74,11 @@ def judge(
     Raises:
         UserError: the challenger, the data or the registry cannot be read, or the test split lacks a class.
     """
-    before = registry.champion()
+    before, test_digest = registry.champion(), read_description(data).get(TEST_DIGEST)
+    if test_digest is None:
+        raise UserError(f"{data}: was prepared by an older version, without {TEST_DIGEST}; fetch it again")
     challenger, split = Model(weights, sidecar, settings or Settings()), open_prepared(data)
-    case = Case(registry, policy, before, challenger, split, read_test_digest(data), counts, exports)
+    case = Case(registry, policy, before, challenger, split, str(test_digest), counts, exports)
     if before is None:
         return case.judge_alone(challenger.answers(split))
     if before.version == challenger.digest:
@@ -95,14 +97,6 @@ def judge(
     except IncomparableError as failure:
         case.export(answers)
         return case.close(NO_COMPARISON, str(failure), challenger=answers)
-
-
-def read_test_digest(data: Path) -> str:
-    """Return the digest of a prepared data set's test split; raise a UserError if an older release prepared it."""
-    found = read_description(data).get(TEST_DIGEST)
-    if found is None:
-        raise UserError(f"{data}: was prepared by an older version, without {TEST_DIGEST}; fetch it again")
-    return str(found)
 
 
 class IncomparableError(Exception):
@@ -336,25 +330,21 @@ def incomparable(version: str, action: str) -> Iterator[None]:
 
 def latency_ratio(challenger: Model, champion: Model, split: PreparedSet) -> float:
     """Return the challenger's time for a batch as a multiple of the champion's: the median of several, in turns."""
-    inputs = {model: first_inputs(model, split) for model in (challenger, champion)}
+    inputs: dict[Model, Tensor] = {}
+    for model in (challenger, champion):
+        with closing(model.batches(split, LATENCY_BATCH)) as batches:
+            inputs[model] = next(batch.inputs for batch in batches if len(batch.inputs))
+
+    def seconds(model: Model) -> float:
+        began = time.perf_counter()
+        model.logits(inputs[model])
+        if model.device.type == "cuda":
+            torch.cuda.synchronize(model.device)
+        return time.perf_counter() - began
+
     ratios = []
     for number in range(LATENCY_ROUNDS + 1):
         order = (challenger, champion) if number % 2 else (champion, challenger)
-        seconds = {model: batch_seconds(model, inputs[model]) for model in order}
-        ratios.append(seconds[challenger] / seconds[champion])
+        taken = {model: seconds(model) for model in order}
+        ratios.append(taken[challenger] / taken[champion])
     return median(ratios[1:])  # the first round warms up
-
-
-def first_inputs(model: Model, split: PreparedSet) -> Tensor:
-    """Return the inputs of the first batch that has an image."""
-    with closing(model.batches(split, LATENCY_BATCH)) as batches:
-        return next(batch.inputs for batch in batches if len(batch.inputs))
-
-
-def batch_seconds(model: Model, inputs: Tensor) -> float:
-    """Return the seconds that a model takes for a batch."""
-    began = time.perf_counter()
-    model.logits(inputs)
-    if model.device.type == "cuda":
-        torch.cuda.synchronize(model.device)
-    return time.perf_counter() - began

@@ -12,38 +12,37 @@ from flyte_ddp.files import replacing
 from flyte_ddp.formatting import percent
 from flyte_ddp.models import artifacts
 from flyte_ddp.predict.predict import pictures
-from flyte_ddp.release.answers import Answers, Model
+from flyte_ddp.release.answers import Model
 from flyte_ddp.release.judge import Judgement
-from flyte_ddp.report.confusions import confusion_section
-from flyte_ddp.report.figures import Picture
+from flyte_ddp.report.figures import Picture, confusion_section
 from flyte_ddp.report.page import rendered
 
 PICTURED = 12  # samples of each kind
 
 
 def write_page(judgement: Judgement, name: str, path: Path) -> Path:
-    """Writes the page of the verdict on a model of that name."""
-    models = {"Challenger": judgement.challenger, "Champion": judgement.champion}
+    """Write the page of a judgement on a model of that name, and return its path."""
+    answers = {"Challenger": judgement.challenger, "Champion": judgement.champion}
+    models = {title: model for title, model in answers.items() if model is not None}
     page = rendered(
         "verdict.html",
         name=name,
         verdict=judgement.verdict,
-        models={title: percent(model.accuracy) for title, model in models.items() if model is not None},
+        models={title: percent(model.accuracy) for title, model in models.items()},
         confusions={
             title: confusion_section(count_confusions(model.labels, model.predictions), judgement.model.classes)
             for title, model in models.items()
-            if model is not None
         },
         parts_of_split=judgement.parts,
-        pictured=told_apart(judgement),
+        pictured=pictures_of_differences(judgement),
     )
     with replacing(path) as file:
         file.write(page.encode("ascii"))
     return path
 
 
-def told_apart(judgement: Judgement) -> dict[str, list[Picture]]:
-    """Pictures of the first samples that only one of the two models gets right, as the challenger's inputs."""
+def pictures_of_differences(judgement: Judgement) -> dict[str, list[Picture]]:
+    """Return the challenger's inputs as pictures, by headline, for the first samples that only one model gets right."""
     mine, theirs = judgement.challenger, judgement.champion
     if mine is None or theirs is None:
         return {}
@@ -55,15 +54,18 @@ def told_apart(judgement: Judgement) -> dict[str, list[Picture]]:
         )
     }
     images = images_of(judgement.model, judgement.split, {place for found, _ in wanted.values() for place in found})
-    return {
-        headline: [picture(int(place), images, wrong, judgement.model.classes) for place in places]
-        for headline, (places, wrong) in wanted.items()
-        if len(places)
-    }
+    names, found = judgement.model.classes, dict[str, list[Picture]]()
+    for headline, (places, wrong) in wanted.items():
+        for place in places.tolist():
+            prediction, truth = names[wrong.predictions[place]], names[wrong.labels[place]]
+            score = float(wrong.scores.confidence[place])
+            picture = Picture(f"sample {wrong.ids[place]}", images[place], prediction, truth, score)
+            found.setdefault(headline, []).append(picture)
+    return found
 
 
 def images_of(model: Model, split: PreparedSet, places: set[int]) -> dict[int, NDArray[np.uint8]]:
-    """The images [H, W, C] at these places among the samples that can be decoded."""
+    """Return the images [H, W, C] at these places among the samples that can be decoded."""
     found: dict[int, NDArray[np.uint8]] = {}
     place, spec = 0, artifacts.input_spec(model.sidecar)
     with closing(model.batches(split)) as batches:
@@ -75,10 +77,3 @@ def images_of(model: Model, split: PreparedSet, places: set[int]) -> dict[int, N
                 found[place + row] = image
             place += len(batch.inputs)
     return found
-
-
-def picture(place: int, images: dict[int, NDArray[np.uint8]], wrong: Answers, classes: list[str]) -> Picture:
-    """A sample with the prediction of the model that is wrong about it."""
-    prediction, label = int(wrong.predictions[place]), int(wrong.labels[place])
-    score = float(wrong.scores.confidence[place])
-    return Picture(f"sample {wrong.ids[place]}", images[place], classes[prediction], classes[label], score)

@@ -1,4 +1,7 @@
-"""Storing versions, promoting them by a verdict or a person's word, and reading the champion."""
+"""Storing versions, promoting them by a verdict or a person's word, and reading the champion.
+
+Every function raises a UserError where the registry cannot be read or written, or where a file of it was altered.
+"""
 
 from __future__ import annotations
 
@@ -92,11 +95,7 @@ def check_same_task(stored: Mapping[str, Any], about: Mapping[str, Any], version
 
 
 def carry_out(registry: Registry, version: versions.Version, verdict: Verdict, *, by: str) -> Outcome:
-    """Make the version the champion if its verdict says so; where another was promoted since, the outcome names it.
-
-    Raises:
-        UserError: the registry cannot be read or written, or its log has a fault.
-    """
+    """Make the version the champion if its verdict says so; where another was promoted since, the outcome names it."""
     if not verdict.promotes:
         champion = registry.champion()
         return Outcome(version.name, champion.version if champion else "", f"kept: {verdict.reason}")
@@ -163,14 +162,9 @@ def roll_back(registry: Registry, reason: str, *, by: str, once: bool = False) -
 
 
 def earlier_try(registry: Registry, history: list[Entry], by: str, action: str, version: str = "") -> Entry | None:
-    """Return the entry that an execution wrote before it was killed, or None; renews champion.json in the former case.
+    """Return the entry that an execution wrote before it was killed, and renew champion.json; None if there is none.
 
-    Args:
-        registry: of the model.
-        history: its log.
-        by: the execution.
-        action: promote or rollback.
-        version: of the entry; empty: any.
+    An empty ``version`` stands for any.
     """
     for entry in history:
         if (entry.by, entry.action) == (by, action) and version in ("", entry.version):
@@ -206,27 +200,16 @@ def read_sidecar(registry: Registry, version: versions.Version) -> dict[str, Any
 
 
 def stored_files(registry: Registry, version: str, folder: Path, manifest: str = "") -> tuple[Path, Path]:
-    """Copy a version's weights and sidecar into a folder, and return their paths.
+    """Copy a version's weights and sidecar into a folder, and return their paths; UserError if there is none.
 
-    Args:
-        registry: of the model.
-        version: the SHA-256 of its weights.
-        folder: where to write.
-        manifest: which revision; see :func:`flyte_ddp.release.versions.find_version`.
-
-    Raises:
-        UserError: there is no such version, or it cannot be read.
+    :func:`flyte_ddp.release.versions.find_version` explains ``version`` and ``manifest``.
     """
     versions.fetch_files(registry, versions.read_version(registry, version, manifest), folder)
     return folder / versions.WEIGHTS, folder / versions.SIDECAR
 
 
 def champion_files(registry: Registry, folder: Path) -> tuple[Path, Path]:
-    """Copy the champion's weights and sidecar into a folder, and return their paths.
-
-    Raises:
-        UserError: there is no champion, or it cannot be read.
-    """
+    """Copy the champion's weights and sidecar into a folder, and return their paths; UserError if there is none."""
     entry = registry.champion()
     if entry is None:
         raise UserError(f"registry {registry.address!r}: {registry.name} has no champion; promote a version first")
@@ -234,11 +217,7 @@ def champion_files(registry: Registry, folder: Path) -> tuple[Path, Path]:
 
 
 def champion_profile(registry: Registry, entry: Entry) -> DataProfile | None:
-    """Return the profile of the data that an entry's version was trained on; None if the version has none.
-
-    Raises:
-        UserError: the registry cannot be read, or the file was altered.
-    """
+    """Return the profile of the data that an entry's version was trained on; None if the version has none."""
     version = versions.read_version(registry, entry.version, entry.manifest)
     if PROFILE not in version.files:
         return None

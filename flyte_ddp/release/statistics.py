@@ -21,7 +21,7 @@ Counts = NDArray[np.integer[Any]]
 
 
 def spent(alpha: float, look: int) -> float:
-    """The share of ``alpha`` for the ``look``-th test (from 1) on the same samples; all shares sum up to ``alpha``.
+    """Return the share of ``alpha`` for the ``look``-th test, from 1, on the same samples; all sum up to ``alpha``.
 
     With it, false alarms over all looks together stay below ``alpha`` (Bonferroni's bound, by the sum of 1 / k^2).
     """
@@ -29,21 +29,20 @@ def spent(alpha: float, look: int) -> float:
 
 
 def better(gained: int, lost: int) -> float:
-    """McNemar's exact test, one-sided: the probability of so many gains if both models were equally good.
+    """Return the p-value of McNemar's exact test, one-sided; 1 if no sample tells the models apart.
 
-    McNemar, "Note on the sampling error of the difference between correlated proportions", Psychometrika 12 (1947); 1
-    if no sample tells the models apart.
+    McNemar, "Note on the sampling error of the difference between correlated proportions", Psychometrika 12 (1947).
     """
     return float(stats.binomtest(gained, gained + lost, 0.5, alternative="greater").pvalue) if gained + lost else 1.0
 
 
 def above_share(correct: int, samples: int, share: float) -> float:
-    """The binomial test, one-sided: the probability of so many correct ones if ``share`` of all were to be expected."""
+    """Return the p-value of the binomial test, one-sided, that more than ``share`` of the samples are correct."""
     return float(stats.binomtest(correct, samples, share, alternative="greater").pvalue)
 
 
 def score(gained: Counts, lost: Counts, samples: int, difference: float) -> Floats:
-    """Tango's statistic of a true difference in accuracy, first minus second model: standard normal where it is true.
+    """Return Tango's statistic of a difference in accuracy, first minus second model: standard normal if it is true.
 
     Tango, "Equivalence test and confidence interval for the difference in proportions for the paired-sample design",
     Statistics in Medicine 17 (1998).
@@ -56,7 +55,7 @@ def score(gained: Counts, lost: Counts, samples: int, difference: float) -> Floa
 
 
 def least_difference(gained: int, lost: int, samples: int, alpha: float) -> float:
-    """The lower bound of the difference in accuracy at the confidence 1 - ``alpha``, by inverting Tango's test."""
+    """Return the lower bound of the difference in accuracy at confidence 1 - ``alpha``, by inverting Tango's test."""
     wanted, lowest, highest = stats.norm.isf(alpha), -1 + 1e-12, (gained - lost) / samples - 1e-12
 
     def excess(difference: float) -> float:
@@ -68,7 +67,7 @@ def least_difference(gained: int, lost: int, samples: int, alpha: float) -> floa
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """The p-values, corrected for there being so many: Holm, Scandinavian Journal of Statistics 6 (1979)."""
+    """Return the p-values, corrected for their number: Holm, Scandinavian Journal of Statistics 6 (1979)."""
     corrected, largest = [0.0] * len(p_values), 0.0
     for rank, place in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
         largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[place]))
@@ -77,7 +76,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def least_mean(values: Floats, alpha: float) -> float:
-    """The lower bound of a mean at the confidence 1 - ``alpha``: by a studentised bootstrap, the same each time.
+    """Return the lower bound of a mean at the confidence 1 - ``alpha``, by a studentised bootstrap, the same each time.
 
     Efron and Tibshirani, "An introduction to the bootstrap" (1993), section 12.5. Percentiles of the means themselves
     would miss the truth more often where a few values are far from the others, as those of likelihoods are.
@@ -99,7 +98,7 @@ def least_mean(values: Floats, alpha: float) -> float:
 
 
 def detectable(samples: int, discordant: float, alpha: float) -> float | None:
-    """The true difference in accuracy that McNemar's test finds with a probability of 80 %; None if there is none.
+    """Return the true difference in accuracy that McNemar's test finds with a probability of POWER, or None.
 
     Args:
         discordant: the share of samples that only one of the models gets right.
@@ -119,7 +118,7 @@ def detectable(samples: int, discordant: float, alpha: float) -> float | None:
 
 
 def passing(samples: int, discordant: float, margin: float, alpha: float) -> float:
-    """How often a model of the same accuracy is found to be not worse by a margin; simulated, the same each time.
+    """Return how often a model of the same accuracy is found not worse by a margin; simulated, the same each time.
 
     Args:
         discordant: the share of samples that only one of the models gets right.
@@ -132,7 +131,7 @@ def passing(samples: int, discordant: float, margin: float, alpha: float) -> flo
 
 
 def calibration_error(confidence: NDArray[np.float64], correct: NDArray[np.bool_], bins: int = 15) -> float:
-    """How far confidence and accuracy are apart, over bins of equal width and weighted by their samples.
+    """Return the mean distance of confidence and accuracy, over bins of equal width, weighted by their samples.
 
     Guo et al., "On calibration of modern neural networks", ICML 2017.
 

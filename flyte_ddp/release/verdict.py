@@ -1,4 +1,4 @@
-"""What came of a judgement: each check with its value, its limit and its reason."""
+"""The verdict of a judgement, with its checks."""
 
 # No "from __future__ import annotations" here: flytekit derives the type of a task's output from real types.
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ PROMOTED, KEPT, NO_COMPARISON = "promote", "keep", "no_comparison"
 
 @dataclass(frozen=True)
 class Check(DataClassJsonMixin):
-    """One of the questions that a judgement asks."""
+    """One check of a judgement."""
 
     name: str
     passed: bool
@@ -44,8 +44,8 @@ class Verdict(DataClassJsonMixin):
         """Whether the challenger is to be the champion."""
         return self.decision == PROMOTED
 
-    def told(self) -> str:
-        """In a sentence."""
+    def describe(self) -> str:
+        """Return decision and reason as a sentence."""
         promoted = "to be promoted" if self.look else "would be promoted"
-        said = {PROMOTED: promoted, KEPT: "the champion is kept", NO_COMPARISON: "no comparison"}
-        return f"{said[self.decision]}: {self.reason}"
+        decision = {PROMOTED: promoted, KEPT: "the champion is kept", NO_COMPARISON: "no comparison"}
+        return f"{decision[self.decision]}: {self.reason}"

@@ -3,7 +3,7 @@
 The manifest, the list of a version's files, comes last: a folder without it is of a writer that was killed, and is
 completed by whoever writes the same files again. A later judgement of the same weights that promotes them writes a
 revision: a folder ``2`` in the version's folder, and so on. An entry of the log names the revision that became champion
-by the SHA-256 of its manifest.
+by the SHA-256 of its manifest. Every function raises a UserError where the registry cannot be read or written.
 """
 
 import hashlib
@@ -41,8 +41,6 @@ def write_version(registry: Registry, files: Mapping[str, Path | bytes]) -> Vers
         files: contents or paths by name, ``model.pt`` among them. The first one must differ between judgements: by it
             a writer sees that a folder is another judgement's.
 
-    Raises:
-        UserError: the store cannot be written to, or the weights in it have been altered.
     """
     digests = {file: content_digest(content) for file, content in files.items()}
     manifest = json.dumps({"files": dict(sorted(digests.items()))}, indent=1).encode() + b"\n"
@@ -97,11 +95,7 @@ def content_digest(content: Path | bytes) -> str:
 
 
 def read_version(registry: Registry, name: str, manifest: str = "") -> Version:
-    """Return the version of that name; :func:`find_version` says which revision.
-
-    Raises:
-        UserError: there is none, its manifest was altered, or a file is missing.
-    """
+    """Return the version that :func:`find_version` finds; raise a UserError if there is none."""
     if (found := find_version(registry, name, manifest)) is None:
         raise UserError(
             f"registry {registry.address!r}: {registry.name} has no complete version {name}: there is no {MANIFEST} "
@@ -136,9 +130,16 @@ def find_version(registry: Registry, name: str, manifest: str = "") -> Version |
         with registry.explain_failures("read"):
             content = storage.retried(registry.at(folder, MANIFEST), storage.read)
         if manifest in ("", content_digest(content)):
-            version = Version(name, folder, content_digest(content), files_in(content))
-            check_complete(registry, version, {registry.at(revision_folder(name, 1), file) for file in there})
-            return version
+            try:
+                files = {str(file): str(digest) for file, digest in json.loads(content)["files"].items()}
+            except (ValueError, KeyError, TypeError, AttributeError):
+                files = {}
+            if files.get(WEIGHTS) != name or SIDECAR not in files:
+                raise damaged_file(registry.at(folder, MANIFEST))
+            for file in files:
+                if ("" if number == 1 else f"{number}/") + file not in there:
+                    raise UserError(f"{registry.at(folder, file)}: is missing; restore it, or promote another version")
+            return Version(name, folder, content_digest(content), files)
     if not numbers:
         return None
     raise UserError(
@@ -147,29 +148,8 @@ def find_version(registry: Registry, name: str, manifest: str = "") -> Version |
     )
 
 
-def files_in(manifest: bytes) -> dict[str, str]:
-    """Return the SHA-256 of each file in a manifest; empty if it is damaged."""
-    try:
-        return {str(file): str(digest) for file, digest in json.loads(manifest)["files"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return {}
-
-
-def check_complete(registry: Registry, version: Version, there: set[str]) -> None:
-    """Refuse a version of which a file is not among these addresses, or whose manifest was altered."""
-    if version.files.get(WEIGHTS) != version.name or SIDECAR not in version.files:
-        raise damaged_file(registry.at(version.folder, MANIFEST))
-    for address in (registry.at(version.folder, file) for file in version.files):
-        if address not in there:
-            raise UserError(f"{address}: is missing; restore it, or promote another version")
-
-
 def damaged_files(registry: Registry, version: Version) -> Iterator[UserError]:
-    """Read all files of a version whole, and yield an error for each that is missing or was altered.
-
-    Raises:
-        UserError: a file cannot be read.
-    """
+    """Read all files of a version whole, and yield an error for each that is missing or was altered."""
     for file, digest in version.files.items():
         address = registry.at(version.folder, file)
         with registry.explain_failures("read"):
@@ -179,11 +159,7 @@ def damaged_files(registry: Registry, version: Version) -> Iterator[UserError]:
 
 
 def check_files(registry: Registry, version: Version) -> None:
-    """Read all files of a version whole.
-
-    Raises:
-        UserError: one cannot be read, is missing or was altered.
-    """
+    """Read all files of a version whole; raise a UserError if one is missing or was altered."""
     for error in damaged_files(registry, version):
         raise error
 
@@ -191,11 +167,7 @@ def check_files(registry: Registry, version: Version) -> None:
 def fetch_files(
     registry: Registry, version: Version, folder: Path, files: tuple[str, ...] = (WEIGHTS, SIDECAR)
 ) -> None:
-    """Copy files of a version into a folder.
-
-    Raises:
-        UserError: one cannot be read, or was altered.
-    """
+    """Copy files of a version into a folder; raise a UserError if one is missing or was altered."""
     for file in files:
         address = registry.at(version.folder, file)
 

@@ -12,11 +12,13 @@ import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from flyte_ddp.confusions import confusion_matrix
+from flyte_ddp.formatting import percent
 from flyte_ddp.report.page import TEMPLATES, rendered
 
 if TYPE_CHECKING:
@@ -29,6 +31,8 @@ BLUE, ORANGE, GREEN, MUTED = "#2457c5", "#d9660f", "#1b8a5a", "#5d6878"
 MAX_POINTS = 300  # more cannot be told apart at the size of a chart
 NAMED_CLASSES = 20  # up to here a confusion matrix has room for numbers
 LABELLED_CLASSES = 50  # and up to here for names
+PICTURED_CLASSES = 1000  # with more, a cell of the picture would be less than half a pixel wide on the page
+LISTED, LISTED_ALONE = 8, 25  # rows of a list beside the picture, and without one
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,7 @@ class Picture:
 
 
 def styled() -> AbstractContextManager[None]:
-    """The report's look for the figures made inside, whatever the user's own matplotlib settings are."""
+    """Return a context in which figures have the report's style, whatever the user's matplotlib settings are."""
     from matplotlib import style
 
     return style.context(TEMPLATES / "report.mplstyle", after_reset=True)
@@ -63,7 +67,7 @@ def styled() -> AbstractContextManager[None]:
 def line_chart(
     series: Sequence[Series], *, x_label: str, y_label: str, scale: str = "linear", x_from: float | None = None
 ) -> str:
-    """Lines over a common x, as an SVG element; long series as their means in bands from smallest to largest.
+    """Draw lines over a common x as an SVG element; long series as means in bands from smallest to largest.
 
     Args:
         series: at least one, each with at least one point.
@@ -109,7 +113,7 @@ def line_chart(
 
 
 def draw(axes: Axes, line: Series) -> None:
-    """One line, with its points if they are few."""
+    """Draw one line, with its points if they are few."""
     x, y = np.asarray(line.x, dtype=float), np.asarray(line.y, dtype=float)
     if len(x) <= MAX_POINTS:
         style = "o-" if len(x) <= 40 else "-"
@@ -121,7 +125,7 @@ def draw(axes: Axes, line: Series) -> None:
 
 
 def thinned(x: Floats, y: Floats) -> tuple[Floats, Floats, Floats, Floats]:
-    """Cuts a long series into ``MAX_POINTS`` parts: the mean x, and the smallest, mean and largest y of each."""
+    """Cut a long series into ``MAX_POINTS`` parts; return the mean x, and the smallest, mean and largest y of each."""
     starts = np.linspace(0, len(x), MAX_POINTS, endpoint=False).astype(np.int64)
     counts = np.diff(np.append(starts, len(x)))
     low, total, high = (combined.reduceat(y, starts) for combined in (np.minimum, np.add, np.maximum))
@@ -129,7 +133,7 @@ def thinned(x: Floats, y: Floats) -> tuple[Floats, Floats, Floats, Floats]:
 
 
 def confusion_heatmap(confusion: NDArray[np.int64], classes: Sequence[str]) -> str:
-    """Truth (rows) against prediction (columns), as an SVG element: correct ones blue, mistakes orange.
+    """Draw truth (rows) against prediction (columns) as an SVG element: correct ones blue, mistakes orange.
 
     A cell's depth is its share of the row; that of mistakes is stretched to the largest, as they are few.
     """
@@ -162,14 +166,44 @@ def confusion_heatmap(confusion: NDArray[np.int64], classes: Sequence[str]) -> s
     )
 
 
+def confusion_section(counts: NDArray[np.int64], names: Sequence[str]) -> dict[str, Any]:
+    """Return the values that templates show of confusions: a picture and lists; empty if there is no sample.
+
+    Args:
+        counts: [K, 3] truth, prediction and number of samples, from :func:`flyte_ddp.confusions.count_confusions`.
+        names: of all classes.
+
+    Returns:
+        ``picture`` (SVG, empty with more than PICTURED_CLASSES), whether it ``is_large``, the most frequent
+        ``mistakes`` and the ``hardest`` classes.
+    """
+    if not len(counts):
+        return {}
+    classes, pictured = len(names), len(names) <= PICTURED_CLASSES
+    listed = LISTED if pictured else LISTED_ALONE
+    wrong, right = (counts[chosen] for chosen in (counts[:, 0] != counts[:, 1], counts[:, 0] == counts[:, 1]))
+    totals, correct = (np.bincount(rows[:, 0], rows[:, 2], classes).astype(np.int64) for rows in (counts, right))
+    recall = correct / np.maximum(1, totals)
+    hardest = np.argsort(np.where(totals, recall, 2.0), kind="stable")[:listed].tolist()
+    return {
+        "picture": confusion_heatmap(confusion_matrix(counts, classes), names) if pictured else "",
+        "is_large": classes > NAMED_CLASSES,
+        "mistakes": [
+            (names[truth], names[prediction], f"{samples:,}", percent(samples / totals[truth]))
+            for truth, prediction, samples in wrong[np.argsort(-wrong[:, 2], kind="stable")[:listed]].tolist()
+        ],
+        "hardest": [(names[k], percent(recall[k]), f"{totals[k]:,}") for k in hardest if totals[k]],
+    }
+
+
 def short(name: str, limit: int = 18) -> str:
-    """A class name on one line that fits an axis."""
+    """Return a class name on one line, cut to a length that fits an axis."""
     name = " ".join(name.split())
     return name if len(name) <= limit else name[: limit - 1] + "\N{HORIZONTAL ELLIPSIS}"
 
 
 def thumbnail(pixels: NDArray[np.uint8], side: int = 112) -> str:
-    """A uint8 [H, W, C] image as a data URI: small ones in whole multiples with hard pixels, large ones scaled down."""
+    """Return a uint8 [H, W, C] image as a data URI: small ones enlarged by whole multiples, large ones scaled down."""
     from PIL import Image
 
     image = Image.fromarray(np.ascontiguousarray(pixels[:, :, :3] if pixels.shape[2] >= 3 else pixels[:, :, 0]))
@@ -181,7 +215,7 @@ def thumbnail(pixels: NDArray[np.uint8], side: int = 112) -> str:
 
 
 def png(image: Image) -> str:
-    """An image as a data URI."""
+    """Return an image as a data URI."""
     buffer = io.BytesIO()
     image.save(buffer, format="PNG")
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()

@@ -1,4 +1,4 @@
-"""Templates to pages; whatever comes from a run is escaped, and so stays text."""
+"""Rendering of templates, in which every value is escaped."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TEMPLATES = Path(__file__).with_name("templates")
 
 @functools.cache
 def environment() -> Environment:
-    """Where templates come from, and the filters that they use."""
+    """Return the environment of the templates, with the filters that they use."""
     import jinja2  # not before there is a page to make, as every command would wait for it
 
     from flyte_ddp.report.figures import thumbnail
@@ -28,6 +28,6 @@ def environment() -> Environment:
 
 
 def rendered(template: str, **values: Any) -> str:
-    """A template with its values, in plain ASCII: that comes through whatever encoding a reader takes for granted."""
+    """Render a template as ASCII, with references for other characters: so that it is read right in any encoding."""
     text = environment().get_template(template).render(values)
     return text.encode("ascii", "xmlcharrefreplace").decode("ascii")

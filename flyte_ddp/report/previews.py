@@ -28,14 +28,14 @@ LISTED = 30  # classes
 
 
 def of_run(hp: Hyperparameters, data: Path | None, run: str) -> str:
-    """What is going to be trained, on what, and in how many steps; ``data`` is None if it is not fetched yet."""
+    """Return the page on what is going to be trained; ``data`` is None if it is not fetched yet."""
     facts = [("Data set", hp.dataset), ("Model", hp.model), ("Epochs", f"{hp.epochs:,}")]
     facts += sizes(hp, data) if data is not None else [("Samples", "known when the data set has been fetched")]
     return rendered("preview.html", title=run, heading="What is trained", facts=facts, settings=settings(hp.to_dict()))
 
 
 def sizes(hp: Hyperparameters, data: Path) -> list[tuple[str, str]]:
-    """Of a prepared data set, and of the run on it."""
+    """Return the sizes of a prepared data set, and of the run on it."""
     found = open_prepared(data)
     if isinstance(found, ImageArrays):
         samples = len(found.train_labels)
@@ -51,7 +51,7 @@ def sizes(hp: Hyperparameters, data: Path) -> list[tuple[str, str]]:
 
 
 def of_shards(address: str) -> str:
-    """What an index lists, and some of its samples as pictures."""
+    """Return the page on an index: what it lists, and PICTURES of its samples."""
     index = read_index(address)
     numbers = np.linspace(0, len(index) - 1, min(PICTURES, len(index)), dtype=int).tolist()
     return rendered(
@@ -61,12 +61,12 @@ def of_shards(address: str) -> str:
         facts=index.summary().items(),
         classes=", ".join(index.classes[:LISTED]) or "not known",
         pictured="Some samples",
-        pictures=[pictured(index, read_sample(address, number)) for number in numbers],
+        pictures=[sample_picture(index, read_sample(address, number)) for number in numbers],
     )
 
 
-def pictured(index: ShardIndex, sample: Sample) -> Picture:
-    """A sample's picture with its class."""
+def sample_picture(index: ShardIndex, sample: Sample) -> Picture:
+    """Return a sample's picture with its class, or with the reason why it cannot be decoded."""
     # Here, as it brings torch along, for which the pod that shows what is going to be trained would wait a second.
     from flyte_ddp.loading.decoding import DecodingError, with_pillow
 
@@ -88,8 +88,8 @@ class FirstPredictions:
         self.pictures: list[Picture] = []
         self.images = self.known = self.correct = 0
 
-    def add(self, images: Iterable[NDArray[np.uint8]], rows: Sequence[Sequence[str]], *, truths: bool) -> None:
-        """Takes the rows of a batch (id, prediction, the truth if it is known, scores) and images of the first ones."""
+    def add_batch(self, images: Iterable[NDArray[np.uint8]], rows: Sequence[Sequence[str]], *, truths: bool) -> None:
+        """Add the rows of a batch (id, prediction, truth if known, scores), and the images of its decoded samples."""
         decoded = iter(images)
         for row in rows:
             self.images += 1
@@ -101,7 +101,7 @@ class FirstPredictions:
                 self.pictures.append(Picture(name, next(decoded), prediction, truth, float(rest[0])))
 
     def page(self, title: str) -> str:
-        """The page."""
+        """Return the page."""
         facts = [("Images", f"{self.images:,}")]
         if self.known:
             facts.append(("Correct", f"{self.correct:,} of {self.known:,}, {percent(self.correct / self.known)}"))

@@ -1,4 +1,4 @@
-"""A run folder to one HTML page that needs nothing else: also what the Flyte console shows as the task's deck."""
+"""The report of a run folder: one HTML page that needs nothing else, also the deck of the task."""
 
 import dataclasses
 import html
@@ -10,8 +10,7 @@ from typing import Any
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.files import replacing
-from flyte_ddp.report.confusions import confusion_section
-from flyte_ddp.report.figures import BLUE, GREEN, ORANGE, Series, line_chart
+from flyte_ddp.report.figures import BLUE, GREEN, ORANGE, Series, confusion_section, line_chart
 from flyte_ddp.report.page import rendered
 from flyte_ddp.report.run_records import Record, Run, read_run
 
@@ -40,7 +39,7 @@ CHARTS: tuple[Any, ...] = (  # title, x, label and scale of y, and the lines: la
 
 
 def write_report(run_folder: Path, name: str = "") -> Path:
-    """Writes what :func:`render` gives into ``report.html`` of a run folder, and returns its path."""
+    """Write the page of :func:`render` to ``report.html`` in the run folder, and return its path."""
     page, path = render(run_folder, name), run_folder / "report.html"
     with replacing(path) as file:
         file.write(page.encode("ascii"))
@@ -48,13 +47,15 @@ def write_report(run_folder: Path, name: str = "") -> Path:
 
 
 def render(run_folder: Path, name: str = "", failure: str = "") -> str:
-    """The report as an HTML page; its styles touch nothing outside it, so it can be part of another page.
+    """Return the report as HTML; its styles touch nothing outside it, so that it can be part of another page.
 
     Args:
-        run_folder: of a run that may still be training; UserError if it is none, or holds a damaged file.
+        run_folder: of a run that may still be training.
         name: of the run; empty: that of the folder.
-        failure: why it has failed.
+        failure: why the run has failed.
 
+    Raises:
+        UserError: it is no run folder, or a file in it is damaged.
     """
     run = read_run(run_folder, name)
     return rendered(
@@ -71,13 +72,13 @@ def render(run_folder: Path, name: str = "", failure: str = "") -> str:
 
 
 def last_record_in(page: str) -> Record | None:
-    """The last record of metrics in a report, empty before there is one; None if the page is no report."""
+    """Return the last record of metrics in a report, empty before there is one; None if the page is no report."""
     found = re.search('<data class="ddp-last-record" value="([^"]*)"', page)
     return None if found is None else json.loads(html.unescape(found[1]))
 
 
 def charts(run: Run) -> Iterator[tuple[str, str]]:
-    """Losses, accuracies, learning rate and speed over the run: titles and drawings."""
+    """Yield titles and SVG of the charts: losses, accuracies, learning rate and speed."""
     for title, kind_of_x, y_label, scale, *lines in CHARTS:
         drawn = []
         for label, color, kind, key in lines:
@@ -91,14 +92,14 @@ def charts(run: Run) -> Iterator[tuple[str, str]]:
 
 
 def time_spent(run: Run) -> list[tuple[str, str, float, float]]:
-    """The parts of the time of rank 0: name, colour, seconds and share."""
+    """Return the parts of rank 0's time: name, colour, seconds and share."""
     seconds = {key: max(0.0, run.end.get("seconds", {}).get(key, 0.0)) for key in PARTS}
     total = sum(seconds.values())
     return [(*PARTS[key], spent, spent / total) for key, spent in seconds.items()] if total else []
 
 
 def settings(given: Mapping[str, Any]) -> dict[str, list[tuple[str, ...]]]:
-    """Hyperparameters with their values, defaults and meanings: the changed ones, and the others."""
+    """Return hyperparameters with value, default and meaning: the changed ones, and the others."""
     rows: dict[str, list[tuple[str, ...]]] = {"changed": [], "others": []}
     for field in dataclasses.fields(Hyperparameters):
         if field.name in given:

@@ -1,4 +1,4 @@
-"""What a run folder says about its run: the records, the sidecar and the pictured predictions, read for the report."""
+"""The files of a run folder, read for the report: records, sidecar and pictured predictions."""
 
 import json
 import zipfile
@@ -19,7 +19,7 @@ Record = dict[str, Any]
 
 @dataclass
 class Run:
-    """One run's records by kind, in the order of their steps; empty if it has none of a kind."""
+    """A run's records by kind, in the order of their steps."""
 
     name: str
     starts: list[Record] = field(default_factory=list)  # of all attempts
@@ -32,12 +32,12 @@ class Run:
 
     @property
     def start(self) -> Record:
-        """The record of the last attempt."""
+        """The start record of the last attempt."""
         return self.starts[-1]
 
     @property
     def classes(self) -> list[str]:
-        """Their names, in the order of the labels."""
+        """Names of the classes, in the order of the labels."""
         return [str(name) for name in self.start.get("classes", [])]
 
     @property
@@ -67,7 +67,7 @@ class Run:
 
 
 def read_run(folder: Path, name: str = "") -> Run:
-    """Reads ``metrics.jsonl``, and ``model.json`` and ``predictions.npz`` if there; UserError if one is damaged."""
+    """Read ``metrics.jsonl``, and ``model.json`` and ``predictions.npz`` if there; UserError if one is damaged."""
     run = Run(name or folder.name)
     steps: dict[str, dict[int, Record]] = {"train": {}, "evaluation": {}}
     for record in read_records(folder / "metrics.jsonl"):
@@ -108,7 +108,7 @@ def read_predictions(path: Path, classes: list[str]) -> tuple[NDArray[np.int64],
 
 
 def named(predictions: Mapping[str, NDArray[Any]]) -> list[str]:
-    """The names of the pictured samples, empty if they have none; undecodable bytes become replacement characters."""
+    """Return the names of the pictured samples, or empty ones; undecodable bytes become replacement characters."""
     if "names" not in predictions or not len(predictions["names"]):
         return [""] * len(predictions["index"])
     found = predictions["names"].tolist()

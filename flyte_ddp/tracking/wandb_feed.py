@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from flyte_ddp.json_lines import parsed
-from flyte_ddp.report.confusions import PICTURED_CLASSES
+from flyte_ddp.report.figures import PICTURED_CLASSES
 from flyte_ddp.report.run_records import named
 from flyte_ddp.runs.run_folder import METRICS, PREDICTIONS, UNFINISHED
 

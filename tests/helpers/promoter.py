@@ -1,5 +1,7 @@
 """Promotes in a process of its own: ``race ADDRESS WHO ROUNDS`` for each entry of a log, ``release ADDRESS FOLDER``.
 
+``KILL_AT`` numbers the write before or after which the process is killed.
+
 ``look ADDRESS WHO ROUNDS`` claims looks at a test split.
 """
 
@@ -40,13 +42,13 @@ def look(address: str, who: str, rounds: str) -> None:
         print(looks.claim_look(Registry(address, "model"), "t", f"{who} {number}", "champion", "superior"))
 
 
-def release(address: str, folder: str) -> None:
-    """Stores a version and promotes it; ``KILL_AT`` numbers the write before or after which the process is killed."""
+def release_model(address: str, folder: str) -> str:
+    """Store a version and promote it; return the outcome's reason. A second call is a second try."""
     verdict = Verdict.from_json(Path(folder, "verdict.json").read_text())
     registry = Registry(address, "model")
     files = (Path(folder, name) for name in (versions.WEIGHTS, versions.SIDECAR))
     version = store(registry, *files, verdict, {"page.html": Path(folder, "page.html")}, by="the same execution")
-    print(carry_out(registry, version, verdict, by="the same execution").reason)
+    return carry_out(registry, version, verdict, by="the same execution").reason
 
 
 def killed_at(number: int, *, after: bool) -> None:
@@ -72,4 +74,4 @@ if __name__ == "__main__":
     if at := os.environ.get("KILL_AT"):
         place, _, when = at.partition(" ")
         killed_at(int(place), after=when == "after")
-    {"race": race, "look": look, "release": release}[sys.argv[1]](*sys.argv[2:])
+    print({"race": race, "look": look, "release": release_model}[sys.argv[1]](*sys.argv[2:]) or "", end="")

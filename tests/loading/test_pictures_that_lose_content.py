@@ -15,7 +15,7 @@ from PIL import Image
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_prepared
 from flyte_ddp.datasets.packing import pack_image_folder
-from flyte_ddp.export.requests import raw_images
+from flyte_ddp.export.exporting import raw_images
 from flyte_ddp.predict.predict import predict
 from flyte_ddp.run import run_training
 from flyte_ddp.validation.profiling import profile

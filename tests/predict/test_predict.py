@@ -17,7 +17,6 @@ from PIL import Image
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.image_folder import list_images
 from flyte_ddp.errors import UserError
-from flyte_ddp.loading.decoding import with_pillow
 from flyte_ddp.loading.encoded import BadSamples
 from flyte_ddp.models import artifacts
 from flyte_ddp.models.images import InputSpec
@@ -29,6 +28,8 @@ from flyte_ddp.settings import Settings
 GREY = InputSpec(channels=1, height=16, width=16, mean=(0.3,), std=(0.4,))
 RGB = InputSpec(channels=3, height=16, width=16, mean=(0.3, 0.4, 0.5), std=(0.2, 0.25, 0.3))
 CLASSES = ["shoe", 'a "quoted", name', "bag"]
+SIZES = ("crop_share", "resize_dtype", "height", "width", "antialias")
+USED_BY_THE_EXAMPLE = ("upright", "background", "mode", "scale", "mean", "std", *SIZES)
 
 
 LINEAR = """
@@ -194,12 +195,6 @@ def test_images_of_any_size_are_resized(grey_model: tuple[Path, Path], folder: P
     assert torch.allclose(scores_of(rows), expected, atol=1e-3)
 
 
-def test_sixteen_bits_are_scaled_and_not_clipped(tmp_path: Path) -> None:
-    pixels = noise(9, 7)
-    Image.fromarray(pixels.astype(np.uint16) * 256 + 17).save(tmp_path / "deep.png")
-    assert np.array_equal(with_pillow((tmp_path / "deep.png").read_bytes(), "L"), pixels)
-
-
 def test_images_are_read_a_batch_at_a_time(folder: Path) -> None:
     for k in range(10):
         Image.fromarray(noise(16, 16)).save(folder / f"{k}.png")
@@ -271,23 +266,6 @@ def test_outside_this_package_ten_lines_of_the_readme_prepare_an_image(
     assert all(f'takes["{name}"]' in code for name in USED_BY_THE_EXAMPLE)
 
 
-USED_BY_THE_EXAMPLE = (
-    *(
-        "upright",
-        "background",
-        "mode",
-        "crop_share",
-        "resize_dtype",
-        "height",
-        "width",
-        "antialias",
-        "scale",
-        "mean",
-        "std",
-    ),
-)
-
-
 @pytest.mark.slow
 def test_a_runs_sidecar_has_these_numbers(digits: Path, tmp_path: Path) -> None:
     hp = Hyperparameters(num_ranks=1, max_steps=1)
@@ -304,10 +282,6 @@ def text_as_png(folder: Path) -> None:
 def cut_jpeg(folder: Path) -> None:
     Image.fromarray(noise(64, 64)).save(folder / "cut.jpg")
     os.truncate(folder / "cut.jpg", 900)
-
-
-def picture(folder: Path) -> None:
-    Image.fromarray(noise(16, 16)).save(folder / "fine.png")
 
 
 @pytest.mark.parametrize(
@@ -364,19 +338,26 @@ def test_images_that_cannot_be_decoded_are_named_and_do_not_stop_the_others(
     said = capfd.readouterr().err
     assert "no prediction for 3 image(s), which cannot be decoded: " in said
     assert f"{folder}/b.png (of no known format)" in said
-    with pytest.raises(UserError, match="bad_samples=-1: must be at least 0"):
-        predict(*grey_model, **options, bad_samples=-1)
+    grey_model[1].write_text(
+        json.dumps(json.loads(grey_model[1].read_text()) | {"hyperparameters": {"bad_samples": 3}})
+    )
+    assert read_table(predict(*grey_model, **options)) == rows, "by default as many are allowed as in training"
 
 
-def test_by_default_as_many_are_allowed_as_in_training(
-    grey_model: tuple[Path, Path], folder: Path, tmp_path: Path
-) -> None:
-    picture(folder)
-    text_as_png(folder)
-    sidecar = json.loads(grey_model[1].read_text()) | {"hyperparameters": {"bad_samples": 1}}
-    grey_model[1].write_text(json.dumps(sidecar))
-    rows = read_table(predict(*grey_model, images=folder, dataset=None, output=tmp_path / "table.csv"))
-    assert [(row["id"], bool(row["prediction"])) for row in rows] == [("fine.png", True), ("notes.png", False)]
+def test_settings_that_are_refused(grey_model: tuple[Path, Path], folder: Path, tmp_path: Path) -> None:
+    _, other = save(tmp_path / "other", GREY, seed=1)
+    for options, said in (
+        ({"images": None}, "give exactly one"),
+        ({"dataset": folder}, "give exactly one"),
+        ({"batch_size": 0}, "batch_size=0: must be at least 1"),
+        ({"bad_samples": -1}, "bad_samples=-1: must be at least 0"),
+        ({"sidecar_path": other}, "take both files from the same run"),
+    ):
+        model = {"model_path": grey_model[0], "sidecar_path": grey_model[1]}
+        given: dict[str, Any] = {**model, "images": folder, "dataset": None, "output": tmp_path / "table.csv"}
+        with pytest.raises(UserError, match=said):
+            predict(**{**given, **options})
+    assert not (tmp_path / "table.csv").exists()
 
 
 def test_channels_that_the_model_does_not_take_are_refused(
@@ -385,27 +366,7 @@ def test_channels_that_the_model_does_not_take_are_refused(
     colour = write_dataset(tmp_path / "colour", 3)
     with pytest.raises(UserError, match="data set 'noise' has 3 channels: the model takes 1"):
         predict(*grey_model, images=None, dataset=colour, output=tmp_path / "table.csv")
-    picture(folder)
+    Image.fromarray(noise(16, 16)).save(folder / "fine.png")
     four = save(tmp_path / "four", InputSpec(channels=4, height=16, width=16, mean=(0.5,) * 4, std=(0.5,) * 4))
     with pytest.raises(UserError, match="the model takes 4 channels: image files have 1 or 3"):
         predict(*four, images=folder, dataset=None, output=tmp_path / "table.csv")
-
-
-def test_exactly_one_source_and_a_whole_batch(grey_model: tuple[Path, Path], folder: Path, tmp_path: Path) -> None:
-    output = tmp_path / "table.csv"
-    with pytest.raises(UserError, match="give exactly one"):
-        predict(*grey_model, images=None, dataset=None, output=output)
-    with pytest.raises(UserError, match="give exactly one"):
-        predict(*grey_model, images=folder, dataset=folder, output=output)
-    with pytest.raises(UserError, match="batch_size=0: must be at least 1"):
-        predict(*grey_model, images=folder, dataset=None, output=output, batch_size=0)
-
-
-def test_a_model_with_another_runs_sidecar_is_refused(
-    grey_model: tuple[Path, Path], folder: Path, tmp_path: Path
-) -> None:
-    picture(folder)
-    _, other = save(tmp_path / "other", GREY, seed=1)
-    with pytest.raises(UserError, match="take both files from the same run"):
-        predict(grey_model[0], other, images=folder, dataset=None, output=tmp_path / "table.csv")
-    assert not (tmp_path / "table.csv").exists()

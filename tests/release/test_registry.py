@@ -17,8 +17,7 @@ from s3_server import S3Server
 
 from flyte_ddp import storage
 from flyte_ddp.errors import UserError
-from flyte_ddp.release.__main__ import release
-from flyte_ddp.release.audit import audit
+from flyte_ddp.release.__main__ import audit, release
 from flyte_ddp.release.promotion import champion_files
 from flyte_ddp.release.registry import Entry, LogError, LostError, Registry
 from flyte_ddp.release.versions import write_version
@@ -52,13 +51,9 @@ def raced(address: str, processes: int, rounds: int) -> None:
 
 
 @pytest.mark.slow
-def test_of_some_who_want_the_next_entry_one_gets_it(address: str) -> None:
-    raced(address, 20, 3)
-
-
-@pytest.mark.exhaustive
-def test_of_many_who_want_the_next_entry_one_gets_it(address: str) -> None:
-    raced(address, 20, 50)
+@pytest.mark.parametrize("rounds", [3, pytest.param(50, marks=pytest.mark.exhaustive)])
+def test_of_many_who_want_the_next_entry_one_gets_it(rounds: int, address: str) -> None:
+    raced(address, 20, rounds)
 
 
 def test_a_store_that_replaces_files_is_refused(
@@ -71,16 +66,12 @@ def test_a_store_that_replaces_files_is_refused(
     assert not Registry(bucket, "model").history()
 
 
-def test_a_lost_answer_to_its_own_write_is_no_defeat(s3: tuple[S3Server, Locking], bucket: str) -> None:
-    s3[1].lost.append(f"{bucket.removeprefix('s3://')}/model/log/00000001.json")
+@pytest.mark.parametrize("fault", ["lost", "conflicts"])
+def test_a_lost_answer_or_a_conflict_is_no_defeat(fault: str, s3: tuple[S3Server, Locking], bucket: str) -> None:
+    paths = getattr(s3[1], fault)
+    paths.append(f"{bucket.removeprefix('s3://')}/model/log/00000001.json")
     assert appended(Registry(bucket, "model"), None).number == 1
-    assert not s3[1].lost
-
-
-def test_a_conflict_is_tried_again(s3: tuple[S3Server, Locking], bucket: str) -> None:
-    s3[1].conflicts.append(f"{bucket.removeprefix('s3://')}/model/log/00000001.json")
-    assert appended(Registry(bucket, "model"), None).number == 1
-    assert not s3[1].conflicts
+    assert not paths
 
 
 def test_the_winner_is_named(address: str) -> None:
@@ -259,16 +250,15 @@ def test_a_right_that_is_missing_is_named(
             registry.champion()
 
 
-@pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden", "a b", "a" * 101, "models\n"])
-def test_a_name_that_is_none(name: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="must be letters, digits"):
-        Registry(str(tmp_path), name)
-
-
-@pytest.mark.parametrize("address", ["https://example.org/models", ""])
-def test_an_address_that_is_no_registry(address: str) -> None:
-    with pytest.raises(UserError, match=rf"registry '{address}': must be a path, or an address of s3://"):
-        Registry(address, "model")
+def test_names_and_addresses_that_are_no_registry(tmp_path: Path) -> None:
+    for name in ("", "a/b", "..", ".hidden", "a b", "a" * 101, "models\n"):
+        with pytest.raises(UserError, match="must be letters, digits"):
+            Registry(str(tmp_path), name)
+    for address in ("https://example.org/models", ""):
+        with pytest.raises(UserError, match=rf"registry '{address}': must be a path, or an address of s3://"):
+            Registry(address, "model")
+    for name in ("creates-once", "log", "versions"):  # no folder of a model is in the way of another one's
+        assert appended(Registry(str(tmp_path), name), None).number == 1
 
 
 def test_a_path_that_the_system_refuses(tmp_path: Path) -> None:
@@ -277,12 +267,6 @@ def test_a_path_that_the_system_refuses(tmp_path: Path) -> None:
         registry.history()
     with pytest.raises(storage.UnavailableError, match="File name too long"):
         storage.stat(registry.address)
-
-
-def test_a_model_may_have_any_name(tmp_path: Path) -> None:
-    """The file that probes the store is no model's folder."""
-    for name in ("creates-once", "log", "versions"):
-        assert appended(Registry(str(tmp_path), name), None).number == 1
 
 
 def test_a_registry_that_cannot_be_reached(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

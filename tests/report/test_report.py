@@ -5,8 +5,6 @@ import io
 import json
 import os
 import re
-import subprocess
-import sys
 import tracemalloc
 from collections import Counter
 from pathlib import Path
@@ -173,14 +171,7 @@ def test_a_run_without_a_validation_split_shows_none(tmp_path: Path) -> None:
     assert page.tiles()["Data set"] == ("mnist", "54,000 training, 10,000 test")
 
 
-def test_one_epoch_has_one_mark_on_the_axis(tmp_path: Path) -> None:
-    page = Page(report.render(write_run(tmp_path / "run", records(epochs=1))))
-    texts = page.texts("text")
-    ticks = texts[: texts.index("epoch")]
-    assert ticks[-3:] == ["0", "1", "2"]
-
-
-@pytest.mark.parametrize("classes", [2, 40, 100, 300])
+@pytest.mark.parametrize("classes", [2, 40, 300])
 def test_many_classes_are_listed_by_name_and_keep_the_page_small(tmp_path: Path, classes: int) -> None:
     names = [f"a class of birds, number {k}" for k in range(classes)]
     html = report.render(write_run(tmp_path / "run", records(classes=names), matrix(classes)))
@@ -218,12 +209,6 @@ def test_of_many_thousand_classes_the_worst_confusions_are_listed(tmp_path: Path
     assert [row[0] for row in hardest] == [f"synset {k}" for k in sorted(range(classes), key=right.__getitem__)[:25]]
 
 
-def test_long_runs_are_thinned(tmp_path: Path) -> None:
-    short = report.render(write_run(tmp_path / "short", records(epochs=3)))
-    long = report.render(write_run(tmp_path / "long", records(epochs=200, every=1)))
-    assert len(long) < 3 * len(short) < 600_000
-
-
 def test_an_unfinished_run_says_so_and_shows_what_there_is(tmp_path: Path) -> None:
     lines = records()[:15]  # the start, an evaluation and 13 training records
     page = Page(report.render(write_run(tmp_path / "run", lines)))
@@ -249,18 +234,10 @@ def test_a_retry_replaces_what_the_attempt_before_said(tmp_path: Path) -> None:
     assert [line["step"] for line in run.train] == list(range(10, 301, 10))
 
 
-@pytest.mark.slow
-def test_the_report_is_written_whole_and_the_same_every_time(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", records(), matrix(10))
-    path = report.write_report(folder)
-    assert path == folder / "report.html"
-    assert path.read_text(encoding="ascii") == report.render(folder)
-    assert sorted(path.name for path in folder.iterdir()) == ["metrics.jsonl", "predictions.npz", "report.html"]
-
-
 def test_the_users_matplotlib_settings_neither_change_nor_matter(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", records(), matrix(10))
-    page = report.render(folder)
+    page = report.write_report(folder).read_text(encoding="ascii")
+    assert sorted(path.name for path in folder.iterdir()) == ["metrics.jsonl", "predictions.npz", "report.html"]
     with mpl.rc_context({"font.size": 30, "axes.grid": False}):
         before = dict(mpl.rcParams)
         assert report.render(folder) == page
@@ -282,12 +259,6 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"cannot read .*model.json"):
         report.write_report(folder)
     assert not list(tmp_path.rglob("report.html"))
-
-
-def test_importing_the_report_loads_neither_matplotlib_nor_torch() -> None:
-    code = "import sys, flyte_ddp.report.report; print(sorted({'matplotlib', 'torch', 'PIL'} & set(sys.modules)))"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "[]"
 
 
 def test_a_program_finds_the_last_record_and_a_reader_sees_nothing_of_it(tmp_path: Path) -> None:
