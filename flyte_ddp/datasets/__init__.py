@@ -1,4 +1,4 @@
-"""What a data set's name means: its fingerprint, fetching it, opening it."""
+"""Data sets by name: fingerprint a data set, fetch it into a prepared folder, and open that folder."""
 
 from flyte_ddp.datasets.arrays import ImageArrays, image_arrays, open_arrays
 from flyte_ddp.datasets.fetching import fetch, fingerprint, is_quickly_prepared, is_whole

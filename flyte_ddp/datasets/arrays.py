@@ -1,4 +1,4 @@
-"""Images and labels as plain arrays, and the folder of files in which all ranks share them."""
+"""Data sets of arrays of images and labels: checking, writing to a folder, and opening the folder memory-mapped."""
 
 import hashlib
 import json
@@ -21,19 +21,19 @@ Labels = NDArray[np.int64]
 
 ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")
 DESCRIPTION = "dataset.json"
-TEST_DIGEST = "test_digest"  # the description's entry with the digest of the test split alone
-FORMAT = {"format": 2}  # grows with each change of what equal sources are prepared to
-CHUNK_BYTES = 4 << 20  # of images that are counted at a time: counting takes eight times their memory
+TEST_DIGEST = "test_digest"  # key in DESCRIPTION of the SHA-256 of the test split alone
+FORMAT = {"format": 2}  # version of prepared folders; raise it when the same source is prepared to other content
+CHUNK_BYTES = 4 << 20  # images are counted in chunks of this size: np.bincount takes eight times their memory
 
 
 @dataclass(frozen=True, eq=False)
 class ImageArrays:
-    """A classification data set; :func:`image_arrays` makes one, :func:`open_arrays` opens a prepared one.
+    """A classification data set as arrays, made by :func:`image_arrays` or opened by :func:`open_arrays`.
 
-    ``train_images`` is uint8 [N, H, W, C] in C order with C = 1 for grey, ``train_labels`` int64 [N] with values in
-    0..len(classes)-1; the test arrays likewise. ``mean`` and ``std`` are those of the training images scaled to 0..1,
-    one number a channel. ``digest`` is the SHA-256 (hex) of the four arrays and the classes. Only :func:`open_arrays`
-    fills in the last three.
+    ``train_images`` is uint8 [N, H, W, C] in C order, with C = 1 for grey. ``train_labels`` is int64 [N] with values
+    0..len(classes)-1. ``test_images`` [M, H, W, C] and ``test_labels`` [M] have the same types.
+    ``mean`` and ``std`` hold one number for each channel, of the training images scaled to 0..1. ``digest`` is the
+    SHA-256 (hex) of the four arrays and ``classes``. Only :func:`open_arrays` sets ``mean``, ``std`` and ``digest``.
     """
 
     name: str
@@ -56,19 +56,19 @@ def image_arrays(
     *,
     name: str = "",
 ) -> ImageArrays:
-    """Check arrays, lists or CPU tensors, and return them in the form that training uses.
+    """Check arrays, lists or CPU tensors of images and labels, and return them as :class:`ImageArrays`.
 
     Args:
         train_images: uint8 [N, H, W, C], or [N, H, W] for grey images.
-        train_labels: whole numbers [N], each the position of the sample's class in ``classes``.
-        test_images: uint8 [M, H, W, C] or [M, H, W], of the same size and channels.
+        train_labels: whole numbers [N]: for each sample the position of its class in ``classes``.
+        test_images: uint8 [M, H, W, C] or [M, H, W], with the height, width and channels of ``train_images``.
         test_labels: whole numbers [M].
-        classes: the classes' names.
-        name: what the data set is called; callables named in the hyperparameters can leave it out.
+        classes: names of the classes.
+        name: name of the data set; may stay empty for a callable that the hyperparameter ``dataset`` names.
 
     Raises:
-        UserError: another type or shape, no samples, no classes, names that are not UTF-8, or a label that is not a
-            class's position.
+        UserError: an array has a wrong type or shape or no samples, there are no classes, a class name is not UTF-8, or
+            a label is not in 0..len(classes)-1.
     """
     if not classes:
         raise UserError("classes=(): there must be a name for each class")
@@ -87,7 +87,10 @@ def image_arrays(
 
 
 def convert_images(name: str, values: Any) -> Images:
-    """Return images as uint8 [N, H, W, C] in C order, or raise a UserError that calls them ``name``."""
+    """Return ``values`` as images uint8 [N, H, W, C] in C order. [N, H, W] gets one channel.
+
+    Raises a UserError for another type or shape. ``name`` is the array's name in the error.
+    """
     images = np.asarray(values)
     if images.dtype != np.uint8:
         raise UserError(f"{name}: must be uint8 with values 0..255, got {images.dtype}; scale and convert them")
@@ -101,7 +104,10 @@ def convert_images(name: str, values: Any) -> Images:
 
 
 def convert_labels(name: str, values: Any, samples: int, classes: int) -> Labels:
-    """Return labels as int64 [samples] in 0..classes-1, or raise a UserError that calls them ``name``."""
+    """Return ``values`` as labels int64 [samples] with values 0..classes-1.
+
+    Raises a UserError for another type, shape or value. ``name`` is the array's name in the error.
+    """
     labels = np.asarray(values)
     if labels.dtype.kind not in "iu":
         raise UserError(f"{name}: must be whole numbers, got {labels.dtype}")
@@ -116,13 +122,13 @@ def convert_labels(name: str, values: Any, samples: int, classes: int) -> Labels
     return np.ascontiguousarray(labels, dtype=np.int64)
 
 
-def normalisation(images: Images) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def channel_mean_and_std(images: Images) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return mean and standard deviation of each channel of images uint8 [N, H, W, C], scaled to 0..1.
 
-    Exact but for one rounding to fp64, as they come from counts of the 256 values. The deviation of a constant channel
-    is given as 1: inputs are divided by it.
+    Computed from counts of the 256 values; the only error is the rounding to fp64. For a constant channel the deviation
+    is 1, because inputs are divided by it.
     """
-    rows = max(1, CHUNK_BYTES * len(images) // images.nbytes)
+    rows = max(1, CHUNK_BYTES * len(images) // images.nbytes)  # images in a chunk
     chunks = [images[start : start + rows].reshape(-1, images.shape[3]) for start in range(0, len(images), rows)]
     counts = sum(np.stack([np.bincount(column, minlength=256) for column in chunk.T]) for chunk in chunks)
     mean, std = [], []
@@ -130,14 +136,14 @@ def normalisation(images: Images) -> tuple[tuple[float, ...], tuple[float, ...]]
         pixels = sum(row)
         total = sum(value * count for value, count in enumerate(row))
         squares = sum(value * value * count for value, count in enumerate(row))
-        spread = pixels * squares - total * total
+        spread = pixels * squares - total * total  # exact, as Python's integers are: 0 for a constant channel
         mean.append(total / (255 * pixels))
         std.append(math.sqrt(spread / (255 * pixels) ** 2) if spread else 1.0)
     return tuple(mean), tuple(std)
 
 
-def content_digest(arrays: ImageArrays, names: Sequence[str] = ARRAYS) -> str:
-    """Return the SHA-256 (hex) of the arrays with these names (type, shape and values) and of the classes' names."""
+def arrays_sha256(arrays: ImageArrays, names: Sequence[str] = ARRAYS) -> str:
+    """Return the SHA-256 (hex) of the class names and of the arrays called ``names``: type, shape and values."""
     digest = hashlib.sha256(json.dumps(arrays.classes).encode())
     for name in names:
         array = getattr(arrays, name)
@@ -147,73 +153,78 @@ def content_digest(arrays: ImageArrays, names: Sequence[str] = ARRAYS) -> str:
 
 
 def write_arrays(arrays: ImageArrays, folder: Path, origin: dict[str, str]) -> None:
-    """Write a data set and its measures into an existing folder, the description last, with ``origin`` in it.
+    """Write a data set into an existing folder: one ``.npy`` file for each array, then ``dataset.json``.
 
-    Raises OSErrors, whose errno tells a full disk.
+    ``dataset.json`` holds name, classes, mean, deviation, digests and the entries of ``origin``. Raises an OSError; its
+    errno tells a full disk.
     """
     for name in ARRAYS:
         write_array(folder / f"{name}.npy", getattr(arrays, name))
-    mean, std = normalisation(arrays.train_images)
+    mean, std = channel_mean_and_std(arrays.train_images)
     description = {
         **FORMAT,
         "name": arrays.name,
         "classes": arrays.classes,
         "mean": mean,
         "std": std,
-        "digest": content_digest(arrays),
-        TEST_DIGEST: content_digest(arrays, ARRAYS[2:]),
+        "digest": arrays_sha256(arrays),
+        TEST_DIGEST: arrays_sha256(arrays, ARRAYS[2:]),
         **origin,
     }
     write_json(folder / DESCRIPTION, description, indent=1)
 
 
 def write_json(path: Path, content: Any, indent: int | None = None) -> None:
-    """Write content as JSON, whole or not at all."""
+    """Write ``content`` to ``path`` as JSON. Replaces the file atomically."""
     with atomic_write(path) as file:
-        file.write(json.dumps(content, indent=indent).encode())  # json.dump would go through all of it in Python
+        file.write(json.dumps(content, indent=indent).encode())  # json.dump encodes in Python, which is slow
 
 
 def write_array(path: Path, array: NDArray[Any]) -> None:
-    """Write an array in C order as a ``.npy`` file, whole or not at all."""
-    with atomic_write(path) as file:  # not by numpy.save, whose error for a full disk has no errno
+    """Write an array in C order as a ``.npy`` file. Replaces the file atomically."""
+    with atomic_write(path) as file:  # numpy.save's error for a full disk has no errno
         np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
         file.write(array.data)
 
 
 def open_arrays(folder: Path) -> ImageArrays:
-    """Open a prepared folder; its arrays are memory-mapped, read-only, and shared by all processes that open it.
+    """Open a prepared folder of arrays, and return its :class:`ImageArrays`.
 
-    Raises a UserError if the folder is not a prepared data set, or a file of it is missing or truncated.
+    The arrays are memory-mapped and read-only, so all processes share one copy in memory. Raises a UserError if the
+    folder is not a prepared data set, or a file in it is missing or truncated.
     """
     description = read_description(folder)
-    with refuse_damage(folder):
+    with translate_damage_to_user_error(folder):
         return ImageArrays(
             name=description["name"],
             classes=tuple(description["classes"]),
             mean=tuple(description["mean"]),
             std=tuple(description["std"]),
             digest=description["digest"],
-            **{name: map_array(folder / f"{name}.npy") for name in ARRAYS},
+            **{name: open_array_file(folder / f"{name}.npy") for name in ARRAYS},
         )
 
 
-def map_array(path: Path) -> NDArray[Any]:
+def open_array_file(path: Path) -> NDArray[Any]:
     """Return the array of a ``.npy`` file, memory-mapped and read-only."""
-    mapped: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
-    return mapped
+    array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+    return array
 
 
 def read_description(folder: Path) -> dict[str, Any]:
-    """Return what ``dataset.json`` in a prepared folder says, or raise a UserError if it is missing or damaged."""
+    """Return the content of ``dataset.json`` in a prepared folder. Raises a UserError if it is missing or damaged."""
     if not (folder / DESCRIPTION).exists():
         raise UserError(f"{folder}: is not a prepared data set, there is no {DESCRIPTION} in it; fetch one there")
-    with refuse_damage(folder):
+    with translate_damage_to_user_error(folder):
         return dict(json.loads((folder / DESCRIPTION).read_bytes()))
 
 
 @contextmanager
-def refuse_damage(folder: Path) -> Iterator[None]:
-    """Turn an exception of a block that reads a prepared folder into a UserError."""
+def translate_damage_to_user_error(folder: Path) -> Iterator[None]:
+    """Raise a UserError for an OSError, EOFError, ValueError, KeyError or TypeError of the block.
+
+    The error says that the prepared ``folder`` is damaged, and advises to fetch it again.
+    """
     try:
         yield
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
@@ -223,5 +234,5 @@ def refuse_damage(folder: Path) -> Iterator[None]:
 
 
 def total_bytes(arrays: ImageArrays) -> int:
-    """Return the size of the four arrays, which is what the prepared folder takes on the disk."""
+    """Return the size of the four arrays in bytes, about the disk space of the prepared folder."""
     return sum(getattr(arrays, name).nbytes for name in ARRAYS)

@@ -1,4 +1,4 @@
-"""A data set of the user's own, made by a callable that the hyperparameters name."""
+"""A data set that a callable of the user returns; the hyperparameter ``dataset`` names the callable."""
 
 import operator
 import re
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from flyte_ddp.datasets.arrays import ImageArrays, Images, image_arrays
+from flyte_ddp.datasets.arrays import ARRAYS, ImageArrays, Images, image_arrays
 from flyte_ddp.datasets.identity import content_identity, digest_of
 from flyte_ddp.errors import UserError
 from flyte_ddp.pictures import opaque_picture
@@ -19,33 +19,40 @@ from flyte_ddp.user_source import user_source_digest
 
 @dataclass(frozen=True)
 class CustomSet:
-    """A data set by the name of its callable, which takes the data source and returns what :func:`collect` takes."""
+    """A data set that the callable ``spec`` (``package.module:callable``) returns, given the data source."""
 
     spec: str
 
     def fingerprint(self, source: str) -> str:
-        """Return a name for the user's code and the content of the source; imports no code, and copies no content."""
+        """Return a name that changes with the source code of the callable and with the content of ``source``.
+
+        Reads local sources whole, and lists remote ones. Does not import the user's code.
+        """
         identity = digest_of([self.spec, user_source_digest(self.spec), source, content_identity(source)])
         return f"{re.sub(r'[^A-Za-z0-9_.]', '-', self.spec)}-{identity[:16]}"
 
     def load(self, source: str, workspace: Path, progress: Progress) -> tuple[ImageArrays, str]:
-        """Call the user's code; return the arrays, and where they came from."""
-        del workspace  # where the user's code downloads to is its own affair
-        arrays = collect(self.spec, load_callable(self.spec)(source), progress)
+        """Import and call the user's code; return checked arrays, and the call as text that says where they came
+        from.
+        """
+        del workspace  # the user's code chooses its own place for downloads
+        arrays = arrays_from_result(self.spec, load_callable(self.spec)(source), progress)
         return arrays, f"{self.spec}({source!r})"
 
 
-def collect(spec: str, result: Any, progress: Progress) -> ImageArrays:
-    """Return what the user's callable returned as checked arrays, or raise a UserError that names the callable.
+def arrays_from_result(spec: str, result: Any, progress: Progress) -> ImageArrays:
+    """Convert what the user's callable returned to checked :class:`ImageArrays`.
 
     Args:
-        spec: the name of the callable.
-        result: an ``ImageArrays``, or a pair (training set, test set) of map-style data sets as torch's and
-            torchvision's: ``len()``, and items of an image and a label. An image is a PIL image, a uint8 array [H, W]
-            or [H, W, C], or a uint8 tensor [H, W] or [C, H, W]; a PIL image is put on white where it is transparent,
-            and of 16 bits the upper 8 count. The names of the classes are the training set's ``classes``, or else 0,
-            1, 2 and so on.
-        progress: shows how many images were read.
+        spec: name of the callable, for errors.
+        result: an ``ImageArrays``, or a pair (training set, test set) of map-style data sets such as torchvision's,
+            with ``len()`` and items (image, label). An image is a PIL image, a uint8 array [H, W] or [H, W, C], or a
+            uint8 tensor [H, W] or [C, H, W]. PIL images become opaque on white and 8-bit (the upper 8 of 16 bits). The
+            class names are the training set's attribute ``classes``, or else "0", "1", "2" and so on.
+        progress: displays how many images were read.
+
+    Raises:
+        UserError: ``result`` is neither, or its images or labels are not of these types. The error names the callable.
     """
     if not isinstance(result, ImageArrays) and not (isinstance(result, (tuple, list)) and len(result) == 2):
         raise UserError(
@@ -54,25 +61,30 @@ def collect(spec: str, result: Any, progress: Progress) -> ImageArrays:
         )
     try:
         if isinstance(result, ImageArrays):
-            four = (result.train_images, result.train_labels, result.test_images, result.test_labels)
-            return image_arrays(*four, classes=result.classes, name=spec)
-        train_images, train_labels = read_samples("training set", result[0], progress)
-        test_images, test_labels = read_samples("test set", result[1], progress)
+            # The user may have made ImageArrays without image_arrays(), so it is checked here.
+            arrays = {name: getattr(result, name) for name in ARRAYS}
+            return image_arrays(**arrays, classes=result.classes, name=spec)
+        train_images, train_labels = read_map_style_set("training set", result[0], progress)
+        test_images, test_labels = read_map_style_set("test set", result[1], progress)
         classes = getattr(result[0], "classes", None) or map(str, range(max(*train_labels, *test_labels) + 1))
         return image_arrays(train_images, train_labels, test_images, test_labels, list(classes), name=spec)
     except UserError as error:
         raise UserError(f"dataset={spec!r}: {error.message}") from error
 
 
-def read_samples(which: str, samples: Any, progress: Progress) -> tuple[Images, list[int]]:
-    """Return images [N, H, W, C] and labels [N] of a map-style data set, which errors call ``which``."""
-    count = count_samples(which, samples)
+def read_map_style_set(which: str, samples: Any, progress: Progress) -> tuple[Images, list[int]]:
+    """Read all samples of a map-style data set; return images uint8 [N, H, W, C] and labels [N].
+
+    Raises a UserError if the set is empty or an image has another shape than the first. ``which`` names the set in
+    errors and progress.
+    """
+    count = map_style_length(which, samples)
     if count == 0:
         raise UserError(f"{which}: is empty")
     images, labels = np.empty((0,), dtype=np.uint8), []
     with progress.track(which, count, "images") as advance:
         for index in range(count):
-            image, label = pixels_and_label(which, index, samples[index])
+            image, label = convert_sample(which, index, samples[index])
             if index == 0:
                 images = np.empty((count, *image.shape), dtype=np.uint8)
             if image.shape != images.shape[1:]:
@@ -87,26 +99,30 @@ def read_samples(which: str, samples: Any, progress: Progress) -> tuple[Images, 
     return images, labels
 
 
-def count_samples(which: str, samples: Any) -> int:
-    """Return ``len(samples)``, or raise a UserError that calls the data set ``which``."""
+def map_style_length(which: str, samples: Any) -> int:
+    """Return ``len(samples)``. Raises a UserError if it has no length; ``which`` names the data set in the error."""
     try:
         return len(samples)
     except TypeError:
         raise UserError(f"{which}: a {type(samples).__name__} has no len(); it must be a map-style data set") from None
 
 
-def pixels_and_label(which: str, index: int, item: Any) -> tuple[Images, int]:
-    """Return one item of a data set as uint8 [H, W, C] and a whole number, or raise a UserError."""
+def convert_sample(which: str, index: int, item: Any) -> tuple[Images, int]:
+    """Convert one item (image, label) of a map-style data set to pixels uint8 [H, W, C] and an int label.
+
+    Raises a UserError for other types. ``which`` and ``index`` name the item in the error.
+    """
     try:
         image, label = item
         label = operator.index(label)
     except (TypeError, ValueError) as error:
         raise UserError(f"{which}: item {index} must be an image and a whole-number label: {error}") from error
-    if hasattr(image, "convert"):  # a PIL image: palettes, CMYK and the like become RGB, bitmaps and 16 bits grey
+    if hasattr(image, "convert"):  # a PIL image
         try:
             image = opaque_picture(image)
         except ValueError as error:
-            raise UserError(f"{which}: image {index} cannot be taken: {error}") from None
+            raise UserError(f"{which}: image {index} cannot be converted to 8 bits: {error}") from None
+        # Bitmaps and 16-bit images become grey; palettes, CMYK and others become RGB.
         image = image.convert("L" if image.mode in ("1", "L") else "RGB")
     pixels = np.asarray(image)
     if pixels.dtype != np.uint8 or pixels.ndim not in (2, 3):
@@ -116,4 +132,5 @@ def pixels_and_label(which: str, index: int, item: Any) -> tuple[Images, int]:
         )
     if pixels.ndim == 2:
         return pixels[..., np.newaxis], label
+    # A tensor is [C, H, W], an array [H, W, C].
     return (pixels.transpose(1, 2, 0) if hasattr(image, "permute") else pixels), label

@@ -1,6 +1,6 @@
-"""Data sets that stay where they are, of encoded images: shards, or a folder or prefix of image files.
+"""Data sets of encoded images that stay where they are: shards, or a folder or prefix of image files.
 
-What is prepared of them is small: which samples there are, where these are, and what their classes are called.
+The prepared folder is small. It holds the list of samples, their addresses and the class names.
 """
 
 import json
@@ -17,9 +17,9 @@ from flyte_ddp.datasets.arrays import (
     DESCRIPTION,
     FORMAT,
     TEST_DIGEST,
-    map_array,
+    open_array_file,
     read_description,
-    refuse_damage,
+    translate_damage_to_user_error,
     write_array,
     write_json,
 )
@@ -30,37 +30,37 @@ from flyte_ddp.shards.first_sample import refuse_unfit
 from flyte_ddp.shards.index import Part, Shard, ShardIndex, many_objects, read_index
 
 IMAGE_FOLDER = "image_folder"
-COLUMNS = ("labels", "sizes", "tags")  # of a list of images, beside their names
+COLUMNS = ("labels", "sizes", "tags")  # of an ImageList; each is written as one .npy file
 
 
 @dataclass(frozen=True, eq=False)
 class EncodedSet:
-    """A data set of encoded images of any size. ``test`` is None where a part of ``train`` is held out for testing."""
+    """A data set of encoded images of any size. If ``test`` is None, a part of ``train`` is held out for testing."""
 
-    name: str  # as in the hyperparameters
+    name: str  # the hyperparameter ``dataset``
     classes: tuple[str, ...]
-    digest: str
+    digest: str  # SHA-256 (hex) of both sources
     train: ShardIndex | ImageList
     test: ShardIndex | ImageList | None
-    mean: ClassVar[tuple[float, ...]] = (0.485, 0.456, 0.406)  # of ImageNet's images, as torchvision's models take them
+    mean: ClassVar[tuple[float, ...]] = (0.485, 0.456, 0.406)  # of ImageNet: torchvision's pretrained models expect it
     std: ClassVar[tuple[float, ...]] = (0.229, 0.224, 0.225)
 
     @property
     def tested(self) -> ShardIndex | ImageList:
-        """Where the test split is."""
+        """The source that holds the test split: ``test``, else ``train``."""
         return self.train if self.test is None else self.test
 
-    def refuse_unreadable(self) -> None:
-        """Read the first sample of shards, and raise a UserError if it has no image or no label, or cannot be read."""
+    def refuse_unreadable_shards(self) -> None:
+        """Read the first sample of each index. Raises a UserError if it lacks image or label, or is unreadable."""
         for source in (self.train, self.test):
             if isinstance(source, ShardIndex):
                 refuse_unfit(source)
 
 
-def look_up(dataset: str, test_dataset: str) -> EncodedSet:
-    """Read the indexes, or list the files, that ``dataset`` and ``test_dataset`` name.
+def list_encoded_set(dataset: str, test_dataset: str) -> EncodedSet:
+    """Read the shard indexes, or list the image files, of ``dataset`` and ``test_dataset``; return the EncodedSet.
 
-    Raises a UserError if they cannot be read, are empty, or do not have the same classes.
+    Raises a UserError if one cannot be read, is empty, or if both have different classes.
     """
     read = list_images if encoded_kind(dataset) == IMAGE_FOLDER else read_index
     train: Any = read(dataset.partition(":")[2])
@@ -76,7 +76,10 @@ def look_up(dataset: str, test_dataset: str) -> EncodedSet:
 
 
 def write_encoded_set(data: EncodedSet, folder: Path, origin: dict[str, str]) -> None:
-    """Write the indexes or lists of a data set into an existing folder, the description last, with ``origin`` in it."""
+    """Write the indexes or file lists of a data set into an existing folder, and ``dataset.json`` last.
+
+    ``dataset.json`` holds name, classes, digests, counts of files that are no images, and the entries of ``origin``.
+    """
     left_out = {}
     for split, source in {"train": data.train, "test": data.test}.items():
         if isinstance(source, ShardIndex):
@@ -102,12 +105,13 @@ def write_encoded_set(data: EncodedSet, folder: Path, origin: dict[str, str]) ->
 
 
 def open_encoded_set(folder: Path) -> EncodedSet:
-    """Open what :func:`write_encoded_set` left; lists of files are memory-mapped, and shared by all processes.
+    """Open a folder that :func:`write_encoded_set` wrote, and return its EncodedSet.
 
-    Raises a UserError if a file is missing or damaged.
+    Lists of image files are memory-mapped, so all processes share one copy in memory. Raises a UserError if a file is
+    missing or damaged.
     """
     described = read_description(folder)
-    with refuse_damage(folder):
+    with translate_damage_to_user_error(folder):
         classes, tests, left_out = tuple(described["classes"]), described["test_dataset"], described["left_out"]
         train = open_split(folder, "train", described["name"], classes, left_out)
         test = open_split(folder, "test", tests, classes, left_out) if tests else None
@@ -117,20 +121,28 @@ def open_encoded_set(folder: Path) -> EncodedSet:
 def open_split(
     folder: Path, split: str, dataset: str, classes: tuple[str, ...], left_out: Mapping[str, Mapping[str, int]]
 ) -> ShardIndex | ImageList:
-    """Return the index of a split, or the list of its files; ``left_out`` counts other files, by split and kind."""
+    """Return the shard index of a split (``train`` or ``test``), or its list of image files.
+
+    Args:
+        folder: the prepared folder.
+        split: ``train`` or ``test``, the first part of the names of the files.
+        dataset: the hyperparameter ``dataset`` or ``test_dataset``, with kind and address of the source.
+        classes: names of the classes.
+        left_out: for each split, how many files of each kind are no images.
+    """
     if encoded_kind(dataset) != IMAGE_FOLDER:
         with many_objects():
             content = json.loads((folder / f"{split}.json").read_bytes())
             shards = [Shard._make([*row[:-1], tuple(row[-1]) if row[-1] else None]) for row in content["shards"]]
         return ShardIndex(content["name"], shards, tuple(Part(*part) for part in content["parts"]), classes)
     address = dataset.partition(":")[2]
-    names = Names(*(map_array(folder / f"{split}_{column}.npy") for column in ("names", "name_ends")))
-    labels, sizes, tags = (map_array(folder / f"{split}_{column}.npy") for column in COLUMNS)
+    names = NameList(*(open_array_file(folder / f"{split}_{column}.npy") for column in ("names", "name_ends")))
+    labels, sizes, tags = (open_array_file(folder / f"{split}_{column}.npy") for column in COLUMNS)
     return ImageList(address, classes, names, labels, sizes, tags, left_out[split])
 
 
-class Names(Sequence[str]):
-    """Many texts in one memory-mapped array."""
+class NameList(Sequence[str]):
+    """Many texts in one memory-mapped array: ``content`` holds their bytes, ``ends`` the end of each."""
 
     def __init__(self, content: NDArray[np.uint8], ends: NDArray[np.int64]) -> None:
         self.content, self.ends = content, ends

@@ -1,4 +1,4 @@
-"""From a data set's name to its fingerprint, and to a prepared folder."""
+"""Find a data set by its name, compute its fingerprint, and fetch it into a prepared folder."""
 
 import secrets
 import shutil
@@ -9,7 +9,7 @@ from pathlib import Path
 from flyte_ddp.catalog import DATASET_FORMS, encoded_kind
 from flyte_ddp.datasets.arrays import FORMAT, read_description, total_bytes, write_arrays
 from flyte_ddp.datasets.custom import CustomSet
-from flyte_ddp.datasets.encoded_set import look_up, write_encoded_set
+from flyte_ddp.datasets.encoded_set import list_encoded_set, write_encoded_set
 from flyte_ddp.datasets.identity import digest_of
 from flyte_ddp.datasets.prepared import open_prepared
 from flyte_ddp.datasets.published import PublishedSet
@@ -20,7 +20,11 @@ from flyte_ddp.progress import MODES, Progress, size
 
 
 def find_dataset(dataset: str, source: str) -> PublishedSet | CustomSet | None:
-    """Return the data set of that name, or the user's own; None for one of encoded images, which takes no source."""
+    """Return the published data set of that name, or a CustomSet for ``package.module:callable``.
+
+    Returns None for a data set of encoded images. Raises a UserError for an unknown name, or for encoded images with a
+    ``source``.
+    """
     if encoded_kind(dataset):
         if source:
             raise UserError(
@@ -35,38 +39,39 @@ def find_dataset(dataset: str, source: str) -> PublishedSet | CustomSet | None:
 
 
 def fingerprint(dataset: str, source: str, test_dataset: str = "") -> str:
-    """Return a short text, also fit for a file name, that changes exactly when the data's content does.
+    """Return a short text, fit for a file name, that changes exactly when the content of the data does.
 
-    Downloads no data: published data sets are named by their digests, of a mirror only its ``SHA256SUMS`` is read. For
-    ``package.module:callable`` it covers the callable's source and the source's content, for shards their index and
-    its address, for a folder of images its address and the list of its files, which are read for that.
-    Raises a UserError for an unknown data set, or a source that is not there.
+    Downloads no images. For a published data set it covers the digests of the files; of a mirror it reads
+    ``SHA256SUMS``. For ``package.module:callable`` it covers the callable's source code and the content of ``source``.
+    For shards it covers address and index. For a folder of images it covers the address and the list of files, so it
+    lists them.
+    Raises a UserError for an unknown data set or a source that does not exist.
     """
     found = find_dataset(dataset, source)
     if found is not None:
         return found.fingerprint(source)
-    # With the addresses, because what is prepared refers to them.
-    identity = digest_of([dataset, test_dataset, look_up(dataset, test_dataset).digest])
+    # The names hold the addresses. The prepared folder refers to the addresses, so another address is another folder.
+    identity = digest_of([dataset, test_dataset, list_encoded_set(dataset, test_dataset).digest])
     return f"{encoded_kind(dataset)}-{identity[:16]}"
 
 
 def is_quickly_prepared(dataset: str) -> bool:
-    """Return whether :func:`fetch` has little to download: an index, a list of files, or nothing."""
+    """Return whether :func:`fetch` is quick for this name: it fetches an index, a list of files, or nothing."""
     return bool(encoded_kind(dataset)) or dataset == "digits"
 
 
 def fetch(dataset: str, source: str, folder: Path, *, test_dataset: str = "", progress: str = "auto") -> Path:
-    """Download a data set, check it and put it into ``folder``, which appears whole or not at all.
+    """Download a data set, verify it and write it into ``folder``, which appears complete or not at all.
 
     Args:
-        dataset: a name of ``DATASETS``, ``package.module:callable``, or ``shards:...`` or ``image_folder:...``, of
-            which only the index or the list of files is fetched.
-        source: a directory or a file://, s3:// or https:// mirror, which then is the only place that is asked; empty
-            for the usual places: a copy of the operating system's, then the public addresses.
-        folder: where to put it; if it holds this data set of this source already, and whole, nothing is done, so
-            name it by the :func:`fingerprint` where the source can change.
-        test_dataset: of shards and folders of images, what to test on.
-        progress: auto, bar, lines or off; on stderr.
+        dataset: a name in ``DATASETS``, ``package.module:callable``, ``shards:...`` or ``image_folder:...``. Of the
+            last two only the index or the list of files is fetched.
+        source: directory, or file://, s3:// or https:// mirror; no other place is tried then. If empty: a copy that the
+            operating system has installed, then the public addresses.
+        folder: destination. Nothing is done if it already holds this data set of this source undamaged. Put the
+            :func:`fingerprint` into its name if the content of the source can change.
+        test_dataset: shards or folder of images to test on.
+        progress: auto, bar, lines or off; printed to stderr.
 
     Returns:
         The absolute path of ``folder``, for :func:`flyte_ddp.datasets.open_prepared`.
@@ -78,20 +83,20 @@ def fetch(dataset: str, source: str, folder: Path, *, test_dataset: str = "", pr
     if progress not in MODES:
         raise unknown_name("progress", progress, MODES)
     folder = Path(folder).absolute()
-    asked = {"data_source": source, "test_dataset": test_dataset}
-    if is_prepared(folder, dataset, asked):
+    requested = {"data_source": source, "test_dataset": test_dataset}
+    if holds_requested_data(folder, dataset, requested):
         return folder
-    with workspace_beside(folder) as workspace:
+    with make_workspace_beside(folder) as workspace:
         needed, found = "", find_dataset(dataset, source)
         try:
             if found is None:
-                data = look_up(dataset, test_dataset)
-                data.refuse_unreadable()
-                write_encoded_set(data, workspace, asked)
+                data = list_encoded_set(dataset, test_dataset)
+                data.refuse_unreadable_shards()
+                write_encoded_set(data, workspace, requested)
             else:
                 arrays, origin = found.load(source, workspace, Progress(progress))
                 needed = f"{dataset} needs {size(total_bytes(arrays))}, "
-                write_arrays(arrays, workspace, {"source": origin, **asked})
+                write_arrays(arrays, workspace, {"source": origin, **requested})
         except OSError as error:
             if error.errno not in DISK_FULL:
                 raise
@@ -104,29 +109,32 @@ def fetch(dataset: str, source: str, folder: Path, *, test_dataset: str = "", pr
         except OSError:
             if not folder.exists():
                 raise
-            if not is_prepared(folder, dataset, asked):  # else another process was faster, with the same data
-                with workspace_beside(folder) as damaged:
+            # The folder is damaged, or another process has just prepared it. Only a damaged one is replaced.
+            if not holds_requested_data(folder, dataset, requested):
+                with make_workspace_beside(folder) as damaged:
                     folder.rename(damaged / folder.name)
                     workspace.rename(folder)
     return folder
 
 
-def is_prepared(folder: Path, dataset: str, asked: dict[str, str]) -> bool:
-    """Return whether the folder holds this data set, and whole; raise a UserError if it holds something else."""
+def holds_requested_data(folder: Path, dataset: str, requested: dict[str, str]) -> bool:
+    """Return whether ``folder`` holds this data set undamaged; False for a missing or empty folder.
+
+    ``requested`` holds ``data_source`` and ``test_dataset``. Raises a UserError if the folder holds something else.
+    """
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return False
     description = read_description(folder)
-    held, held_source = description.get("name"), {key: description.get(key, "") for key in asked}
-    if (held, held_source) != (dataset, asked):
-        found, wanted = (", ".join(f"{key}={value!r}" for key, value in made.items()) for made in (held_source, asked))
-        raise UserError(
-            f"{folder}: holds {held!r} of {found} and not {dataset!r} of {wanted}; choose another folder or delete it"
-        )
+    wanted = {"dataset": dataset, **requested}
+    held = {"dataset": description.get("name"), **{key: description.get(key, "") for key in requested}}
+    if held != wanted:
+        held_text, wanted_text = (", ".join(f"{key}={each[key]!r}" for key in wanted) for each in (held, wanted))
+        raise UserError(f"{folder}: holds {held_text}, not {wanted_text}; choose another folder or delete this one")
     return is_whole(folder)
 
 
 def is_whole(folder: Path) -> bool:
-    """Return whether a prepared data set can be opened, all of it, and is of this code's format."""
+    """Return whether a prepared data set can be opened and has this release's format."""
     try:
         open_prepared(folder)
         return FORMAT.items() <= read_description(folder).items()
@@ -135,9 +143,13 @@ def is_whole(folder: Path) -> bool:
 
 
 @contextmanager
-def workspace_beside(folder: Path) -> Iterator[Path]:
-    """Give a temporary folder on the same file system, which is removed in the end unless it was renamed."""
-    workspace = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}")  # mkdtemp's are for one user alone
+def make_workspace_beside(folder: Path) -> Iterator[Path]:
+    """Create a temporary folder beside ``folder``, on the same file system. Removed on exit, unless it was renamed.
+
+    Creates missing parents. Raises a UserError if the folder cannot be created.
+    """
+    # Not tempfile.mkdtemp, whose folders other users cannot read.
+    workspace = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}")
     try:
         workspace.mkdir(parents=True)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What identifies the content behind a user's own address, so that the cache notices when it changes."""
+"""Hash the content of an address that the user gives, so that the cache key changes when the content does."""
 
 import hashlib
 from collections.abc import Iterable
@@ -12,18 +12,19 @@ from flyte_ddp.storage.digest_list import SUMS
 
 
 def content_identity(source: str, asked_as: str = "data_source") -> str:
-    """Return a SHA-256 (hex) that changes with the content of ``source``; empty for an empty one.
+    """Return a SHA-256 (hex) that changes with the content of ``source``; "" for an empty ``source``.
 
-    Reads a local file or directory whole. Of object storage it takes names, sizes and ETags of everything under the
-    prefix; of an HTTP server the file's ETag or time of change with its size, or the ``SHA256SUMS`` of a directory.
-    Raises a UserError if there is nothing, or it cannot be reached; ``asked_as`` is the hyperparameter for the error.
+    Reads a local file or directory whole. For object storage it hashes name, size and ETag of everything under the
+    prefix. For an HTTP server it hashes ``SHA256SUMS`` in the directory, else the file's size with its ETag or time of
+    change, else its content.
+    Raises a UserError if the source is missing or unreachable. ``asked_as`` names the hyperparameter in the error.
     """
     if not source:
         return ""
     path = storage.local_path(source)
     if path is not None:
-        return local_identity(f"{asked_as}={source!r}", path)
-    identify = http_identity if storage.scheme(source) in ("http", "https") else listed_identity
+        return hash_local_content(f"{asked_as}={source!r}", path)
+    identify = hash_http_content if storage.scheme(source) in ("http", "https") else hash_object_listing
     try:
         return storage.retried(source, identify, Progress().note)
     except storage.UnavailableError as failure:
@@ -38,10 +39,10 @@ def digest_of(lines: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
 
 
-def local_identity(source: str, path: Path) -> str:
-    """Return a digest of a file's content, or of names and contents of all files in a directory.
+def hash_local_content(source: str, path: Path) -> str:
+    """Return the SHA-256 (hex) of a file, or of names and contents of all files in a directory. Reads them whole.
 
-    Raises a UserError that calls it ``source`` if there is no such file, or none in the directory.
+    Raises a UserError if ``path`` does not exist or the directory has no files. ``source`` names the path in the error.
     """
     if path.is_file():
         return digest_of([file_digest(path)])
@@ -53,8 +54,11 @@ def local_identity(source: str, path: Path) -> str:
     return digest_of(f"{name} {file_digest(file)}" for name, file in sorted(files.items()))
 
 
-def listed_identity(source: str) -> str:
-    """Return a digest of names, sizes and tags of all files under a prefix, or of the one file that it is."""
+def hash_object_listing(source: str) -> str:
+    """Return the SHA-256 (hex) of name, size and ETag of all files under a prefix, or of the one file.
+
+    Raises a MissingError if there is none.
+    """
     found = list(storage.list_files(source))
     if not found:
         try:
@@ -64,8 +68,11 @@ def listed_identity(source: str) -> str:
     return digest_of(f"{entry.name} {entry.size} {entry.tag}" for entry in found)
 
 
-def http_identity(source: str) -> str:
-    """Return a digest of what the server says about the content, or of the content where the server says nothing."""
+def hash_http_content(source: str) -> str:
+    """Return the SHA-256 (hex) of ``SHA256SUMS`` at the address, else of size and ETag, else of the content.
+
+    Downloads the content only if the server sends neither ETag nor time of change.
+    """
     try:
         return hashlib.sha256(storage.read(storage.join(source, SUMS))).hexdigest()
     except (storage.MissingError, storage.ForbiddenError):  # web servers answer 403 for missing files, too

@@ -1,4 +1,4 @@
-"""Images in a folder or under a prefix, one folder for each class: ``class/name.jpg``."""
+"""List and read images in a folder or under a prefix, with one folder for each class: ``class/name.jpg``."""
 
 import hashlib
 from collections import Counter
@@ -17,14 +17,14 @@ from flyte_ddp.formatting import counted
 from flyte_ddp.storage.digest_list import SUMS
 
 SUFFIXES = tuple(f".{kind}" for kind in IMAGES)
-LISTED = 10  # classes at most whose numbers of images are listed, and kinds of files
-TRAINING_PARTS = ("train", "training")
-PARTS = (*TRAINING_PARTS, "test", "testing", "val", "valid", "validation", "dev", "eval", "evaluation")
+LISTED = 10  # classes, and kinds of files, that a printed line lists at most
+TRAINING_NAMES = ("train", "training")
+SPLIT_NAMES = (*TRAINING_NAMES, "test", "testing", "val", "valid", "validation", "dev", "eval", "evaluation")
 
 
 @dataclass(frozen=True, eq=False)
 class ImageList:
-    """The images below an address, in the order of their names, and their classes, in the order of theirs."""
+    """The images below an address in the order of their names, with the classes in the order of theirs."""
 
     address: str
     classes: tuple[str, ...]
@@ -35,11 +35,14 @@ class ImageList:
     left_out: Mapping[str, int] = field(default_factory=dict)  # how many other files there are of each kind
 
     def address_of(self, number: int) -> str:
-        """Return the address of an image."""
+        """Return the address of image ``number``."""
         return storage.join(self.address, self.names[number])
 
     def read(self, number: int) -> bytes:
-        """Return an image as it is stored, or raise a UserError if it cannot be read or is not as it was listed."""
+        """Read an image file whole, with retries, and return its bytes.
+
+        Raises a UserError if the file cannot be read, or is not the one that was listed.
+        """
         size, tag = int(self.sizes[number]), self.tags[number].decode()
 
         def read(address: str) -> bytes:
@@ -60,7 +63,7 @@ class ImageList:
             raise failure.explained(f"image {address}: cannot be read ({failure}); {advice}") from None
 
     def describe(self) -> list[str]:
-        """Return lines for the user: what the folder holds, and warnings."""
+        """Return lines for the user: how many images and classes there are, files left out, and warnings."""
         where = f"image folder {self.address}:"
         counts = np.bincount(self.labels, minlength=len(self.classes)).tolist()
         numbers = ", ".join(f"{name} {count:,}" for name, count in zip(self.classes, counts, strict=True))
@@ -71,37 +74,37 @@ class ImageList:
         if self.left_out:
             files = counted(sum(self.left_out.values()), "file")
             lines.append(f"{where} {files} left out, as no images: {listed_kinds(self.left_out)}")
-        parts = [name for name in self.classes if name.lower() in PARTS]
-        parts.sort(key=lambda name: name.lower() not in TRAINING_PARTS)
-        if len(parts) > 1:
-            train, test = (f"image_folder:{storage.join(self.address, name)}" for name in parts[:2])
+        splits = [name for name in self.classes if name.lower() in SPLIT_NAMES]
+        splits.sort(key=lambda name: name.lower() not in TRAINING_NAMES)
+        if len(splits) > 1:
+            train, test = (f"image_folder:{storage.join(self.address, name)}" for name in splits[:2])
             lines.append(
-                f"warning: {where} {', '.join(parts)} look like parts of a data set, and are taken for classes, as the "
-                f"first folders are; if they are parts, set dataset={train} and test_dataset={test}"
+                f"warning: {where} the first folders are the classes, but {', '.join(splits)} look like splits; if "
+                f"they are splits, set dataset={train} and test_dataset={test}"
             )
         elif len(counts) == 1:
             lines.append(
-                f"warning: {where} all images are of one class, {self.classes[0]}, so that there is nothing to tell "
-                "apart; put those of each class into a folder of its own"
+                f"warning: {where} all images are of one class, {self.classes[0]}, so there is nothing to learn; put "
+                "the images of each class into a folder of their own"
             )
         return lines
 
     @property
     def digest(self) -> str:
-        """SHA-256 (hex) of names, sizes and tags."""
+        """SHA-256 (hex) of name, size and tag of each image."""
         rows = zip(self.names, self.sizes.tolist(), self.tags.tolist(), strict=True)
         return digest_of(f"{name} {size} {tag.decode()}" for name, size, tag in rows)
 
 
 def list_images(address: str) -> ImageList:
-    """List the images below ``address``: as torchvision's ImageFolder does, by the first folder of their names.
+    """List the images below ``address``. As in torchvision's ImageFolder, the first folder of a name is the class.
 
-    Hidden files and folders are left out. Classes have their folders' names in Unicode's form NFC, so that two folders
-    whose names differ in their form alone are one class.
+    Leaves out hidden files and folders. Class names are the folders' names in Unicode form NFC, so folders whose names
+    differ only in form are one class.
 
     Raises:
-        UserError: it cannot be listed, there is no image in a folder of its own, a folder has other files and no images
-            or, on this machine, is empty, or a folder's name is not UTF-8.
+        UserError: the address cannot be listed, no image is in a class's folder, a class's folder has no images (an
+            empty folder counts on this machine only), or a folder's name is not UTF-8.
     """
     where, files = f"image folder {address}", files_below(address)
     images, others = list[storage.Entry](), list[str]()
@@ -117,16 +120,16 @@ def list_images(address: str) -> ImageList:
             f"{where}: has no images in folders of their classes among its {len(files):,} files{found}; it must hold "
             "class/name.jpg"
         )
-    folders = {first_folder(entry.name) for entry in files if "/" in entry.name}
-    path = storage.local_path(address)  # only here are there folders without files
+    folders = {class_folder(entry.name) for entry in files if "/" in entry.name}
+    path = storage.local_path(address)  # object storage has no empty folders
     if path is not None:
         folders |= {entry.name for entry in path.iterdir() if entry.is_dir() and not is_hidden(entry.name)}
     class_of = {folder: class_name(where, folder) for folder in sorted(folders)}
-    labelled = [class_of[first_folder(entry.name)] for entry in images]
+    labelled = [class_of[class_folder(entry.name)] for entry in images]
     classes = tuple(sorted({*labelled}))
     if imageless := {*class_of.values()} - {*classes}:
         name = min(imageless)
-        kinds = Counter(kind_of_file(other) for other in others if class_of.get(first_folder(other)) == name)
+        kinds = Counter(kind_of_file(other) for other in others if class_of.get(class_folder(other)) == name)
         why = f"but {listed_kinds(kinds)}; convert images to PNG or JPEG"
         raise UserError(
             f"{where}: class {name!r} has no images, {why if kinds else 'as its folder has no files; fill it'}, or, if "
@@ -145,9 +148,9 @@ def list_images(address: str) -> ImageList:
 
 
 def files_below(address: str) -> list[storage.Entry]:
-    """List the files below a folder or prefix, following links; without hidden ones and a SHA256SUMS in it.
+    """List the files below a folder or prefix, with retries. Follows links. Leaves out hidden files and SHA256SUMS.
 
-    Raises a UserError if it cannot be listed.
+    Raises a UserError if the address cannot be listed.
     """
     try:
         entries = storage.retried(address, lambda where: list(storage.list_files(where)))
@@ -158,30 +161,33 @@ def files_below(address: str) -> list[storage.Entry]:
     return [entry for entry in entries if not is_hidden(entry.name) and entry.name != SUMS]
 
 
-def first_folder(name: str) -> str:
-    """Return the first folder of a file's name, which is that of its class."""
+def class_folder(name: str) -> str:
+    """Return the first folder of a file's name; it names the class."""
     return name.partition("/")[0]
 
 
 def is_image(name: str) -> bool:
-    """Return whether a file is an image, by its name."""
+    """Return whether a file's name has the extension of an image."""
     return name.lower().endswith(SUFFIXES)
 
 
 def is_hidden(name: str) -> bool:
-    """Return whether the name of a file, or of a folder that it is in, begins with a dot."""
+    """Return whether the name of a file, or of a folder on its path, begins with a dot."""
     return name.startswith(".") or "/." in name
 
 
 def kind_of_file(name: str) -> str:
-    """Return what a file is counted as: such as ``.heic``, as its name ends."""
+    """Return a file's kind for the user: its extension, such as ``.heic``, or "without an extension".
+
+    An image outside of all folders gets the addition "in no class's folder".
+    """
     _, dot, extension = name.rpartition("/")[2].rpartition(".")
     kind = f".{extension.lower()}" if dot else "without an extension"
     return f"{kind} in no class's folder" if is_image(name) and "/" not in name else kind
 
 
 def listed_kinds(kinds: Mapping[str, int]) -> str:
-    """Return the most frequent kinds of files with their numbers."""
+    """Return the most frequent kinds of files with their counts as text, 10 kinds at most."""
     most = sorted(kinds.items(), key=lambda item: (-item[1], item[0]))
     listed = ", ".join(f"{count:,} {kind}" for kind, count in most[:LISTED])
     return listed + (", ..." if len(most) > LISTED else "")

@@ -1,4 +1,4 @@
-"""Packing data sets into shards: a folder of images, a data set by its name, or one of images and labels."""
+"""Pack data sets into shards: a folder of images, a data set by its name, or a map-style data set."""
 
 import io
 import tempfile
@@ -9,7 +9,7 @@ from typing import Any
 
 from flyte_ddp import catalog
 from flyte_ddp.datasets.arrays import open_arrays
-from flyte_ddp.datasets.custom import count_samples, pixels_and_label
+from flyte_ddp.datasets.custom import convert_sample, map_style_length
 from flyte_ddp.datasets.fetching import fetch
 from flyte_ddp.datasets.image_folder import list_images
 from flyte_ddp.errors import UserError
@@ -20,13 +20,16 @@ from flyte_ddp.user_code import SPEC, load_callable
 
 
 def pack_source(source: str, folder: Path, *, split: str = "train", **options: Any) -> ShardIndex:
-    """Pack whatever ``source`` names: a folder or prefix of images, a data set by its name, or a user's own.
+    """Pack a folder or prefix of images, a data set by its name, or a callable's; return the index of the shards.
+
+    Downloads a data set by its name into a temporary folder. Of a callable ``package.module:callable`` it packs the
+    training or test set of the returned pair. Raises a UserError for any other source.
 
     Args:
         source: as on the command line (``python -m flyte_ddp.shards pack --help``).
-        folder: where the shards and their index are written.
-        split: train or test, of a data set that has both.
-        options: of :func:`pack`.
+        folder: destination of the shards and their index.
+        split: train or test; a folder of images has only train.
+        options: keyword arguments of :func:`flyte_ddp.shards.packing.pack`.
     """
     if source in catalog.DATASETS:
         with tempfile.TemporaryDirectory(prefix="flyte-ddp.") as data:
@@ -45,15 +48,16 @@ def pack_source(source: str, folder: Path, *, split: str = "train", **options: A
 
 
 def pack_image_folder(address: str, folder: Path, **options: Any) -> ShardIndex:
-    """Pack the images ``class/name.jpg`` below a path or a prefix, as they are, with the classes' numbers.
+    """Pack the files ``class/name.jpg`` below a path or prefix unchanged, and return the index of the shards.
 
-    Prints what the folder holds to stderr. Raises a UserError if there are no images in it, or they cannot be read.
-    ``options`` are those of :func:`pack`.
+    Prints to stderr what the folder holds. Writes the shards and their index into ``folder``. ``options`` are keyword
+    arguments of :func:`flyte_ddp.shards.packing.pack`. Raises a UserError if there are no images or they cannot be
+    read.
     """
     found = list_images(address)
     for line in found.describe():
         Progress(options.get("progress", "auto")).note(line)
-    keys = make_keys(found.names)
+    keys = make_sample_keys(found.names)
 
     def sample(number: int) -> tuple[str, Members]:
         extension = found.names[number].rpartition(".")[2].lower()
@@ -62,43 +66,47 @@ def pack_image_folder(address: str, folder: Path, **options: Any) -> ShardIndex:
     return pack(sample, len(found.names), folder, classes=found.classes, **options)
 
 
-def make_keys(names: Iterable[str]) -> list[str]:
-    """Return a key for each file, all different: its name without the extension and, as a key ends at a dot, dots."""
+def make_sample_keys(names: Iterable[str]) -> list[str]:
+    """Return a different key for each file: its name without the extension, with "%2E" for other dots.
+
+    A sample's key in a tar file ends at the first dot. If two files differ in their extension alone, the second one's
+    key ends with its extension.
+    """
     keys: dict[str, None] = {}
     for name in names:
         stem, _, extension = name.rpartition(".")
         place, _, last = stem.rpartition("/")
         key = f"{place}/{last.replace('.', '%2E')}"
-        while key in keys:  # there is a.png beside a.jpg
+        while key in keys:  # as for a.png beside a.jpg
             key += f"%2E{extension}"
         keys[key] = None
     return list(keys)
 
 
 def pack_images(samples: Any, folder: Path, *, classes: Sequence[str] = (), **options: Any) -> ShardIndex:
-    """Pack a map-style data set of (image, label), such as torchvision's, as PNG: without loss.
+    """Pack a map-style data set of (image, label), such as torchvision's, as lossless PNG; return the shards' index.
 
     Args:
-        samples: has ``len()`` and gives an image and a label for each number. Images are as for training on a data set
-            of one's own (:func:`flyte_ddp.datasets.custom.collect`), of any size.
-        folder: where the shards and their index are written.
-        classes: the classes' names; those that the data set has itself, if none are given.
-        options: of :func:`pack`.
+        samples: has ``len()``, and gives (image, label) for each index. Images have the types that
+            :func:`flyte_ddp.datasets.custom.arrays_from_result` accepts, and any size.
+        folder: destination of the shards and their index.
+        classes: class names; default: the attribute ``classes`` of ``samples``, if it has one.
+        options: keyword arguments of :func:`flyte_ddp.shards.packing.pack`.
 
     Raises:
-        UserError: it is no such data set.
+        UserError: ``samples`` is not a map-style data set of images, or a sample cannot be read.
     """
     from PIL import Image
 
     what = f"{type(samples).__name__} to pack"
-    count = count_samples(what, samples)
+    count = map_style_length(what, samples)
     width = len(str(count - 1))
-    one_at_a_time = threading.Lock()  # a data set need not be made for several threads
+    one_at_a_time = threading.Lock()  # the user's data set need not be thread-safe
 
     def sample(number: int) -> tuple[str, Members]:
         try:
             with one_at_a_time:
-                pixels, label = pixels_and_label(what, number, samples[number])
+                pixels, label = convert_sample(what, number, samples[number])
         except OSError as error:
             raise UserError(f"{what}: sample {number} cannot be read ({error})") from error
         if pixels.shape[2] not in (1, 3, 4):

@@ -1,4 +1,4 @@
-"""Opening a prepared data set of any kind, and checking it before a rank starts."""
+"""Open a prepared data set of any kind, divide it into splits, and check it before ranks start."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -19,17 +19,23 @@ from flyte_ddp.shards.epoch_plan import cache_wanted
 from flyte_ddp.shards.index import ShardIndex
 
 PreparedSet = ImageArrays | EncodedSet
-SampleOrder = ListedOrder | ShardOrder  # of samples that have numbers, unlike those of a stream
+SampleOrder = ListedOrder | ShardOrder  # samples of a stream have no numbers, so StreamOrder is not one of these
 
 
 def open_prepared(folder: Path) -> PreparedSet:
-    """Open a folder that :func:`flyte_ddp.datasets.fetch` has made, or raise a UserError if it is none, or damaged."""
+    """Open a folder that :func:`flyte_ddp.datasets.fetch` has written.
+
+    Arrays and file lists are memory-mapped. Raises a UserError if the folder is not a prepared data set, or damaged.
+    """
     encoded = encoded_kind(str(read_description(folder).get("name")))
     return open_encoded_set(folder) if encoded else open_arrays(folder)
 
 
 def order_of_tests(data: PreparedSet) -> SampleOrder:
-    """Return the test split: a test set of its own, else a tenth of encoded images, whatever the seed of a run is."""
+    """Return the order of the test split: all of the test set, or else a tenth of the encoded images.
+
+    The tenth is the same for each seed of a run.
+    """
     if isinstance(data, ImageArrays):
         return ListedOrder(np.arange(len(data.test_labels), dtype=np.int32))
     if isinstance(data.tested, ImageList):
@@ -45,7 +51,10 @@ def order_of_tests(data: PreparedSet) -> SampleOrder:
 
 
 def orders_of(data: PreparedSet, hp: Hyperparameters) -> dict[str, SampleOrder]:
-    """Return the splits training, validation and test; a part of the samples that are not for testing is held out."""
+    """Return the orders of the splits "training", "validation" and "test".
+
+    Validation gets ``hp.validation_fraction`` of the samples that are not in the test split.
+    """
     tests = order_of_tests(data)
     if isinstance(data, ImageArrays):
         samples = np.arange(len(data.train_labels), dtype=np.int32)
@@ -67,13 +76,20 @@ def orders_of(data: PreparedSet, hp: Hyperparameters) -> dict[str, SampleOrder]:
 def check_prepared(
     folder: Path, hp: Hyperparameters, *, ranks: int, workers: int, cache_bytes: int | None = None
 ) -> list[str]:
-    """Refuse, before a rank starts, a data set that cannot be trained on.
+    """Refuse a data set that cannot be trained on; return lines for the user. Call it before ranks start.
+
+    Args:
+        folder: the prepared data set.
+        hp: hyperparameters of the training.
+        ranks: number of ranks.
+        workers: decoding threads or processes of each rank.
+        cache_bytes: limit of the shard cache in bytes; None for no limit.
 
     Returns:
-        Lines for the user: what a folder of images holds, and warnings.
+        Lines that say what a folder of images holds, and warnings.
 
     Raises:
-        UserError: the number of classes is not known, no samples are left for training or testing, or a stream has too
+        UserError: the number of classes is unknown, no samples are left for training or testing, or a stream has too
             few shards.
     """
     data = open_prepared(folder)
@@ -86,7 +102,7 @@ def check_prepared(
         )
     for split, purpose in (("training", "training"), ("test", "testing")):
         if not len(orders[split]):
-            raise no_samples(hp.dataset, purpose)
+            raise no_samples_error(hp.dataset, purpose)
     if not isinstance(data, EncodedSet):
         return []
     if not isinstance(data.train, ShardIndex):
@@ -96,13 +112,13 @@ def check_prepared(
     if encoded_kind(hp.dataset) == "stream":
         assert isinstance(orders["training"], ShardOrder)
         shards = int(np.count_nonzero(orders["training"].available))
-        check_stream(data.train, hp.dataset, shards, ranks, max(1, workers))
+        refuse_unusable_stream(data.train, hp.dataset, shards, ranks, max(1, workers))
         return []
-    return cache_warnings(data.train, hp, ranks, cache_bytes)
+    return cache_size_warnings(data.train, hp, ranks, cache_bytes)
 
 
-def cache_warnings(index: ShardIndex, hp: Hyperparameters, ranks: int, cache_bytes: int | None) -> list[str]:
-    """Return a warning if the cache is too small for remote shards."""
+def cache_size_warnings(index: ShardIndex, hp: Hyperparameters, ranks: int, cache_bytes: int | None) -> list[str]:
+    """Return at most one warning, in a list: the cache is too small for these remote shards."""
     sizes = index.sizes
     if cache_bytes is None or not index.remote.any() or (sizes < 0).any() or cache_bytes >= sizes.sum():
         return []
@@ -118,8 +134,11 @@ def cache_warnings(index: ShardIndex, hp: Hyperparameters, ranks: int, cache_byt
     return []
 
 
-def check_stream(index: ShardIndex, dataset: str, shards: int, ranks: int, workers: int) -> None:
-    """Raise a UserError for a stream whose parts have weights, or with fewer shards for training than workers."""
+def refuse_unusable_stream(index: ShardIndex, dataset: str, shards: int, ranks: int, workers: int) -> None:
+    """Raise a UserError for a stream with too few shards, with weights, or without webdataset installed.
+
+    Each worker of each rank needs at least one of the ``shards`` that are left for training.
+    """
     where = f"dataset={dataset!r}"
     if importlib.util.find_spec("webdataset") is None:
         raise UserError(f"{where}: streams need webdataset, which is not there; pip install webdataset")
@@ -136,8 +155,8 @@ def check_stream(index: ShardIndex, dataset: str, shards: int, ranks: int, worke
         )
 
 
-def no_samples(dataset: str, purpose: str) -> UserError:
-    """Return the error for a split that must have samples and has none."""
+def no_samples_error(dataset: str, purpose: str) -> UserError:
+    """Return a UserError for a split that has no samples; ``purpose`` is "training" or "testing"."""
     more = "give more"
     if encoded_kind(dataset) == "stream":
         more = "a stream holds out whole shards: pack it into more of them"
@@ -145,9 +164,9 @@ def no_samples(dataset: str, purpose: str) -> UserError:
 
 
 def class_names(classes: Sequence[str], hp: Hyperparameters) -> tuple[str, ...]:
-    """Return the names of the classes; their numbers where the data set does not say and ``num_classes`` does.
+    """Return the data set's class names, or else the numbers 0..num_classes-1 as texts.
 
-    Raises a UserError if neither says, or they do not agree.
+    Raises a UserError if neither is given, or ``num_classes`` differs from the number of classes.
     """
     if classes and hp.num_classes not in (0, len(classes)):
         raise UserError(f"num_classes={hp.num_classes}: the data set has {len(classes)}; set that, or 0")

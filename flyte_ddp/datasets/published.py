@@ -1,4 +1,4 @@
-"""Data sets that consist of published files with published digests, on the public addresses or a team's mirror."""
+"""Data sets of published files with known digests, fetched from public addresses or from a team's mirror."""
 
 import hashlib
 import shutil
@@ -14,32 +14,35 @@ from flyte_ddp.progress import Progress
 from flyte_ddp.storage.digest_list import SUMS, DigestListError, read_sums
 
 Arrays = tuple[object, object, object, object]  # train images, train labels, test images, test labels
-RENEW = f"sha256sum * > {SUMS}"  # a command
+RENEW = f"sha256sum * > {SUMS}"  # the command that errors advise
 
 
 @dataclass(frozen=True)
 class PublishedSet:
-    """A published data set."""
+    """A published data set: its files with their digests, where to find them, and how to read them."""
 
     name: str
-    files: Mapping[str, tuple[str, ...]]  # MD5 (hex) by name; more than one if compressed anew
+    files: Mapping[str, tuple[str, ...]]  # by name: allowed MD5 digests (hex), one for each compression in use
     addresses: tuple[str, ...]  # directories that hold the files, tried in order after ``system_folder``
     classes: tuple[str, ...]
-    read: Callable[[Path], Arrays]  # reads the files, verified, in a folder
-    system_folder: str = ""  # where a package of the operating system or of Python puts the files
+    read: Callable[[Path], Arrays]  # reads the verified files in a folder
+    system_folder: str = ""  # where a system or Python package installs the files
 
     def fingerprint(self, source: str) -> str:
-        """Return a name for the content, by the digests that the files must have; reads a mirror's ``SHA256SUMS``."""
-        sums = self.mirror_digests(source, Progress())
+        """Return a name with a hash of the digests that the files must have; reads a mirror's ``SHA256SUMS``."""
+        sums = self.read_mirror_digests(source, Progress())
         lines = (f"{name} {sums.get(name, known[0])}" for name, known in self.files.items())
         return f"{self.name}-{digest_of(lines)[:16]}"
 
     def load(self, source: str, workspace: Path, progress: Progress) -> tuple[ImageArrays, str]:
-        """Return the arrays and where they came from; downloads the files into ``workspace`` and removes them."""
-        sums = self.mirror_digests(source, progress)
+        """Download the files, and return checked arrays and the addresses they came from.
+
+        Downloads into ``workspace/raw``, and removes it after reading.
+        """
+        sums = self.read_mirror_digests(source, progress)
         raw = workspace / "raw"
         raw.mkdir()
-        used = [self.download(name, source, sums, raw, progress) for name in self.files]
+        used = [self.download_file(name, source, sums, raw, progress) for name in self.files]
         try:
             arrays = image_arrays(*self.read(raw), classes=self.classes, name=self.name)
         except UserError as error:
@@ -47,14 +50,16 @@ class PublishedSet:
         shutil.rmtree(raw)
         return arrays, " and ".join(dict.fromkeys(used))
 
-    def download(self, name: str, source: str, sums: dict[str, str], folder: Path, progress: Progress) -> str:
-        """Download one file into ``folder``, check its digest, and return the directory or mirror it came from.
+    def download_file(self, name: str, source: str, sums: dict[str, str], folder: Path, progress: Progress) -> str:
+        """Download one file into ``folder`` with retries, verify its digest, and return the place it came from.
 
-        Raises a UserError if no address has the file whole.
+        With a ``source`` only this mirror is tried. ``sums`` holds the mirror's SHA-256 by file name; if it is empty,
+        the published MD5 counts. Shows progress on stderr. Raises a UserError if no address serves the verified file.
         """
         algorithm, digests = ("sha256", (sums[name],)) if sums else ("md5", self.files[name])
 
         def transfer(address: str) -> str:
+            """Download the file from one address and verify it. Raises AlteredError for a wrong digest."""
             digest, place = hashlib.new(algorithm, usedforsecurity=False), address.removesuffix(name)
             remote = storage.local_path(address) is None
             with storage.open_file(address) as found, (folder / name).open("wb") as target:
@@ -82,11 +87,11 @@ class PublishedSet:
                 "directory or mirror that holds it"
             ) from None
 
-    def mirror_digests(self, source: str, progress: Progress) -> dict[str, str]:
-        """Return the SHA-256 of each file by a mirror's ``SHA256SUMS``; nothing without a mirror or such a file.
+    def read_mirror_digests(self, source: str, progress: Progress) -> dict[str, str]:
+        """Return the SHA-256 of each file by a mirror's ``SHA256SUMS``; {} without a mirror or without that file.
 
-        With it a team serves data of its own in a published data set's format behind an address that does not change.
-        Raises a UserError if the mirror is not there, or its ``SHA256SUMS`` leaves a file out or is not understood.
+        A team can so serve its own data in the format of a published set. Raises a UserError if the mirror is missing,
+        or ``SHA256SUMS`` cannot be parsed or lacks one of the files.
         """
         if not source:
             return {}
@@ -105,11 +110,11 @@ class PublishedSet:
             missing = [name for name in self.files if name not in found]
             problem = f"has no SHA-256 of {missing[0]}" if missing else ""
         if problem:
-            raise UserError(f"{where}: {SUMS} there {problem}; renew it beside the files: {RENEW}")
+            raise UserError(f"{where}: {SUMS} there {problem}; renew it in the folder of the files: {RENEW}")
         return found
 
     def mirror_error(self, name: str, source: str, failure: storage.UnavailableError) -> UserError:
-        """Return the error for a file that a mirror did not give."""
+        """Return a UserError that says why the mirror did not serve the file ``name``, and what to do."""
         where = f"data_source={source!r}"
         if isinstance(failure, storage.MissingError):
             return UserError(f"{where}: has no {name} ({failure}); it must hold {', '.join(self.files)}")

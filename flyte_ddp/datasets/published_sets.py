@@ -1,4 +1,4 @@
-"""The published data sets by their names, and how their files are read."""
+"""The published data sets by name, and the readers of their files."""
 
 import gzip
 import importlib.util
@@ -17,14 +17,14 @@ from flyte_ddp.errors import UserError
 
 DIGITS_FILE = "digits.csv.gz"
 DIGITS_FOR_TRAINING = 1_500
-SKLEARN = importlib.util.find_spec("sklearn")  # to import scikit-learn takes over a second
+SKLEARN = importlib.util.find_spec("sklearn")  # found but not imported: the import takes over a second
 
 
-def read_digits(folder: Path) -> Arrays:
-    """Return the digits of scikit-learn, with the values 0..16 scaled to 0..255.
+def read_digits_file(folder: Path) -> Arrays:
+    """Read scikit-learn's digits; return train images and labels, then test ones. Scales 0..16 to 0..255.
 
-    The first 1,500 images in scikit-learn's order are for training, the last 297 for testing. Neighbours in that order
-    come from the same writer, so the test set is mostly in hands that training has not seen.
+    The first 1,500 images are for training, the last 297 for testing. One writer's digits are neighbours in the file,
+    so most writers of the test set are not in the training set.
     """
     rows = np.loadtxt(folder / DIGITS_FILE, delimiter=",")  # 64 pixels and the label
     images = np.rint(rows[:, :-1] * (255 / 16)).astype(np.uint8).reshape(-1, 8, 8)
@@ -38,7 +38,7 @@ DIGITS = PublishedSet(
     files={DIGITS_FILE: ("9b335364a7bfd63947c7480a5bd51f2d",)},
     addresses=(),
     classes=tuple("0123456789"),
-    read=read_digits,
+    read=read_digits_file,
     system_folder=str(Path(SKLEARN.origin).parent / "datasets/data") if SKLEARN and SKLEARN.origin else "",
 )
 
@@ -47,8 +47,8 @@ UNSIGNED_BYTES = b"\x00\x00\x08"
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
 
-def read_idx(path: Path) -> Images:
-    """Return the uint8 array in a gzipped IDX file, or raise a UserError if it is no such file or not whole.
+def read_idx_file(path: Path) -> Images:
+    """Return the uint8 array in a gzipped IDX file. Raises a UserError if the file is of another kind or truncated.
 
     IDX ("THE IDX FILE FORMAT", LeCun, Cortes, Burges): two zero bytes, the type of the values (8: unsigned bytes), the
     number of dimensions, each dimension as a big-endian uint32, then the values in C order.
@@ -66,8 +66,8 @@ def read_idx(path: Path) -> Images:
 
 
 def read_idx_files(folder: Path) -> Arrays:
-    """Return training images [N, H, W] and labels [N] of a data set in IDX files, then those of the test set."""
-    train_images, train_labels, test_images, test_labels = (read_idx(folder / name) for name in IDX_FILES)
+    """Read a data set's four IDX files; return train images [N, H, W] and labels [N], then the test ones."""
+    train_images, train_labels, test_images, test_labels = (read_idx_file(folder / name) for name in IDX_FILES)
     return train_images, train_labels, test_images, test_labels
 
 
@@ -105,7 +105,7 @@ FASHION_MNIST = PublishedSet(
 CIFAR10_FILE = "cifar-10-python.tar.gz"
 TRAIN_BATCHES, TEST_BATCH = tuple(f"data_batch_{number}" for number in range(1, 6)), "test_batch"
 
-# What a pickled batch of arrays needs, under the names that numpy had in different versions.
+# Classes and functions that a pickled batch of arrays needs, by their names in NumPy 1 and in NumPy 2.
 ALLOWED_GLOBALS = {
     ("numpy.core.multiarray", "_reconstruct"),
     ("numpy._core.multiarray", "_reconstruct"),
@@ -116,19 +116,19 @@ ALLOWED_GLOBALS = {
 
 
 class BatchUnpickler(pickle.Unpickler):
-    """Reads arrays, lists and text only: a mirror with digests of its own could otherwise run code here."""
+    """Unpickler for arrays, lists and text only. A mirror with its own digests could otherwise run code here."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a class or function that a batch may refer to, or raise a UserError for another."""
+        """Return the named class or function if a batch of arrays needs it. Raises a UserError for any other."""
         if (module, name) not in ALLOWED_GLOBALS:
             raise UserError(f"{CIFAR10_FILE}: asks for {module}.{name}, which a batch of images does not need; refused")
         return super().find_class(module, name)
 
 
-def read_cifar10(folder: Path) -> Arrays:
-    """Return training images [N, 32, 32, 3] and labels of CIFAR-10's archive, then those of the test set.
+def read_cifar10_archive(folder: Path) -> Arrays:
+    """Read CIFAR-10's archive; return train images [N, 32, 32, 3] and labels, then the test ones.
 
-    Raises a UserError for a damaged or other archive.
+    Raises a UserError for a damaged archive or another file.
     """
     batches = {}
     try:
@@ -137,19 +137,19 @@ def read_cifar10(folder: Path) -> Arrays:
                 name = member.name.rpartition("/")[2]
                 content = archive.extractfile(member)
                 if content is not None and name in (*TRAIN_BATCHES, TEST_BATCH):
-                    batches[name] = read_batch(content)
+                    batches[name] = read_cifar10_batch(content)
         images, labels = zip(*(batches[name] for name in TRAIN_BATCHES), strict=True)
         return np.concatenate(images), [label for batch in labels for label in batch], *batches[TEST_BATCH]
     except UserError:
         raise
     except KeyError as error:
         raise UserError(f"{CIFAR10_FILE}: has no {error}") from error
-    except Exception as error:  # of a damaged archive, or a damaged or foreign pickle: there are many kinds
+    except Exception as error:  # damaged archives and pickles raise many types
         raise UserError(f"{CIFAR10_FILE}: not a whole archive of CIFAR-10 ({error})") from error
 
 
-def read_batch(file: IO[bytes]) -> tuple[Images, list[int]]:
-    """Return images [N, 32, 32, 3] and labels; stored are rows of 3,072 values, all red ones, then green, then blue."""
+def read_cifar10_batch(file: IO[bytes]) -> tuple[Images, list[int]]:
+    """Unpickle one batch; return images [N, 32, 32, 3] and labels. Stored rows are 1,024 red, green and blue values."""
     batch = BatchUnpickler(file, encoding="latin1").load()
     return np.asarray(batch["data"]).reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), list(batch["labels"])
 
@@ -160,7 +160,7 @@ CIFAR10 = PublishedSet(
     files={CIFAR10_FILE: ("c58f30108f718f92721af3b95e74349a",)},
     addresses=("https://www.cs.toronto.edu/~kriz",),
     classes=("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
-    read=read_cifar10,
+    read=read_cifar10_archive,
 )
 
 DATASETS: dict[str, PublishedSet] = {each.name: each for each in (DIGITS, MNIST, FASHION_MNIST, CIFAR10)}

@@ -1,4 +1,4 @@
-"""From a prepared data set to batches on the device."""
+"""Load batches of a prepared data set onto the device."""
 
 from flyte_ddp.loading.opening import open_splits, open_tests
 from flyte_ddp.loading.split import Split, Splits

@@ -1,4 +1,4 @@
-"""Images from arrays that all ranks map into memory together; on a GPU the arrays are resident."""
+"""Load batches from arrays: memory-mapped and shared by all ranks on a CPU, resident on a GPU."""
 
 from dataclasses import dataclass
 
@@ -8,44 +8,47 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flyte_ddp.device_copy import copy_to_device
-from flyte_ddp.loading.split import Batch, Images
-from flyte_ddp.order.augmentation import augment
+from flyte_ddp.loading.split import Batch, ImageSource
+from flyte_ddp.order.augmentation import augment_images
 from flyte_ddp.order.sampling import Indices
 
 
 @dataclass(frozen=True)
-class ArrayImages(Images):
-    """Arrays that all ranks map into memory together.
+class ArrayImages(ImageSource):
+    """Source of images in arrays.
 
-    On a CPU a batch is gathered straight from the memory-mapped file, so that ranks share one copy in the page cache.
-    On a GPU all of them, still uint8, are copied once and batches are gathered there.
+    On a CPU batches are gathered from the memory-mapped file, so ranks share one copy in the page cache. On a GPU the
+    uint8 arrays are copied there once, and batches are gathered on the GPU.
     """
 
     images: NDArray[np.uint8] | Tensor  # [N, H, W, C]
     labels: NDArray[np.int64] | Tensor  # [N]
-    augment: str = "none"
-    seed: int = 0
+    augment: str = "none"  # kind of augmentation: none, crop or crop_flip
+    seed: int = 0  # of the augmentation
 
     def gather(self, samples: Indices, epoch: int | None = None) -> Batch:
-        """Return these rows of the arrays."""
+        """Return these rows of the arrays as a batch; augmented if ``epoch`` is given."""
         if isinstance(self.images, Tensor):
-            where = copy_to_device(torch.from_numpy(samples), self.images.device)
             assert isinstance(self.labels, Tensor)
-            images, labels = self.images[where], self.labels[where]
+            rows = copy_to_device(torch.from_numpy(samples), self.images.device)
+            images, labels = self.images[rows], self.labels[rows]
         else:
             images = torch.from_numpy(self.images[samples])
             labels = torch.from_numpy(np.asarray(self.labels[samples]))
         if epoch is not None:
-            images = augment(images, self.augment, seed=self.seed, epoch=epoch, samples=samples)
+            images = augment_images(images, self.augment, seed=self.seed, epoch=epoch, samples=samples)
         return Batch(images, labels)
 
 
-def open_array_images(
+def open_array_source(
     device: torch.device, images: NDArray[np.uint8], labels: NDArray[np.int64], kind: str = "none", seed: int = 0
 ) -> ArrayImages:
-    """Return the source of stored arrays, which are copied to a GPU; ``kind`` and ``seed`` are of the augmentation."""
+    """Return the source of these arrays, after copying them to ``device`` if it is a GPU.
+
+    ``kind`` and ``seed`` are the augmentation's.
+    """
     if device.type == "cpu":
-        # The same memory without numpy's memmap class, whose indexing is slower.
+        # A plain array of the same mapped memory: indexing an np.memmap is slower.
         return ArrayImages(np.asarray(images), np.asarray(labels), kind, seed)
     on_gpu = [torch.from_numpy(np.array(stored)).to(device) for stored in (images, labels)]
     return ArrayImages(on_gpu[0], on_gpu[1], kind, seed)

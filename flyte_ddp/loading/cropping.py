@@ -1,7 +1,7 @@
-"""Images of any size to squares of one: a random part of them for training, the middle for evaluation.
+"""Crop and resize images of any size to squares: a random part for training, the middle for evaluation.
 
-The random part is that of torchvision's ``RandomResizedCrop`` with its own settings (Szegedy et al., arXiv 1409.4842),
-mirrored half of the time; which part is a function of (seed, epoch, sample).
+The random part is that of torchvision's ``RandomResizedCrop`` with its defaults (Szegedy et al., arXiv 1409.4842),
+mirrored half of the time. It is a function of (seed, epoch, sample).
 """
 
 import math
@@ -14,17 +14,17 @@ from torch.nn import functional
 
 from flyte_ddp.loading.decoding import Pixels
 from flyte_ddp.models.images import EVALUATION_SHARE
-from flyte_ddp.order.augmentation import uniforms
+from flyte_ddp.order.augmentation import uniform_draws
 from flyte_ddp.order.sampling import Indices
 
-TRIES = 10
-SCALE = (0.08, 1.0)  # share of the image's area
-RATIO = (3 / 4, 4 / 3)  # width to height
-DRAWS = 2 * TRIES + 3
+TRIES = 10  # proposals for a crop
+SCALE = (0.08, 1.0)  # range of a crop's share of the image's area
+RATIO = (3 / 4, 4 / 3)  # range of a crop's width to height
+DRAWS = 2 * TRIES + 3  # random numbers for a crop: two for each proposal, then top, left and mirroring
 
 
 class Crop(NamedTuple):
-    """A part of an image, in pixels, and whether it is mirrored."""
+    """Top left corner, height and width of a part of an image, in pixels, and whether to mirror the part."""
 
     top: int
     left: int
@@ -34,15 +34,15 @@ class Crop(NamedTuple):
 
 
 def draw(seed: int, epoch: int, samples: Indices) -> NDArray[np.float64]:
-    """Return numbers [N, DRAWS] that decide on each sample's crop in an epoch."""
-    return uniforms(seed, epoch, samples, DRAWS)
+    """Return the random numbers in [0, 1) that decide on each sample's crop in an epoch, [N, DRAWS]."""
+    return uniform_draws(seed, epoch, samples, DRAWS)
 
 
 def random_crop(draws: NDArray[np.float64], height: int, width: int) -> Crop:
-    """Return the part of a ``height`` x ``width`` image that one sample's draws choose.
+    """Return the random part of a ``height`` x ``width`` image that these ``draws`` [DRAWS] select.
 
-    It is the first of ten proposals (an area and a ratio each) that fits; if none does, the middle of the image in the
-    nearest ratio that is allowed.
+    Each of ten proposals has an area and a ratio of width to height. The first proposal that fits into the image is
+    taken. If none fits, it is the middle of the image, in the allowed ratio that is nearest to the image's.
     """
     *proposals, vertical, horizontal, mirror = draws.tolist()
     mirrored = mirror < 0.5
@@ -60,15 +60,15 @@ def random_crop(draws: NDArray[np.float64], height: int, width: int) -> Crop:
 
 
 def middle_crop(height: int, width: int) -> Crop:
-    """Return the square in the middle with 7/8 of the shorter side: 224 of 256 pixels, as is usual for ImageNet."""
+    """Return the square in the middle, with 7/8 of the shorter side: ImageNet's usual 224 of 256 pixels."""
     side = max(1, round(min(height, width) * EVALUATION_SHARE))
     return Crop((height - side) // 2, (width - side) // 2, side, side)
 
 
 def resized(pixels: Pixels, crop: Crop, size: int) -> Pixels:
-    """Return that part of an image [H, W, 3], as a square [size, size, 3]."""
+    """Return a part of an image uint8 [H, W, 3], resized to a square [size, size, 3] (bilinear, antialiased)."""
     part = np.ascontiguousarray(pixels[crop.top : crop.top + crop.height, crop.left : crop.left + crop.width])
-    # The batch's dimension is added by torch: only with its strides is the result channels-last as well.
+    # unsqueeze by torch, not by NumPy: only with torch's strides is interpolate's result channels-last, too.
     channels_last = torch.from_numpy(part).unsqueeze(0).permute(0, 3, 1, 2)
     squares = functional.interpolate(channels_last, (size, size), mode="bilinear", antialias=True)
     square: Pixels = (squares.flip(-1) if crop.mirrored else squares)[0].permute(1, 2, 0).numpy()
@@ -76,7 +76,7 @@ def resized(pixels: Pixels, crop: Crop, size: int) -> Pixels:
 
 
 def squared(pixels: Pixels, size: int, draws: NDArray[np.float64] | None = None) -> Pixels:
-    """Return the part of an image [H, W, 3] that one sample's draws choose, else its middle, as [size, size, 3]."""
+    """Return a part of an image uint8 [H, W, 3] as a square [size, size, 3]: random by ``draws``, else the middle."""
     height, width, _ = pixels.shape
     crop = middle_crop(height, width) if draws is None else random_crop(draws, height, width)
     return resized(pixels, crop, size)

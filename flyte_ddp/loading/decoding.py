@@ -1,4 +1,4 @@
-"""Encoded images (JPEG, PNG and others) to pixels: by torchcodec where it is installed, else by Pillow."""
+"""Decode images (JPEG, PNG and others) to pixels, with torchcodec if it is installed, else with Pillow."""
 
 from __future__ import annotations
 
@@ -17,100 +17,107 @@ if TYPE_CHECKING:
     from PIL import Image
 
 Pixels = NDArray[np.uint8]  # [H, W, 3]
-ANIMATIONS = ("GIF", "WEBP", "AVIF", "HEIF")
-ORIENTATION = 0x0112  # the tag of EXIF
-# Pillow's names of what makes a picture of orientation 2 to 8 upright; 1 is upright.
+ANIMATIONS = ("GIF", "WEBP", "AVIF", "HEIF")  # formats that can hold many images
+ORIENTATION = 0x0112  # tag in EXIF data
+# Pillow's transpositions that turn images of EXIF orientation 2 to 8 upright; orientation 1 is upright.
 TURNS = "FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90"
 
 
 class DecodingError(ValueError):
-    """Bytes that are not an image, or not a whole one."""
+    """The bytes are not an image, or the image is damaged or truncated."""
 
 
 def decode(content: bytes) -> Pixels:
-    """Return the image in RGB, upright, on white where it is transparent, of 16 bits the upper 8.
+    """Decode an image file to upright RGB pixels. Transparent parts become white, 16-bit values their upper 8 bits.
 
-    Raises a DecodingError for no image, a damaged one, or numbers of no known range (floating-point, 32 bits, signed).
+    Raises a DecodingError for bytes that are no image, a damaged image, or pixels without a known range
+    (floating-point, 32-bit or signed).
     """
     return decoder()(content)
 
 
 @functools.cache
 def decoder() -> Callable[[bytes], Pixels]:
-    """Return the function that decodes."""
+    """Return the decoding function: torchcodec's if it can be imported, else Pillow's."""
     try:
         import torchcodec.decoders  # noqa: F401
-    except (ImportError, RuntimeError, OSError):  # not there, or for another version of torch
+    except (ImportError, RuntimeError, OSError):  # not installed, or built for another version of torch
         return with_pillow
-    return with_torchcodec
+    return decode_with_torchcodec
 
 
 def decoder_name() -> str:
-    """Return the name of the library that decodes."""
-    return "torchcodec" if decoder() is with_torchcodec else "Pillow"
+    """Return the name of the decoding library: "torchcodec" or "Pillow"."""
+    return "torchcodec" if decoder() is decode_with_torchcodec else "Pillow"
 
 
-def with_torchcodec(content: bytes) -> Pixels:
-    """Decode by torchcodec; see :func:`decode`."""
+def decode_with_torchcodec(content: bytes) -> Pixels:
+    """Decode an image file with torchcodec to RGB pixels, as :func:`decode` describes.
+
+    Animations, 16-bit PNGs and files that torchcodec refuses are decoded with Pillow. Raises a DecodingError.
+    """
     import torch
     from PIL import Image
     from torchcodec.decoders import decode_image
 
-    # Pillow reads the header first: it refuses sizes that torchcodec would allocate. Files of many images, of which
-    # torchcodec would decode all, and PNGs of 16 bits, which torchcodec scales and rounds, are for Pillow itself.
+    # Pillow reads the header first, because it refuses huge sizes that torchcodec would allocate. Pillow also decodes
+    # animations, of which torchcodec decodes all images, and 16-bit PNGs, whose values torchcodec rounds.
     with opened(content) as image:
-        several = image.format in ANIMATIONS and getattr(image, "is_animated", False)
-        deep = png_layout(image).endswith(";16B")
+        animated = image.format in ANIMATIONS and getattr(image, "is_animated", False)
+        is_16_bit = png_layout(image).endswith(";16B")
         transparent = image.has_transparency_data
-    # Not as bytes, for which torchcodec changes the filters of warnings for a moment: then each warning is shown again,
-    # and as threads do this at once, some changes stay, which hide the warnings of others.
+    # Given bytes, torchcodec changes the global warning filters for a moment. Threads that do this at the same time can
+    # leave the filters changed. Given a tensor, torchcodec leaves the filters alone.
     stored = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     try:
-        decoded = None if several or deep else decode_image(stored, mode="RGB_ALPHA" if transparent else "RGB")
+        decoded = None if animated or is_16_bit else decode_image(stored, mode="RGB_ALPHA" if transparent else "RGB")
     except (RuntimeError, ValueError):
         decoded = None
     if decoded is None or decoded.dim() != 3:
-        return with_pillow(content)  # which knows more formats, and better words for what is wrong
+        return with_pillow(content)  # Pillow knows more formats, and its errors are clearer
     pixels: Pixels = decoded.numpy().transpose(1, 2, 0)
     if not transparent:
         return pixels
-    if pixels[..., 3].min() == 255:
+    if pixels[..., 3].min() == 255:  # opaque everywhere
         return pixels[..., :3]
     return np.array(opaque_picture(Image.fromarray(np.ascontiguousarray(pixels))).convert("RGB"))
 
 
 def with_pillow(content: bytes, mode: str = "RGB") -> NDArray[np.uint8]:
-    """Decode by Pillow, see :func:`decode`, to [H, W] if the mode is L."""
+    """Decode an image file with Pillow to RGB pixels, as :func:`decode` describes; mode "L" gives grey [H, W].
+
+    Raises a DecodingError.
+    """
     from PIL.Image import Transpose
 
     with opened(content) as image:
         image.load()
-        opaque, orientation = opaque_picture(image).convert(mode), orientation_of(image)
+        opaque, orientation = opaque_picture(image).convert(mode), exif_orientation(image)
         return np.array(opaque.transpose(Transpose[TURNS[orientation - 2]]) if 2 <= orientation <= 8 else opaque)
 
 
-def orientation_of(image: Image.Image) -> int:
-    """Return the orientation that the image's EXIF data say; 1, upright, if they say none or are damaged.
+def exif_orientation(image: Image.Image) -> int:
+    """Return the orientation in the image's EXIF data, 1 to 8; 1 (upright) if it is missing or damaged.
 
-    Pillow's ``exif_transpose`` also writes the EXIF data anew, which fails if any of them is of the wrong kind, and
-    looks at XMP, as torchcodec does not. A TIFF is upright when it is loaded.
+    Pillow's ``exif_transpose`` is not used. It also rewrites the EXIF data, and fails if an entry has a wrong type. It
+    reads XMP as well, which torchcodec does not. Pillow turns a TIFF upright when it loads it.
     """
     from PIL import Image
 
-    notes = Image.Exif()
+    exif = Image.Exif()
     try:
-        notes.load(image.info.get("exif", b""))
+        exif.load(image.info.get("exif", b""))
     except SyntaxError:
         return 1
-    orientation: int = notes.get(ORIENTATION, 1)
+    orientation: int = exif.get(ORIENTATION, 1)
     return orientation
 
 
 @contextmanager
 def opened(content: bytes) -> Iterator[Image.Image]:
-    """Open an image, of which Pillow reads no more than the header; turn Pillow's errors in the block, too.
+    """Open an image file with Pillow, reading its header only. Raises DecodingError for Pillow's errors in the block.
 
-    Raises a DecodingError for no image, a damaged one, or one of more pixels than Pillow's limit.
+    The causes are bytes that are no image, a damaged image, or more pixels than Pillow's limit.
     """
     from PIL import Image, UnidentifiedImageError
 

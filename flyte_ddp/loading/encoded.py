@@ -1,4 +1,4 @@
-"""Images that are decoded when they are needed, from shards or files, by threads that work ahead of training."""
+"""Load encoded images from shards or files, decoded by threads that work ahead of training."""
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -15,72 +15,70 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.loading import cropping
 from flyte_ddp.loading.decoding import DecodingError, Pixels, decode, decoder_name
 from flyte_ddp.loading.facts import Facts
-from flyte_ddp.loading.split import Batch, Images
+from flyte_ddp.loading.split import Batch, ImageSource
 from flyte_ddp.lookahead import map_in_threads
 from flyte_ddp.order.sampling import Indices
 
-SAMPLES_A_TASK = 8  # at most: it makes little of a task's own cost
+SAMPLES_A_TASK = 8  # at most; enough to make the cost of a task itself small
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """An image as it is stored, its label, what to call it in a sentence, and what it is called where it is."""
+    """An image file's content, with label and names."""
 
     content: bytes
     label: int
-    name: str
-    key: str = ""
+    name: str  # for errors, such as "image s3://bucket/cat/1.jpg"
+    key: str = ""  # the name within the data set
 
 
-class Reader:
-    """Base class of thread-safe readers of stored images. Optional hooks default to no-ops."""
+class ImageReader:
+    """Base class of thread-safe readers of encoded images. Optional hooks default to no-ops."""
 
-    fetches = False  # see :class:`flyte_ddp.loading.split.Images`
+    fetches = False  # True if whole files are fetched, so that prefetch_files() is useful
 
     def read(self, sample: int) -> Encoded:
-        """Return the image with that number."""
+        """Read one sample: its encoded image and its label."""
         raise NotImplementedError
 
-    def begin(self, sample: int) -> Future[Encoded] | None:
-        """Begin to read an image, if that takes long without being work."""
+    def start_read(self, sample: int) -> Future[Encoded] | None:
+        """Start to read a sample in another thread. Returns None if :meth:`read` is fast enough."""
 
-    def heal(self, sample: int) -> None:
-        """Replace our copy of the sample's file, if there is one and it is damaged."""
+    def refetch_if_damaged(self, sample: int) -> None:
+        """Check the cached copy of the sample's file, and fetch it again if it is damaged."""
 
-    def expect(self, samples: Indices) -> None:
-        """Begin to fetch the files of these samples."""
+    def prefetch_files(self, samples: Indices) -> None:
+        """Start to fetch the files that hold these samples."""
 
-    def fetched(self) -> Mapping[str, int]:
-        """Return how often each file that is kept was fetched, by its address."""
+    def fetch_counts(self) -> Mapping[str, int]:
+        """Return how often each cached file was fetched, by its address."""
         return {}
 
     def close(self) -> None:
-        """End what was begun, and close files."""
+        """Cancel what was started, and close files."""
 
 
 class BadSamples:
-    """Counts samples that cannot be decoded, of which so many are allowed for each rank."""
+    """Thread-safe record of a rank's samples that cannot be decoded; ``allowed`` is their limit."""
 
     def __init__(self, allowed: int) -> None:
         self.allowed = allowed
-        self.names: dict[str, str] = {}  # with the reasons
+        self.names: dict[str, str] = {}  # reason by name
         self.lock = threading.Lock()
 
     def add(self, name: str, reason: str) -> None:
-        """Count a sample, once by its name, or raise a UserError if it is one too many."""
+        """Record a sample that cannot be decoded, once for each name. Raises a UserError above the limit."""
         with self.lock:
             self.names[name] = reason
             count = len(self.names)
         if count > self.allowed:
-            more = f"; {count} such samples, and bad_samples={self.allowed} are allowed" if self.allowed else ""
-            raise UserError(
-                f"{name} cannot be decoded: {reason}{more}; fix or remove it, or allow some with bad_samples"
-            )
+            more = f"; there are {count} such samples, more than bad_samples={self.allowed}" if self.allowed else ""
+            raise UserError(f"{name} cannot be decoded: {reason}{more}; fix or remove it, or raise bad_samples")
 
 
-class Loading(NamedTuple):
-    """A batch in the making, on the CPU: whole when all tasks are done."""
+class PendingBatch(NamedTuple):
+    """A batch that threads are filling, in CPU memory. It is complete when all ``tasks`` are done."""
 
     images: Tensor
     labels: Tensor
@@ -89,115 +87,135 @@ class Loading(NamedTuple):
 
 
 @dataclass(eq=False)
-class EncodedImages(Images):
-    """Decodes, crops and, for training, augments images."""
+class EncodedImages(ImageSource):
+    """Source of encoded images: decodes, crops and, for training, augments them in threads."""
 
-    reader: Reader
+    reader: ImageReader
     _: KW_ONLY
     size: int  # side of the squares that images become, in pixels
-    crop: str  # of training images: ``resized_crop`` (a random part, half of them mirrored) or ``none`` (the middle)
+    crop: (
+        str  # of training images: ``resized_crop`` (a random part, mirrored half of the time) or ``none`` (the middle)
+    )
     seed: int  # of the random parts
-    classes: int  # their number, which labels must be below
+    classes: int  # number of classes; labels must be smaller
     bad: BadSamples
-    substitutes: Callable[[int], Indices]  # ascending samples of which one may replace a sample
-    threads: int
+    substitutes: Callable[[int], Indices]  # returns the samples, ascending, one of which may replace a sample
+    threads: int  # that decode
     device: torch.device
-    batches_ahead = 2  # enough to keep the threads at work while a batch is waited for
+    batches_ahead = 2  # enough to keep the threads busy while gather() waits for a batch
 
     def __post_init__(self) -> None:
         self.fetches = self.reader.fetches
-        self.replaced: set[int] = set()  # samples that others replaced
+        self.replaced: set[int] = set()  # damaged samples, each replaced by another sample
         self.pool = ThreadPoolExecutor(self.threads, thread_name_prefix="decoder", initializer=limit_threads)
-        self.pending: dict[tuple[int | None, bytes], Loading] = {}
+        self.pending: dict[tuple[int | None, bytes], PendingBatch] = {}  # by epoch and samples
 
     def prefetch(self, samples: Indices, epoch: int | None) -> None:
-        """Begin to load these samples in the threads."""
+        """Start to load these samples in the threads, unless they are already being loaded."""
         key = (epoch, samples.tobytes())
         if key not in self.pending:
-            self.pending[key] = self.begin(samples, epoch)
+            self.pending[key] = self.submit_batch(samples, epoch)
 
-    def expect(self, samples: Indices) -> None:
-        """Begin to fetch the files of these samples."""
-        self.reader.expect(samples)
+    def prefetch_files(self, samples: Indices) -> None:
+        """Start to fetch the files that hold these samples."""
+        self.reader.prefetch_files(samples)
 
     def gather(self, samples: Indices, epoch: int | None) -> Batch:
-        """Return images uint8 [n, size, size, 3] and labels int64 [n] on the device."""
-        loading = self.pending.pop((epoch, samples.tobytes()), None) or self.begin(samples, epoch)
-        wait(loading.tasks, return_when=FIRST_EXCEPTION)  # once, not for each: waking up takes time from the threads
+        """Return images uint8 [n, size, size, 3] and labels int64 [n] on the device; waits for the threads.
+
+        Raises the first exception of a thread, such as a UserError for too many bad samples.
+        """
+        loading = self.pending.pop((epoch, samples.tobytes()), None) or self.submit_batch(samples, epoch)
+        wait(loading.tasks, return_when=FIRST_EXCEPTION)  # one wait for all: each wake-up takes time from the threads
         for task in loading.tasks:
             task.result()
         images, labels = (values.to(self.device, non_blocking=True) for values in (loading.images, loading.labels))
         return Batch(images, labels, loading.names)
 
-    def begin(self, samples: Indices, epoch: int | None) -> Loading:
-        """Hand the samples to the threads, a few at a time."""
+    def submit_batch(self, samples: Indices, epoch: int | None) -> PendingBatch:
+        """Submit tasks of a few samples each to the threads, and return the batch that they fill."""
         on_gpu = self.device.type == "cuda"
         images = torch.empty(len(samples), self.size, self.size, 3, dtype=torch.uint8, pin_memory=on_gpu)
         labels = torch.empty(len(samples), dtype=torch.int64, pin_memory=on_gpu)
         augmented = epoch is not None and self.crop == "resized_crop"
         draws = cropping.draw(self.seed, epoch or 0, samples) if augmented else None
-        coming = [self.reader.begin(sample) for sample in samples.tolist()]
+        reads = [self.reader.start_read(sample) for sample in samples.tolist()]
         pixels, classes, names = images.numpy(), labels.numpy(), [""] * len(samples)
 
         def load(places: range) -> None:
+            """Decode and crop the samples at these places of the batch, and write them into its tensors."""
             for place in places:
-                image, classes[place], names[place] = self.image(int(samples[place]), coming[place])
+                image, classes[place], names[place] = self.load_image_or_substitute(int(samples[place]), reads[place])
                 pixels[place] = cropping.squared(image, self.size, None if draws is None else draws[place])
 
-        size = max(1, min(SAMPLES_A_TASK, len(samples) // (2 * self.threads)))  # so that no thread is without one
+        size = max(1, min(SAMPLES_A_TASK, len(samples) // (2 * self.threads)))  # at least two tasks a thread
         starts = range(0, len(samples), size)
         tasks = [self.pool.submit(load, range(start, min(start + size, len(samples)))) for start in starts]
-        return Loading(images, labels, names, tasks)
+        return PendingBatch(images, labels, names, tasks)
 
-    def image(self, sample: int, coming: Future[Encoded] | None) -> tuple[Pixels, int, str]:
-        """Return a decoded image, its label and its key; in the place of a damaged one, the next one of its split."""
+    def load_image_or_substitute(self, sample: int, coming: Future[Encoded] | None) -> tuple[Pixels, int, str]:
+        """Return pixels, label and key of a sample. A damaged one gets the pixels and label of the next good one.
+
+        ``coming`` is the read that was started for the sample, if any. Substitutes are of the sample's own split.
+        Raises a UserError if no substitute can be decoded.
+        """
         found = coming.result() if coming is not None else self.reader.read(sample)
-        if loaded := self.decoded(sample, found):
+        if loaded := self.decode_or_count(sample, found):
             return *loaded, found.key
         self.replaced.add(sample)
         others = self.substitutes(sample)
         place = int(np.searchsorted(others, sample))
         for other in [*others[place + 1 :].tolist(), *others[:place].tolist()]:
-            if loaded := self.decoded(other, self.reader.read(other)):
+            if loaded := self.decode_or_count(other, self.reader.read(other)):
                 return *loaded, found.key
         raise UserError(f"{found.name}: neither this nor any of its {len(others) - 1} substitutes can be decoded")
 
     def label(self, sample: int) -> int:
-        """Return the label of a sample, also of one that cannot be decoded."""
-        return checked_label(self.reader.read(sample), self.classes)
+        """Read a sample and return its label, even for a damaged image. Raises a UserError for a wrong label."""
+        return valid_label(self.reader.read(sample), self.classes)
 
-    def decoded(self, sample: int, found: Encoded) -> tuple[Pixels, int] | None:
-        """Return pixels and label of a sample; None if it is damaged where it comes from, and counted as such."""
+    def decode_or_count(self, sample: int, found: Encoded) -> tuple[Pixels, int] | None:
+        """Return pixels and label of a sample; None if its image is damaged. Counts damaged samples as bad."""
         if found.name in self.bad.names:
             return None
         try:
-            return decode_and_check(self.reader, sample, found, self.classes)
+            return decode_checked_sample(self.reader, sample, found, self.classes)
         except DecodingError as error:
             self.bad.add(found.name, str(error))
             return None
 
     def facts(self) -> Facts:
-        """Return decoder, samples that cannot be decoded, and shards that were fetched."""
-        return Facts(decoder_name(), frozenset(self.bad.names), dict(self.reader.fetched()))
+        """Return the decoder's name, the bad samples, and how often each shard was fetched."""
+        return Facts(decoder_name(), frozenset(self.bad.names), dict(self.reader.fetch_counts()))
 
     def close(self) -> None:
-        """End the threads and close files, without waiting for threads that are in the middle of a download."""
+        """Stop the threads and close files. Does not wait for threads that are downloading."""
         self.pool.shutdown(wait=False, cancel_futures=True)
         self.reader.close()
 
 
 def in_order(
-    reader: Reader, samples: Indices, threads: int, use: Callable[[int, Encoded], Result], ahead: int
+    reader: ImageReader, samples: Indices, threads: int, use: Callable[[int, Encoded], Result], ahead: int
 ) -> Iterator[Result]:
-    """Yield what threads make of each sample, in their order; at most ``ahead`` are read or in work at a time."""
+    """Read samples and yield what ``use`` returns for each, in their order; ``use`` runs in threads.
+
+    Args:
+        reader: reads the samples.
+        samples: numbers of the samples.
+        threads: how many threads call ``use``.
+        use: called with a sample's number and its encoded image.
+        ahead: how many samples are read or in use at most; files are fetched one to two times as many samples ahead.
+    """
 
     def begin() -> Iterator[tuple[int, Future[Encoded] | None]]:
+        """Yield each sample with its started read, and start to fetch the files of the samples ahead."""
         for place, sample in enumerate(samples.tolist()):
             if place % ahead == 0:
-                reader.expect(samples[place : place + 2 * ahead])
-            yield sample, reader.begin(sample)
+                reader.prefetch_files(samples[place : place + 2 * ahead])
+            yield sample, reader.start_read(sample)
 
     def use_read(item: tuple[int, Future[Encoded] | None]) -> Result:
+        """Wait for a sample's read and call ``use`` with it."""
         sample, coming = item
         return use(sample, coming.result() if coming is not None else reader.read(sample))
 
@@ -206,35 +224,39 @@ def in_order(
 
 
 def limit_threads() -> None:
-    """Keep torch from starting threads for the work of this one."""
-    torch.get_num_threads()  # torch sets the number for a thread when it is first asked in it
+    """Make torch and OpenMP use one thread for work of the calling thread."""
+    torch.get_num_threads()  # torch's first call in a thread sets its number of threads, so the limit comes after it
     threadpoolctl.threadpool_limits(1, user_api="openmp")
 
 
-def decoded(reader: Reader, sample: int, found: Encoded) -> tuple[Pixels, Encoded]:
-    """Return the pixels of a sample that was read, and the sample; if our copy of its file is damaged, another copy's.
+def decoded(reader: ImageReader, sample: int, found: Encoded) -> tuple[Pixels, Encoded]:
+    """Decode a sample that was read; return its pixels, and the sample as read from an undamaged copy.
 
-    Raises a DecodingError if the sample is damaged where it comes from.
+    If decoding fails, the cached copy of the file is checked, replaced if damaged, and read once more. Raises a
+    DecodingError if the file is damaged at its source.
     """
     try:
         return decode(found.content), found
     except DecodingError:
-        reader.heal(sample)
+        reader.refetch_if_damaged(sample)
         again = reader.read(sample)
-        if again.content == found.content:  # else it was healed now, or by another thread or rank
-            raise
+        if again.content == found.content:
+            raise  # the file was not replaced, by this call or by another thread or rank, so its source is damaged
     return decode(again.content), again
 
 
-def decode_and_check(reader: Reader, sample: int, found: Encoded, classes: int) -> tuple[Pixels, int]:
-    """Return pixels and label of :func:`decoded`; raise a UserError for a wrong label, also if it cannot be decoded."""
-    checked_label(found, classes)
+def decode_checked_sample(reader: ImageReader, sample: int, found: Encoded, classes: int) -> tuple[Pixels, int]:
+    """Decode a sample, and return its pixels and label.
+
+    Raises a UserError for a label outside 0..classes-1, and a DecodingError for an image that is damaged at its source.
+    """
+    valid_label(found, classes)
     pixels, whole = decoded(reader, sample, found)
-    return pixels, checked_label(whole, classes)
+    return pixels, valid_label(whole, classes)
 
 
-def checked_label(found: Encoded, classes: int) -> int:
-    """Return the label, or raise a UserError if it is not a class's number."""
+def valid_label(found: Encoded, classes: int) -> int:
+    """Return the sample's label. Raises a UserError if it is not in 0..classes-1."""
     if not 0 <= found.label < classes:
         raise UserError(
             f"{found.name} has label {found.label}: must be 0..{classes - 1} with {classes} classes; "

@@ -1,4 +1,4 @@
-"""What a run's report says about how its images were had."""
+"""Facts about image loading for a run's report."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -7,34 +7,38 @@ from dataclasses import dataclass, field
 from flyte_ddp.errors import UserError
 from flyte_ddp.parallel.distributed import objects_of_all_ranks
 
-FEW = 5  # names that are given
+FEW = 5  # names that a text lists at most
 
 
 @dataclass(frozen=True)
 class Facts:
-    """About the images that one rank, or all of them, have loaded."""
+    """What one rank, or all ranks together, found while loading images."""
 
-    decoder: str = ""  # the library that has decoded them
+    decoder: str = ""  # name of the decoding library
     bad: frozenset[str] = frozenset()  # names of samples that cannot be decoded
     fetched: Mapping[str, int] = field(default_factory=dict)  # how often each shard was fetched, by its address
 
     def describe(self) -> list[str]:
-        """Return sentences for the report."""
-        said = []
+        """Return one sentence for each fact, for the report."""
+        sentences = []
         if self.decoder:
-            instead = "; torchcodec is not there, or cannot be loaded" if self.decoder == "Pillow" else ""
-            said.append(f"Images were decoded by {self.decoder}{instead}.")
+            instead = "; torchcodec is not installed or cannot be loaded" if self.decoder == "Pillow" else ""
+            sentences.append(f"Images were decoded by {self.decoder}{instead}.")
         if self.bad:
-            said.append(f"{len(self.bad):,} samples could not be decoded and were replaced by others: {few(self.bad)}.")
+            sentences.append(
+                f"{len(self.bad):,} samples could not be decoded and were replaced by others: {few(self.bad)}."
+            )
         again = sum(1 for times in self.fetched.values() if times > 1)
         if self.fetched:
             cause = "; the cache has no room for all of them (FLYTE_DDP_CACHE_BYTES)" if again else ""
-            said.append(f"{len(self.fetched):,} shards were fetched, {again or 'none'} of them more than once{cause}.")
-        return said
+            sentences.append(
+                f"{len(self.fetched):,} shards were fetched, {again or 'none'} of them more than once{cause}."
+            )
+        return sentences
 
 
 def sum_facts(parts: Iterable[Facts]) -> Facts:
-    """Return the facts of several sources, or ranks, as one."""
+    """Combine the facts of several sources, or of several ranks."""
     parts = list(parts)
     decoder = next((part.decoder for part in parts if part.decoder), "")
     fetched = sum((Counter(part.fetched) for part in parts), Counter[str]())
@@ -42,23 +46,26 @@ def sum_facts(parts: Iterable[Facts]) -> Facts:
 
 
 def of_all_ranks(facts: Facts) -> Facts:
-    """Return, on every rank, the facts of all ranks, which must all call this."""
+    """Return the combined facts of all ranks, on each rank. Collective: all ranks must call it."""
     return sum_facts(objects_of_all_ranks(facts))
 
 
 def check_bad_samples(facts: Facts, allowed: int) -> None:
-    """Raise a UserError if the ranks together saw more undecodable samples than ``allowed``; all ranks must call it."""
+    """Raise a UserError if all ranks together found more than ``allowed`` undecodable samples.
+
+    Collective: all ranks must call it. Does nothing if ``allowed`` is 0, because a rank then fails at its first one.
+    """
     if not allowed:
-        return  # a rank has said so at once
+        return  # the rank that met the first bad sample has raised at once
     bad = of_all_ranks(facts).bad
     if len(bad) > allowed:
         raise UserError(
-            f"{few(bad)} cannot be decoded; {len(bad):,} such samples, and bad_samples={allowed} are allowed; "
-            "fix or remove them, or allow more"
+            f"{few(bad)} cannot be decoded; there are {len(bad):,} such samples, more than bad_samples={allowed}; "
+            "fix or remove them, or raise bad_samples"
         )
 
 
 def few(names: Iterable[str]) -> str:
-    """Return the first of many names, sorted, as text."""
+    """Return the first 5 names, sorted, as one text; ", ..." stands for more."""
     listed = sorted(names)
     return ", ".join(listed[:FEW]) + (", ..." if len(listed) > FEW else "")

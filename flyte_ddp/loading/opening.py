@@ -1,4 +1,4 @@
-"""From a prepared data set to the splits that a rank trains on, validates with and tests on."""
+"""Open the splits that a rank trains on, validates with and tests on."""
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -12,11 +12,11 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.arrays import ImageArrays
 from flyte_ddp.datasets.encoded_set import EncodedSet
 from flyte_ddp.datasets.image_folder import ImageList
-from flyte_ddp.datasets.prepared import PreparedSet, SampleOrder, no_samples, order_of_tests, orders_of
+from flyte_ddp.datasets.prepared import PreparedSet, SampleOrder, no_samples_error, order_of_tests, orders_of
 from flyte_ddp.hardware import Hardware, cores
-from flyte_ddp.loading.arrays import open_array_images
-from flyte_ddp.loading.encoded import BadSamples, EncodedImages, Reader
-from flyte_ddp.loading.files import FileImages
+from flyte_ddp.loading.arrays import open_array_source
+from flyte_ddp.loading.encoded import BadSamples, EncodedImages, ImageReader
+from flyte_ddp.loading.files import FileReader
 from flyte_ddp.loading.shards import ShardImages
 from flyte_ddp.loading.split import Split, Splits
 from flyte_ddp.loading.streams import RankStream, StreamImages, StreamOrder
@@ -32,14 +32,18 @@ from flyte_ddp.shards.index import ShardIndex
 def open_splits(
     data: PreparedSet, hp: Hyperparameters, hardware: Hardware, device: torch.device, settings: Settings
 ) -> Splits:
-    """Open the splits of a data set for a training with these hyperparameters; starts threads for encoded images."""
+    """Open training, validation and test split of a data set for this rank.
+
+    Starts threads for encoded images. Copies arrays to the device if it is a GPU. Requires the process group, for rank
+    and world size.
+    """
     orders = orders_of(data, hp)
     if isinstance(data, ImageArrays):
-        images = open_array_images(device, data.train_images, data.train_labels, hp.augment, hp.seed)
-        tests = open_array_images(device, data.test_images, data.test_labels)
+        images = open_array_source(device, data.train_images, data.train_labels, hp.augment, hp.seed)
+        test_images = open_array_source(device, data.test_images, data.test_labels)
         _, height, width, channels = data.train_images.shape
-        training, validation, test = orders.values()
-        return Splits(Split(images, training), Split(images, validation), Split(tests, test), (height, width, channels))
+        training, validation = (Split(images, orders[split]) for split in ("training", "validation"))
+        return Splits(training, validation, Split(test_images, orders["test"]), (height, width, channels))
     side = hp.image_size or ENCODED_SIDE
     classes = len(data.classes) or hp.num_classes
     threads = settings.loader_threads or hardware.threads
@@ -53,22 +57,21 @@ def open_splits(
         threads=threads,
         device=device,
     )
-    # Open are two shards for each shuffle stream of this rank, as all may change shards in the same step.
+    # The reader keeps two shards open for each shuffle stream, because all may change shards in the same step.
     streams = streams_of_rank(hp.shuffle_shards, world_size(), min(hp.accumulation_steps, hp.batch_size))
-    of_train = [order for split, order in orders.items() if split != "test" or data.test is None]
-    train = open_images(reader(data.train, settings, streams), substitutes=in_the_same_split(of_train))
+    orders_in_train = [order for split, order in orders.items() if split != "test" or data.test is None]
+    train = open_images(reader(data.train, settings, streams), substitutes=make_substitute_finder(orders_in_train))
     splits = {split: Split(train, order) for split, order in orders.items()}
     if data.test is not None:
-        tests_only = in_the_same_split([orders["test"]])
-        splits["test"] = Split(
-            open_images(reader(data.test, settings, streams), substitutes=tests_only), orders["test"]
-        )
+        find_substitutes = make_substitute_finder([orders["test"]])
+        tests = open_images(reader(data.test, settings, streams), substitutes=find_substitutes)
+        splits["test"] = Split(tests, orders["test"])
     if encoded_kind(hp.dataset) == "stream":
         assert isinstance(data.train, ShardIndex)
         assert isinstance(orders["training"], ShardOrder)
-        shards = np.flatnonzero(orders["training"].available)  # a worker must not have empty ones alone
+        shards = np.flatnonzero(orders["training"].available)  # without empty shards: a worker needs samples
         own = replace(data.train, shards=[data.train.shards[number] for number in shards[rank() :: world_size()]])
-        stream = RankStream(own, open_cache(settings), hp, rank(), workers=threads, size=side, classes=classes)
+        stream = RankStream(own, open_shard_cache(settings), hp, rank(), workers=threads, size=side, classes=classes)
         samples = max(1, len(orders["training"]) // hp.batch_size) * hp.batch_size
         splits["training"] = Split(StreamImages(stream, device), StreamOrder(samples))
     return Splits(**splits, shape=(side, side, 3))
@@ -77,10 +80,19 @@ def open_splits(
 def open_tests(
     data: EncodedSet, size: int, classes: int, bad: BadSamples, *, device: torch.device, settings: Settings
 ) -> Split:
-    """Open the test split alone, as :func:`open_splits` has it; raise a UserError if it is empty."""
+    """Open the test split of encoded images alone, and start its threads. Raises a UserError if it is empty.
+
+    Args:
+        data: the data set.
+        size: side of the images in pixels.
+        classes: number of classes.
+        bad: records the samples that cannot be decoded.
+        device: receives the batches.
+        settings: cache of shards, and number of decoding threads.
+    """
     order = order_of_tests(data)
     if not len(order):
-        raise no_samples(data.name, "testing")
+        raise no_samples_error(data.name, "testing")
     images = EncodedImages(
         reader(data.tested, settings),
         size=size,
@@ -88,17 +100,21 @@ def open_tests(
         seed=0,
         classes=classes,
         bad=bad,
-        substitutes=in_the_same_split([order]),
+        substitutes=make_substitute_finder([order]),
         threads=settings.loader_threads or cores(),
         device=device,
     )
     return Split(images, order)
 
 
-def in_the_same_split(orders: Collection[SampleOrder]) -> Callable[[int], Indices]:
-    """Return a function that gives what may replace a sample, by the orders of splits without common samples."""
+def make_substitute_finder(orders: Collection[SampleOrder]) -> Callable[[int], Indices]:
+    """Return a function that gives the samples of the split that holds a sample, near the sample if in shards.
+
+    ``orders`` are the orders of splits without common samples. The function raises an IndexError for a sample of none.
+    """
 
     def substitutes(sample: int) -> Indices:
+        """Return the samples, ascending, one of which may replace ``sample``; ``sample`` is among them."""
         for order in orders:
             found = order.substitutes(sample)
             place = int(np.searchsorted(found, sample))
@@ -109,13 +125,16 @@ def in_the_same_split(orders: Collection[SampleOrder]) -> Callable[[int], Indice
     return substitutes
 
 
-def reader(source: ShardIndex | ImageList, settings: Settings, streams: int = 16) -> Reader:
-    """Return what reads the images; of shards, two for each of so many shuffle streams are kept open."""
+def reader(source: ShardIndex | ImageList, settings: Settings, streams: int = 16) -> ImageReader:
+    """Return the reader of a list of image files, or of shards.
+
+    Keeps at most ``2 * streams`` shards open, and fetches at most ``streams`` ahead.
+    """
     if isinstance(source, ImageList):
-        return FileImages(source)
-    return ShardImages(ShardReader(source, open_cache(settings), most_open=2 * streams, most_ahead=streams))
+        return FileReader(source)
+    return ShardImages(ShardReader(source, open_shard_cache(settings), most_open=2 * streams, most_ahead=streams))
 
 
-def open_cache(settings: Settings) -> ShardCache:
-    """Return this host's cache of shards."""
+def open_shard_cache(settings: Settings) -> ShardCache:
+    """Open the host's cache of shards in the settings' folder."""
     return ShardCache(settings.cache_folder, settings.cache_bytes)

@@ -1,46 +1,46 @@
-"""Images for training from shards: of each sample an image and its ``.cls``."""
+"""Read images for training from shards: each sample is an image and its ``.cls``."""
 
 from collections.abc import Mapping
 
 import numpy as np
 
-from flyte_ddp.loading.encoded import Encoded, Reader
+from flyte_ddp.loading.encoded import Encoded, ImageReader
 from flyte_ddp.order.sampling import Indices
 from flyte_ddp.shards.dataset import ShardReader
 from flyte_ddp.shards.decoding import TRAINED_ON, class_number, image_and_label
 
-WANTED = frozenset(TRAINED_ON)
+WANTED = frozenset(TRAINED_ON)  # extensions of the members that are read
 
 
-class ShardImages(Reader):
+class ShardImages(ImageReader):
     """Reads images and labels from shards."""
 
     def __init__(self, reader: ShardReader) -> None:
         self.reader, self.fetches = reader, bool(reader.index.remote.any())
 
     def read(self, sample: int) -> Encoded:
-        """Return an image, encoded, and its label, or raise a UserError for a sample without them."""
+        """Read a sample's image and label from its shard. Raises a UserError if it lacks one of them."""
         key, contents = self.reader.read(sample, WANTED)
-        if len(contents) < 2:  # the error says what else there is
+        if len(contents) < 2:  # read all members, because the error of image_and_label() lists them
             key, contents = self.reader.read(sample)
         shard, _ = self.reader.index.locate(sample)
         name = f"sample {key!r} in shard {self.reader.index.shards[shard].url}"
         image, label = image_and_label(name, contents)
         return Encoded(contents[image], class_number(name, contents[label]), name, key)
 
-    def heal(self, sample: int) -> None:
+    def refetch_if_damaged(self, sample: int) -> None:
         """Check the cached copy of the sample's shard, and fetch it again if it is damaged."""
         self.reader.heal(sample)
 
-    def expect(self, samples: Indices) -> None:
-        """Begin to fetch the shards of these samples that are not here."""
+    def prefetch_files(self, samples: Indices) -> None:
+        """Start to fetch the remote shards that hold these samples."""
         shards = np.unique(np.searchsorted(self.reader.index.ends, samples, side="right"))
         self.reader.prefetch(shards[self.reader.index.remote[shards]].tolist())
 
-    def fetched(self) -> Mapping[str, int]:
-        """Return how often each shard was fetched."""
+    def fetch_counts(self) -> Mapping[str, int]:
+        """Return how often each shard was fetched, by its address."""
         return self.reader.cache.fetched
 
     def close(self) -> None:
-        """Close the shards that are open."""
+        """Close the open shards."""
         self.reader.close()

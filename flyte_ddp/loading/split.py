@@ -1,4 +1,4 @@
-"""Batches on the device: which samples a split has, and where their images come from."""
+"""A rank's view of the splits: which samples a split has, and the source that loads them as batches."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,55 +17,56 @@ Item = TypeVar("Item")
 
 
 class Batch(NamedTuple):
-    """Samples on the device."""
+    """Images and labels on the device, with the names of the samples."""
 
     images: Tensor  # uint8 [n, H, W, C]
     labels: Tensor  # int64 [n]
-    names: Sequence[str] = ()  # of the samples where they are stored; empty where samples have none
+    names: Sequence[str] = ()  # keys of the samples in their data set; empty if they have none
 
 
-class Images:
-    """Base class of sources of images. Optional hooks default to no-ops."""
+class ImageSource:
+    """Base class of sources that load batches of images. Optional hooks default to no-ops."""
 
-    batches_ahead = 0  # how many it is worth to prefetch
-    fetches = False  # whether files are fetched as a whole, some time before they are needed
+    batches_ahead = 0  # how many batches to prefetch
+    fetches = False  # True if whole files are fetched, so that prefetch_files() is useful
 
     def gather(self, samples: Indices, epoch: int | None) -> Batch:
-        """Return these samples, augmented for an epoch, or as they are for None."""
+        """Load these samples as a batch on the device: augmented for this epoch, or unchanged if ``epoch`` is None."""
         raise NotImplementedError
 
     def prefetch(self, samples: Indices, epoch: int | None) -> None:
-        """Begin to load what :meth:`gather` will be asked for."""
+        """Start to load these samples for a later :meth:`gather` with the same arguments."""
 
-    def expect(self, samples: Indices) -> None:
-        """Begin to fetch the files of these samples, which will be needed a while later."""
+    def prefetch_files(self, samples: Indices) -> None:
+        """Start to fetch the files that hold these samples, which will be loaded later."""
 
     def facts(self) -> Facts:
-        """Return what the report is to say."""
+        """Return facts about the loading for the report."""
         return Facts()
 
     def close(self) -> None:
-        """End what was begun, and close files."""
+        """Stop what was started, and close files."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """One split of a data set as this rank sees it: samples in an order, and their images."""
+    """One split of a data set as this rank uses it: the order of the samples, and the source that loads them."""
 
-    source: Images
+    source: ImageSource
     order: Order
 
     def __len__(self) -> int:
         return len(self.order)
 
     def gather(self, samples: Indices, epoch: int | None = None) -> Batch:
-        """Return these samples, augmented if it is for an epoch of training."""
+        """Load these samples as a batch on the device; augmented if ``epoch`` is given."""
         return self.source.gather(samples, epoch)
 
     def batches(self, batch_size: int, part: int, parts: int) -> Iterator[tuple[slice, Batch]]:
-        """Yield the whole batches that fall to one of ``parts``, each with its place within the split.
+        """Yield this part's batches of the split, unaugmented, each with its slice of the split's order.
 
-        A part is a stretch of consecutive batches, so that it needs few shards.
+        The batches of the split are divided into ``parts`` runs of consecutive batches; run number ``part`` is yielded.
+        Consecutive batches need few shards. Later batches are loaded ahead.
         """
         numbers = sampling.share(np.arange(-(-len(self) // batch_size)), part, parts).tolist()
         places = [slice(number * batch_size, min((number + 1) * batch_size, len(self))) for number in numbers]
@@ -80,30 +81,33 @@ class Split:
         epoch: int | None,
         batch_size: int,
     ) -> Iterator[Item]:
-        """Yield what is wanted, after beginning to load the next items and to fetch the files of those after them.
+        """Yield the items of ``wanted``, while the source loads the next items and fetches the files of later ones.
 
         Args:
             wanted: items in order, such as batches.
-            samples_of: gives the samples of an item that this rank will gather, in as many parts.
-            epoch: of training that the items are for; None for the items of :meth:`batches`.
+            samples_of: returns the samples of an item that this rank loads, as one or more arrays; each is prefetched
+                for one call of :meth:`gather`.
+            epoch: epoch of training that the items are for; None for evaluation.
             batch_size: samples of an item over all ranks.
         """
-        lookahead = self.order.lookahead(batch_size, mixed=epoch is not None) if self.source.fetches else 0
-        prefetch = partial(self.source.prefetch, epoch=epoch)
-        for begin, ahead in ((self.source.expect, lookahead), (prefetch, self.source.batches_ahead)):
 
-            def start(item: Item, begin: Callable[[Indices], None] = begin) -> Item:
-                for samples in samples_of(item):
-                    begin(samples)
-                return item
+        def start(begin: Callable[[Indices], None], item: Item) -> Item:
+            for samples in samples_of(item):
+                begin(samples)
+            return item
 
-            wanted = start_ahead(start, wanted, ahead) if ahead else wanted
+        if self.source.fetches:
+            distance = self.order.prefetch_distance(batch_size, mixed=epoch is not None)
+            wanted = start_ahead(partial(start, self.source.prefetch_files), wanted, distance)
+        if self.source.batches_ahead:
+            prefetch = partial(start, partial(self.source.prefetch, epoch=epoch))
+            wanted = start_ahead(prefetch, wanted, self.source.batches_ahead)
         return wanted
 
 
 @dataclass(frozen=True)
 class Splits:
-    """The three splits, and what images are like in them: [H, W, C]."""
+    """Training, validation and test split, and the shape [H, W, C] of their images."""
 
     training: Split
     validation: Split
@@ -111,16 +115,16 @@ class Splits:
     shape: tuple[int, int, int]
 
     @property
-    def sources(self) -> list[Images]:
-        """Where the images of all splits come from."""
-        splits = (self.training, self.validation, self.test)
-        return list({id(split.source): split.source for split in splits}.values())
+    def sources(self) -> list[ImageSource]:
+        """The different sources of the three splits."""
+        sources = (split.source for split in (self.training, self.validation, self.test))
+        return list({id(source): source for source in sources}.values())
 
     def facts(self) -> Facts:
-        """Return facts about the images that this rank has loaded."""
+        """Return the combined facts of this rank's sources."""
         return sum_facts(source.facts() for source in self.sources)
 
     def close(self) -> None:
-        """End the threads that load images, and close files."""
+        """Stop the loading threads and close files."""
         for source in self.sources:
             source.close()

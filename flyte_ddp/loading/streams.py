@@ -1,12 +1,13 @@
-"""Training without epochs, on shards that are read from their beginning to their end: webdataset's way.
+"""Train without epochs on shards that are read sequentially, as webdataset does.
 
-Shards are dealt to ranks and to the workers of each, which go through theirs again and again, every time in another
-order, mix samples in a buffer and make small batches of them; what all workers give is taken apart and mixed once more.
-Which samples a step sees depends on the numbers of ranks and workers, and on where a run was cut off: streams are the
-one exemption from the global order. Each rank gets as many samples in a step as with any other data set, so DDP cannot
-hang.
+Shards are dealt to the ranks, and to the worker processes of each rank. A worker reads its shards again and again, in a
+new order each time. It shuffles samples in a buffer and sends small batches to the rank, which splits and shuffles them
+again.
+The samples of a step depend on the numbers of ranks and workers, and on where a run resumed: streams are the only
+exception from the global order. Each rank gets as many samples in a step as with other data sets, so DDP cannot hang.
 """
 
+import itertools
 import signal
 import traceback
 import zlib
@@ -24,9 +25,9 @@ from flyte_ddp.device_copy import copy_to_device
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading import cropping
 from flyte_ddp.loading.decoding import DecodingError, Pixels
-from flyte_ddp.loading.encoded import BadSamples, Encoded, decode_and_check
+from flyte_ddp.loading.encoded import BadSamples, Encoded, decode_checked_sample
 from flyte_ddp.loading.shards import ShardImages
-from flyte_ddp.loading.split import Batch, Images
+from flyte_ddp.loading.split import Batch, ImageSource
 from flyte_ddp.lookahead import start_ahead
 from flyte_ddp.order import sampling
 from flyte_ddp.order.sampling import Indices
@@ -35,62 +36,66 @@ from flyte_ddp.shards.cache import ShardCache
 from flyte_ddp.shards.dataset import ShardReader
 from flyte_ddp.shards.index import ShardIndex
 
-WORKER_BATCH = 16  # samples that a worker hands over at a time: one at a time is slow
+WORKER_BATCH = 16  # samples that a worker sends at a time: one at a time is slow
 
 
 @dataclass(frozen=True)
 class StreamOrder(sampling.Order):
-    """Numbers of samples in the order in which they come; which samples these are is not known beforehand."""
+    """Consecutive numbers in place of samples: which sample comes next is not known beforehand."""
 
-    total: int  # samples of what counts as an epoch, a whole number of batches
+    total: int  # samples that count as an epoch, a multiple of the global batch
 
     def __len__(self) -> int:
         return self.total
 
     def samples(self, place: slice) -> Indices:
-        """Return the numbers themselves."""
+        """Return the numbers in the slice."""
         return np.arange(place.start, place.stop)
 
     def batches(self, epoch: int, batch_size: int, first: int = 0) -> Iterator[Indices]:
-        """Yield so many numbers for each step, from step ``first`` of the epoch on."""
+        """Yield ``batch_size`` consecutive numbers for each step, from step ``first`` of the epoch on."""
         for start in range(epoch * self.total + first * batch_size, (epoch + 1) * self.total, batch_size):
             yield np.arange(start, start + batch_size)
 
 
 @dataclass(frozen=True, eq=False)
 class RankStream:
-    """What a rank's stream is made of."""
+    """The settings of one rank's stream; sent to its worker processes."""
 
     index: ShardIndex  # the shards of this rank
     cache: ShardCache
-    hp: Hyperparameters  # with ``shuffle_buffer``, ``augment``, ``seed`` and ``bad_samples``
+    hp: Hyperparameters  # used: ``shuffle_buffer``, ``augment``, ``seed`` and ``bad_samples``
     rank: int
     workers: int  # processes that read and decode
     size: int  # side of the images, in pixels
     classes: int
-    start: int = 0  # the number of the first sample, by which the orders differ, too
+    start: int = 0  # number of the run's first sample, so a resumed run draws another order
 
-    def seed(self, purpose: int) -> int:
-        """Return a seed that differs for ranks, for the places that runs begin at, and for purposes."""
+    def derive_seed(self, purpose: int) -> int:
+        """Return a seed that differs by rank, by the sample where the run began, and by ``purpose``."""
         words = [self.hp.seed, self.rank, self.start, purpose]
         return int(np.random.SeedSequence(words).generate_state(1)[0])
 
 
-class StreamImages(Images):
-    """Hands out a rank's share of each batch, as it comes; workers look ahead themselves."""
+class StreamImages(ImageSource):
+    """Source of a rank's stream: hands out samples as they come. Workers start at the first batch."""
 
     def __init__(self, stream: RankStream, device: torch.device) -> None:
         self.stream, self.device = stream, device
-        self.samples: Iterator[tuple[Pixels, int]] | None = None
-        self.last: tuple[bytes, Batch] | None = None
+        self.samples: Iterator[tuple[Pixels, int]] | None = None  # the rank's stream, once it has begun
+        self.last: tuple[bytes, Batch] | None = None  # the last batch, with the bytes of its numbers
 
     def gather(self, samples: Indices, epoch: int | None) -> Batch:  # noqa: ARG002
-        """Return the next images uint8 [n, size, size, 3] and labels; the same ones for the same numbers again."""
+        """Return the next ``len(samples)`` images uint8 [n, size, size, 3] and labels on the device.
+
+        A second call with the same numbers returns the same batch. Starts the worker processes at the first call. Waits
+        for them without a timeout. Raises their UserError.
+        """
         key = samples.tobytes()
         if self.last is None or self.last[0] != key:
             if self.samples is None:
-                # A resumed run gets another order than one that starts from scratch.
-                self.samples = remixed(replace(self.stream, start=int(samples[0]) if len(samples) else 0))
+                # With the first number as start, a resumed run does not repeat the order of the beginning.
+                self.samples = open_sample_stream(replace(self.stream, start=int(samples[0]) if len(samples) else 0))
             images = torch.empty(len(samples), self.stream.size, self.stream.size, 3, dtype=torch.uint8)
             labels = torch.empty(len(samples), dtype=torch.int64)
             try:
@@ -98,8 +103,8 @@ class StreamImages(Images):
                     pixels, labels[place] = next(self.samples)
                     images[place] = torch.from_numpy(pixels)
             except BaseException as error:
-                # The traceback's frames hold the DataLoader. Its workers, and the semaphores that they share with this
-                # process, end with it, and this process may end by os._exit, which takes nothing down.
+                # Release the DataLoader, which the traceback's frames hold: only then its workers end and their shared
+                # semaphores are removed. This process may end by os._exit, which releases nothing.
                 traceback.clear_frames(error.__traceback__)
                 self.samples = None
                 raise
@@ -107,80 +112,84 @@ class StreamImages(Images):
         return self.last[1]
 
     def close(self) -> None:
-        """End the workers."""
+        """Stop the worker processes."""
         self.samples = self.last = None
 
 
-def remixed(stream: RankStream) -> Iterator[tuple[Pixels, int]]:
-    """Return the samples of all workers of a rank, mixed: images uint8 [size, size, 3] and labels."""
+def open_sample_stream(stream: RankStream) -> Iterator[tuple[Pixels, int]]:
+    """Start a rank's workers, and return an endless iterator of their shuffled samples.
+
+    A sample is an image uint8 [size, size, 3] and its label. The iterator raises a UserError that a worker raised.
+    """
     import webdataset as wds
 
     loader = wds.WebLoader(
-        worker_pipeline(stream),
+        make_worker_pipeline(stream),
         batch_size=None,
         collate_fn=keep_batch,
         num_workers=stream.workers,
         multiprocessing_context="spawn" if stream.workers else None,
         persistent_workers=bool(stream.workers),
         worker_init_fn=prepare_worker,
-        generator=torch.Generator().manual_seed(stream.hp.seed),  # else it draws from the model's random numbers
+        generator=torch.Generator().manual_seed(
+            stream.hp.seed
+        ),  # else it would draw from torch's global generator, as the model does
     )
     mixed = loader.compose(
-        raise_error,
+        raise_forwarded_error,
         wds.filters.unbatched(),
-        wds.filters.shuffle(stream.hp.shuffle_buffer, seed=stream.seed(0)),
+        wds.filters.shuffle(stream.hp.shuffle_buffer, seed=stream.derive_seed(0)),
     ).repeat()
     return iter(mixed)
 
 
 def keep_batch(batch: Any) -> Any:
-    """Return a worker's batch as it is, of NumPy arrays, which go through a pipe.
+    """Return a worker's batch unchanged: NumPy arrays, which are sent through a pipe.
 
-    A DataLoader would make tensors of them, which go through ``/dev/shm``. Where that is full, as soon in a container
-    that has the usual 64 MB, a batch is lost and the rank waits for it for ever.
+    A DataLoader's default converts them to tensors, which are sent through ``/dev/shm``. If ``/dev/shm`` is full (a
+    container usually has 64 MB), a batch is lost and the rank waits for ever.
     """
     return batch
 
 
 def prepare_worker(_: int) -> None:
-    """Let the worker end with its rank, and leave Ctrl-C to the launcher."""
+    """Make this worker process die with its rank, and ignore SIGINT, which the launcher handles."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def worker_pipeline(stream: RankStream) -> Any:
-    """Return what each worker does: read its shards, for ever, and make small batches of their samples."""
+def make_worker_pipeline(stream: RankStream) -> Any:
+    """Return a worker's endless pipeline: read its shards, shuffle, decode, and yield small batches."""
     import webdataset as wds
 
     buffer = stream.hp.shuffle_buffer
     reader = ShardImages(ShardReader(stream.index, stream.cache, most_open=1))
     return wds.DataPipeline(
-        partial(passes_of, stream),
-        partial(samples_of, reader),
-        wds.filters.shuffle(buffer, initial=min(100, buffer), seed=stream.seed(1)),
-        partial(images_of, stream, reader),
+        partial(worker_shards, stream),
+        partial(read_shard_samples, reader),
+        wds.filters.shuffle(buffer, initial=min(100, buffer), seed=stream.derive_seed(1)),
+        partial(decode_samples, stream, reader),
         wds.filters.batched(WORKER_BATCH, partial=False),
-        yield_error,
+        forward_error_as_value,
     )
 
 
-def passes_of(stream: RankStream) -> Iterator[tuple[int, int]]:
-    """Yield the number of the pass and that of a shard: a worker's shards, pass after pass, in another order each."""
-    number, workers = own_worker()
-    own = range(number, len(stream.index.shards), workers)
-    passes = 0
-    while own:
-        order = sampling.random_stream(sampling.ORDER, stream.seed(2), passes, number)
-        for place in order.permutation(len(own)).tolist():
-            yield passes, own[place]
-        passes += 1
+def worker_shards(stream: RankStream) -> Iterator[tuple[int, int]]:
+    """Yield (pass, shard) for this worker's shards, pass after pass without end, in a new order for each pass."""
+    number, workers = worker_number_and_count()
+    shards = range(number, len(stream.index.shards), workers)
+    for passes in itertools.count() if shards else ():
+        generator = sampling.random_stream(sampling.ORDER, stream.derive_seed(2), passes, number)
+        for shard in generator.permutation(shards).tolist():
+            yield passes, shard
 
 
-def samples_of(reader: ShardImages, shards: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, Encoded]]:
-    """Yield pass, number and stored sample of each shard from its beginning to its end, while the next is fetched."""
+def read_shard_samples(reader: ShardImages, shards: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, Encoded]]:
+    """Yield pass, sample number and encoded sample of each shard, in order, while the next shard is fetched."""
     index = reader.reader.index
 
     def prefetch(item: tuple[int, int]) -> tuple[int, int]:
+        """Start to fetch the item's shard, and return the item."""
         reader.reader.prefetch([item[1]])
         return item
 
@@ -190,49 +199,51 @@ def samples_of(reader: ShardImages, shards: Iterable[tuple[int, int]]) -> Iterat
             yield passes, sample, reader.read(sample)
 
 
-def images_of(
+def decode_samples(
     stream: RankStream, reader: ShardImages, samples: Iterable[tuple[int, int, Encoded]]
 ) -> Iterator[tuple[Pixels, int]]:
-    """Decode and crop samples; yield images uint8 [size, size, 3] and labels.
+    """Decode and crop samples; yield images uint8 [size, size, 3] and labels. Skips and counts bad samples.
 
-    Leaves out samples that cannot be decoded, and counts them as bad. Raises a UserError for one too many, if none of a
-    whole pass can be decoded, and for a label that is no class's number.
+    Raises a UserError for more than ``bad_samples`` bad ones, for a whole pass of bad ones, and for a label that is no
+    class's number.
     """
-    bad, in_a_row = BadSamples(stream.hp.bad_samples), 0
-    number, workers = own_worker()
-    most = int(stream.index.counts[number::workers].sum()) + stream.hp.shuffle_buffer  # all of them have come by then
+    bad, failures_in_a_row = BadSamples(stream.hp.bad_samples), 0
+    number, workers = worker_number_and_count()
+    most = (
+        int(stream.index.counts[number::workers].sum()) + stream.hp.shuffle_buffer
+    )  # failures in a row that only a whole pass of bad samples can cause
     for passes, sample, found in samples:
         try:
-            pixels, label = decode_and_check(reader, sample, found, stream.classes)
+            pixels, label = decode_checked_sample(reader, sample, found, stream.classes)
         except DecodingError as error:
             bad.add(found.name, str(error))
-            in_a_row += 1
-            if in_a_row > most:
+            failures_in_a_row += 1
+            if failures_in_a_row > most:
                 raise UserError(f"{found.name}: no sample of its worker can be decoded ({error})") from None
             continue
-        in_a_row, draws = 0, None
+        failures_in_a_row, draws = 0, None
         if stream.hp.augment == "resized_crop":
             [draws] = cropping.draw(stream.hp.seed, passes, np.array([zlib.crc32(found.name.encode())]))
         yield np.ascontiguousarray(cropping.squared(pixels, stream.size, draws)), label
 
 
-def yield_error(batches: Iterable[Any]) -> Iterator[Any]:
-    """Yield batches, and a UserError at their end as a value: a DataLoader would make pages of the exception."""
+def forward_error_as_value(batches: Iterable[Any]) -> Iterator[Any]:
+    """Yield batches. A UserError is yielded as the last item, because a DataLoader would add pages of traceback."""
     try:
         yield from batches
     except UserError as error:
         yield error
 
 
-def raise_error(batches: Iterable[Any]) -> Iterator[Any]:
-    """Yield batches, and raise the UserError that comes after them."""
+def raise_forwarded_error(batches: Iterable[Any]) -> Iterator[Any]:
+    """Yield batches. Raises the UserError that a worker sent as its last item."""
     for batch in batches:
         if isinstance(batch, UserError):
             raise batch
         yield batch
 
 
-def own_worker() -> tuple[int, int]:
-    """Return which worker this process is, and of how many; the rank's own process is the only one of one."""
+def worker_number_and_count() -> tuple[int, int]:
+    """Return this worker's number and the number of workers; (0, 1) in the rank's own process."""
     info = get_worker_info()
     return (info.id, info.num_workers) if info else (0, 1)

@@ -1,4 +1,4 @@
-"""Training-time augmentation of uint8 images: a function of (seed, epoch, sample), not of who computes it."""
+"""Augment uint8 images for training: a pure function of (seed, epoch, sample), whichever rank computes it."""
 
 import numpy as np
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 from flyte_ddp.device_copy import copy_to_device
 from flyte_ddp.order.sampling import Indices
 
-STEP = np.uint64(0x9E3779B97F4A7C15)
+STEP = np.uint64(0x9E3779B97F4A7C15)  # SplitMix64's increment
 
 
 def mix_bits(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -21,7 +21,7 @@ def mix_bits(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def sample_bits(seed: int, epoch: int, samples: Indices) -> NDArray[np.uint64]:
-    """Return 64 random bits for each sample: the finaliser of a counter of sample, seed and epoch."""
+    """Return 64 random bits for each sample, a hash of sample, seed and epoch."""
     x = samples.astype(np.uint64)
     with np.errstate(over="ignore"):
         for word in (seed, epoch):
@@ -29,29 +29,30 @@ def sample_bits(seed: int, epoch: int, samples: Indices) -> NDArray[np.uint64]:
     return x
 
 
-def uniforms(seed: int, epoch: int, samples: Indices, draws: int) -> NDArray[np.float64]:
-    """Return numbers in 0 <= x < 1 for each sample, [N, draws], that follow :func:`sample_bits` in one stream."""
+def uniform_draws(seed: int, epoch: int, samples: Indices, draws: int) -> NDArray[np.float64]:
+    """Return ``draws`` random numbers in 0 <= x < 1 for each sample, [N, draws]: a hash of sample, seed and epoch."""
     with np.errstate(over="ignore"):
         x = sample_bits(seed, epoch, samples)[:, None] + np.arange(1, draws + 1, dtype=np.uint64) * STEP
     values: NDArray[np.float64] = (mix_bits(x) >> np.uint64(11)).astype(np.float64) * 2.0**-53
     return values
 
 
-def augment(images: Tensor, kind: str, *, seed: int, epoch: int, samples: Indices) -> Tensor:
-    """Return the images shifted by up to 1/8 of their sides, filled with 0; with ``crop_flip`` half of them mirrored.
+def augment_images(images: Tensor, kind: str, *, seed: int, epoch: int, samples: Indices) -> Tensor:
+    """Shift images by up to 1/8 of their sides, filling with 0; "crop_flip" also mirrors half of them.
 
     Args:
-        images: uint8 [N, H, W, C]; so is what is returned, on the same device.
-        kind: none, crop, or crop_flip.
-        seed: of the random numbers.
-        epoch: of training, from 0.
-        samples: [N] positions in the training set, which the randomness is derived from.
+        images: uint8 [N, H, W, C]. The result has this shape, type and device.
+        kind: none (returns ``images``), crop (shifts only) or crop_flip.
+        seed: seed of the random numbers.
+        epoch: epoch of training, from 0.
+        samples: [N] positions in the training set, from which the random numbers are derived.
     """
     if kind == "none":
         return images
     count, height, width, _ = images.shape
     bits = sample_bits(seed, epoch, samples)
     margins = (height // 8, width // 8)
+    # Bits 0 to 15 of a sample choose its vertical shift, 16 to 31 its horizontal one, bit 32 the mirroring.
     shift_y, shift_x = (
         torch.from_numpy(((bits >> np.uint64(start)) % np.uint64(2 * margin + 1)).astype(np.int64))
         for start, margin in zip((0, 16), margins, strict=True)

@@ -1,1 +1,1 @@
-"""wandb, beside the training: nothing that it does is noticed there."""
+"""Track a run in wandb, in a process of its own: its failures do not affect training."""

@@ -1,4 +1,4 @@
-"""The process that feeds wandb from a run folder: wandb_run.py starts it, and training can lose it."""
+"""The child process that sends a run folder's records to wandb; wandb_run.py starts it."""
 
 from __future__ import annotations
 
@@ -22,64 +22,68 @@ if TYPE_CHECKING:
     import wandb
 
 POLL_SECONDS = 0.25
-NOT_SENT = 2  # exit code: all is on disk, but not with the server
+NOT_SENT = 2  # exit code: the run is complete on disk, but not on the server
 RETRY_SECONDS = 30.0  # between attempts to reach the server
-OWN_VARIABLES = ("WANDB_ERROR_REPORTING", "WANDB_DATA_DIR")  # which wandb_run.py sets for this process
+OWN_VARIABLES = ("WANDB_ERROR_REPORTING", "WANDB_DATA_DIR")  # set by wandb_run.py, not by the user
 
-IsOver = Callable[[float], bool]  # waits so many seconds for the end of the run, and returns whether it has come
+IsOver = Callable[[float], bool]  # waits up to so many seconds for the end of training; returns whether it has ended
 
 
-def main(launcher: Connection[Any, Any]) -> int:
-    """Open the wandb run, feed it to the end of training and close it; return the exit code.
+def feed_wandb(launcher: Connection[Any, Any]) -> int:
+    """Open the wandb run, send records until training has ended, and close the run; return the exit code.
 
-    The launcher sends the arguments of ``wandb.init`` with the offset in metrics.jsonl at which this attempt begins,
-    and one more message at the end of the run. The launcher is sent wandb's status: folder, url, reason of a failure.
+    The launcher first sends the arguments of ``wandb.init`` and the offset in metrics.jsonl where this attempt begins.
+    It sends one more message when training has ended. The child sends the launcher wandb's status: folder, url, and the
+    reason of a failure. Lowers the process's priority. Ends like training if the launcher dies.
     """
     parent = os.getppid()
     arguments, offset = launcher.recv()
     folder = Path(arguments["dir"])
 
     def is_over(seconds: float) -> bool:
+        """Wait up to ``seconds`` for the end of training; return whether it has ended or the launcher is dead."""
         return launcher.poll(seconds) or os.getppid() != parent
 
     def send(**status: str) -> None:
-        with suppress(OSError):  # it was killed
+        """Send a status to the launcher, if it is still there."""
+        with suppress(OSError):  # the launcher was killed
             launcher.send(status)
 
-    os.nice(0 if is_over(0) else 10)  # the ranks go first
+    os.nice(0 if is_over(0) else 10)  # training has priority while it runs
     try:
-        run = open_run(arguments, is_over, lambda error: send(reason=log_error(error)))
+        run = open_wandb_run(arguments, is_over, lambda error: send(reason=print_error(error)))
         send(folder=str(Path(run.dir).parent), url=run.url or "", **({"reason": ""} if run.url else {}))
-        # All of the run into an offline one: `wandb sync` replaces the run of this id by it, with what was sent before.
+        # An offline run gets all records: `wandb sync` replaces the server's run, also what earlier attempts have sent.
         first = 0 if arguments["mode"] == "offline" else offset
         trained, classes = log_records(run, follow_records(folder, first, is_over))
         try:
             if trained:
                 with open_run_file(folder, PREDICTIONS) as file:
                     run.log({"predictions": predictions_table(file, classes)})
-        except Exception as error:  # the run is worth keeping without it
-            send(reason=f"no table of predictions: {log_error(error)}")
+        except Exception as error:  # keep the run without the table
+            send(reason=f"no table of predictions: {print_error(error)}")
         run.finish(exit_code=0 if trained else 1)
-    except TimeoutError:  # of ``finish``
+    except TimeoutError:  # raised by run.finish()
         send(reason="the server took too long")
         return NOT_SENT
     except Exception as error:
-        send(reason=log_error(error))
+        send(reason=print_error(error))
         return 1
     return 0
 
 
-def log_error(error: Exception) -> str:
-    """Print the traceback; return the error's type and first line, not too long."""
+def print_error(error: Exception) -> str:
+    """Print the traceback to stderr; return the error's type and first line, at most 200 characters."""
     traceback.print_exception(error)
     return f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0][:200]
 
 
-def open_run(arguments: dict[str, Any], is_over: IsOver, report: Callable[[Exception], None]) -> wandb.Run:
-    """Open a wandb run whose x axis is the optimiser step; an offline one if no server answers before training is over.
+def open_wandb_run(arguments: dict[str, Any], is_over: IsOver, report: Callable[[Exception], None]) -> wandb.Run:
+    """Open a wandb run whose x axis is the optimiser step; offline if no server answers before training ends.
 
-    A server is tried every RETRY_SECONDS; ``report`` is called with each error. An offline run that cannot be opened is
-    opened once more without the user's ``WANDB_`` variables, of which wandb may refuse one, such as too long a tag.
+    Tries the server every RETRY_SECONDS, and calls ``report`` with each error. If an offline run cannot be opened,
+    removes the user's ``WANDB_`` variables from the environment and tries again, because wandb may refuse one of them,
+    such as a long tag. Raises the error of the last attempt.
     """
     import wandb
 
@@ -88,24 +92,24 @@ def open_run(arguments: dict[str, Any], is_over: IsOver, report: Callable[[Excep
             run = wandb.init(**arguments)
             break
         except Exception as error:
-            theirs = [name for name in os.environ if name.startswith("WANDB_") and name not in OWN_VARIABLES]
+            users = [name for name in os.environ if name.startswith("WANDB_") and name not in OWN_VARIABLES]
             if arguments["mode"] == "offline":
-                if not theirs:
+                if not users:
                     raise
-                for name in theirs:
+                for name in users:
                     del os.environ[name]
             report(error)
-            wandb.teardown(exit_code=1)  # until then wandb takes the run's id for used
+            wandb.teardown(exit_code=1)  # else wandb refuses the run's id as already in use
             if arguments["mode"] == "online" and is_over(RETRY_SECONDS):
                 arguments["mode"] = "offline"
-    # Records are logged as rows of their own with the step as a column, never with log(step=...): a train and an
-    # evaluation record share a step, and a retry goes back to earlier ones, which wandb would drop.
+    # The step is a column of each row and not log(step=...): wandb drops rows whose step is not above the last one.
+    # But a train and an evaluation record share a step, and a retry resumes at an earlier step.
     run.define_metric("*", step_metric="step")
     return run
 
 
 def log_records(run: wandb.Run, records: Iterable[dict[str, Any]]) -> tuple[bool, list[str]]:
-    """Log every record to the run; return whether training came to its end, and the names of the classes."""
+    """Log each record to the run; return whether training has finished, and the class names."""
     import wandb
 
     trained, classes = False, []
@@ -116,7 +120,7 @@ def log_records(run: wandb.Run, records: Iterable[dict[str, Any]]) -> tuple[bool
             classes = record.get("classes", [])
             values = {**record.pop("hyperparameters"), "run": record}
             run.config.update(values, allow_val_change=True)  # type: ignore[no-untyped-call]
-        elif kind in ("train", "evaluation"):  # without what was not finite
+        elif kind in ("train", "evaluation"):  # None stands for a value that was not finite
             values = {key: value for key, value in record.items() if value is not None}
             if "test_accuracy" in values:
                 values["accuracy"] = values.pop("test_accuracy")
@@ -134,14 +138,15 @@ def log_records(run: wandb.Run, records: Iterable[dict[str, Any]]) -> tuple[bool
 
 
 def follow_records(run_folder: Path, offset: int, is_over: IsOver) -> Iterator[dict[str, Any]]:
-    """Yield the records of metrics.jsonl from an offset on, until the run has ended and everything is read.
+    """Yield the records of metrics.jsonl from ``offset`` on, until training has ended and all is read.
 
-    A run that an engine starts again replaces the file by a shorter one; no record is yielded twice.
+    Polls the file every POLL_SECONDS. If a restarted run replaces the file, reads the new file from its start. No
+    record is yielded twice.
     """
     pending, ended, inode = b"", False, None
-    given: set[int] = set()  # hashes of lines, which differ at least in their time
+    yielded: set[int] = set()  # hashes of lines; any two lines differ in their time
     while not ended:
-        ended = is_over(POLL_SECONDS)  # before reading: what was written until then is read below
+        ended = is_over(POLL_SECONDS)  # asked before reading, so the last lines are read, too
         try:
             file = open_run_file(run_folder, METRICS)
         except FileNotFoundError:
@@ -154,13 +159,13 @@ def follow_records(run_folder: Path, offset: int, is_over: IsOver) -> Iterator[d
             chunk = file.read()
         offset += len(chunk)
         *lines, pending = (pending + chunk).split(b"\n")
-        new = [line for line in lines if hash(line) not in given]
-        given.update(map(hash, new))
+        new = [line for line in lines if hash(line) not in yielded]
+        yielded.update(map(hash, new))
         yield from parsed(new)
 
 
 def open_run_file(run_folder: Path, name: str) -> BinaryIO:
-    """Open a file of the run for reading, in ``unfinished/`` while it trains, else in the run folder."""
+    """Open a file of the run for reading: in ``unfinished/`` during training, else in the run folder."""
     try:
         return (run_folder / UNFINISHED / name).open("rb")
     except FileNotFoundError:
@@ -168,9 +173,9 @@ def open_run_file(run_folder: Path, name: str) -> BinaryIO:
 
 
 def predictions_table(file: BinaryIO, classes: list[str]) -> wandb.Table:
-    """Return the predictions on the first test samples: id, image, prediction, truth, and a score for each class.
+    """Return a wandb table of the first test samples: id, image, prediction, truth and scores of the classes.
 
-    With more than PICTURED_CLASSES the only score is that of the prediction, as a column each would be too many.
+    Above PICTURED_CLASSES classes only the prediction's score is in the table.
     """
     import wandb
 
@@ -192,4 +197,4 @@ def predictions_table(file: BinaryIO, classes: list[str]) -> wandb.Table:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Connection(int(sys.argv[1]))))
+    sys.exit(feed_wandb(Connection(int(sys.argv[1]))))

@@ -1,7 +1,7 @@
-"""wandb, fed from metrics.jsonl by a process of its own.
+"""Start and stop the child process that sends metrics.jsonl to wandb.
 
-Training only appends lines to a file. Whatever wandb does (no key, a dead server, a crash) happens in a child,
-wandb_feed.py. :func:`start_wandb` starts it, and :meth:`WandbProcess.finish` ends it in bounded time.
+Training only appends lines to a file. wandb's failures (no key, a dead server, a crash) happen in the child,
+wandb_feed.py. :func:`start_wandb` starts the child; :meth:`WandbProcess.finish` stops it in bounded time.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from flyte_ddp.tracking.wandb_feed import NOT_SENT, POLL_SECONDS, open_run_file
 
 COMMAND = (sys.executable, "-m", "flyte_ddp.tracking.wandb_feed")
 LOG = "feed.log"  # what the child and wandb print
-OPEN_SHARE = 0.25  # of the end's time: for the server to answer, before another child keeps the run offline
+OPEN_SHARE = 0.25  # of the time in finish(): for the server to answer, before a second child writes an offline run
 
 
 def start_wandb(
     run_folder: Path, settings: Settings, hyperparameters: Mapping[str, Any], name: str
 ) -> WandbProcess | None:
-    """Start the process that feeds wandb from the run folder's metrics.jsonl; return at once and never raise.
+    """Start the child process that sends the run folder's metrics.jsonl to wandb. Never raises.
 
-    Records of an earlier attempt at the same run are not sent again, but an offline run has all of them: syncing it
-    replaces what the server has of the run. wandb's own files go to the folder's ``wandb``. Returns None if wandb is
-    disabled or the process cannot be started (which is printed).
+    Records of an earlier attempt at the run are not sent again. An offline run gets all records, because ``wandb sync``
+    replaces what the server has. wandb's files are in the run folder's ``wandb``. Returns None if wandb is disabled, or
+    if the child cannot be started; the latter is printed to stderr.
     """
     if settings.wandb_mode == "disabled":
         return None
@@ -51,15 +51,15 @@ def start_wandb(
         "id": re.sub(r"[^\w-]+", "-", settings.wandb_run_id, flags=re.ASCII)[-128:] or uuid.uuid4().hex[:8],
         "name": name,
         "config": dict(hyperparameters),
-        "resume": "allow",  # a retry goes on with the same run
+        "resume": "allow",  # a retry continues the run
         "settings": {
             "console": "off",
             "disable_git": True,
             "disable_code": True,
-            "init_timeout": 60.0,  # while training goes on; at its end OPEN_SHARE counts
+            "init_timeout": 60.0,  # seconds, during training; at its end OPEN_SHARE counts
             "finish_timeout": max(0.1, settings.wandb_timeout / 2),
             "finish_timeout_raises": True,
-            "x_transaction_log_flush_interval": 1.0,  # what a kill may lose
+            "x_transaction_log_flush_interval": 1.0,  # seconds of records that a kill may lose
             "x_stats_pid": os.getpid(),
             "x_stats_track_process_tree": True,
         },
@@ -67,12 +67,12 @@ def start_wandb(
     try:
         return WandbProcess(run, settings)
     except (OSError, ValueError, TypeError) as error:
-        say(f"wandb: not started ({error}); the metrics are in {METRICS} of {from_here(run_folder)}")
+        print_to_stderr(f"wandb: not started ({error}); the metrics are in {METRICS} of {from_here(run_folder)}")
         return None
 
 
 class WandbProcess:
-    """The child that feeds wandb, by the arguments of ``wandb.init``; :meth:`finish` belongs in a ``finally``."""
+    """The child that runs wandb, given the arguments of ``wandb.init``. Call :meth:`finish` in a ``finally``."""
 
     def __init__(self, run: dict[str, Any], settings: Settings) -> None:
         self.run, self.settings, self.offset = run, settings, 0
@@ -80,89 +80,95 @@ class WandbProcess:
         self.folder.mkdir(parents=True, exist_ok=True)
         with suppress(FileNotFoundError), open_run_file(self.folder.parent, METRICS) as file:
             self.offset = os.fstat(file.fileno()).st_size
-        self.online = f"run-*-{run['id']}"  # folders of online runs, also of those that could not be opened
-        self.others = {*map(str, self.folder.glob(self.online))}
-        self.start()
+        self.online = f"run-*-{run['id']}"  # pattern of folders; wandb makes one for each attempt
+        self.earlier_folders = {*map(str, self.folder.glob(self.online))}
+        self.start_child()
 
-    def start(self) -> None:
-        """Start a child, which leads a session of its own, and send it the run."""
-        self.status = {"folder": "", "url": "", "reason": ""}  # wandb's, once it is open; why something is missing
-        self.pipe, its_pipe = multiprocessing.Pipe()
-        with its_pipe, (self.folder / LOG).open("ab") as log:
+    def start_child(self) -> None:
+        """Start a child in a session of its own, its output appended to ``wandb/feed.log``, and send it the run."""
+        self.status = {"folder": "", "url": "", "reason": ""}  # as the child has sent it
+        self.pipe, childs_pipe = multiprocessing.Pipe()
+        with childs_pipe, (self.folder / LOG).open("ab") as log:
             self.process = Popen(
-                [*COMMAND, str(its_pipe.fileno())],
-                cwd=Path(__file__).resolve().parents[2],  # what `-m` puts first on the path: this very copy
+                [*COMMAND, str(childs_pipe.fileno())],
+                cwd=Path(__file__).resolve().parents[2],  # `-m` imports from here first: this copy of flyte_ddp
                 env=wandb_environment(self.folder),
-                pass_fds=[its_pipe.fileno()],
+                pass_fds=[childs_pipe.fileno()],
                 stdin=DEVNULL,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # a terminal's Ctrl-C is not for it
+                start_new_session=True,  # a terminal's Ctrl-C does not reach it
             )
         self.pipe.send((self.run, self.offset))
 
-    def is_open(self) -> bool:
-        """Return whether wandb has opened its run by now; takes over what the child has sent."""
+    def receive_status(self) -> bool:
+        """Update ``status`` with the child's messages; return whether wandb has opened its run."""
         with suppress(EOFError, OSError):  # the child has ended
             while self.pipe.poll():
                 self.status |= self.pipe.recv()
         return bool(self.status["folder"])
 
     def finish(self, limit: float = math.inf) -> None:
-        """Tell the child that the run is over, wait for its end and print where the run can be seen.
+        """Tell the child that training has ended, wait for its exit, and print to stderr where the run is.
 
-        If wandb did not open it, or was killed, another child feeds all of it into an offline run. Either is killed
-        after ``limit`` seconds, or ``settings.wandb_timeout`` if that is less. Folders of runs that could not be opened
-        are removed; the name of one that a pod is to keep elsewhere is written to ``wandb/unsent``.
+        If wandb did not open the run, or was killed, a second child writes it to an offline run. Children are killed
+        after ``limit`` or ``settings.wandb_timeout`` seconds in all, whichever is less. Removes the folders of runs
+        that could not be opened. Writes the name of a run that was not sent to ``wandb/unsent`` if a pod keeps it
+        elsewhere.
         """
         begin, seconds = time.monotonic(), min(limit, self.settings.wandb_timeout)
         deadline = begin + seconds
-        usable = self.end(begin + OPEN_SHARE * seconds if self.run["mode"] == "online" else deadline, deadline)
+        usable = self.end_child(begin + OPEN_SHARE * seconds if self.run["mode"] == "online" else deadline, deadline)
         first = self.status
         if not usable and time.monotonic() < deadline:
             self.run["mode"] = "offline"
             with suppress(OSError):
-                self.start()
-                self.end(deadline, deadline)
+                self.start_child()
+                self.end_child(deadline, deadline)
             if not self.status["folder"]:
                 self.status = first
             self.status["reason"] = self.status["reason"] or first["reason"]
-        spent = {*map(str, self.folder.glob(self.online)), first["folder"]} - {*self.others, self.status["folder"], ""}
-        for folder in spent:  # of a run that could not be opened, or is in another one
+        spent = {*map(str, self.folder.glob(self.online)), first["folder"]} - {
+            *self.earlier_folders,
+            self.status["folder"],
+            "",
+        }
+        for folder in spent:  # its run could not be opened, or is in the second child's folder
             shutil.rmtree(folder, ignore_errors=True)
         sent = bool(self.status["url"]) and self.process.returncode == 0
-        say(self.outcome(sent))
+        print_to_stderr(self.describe_outcome(sent))
         with suppress(OSError):
             unsent = self.folder / "unsent"
             unsent.unlink(missing_ok=True)
             if self.settings.wandb_kept_at and self.status["folder"] and not sent:
                 unsent.write_text(Path(self.status["folder"]).name)
 
-    def end(self, open_by: float, done_by: float) -> bool:
-        """Wait for the end of the child, or kill it with its descendants; return whether its run can be used.
+    def end_child(self, open_by: float, done_by: float) -> bool:
+        """Tell the child that training has ended, and wait for its exit; return whether its run can be used.
 
-        A child is killed at ``done_by``, by time.monotonic(), and at ``open_by`` if it has not opened its run.
+        Kills the child with its descendants at ``done_by``, or at ``open_by`` if it has not opened its run. Both are
+        times of time.monotonic().
         """
-        with suppress(OSError):  # not only a closed pipe: a forked process that is still around keeps a copy of it open
-            self.pipe.send("over")
+        with suppress(OSError):  # the child may have ended
+            self.pipe.send("over")  # a message, as closing is not enough: forked processes may hold copies of the pipe
         try:
-            while self.process.poll() is None and time.monotonic() < (done_by if self.is_open() else open_by):
+            while self.process.poll() is None and time.monotonic() < (done_by if self.receive_status() else open_by):
                 with suppress(TimeoutExpired):
                     self.process.wait(POLL_SECONDS)
         finally:  # also on a second Ctrl-C
             if late := self.process.poll() is None:
-                kill_trees(lambda: [self.process.pid])  # wandb-core leads a session of its own
+                kill_trees(lambda: [self.process.pid])  # with wandb-core, which has a session of its own
             self.process.kill()
             code = self.process.wait()
-        is_open = self.is_open()
+        is_open = self.receive_status()
         if late and is_open:
             self.status["reason"] = "out of time"
         elif code < 0 and not self.status["reason"]:
             self.status["reason"] = "the server did not answer" if late else "wandb was killed"
         return is_open and (late or code in (0, NOT_SENT))
 
-    def outcome(self, sent: bool) -> str:
-        """Return one line: where the run can be seen, how to send it, or why there is nothing to send."""
+    def describe_outcome(self, sent: bool) -> str:
+        """Return one line for the user: where the run is, how to send it, or why nothing was logged."""
         folder, url, reason = self.status.values()
         if not folder:
             reason, log = reason or "wandb did not start", from_here(self.folder / LOG)
@@ -179,9 +185,9 @@ class WandbProcess:
 
 
 def wandb_environment(folder: Path) -> dict[str, str]:
-    """Return the environment of a process that runs wandb: no error reports, images of tables in ``folder``.
+    """Return environment variables for a process that runs wandb: no error reports, files of tables in ``folder``.
 
-    The key is the user's without white space at its ends: a Kubernetes secret made ``--from-file`` ends with a newline,
+    Strips white space from the user's WANDB_API_KEY: a Kubernetes secret made ``--from-file`` ends with a newline,
     which wandb refuses.
     """
     key = os.environ.get("WANDB_API_KEY", "").strip()
@@ -189,7 +195,7 @@ def wandb_environment(folder: Path) -> dict[str, str]:
     return {**os.environ, **ours, **({"WANDB_API_KEY": key} if key else {})}
 
 
-def say(text: str) -> None:
-    """Print a line to stderr, if anybody is listening any more."""
+def print_to_stderr(text: str) -> None:
+    """Print a line to stderr. Ignores a closed stderr."""
     with suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)

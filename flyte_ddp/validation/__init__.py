@@ -1,1 +1,1 @@
-"""Whether a data set is fit for training: looked through once, and compared with what the champion was trained on."""
+"""Profile a data set, refuse one that should not be trained on, and compare it with the champion's."""

@@ -1,4 +1,4 @@
-"""The page that shows what a data set is like."""
+"""Render the page that shows a data set's profile."""
 
 from flyte_ddp.formatting import counted
 from flyte_ddp.report.page import rendered
@@ -6,12 +6,12 @@ from flyte_ddp.validation.profile import DataProfile
 
 
 def render_profile(profile: DataProfile, dataset: str, warnings: list[str]) -> str:
-    """Return the page of a data set's profile, as HTML that needs no other file.
+    """Return the HTML page of a data set's profile, in one file.
 
     Args:
-        profile: What was seen in the data set.
-        dataset: Name of the data set.
-        warnings: What the page begins with.
+        profile: counts and examples of the data set.
+        dataset: name of the data set, for the title.
+        warnings: lines at the top of the page.
     """
     facts = [("Warning", warning) for warning in warnings]
     for name, split in {"Training": profile.training, "Test": profile.test}.items():

@@ -1,4 +1,4 @@
-"""What a data set's profile says against training on it, and how it differs from what the champion was trained on."""
+"""Check a data set's profile before training, and compare it with the profile of the champion's data."""
 
 import itertools
 from collections.abc import Iterator
@@ -13,80 +13,82 @@ from flyte_ddp.formatting import counted
 from flyte_ddp.loading.facts import few
 from flyte_ddp.validation.profile import DataProfile
 
-SHIFT, SIGNIFICANCE = 0.1, 0.001  # from which a difference is worth a warning, if chance does not explain it
+SHIFT = 0.1  # a warning is for a difference in at least this share of images
+SIGNIFICANCE = 0.001  # a warning is for a smaller p-value
 STATISTICS = {"labels": "classes", "modes": "colour modes", "sizes": "sizes", "brightness": "brightness"}
 
 
-def check(found: DataProfile, hp: Hyperparameters, *, max_duplicates: float, max_conflicts: float) -> None:
-    """Refuse a data set that should not be trained on.
+def check(profile: DataProfile, hp: Hyperparameters, *, max_duplicates: float, max_conflicts: float) -> None:
+    """Raise a UserError if a data set should not be trained on.
 
     Args:
-        found: the data set's profile.
-        hp: of the training.
-        max_duplicates: share of test samples that may have the pixels of a training sample.
-        max_conflicts: share of samples that may have the pixels of another one with another label.
+        profile: profile of the data set.
+        hp: hyperparameters of the training.
+        max_duplicates: allowed share of test samples that have the pixels of a training sample.
+        max_conflicts: allowed share of samples that have the pixels of a sample with another label.
 
     Raises:
-        UserError: all that is wrong with the data set, a line each, with examples.
+        UserError: one line for each problem, with examples and a remedy.
     """
-    problems = [*sample_problems(found, hp), *equal_pixels(found, max_duplicates, max_conflicts)]
+    problems = [*sample_problems(profile, hp), *equal_pixel_problems(profile, max_duplicates, max_conflicts)]
     if problems:
         raise UserError("\n".join(f"dataset={hp.dataset!r}: {problem}" for problem in problems))
 
 
-def sample_problems(found: DataProfile, hp: Hyperparameters) -> Iterator[str]:
-    """Yield what is wrong with samples and classes, with a remedy each."""
-    names = class_names(found.classes, hp)
-    bad = found.training.undecodable + found.test.undecodable
+def sample_problems(profile: DataProfile, hp: Hyperparameters) -> Iterator[str]:
+    """Yield a sentence with a remedy for each problem of samples and classes."""
+    names = class_names(profile.classes, hp)
+    bad = profile.training.undecodable + profile.test.undecodable
     if bad > hp.bad_samples:
         yield (
             f"{counted(bad, 'image')} cannot be decoded, more than bad_samples={hp.bad_samples}: "
-            f"{few(found.bad)}; fix or remove them, or raise it"
+            f"{few(profile.bad)}; fix or remove them, or raise bad_samples"
         )
-    outside = {label: sample for label, sample in found.labelled.items() if not 0 <= int(label) < len(names)}
+    outside = {label: sample for label, sample in profile.labelled.items() if not 0 <= int(label) < len(names)}
     if outside:
         examples = few(f"{sample} has label {label}" for label, sample in outside.items())
-        yield f"{examples}: must be 0..{len(names) - 1} with {len(names)} classes; fix them, or set num_classes"
-    for split, counts in {"training": found.training, "test": found.test}.items():
+        yield f"{examples}: must be 0..{len(names) - 1} with {len(names)} classes; correct them, or set num_classes"
+    for split, counts in {"training": profile.training, "test": profile.test}.items():
         empty = [name for number, name in enumerate(names) if not counts.labels.get(str(number))]
         if empty:
             remedy = "add some" if split == "training" or hp.test_dataset else "give a test_dataset that has some"
-            yield f"no {split} sample that can be decoded is of class {few(empty)}; {remedy}, or take the class out"
+            yield f"no decodable {split} sample is of class {few(empty)}; {remedy}, or remove the class"
 
 
-def equal_pixels(found: DataProfile, max_duplicates: float, max_conflicts: float) -> Iterator[str]:
-    """Yield what is wrong with samples that have the pixels of others, with a remedy each."""
-    if found.duplicates > max_duplicates * found.test.samples:
+def equal_pixel_problems(profile: DataProfile, max_duplicates: float, max_conflicts: float) -> Iterator[str]:
+    """Yield a sentence with a remedy for too many duplicates between the splits, and for too many conflicts."""
+    if profile.duplicates > max_duplicates * profile.test.samples:
         yield (
-            f"{found.duplicates:,} of {counted(found.test.samples, 'test sample')} have the pixels of a training "
+            f"{profile.duplicates:,} of {counted(profile.test.samples, 'test sample')} have the pixels of a training "
             f"sample, more than max_duplicates={max_duplicates:g} of them, such as "
-            f"{'; '.join(found.duplicated)}; remove them from one of the two"
+            f"{'; '.join(profile.duplicated)}; remove them from one of the two"
         )
-    samples = found.training.samples + found.test.samples
-    if found.conflicts > max_conflicts * samples:
+    samples = profile.training.samples + profile.test.samples
+    if profile.conflicts > max_conflicts * samples:
         remedy = "correct the labels"
-        if found.equal > samples / 2:
-            remedy = f"{found.equal:,} are one and the same picture: look at it, as decoding may lose what it shows"
+        if profile.equal > samples / 2:
+            remedy = f"{profile.equal:,} are one and the same picture: look at it, as decoding may lose what it shows"
         yield (
-            f"{found.conflicts:,} of {counted(samples, 'sample')} have the pixels of another one with another label, "
-            f"more than max_conflicts={max_conflicts:g} of them, such as {'; '.join(found.conflicting)}; {remedy}"
+            f"{profile.conflicts:,} of {counted(samples, 'sample')} have the pixels of another one with another label, "
+            f"more than max_conflicts={max_conflicts:g} of them, such as {'; '.join(profile.conflicting)}; {remedy}"
         )
 
 
-def differences(found: DataProfile, champions: DataProfile) -> Iterator[str]:
-    """Yield warnings: in what the data are unlike those that the champion was trained and tested on.
+def differences(profile: DataProfile, champion: DataProfile) -> Iterator[str]:
+    """Yield a warning for each statistic in which the data differ from those that the champion was trained on.
 
-    The size of a difference is the total variation distance of the two distributions, which is the share of images that
-    would have to be others to make them equal. One that chance explains (Pearson's chi-squared test) is left out.
+    The size of a difference is the total variation distance of the two distributions: the share of images that would
+    have to change to make them equal. Warns from SHIFT on, if the p-value of Pearson's chi-squared test is below
+    SIGNIFICANCE.
     """
-    if found.classes != champions.classes:
+    if profile.classes != champion.classes:
         yield "the classes are not the champion's"
     for split, (statistic, name) in itertools.product(("training", "test"), STATISTICS.items()):
-        if statistic == "labels" and found.classes != champions.classes:
+        if statistic == "labels" and profile.classes != champion.classes:
             continue
-        counts = [getattr(getattr(profile, split), statistic) for profile in (found, champions)]
+        counts = [getattr(getattr(each, split), statistic) for each in (profile, champion)]
         values = sorted({*counts[0], *counts[1]})
-        table = np.array([[of_profile.get(value, 0) for value in values] for of_profile in counts])
+        table = np.array([[of_values.get(value, 0) for value in values] for of_values in counts])
         if len(values) < 2 or not table.any(axis=1).all():
             continue
         shares = table / table.sum(axis=1, keepdims=True)
@@ -97,12 +99,12 @@ def differences(found: DataProfile, champions: DataProfile) -> Iterator[str]:
         now, before = shares[:, most := int(changes.argmax())]
         yield (
             f"{split} split: {name} differ from the champion's in {distance:.0%} of images (p = {p:.1g}), most in "
-            f"{value_name(statistic, values[most], found.classes)}: {now:.0%} instead of {before:.0%}"
+            f"{describe_value(statistic, values[most], profile.classes)}: {now:.0%} instead of {before:.0%}"
         )
 
 
-def value_name(statistic: str, value: str, classes: list[str]) -> str:
-    """Return the words for a value of a statistic."""
+def describe_value(statistic: str, value: str, classes: list[str]) -> str:
+    """Return a value of a statistic in words, such as "class cat"."""
     if statistic == "labels":
         return f"class {classes[int(value)] if int(value) < len(classes) else value}"
     if statistic == "sizes":

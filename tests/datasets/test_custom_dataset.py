@@ -15,7 +15,7 @@ from mnist_files import leftovers
 from PIL import Image
 
 from flyte_ddp.datasets import fetch, fingerprint, image_arrays, open_arrays
-from flyte_ddp.datasets.custom import collect
+from flyte_ddp.datasets.custom import arrays_from_result
 from flyte_ddp.datasets.identity import content_identity
 from flyte_ddp.errors import UserError
 from flyte_ddp.progress import Progress
@@ -69,7 +69,7 @@ def test_torchvisions_data_sets_can_be_returned_as_they_are(write: Write, tmp_pa
 
 
 def gathered(train: Any, test: Any = None) -> Any:
-    return collect("own:data", (train, train if test is None else test), Progress("off"))
+    return arrays_from_result("own:data", (train, train if test is None else test), Progress("off"))
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,10 @@ IMAGE = picture(0, 4, 4)
         ((iter([]), iter([])), r"training set: a list_iterator has no len\(\)"),
         (([(IMAGE, 0)], Sized()), "test set: is empty"),
         (([(IMAGE, 0), (picture(0, 4, 5), 0)], [(IMAGE, 0)]), "image 1 is 4x5x1 and image 0 is 4x4x1.*one size"),
-        (([(Image.new("I", (4, 4)), 0)], [(IMAGE, 0)]), "image 0 cannot be taken: its pixels are 32-bit or signed"),
+        (
+            ([(Image.new("I", (4, 4)), 0)], [(IMAGE, 0)]),
+            "cannot be converted to 8 bits: its pixels are 32-bit or signed",
+        ),
         (([(IMAGE / 255, 0)], [(IMAGE, 0)]), "image 0 is float64.*leave out transforms such as ToTensor"),
         (([(IMAGE, 0.5)], [(IMAGE, 0)]), "item 0 must be an image and a whole-number label"),
         (([(IMAGE, 0, 1)], [(IMAGE, 0)]), "item 0 must be an image and a whole-number label"),
@@ -135,16 +138,16 @@ IMAGE = picture(0, 4, 4)
 )
 def test_what_does_not_fit_is_refused(result: Any, said: str) -> None:
     with pytest.raises(UserError, match=f"dataset='own:data': .*{said}"):
-        collect("own:data", result, Progress("off"))
+        arrays_from_result("own:data", result, Progress("off"))
 
 
 def test_arrays_can_be_returned_and_are_checked() -> None:
     right = image_arrays(IMAGE[None], [0], IMAGE[None], [0], classes=["one"])
-    made = collect("own:data", right, Progress("off"))
+    made = arrays_from_result("own:data", right, Progress("off"))
     assert (made.name, made.classes) == ("own:data", ("one",))
     wrong = dataclasses.replace(right, train_labels=np.array([7]))
     with pytest.raises(UserError, match="label 7 of sample 0"):
-        collect("own:data", wrong, Progress("off"))
+        arrays_from_result("own:data", wrong, Progress("off"))
 
 
 def test_the_users_own_error_comes_through_and_leaves_nothing(write: Write, tmp_path: Path) -> None:

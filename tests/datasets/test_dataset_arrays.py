@@ -15,7 +15,7 @@ from hypothesis.extra.numpy import arrays as numpy_arrays
 
 from flyte_ddp.datasets import ImageArrays, image_arrays, open_arrays
 from flyte_ddp.datasets import arrays as module
-from flyte_ddp.datasets.arrays import content_digest, normalisation, write_arrays
+from flyte_ddp.datasets.arrays import arrays_sha256, channel_mean_and_std, write_arrays
 from flyte_ddp.errors import UserError
 
 
@@ -77,7 +77,7 @@ def test_what_is_written_is_what_is_opened(tmp_path: Path) -> None:
         np.testing.assert_array_equal(array, small()[name])
         np.testing.assert_array_equal(np.load(tmp_path / f"{name}.npy"), small()[name])
     assert (opened.name, opened.classes) == ("flowers", ("a", "b", "c"))
-    assert opened.digest == content_digest(made) == content_digest(opened)
+    assert opened.digest == arrays_sha256(made) == arrays_sha256(opened)
     description = json.loads((tmp_path / "dataset.json").read_text())
     assert set(description) == {"format", "name", "classes", "mean", "std", "digest", "test_digest", "source"}
 
@@ -90,7 +90,7 @@ def test_what_is_written_is_what_is_opened(tmp_path: Path) -> None:
 def test_the_normalisation_is_exact_whatever_the_chunks(images: Any, chunk_bytes: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "CHUNK_BYTES", chunk_bytes)
-        mean, std = normalisation(images)
+        mean, std = channel_mean_and_std(images)
     for channel in range(images.shape[3]):
         values = [Fraction(int(value), 255) for value in images[..., channel].ravel()]
         average = sum(values) / len(values)
@@ -103,7 +103,7 @@ def test_the_digests_change_with_any_part_and_that_of_the_test_split_with_its_ow
     made = image_arrays(**small())
 
     def both(arrays: ImageArrays) -> tuple[str, str]:
-        return content_digest(arrays), content_digest(arrays, module.ARRAYS[2:])
+        return arrays_sha256(arrays), arrays_sha256(arrays, module.ARRAYS[2:])
 
     assert both(made) == both(dataclasses.replace(made, name="renamed")), "a name is not content"
     found = {both(made)}

@@ -50,7 +50,7 @@ def test_a_folder_with_something_else_is_left_alone(tiny: Tiny, tmp_path: Path) 
         fetch("digits", "", Path(mirror), progress="off")
     folder = fetch("mnist", mirror, tmp_path / "data", progress="off")
     for dataset, source in (("digits", ""), ("mnist", "")):
-        with pytest.raises(UserError, match=r"holds 'mnist' of data_source=.*choose another folder"):
+        with pytest.raises(UserError, match=r"holds dataset='mnist', data_source=.*choose another folder"):
             fetch(dataset, source, folder, progress="off")
     assert leftovers(Path(mirror)) == sorted(NAMES)
 

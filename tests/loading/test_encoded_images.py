@@ -14,9 +14,9 @@ from surroundings import s3_environment
 
 from flyte_ddp.datasets.image_folder import list_images
 from flyte_ddp.errors import UserError
-from flyte_ddp.loading.encoded import BadSamples, Encoded, EncodedImages, Reader
-from flyte_ddp.loading.files import FileImages
-from flyte_ddp.loading.opening import in_the_same_split
+from flyte_ddp.loading.encoded import BadSamples, Encoded, EncodedImages, ImageReader
+from flyte_ddp.loading.files import FileReader
+from flyte_ddp.loading.opening import make_substitute_finder
 from flyte_ddp.order.sampling import Indices, ListedOrder
 from flyte_ddp.order.shard_order import SPLITS, ShardOrder, ShardSplits
 
@@ -29,7 +29,7 @@ def png(number: int) -> bytes:
     return buffer.getvalue()
 
 
-class Images(Reader):
+class Images(ImageReader):
     """A reader of grey images, whose shade is their number; some are damaged, and some are never read to their end."""
 
     def __init__(self, bad: set[int], endless: set[int] = frozenset()) -> None:
@@ -44,11 +44,13 @@ class Images(Reader):
             self.over.wait(DEADLINE)
         return Encoded(b"no image" if sample in self.bad else png(sample), sample % 10, f"sample {sample}")
 
-    def heal(self, sample: int) -> None:
+    def refetch_if_damaged(self, sample: int) -> None:
         self.heals[sample] += 1
 
 
-def loader(images: Reader, substitutes: Callable[[int], Indices], bad_samples: int, threads: int = 1) -> EncodedImages:
+def loader(
+    images: ImageReader, substitutes: Callable[[int], Indices], bad_samples: int, threads: int = 1
+) -> EncodedImages:
     return EncodedImages(
         images,
         size=8,
@@ -76,7 +78,7 @@ def members(order: ShardOrder) -> list[int]:
 def test_what_stands_in_is_of_the_same_split_and_shard(orders: dict[str, ShardOrder]) -> None:
     """Every second sample is damaged: the next one that is not, in a circle, takes its place with its label."""
     images = Images(bad=set(range(0, 60, 2)))
-    loading = loader(images, in_the_same_split(orders.values()), bad_samples=30)
+    loading = loader(images, make_substitute_finder(orders.values()), bad_samples=30)
     for order in orders.values():
         for shard in range(3):
             own = [sample for sample in members(order) if sample // 20 == shard]
@@ -124,7 +126,7 @@ def test_images_of_a_store_are_asked_for_at_the_same_time(server: FileServer, mo
     listed = list_images("s3://bucket")
     server.before_answer = threading.Barrier(16)
     order = ListedOrder(np.arange(16))
-    loading = loader(FileImages(listed), order.substitutes, bad_samples=0)
+    loading = loader(FileReader(listed), order.substitutes, bad_samples=0)
     pixels = loading.gather(np.arange(16), None).images
     assert sorted(pixels[:, 0, 0, 0].tolist()) == list(range(16))
     loading.close()

@@ -46,7 +46,7 @@ class TestWhatAFolderHolds:
         shutil.move(labelled(tmp_path / "images"), folder / "photos")
         first, warning = list_images(str(folder)).describe()
         assert first == f"image folder {folder}: 30 images of 1 class (photos 30)"
-        assert warning.startswith(f"warning: image folder {folder}: all images are of one class, photos, so that there")
+        assert warning.startswith(f"warning: image folder {folder}: all images are of one class, photos, so there")
 
     @pytest.mark.parametrize("names", [("Train", "val"), ("train", "test", "other")])
     def test_parts_that_are_taken_for_classes(
@@ -56,9 +56,9 @@ class TestWhatAFolderHolds:
         for name in names:
             labelled(folder / name)
         _, warning = list_images(str(folder)).describe()
-        assert f"{names[0]}, {names[1]} look like parts" in warning or f"{names[1]}, {names[0]} look like" in warning
+        assert f"{names[0]}, {names[1]} look like splits" in warning or f"{names[1]}, {names[0]} look like" in warning
         one, other = (f"image_folder:{folder}/{name}" for name in names[:2])
-        assert warning.endswith(f"if they are parts, set dataset={one} and test_dataset={other}")
+        assert warning.endswith(f"if they are splits, set dataset={one} and test_dataset={other}")
         pack_image_folder(str(folder), tmp_path / "packed", progress="lines")
         assert warning in capfd.readouterr().err
 
@@ -87,7 +87,7 @@ class TestBadSamples:
         for result in (one, two):
             assert [note.startswith(bad) for note in notes(result)] == [False, True]
             assert all(note in html.unescape(result.report.read_text()) for note in notes(result))
-        with pytest.raises(UserError, match="3 such samples, and bad_samples=2 are allowed"):
+        with pytest.raises(UserError, match="3 such samples, more than bad_samples=2"):
             train(replace(hp, bad_samples=2, num_ranks=2), tmp_path / "too many")  # none of two ranks has met three
         with pytest.raises(UserError, match=r"sample '.*' in shard .*-000000.tar cannot be decoded.*bad_samples"):
             train(replace(hp, bad_samples=0), tmp_path / "none")

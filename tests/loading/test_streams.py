@@ -27,7 +27,14 @@ from flyte_ddp.datasets.packing import pack_source
 from flyte_ddp.errors import UserError
 from flyte_ddp.json_lines import read_records
 from flyte_ddp.loading.shards import ShardImages
-from flyte_ddp.loading.streams import RankStream, StreamImages, StreamOrder, images_of, passes_of, samples_of
+from flyte_ddp.loading.streams import (
+    RankStream,
+    StreamImages,
+    StreamOrder,
+    decode_samples,
+    read_shard_samples,
+    worker_shards,
+)
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.settings import Settings
 from flyte_ddp.shards.cache import ShardCache
@@ -79,10 +86,10 @@ def train(hp: Hyperparameters, folder: Path, launch=None, **settings) -> Result:
 
 def test_a_pass_reads_every_shard_once_from_its_beginning_and_each_pass_in_another_order(shards: Path) -> None:
     options = options_of(shards)
-    passes = [[shard for _, shard in itertools.islice(passes_of(options), 20 * n, 20 * (n + 1))] for n in range(3)]
+    passes = [[shard for _, shard in itertools.islice(worker_shards(options), 20 * n, 20 * (n + 1))] for n in range(3)]
     assert all(sorted(found) == list(range(20)) for found in passes)
     assert len({tuple(found) for found in passes}) == 3
-    stored = itertools.islice(samples_of(reader_of(options), iter([(0, 7), (0, 3)])), 2 * PER_SHARD)
+    stored = itertools.islice(read_shard_samples(reader_of(options), iter([(0, 7), (0, 3)])), 2 * PER_SHARD)
     samples = [found.name for _, _, found in stored]
     assert len(set(samples)) == 2 * PER_SHARD
     assert all("train-000007" in name for name in samples[:PER_SHARD])
@@ -233,8 +240,8 @@ def test_an_image_that_is_damaged_in_the_cache_is_fetched_again(
     content[content.index(b"IDAT") + 8] ^= 0xFF  # of the first image's pixels
     cached.write_bytes(content)
     local = reader_of(options_of(shards))
-    [(healed, _)] = itertools.islice(images_of(options, reader, samples_of(reader, iter([(0, 0)]))), 1)
-    [(whole, _)] = itertools.islice(images_of(options, local, samples_of(local, iter([(0, 0)]))), 1)
+    [(healed, _)] = itertools.islice(decode_samples(options, reader, read_shard_samples(reader, iter([(0, 0)]))), 1)
+    [(whole, _)] = itertools.islice(decode_samples(options, local, read_shard_samples(local, iter([(0, 0)]))), 1)
     assert np.array_equal(healed, whole)
     assert server.counts[options.index.shards[0].url.rpartition("/")[2]] == 2
 

@@ -37,7 +37,7 @@ def without(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
 def children(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The processes that feed wandb, as they are started."""
     pids: list[int] = []
-    start = wandb_run.WandbProcess.start
+    start = wandb_run.WandbProcess.start_child
 
     def start_and_tell(process: wandb_run.WandbProcess) -> None:
         start(process)

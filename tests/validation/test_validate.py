@@ -54,10 +54,10 @@ def test_all_that_is_wrong_is_said_at_once_with_examples() -> None:
     assert problems(bad) == [
         (
             "2 images cannot be decoded, more than bad_samples=0: image a.jpg (truncated), "
-            "image b.jpg (truncated); fix or remove them, or raise it"
+            "image b.jpg (truncated); fix or remove them, or raise bad_samples"
         ),
-        "sample 'k' in shard s.tar has label 5: must be 0..1 with 2 classes; fix them, or set num_classes",
-        "no training sample that can be decoded is of class dog; add some, or take the class out",
+        "sample 'k' in shard s.tar has label 5: must be 0..1 with 2 classes; correct them, or set num_classes",
+        "no decodable training sample is of class dog; add some, or remove the class",
         (
             "1 of 10 test samples have the pixels of a training sample, more than max_duplicates=0.01 of them, such as "
             "test sample 3 and training sample 9; remove them from one of the two"
@@ -80,8 +80,8 @@ def test_the_number_of_classes_may_come_from_the_hyperparameters() -> None:
     unnamed = replace(GOOD, classes=[], labelled={"0": "sample 'a'", "1": "sample 'b'"})
     check(unnamed, replace(HP, num_classes=2), max_duplicates=0, max_conflicts=0)
     assert problems(unnamed, replace(HP, num_classes=3)) == [
-        "no training sample that can be decoded is of class 2; add some, or take the class out",
-        "no test sample that can be decoded is of class 2; give a test_dataset that has some, or take the class out",
+        "no decodable training sample is of class 2; add some, or remove the class",
+        "no decodable test sample is of class 2; give a test_dataset that has some, or remove the class",
     ]
     with pytest.raises(UserError, match="set num_classes"):
         check(unnamed, HP, max_duplicates=0, max_conflicts=0)

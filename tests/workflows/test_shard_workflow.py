@@ -54,7 +54,9 @@ def test_from_a_folder_of_images_to_a_model(tmp_path: Path) -> None:
         cli.pyflyte("run", "workflows/prediction.py", "predict_wf", *model, *more, home=tmp_path)
         for more in ((), ("--bad_samples", "1"))
     ]
-    assert "dark/0.png cannot be decoded: of no known format; fix or remove it, or allow some" in predicted[0].panel
+    assert (
+        "dark/0.png cannot be decoded: of no known format; fix or remove it, or raise bad_samples" in predicted[0].panel
+    )
     assert predicted[1].exit_code == 0, predicted[1].output
     assert "no prediction for 1 image(s), which cannot be decoded: " in predicted[1].output
     (table,) = (tmp_path / "runs").glob("predictions-*/predictions.csv")
