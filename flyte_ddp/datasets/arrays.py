@@ -64,7 +64,7 @@ def image_arrays(
         test_images: uint8 [M, H, W, C] or [M, H, W], with the height, width and channels of ``train_images``.
         test_labels: whole numbers [M].
         classes: names of the classes.
-        name: name of the data set; may stay empty for a callable that the hyperparameter ``dataset`` names.
+        name: may stay empty for a callable that the hyperparameter ``dataset`` names.
 
     Raises:
         UserError: an array has a wrong type or shape or no samples, there are no classes, a class name is not UTF-8, or

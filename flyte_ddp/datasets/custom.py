@@ -72,26 +72,26 @@ def arrays_from_result(spec: str, result: Any, progress: Progress) -> ImageArray
         raise UserError(f"dataset={spec!r}: {error.message}") from error
 
 
-def read_map_style_set(which: str, samples: Any, progress: Progress) -> tuple[Images, list[int]]:
+def read_map_style_set(set_name: str, samples: Any, progress: Progress) -> tuple[Images, list[int]]:
     """Read all samples of a map-style data set; return images uint8 [N, H, W, C] and labels [N].
 
-    Raises a UserError if the set is empty or an image has another shape than the first. ``which`` names the set in
+    Raises a UserError if the set is empty or an image has another shape than the first. ``set_name`` names the set in
     errors and progress.
     """
-    count = map_style_length(which, samples)
+    count = map_style_length(set_name, samples)
     if count == 0:
-        raise UserError(f"{which}: is empty")
+        raise UserError(f"{set_name}: is empty")
     images, labels = np.empty((0,), dtype=np.uint8), []
-    with progress.track(which, count, "images") as advance:
+    with progress.track(set_name, count, "images") as advance:
         for index in range(count):
-            image, label = convert_sample(which, index, samples[index])
+            image, label = convert_sample(set_name, index, samples[index])
             if index == 0:
                 images = np.empty((count, *image.shape), dtype=np.uint8)
             if image.shape != images.shape[1:]:
                 one, other = ("x".join(map(str, shape)) for shape in (image.shape, images.shape[1:]))
                 raise UserError(
-                    f"{which}: image {index} is {one} and image 0 is {other}; all must have one size: resize them and "
-                    "convert them to one mode"
+                    f"{set_name}: image {index} is {one} and image 0 is {other}; all must have one size: resize them "
+                    "and convert them to one mode"
                 )
             images[index] = image
             labels.append(label)
@@ -99,35 +99,37 @@ def read_map_style_set(which: str, samples: Any, progress: Progress) -> tuple[Im
     return images, labels
 
 
-def map_style_length(which: str, samples: Any) -> int:
-    """Return ``len(samples)``. Raises a UserError if it has no length; ``which`` names the data set in the error."""
+def map_style_length(set_name: str, samples: Any) -> int:
+    """Return ``len(samples)``. Raises a UserError if it has no length; ``set_name`` names the data set in the error."""
     try:
         return len(samples)
     except TypeError:
-        raise UserError(f"{which}: a {type(samples).__name__} has no len(); it must be a map-style data set") from None
+        raise UserError(
+            f"{set_name}: a {type(samples).__name__} has no len(); it must be a map-style data set"
+        ) from None
 
 
-def convert_sample(which: str, index: int, item: Any) -> tuple[Images, int]:
+def convert_sample(set_name: str, index: int, item: Any) -> tuple[Images, int]:
     """Convert one item (image, label) of a map-style data set to pixels uint8 [H, W, C] and an int label.
 
-    Raises a UserError for other types. ``which`` and ``index`` name the item in the error.
+    Raises a UserError for other types. ``set_name`` and ``index`` name the item in the error.
     """
     try:
         image, label = item
         label = operator.index(label)
     except (TypeError, ValueError) as error:
-        raise UserError(f"{which}: item {index} must be an image and a whole-number label: {error}") from error
+        raise UserError(f"{set_name}: item {index} must be an image and a whole-number label: {error}") from error
     if hasattr(image, "convert"):  # a PIL image
         try:
             image = opaque_picture(image)
         except ValueError as error:
-            raise UserError(f"{which}: image {index} cannot be converted to 8 bits: {error}") from None
+            raise UserError(f"{set_name}: image {index} cannot be converted to 8 bits: {error}") from None
         # Bitmaps and 16-bit images become grey; palettes, CMYK and others become RGB.
         image = image.convert("L" if image.mode in ("1", "L") else "RGB")
     pixels = np.asarray(image)
     if pixels.dtype != np.uint8 or pixels.ndim not in (2, 3):
         raise UserError(
-            f"{which}: image {index} is {pixels.dtype} {list(pixels.shape)}; must be a PIL image or uint8: "
+            f"{set_name}: image {index} is {pixels.dtype} {list(pixels.shape)}; must be a PIL image or uint8: "
             "leave out transforms such as ToTensor and Normalize, training does that itself"
         )
     if pixels.ndim == 2:

@@ -113,22 +113,18 @@ def open_encoded_set(folder: Path) -> EncodedSet:
     described = read_description(folder)
     with translate_damage_to_user_error(folder):
         classes, tests, left_out = tuple(described["classes"]), described["test_dataset"], described["left_out"]
-        train = open_split(folder, "train", described["name"], classes, left_out)
-        test = open_split(folder, "test", tests, classes, left_out) if tests else None
+        train = open_split_source(folder, "train", described["name"], classes, left_out)
+        test = open_split_source(folder, "test", tests, classes, left_out) if tests else None
         return EncodedSet(described["name"], classes, described["digest"], train, test)
 
 
-def open_split(
+def open_split_source(
     folder: Path, split: str, dataset: str, classes: tuple[str, ...], left_out: Mapping[str, Mapping[str, int]]
 ) -> ShardIndex | ImageList:
-    """Return the shard index of a split (``train`` or ``test``), or its list of image files.
+    """Return the shard index of split "train" or "test" in a prepared folder, or its list of image files.
 
-    Args:
-        folder: the prepared folder.
-        split: ``train`` or ``test``, the first part of the names of the files.
-        dataset: the hyperparameter ``dataset`` or ``test_dataset``, with kind and address of the source.
-        classes: names of the classes.
-        left_out: for each split, how many files of each kind are no images.
+    ``dataset`` is the hyperparameter that holds kind and address of the source. ``left_out`` counts the files that are
+    no images, by split and kind.
     """
     if encoded_kind(dataset) != IMAGE_FOLDER:
         with many_objects():

@@ -47,9 +47,9 @@ def fingerprint(dataset: str, source: str, test_dataset: str = "") -> str:
     lists them.
     Raises a UserError for an unknown data set or a source that does not exist.
     """
-    found = find_dataset(dataset, source)
-    if found is not None:
-        return found.fingerprint(source)
+    definition = find_dataset(dataset, source)
+    if definition is not None:
+        return definition.fingerprint(source)
     # The names hold the addresses. The prepared folder refers to the addresses, so another address is another folder.
     identity = digest_of([dataset, test_dataset, list_encoded_set(dataset, test_dataset).digest])
     return f"{encoded_kind(dataset)}-{identity[:16]}"
@@ -87,14 +87,14 @@ def fetch(dataset: str, source: str, folder: Path, *, test_dataset: str = "", pr
     if holds_requested_data(folder, dataset, requested):
         return folder
     with make_workspace_beside(folder) as workspace:
-        needed, found = "", find_dataset(dataset, source)
+        needed, definition = "", find_dataset(dataset, source)
         try:
-            if found is None:
+            if definition is None:
                 data = list_encoded_set(dataset, test_dataset)
                 data.refuse_unreadable_shards()
                 write_encoded_set(data, workspace, requested)
             else:
-                arrays, origin = found.load(source, workspace, Progress(progress))
+                arrays, origin = definition.load(source, workspace, Progress(progress))
                 needed = f"{dataset} needs {size(total_bytes(arrays))}, "
                 write_arrays(arrays, workspace, {"source": origin, **requested})
         except OSError as error:

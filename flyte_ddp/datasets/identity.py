@@ -59,13 +59,13 @@ def hash_object_listing(source: str) -> str:
 
     Raises a MissingError if there is none.
     """
-    found = list(storage.list_files(source))
-    if not found:
+    entries = list(storage.list_files(source))
+    if not entries:
         try:
-            found = [storage.stat(source)]
+            entries = [storage.stat(source)]
         except storage.MissingError:
             raise storage.MissingError("nothing there") from None
-    return digest_of(f"{entry.name} {entry.size} {entry.tag}" for entry in found)
+    return digest_of(f"{entry.name} {entry.size} {entry.tag}" for entry in entries)
 
 
 def hash_http_content(source: str) -> str:
@@ -77,9 +77,9 @@ def hash_http_content(source: str) -> str:
         return hashlib.sha256(storage.read(storage.join(source, SUMS))).hexdigest()
     except (storage.MissingError, storage.ForbiddenError):  # web servers answer 403 for missing files, too
         pass
-    found = storage.stat(source)
-    if found.tag:
-        return digest_of(f"{found.size} {found.tag}")
+    entry = storage.stat(source)
+    if entry.tag:
+        return digest_of(f"{entry.size} {entry.tag}")
     digest = hashlib.sha256()
     with storage.open_file(source) as file:
         for chunk in file.chunks:

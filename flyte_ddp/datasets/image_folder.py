@@ -45,7 +45,8 @@ class ImageList:
         """
         size, tag = int(self.sizes[number]), self.tags[number].decode()
 
-        def read(address: str) -> bytes:
+        def read_once(address: str) -> bytes:
+            """Read the file once. Raises AlteredError if it is not the one that was listed."""
             content = storage.read(address, tag=tag if size >= 0 else "")
             if size < 0 and hashlib.sha256(content).hexdigest() != tag:
                 raise storage.AlteredError("does not have the SHA-256 of the list")
@@ -55,7 +56,7 @@ class ImageList:
 
         address = self.address_of(number)
         try:
-            return storage.retried(address, read)
+            return storage.retried(address, read_once)
         except storage.UnavailableError as failure:
             advice = "make it readable, or remove it, and run again"
             if isinstance(failure, (storage.MissingError, storage.AlteredError)):
@@ -106,18 +107,14 @@ def list_images(address: str) -> ImageList:
         UserError: the address cannot be listed, no image is in a class's folder, a class's folder has no images (an
             empty folder counts on this machine only), or a folder's name is not UTF-8.
     """
-    where, files = f"image folder {address}", files_below(address)
-    images, others = list[storage.Entry](), list[str]()
-    for entry in sorted(files, key=lambda entry: entry.name):
-        if "/" in entry.name and is_image(entry.name):
-            images.append(entry)
-        else:
-            others.append(entry.name)
+    where, files = f"image folder {address}", sorted(files_below(address), key=lambda entry: entry.name)
+    images = [entry for entry in files if "/" in entry.name and is_image(entry.name)]
+    others = {entry.name for entry in files}.difference(entry.name for entry in images)
     left_out = Counter(map(kind_of_file, others))
     if not images:
-        found = f" ({listed_kinds(left_out)})" if left_out else ""
+        listed = f" ({listed_kinds(left_out)})" if left_out else ""
         raise UserError(
-            f"{where}: has no images in folders of their classes among its {len(files):,} files{found}; it must hold "
+            f"{where}: has no images in folders of their classes among its {len(files):,} files{listed}; it must hold "
             "class/name.jpg"
         )
     folders = {class_folder(entry.name) for entry in files if "/" in entry.name}

@@ -54,16 +54,17 @@ def pack_image_folder(address: str, folder: Path, **options: Any) -> ShardIndex:
     arguments of :func:`flyte_ddp.shards.packing.pack`. Raises a UserError if there are no images or they cannot be
     read.
     """
-    found = list_images(address)
-    for line in found.describe():
+    images = list_images(address)
+    for line in images.describe():
         Progress(options.get("progress", "auto")).note(line)
-    keys = make_sample_keys(found.names)
+    keys = make_sample_keys(images.names)
 
-    def sample(number: int) -> tuple[str, Members]:
-        extension = found.names[number].rpartition(".")[2].lower()
-        return keys[number], {f".{extension}": found.read(number), ".cls": str(found.labels[number]).encode()}
+    def make_sample(number: int) -> tuple[str, Members]:
+        """Return key, unchanged image and label of a sample."""
+        extension = images.names[number].rpartition(".")[2].lower()
+        return keys[number], {f".{extension}": images.read(number), ".cls": str(images.labels[number]).encode()}
 
-    return pack(sample, len(found.names), folder, classes=found.classes, **options)
+    return pack(make_sample, len(images.names), folder, classes=images.classes, **options)
 
 
 def make_sample_keys(names: Iterable[str]) -> list[str]:
@@ -103,7 +104,8 @@ def pack_images(samples: Any, folder: Path, *, classes: Sequence[str] = (), **op
     width = len(str(count - 1))
     one_at_a_time = threading.Lock()  # the user's data set need not be thread-safe
 
-    def sample(number: int) -> tuple[str, Members]:
+    def make_sample(number: int) -> tuple[str, Members]:
+        """Return key, PNG and label of a sample."""
         try:
             with one_at_a_time:
                 pixels, label = convert_sample(what, number, samples[number])
@@ -116,4 +118,4 @@ def pack_images(samples: Any, folder: Path, *, classes: Sequence[str] = (), **op
         return f"{number:0{width}d}", {".png": buffer.getvalue(), ".cls": str(label).encode()}
 
     named = classes or getattr(samples, "classes", ())
-    return pack(sample, count, folder, classes=[str(label) for label in named], **options)
+    return pack(make_sample, count, folder, classes=[str(label) for label in named], **options)

@@ -76,21 +76,12 @@ def orders_of(data: PreparedSet, hp: Hyperparameters) -> dict[str, SampleOrder]:
 def check_prepared(
     folder: Path, hp: Hyperparameters, *, ranks: int, workers: int, cache_bytes: int | None = None
 ) -> list[str]:
-    """Refuse a data set that cannot be trained on; return lines for the user. Call it before ranks start.
+    """Refuse a data set that cannot be trained on; return lines for the user: contents of a folder, and warnings.
 
-    Args:
-        folder: the prepared data set.
-        hp: hyperparameters of the training.
-        ranks: number of ranks.
-        workers: decoding threads or processes of each rank.
-        cache_bytes: limit of the shard cache in bytes; None for no limit.
-
-    Returns:
-        Lines that say what a folder of images holds, and warnings.
-
-    Raises:
-        UserError: the number of classes is unknown, no samples are left for training or testing, or a stream has too
-            few shards.
+    To be called before ranks start. ``workers`` is the number of decoding threads or processes of each rank,
+    ``cache_bytes`` the limit of the shard cache (None: no limit).
+    Raises a UserError if the number of classes is unknown, no samples are left for training or testing, or a stream has
+    too few shards.
     """
     data = open_prepared(folder)
     class_names(data.classes, hp)

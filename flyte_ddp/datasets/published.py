@@ -58,18 +58,18 @@ class PublishedSet:
         """
         algorithm, digests = ("sha256", (sums[name],)) if sums else ("md5", self.files[name])
 
-        def transfer(address: str) -> str:
+        def download_and_verify(address: str) -> str:
             """Download the file from one address and verify it. Raises AlteredError for a wrong digest."""
             digest, place = hashlib.new(algorithm, usedforsecurity=False), address.removesuffix(name)
             remote = storage.local_path(address) is None
-            with storage.open_file(address) as found, (folder / name).open("wb") as target:
-                with progress.track(f"{name} from {place}", found.size, "B") as advance:
-                    for chunk in found.chunks:
+            with storage.open_file(address) as file, (folder / name).open("wb") as target:
+                with progress.track(f"{name} from {place}", file.size, "B") as advance:
+                    for chunk in file.chunks:
                         target.write(chunk)
                         digest.update(chunk)
                         advance(len(chunk))
                 received = target.tell()
-            storage.check_length(received, found.size, remote=remote)
+            storage.check_length(received, file.size, remote=remote)
             if digest.hexdigest() not in digests:
                 what = f"{algorithm} {digest.hexdigest()} ({received:,} bytes) instead of {digests[0]}"
                 raise storage.AlteredError(what, transient=remote)
@@ -78,7 +78,7 @@ class PublishedSet:
         system = [self.system_folder] if self.system_folder and Path(self.system_folder).is_dir() else []
         usual = [storage.join(place, name) for place in (*system, *self.addresses)]
         try:
-            return storage.retried(storage.join(source, name) if source else usual, transfer, progress.note)
+            return storage.retried(storage.join(source, name) if source else usual, download_and_verify, progress.note)
         except storage.UnavailableError as failure:
             if source:
                 raise self.mirror_error(name, source, failure) from None
@@ -99,7 +99,7 @@ class PublishedSet:
         if path is not None and not path.is_dir():
             raise UserError(f"{where}: there is no such directory; give one that holds {', '.join(self.files)}")
         try:
-            found = read_sums(storage.retried(storage.join(source, SUMS), storage.read, progress.note))
+            digests = read_sums(storage.retried(storage.join(source, SUMS), storage.read, progress.note))
         except (storage.MissingError, storage.ForbiddenError):  # web servers answer 403 for missing files, too
             return {}
         except storage.UnavailableError as failure:
@@ -107,11 +107,11 @@ class PublishedSet:
         except DigestListError as error:
             problem = f"is not understood: {error}"
         else:
-            missing = [name for name in self.files if name not in found]
+            missing = [name for name in self.files if name not in digests]
             problem = f"has no SHA-256 of {missing[0]}" if missing else ""
         if problem:
             raise UserError(f"{where}: {SUMS} there {problem}; renew it in the folder of the files: {RENEW}")
-        return found
+        return digests
 
     def mirror_error(self, name: str, source: str, failure: storage.UnavailableError) -> UserError:
         """Return a UserError that says why the mirror did not serve the file ``name``, and what to do."""

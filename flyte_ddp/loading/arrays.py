@@ -45,7 +45,7 @@ def open_array_source(
 ) -> ArrayImages:
     """Return the source of these arrays, after copying them to ``device`` if it is a GPU.
 
-    ``kind`` and ``seed`` are the augmentation's.
+    ``kind`` is the kind of augmentation, ``seed`` its seed.
     """
     if device.type == "cpu":
         # A plain array of the same mapped memory: indexing an np.memmap is slower.

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -42,8 +43,9 @@ class ImageReader:
         """Read one sample: its encoded image and its label."""
         raise NotImplementedError
 
-    def start_read(self, sample: int) -> Future[Encoded] | None:
-        """Start to read a sample in another thread. Returns None if :meth:`read` is fast enough."""
+    def start_read(self, sample: int) -> Callable[[], Encoded]:
+        """Return a function that returns the sample. A slow reader starts the read at once, in another thread."""
+        return partial(self.read, sample)
 
     def refetch_if_damaged(self, sample: int) -> None:
         """Check the cached copy of the sample's file, and fetch it again if it is damaged."""
@@ -68,7 +70,7 @@ class BadSamples:
         self.lock = threading.Lock()
 
     def add(self, name: str, reason: str) -> None:
-        """Record a sample that cannot be decoded, once for each name. Raises a UserError above the limit."""
+        """Record a sample that cannot be decoded, once for each name. Raises a UserError if there are too many."""
         with self.lock:
             self.names[name] = reason
             count = len(self.names)
@@ -93,9 +95,7 @@ class EncodedImages(ImageSource):
     reader: ImageReader
     _: KW_ONLY
     size: int  # side of the squares that images become, in pixels
-    crop: (
-        str  # of training images: ``resized_crop`` (a random part, mirrored half of the time) or ``none`` (the middle)
-    )
+    crop: str  # for training: ``resized_crop`` (a random part, mirrored half of the time) or ``none`` (the middle)
     seed: int  # of the random parts
     classes: int  # number of classes; labels must be smaller
     bad: BadSamples
@@ -142,46 +142,45 @@ class EncodedImages(ImageSource):
         reads = [self.reader.start_read(sample) for sample in samples.tolist()]
         pixels, classes, names = images.numpy(), labels.numpy(), [""] * len(samples)
 
-        def load(places: range) -> None:
+        def load_places(places: range) -> None:
             """Decode and crop the samples at these places of the batch, and write them into its tensors."""
             for place in places:
-                image, classes[place], names[place] = self.load_image_or_substitute(int(samples[place]), reads[place])
+                image, classes[place], names[place] = self.load_image_or_substitute(int(samples[place]), reads[place]())
                 pixels[place] = cropping.squared(image, self.size, None if draws is None else draws[place])
 
         size = max(1, min(SAMPLES_A_TASK, len(samples) // (2 * self.threads)))  # at least two tasks a thread
         starts = range(0, len(samples), size)
-        tasks = [self.pool.submit(load, range(start, min(start + size, len(samples)))) for start in starts]
+        tasks = [self.pool.submit(load_places, range(start, min(start + size, len(samples)))) for start in starts]
         return PendingBatch(images, labels, names, tasks)
 
-    def load_image_or_substitute(self, sample: int, coming: Future[Encoded] | None) -> tuple[Pixels, int, str]:
+    def load_image_or_substitute(self, sample: int, encoded: Encoded) -> tuple[Pixels, int, str]:
         """Return pixels, label and key of a sample. A damaged one gets the pixels and label of the next good one.
 
-        ``coming`` is the read that was started for the sample, if any. Substitutes are of the sample's own split.
+        ``encoded`` is the sample as it was read. Substitutes are of the sample's own split.
         Raises a UserError if no substitute can be decoded.
         """
-        found = coming.result() if coming is not None else self.reader.read(sample)
-        if loaded := self.decode_or_count(sample, found):
-            return *loaded, found.key
+        if loaded := self.decode_or_count(sample, encoded):
+            return *loaded, encoded.key
         self.replaced.add(sample)
         others = self.substitutes(sample)
         place = int(np.searchsorted(others, sample))
         for other in [*others[place + 1 :].tolist(), *others[:place].tolist()]:
             if loaded := self.decode_or_count(other, self.reader.read(other)):
-                return *loaded, found.key
-        raise UserError(f"{found.name}: neither this nor any of its {len(others) - 1} substitutes can be decoded")
+                return *loaded, encoded.key
+        raise UserError(f"{encoded.name}: neither this nor any of its {len(others) - 1} substitutes can be decoded")
 
     def label(self, sample: int) -> int:
         """Read a sample and return its label, even for a damaged image. Raises a UserError for a wrong label."""
         return valid_label(self.reader.read(sample), self.classes)
 
-    def decode_or_count(self, sample: int, found: Encoded) -> tuple[Pixels, int] | None:
+    def decode_or_count(self, sample: int, encoded: Encoded) -> tuple[Pixels, int] | None:
         """Return pixels and label of a sample; None if its image is damaged. Counts damaged samples as bad."""
-        if found.name in self.bad.names:
+        if encoded.name in self.bad.names:
             return None
         try:
-            return decode_checked_sample(self.reader, sample, found, self.classes)
+            return decode_checked_sample(self.reader, sample, encoded, self.classes)
         except DecodingError as error:
-            self.bad.add(found.name, str(error))
+            self.bad.add(encoded.name, str(error))
             return None
 
     def facts(self) -> Facts:
@@ -199,27 +198,23 @@ def in_order(
 ) -> Iterator[Result]:
     """Read samples and yield what ``use`` returns for each, in their order; ``use`` runs in threads.
 
-    Args:
-        reader: reads the samples.
-        samples: numbers of the samples.
-        threads: how many threads call ``use``.
-        use: called with a sample's number and its encoded image.
-        ahead: how many samples are read or in use at most; files are fetched one to two times as many samples ahead.
+    ``use`` gets a sample's number and its encoded image. At most ``ahead`` samples are read or in use at a time; the
+    files of up to ``2 * ahead`` samples are being fetched.
     """
 
-    def begin() -> Iterator[tuple[int, Future[Encoded] | None]]:
+    def start_reads() -> Iterator[tuple[int, Callable[[], Encoded]]]:
         """Yield each sample with its started read, and start to fetch the files of the samples ahead."""
         for place, sample in enumerate(samples.tolist()):
             if place % ahead == 0:
                 reader.prefetch_files(samples[place : place + 2 * ahead])
             yield sample, reader.start_read(sample)
 
-    def use_read(item: tuple[int, Future[Encoded] | None]) -> Result:
+    def use_sample(item: tuple[int, Callable[[], Encoded]]) -> Result:
         """Wait for a sample's read and call ``use`` with it."""
-        sample, coming = item
-        return use(sample, coming.result() if coming is not None else reader.read(sample))
+        sample, read = item
+        return use(sample, read())
 
-    with map_in_threads(use_read, begin(), threads, ahead=ahead - 1, initializer=limit_threads) as results:
+    with map_in_threads(use_sample, start_reads(), threads, ahead=ahead - 1, initializer=limit_threads) as results:
         yield from results
 
 
@@ -229,37 +224,37 @@ def limit_threads() -> None:
     threadpoolctl.threadpool_limits(1, user_api="openmp")
 
 
-def decoded(reader: ImageReader, sample: int, found: Encoded) -> tuple[Pixels, Encoded]:
+def decoded(reader: ImageReader, sample: int, encoded: Encoded) -> tuple[Pixels, Encoded]:
     """Decode a sample that was read; return its pixels, and the sample as read from an undamaged copy.
 
     If decoding fails, the cached copy of the file is checked, replaced if damaged, and read once more. Raises a
     DecodingError if the file is damaged at its source.
     """
     try:
-        return decode(found.content), found
+        return decode(encoded.content), encoded
     except DecodingError:
         reader.refetch_if_damaged(sample)
         again = reader.read(sample)
-        if again.content == found.content:
+        if again.content == encoded.content:
             raise  # the file was not replaced, by this call or by another thread or rank, so its source is damaged
     return decode(again.content), again
 
 
-def decode_checked_sample(reader: ImageReader, sample: int, found: Encoded, classes: int) -> tuple[Pixels, int]:
+def decode_checked_sample(reader: ImageReader, sample: int, encoded: Encoded, classes: int) -> tuple[Pixels, int]:
     """Decode a sample, and return its pixels and label.
 
     Raises a UserError for a label outside 0..classes-1, and a DecodingError for an image that is damaged at its source.
     """
-    valid_label(found, classes)
-    pixels, whole = decoded(reader, sample, found)
+    valid_label(encoded, classes)
+    pixels, whole = decoded(reader, sample, encoded)
     return pixels, valid_label(whole, classes)
 
 
-def valid_label(found: Encoded, classes: int) -> int:
+def valid_label(encoded: Encoded, classes: int) -> int:
     """Return the sample's label. Raises a UserError if it is not in 0..classes-1."""
-    if not 0 <= found.label < classes:
+    if not 0 <= encoded.label < classes:
         raise UserError(
-            f"{found.name} has label {found.label}: must be 0..{classes - 1} with {classes} classes; "
+            f"{encoded.name} has label {encoded.label}: must be 0..{classes - 1} with {classes} classes; "
             "fix it, or set num_classes"
         )
-    return found.label
+    return encoded.label

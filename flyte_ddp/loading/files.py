@@ -1,6 +1,7 @@
 """Read images for training from single files, on a disk or in object storage."""
 
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 from flyte_ddp import storage
 from flyte_ddp.datasets.image_folder import ImageList
@@ -17,9 +18,9 @@ class FileReader(ImageReader):
         remote = storage.local_path(images.address) is None
         self.pool = ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="reader") if remote else None
 
-    def start_read(self, sample: int) -> Future[Encoded] | None:
-        """Start to read a remote image in a thread. Returns None for a local one, which the decoding thread reads."""
-        return self.pool.submit(self.read, sample) if self.pool is not None else None
+    def start_read(self, sample: int) -> Callable[[], Encoded]:
+        """Return a function that returns the sample. The read of a remote image starts at once, in a thread."""
+        return super().start_read(sample) if self.pool is None else self.pool.submit(self.read, sample).result
 
     def read(self, sample: int) -> Encoded:
         """Read an image file whole, with retries. Raises a UserError if it cannot be read."""

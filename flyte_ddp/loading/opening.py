@@ -34,8 +34,8 @@ def open_splits(
 ) -> Splits:
     """Open training, validation and test split of a data set for this rank.
 
-    Starts threads for encoded images. Copies arrays to the device if it is a GPU. Requires the process group, for rank
-    and world size.
+    Starts threads for encoded images. Copies arrays to the device if it is a GPU. Takes rank and world size from the
+    process group, if there is one.
     """
     orders = orders_of(data, hp)
     if isinstance(data, ImageArrays):
@@ -82,13 +82,7 @@ def open_tests(
 ) -> Split:
     """Open the test split of encoded images alone, and start its threads. Raises a UserError if it is empty.
 
-    Args:
-        data: the data set.
-        size: side of the images in pixels.
-        classes: number of classes.
-        bad: records the samples that cannot be decoded.
-        device: receives the batches.
-        settings: cache of shards, and number of decoding threads.
+    ``size`` is the side of the images in pixels. ``bad`` records samples that cannot be decoded.
     """
     order = order_of_tests(data)
     if not len(order):
@@ -108,21 +102,21 @@ def open_tests(
 
 
 def make_substitute_finder(orders: Collection[SampleOrder]) -> Callable[[int], Indices]:
-    """Return a function that gives the samples of the split that holds a sample, near the sample if in shards.
+    """Return a function that returns the samples that may replace a sample: those of its split, or of its shard.
 
     ``orders`` are the orders of splits without common samples. The function raises an IndexError for a sample of none.
     """
 
-    def substitutes(sample: int) -> Indices:
-        """Return the samples, ascending, one of which may replace ``sample``; ``sample`` is among them."""
+    def find_substitutes(sample: int) -> Indices:
+        """Return the samples that may replace ``sample``, ascending; ``sample`` is among them."""
         for order in orders:
-            found = order.substitutes(sample)
-            place = int(np.searchsorted(found, sample))
-            if place < len(found) and found[place] == sample:
-                return found
+            candidates = order.substitutes(sample)
+            place = int(np.searchsorted(candidates, sample))
+            if place < len(candidates) and candidates[place] == sample:
+                return candidates
         raise IndexError(f"sample {sample} is in no split")
 
-    return substitutes
+    return find_substitutes
 
 
 def reader(source: ShardIndex | ImageList, settings: Settings, streams: int = 16) -> ImageReader:

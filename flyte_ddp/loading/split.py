@@ -92,6 +92,7 @@ class Split:
         """
 
         def start(begin: Callable[[Indices], None], item: Item) -> Item:
+            """Call ``begin`` with each array of the item's samples; return the item."""
             for samples in samples_of(item):
                 begin(samples)
             return item

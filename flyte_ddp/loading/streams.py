@@ -212,18 +212,18 @@ def decode_samples(
     most = (
         int(stream.index.counts[number::workers].sum()) + stream.hp.shuffle_buffer
     )  # failures in a row that only a whole pass of bad samples can cause
-    for passes, sample, found in samples:
+    for passes, sample, encoded in samples:
         try:
-            pixels, label = decode_checked_sample(reader, sample, found, stream.classes)
+            pixels, label = decode_checked_sample(reader, sample, encoded, stream.classes)
         except DecodingError as error:
-            bad.add(found.name, str(error))
+            bad.add(encoded.name, str(error))
             failures_in_a_row += 1
             if failures_in_a_row > most:
-                raise UserError(f"{found.name}: no sample of its worker can be decoded ({error})") from None
+                raise UserError(f"{encoded.name}: no sample of its worker can be decoded ({error})") from None
             continue
         failures_in_a_row, draws = 0, None
         if stream.hp.augment == "resized_crop":
-            [draws] = cropping.draw(stream.hp.seed, passes, np.array([zlib.crc32(found.name.encode())]))
+            [draws] = cropping.draw(stream.hp.seed, passes, np.array([zlib.crc32(encoded.name.encode())]))
         yield np.ascontiguousarray(cropping.squared(pixels, stream.size, draws)), label
 
 

@@ -38,7 +38,7 @@ def uniform_draws(seed: int, epoch: int, samples: Indices, draws: int) -> NDArra
 
 
 def augment_images(images: Tensor, kind: str, *, seed: int, epoch: int, samples: Indices) -> Tensor:
-    """Shift images by up to 1/8 of their sides, filling with 0; "crop_flip" also mirrors half of them.
+    """Return images shifted by up to 1/8 of their sides and filled with 0; "crop_flip" also mirrors half of them.
 
     Args:
         images: uint8 [N, H, W, C]. The result has this shape, type and device.
@@ -52,7 +52,7 @@ def augment_images(images: Tensor, kind: str, *, seed: int, epoch: int, samples:
     count, height, width, _ = images.shape
     bits = sample_bits(seed, epoch, samples)
     margins = (height // 8, width // 8)
-    # Bits 0 to 15 of a sample choose its vertical shift, 16 to 31 its horizontal one, bit 32 the mirroring.
+    # A sample's bits, shifted right by 0 and by 16, choose its vertical and its horizontal shift; bit 32 the mirroring.
     shift_y, shift_x = (
         torch.from_numpy(((bits >> np.uint64(start)) % np.uint64(2 * margin + 1)).astype(np.int64))
         for start, margin in zip((0, 16), margins, strict=True)

@@ -128,8 +128,8 @@ class ShardOrder(sampling.Order):
         self.total = int(self.taken.sum())
         # Caches for the shards in use: the current shard of each stream, and its neighbours.
         cached = functools.lru_cache(maxsize=4 * shuffle_streams + 4)
-        self.members = cached(functools.partial(splits.samples, split=split))
-        self.mixed = cached(self._shuffle_samples)
+        self.samples_in_shard = cached(functools.partial(splits.samples, split=split))
+        self.shuffled_samples = cached(self._shuffle_samples)
         self.sequence = functools.lru_cache(maxsize=2)(self._shuffle_shards)
 
     def __len__(self) -> int:
@@ -138,19 +138,19 @@ class ShardOrder(sampling.Order):
     def samples(self, place: slice) -> Indices:
         """Return the samples in a slice of the order of evaluations: shard by shard, each once whatever its weight."""
         slices = slices_by_shard(self.ends, place.start, place.stop)
-        return concatenate_indices(self.firsts[shard] + self.members(shard)[part] for shard, part in slices)
+        return concatenate_indices(self.firsts[shard] + self.samples_in_shard(shard)[part] for shard, part in slices)
 
     def substitutes(self, sample: int) -> Indices:
         """Return the samples that may replace ``sample``: those of the split in its shard."""
         shard = int(np.searchsorted(self.firsts, sample, side="right")) - 1
-        return np.asarray(self.firsts[shard] + self.members(shard))
+        return np.asarray(self.firsts[shard] + self.samples_in_shard(shard))
 
     def batches(self, epoch: int, batch_size: int, first: int = 0) -> Iterator[Indices]:
         """Yield the global batches of an epoch from number ``first`` on. The last batch may be smaller."""
         for number in range(first, sampling.steps_per_epoch(self.total, batch_size)):
-            yield self.batch(epoch, batch_size, number)
+            yield self.global_batch(epoch, batch_size, number)
 
-    def batch(self, epoch: int, batch_size: int, number: int) -> Indices:
+    def global_batch(self, epoch: int, batch_size: int, number: int) -> Indices:
         """Return global batch ``number`` of an epoch: its samples of the first stream, then of the second, and so
         on.
         """
@@ -160,7 +160,7 @@ class ShardOrder(sampling.Order):
         ends = begins + (each if number < full else shares(ragged, len(each)))  # the last batch may be smaller
         shards, ends_of_shards = self.sequence(epoch)
         return concatenate_indices(
-            self.mixed(epoch, int(shards[place]))[part]
+            self.shuffled_samples(epoch, int(shards[place]))[part]
             for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)
             for place, part in slices_by_shard(ends_of_shards, begin, end)
         )
@@ -189,7 +189,7 @@ class ShardOrder(sampling.Order):
 
     def _shuffle_samples(self, epoch: int, shard: int) -> Indices:
         """Return the samples that an epoch takes from a shard, in order."""
-        numbers, taken = self.members(shard), int(self.taken[shard])
+        numbers, taken = self.samples_in_shard(shard), int(self.taken[shard])
         if taken != len(numbers):
             # A weight other than 1: go on in a fixed cycle of the samples where the epoch before has stopped.
             cycle = sampling.random_stream(sampling.CYCLE, self.seed, shard).permutation(numbers)

@@ -33,8 +33,8 @@ def feed_wandb(launcher: Connection[Any, Any]) -> int:
     """Open the wandb run, send records until training has ended, and close the run; return the exit code.
 
     The launcher first sends the arguments of ``wandb.init`` and the offset in metrics.jsonl where this attempt begins.
-    It sends one more message when training has ended. The child sends the launcher wandb's status: folder, url, and the
-    reason of a failure. Lowers the process's priority. Ends like training if the launcher dies.
+    It sends one more message when training has ended; the launcher's death counts as that message. The child sends the
+    launcher wandb's status: folder, url, and the reason of a failure. Lowers the priority of this process.
     """
     parent = os.getppid()
     arguments, offset = launcher.recv()
@@ -44,15 +44,15 @@ def feed_wandb(launcher: Connection[Any, Any]) -> int:
         """Wait up to ``seconds`` for the end of training; return whether it has ended or the launcher is dead."""
         return launcher.poll(seconds) or os.getppid() != parent
 
-    def send(**status: str) -> None:
+    def send_status(**status: str) -> None:
         """Send a status to the launcher, if it is still there."""
         with suppress(OSError):  # the launcher was killed
             launcher.send(status)
 
     os.nice(0 if is_over(0) else 10)  # training has priority while it runs
     try:
-        run = open_wandb_run(arguments, is_over, lambda error: send(reason=print_error(error)))
-        send(folder=str(Path(run.dir).parent), url=run.url or "", **({"reason": ""} if run.url else {}))
+        run = open_wandb_run(arguments, is_over, lambda error: send_status(reason=print_error(error)))
+        send_status(folder=str(Path(run.dir).parent), url=run.url or "", **({"reason": ""} if run.url else {}))
         # An offline run gets all records: `wandb sync` replaces the server's run, also what earlier attempts have sent.
         first = 0 if arguments["mode"] == "offline" else offset
         trained, classes = log_records(run, follow_records(folder, first, is_over))
@@ -61,13 +61,13 @@ def feed_wandb(launcher: Connection[Any, Any]) -> int:
                 with open_run_file(folder, PREDICTIONS) as file:
                     run.log({"predictions": predictions_table(file, classes)})
         except Exception as error:  # keep the run without the table
-            send(reason=f"no table of predictions: {print_error(error)}")
+            send_status(reason=f"no table of predictions: {print_error(error)}")
         run.finish(exit_code=0 if trained else 1)
     except TimeoutError:  # raised by run.finish()
-        send(reason="the server took too long")
+        send_status(reason="the server took too long")
         return NOT_SENT
     except Exception as error:
-        send(reason=print_error(error))
+        send_status(reason=print_error(error))
         return 1
     return 0
 
@@ -109,7 +109,7 @@ def open_wandb_run(arguments: dict[str, Any], is_over: IsOver, report: Callable[
 
 
 def log_records(run: wandb.Run, records: Iterable[dict[str, Any]]) -> tuple[bool, list[str]]:
-    """Log each record to the run; return whether training has finished, and the class names."""
+    """Log the records to the run, its config and its summary; return whether training has finished, and the classes."""
     import wandb
 
     trained, classes = False, []

@@ -43,7 +43,7 @@ def start_wandb(
     """
     if settings.wandb_mode == "disabled":
         return None
-    run = {  # the arguments of wandb.init
+    init_arguments = {
         "dir": str(run_folder.absolute()),
         "mode": settings.wandb_mode,
         "project": settings.wandb_project,
@@ -65,7 +65,7 @@ def start_wandb(
         },
     }
     try:
-        return WandbProcess(run, settings)
+        return WandbProcess(init_arguments, settings)
     except (OSError, ValueError, TypeError) as error:
         print_to_stderr(f"wandb: not started ({error}); the metrics are in {METRICS} of {from_here(run_folder)}")
         return None
@@ -74,18 +74,22 @@ def start_wandb(
 class WandbProcess:
     """The child that runs wandb, given the arguments of ``wandb.init``. Call :meth:`finish` in a ``finally``."""
 
-    def __init__(self, run: dict[str, Any], settings: Settings) -> None:
-        self.run, self.settings, self.offset = run, settings, 0
-        self.folder = Path(run["dir"], "wandb")
+    def __init__(self, init_arguments: dict[str, Any], settings: Settings) -> None:
+        self.init_arguments, self.settings = init_arguments, settings
+        self.offset = 0  # bytes of metrics.jsonl that an earlier attempt has written
+        self.folder = Path(init_arguments["dir"], "wandb")
         self.folder.mkdir(parents=True, exist_ok=True)
         with suppress(FileNotFoundError), open_run_file(self.folder.parent, METRICS) as file:
             self.offset = os.fstat(file.fileno()).st_size
-        self.online = f"run-*-{run['id']}"  # pattern of folders; wandb makes one for each attempt
+        self.online = f"run-*-{init_arguments['id']}"  # pattern of folders; wandb makes one for each attempt
         self.earlier_folders = {*map(str, self.folder.glob(self.online))}
         self.start_child()
 
     def start_child(self) -> None:
-        """Start a child in a session of its own, its output appended to ``wandb/feed.log``, and send it the run."""
+        """Start a child in a session of its own, and send it the run. Sets ``process``, ``pipe`` and ``status``.
+
+        Appends the child's output to ``wandb/feed.log``.
+        """
         self.status = {"folder": "", "url": "", "reason": ""}  # as the child has sent it
         self.pipe, childs_pipe = multiprocessing.Pipe()
         with childs_pipe, (self.folder / LOG).open("ab") as log:
@@ -99,7 +103,7 @@ class WandbProcess:
                 stderr=log,
                 start_new_session=True,  # a terminal's Ctrl-C does not reach it
             )
-        self.pipe.send((self.run, self.offset))
+        self.pipe.send((self.init_arguments, self.offset))
 
     def receive_status(self) -> bool:
         """Update ``status`` with the child's messages; return whether wandb has opened its run."""
@@ -116,24 +120,21 @@ class WandbProcess:
         that could not be opened. Writes the name of a run that was not sent to ``wandb/unsent`` if a pod keeps it
         elsewhere.
         """
-        begin, seconds = time.monotonic(), min(limit, self.settings.wandb_timeout)
-        deadline = begin + seconds
-        usable = self.end_child(begin + OPEN_SHARE * seconds if self.run["mode"] == "online" else deadline, deadline)
+        seconds = min(limit, self.settings.wandb_timeout)
+        deadline = time.monotonic() + seconds
+        online = self.init_arguments["mode"] == "online"
+        usable = self.end_child(deadline - (1 - OPEN_SHARE) * seconds if online else deadline, deadline)
         first = self.status
         if not usable and time.monotonic() < deadline:
-            self.run["mode"] = "offline"
+            self.init_arguments["mode"] = "offline"
             with suppress(OSError):
                 self.start_child()
                 self.end_child(deadline, deadline)
             if not self.status["folder"]:
                 self.status = first
             self.status["reason"] = self.status["reason"] or first["reason"]
-        spent = {*map(str, self.folder.glob(self.online)), first["folder"]} - {
-            *self.earlier_folders,
-            self.status["folder"],
-            "",
-        }
-        for folder in spent:  # its run could not be opened, or is in the second child's folder
+        own_folders = {*map(str, self.folder.glob(self.online)), first["folder"]} - self.earlier_folders
+        for folder in own_folders - {self.status["folder"], ""}:  # not opened, or written anew by the second child
             shutil.rmtree(folder, ignore_errors=True)
         sent = bool(self.status["url"]) and self.process.returncode == 0
         print_to_stderr(self.describe_outcome(sent))

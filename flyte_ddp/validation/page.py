@@ -6,13 +6,7 @@ from flyte_ddp.validation.profile import DataProfile
 
 
 def render_profile(profile: DataProfile, dataset: str, warnings: list[str]) -> str:
-    """Return the HTML page of a data set's profile, in one file.
-
-    Args:
-        profile: counts and examples of the data set.
-        dataset: name of the data set, for the title.
-        warnings: lines at the top of the page.
-    """
+    """Return the HTML page of a data set's profile, in one file. It begins with the warnings."""
     facts = [("Warning", warning) for warning in warnings]
     for name, split in {"Training": profile.training, "Test": profile.test}.items():
         numbers = sorted(split.labels.values())

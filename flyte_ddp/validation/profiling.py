@@ -48,17 +48,13 @@ class DecodedSamples(NamedTuple):
 def profile(folder: Path, settings: Settings | None = None) -> DataProfile:
     """Read and decode all samples of a prepared data set, and return its profile.
 
-    Args:
-        folder: folder that :func:`flyte_ddp.datasets.fetch` has written.
-        settings: for encoded images: the shard cache, and the number of decoding threads.
-
-    Raises:
-        UserError: the data set is damaged, or a sample cannot be read, has no image or has no label.
+    Encoded images use the shard cache and the number of decoding threads of ``settings``. Raises a UserError if the
+    data set is damaged, or a sample cannot be read, has no image or has no label.
     """
     data, settings = open_prepared(folder), settings or Settings()
     result = DataProfile([*data.classes], SplitProfile(), SplitProfile(), 0, 0, [], {}, [], [])
 
-    def sample_name(split: str, number: int) -> str:
+    def read_sample_name(split: str, number: int) -> str:
         """Read one sample of a split and return its name."""
         with closing(measure_samples(data, split, np.array([number]), settings)) as one:
             return next(one).name
@@ -67,7 +63,7 @@ def profile(folder: Path, settings: Settings | None = None) -> DataProfile:
         add_samples_to_profile(measure_samples(data, split, numbers, settings), split, numbers, result)
         for split, numbers in sample_numbers(data).items()
     )
-    add_equal_pixels_to_profile(training, test, result, sample_name)
+    add_equal_pixels_to_profile(training, test, result, read_sample_name)
     return result
 
 
@@ -97,17 +93,17 @@ def measure_samples(
         return
     images = data.tested if split == "test" else data.train
 
-    def decode(number: int, found: Encoded) -> SampleFacts:
+    def decode_and_measure(number: int, encoded: Encoded) -> SampleFacts:
         """Decode a sample and return its facts, or the reason why it cannot be decoded."""
         try:
-            pixels, found = decoded(source, number, found)
-            with opened(found.content) as image:
-                return measure_pixels(SampleFacts(found.name, found.label, mode=image.mode), pixels)
+            pixels, encoded = decoded(source, number, encoded)
+            with opened(encoded.content) as image:
+                return measure_pixels(SampleFacts(encoded.name, encoded.label, mode=image.mode), pixels)
         except DecodingError as error:
-            return SampleFacts(found.name, found.label, failure=str(error))
+            return SampleFacts(encoded.name, encoded.label, failure=str(error))
 
     with closing(reader(images, settings)) as source:
-        yield from in_order(source, numbers, settings.loader_threads or cores(), decode, AHEAD)
+        yield from in_order(source, numbers, settings.loader_threads or cores(), decode_and_measure, AHEAD)
 
 
 def measure_pixels(sample: SampleFacts, pixels: Pixels) -> SampleFacts:

@@ -19,16 +19,13 @@ STATISTICS = {"labels": "classes", "modes": "colour modes", "sizes": "sizes", "b
 
 
 def check(profile: DataProfile, hp: Hyperparameters, *, max_duplicates: float, max_conflicts: float) -> None:
-    """Raise a UserError if a data set should not be trained on.
+    """Raise a UserError if a data set should not be trained on: one line for each problem, with examples and a remedy.
 
     Args:
         profile: profile of the data set.
         hp: hyperparameters of the training.
         max_duplicates: allowed share of test samples that have the pixels of a training sample.
         max_conflicts: allowed share of samples that have the pixels of a sample with another label.
-
-    Raises:
-        UserError: one line for each problem, with examples and a remedy.
     """
     problems = [*sample_problems(profile, hp), *equal_pixel_problems(profile, max_duplicates, max_conflicts)]
     if problems:
@@ -36,7 +33,10 @@ def check(profile: DataProfile, hp: Hyperparameters, *, max_duplicates: float, m
 
 
 def sample_problems(profile: DataProfile, hp: Hyperparameters) -> Iterator[str]:
-    """Yield a sentence with a remedy for each problem of samples and classes."""
+    """Yield a sentence with a remedy for each problem of samples and classes.
+
+    Raises a UserError if the class names are unknown.
+    """
     names = class_names(profile.classes, hp)
     bad = profile.training.undecodable + profile.test.undecodable
     if bad > hp.bad_samples:
@@ -75,7 +75,7 @@ def equal_pixel_problems(profile: DataProfile, max_duplicates: float, max_confli
 
 
 def differences(profile: DataProfile, champion: DataProfile) -> Iterator[str]:
-    """Yield a warning for each statistic in which the data differ from those that the champion was trained on.
+    """Yield a warning if the classes differ from the champion's, and for each other statistic that differs.
 
     The size of a difference is the total variation distance of the two distributions: the share of images that would
     have to change to make them equal. Warns from SHIFT on, if the p-value of Pearson's chi-squared test is below

@@ -79,7 +79,7 @@ def gathered(train: Any, test: Any = None) -> Any:
         *("16 bits", "transparent", "grey and transparent"),
     ],
 )
-def test_kinds_of_images(kind: str) -> None:
+def test_image_types_are_converted(kind: str) -> None:
     grey, colour = picture(1, 6, 8), picture(2, 6, 8, 3)
     palette = Image.fromarray(colour).quantize(8)
     holes = (np.indices((6, 8)).sum(0) % 2 * 255).astype(np.uint8)[..., None]
@@ -136,7 +136,7 @@ IMAGE = picture(0, 4, 4)
         (([(IMAGE, -1)], [(IMAGE, 0)]), "label -1 of sample 0"),
     ],
 )
-def test_what_does_not_fit_is_refused(result: Any, said: str) -> None:
+def test_wrong_results_are_refused(result: Any, said: str) -> None:
     with pytest.raises(UserError, match=f"dataset='own:data': .*{said}"):
         arrays_from_result("own:data", result, Progress("off"))
 

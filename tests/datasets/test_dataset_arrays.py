@@ -51,7 +51,7 @@ def blank(*shape: int) -> Any:
         ({"classes": []}, "a name for each class"),
     ],
 )
-def test_what_does_not_fit_is_refused(changes: dict[str, Any], said: str) -> None:
+def test_wrong_arrays_are_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         image_arrays(**small(**changes))
 
@@ -66,7 +66,7 @@ def test_tensors_lists_and_grey_images_are_taken() -> None:
     assert made.classes == ("0", "1", "2")
 
 
-def test_what_is_written_is_what_is_opened(tmp_path: Path) -> None:
+def test_written_arrays_are_opened_unchanged(tmp_path: Path) -> None:
     made = image_arrays(**small(), name="flowers")
     write_arrays(made, tmp_path, {"source": "a field"})
     opened = open_arrays(tmp_path)
@@ -119,7 +119,7 @@ def test_the_digests_change_with_any_part_and_that_of_the_test_split_with_its_ow
 
 
 @pytest.mark.parametrize("damage", ["truncate", "remove", "remove json", "cut json", "drop key"])
-def test_a_damaged_folder_says_so(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_folder_is_an_error(tmp_path: Path, damage: str) -> None:
     write_arrays(image_arrays(**small()), tmp_path, {})
     array, description = tmp_path / "train_images.npy", tmp_path / "dataset.json"
     if damage == "truncate":

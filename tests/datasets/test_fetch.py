@@ -126,7 +126,7 @@ except UserError as error:
 """
 
 
-def test_a_really_full_disk(tmp_path: Path) -> None:
+def test_a_full_disk_is_a_user_error(tmp_path: Path) -> None:
     """A file system of 64 kB in a mount namespace of its own."""
     need_mounts(tmp_path)
     command = [*ALONE, sys.executable, "-c", FULL_DISK, str(tmp_path)]
@@ -136,7 +136,7 @@ def test_a_really_full_disk(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_progress(
+def test_progress_is_printed_to_stderr(
     tiny: Tiny,
     server: FileServer,
     tmp_path: Path,

@@ -88,7 +88,7 @@ def test_a_class_without_images_is_an_error_that_says_what_it_has(
         list_images(f"{start}/bucket")
 
 
-def test_nothing_but_other_files(tmp_path: Path) -> None:
+def test_a_folder_without_images_is_refused(tmp_path: Path) -> None:
     folder = str(write_files(tmp_path / "images", files_of({"ant": ["1.heic"], "bee": ["1.heic", "2.dng"]})))
     with pytest.raises(UserError, match=r"among its 3 files \(2 \.heic, 1 \.dng\); it must hold class/name\.jpg"):
         list_images(folder)

@@ -75,7 +75,7 @@ def test_a_bad_name_is_explained(spec: str, said: str) -> None:
         ("import os\ndef model(:\n    pass\n", r".*\(users_broken\.py, line 2\); correct it"),
     ],
 )
-def test_why_the_users_module_cannot_be_imported(project: Path, text: str, said: str) -> None:
+def test_a_failing_import_is_explained(project: Path, text: str, said: str) -> None:
     (project / "users_broken.py").write_text(text)
     with pytest.raises(UserError, match=f"importing users_broken failed: {said}"):
         load_callable("users_broken:make")
@@ -210,7 +210,7 @@ def test_a_file_that_is_no_python_counts_by_its_content(project: Path, content: 
     assert user_source_digest(USERS_TOP) != before
 
 
-def test_what_is_named_like_a_source_but_is_none_does_not_matter(project: Path) -> None:
+def test_folders_and_links_named_like_sources_do_not_change_the_digest(project: Path) -> None:
     package = project / "users_package"
     before = user_source_digest("users_package.inner.models:one")
     (package / "folder.py").mkdir()

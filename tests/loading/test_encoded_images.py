@@ -75,7 +75,7 @@ def members(order: ShardOrder) -> list[int]:
     return sorted(order.samples(slice(0, len(order))).tolist())
 
 
-def test_what_stands_in_is_of_the_same_split_and_shard(orders: dict[str, ShardOrder]) -> None:
+def test_a_substitute_is_of_the_same_split_and_shard(orders: dict[str, ShardOrder]) -> None:
     """Every second sample is damaged: the next one that is not, in a circle, takes its place with its label."""
     images = Images(bad=set(range(0, 60, 2)))
     loading = loader(images, make_substitute_finder(orders.values()), bad_samples=30)
@@ -103,7 +103,7 @@ def test_a_decoder_is_one_thread_also_where_torch_uses_more() -> None:
         torch.set_num_threads(here)
 
 
-def test_a_sample_is_found_damaged_once() -> None:
+def test_a_damaged_sample_is_decoded_once() -> None:
     images = Images(bad={3})
     loading = loader(images, ListedOrder(np.arange(10)).substitutes, bad_samples=1)
     for _ in range(5):
@@ -112,7 +112,7 @@ def test_a_sample_is_found_damaged_once() -> None:
     loading.close()
 
 
-def test_none_that_could_stand_in() -> None:
+def test_no_decodable_substitute_is_an_error() -> None:
     loading = loader(Images(bad={3, 4, 5}), ListedOrder(np.array([3, 4, 5])).substitutes, bad_samples=9)
     with pytest.raises(UserError, match=r"^sample 4: neither this nor any of its 2 substitutes can be decoded"):
         loading.gather(np.array([4]), None)

@@ -49,7 +49,7 @@ class TestWhatAFolderHolds:
         assert warning.startswith(f"warning: image folder {folder}: all images are of one class, photos, so there")
 
     @pytest.mark.parametrize("names", [("Train", "val"), ("train", "test", "other")])
-    def test_parts_that_are_taken_for_classes(
+    def test_classes_named_like_splits_are_a_warning(
         self, names: tuple[str, ...], tmp_path: Path, capfd: pytest.CaptureFixture[str]
     ) -> None:
         folder = tmp_path / "all"
@@ -101,7 +101,9 @@ class TestBadSamples:
             ({".jpg": b"x", ".cls": b"-1"}, r"label -1: must be 0..2 with 3 classes"),
         ],
     )
-    def test_a_sample_that_is_none(self, tmp_path: Path, members: dict[str, bytes], word: str) -> None:
+    def test_a_sample_without_a_valid_label_is_an_error(
+        self, tmp_path: Path, members: dict[str, bytes], word: str
+    ) -> None:
         """In shards whose index was made by hand, as the commands here would have found it."""
         with tarfile.open(tmp_path / "one.tar", "w") as archive:
             for number, (extension, content) in itertools.product(range(12), members.items()):
@@ -137,7 +139,9 @@ class TestMistakes:
             ({"dataset": "image_folder:/no/such"}, "image folder /no/such: cannot be listed"),
         ],
     )
-    def test_words(self, shards: Path, tmp_path: Path, change: dict[str, object], word: str) -> None:
+    def test_wrong_hyperparameters_are_explained(
+        self, shards: Path, tmp_path: Path, change: dict[str, object], word: str
+    ) -> None:
         with pytest.raises(UserError, match=word):
             train(replace(of(shards / "train.json"), **change), tmp_path / "out")
 
@@ -207,7 +211,7 @@ class TestFaultsOfAStore:
         return replace(BASE, dataset="image_folder:s3://bucket", batch_size=9)
 
     @pytest.mark.slow
-    def test_that_pass(self, hp: Hyperparameters, store: Store, tmp_path: Path) -> None:
+    def test_passing_faults_are_retried(self, hp: Hyperparameters, store: Store, tmp_path: Path) -> None:
         expected = train(hp, tmp_path / "one")
         faults = itertools.cycle([503, "truncate", "slow", "reset", 500])
         store.proxy.faults = {name: [fault] for name, fault in zip(store.names, faults, strict=False)}
@@ -219,7 +223,7 @@ class TestFaultsOfAStore:
         assert all(torch.equal(value, weights(expected)[name]) for name, value in weights(result).items())
 
     @pytest.mark.slow
-    def test_that_stay(self, hp: Hyperparameters, store: Store, tmp_path: Path) -> None:
+    def test_lasting_faults_are_errors(self, hp: Hyperparameters, store: Store, tmp_path: Path) -> None:
         data = fetch(hp.dataset, "", tmp_path / "data", progress="off")
         name = store.names[4]
         store.proxy.faults = {name: [503] * 100}

@@ -30,7 +30,7 @@ class TestPredictions:
         return sum(row["prediction"] == row["truth"] for row in rows) / len(rows)
 
     @pytest.mark.slow
-    def test_of_what_was_held_out(self, shards: Path, tmp_path: Path) -> None:
+    def test_predictions_of_held_out_samples(self, shards: Path, tmp_path: Path) -> None:
         """Whatever the seed, and the share for validation, were."""
         result = train(of(shards / "train.json", epochs=1, seed=7, validation_fraction=0.3), tmp_path)
         data = fetch(f"shards:{shards}/train.json", "", tmp_path / "data", progress="off")
@@ -47,7 +47,7 @@ class TestPredictions:
             first, worst = int(kept["table_rows"]), kept["names"].tolist()
         assert all(f"<span>{name}</span>" in result.report.read_text() for name in worst[first:])
 
-    def test_of_a_test_set_and_of_its_files(self, tmp_path: Path) -> None:
+    def test_predictions_of_a_test_set_and_of_its_files(self, tmp_path: Path) -> None:
         folder, tests = labelled(tmp_path / "images"), labelled(tmp_path / "tests", 12)
         hp = replace(
             BASE, dataset=f"image_folder:{folder}", test_dataset=f"image_folder:{tests}", batch_size=9, epochs=6
@@ -64,7 +64,7 @@ class TestPredictions:
 
     @pytest.mark.slow
     @pytest.mark.parametrize("kind", ["image_folder", "shards"])
-    def test_of_images_that_cannot_be_decoded(self, kind: str, tmp_path: Path) -> None:
+    def test_predictions_of_images_that_cannot_be_decoded(self, kind: str, tmp_path: Path) -> None:
         """They have their names, and their own truth, and not those, or the prediction, of what stands in elsewhere."""
         folder, tests = labelled(tmp_path / "images"), labelled(tmp_path / "tests", 12)
         result = train(replace(BASE, dataset=f"image_folder:{folder}", batch_size=9, epochs=1), tmp_path)
@@ -92,7 +92,7 @@ class TestPredictions:
         }
         assert empty == {"red/6", "green/10"}
 
-    def test_a_model_of_other_images(self, shards: Path, digits: Path, tmp_path: Path) -> None:
+    def test_a_model_for_other_images_is_refused(self, shards: Path, digits: Path, tmp_path: Path) -> None:
         hp = Hyperparameters(epochs=1, max_steps=1, num_ranks=1)
         result = run_training(hp, digits, tmp_path / "run", quiet(tmp_path))
         data = fetch(f"shards:{shards}/train.json", "", tmp_path / "data", progress="off")

@@ -178,7 +178,9 @@ def test_training_alone_fetches_shards_of_s3_once(tmp_path: Path, monkeypatch: p
     assert fetched.total() <= 21
 
 
-def test_a_cache_that_is_too_small_is_said_before(shards: Path, server: FileServer, tmp_path: Path) -> None:
+def test_a_cache_that_is_too_small_is_a_warning_before_training(
+    shards: Path, server: FileServer, tmp_path: Path
+) -> None:
     """Two ranks on two streams each: they want two shards each, and as many on their way; here there are ten."""
     server.files = {path.name: path.read_bytes() for path in shards.glob("*.tar")}
     content = json.loads((shards / "train.json").read_text())

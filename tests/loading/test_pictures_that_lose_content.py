@@ -76,7 +76,7 @@ def one_picture(folder: Path, number: int, others: int) -> Path:
     ("kind", "others", "warned"),
     [("image_folder", 20, False), ("shards", 4, True), ("stream", 0, True)],
 )
-def test_it_is_said_that_most_pictures_are_equal(
+def test_mostly_equal_pictures_are_a_warning(
     kind: str, others: int, warned: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     address = str(one_picture(tmp_path / "images", 32, others))
@@ -112,7 +112,7 @@ def blank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.slow
-def test_of_arrays_it_is_said_too_and_of_real_pictures_it_is_not(
+def test_equal_arrays_are_a_warning_and_real_pictures_are_none(
     digits: Path, blank: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for dataset, data, count in (("digits", digits, 0), ("blank:make", blank, 1)):

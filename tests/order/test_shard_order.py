@@ -29,7 +29,7 @@ def test_an_epoch_visits_every_sample_once_in_full_batches(counts, batch_size, s
 
 
 @given(counts=COUNTS, batch_size=st.integers(1, 70), streams=st.integers(1, 9), first=st.integers(0, 30))
-def test_any_step_can_be_begun_with(counts, batch_size, streams, first) -> None:
+def test_an_epoch_can_start_at_any_step(counts, batch_size, streams, first) -> None:
     """By another object, that has not been through the steps before."""
     gone_through = list(itertools.islice(order_of(counts, streams=streams).batches(2, batch_size), first, None))
     begun = list(order_of(counts, streams=streams).batches(2, batch_size, first))
@@ -74,7 +74,7 @@ def test_a_share_reads_from_its_own_streams_and_an_epoch_opens_each_shard_once_a
 @pytest.mark.parametrize("streams", [1, 3, 8, 16])
 @pytest.mark.parametrize("ranks", [1, 3, 4])
 @pytest.mark.parametrize("parts", [1, 3, 16])
-def test_what_a_rank_keeps_open_is_enough(streams: int, ranks: int, parts: int) -> None:
+def test_the_shards_that_a_rank_keeps_open_are_enough(streams: int, ranks: int, parts: int) -> None:
     """Those used last, two for each of its streams: none is opened twice for one, whatever the micro-batches."""
     counts, batch_size = np.full(64, 50), 96
     shard_of = np.repeat(np.arange(64), 50)
@@ -94,7 +94,7 @@ def test_what_a_rank_keeps_open_is_enough(streams: int, ranks: int, parts: int) 
         assert opened <= len(needed)
 
 
-def test_numbers_that_do_not_divide() -> None:
+def test_ranks_get_equal_shares_of_any_number_of_samples() -> None:
     """ImageNet on 64 ranks: with 20,018.2 samples a rank, wids' ranks differ in batches; here all have equal shares."""
     samples, batch_size = 1_281_167, 64 * 256
     seen = np.zeros(samples, dtype=int)

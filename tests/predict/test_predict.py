@@ -323,7 +323,9 @@ def test_images_that_cannot_be_decoded_are_named_and_do_not_stop_the_others(
     (folder / "c.png").write_bytes((folder / "a.png").read_bytes()[:60])
     names = ["a.png", "b.png", "c.png", "d.png", "f.png", "g.png", "notes.png"]
     options = {"images": folder, "dataset": None, "output": tmp_path / "table.csv", "batch_size": batch_size}
-    with pytest.raises(UserError, match=r"\.png cannot be decoded: .*; 3 such samples, more than bad_samples=2"):
+    with pytest.raises(
+        UserError, match=r"\.png cannot be decoded: .*; there are 3 such samples, more than bad_samples=2"
+    ):
         predict(*grey_model, **options, bad_samples=2)
     assert not (tmp_path / "table.csv").exists()
     asked: list[int] = []

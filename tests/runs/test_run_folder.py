@@ -113,7 +113,7 @@ ENDS: dict[str, tuple[Any, str, bool]] = {
     "before the report": (report, "write_report", False),
     "before it takes over": (run, "take_over", False),
     "while it takes over": (Path, "replace", True),
-    "when wandb has ended": (wandb_run, "say", False),
+    "when wandb has ended": (wandb_run, "print_to_stderr", False),
 }
 
 

@@ -43,7 +43,7 @@ def children(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         start(process)
         pids.append(process.process.pid)
 
-    monkeypatch.setattr(wandb_run.WandbProcess, "start", start_and_tell)
+    monkeypatch.setattr(wandb_run.WandbProcess, "start_child", start_and_tell)
     return pids
 
 

@@ -55,7 +55,7 @@ def files_with(text: str, *folders: Path) -> list[Path]:
 @pytest.mark.slow
 def test_an_offline_run_holds_everything(tmp_path: Path, mark: str, capsys: pytest.CaptureFixture[str]) -> None:
     wandb = start(tmp_path, "offline")
-    wait_for(wandb.is_open)
+    wait_for(wandb.receive_status)
     write_run(tmp_path)
     wandb.finish()
     assert processes(mark) == []
@@ -188,7 +188,7 @@ def test_the_offline_run_of_a_later_attempt_has_all_records(tmp_path: Path, mark
         for record in RECORDS[:4]:
             log.write(record)
     wandb = start(tmp_path, "offline")
-    wait_for(wandb.is_open)
+    wait_for(wandb.receive_status)
     with JsonLines(tmp_path / "metrics.jsonl") as log:
         for record in [*RECORDS[4:], END]:
             log.write(record)
@@ -209,7 +209,7 @@ def test_a_good_server_gets_everything_and_no_file_the_key(
     with fake_server() as server:
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
         wandb = start(folder, "online")
-        wait_for(wandb.is_open)
+        wait_for(wandb.receive_status)
         write_run(folder)
         wandb.finish()
     assert processes(mark) == []
@@ -233,7 +233,7 @@ from flyte_ddp.json_lines import JsonLines
 from flyte_ddp.tracking.wandb_run import start_wandb
 folder = Path(sys.argv[1])
 wandb = start_wandb(folder, Settings(wandb_run_id="x"), {}, "x")
-while not wandb.is_open():
+while not wandb.receive_status():
     time.sleep(0.02)
 JsonLines(folder / "metrics.jsonl").write({"kind": "train", "epoch": 0, "step": 1, "loss": 2.5})
 print("open", flush=True)
@@ -272,7 +272,7 @@ def test_the_child_of_a_killed_launcher_leaves_a_retry_alone(
             os.kill(pid, signal.SIGSTOP)
         parent.kill()
     retry = start(tmp_path, "offline")
-    wait_for(retry.is_open)
+    wait_for(retry.receive_status)
     for pid in late:
         os.kill(pid, signal.SIGCONT)
     wait_for(lambda: not {*late} & {*processes(mark, "flyte_ddp.tracking.wandb_feed")})
@@ -306,7 +306,7 @@ def test_a_killed_wandb_is_started_again_and_its_run_is_kept(
     with fake_server() as server:
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
         wandb = start(tmp_path, mode)
-        wait_for(wandb.is_open)
+        wait_for(wandb.receive_status)
         for pid in processes(mark, killed):
             os.kill(pid, signal.SIGKILL)
         write_run(tmp_path)
@@ -318,7 +318,7 @@ def test_a_killed_wandb_is_started_again_and_its_run_is_kept(
 
 
 IMPATIENT = "import sys; from flyte_ddp.tracking import wandb_feed as feed; feed.RETRY_SECONDS = 0.1; "
-IMPATIENT += "feed.main(feed.Connection(int(sys.argv[1])))"
+IMPATIENT += "feed.feed_wandb(feed.Connection(int(sys.argv[1])))"
 
 
 @needs_proc
@@ -331,9 +331,9 @@ def test_a_server_that_comes_back_gets_everything(
     with fake_server("denies") as server:
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
         wandb = start(tmp_path, "online")
-        wait_for(lambda: not wandb.is_open() and wandb.status["reason"])
+        wait_for(lambda: not wandb.receive_status() and wandb.status["reason"])
         server.behaviour = "works"
-        wait_for(wandb.is_open)
+        wait_for(wandb.receive_status)
         write_run(tmp_path)
         wandb.finish()
     check_arrived(server)
@@ -342,7 +342,7 @@ def test_a_server_that_comes_back_gets_everything(
 
 
 @needs_proc
-def test_without_wandb_there_is_a_word(
+def test_missing_wandb_is_printed(
     tmp_path: Path, mark: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "elsewhere").mkdir()
@@ -366,7 +366,7 @@ def test_a_process_that_hangs_is_not_waited_for(
     tmp_path: Path, mark: str, stopped: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wandb = start(tmp_path, "offline", timeout=1)
-    wait_for(wandb.is_open)
+    wait_for(wandb.receive_status)
     for victim in processes(mark, "" if stopped == "every process" else stopped):
         os.kill(victim, signal.SIGSTOP)
     begin = time.monotonic()
@@ -381,7 +381,7 @@ def test_disabled_starts_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_written_is_said_and_not_raised(
+def test_a_folder_that_cannot_be_written_is_printed_and_not_raised(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "wandb").write_text("in the way")

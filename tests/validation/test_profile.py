@@ -18,7 +18,7 @@ from flyte_ddp.validation.profile import DataProfile
 from flyte_ddp.validation.profiling import profile
 
 
-def test_of_digits_by_numpy(digits: Path) -> None:
+def test_profile_of_digits_is_numpys(digits: Path) -> None:
     found, arrays = profile(digits), open_arrays(digits)
     labels = Counter(arrays.train_labels.tolist())
     assert found.training.labels == {str(label): count for label, count in labels.items()}
@@ -59,7 +59,7 @@ def test_the_same_bytes_in_another_shape_are_no_duplicates(tmp_path: Path) -> No
     assert found.duplicates == 3, "each with itself, as the test set is the training set"
 
 
-def test_of_files(tmp_path: Path) -> None:
+def test_profile_of_files(tmp_path: Path) -> None:
     """Undecodable files, other modes, an image in two classes, and one in both splits."""
     train = image_files("cat/1.png", "cat/2.jpg", "dog/1.png", "dog/2.png")
     train["dog/3.png"] = train["cat/1.png"]
@@ -89,7 +89,7 @@ def test_of_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["shards", "stream"])
-def test_of_shards_of_which_a_part_is_for_testing(kind: str, tmp_path: Path) -> None:
+def test_profile_of_shards_with_held_out_test_samples(kind: str, tmp_path: Path) -> None:
     """Labels are those of the samples, and each sample is in one of the splits."""
     for shard in range(4):
         seeds = {f"{shard}{number}": (10 * shard + number) % 35 for number in range(10)}  # five of them again

@@ -30,7 +30,7 @@ def problems(found: DataProfile, hp: Hyperparameters = HP, duplicates: float = 0
     return [line.removeprefix("dataset='image_folder:x': ") for line in str(raised.value).splitlines()]
 
 
-def test_of_one_picture_with_many_labels_it_is_not_said_that_the_labels_are_wrong() -> None:
+def test_one_picture_with_many_labels_is_not_blamed_on_the_labels() -> None:
     [problem] = problems(replace(GOOD, conflicts=160, equal=160, conflicting=["a.png (label 0) and b.png (label 1)"]))
     assert problem == (
         "160 of 200 samples have the pixels of another one with another label, more than max_conflicts=0.01 of them, "
@@ -39,7 +39,7 @@ def test_of_one_picture_with_many_labels_it_is_not_said_that_the_labels_are_wron
     )
 
 
-def test_all_that_is_wrong_is_said_at_once_with_examples() -> None:
+def test_all_problems_are_in_one_error_with_examples() -> None:
     bad = replace(
         GOOD,
         training=split(labels={"0": 99, "5": 1}, undecodable=2),
@@ -69,7 +69,7 @@ def test_all_that_is_wrong_is_said_at_once_with_examples() -> None:
     ]
 
 
-def test_limits_are_limits() -> None:
+def test_shares_at_the_limit_are_allowed() -> None:
     check(GOOD, HP, max_duplicates=0, max_conflicts=0)
     ten = replace(GOOD, duplicates=10, conflicts=2, training=split(undecodable=3), bad=["x (y)"])
     check(ten, replace(HP, bad_samples=3), max_duplicates=0.1, max_conflicts=0.01)
@@ -87,7 +87,7 @@ def test_the_number_of_classes_may_come_from_the_hyperparameters() -> None:
         check(unnamed, HP, max_duplicates=0, max_conflicts=0)
 
 
-def test_what_differs_is_named_with_its_size() -> None:
+def test_a_difference_is_named_with_its_size() -> None:
     now = replace(GOOD, training=split(labels={"0": 80, "1": 20}, modes={"RGB": 75, "L": 25}, sizes={"12": 100}))
     expected_p = chi2.sf(200 * (30 * 100) ** 2 / (130 * 70 * 100 * 100), 1)  # before Yates' correction
     classes, modes, sizes = differences(now, GOOD)
@@ -119,6 +119,6 @@ def test_equal_sources_seldom_alarm(number: int) -> None:
     assert sum(bool([*differences(*pair)]) for pair in pairs) <= number * 6 * 0.001 + 3 * math.sqrt(number * 6 * 0.001)
 
 
-def test_other_classes() -> None:
+def test_other_classes_are_a_warning() -> None:
     other = replace(GOOD, classes=["cat", "dog", "cow"])
     assert [*differences(other, GOOD)] == ["the classes are not the champion's"]
