@@ -1,1 +1,1 @@
-"""Models by name, what they are fed, the weights that they start from, and the files that they are saved to."""
+"""Models by name, their input, their initial weights, and the files of trained models."""

@@ -1,4 +1,4 @@
-"""A trained model on disk: ``model.pt``, the bare weights, and ``model.json``, the sidecar that makes them usable."""
+"""A trained model on disk: ``model.pt`` with the bare weights, and its sidecar ``model.json``, a description."""
 
 import copy
 import json
@@ -18,15 +18,15 @@ from flyte_ddp.models.images import EVALUATION_SHARE, InputSpec
 from flyte_ddp.pictures import BACKGROUND
 
 FORMAT = "flyte-ddp-model/1"
-MIDDLE = "middle"  # the model has been evaluated with the middle of images, as large as its input
+MIDDLE = "middle"  # ``crop`` of a model that was evaluated on the middle square of images
 
 
 def save_model(folder: Path, state_dict: dict[str, Tensor], sidecar: Mapping[str, Any]) -> tuple[Path, Path]:
-    """Write ``model.pt`` and ``model.json`` into ``folder``, which is created: both files, or neither.
+    """Write ``model.pt`` and ``model.json`` into ``folder``: both files, or neither. Creates the folder.
 
     Args:
-        state_dict: of the model itself, not of the wrapper that DDP or torch.compile put around it.
-        sidecar: JSON-able; ``format`` and ``digests.weights`` (SHA-256 of ``model.pt``) are added to it.
+        state_dict: of the model itself, not of the wrapper of DDP or torch.compile.
+        sidecar: JSON-able. ``format`` and ``digests.weights`` (SHA-256 of ``model.pt``) are added in the file.
 
     Returns:
         The paths of the weights and of the sidecar.
@@ -35,10 +35,10 @@ def save_model(folder: Path, state_dict: dict[str, Tensor], sidecar: Mapping[str
         UserError: the disk is full, or the folder cannot be written to.
     """
     model_path, sidecar_path = folder / "model.pt", folder / "model.json"
-    # The sidecar's name appears last, so that a sidecar is never without its weights.
+    # The sidecar gets its name last, so that it never exists without its weights.
     with replacing(sidecar_path) as sidecar_file, replacing(model_path) as model_file:
         hashing = HashingFile(model_file)
-        # In torch's zip format equal weights are equal bytes; its older format writes addresses of memory.
+        # Equal weights are equal bytes in torch's zip format. Its older format contains memory addresses.
         torch.save(portable_state_dict(state_dict), hashing)  # type: ignore[arg-type]
         digests = {**sidecar.get("digests", {}), "weights": hashing.sha256.hexdigest()}
         content = {"format": FORMAT, **sidecar, "digests": digests}
@@ -48,31 +48,32 @@ def save_model(folder: Path, state_dict: dict[str, Tensor], sidecar: Mapping[str
 
 
 def portable_state_dict(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the state_dict with copies of its tensors on the CPU, in row-major order, each with a storage of its own.
+    """Return the state_dict with copies of its tensors: on the CPU, in row-major order, each with its own storage.
 
-    A view would be saved with all of the storage that it looks into, and a channels-last tensor in an order that other
-    frameworks do not expect. Modules' extra state and versions (torch's ``_metadata``) stay as they are.
+    torch would save a view with the whole storage behind it, and a channels-last tensor in an order that other
+    frameworks do not expect. Modules' extra state and versions (torch's ``_metadata``) are kept.
     """
 
-    def copy_of(value: Tensor) -> Tensor:
+    def copy_row_major(value: Tensor) -> Tensor:
+        """Return a copy on the CPU; in row-major order unless the tensor is sparse."""
         own = value.detach().cpu()
         return own.clone(memory_format=torch.contiguous_format) if own.layout == torch.strided else own.clone()
 
-    portable = copy.copy(state_dict)  # with its attribute `_metadata`, which a new dict would not have
-    portable.update({name: copy_of(value) for name, value in state_dict.items() if isinstance(value, Tensor)})
+    portable = copy.copy(state_dict)  # with ``_metadata``, which a new dict would not have
+    portable.update({name: copy_row_major(value) for name, value in state_dict.items() if isinstance(value, Tensor)})
     return portable
 
 
 def load_model(
     model_path: Path, sidecar_path: Path, device: torch.device | str = "cpu"
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Return the trained model in evaluation mode, and its sidecar; reads both files.
+    """Return the trained model in evaluation mode on ``device``, and its sidecar. Reads both files whole.
 
-    Runs the code that the sidecar names (``package.module:callable``, the working directory first), so both files must
-    be trusted, as the code is.
+    Runs the code that the sidecar names (``package.module:callable``, the working directory first). So both files must
+    be trusted as that code is.
 
     Raises:
-        UserError: a file is missing or damaged, the two do not belong together, or the model that the sidecar names
+        UserError: a file is missing or damaged, the two files are not of one run, or the model that the sidecar names
             does not take these weights any more.
     """
     sidecar = read_sidecar(sidecar_path)
@@ -93,7 +94,9 @@ def load_model(
 
 
 def load_weights(model: nn.Module, model_path: Path, sidecar: Mapping[str, Any]) -> None:
-    """Read ``model.pt`` and put its weights into a new model, of the kind that the sidecar names.
+    """Read ``model.pt`` and load its weights into a new model of the kind that the sidecar names.
+
+    Does not check its SHA-256.
 
     Raises:
         UserError: the model does not take these weights.
@@ -103,12 +106,12 @@ def load_weights(model: nn.Module, model_path: Path, sidecar: Mapping[str, Any])
     except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(
-            f"{model_path} does not fit model {sidecar['model']!r}: {reason}; use the code that trained it"
+            f"{model_path} does not fit model {sidecar['model']!r}: {reason}; use the code that trained the model"
         ) from error
 
 
 def read_sidecar(path: Path) -> dict[str, Any]:
-    """Return the contents of ``model.json``; UserError if the file is missing, no JSON, or incomplete."""
+    """Return the content of ``model.json``. Raises UserError if the file is missing, not JSON, or incomplete."""
     fix = "give the model.json of a finished run"
     try:
         sidecar = json.loads(path.read_bytes())
@@ -128,9 +131,10 @@ def read_sidecar(path: Path) -> dict[str, Any]:
 
 
 def described_input(spec: InputSpec, crop: str) -> dict[str, Any]:
-    """Return the sidecar's ``input``: what the model takes, and how programs without this library prepare an image.
+    """Return the sidecar's ``input``: the model's input, and how programs without this library prepare an image for it.
 
-    ``crop`` is ``middle``, or empty for all of an image.
+    Args:
+        crop: ``middle`` if only the middle square of an image is used; empty if all of the image is.
     """
     middle = crop == MIDDLE
     return {
@@ -140,12 +144,12 @@ def described_input(spec: InputSpec, crop: str) -> dict[str, Any]:
         "mean": list(spec.mean),
         "std": list(spec.std),
         "crop": crop,
-        # In the order in which they are used; docs/model.md has them as a program.
-        "upright": True,  # an image is turned as its EXIF data say
-        "background": list(BACKGROUND),  # RGB: on it are images with an alpha channel or a transparent colour
-        "mode": {1: "L", 3: "RGB"}.get(spec.channels, ""),  # in Pillow's words: grey, or colours in this order
-        "crop_share": EVALUATION_SHARE if middle else None,  # of the shorter side: the middle square's
-        "resize_dtype": "uint8" if middle else "float32",  # in which the resized image's values are rounded
+        # The steps of the preparation, in their order; docs/model.md shows them as a program.
+        "upright": True,  # an image is rotated as its EXIF data say
+        "background": list(BACKGROUND),  # RGB, behind the transparent parts of an image
+        "mode": {1: "L", 3: "RGB"}.get(spec.channels, ""),  # Pillow's name of the colour space
+        "crop_share": EVALUATION_SHARE if middle else None,  # the middle square's side / the image's shorter side
+        "resize_dtype": "uint8" if middle else "float32",  # type of the resized values: uint8 rounds them
         "interpolation": "bilinear",
         "antialias": True,
         "scale": 1 / 255,
@@ -153,6 +157,9 @@ def described_input(spec: InputSpec, crop: str) -> dict[str, Any]:
 
 
 def input_spec(sidecar: Mapping[str, Any]) -> InputSpec:
-    """Return the input of the sidecar's model."""
+    """Return the model's input as the sidecar describes it.
+
+    Raises KeyError or TypeError if the sidecar is incomplete.
+    """
     values = sidecar["input"]
     return InputSpec(values["channels"], values["height"], values["width"], tuple(values["mean"]), tuple(values["std"]))

@@ -1,4 +1,4 @@
-"""Weights to start from: a file on this machine, or one fetched from a URI for all ranks at once."""
+"""Initial weights: from a file on this machine, or from a URI that is downloaded once for all ranks."""
 
 from __future__ import annotations
 
@@ -17,43 +17,53 @@ from flyte_ddp.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-WRAPPINGS = ("state_dict", "model_state_dict", "model")  # under which checkpoints have the weights, Lightning's first
+STATE_DICT_KEYS = (
+    "state_dict",
+    "model_state_dict",
+    "model",
+)  # under which checkpoints have the weights, Lightning's first
 UNSAFE = re.compile(r"Unsupported (?:global|class|operand)[^\n]*?(?:GLOBAL )?([\w.]+) was not an allowed")
-NAMED = 3  # tensors that an error names of each kind
-WHAT_IT_IS = "give a file that torch.save has written, with the weights as tensors by their names"
+MOST_NAMED = 3  # largest number of tensors of a kind that an error names
+FILE_ADVICE = "give a file that torch.save has written, with the weights as tensors by their names"
 
 
 class Weights(NamedTuple):
-    """The content of a state_dict: its tensors, and the versions of modules."""
+    """The content of a state_dict: tensors, and versions of modules."""
 
     tensors: dict[str, Tensor]
-    versions: dict[str, Any]  # torch's `_metadata`, by names of modules; these convert tensors of older versions
+    versions: dict[str, Any]  # torch's ``_metadata`` by module name: modules convert tensors of older versions by it
 
-    def without_parts(self, parts: Collection[str]) -> Weights:
-        """Return the weights without the tensors and versions that ``parts`` names, itself or its module."""
+    def drop_parts(self, parts: Collection[str]) -> Weights:
+        """Return the weights without the tensors and versions in ``parts`` (names of tensors or modules)."""
         tensors, versions = (
-            {name: value for name, value in each.items() if not in_parts(name, parts)} for each in self
+            {name: value for name, value in each.items() if not is_in_parts(name, parts)} for each in self
         )
         return Weights(tensors, versions)
 
 
 def identity(init_from: str) -> str:
-    """Return a SHA-256 (hex) that changes with the file; empty without a file; UserError if it cannot be read."""
+    """Return a SHA-256 (hex) that changes with the weights' file; empty if ``init_from`` is empty.
+
+    Reads a local file whole. Of a remote file only the server's metadata count, such as its ETag.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
     if init_from:
-        local_file(init_from)
+        local_weights_path(init_from)
     return content_identity(init_from, "init_from")
 
 
 @contextmanager
 def fetched(init_from: str, folder: Path) -> Iterator[Path | None]:
-    """Yield a local path with the contents of ``init_from``; None if that is empty.
+    """Yield a local path with the content of ``init_from``; None if ``init_from`` is empty.
 
-    A file that is not on this machine is downloaded into ``folder``, and deleted at the end.
+    Downloads a remote file into ``folder`` and deletes it at the end.
 
     Raises:
         UserError: the file is missing or cannot be read.
     """
-    path = local_file(init_from) if init_from else None
+    path = local_weights_path(init_from) if init_from else None
     if path is not None or not init_from:
         yield path
         return
@@ -68,40 +78,37 @@ def fetched(init_from: str, folder: Path) -> Iterator[Path | None]:
         path.unlink(missing_ok=True)
 
 
-def local_file(init_from: str) -> Path | None:
-    """Return the path of a file on this machine; None if the address is elsewhere; UserError if the file is missing."""
+def local_weights_path(init_from: str) -> Path | None:
+    """Return the path of a file on this machine; None for a remote address. Raises UserError if the file is missing."""
     path = storage.local_path(init_from)
     if path is not None and not path.is_file():
         what = "is a folder" if path.is_dir() else "there is no such file"
-        raise UserError(f"init_from={init_from!r}: {what}; {WHAT_IT_IS}")
+        raise UserError(f"init_from={init_from!r}: {what}; {FILE_ADVICE}")
     return path
 
 
 def load_initial_weights(model: nn.Module, path: Path, hp: Hyperparameters) -> None:
-    """Load a file's weights into a fresh model, but for the parts in ``init_skip``.
+    """Load a file's weights into a new model, without the parts that ``init_skip`` names. Reads the file whole.
 
     Raises:
         UserError: the weights do not fit, or are not finite.
     """
     own = model.state_dict()
-    stored = weights_in(path, hp.init_from)
-    parts = parts_of(hp.init_skip)
-    given = without_prefix(stored.without_parts(parts), own).without_parts(parts)
+    stored = read_weights(path, hp.init_from)
+    parts = split_init_skip(hp.init_skip)
+    given = strip_prefix(stored.drop_parts(parts), own).drop_parts(parts)
     for part in parts:
-        if not any(in_parts(name, [part]) for name in (*own, *stored.tensors)):
+        if not any(is_in_parts(name, [part]) for name in (*own, *stored.tensors)):
             known = dict.fromkeys(name.partition(".")[0] for name in own)
-            raise UserError(
-                f"init_skip={hp.init_skip!r}: the model has no part {part!r}; its parts are {some(known, 12)}"
-            )
+            names = list_first_names(known, 12)
+            raise UserError(f"init_skip={hp.init_skip!r}: the model has no part {part!r}; its parts are {names}")
     refuse_non_finite(given.tensors, own, hp.init_from)
     new = Weights(own, getattr(own, "_metadata", {}))
-    wanted = new.without_parts(parts)
-    tensors, versions = (
-        {name: value for name, value in all_of_them.items() if name not in others} | of_file
-        for all_of_them, others, of_file in zip(new, wanted, given, strict=True)
-    )
-    weights = OrderedDict(tensors)
-    weights._metadata = versions  # type: ignore[attr-defined]
+    wanted = new.drop_parts(parts)
+    # The skipped parts keep what the new model has. All goes through load_state_dict, which refuses missing tensors.
+    weights = OrderedDict({name: own[name] for name in own if name not in wanted.tensors} | given.tensors)
+    skipped_versions = {name: new.versions[name] for name in new.versions if name not in wanted.versions}
+    weights._metadata = skipped_versions | given.versions  # type: ignore[attr-defined]
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
@@ -109,103 +116,112 @@ def load_initial_weights(model: nn.Module, path: Path, hp: Hyperparameters) -> N
 
 
 def refuse_non_finite(given: Mapping[str, Tensor], own: Mapping[str, Tensor], init_from: str) -> None:
-    """Raise UserError for tensors with NaN or infinity, but where a new model has that, as masks of attention do."""
+    """Raise UserError for given tensors with NaN or infinity, unless the new model's tensor has some, too.
+
+    An attention mask, for example, has infinities in a new model.
+    """
     found = [name for name, value in given.items() if name in own and not is_finite(value) and is_finite(own[name])]
     if found:
-        raise UserError(
-            f"init_from={init_from!r}: holds NaN or infinity in {some(found, NAMED)}; give a file with finite weights"
-        )
+        names = list_first_names(found, MOST_NAMED)
+        raise UserError(f"init_from={init_from!r}: holds NaN or infinity in {names}; give a file with finite weights")
 
 
 def is_finite(values: Tensor) -> bool:
-    """Return whether the tensor holds neither NaN nor infinity; True for sparse tensors, which are not looked into."""
+    """Return whether the tensor has neither NaN nor infinity; True for sparse tensors, which are not checked."""
     return values.is_sparse or values.is_sparse_csr or bool(values.isfinite().all())
 
 
-def weights_in(path: Path, init_from: str) -> Weights:
-    """Return the tensors in a file, with versions if it has any; reads the file whole.
+def read_weights(path: Path, init_from: str) -> Weights:
+    """Return a file's tensors, with the versions of modules if it has any. Reads the file whole.
 
     Raises:
         UserError: the file has no tensors with names, or reading it could run code.
     """
-    import torch  # not at the top: the launcher, which only downloads the file, runs without torch
+    import torch  # not at the top, because the launcher only downloads the file and need not import torch
 
     try:
         content: Any = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises many kinds for a file that is not what it should be
+    except Exception as error:  # torch raises many kinds of exceptions for a file of another format
         if unsafe := UNSAFE.search(str(error)):
             raise UserError(
-                f"init_from={init_from!r}: holds objects of {unsafe[1]} beside tensors, and to read these could run "
-                "any code; save its state_dict alone, by torch.save"
+                f"init_from={init_from!r}: holds objects of {unsafe[1]} beside tensors, and reading them could run "
+                "any code; save only its state_dict, by torch.save"
             ) from None
-        raise UserError(f"init_from={init_from!r}: is not a file of weights, or a damaged one; {WHAT_IT_IS}") from None
-    state_dict = state_dict_in(content)
+        raise UserError(f"init_from={init_from!r}: is not a file of weights, or a damaged one; {FILE_ADVICE}") from None
+    state_dict = find_state_dict(content)
     tensors = {str(name): value for name, value in state_dict.items() if isinstance(value, torch.Tensor)}
     if not tensors:
-        raise UserError(f"init_from={init_from!r}: has no tensors with names; {WHAT_IT_IS}")
+        raise UserError(f"init_from={init_from!r}: has no tensors with names; {FILE_ADVICE}")
     return Weights(tensors, getattr(state_dict, "_metadata", {}))
 
 
-def state_dict_in(content: Any) -> Mapping[Any, Any]:
-    """Return the content, or what a checkpoint holds under one of the usual names; empty if it is no mapping."""
+def find_state_dict(content: Any) -> Mapping[Any, Any]:
+    """Return the mapping that a checkpoint holds under a usual name, or the content itself; {} if it is no mapping."""
     if not isinstance(content, Mapping):
         return {}
-    for key in WRAPPINGS:
+    for key in STATE_DICT_KEYS:
         if isinstance(content.get(key), Mapping):
-            return state_dict_in(content[key])
+            return find_state_dict(content[key])
     return content
 
 
-def without_prefix(given: Weights, own: Collection[str]) -> Weights:
-    """Return the weights without what DDP (``module.``), torch.compile or Lightning put before all their names."""
+def strip_prefix(given: Weights, own: Collection[str]) -> Weights:
+    """Return the weights without a prefix that all their names have, such as DDP's ``module.``.
+
+    Removes prefixes until a name is one of ``own``. torch.compile and Lightning add prefixes, too. Returns the weights
+    unchanged where names have no common prefix.
+    """
     tensors, versions = given
     while tensors and not any(name in own for name in tensors):
         first = next(iter(tensors)).partition(".")[0]
         if not all(name.startswith(f"{first}.") for name in tensors):
             return given
         tensors = {name.removeprefix(f"{first}."): value for name, value in tensors.items()}
-        inner = {name: value for name, value in versions.items() if in_parts(name, [first])}
-        versions = {name.removeprefix(first).removeprefix("."): value for name, value in inner.items()}
+        versions = {
+            name.removeprefix(first).removeprefix("."): value
+            for name, value in versions.items()
+            if is_in_parts(name, [first])
+        }
     return Weights(tensors, versions)
 
 
-def parts_of(init_skip: str) -> list[str]:
+def split_init_skip(init_skip: str) -> list[str]:
     """Return the names of modules and tensors that ``init_skip`` lists."""
     return [part.strip().rstrip(".") for part in init_skip.split(",") if part.strip()]
 
 
-def in_parts(name: str, parts: Iterable[str]) -> bool:
-    """Return whether a tensor is in one of these modules, or is one of these tensors."""
+def is_in_parts(name: str, parts: Iterable[str]) -> bool:
+    """Return whether ``name`` is one of the tensors or modules in ``parts``, or is inside one of these modules."""
     return any(name == part or name.startswith(f"{part}.") for part in parts)
 
 
-def skipped_tensors(names: Iterable[str], init_skip: str) -> list[str]:
-    """Return the names of tensors that start from the seed, although others start from a file."""
-    parts = parts_of(init_skip)
-    return [name for name in names if in_parts(name, parts)]
+def skipped_tensor_names(names: Iterable[str], init_skip: str) -> list[str]:
+    """Return those of the tensors' names that ``init_skip`` excludes: these tensors start from the seed."""
+    parts = split_init_skip(init_skip)
+    return [name for name in names if is_in_parts(name, parts)]
 
 
 def misfit_error(
     wanted: Mapping[str, Tensor], given: Mapping[str, Tensor], hp: Hyperparameters, reason: str
 ) -> UserError:
-    """Return the error for tensors with other names or shapes than the model's, or for another ``reason``."""
-    # Old files lack BatchNorm's count, which is no reason to refuse them.
+    """Return the error for tensors whose names or shapes differ from the model's, or else for torch's ``reason``."""
+    # Old files lack BatchNorm's count, which load_state_dict allows.
     missing = [name for name in wanted if name not in given and not name.endswith("num_batches_tracked")]
     unknown = [name for name in given if name not in wanted]
     resized = [name for name in wanted if name in given and given[name].shape != wanted[name].shape]
     shapes = [f"{name} is {[*given[name].shape]} there and {[*wanted[name].shape]} in the model" for name in resized]
-    reasons = [some(shapes, NAMED)] if resized else []
-    reasons += [f"it has no {some(missing, NAMED)}"] if missing else []
-    reasons += [f"the model has no {some(unknown, NAMED)}"] if unknown else []
+    reasons = [list_first_names(shapes, MOST_NAMED)] if resized else []
+    reasons += [f"it has no {list_first_names(missing, MOST_NAMED)}"] if missing else []
+    reasons += [f"the model has no {list_first_names(unknown, MOST_NAMED)}"] if unknown else []
     reasons = reasons or [" ".join(reason.split())]
     differing = [*missing, *unknown, *resized]
     modules = list(dict.fromkeys(name.rpartition(".")[0] or name for name in differing))
-    few = 0 < len(modules) <= NAMED and len(differing) < len(wanted)
-    parts = ",".join([*parts_of(hp.init_skip), *modules])
+    few = 0 < len(modules) <= MOST_NAMED and len(differing) < len(wanted)
+    parts = ",".join([*split_init_skip(hp.init_skip), *modules])
     fix = f"to begin with these from the seed, set init_skip={parts!r}" if few else "give weights of this model"
     return UserError(f"init_from={hp.init_from!r}: does not fit the model {hp.model!r}: {', '.join(reasons)}; {fix}")
 
 
-def some(names: Collection[str], most: int) -> str:
-    """Return the first of many names, with the number of the others."""
+def list_first_names(names: Collection[str], most: int) -> str:
+    """Return the first ``most`` names as text, with the number of the other names."""
     return ", ".join([*names][:most]) + (f" and {len(names) - most:,} more" if len(names) > most else "")

@@ -1,4 +1,4 @@
-"""Names to models: two small CNNs, torchvision's classifiers, and the user's own."""
+"""Models by name: two small CNNs, torchvision's classifiers, and the user's own."""
 
 import reprlib
 from collections.abc import Callable, Mapping
@@ -15,30 +15,33 @@ from flyte_ddp.models.images import InputSpec
 
 
 def input_spec(model: str, images: InputSpec, size: int) -> InputSpec:
-    """Return the input of ``model`` for such images, resized to ``size`` if that is not 0.
+    """Return the input of ``model`` for such images, resized to ``size`` unless that is 0.
 
     Raises:
         UserError: the model cannot take such images; names the sizes that it can take.
     """
     spec = replace(images, height=size or images.height, width=size or images.width)
     catalog.check_image_size(model, spec.height, spec.width)
-    if model in catalog.TORCHVISION_MODELS and spec.channels != 3:
-        if spec.channels != 1:
-            raise UserError(
-                f"model {model!r} cannot take images of {spec.channels} channels: torchvision's models take 1 or 3; "
-                "use small_cnn or a model of your own"
-            )
-        return replace(spec, channels=3, mean=spec.mean * 3, std=spec.std * 3)
-    return spec
+    if model not in catalog.TORCHVISION_MODELS or spec.channels == 3:
+        return spec
+    if spec.channels != 1:
+        raise UserError(
+            f"model {model!r} cannot take images of {spec.channels} channels: torchvision's models take 1 or 3; "
+            "use small_cnn or a model of your own"
+        )
+    return replace(spec, channels=3, mean=spec.mean * 3, std=spec.std * 3)
 
 
 def build(name: str, num_classes: int, spec: InputSpec) -> nn.Module:
-    """Build the model ``name`` with fresh weights, from the global random state of torch, Python and NumPy.
+    """Build the model ``name`` with new weights, from the global random state of torch, Python and NumPy.
 
     Imports and runs the user's code if the name is a ``package.module:callable``.
 
     Returns:
         A module that maps float32 [N, spec.channels, spec.height, spec.width] to logits [N, num_classes].
+
+    Raises:
+        UserError: the name is unknown, or the user's callable does not return a module.
     """
     if ":" in name:
         from flyte_ddp.user_code import load_callable
@@ -50,7 +53,7 @@ def build(name: str, num_classes: int, spec: InputSpec) -> nn.Module:
     if name in SMALL_MODELS:
         return SMALL_MODELS[name](num_classes, spec)
     if name in catalog.TORCHVISION_MODELS:
-        return torchvision_model(name, num_classes, spec)
+        return build_torchvision_model(name, num_classes, spec)
     raise unknown_name("model", name, catalog.MODELS)
 
 
@@ -73,7 +76,7 @@ def check_model(name: str, model: nn.Module) -> None:
 
 def check_state_dict(name: str, state_dict: Mapping[str, Any]) -> None:
     """Raise UserError for a state_dict with a value that ``torch.load(weights_only=True)`` refuses."""
-    if found := refused_value(state_dict):
+    if found := find_refused_value(state_dict):
         key, value = found
         raise UserError(
             f"model {name!r} has {reprlib.repr(value)} in {key}: torch.load(weights_only=True) refuses it; keep "
@@ -81,28 +84,28 @@ def check_state_dict(name: str, state_dict: Mapping[str, Any]) -> None:
         )
 
 
-def refused_value(state_dict: Mapping[str, Any]) -> tuple[str, object] | None:
+def find_refused_value(state_dict: Mapping[str, Any]) -> tuple[str, object] | None:
     """Return key and value of the first entry that ``torch.load(weights_only=True)`` refuses; None if it takes all.
 
-    Saves and loads each value that is no tensor in memory; a tensor is never refused.
+    Saves and loads each value in memory, but for tensors, which are never refused.
     """
     extra = {key: value for key, value in state_dict.items() if not isinstance(value, Tensor)}
-    extra["_metadata"] = getattr(state_dict, "_metadata", None)  # versions of the modules, or what hooks add to them
+    extra["_metadata"] = getattr(state_dict, "_metadata", None)  # versions of modules; a user's hooks may add objects
     for key, value in extra.items():
         file = BytesIO()
         try:
             torch.save(value, file)
             file.seek(0)
             torch.load(file, weights_only=True)
-        except Exception:  # of pickle's or of a class's own
+        except Exception:  # pickle or the value's class may raise any
             return key, value
     return None
 
 
-def check_output(model: str, logits: object, expected: tuple[int, int]) -> None:
-    """Raise UserError unless the model returned one row of floating-point logits for each sample.
+def check_logits(model: str, logits: object, expected: tuple[int, int]) -> None:
+    """Raise UserError unless the model returned floating-point logits of shape ``expected``: [samples, classes].
 
-    While gradients are recorded, the logits must have one.
+    The logits must require a gradient while gradients are recorded.
     """
     if not isinstance(logits, Tensor):
         got, fix = type(logits).__name__, "return nothing but the logits"
@@ -125,8 +128,8 @@ def check_output(model: str, logits: object, expected: tuple[int, int]) -> None:
     )
 
 
-def torchvision_model(name: str, num_classes: int, spec: InputSpec) -> nn.Module:
-    """Build a classifier of torchvision's, without its auxiliary heads, so that it returns logits in training too."""
+def build_torchvision_model(name: str, num_classes: int, spec: InputSpec) -> nn.Module:
+    """Build one of torchvision's classifiers, without auxiliary heads: it returns only logits in training, too."""
     from torchvision import models
 
     options: dict[str, Any] = {"weights": None, "num_classes": num_classes}
@@ -153,7 +156,7 @@ class Tutorial(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Return logits [N, classes] of images [N, C, H, W]."""
-        # The tutorial takes relu first; after pooling it is the same function on a quarter of the values.
+        # The tutorial has relu before pooling. After it the result is equal, for a quarter of the work.
         x = torch.relu(self.convolve_and_pool(images))
         x = torch.relu(torch.max_pool2d(self.conv2(x), 2))
         x = torch.relu(self.fc1(x.flatten(1)))
@@ -161,10 +164,11 @@ class Tutorial(nn.Module):
         return logits
 
     def convolve_and_pool(self, images: Tensor) -> Tensor:
-        """Return the pooled first convolution, whose full output is most of the step's traffic to memory.
+        """Return the first convolution of the images, pooled to half its size.
 
-        A CPU does 32 images at a time, so that they are pooled while they are in the cache, and pools in fp32, because
-        20 channels are too few for the vectors of bf16.
+        The full output of this convolution is most of the step's memory traffic. A CPU computes 32 images at a time, so
+        that they are pooled while they are in its cache. It pools in fp32, because 20 channels are too few for bf16
+        vector instructions.
         """
         if images.device.type != "cpu":
             return torch.max_pool2d(self.conv1(images), 2)
@@ -174,7 +178,7 @@ class Tutorial(nn.Module):
 class SmallCNN(nn.Module):
     """Two convolutions, the first of stride 2, and a hidden layer: 207,034 parameters on 1x28x28 images of 10 classes.
 
-    No layer writes at full resolution, which makes a step about twice as fast as the tutorial's network on a CPU.
+    No layer writes at full resolution. A step is about twice as fast as with the tutorial's network on a CPU.
     """
 
     def __init__(self, num_classes: int, spec: InputSpec) -> None:

@@ -1,1 +1,1 @@
-"""What makes several ranks compute what one would: collectives, strategies, and layers that depend on all ranks."""
+"""What makes several ranks compute the result of one rank: collectives, gradient strategies, layers over all ranks."""

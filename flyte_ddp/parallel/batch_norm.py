@@ -1,7 +1,7 @@
-"""BatchNorm on several ranks: over the global batch, so that N ranks compute what one process would.
+"""BatchNorm with statistics of the global batch: several ranks compute the result of one rank.
 
-torch's ``SyncBatchNorm`` refuses CPU tensors; this one works on CPUs and GPUs, and weighs each rank by its samples, of
-which it may have none that count.
+torch's ``SyncBatchNorm`` refuses CPU tensors. This one works on CPUs and GPUs, and weighs each rank by its number of
+samples, which may be 0.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,77 +20,89 @@ from flyte_ddp.parallel.distributed import sum_over_ranks
 from flyte_ddp.parallel.node_memory import NodeGather
 from flyte_ddp.parallel.training_pass import TrainingPass
 
-KNOWN = (_BatchNorm.forward, nn.SyncBatchNorm.forward)  # a subclass with another one may compute anything
+KNOWN_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)  # a subclass with its own forward may compute anything
 
 Gather = Callable[[Tensor], Tensor]  # takes this rank's fp64 [n], and returns those of all ranks as [ranks, n]
 
 
 def synchronise_batch_norm(model: nn.Module, this_pass: TrainingPass, *, on_one_machine: bool) -> None:
-    """Change the class of every BatchNorm of the model to one that normalises by the statistics of all ranks together.
+    """Change the class of each BatchNorm layer of a model to one that uses the statistics of all ranks.
 
-    Parameters, buffers, hooks and ``state_dict`` stay what they are. The new class is a subclass of the old one with
-    its name, because models ask what a layer is. Ranks that are ``on_one_machine`` exchange through shared memory.
+    All ranks must call it. Parameters, buffers, hooks and ``state_dict`` stay unchanged. The new class is a subclass of
+    the old class and has its name, because models may test a layer's type or name.
+
+    Args:
+        on_one_machine: exchange statistics through memory that the ranks share (mapped here), not by torch's
+            collectives.
     """
-    # Modules that torch.jit has made have no forward of their class.
-    norms = [module for module in model.modules() if getattr(type(module), "forward", None) in KNOWN]
+    # The class of a module that torch.jit has scripted has no forward.
+    norms = [module for module in model.modules() if getattr(type(module), "forward", None) in KNOWN_FORWARDS]
     if not norms:
         return
+    # For each channel two numbers; and the count of samples and the layer's place, which gather_from_ranks adds.
     most = max(2 * cast("int", module.num_features) + 2 for module in norms)
-    gather: Gather = NodeGather(most) if on_one_machine else distributed.gather
+    gather: Gather = NodeGather(most) if on_one_machine else distributed.gather_numbers
     for number, module in enumerate(norms):
         kind = type(module)
-        # DDP refuses a SyncBatchNorm on a CPU.
+        # Not a subclass of SyncBatchNorm, which DDP refuses on a CPU.
         kinds = (GlobalBatchNorm,) if issubclass(kind, nn.SyncBatchNorm) else (GlobalBatchNorm, kind)
         module.__class__ = type(kind.__name__, kinds, {"__qualname__": kind.__qualname__})
         module.gather, module.this_pass, module.number = gather, this_pass, number  # type: ignore[assignment]
 
 
-def has_separate_statistics(model: nn.Module, synchronised: bool) -> bool:
-    """Return whether a BatchNorm layer uses each rank's own statistics: if not synchronised, or of an unknown kind."""
-    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-    return any(not synchronised or type(module).forward not in (*KNOWN, GlobalBatchNorm.forward) for module in norms)
+def has_per_rank_statistics(model: nn.Module, synchronised: bool) -> bool:
+    """Return whether a BatchNorm layer of the model uses statistics of each rank alone.
+
+    Such a layer is any one if ``synchronised`` is False; else one whose class overrides ``forward``.
+    """
+    known = (*KNOWN_FORWARDS, GlobalBatchNorm.forward) if synchronised else ()
+    return any(isinstance(module, _BatchNorm) and type(module).forward not in known for module in model.modules())
 
 
 class GlobalBatchNorm(_BatchNorm):
-    """BatchNorm over the samples of all ranks, which all take part in each training pass."""
+    """BatchNorm over the samples of all ranks. All ranks must run each training pass of the layer."""
 
     gather: Gather
     this_pass: TrainingPass
-    number: int  # among the model's
+    number: int  # of this layer among the model's BatchNorm layers, from 0
 
     def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002
         if input.dim() < 2:
             raise ValueError(f"BatchNorm got {input.dim()} dimension(s): it needs [N, C] or [N, C, ...]")
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Return [N, C, ...] normalised for each channel; N may differ between ranks.
+        """Return the input [N, C, ...] normalised for each channel; N may differ between ranks.
+
+        In training all ranks must call it. It then exchanges statistics, and updates the running statistics.
 
         Raises:
-            ValueError: all ranks together have a single value for each channel.
+            ValueError: the input has fewer than 2 dimensions, or all ranks together have one value for each channel.
         """
         self._check_input_dim(input)
         if not self.training:
             return super().forward(input)
-        return Normalise.apply(input, self.weight, self.bias, self)  # type: ignore[no-any-return]
+        return GlobalNormalisation.apply(input, self.weight, self.bias, self)  # type: ignore[no-any-return]
 
-    def exchange(self, numbers: Tensor, *, backward: bool = False) -> Tensor:
-        """Return the fp64 [n] of all ranks as [ranks, n]; waits until all are in this pass of this layer.
+    def gather_from_ranks(self, numbers: Tensor, *, backward: bool = False) -> Tensor:
+        """Return the fp64 [n] of all ranks as [ranks, n]. Waits until all ranks have called it for this layer and pass.
 
         Raises:
-            UserError: ranks are at different layers. On a GPU they run into the time limit: the check would wait.
+            UserError: ranks are at different layers. Not checked on a GPU, whose host would have to wait for the
+                numbers: there such ranks run into the time limit.
         """
+        # The layer and the pass (its sign), so that ranks notice that they exchange numbers of different layers.
         place = numbers.new_full((1,), -1 - self.number if backward else 1 + self.number)
         of_ranks = self.gather(torch.cat([place, numbers]))
         if numbers.device.type == "cpu" and bool((of_ranks[:, 0] != place).any()):
             raise UserError(
-                "ranks are at different BatchNorm layers, as of a model that leaves out layers at random: all must run "
-                "the same ones; leave out a layer's result only, or set sync_batchnorm=false"
+                "ranks are at different BatchNorm layers, as with a model that skips layers at random: all ranks must "
+                "run the same layers; skip the use of a layer's result instead, or set sync_batchnorm=false"
             )
         return of_ranks[:, 1:]
 
     @torch.no_grad()
     def update_running_statistics(self, mean: Tensor, variance: Tensor) -> None:
-        """Update the running mean and variance by those of one global batch, as torch's BatchNorm does."""
+        """Update the running mean and variance in place by those of one global batch, as torch's BatchNorm does."""
         assert self.num_batches_tracked is not None
         assert self.running_mean is not None
         assert self.running_var is not None
@@ -100,23 +112,27 @@ class GlobalBatchNorm(_BatchNorm):
         self.running_var.lerp_(variance.to(self.running_var.dtype), weight)
 
 
-class Normalise(torch.autograd.Function):
-    """(x - mean) / sqrt(variance + eps) x weight + bias, with the mean and variance of all ranks' values.
+class GlobalNormalisation(torch.autograd.Function):
+    """Compute (x - mean) / sqrt(variance + eps) * weight + bias, with the mean and variance of all ranks' values.
 
-    Ioffe and Szegedy, "Batch Normalization", 2015. Losses are divided by the global count and gradients added over
-    ranks, so the sums of the backward pass are those of the global batch, too.
+    Ioffe and Szegedy, "Batch Normalization", 2015. The loss is divided by the global batch size and gradients are added
+    over the ranks. So the sums of the backward pass are those of the global batch, too.
     """
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, weight: Tensor | None, bias: Tensor | None, layer: GlobalBatchNorm) -> Tensor:
-        """Return [N, C, ...] normalised; updates the layer's running statistics.
+        """Return the values [N, C, ...] normalised.
 
-        They are updated before tensors are saved: torch.utils.checkpoint, when it runs a block again, leaves it as soon
-        as its last tensor is saved, when torch's own layers have updated theirs.
+        Exchanges statistics with all ranks and updates the running statistics. The update comes before
+        ``save_for_backward``: when torch.utils.checkpoint runs a block again, it leaves the block as soon as the last
+        tensor is saved, and torch's own layers have updated their statistics by then.
+
+        Raises:
+            ValueError: all ranks together have one value for each channel.
         """
-        ctx.counts = layer.this_pass.counts and values.numel() > 0
-        mean, variance, count = global_statistics(values, layer.exchange, taking_part=ctx.counts)
-        # The count is fetched only where it may be 1, because that makes the host wait for a GPU.
+        ctx.has_values = layer.this_pass.has_samples and values.numel() > 0
+        mean, variance, count = compute_global_statistics(values, layer.gather_from_ranks, taking_part=ctx.has_values)
+        # The count is read only where it may be 1, because reading it makes the host wait for a GPU.
         if values.numel() <= values.shape[1] and count.item() <= 1:
             raise ValueError("Expected more than 1 value per channel when training, over all ranks")
         if layer.track_running_stats:
@@ -132,21 +148,24 @@ class Normalise(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # the returned gradients are computed without a graph
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
-        """Return the gradient of the values, and this rank's part of those of weight and bias."""
+        """Return the gradient of the values, and this rank's part of the gradients of weight and bias.
+
+        Exchanges sums with all ranks: all must run this backward pass.
+        """
         values, weight, mean, variance, count = ctx.saved_tensors
         gradient = gradients[0]
         scale = weight if weight is not None else torch.ones_like(mean)
-        if ctx.counts:
-            # As if the statistics were constants: the gradients' sums and, for the values, gradient x scale / std.
+        if ctx.has_values:
+            # The gradients with constant statistics: sums for weight and bias, and gradient * scale / std for values.
             of_values, of_scale, of_shift = torch.ops.aten.native_batch_norm_backward(
                 gradient, values, scale, mean, variance, None, None, False, ctx.layer.eps, [True, True, True]
             )
         else:
             of_values, of_scale, of_shift = torch.zeros_like(values), torch.zeros_like(mean), torch.zeros_like(mean)
-        sums = ctx.layer.exchange(torch.cat([of_shift, of_scale]).double(), backward=True)
+        sums = ctx.layer.gather_from_ranks(torch.cat([of_shift, of_scale]).double(), backward=True)
         sums = sums.sum(dim=0).view(2, -1) / count
-        if ctx.counts:
-            # What they add, because they follow the values: a share of the sums for each value.
+        if ctx.has_values:
+            # Mean and variance depend on each value, which adds a share of the two sums to each value's gradient.
             deviation = (variance.double() + ctx.layer.eps).rsqrt()
             slope = -(scale * deviation.square() * sums[1]).to(mean.dtype)
             offset = -(scale * deviation * sums[0]).to(mean.dtype)
@@ -162,37 +181,43 @@ class Normalise(torch.autograd.Function):
         )
 
 
-def global_statistics(values: Tensor, exchange: Gather, *, taking_part: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return mean [C], biased variance [C] and count [] of the values [N, C, ...] of all ranks that take part, in fp64.
+def compute_global_statistics(
+    values: Tensor, gather_from_ranks: Gather, *, taking_part: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return mean [C], biased variance [C] and count [] of the values [N, C, ...] of all ranks, in fp64.
 
-    Each rank's mean and sum of squared deviations go to all in one exchange and are combined in the order of the ranks:
-    Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983. Sums of squares would cancel.
+    All ranks must call it; ranks with ``taking_part`` False add nothing. Each rank's mean and sum of squared deviations
+    are gathered in one exchange, and combined in the order of the ranks: Chan, Golub and LeVeque, "Algorithms for
+    computing the sample variance", 1983. Sums of plain squares would lose digits.
     """
     channels = values.shape[1]
     own = torch.zeros(2 * channels + 1, dtype=torch.float64, device=values.device)
     if taking_part:
         count = values.numel() // channels
         precise = values.to(torch.promote_types(values.dtype, torch.float32))
-        # What batch_norm itself uses: the biased variance, in two passes; var_mean takes four times as long on a CPU.
+        # torch's batch_norm uses this function, in two passes; var_mean takes four times as long on a CPU.
         mean, variance = torch.batch_norm_update_stats(precise, None, None, momentum=0.0)
         own[:channels], own[channels:-1], own[-1] = mean, variance.double() * count, count
-    means, squares, counts = torch.split(exchange(own), [channels, channels, 1], dim=1)
+    means, squares, counts = torch.split(gather_from_ranks(own), [channels, channels, 1], dim=1)
     total = counts.sum()
     mean = (means * counts).sum(dim=0) / total
     variance = (squares + counts * (means - mean).square()).sum(dim=0) / total
     return mean, variance, total
 
 
-def separate_layers(model: nn.Module) -> list[_BatchNorm]:
-    """Return the BatchNorm layers whose running statistics are each rank's own."""
-    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-    return [norm for norm in norms if not isinstance(norm, GlobalBatchNorm)]
+def per_rank_norm_layers(model: nn.Module) -> list[_BatchNorm]:
+    """Return the model's BatchNorm layers whose running statistics differ between ranks."""
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, _BatchNorm) and not isinstance(module, GlobalBatchNorm)
+    ]
 
 
 @contextmanager
-def running_statistics_kept(model: nn.Module) -> Iterator[None]:
-    """Undo at the end what the block changes in running statistics that are this rank's own."""
-    statistics = [buffer for layer in separate_layers(model) for buffer in layer.buffers()]
+def restore_running_statistics(model: nn.Module) -> Iterator[None]:
+    """Restore at the end of the block the running statistics that differ between ranks; not after an exception."""
+    statistics = [buffer for layer in per_rank_norm_layers(model) for buffer in layer.buffers()]
     before = [statistic.clone() for statistic in statistics]
     yield
     for statistic, value in zip(statistics, before, strict=True):
@@ -200,14 +225,14 @@ def running_statistics_kept(model: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def averaged_running_statistics(model: nn.Module, samples: int) -> list[tuple[Tensor, Tensor]]:
-    """Return each rank's own running statistics with their means over all ranks, weighted by each rank's ``samples``.
+def mean_running_statistics(model: nn.Module, samples: int) -> list[tuple[Tensor, Tensor]]:
+    """Return pairs of a per-rank running statistic and its mean over all ranks, weighted by each rank's ``samples``.
 
-    Synchronised statistics are left out: they are the same on all ranks. All ranks call this together.
+    Changes no statistic. All ranks must call it. Synchronised statistics are left out, because all ranks have the same.
     """
     statistics = [
         statistic
-        for layer in separate_layers(model)
+        for layer in per_rank_norm_layers(model)
         for statistic in (layer.running_mean, layer.running_var)
         if statistic is not None
     ]

@@ -1,7 +1,7 @@
 """Types for failures of torch's collective operations.
 
-Where another rank has ended or does not come, gloo raises a bare RuntimeError, as any code of the user's may. Only the
-place tells the two apart: the first comes out of the wait for a collective operation.
+If another rank has ended or does not come, gloo raises a plain RuntimeError, as any user code may. A RuntimeError is
+the collective's own if it is raised while the rank waits for the collective.
 """
 
 import time
@@ -14,34 +14,40 @@ import torch.distributed as dist
 from flyte_ddp.errors import CollectiveError, CollectiveTimeoutError
 from flyte_ddp.parallel import distributed
 
-NEARLY = 0.9  # of the time limit: gloo's clock starts a little earlier than the one here
-OF_ITS_GROUP = timedelta()  # torch's own default
-WAIT = dist.Work.wait
+TIMEOUT_SHARE = 0.9  # of the time limit; not 1, because gloo's clock starts a little earlier than ours
+GROUP_TIMEOUT = timedelta()  # means "the process group's limit", and is the default of Work.wait
+TORCH_WAIT = dist.Work.wait
 
 
 def type_failures_of_collectives() -> None:
-    """Replace ``torch.distributed.Work.wait`` in this process by one whose RuntimeErrors are CollectiveErrors.
+    """Replace ``torch.distributed.Work.wait`` in this process by a wait that raises CollectiveError, not RuntimeError.
 
-    torch's own blocking functions, such as ``all_reduce``, call it as well, and so do collective operations of users'
-    code. Not covered: what waits in C++ (DistributedDataParallel, see strategies.py, and functional collectives).
+    torch's own blocking functions, such as ``all_reduce``, call it, and collective operations in user code. Waits in
+    C++ stay as they are: those of DistributedDataParallel (see strategies.py) and of functional collectives.
     """
     dist.Work.wait = wait  # type: ignore[assignment,method-assign]
 
 
-def wait(work: dist.Work, timeout: timedelta = OF_ITS_GROUP) -> bool:
-    """Wait for a collective operation as torch does; raise CollectiveError where torch raises RuntimeError."""
+def wait(work: dist.Work, timeout: timedelta = GROUP_TIMEOUT) -> bool:
+    """Wait for a collective operation as ``Work.wait`` does and return its result.
+
+    Raises:
+        CollectiveError: torch raised a RuntimeError; see :func:`waiting_for_ranks` for the timeout's subclass.
+    """
     with waiting_for_ranks():
-        return WAIT(work, timeout)
+        return TORCH_WAIT(work, timeout)
 
 
 @contextmanager
 def waiting_for_ranks(since: float | None = None) -> Iterator[None]:
-    """Turn a RuntimeError of the block, which only waits for other ranks, into a CollectiveError with the same text.
-
-    It is a CollectiveTimeoutError if the wait has lasted for the time limit of collectives, by this rank's own clock.
+    """Turn a RuntimeError of the block, which must only wait for other ranks, into a CollectiveError of the same text.
 
     Args:
-        since: when the wait began, by ``time.monotonic()``; None: now.
+        since: when the wait began, by ``time.monotonic()``; None: at the start of the block.
+
+    Raises:
+        CollectiveTimeoutError: the block failed after at least TIMEOUT_SHARE of the collectives' time limit.
+        CollectiveError: the block failed earlier.
     """
     begin = time.monotonic() if since is None else since
     try:
@@ -50,6 +56,6 @@ def waiting_for_ranks(since: float | None = None) -> Iterator[None]:
         raise
     except RuntimeError as error:
         limit = distributed.timeout()
-        if time.monotonic() - begin >= NEARLY * limit:
+        if time.monotonic() - begin >= TIMEOUT_SHARE * limit:
             raise CollectiveTimeoutError(f"other ranks did not come within {limit:g} s: {error}") from error
         raise CollectiveError(str(error)) from error

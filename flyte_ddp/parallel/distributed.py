@@ -1,4 +1,7 @@
-"""The process group as the rest of the library sees it; without one, the only process is rank 0 of 1."""
+"""Collectives over the ranks of torch's process group.
+
+A process without a group is rank 0 of 1, and waits for nobody.
+"""
 
 from collections.abc import Iterable
 from datetime import timedelta
@@ -15,18 +18,21 @@ _timeout = 600.0
 
 
 def set_timeout(limit: float) -> None:
-    """Set, for this process, how many seconds the rank waits for others outside torch's own collectives."""
+    """Set, for this process, the time limit in seconds that :func:`timeout` returns.
+
+    torch's own limit is not changed.
+    """
     global _timeout  # noqa: PLW0603 (a property of the process, as the process group is)
     _timeout = limit
 
 
 def timeout() -> float:
-    """Return how many seconds this rank waits for others."""
+    """Return the time limit in seconds for waits for other ranks in this process; 600 if none was set."""
     return _timeout
 
 
 def seconds(number: float) -> timedelta:
-    """Return so many seconds as a timedelta, which torch takes."""
+    """Return a number of seconds as a timedelta."""
     return timedelta(seconds=number)
 
 
@@ -41,31 +47,37 @@ def world_size() -> int:
 
 
 def wait_for_all_ranks() -> None:
-    """Return when all ranks have called it; without a process group, at once."""
+    """Wait until all ranks have called this function. Returns at once without a process group."""
     if dist.is_initialized():
         with in_collective():
             dist.barrier()
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
-    """Add up a tensor over all ranks, in place, and return it. Its device must suit the backend."""
+    """Add up a tensor over all ranks, in place, and return the tensor. All ranks must call it.
+
+    The tensor's device must suit the backend: CPU for gloo, GPU for NCCL.
+    """
     if dist.is_initialized():
         with in_collective():
             dist.all_reduce(values, op=dist.ReduceOp.SUM)
     return values
 
 
-def gather(numbers: Tensor) -> Tensor:
-    """Return the [n] of all ranks as [ranks, n]; n is the same on all ranks."""
+def gather_numbers(numbers: Tensor) -> Tensor:
+    """Return the [n] of all ranks as [ranks, n]; n must be equal on all ranks. All ranks must call it."""
     of_ranks = numbers.new_zeros(world_size(), numbers.numel())
     of_ranks[rank()] = numbers
     return sum_over_ranks(of_ranks)
 
 
 def copy_from_rank_0(tensors: Iterable[Tensor]) -> None:
-    """Overwrite tensors in place by those of rank 0, but for sparse and expanded ones; all ranks call it together."""
+    """Overwrite tensors in place by rank 0's; sparse and expanded tensors stay as they are. All ranks must call it.
+
+    Sends one broadcast for each tensor. Needs a process group.
+    """
     for tensor in filter(has_own_elements, tensors):
-        # As bytes in a dense copy: gloo ignores strides, and does not know all types.
+        # Sent as the bytes of a dense copy, because gloo ignores strides and does not know all types.
         value = tensor.detach().resolve_conj().resolve_neg().contiguous()
         with in_collective():
             dist.broadcast(value.view(-1).view(torch.uint8), src=0)
@@ -74,14 +86,14 @@ def copy_from_rank_0(tensors: Iterable[Tensor]) -> None:
 
 
 def has_own_elements(tensor: Tensor) -> bool:
-    """Return whether each element of the tensor has a place of its own in memory: not so if sparse or expanded."""
+    """Return whether each element of the tensor has its own place in memory: False for sparse and expanded tensors."""
     return tensor.layout == torch.strided and all(
         stride > 0 or size < 2 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
 
 
-def from_rank_0(value: Value) -> Value:
-    """Return rank 0's value, pickled and so small, on all ranks; they call it together."""
+def broadcast_object(value: Value) -> Value:
+    """Return rank 0's value on all ranks. All ranks must call it. The value is pickled, so it should be small."""
     if not dist.is_initialized():
         return value
     values = [value]
@@ -91,7 +103,10 @@ def from_rank_0(value: Value) -> Value:
 
 
 def objects_of_all_ranks(value: Value) -> list[Value]:
-    """Return each rank's value, pickled and so small, in the order of the ranks; they call it together."""
+    """Return the values of all ranks, by rank. All ranks must call it.
+
+    The values are pickled, so they should be small.
+    """
     if not dist.is_initialized():
         return [value]
     values = [value] * world_size()

@@ -1,4 +1,4 @@
-"""Dropout as a function of (seed, epoch, sample), so that it does not depend on which rank a sample falls to."""
+"""Dropout from random numbers of (seed, epoch, sample): it does not depend on which rank computes a sample."""
 
 import sys
 
@@ -8,49 +8,56 @@ from flyte_ddp.parallel.training_pass import TrainingPass
 
 
 class SampleDropout(nn.Module):
-    """Base class added to dropout layers and torchvision's StochasticDepth: zeros whole values, channels or samples.
+    """Base class added to torch's dropout layers and torchvision's StochasticDepth: draws by the samples of the pass.
 
-    A layer that gets a batch whose first dimension does not count the samples of the pass does what it did before.
+    If the first dimension of a batch is not the number of samples of the pass, the layer draws as its own class does.
     """
 
     this_pass: TrainingPass
     p: float
 
     def forward(self, values: Tensor) -> Tensor:
-        """Return [N, ...] values of which a share p is zero and the others are scaled by 1 / (1 - p)."""
+        """Return the values [N, ...]: in training, a share p is zeroed and the others are scaled by 1 / (1 - p).
+
+        An ``inplace`` layer overwrites ``values``.
+        """
         if not self.training or self.p == 0.0:
             return values
         if values.shape[:1] != (len(self.this_pass.keys),):
             dropped: Tensor = super().forward(values)
             return dropped
-        shape = values.shape[1 : self.drawn_dimensions(values)]
-        keep = self.this_pass.uniform(tuple(shape)) >= self.p
+        shape = values.shape[1 : self.count_drawn_dimensions(values)]
+        keep = self.this_pass.draw_uniform(tuple(shape)) >= self.p
         scale = keep.to(values.dtype) / (1.0 - self.p) if self.p < 1.0 else keep.to(values.dtype)
         scale = scale.view(*scale.shape, *[1] * (values.dim() - scale.dim()))
         return values.mul_(scale) if getattr(self, "inplace", False) else values * scale
 
-    def drawn_dimensions(self, values: Tensor) -> int:
-        """Return how many leading dimensions have a random number for each of their places."""
-        if isinstance(self, (nn.Dropout1d, nn.Dropout3d)):  # which take one dimension less for channels alone
+    def count_drawn_dimensions(self, values: Tensor) -> int:
+        """Return how many leading dimensions, N included, get a random number of their own for each index.
+
+        The other dimensions are zeroed together: values for Dropout, channels for Dropout1d to 3d, samples for
+        StochasticDepth.
+        """
+        if isinstance(self, (nn.Dropout1d, nn.Dropout3d)):  # they also take a batch without channels
             return 1 if values.dim() == (2 if isinstance(self, nn.Dropout1d) else 4) else 2
         if isinstance(self, nn.Dropout2d):
             return 2
         return values.dim() if isinstance(self, nn.Dropout) else 1
 
 
-def derive_dropout_from_samples(model: nn.Module, this_pass: TrainingPass) -> None:
-    """Change the class of the model's dropout layers to one that draws from ``this_pass``.
+def make_dropout_rank_independent(model: nn.Module, this_pass: TrainingPass) -> None:
+    """Change the class of the model's dropout layers to one that draws from the samples of ``this_pass``.
 
-    The new class is a subclass of the old one with its name, because models ask what a layer is, and some by name.
+    The new class is a subclass of the old class and has its name, because models may test a layer's type or name.
     """
-    for module in filter(is_dropout, model.modules()):
+    for module in filter(is_supported_dropout, model.modules()):
         kind = type(module)
         module.__class__ = type(kind.__name__, (SampleDropout, kind), {"__qualname__": kind.__qualname__})
         module.this_pass = this_pass  # type: ignore[assignment]
 
 
-def is_dropout(module: nn.Module) -> bool:
-    """Return whether the module is a layer whose arithmetic :class:`SampleDropout` knows; scripted ones are not."""
+def is_supported_dropout(module: nn.Module) -> bool:
+    """Return whether :class:`SampleDropout` can replace the module's ``forward``; False for scripted modules."""
     known = [kind.forward for kind in (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)]
     # A model can hold torchvision's layer only if torchvision has been imported.
     torchvision_ops = sys.modules.get("torchvision.ops")

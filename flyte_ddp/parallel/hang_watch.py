@@ -1,8 +1,8 @@
-"""Notices that this rank waits for others longer than the time limit, wherever its host is meanwhile. For GPUs.
+"""Report that this rank waits for other ranks longer than the time limit, wherever its host code is. For GPUs.
 
-NCCL's collectives do not block the host. The host waits later, and without a limit, where it needs the device: for a
-number, a copy of ordinary memory, room in the device's queue. Much of that is code of torch or of a user's model. So a
-thread watches the collectives, and not the places where the host may wait.
+NCCL's collectives do not block the host. The host waits later, without a limit, where it needs a result of the device:
+a number, a copy to ordinary memory, room in the device's queue. Much of that is code of torch or of a user's model. So
+a thread watches the collectives, and not the places where the host may wait.
 """
 
 from __future__ import annotations
@@ -23,34 +23,39 @@ _watch: HangWatch | None = None
 
 
 def watch_collectives(limit: float, report: Callable[[BaseException], object], new_event: Callable[[], Any]) -> None:
-    """Start a thread that watches the collectives of this process, to its end; the calling thread is the rank's own.
+    """Start a daemon thread that watches the collectives of this process. Must be called in the rank's main thread.
+
+    The thread ends after its first report, or when the device has failed. Sets the module's global watch.
 
     Args:
         limit: seconds that a collective may take.
-        report: is called in that thread, once, with a CollectiveTimeoutError when a collective takes longer.
+        report: is called in the thread with a CollectiveTimeoutError when a collective takes longer.
         new_event: returns an object with the methods of ``torch.cuda.Event``.
     """
     global _watch  # noqa: PLW0603 (a property of the process, as the process group is)
     _watch = HangWatch(limit, report, new_event)
-    threading.Thread(target=_watch.watch, name="hang watch", daemon=True).start()
+    threading.Thread(target=_watch.watch_until_overdue, name="hang watch", daemon=True).start()
 
 
 def in_collective() -> AbstractContextManager[None]:
-    """Return what goes around a collective, or several; it does nothing if this process does not watch them."""
+    """Return a context manager for code that calls collectives; it does nothing if the process has no hang watch."""
     return nullcontext() if _watch is None else _watch.in_collective()
 
 
-def watch_work(work: Any) -> None:
-    """Have a collective that goes on in the background (``torch.distributed.Work``) watched, if this process does.
+def watch_async_collective(work: Any) -> None:
+    """Add a collective that runs in the background to the hang watch, if the process has one.
 
-    Its tensors stay in memory for up to POLL_SECONDS after it has ended.
+    The work's tensors stay in memory for up to POLL_SECONDS after the collective has ended.
+
+    Args:
+        work: a ``torch.distributed.Work``.
     """
     if _watch is not None:
         _watch.entered.append((time.monotonic(), work.is_completed))
 
 
 class HangWatch:
-    """The collectives that this rank has entered, the oldest first: when, and what tells whether it has ended."""
+    """The collectives that this rank has entered, oldest first: start time, and a function that returns if it ended."""
 
     def __init__(self, limit: float, report: Callable[[BaseException], object], new_event: Callable[[], Any]) -> None:
         self.limit, self.report, self.new_event = limit, report, new_event
@@ -59,7 +64,10 @@ class HangWatch:
 
     @contextmanager
     def in_collective(self) -> Iterator[None]:
-        """Go around a collective. It has ended when the host has left the block and the device has done its part."""
+        """Record the block as one collective.
+
+        It has ended when the host has left the block and the device has finished the block's work.
+        """
         event: Any = None
         left = False
 
@@ -74,19 +82,19 @@ class HangWatch:
         finally:
             left = True
 
-    def is_overdue(self) -> bool:
-        """Forget the oldest collectives that have ended; return whether the next one takes longer than the limit."""
+    def has_overdue_collective(self) -> bool:
+        """Remove the oldest collectives that have ended; return whether the next one takes longer than the limit."""
         while self.entered and self.entered[0][1]():
             self.entered.popleft()
         return bool(self.entered) and time.monotonic() - self.entered[0][0] > self.limit
 
-    def watch(self) -> None:
-        """Look every POLL_SECONDS until a collective is overdue, and report that, with the stack of the rank's thread.
+    def watch_until_overdue(self) -> None:
+        """Look every POLL_SECONDS until a collective is overdue, then report it with the main thread's stack.
 
-        Returns without a report if the device has failed, which the rank's own thread meets as well.
+        Returns without a report if the device has failed, because the rank's main thread gets that failure, too.
         """
         try:
-            while not self.is_overdue():
+            while not self.has_overdue_collective():
                 time.sleep(POLL_SECONDS)
         except RuntimeError:
             return

@@ -1,7 +1,7 @@
-"""Memory that the ranks of one machine share, with a barrier of its own.
+"""Memory that the ranks of one machine share, with a barrier. Linux only.
 
-The memory has no name in any file system: whatever ends the ranks, nothing is left behind, and the size of ``/dev/shm``
-(64 MB in a pod) is no limit. Linux only.
+The memory has no name in a file system. So nothing is left behind however the ranks end, and the size of ``/dev/shm``
+(64 MB in a pod) is no limit.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flyte_ddp.errors import CollectiveTimeoutError, PeerGoneError
-from flyte_ddp.parallel.distributed import from_rank_0, rank, timeout, world_size
+from flyte_ddp.parallel.distributed import broadcast_object, rank, timeout, world_size
 
 LONGEST_MESSAGE = 64
 ALIGNMENT = 64  # bytes: every tensor starts on a cache line
@@ -27,54 +27,63 @@ Piece = tuple[int, torch.dtype]  # number of elements, and their type
 
 
 class NodeMemory:
-    """Memory that all ranks of the process group map: two halves, each uint8 [size], of zeros at first.
+    """Memory that all ranks of the process group map: two halves, each uint8 [size], with zeros at first.
 
     Double buffering: a fast rank may write one half while slower ranks still read the other. The barrier between two
     uses of a half guarantees that all ranks have finished reading it.
-
-    All ranks make it together, with the same size. ``peers`` are connections by rank: rank 0's to all others, another
-    rank's to rank 0. Rank 0 sends the memory through them, as an open file that has no name.
     """
 
     def __init__(self, size: int) -> None:
-        """Map two halves of ``size`` bytes, at least one; OSError if the ranks are not on one machine."""
+        """Map two halves of ``size`` bytes, at least 1. All ranks must call it with the same size.
+
+        Opens sockets between rank 0 and every other rank, which stay open for the barrier. Rank 0 sends the memory
+        through them as an unnamed open file.
+
+        Raises:
+            OSError: the ranks are not on one machine.
+            CollectiveTimeoutError: a rank did not come within the time limit of collectives.
+            PeerGoneError: a rank has ended.
+        """
         self.peers: dict[int, socket.socket] = {}
         size = max(size, 1)
         with translate_socket_errors("a rank", timeout()):
-            file = self._offer(2 * size) if rank() == 0 else self._accept()
+            file = self._send_memory(2 * size) if rank() == 0 else self._receive_memory()
         self.halves = torch.frombuffer(mmap.mmap(file, 2 * size), dtype=torch.uint8).view(2, size)
         self.turn = 0  # which half is being filled
         os.close(file)
 
-    def _offer(self, size: int) -> int:
+    def _send_memory(self, size: int) -> int:
         # A name that starts with \0 is in no file system, and found by processes of the same network namespace only.
+        """Create an unnamed file of ``size`` bytes, send it to every other rank, return its descriptor; for rank 0."""
         address = f"\0flyte-ddp-{secrets.token_hex(16)}"
         file = os.memfd_create("flyte-ddp")
         os.ftruncate(file, size)
-        with new_socket() as listener:
+        with create_socket() as listener:
             listener.bind(address)
             listener.listen(world_size())
-            from_rank_0(address)
+            broadcast_object(address)
             while len(self.peers) < world_size() - 1:
                 peer, _ = listener.accept()
                 peer.settimeout(timeout())
-                self.peers[int(receive(peer))] = peer
+                self.peers[int(receive_message(peer))] = peer
                 socket.send_fds(peer, [b"memory"], [file])
         return file
 
-    def _accept(self) -> int:
-        self.peers[0] = peer = new_socket()
-        peer.connect(from_rank_0(""))
+    def _receive_memory(self) -> int:
+        """Return the descriptor of rank 0's file; for the other ranks."""
+        self.peers[0] = peer = create_socket()
+        peer.connect(broadcast_object(""))
         peer.send(str(rank()).encode())
         _, files, _, _ = socket.recv_fds(peer, LONGEST_MESSAGE, 1)
         if not files:
             raise ConnectionResetError
         return files[0]
 
-    def barrier(self) -> None:
-        """Wait until all ranks have called this; each then sees what the others wrote, and fills the other half next.
+    def wait_at_barrier(self) -> None:
+        """Wait until all ranks have called this method; then every rank sees what the others wrote. Switches ``turn``.
 
-        Every rank sends a message to rank 0 and gets one back: two wake-ups, where the backend's barrier takes more.
+        Every rank sends a message to rank 0 and gets one back. That is two wake-ups; the barrier of the backend takes
+        more.
 
         Raises:
             CollectiveTimeoutError: a rank did not come within the time limit of collectives.
@@ -84,7 +93,7 @@ class NodeMemory:
             with translate_socket_errors(f"rank {other}", peer.gettimeout()):
                 if rank() != 0:
                     peer.send(b"here")
-                receive(peer)
+                receive_message(peer)
         if rank() == 0:
             for other, peer in self.peers.items():
                 with translate_socket_errors(f"rank {other}", peer.gettimeout()):
@@ -93,48 +102,54 @@ class NodeMemory:
 
 
 class NodeGather:
-    """Gathers a few numbers of all ranks, much faster than a collective of gloo. All ranks make it together."""
+    """Gather a few numbers of all ranks of one machine, much faster than gloo does.
+
+    All ranks must create it together.
+    """
 
     def __init__(self, most: int) -> None:
-        """``most``: how many numbers a rank may give at once; the same on all ranks."""
+        """Map the memory; ``most`` is the largest count of numbers that a rank may give at once, equal on all ranks."""
         self.memory = NodeMemory(world_size() * most * torch.float64.itemsize)
         self.places = self.memory.halves.view(torch.float64).view(2, world_size(), most)
 
     def __call__(self, numbers: Tensor) -> Tensor:
-        """Return the fp64 [n] of all ranks as [ranks, n]; n is the same on all ranks."""
+        """Return the fp64 [n] of all ranks as [ranks, n]; n must be equal on all ranks.
+
+        Waits until all ranks have called it.
+        """
         places = self.places[self.memory.turn, :, : numbers.numel()]
         places[rank()] = numbers
-        self.memory.barrier()
+        self.memory.wait_at_barrier()
         return places.clone()
 
     def __deepcopy__(self, _: object) -> NodeGather:
-        """Return this object: a model's copy exchanges through the same memory."""
+        """Return this object: a copy of a model uses the same memory."""
         return self
 
 
-def sizes(pieces: Sequence[Piece]) -> list[int]:
-    """Return the bytes that each piece takes up, with the gap behind it."""
+def aligned_sizes(pieces: Sequence[Piece]) -> list[int]:
+    """Return the bytes of each piece, rounded up to a multiple of ALIGNMENT."""
     return [-(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT for count, dtype in pieces]
 
 
-def cut(memory: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
-    """Return flat views, one for each piece, that lie one after another in a uint8 tensor."""
-    offsets = itertools.accumulate(sizes(pieces), initial=0)
+def split_memory(memory: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
+    """Return a flat view for each piece of a uint8 tensor: one after another, each at a multiple of ALIGNMENT."""
+    offsets = itertools.accumulate(aligned_sizes(pieces), initial=0)
     return [
         memory[offset : offset + count * dtype.itemsize].view(dtype)
         for (count, dtype), offset in zip(pieces, offsets, strict=False)
     ]
 
 
-def new_socket() -> socket.socket:
-    """Return a socket for messages between processes of one machine, with the time limit of collectives."""
+def create_socket() -> socket.socket:
+    """Return a new socket for messages between processes of one machine, with the time limit of collectives."""
     made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     made.settimeout(timeout())
     return made
 
 
-def receive(peer: socket.socket) -> bytes:
-    """Return the next message; ConnectionResetError if the peer has ended."""
+def receive_message(peer: socket.socket) -> bytes:
+    """Return the peer's next message. Raises ConnectionResetError if the peer has ended."""
     if not (message := peer.recv(LONGEST_MESSAGE)):
         raise ConnectionResetError
     return message
@@ -142,7 +157,12 @@ def receive(peer: socket.socket) -> bytes:
 
 @contextmanager
 def translate_socket_errors(who: str, limit: float | None) -> Iterator[None]:
-    """Raise errors of sockets as CollectiveTimeoutError or PeerGoneError that name ``who`` was waited for."""
+    """Turn a socket's errors in the block into CollectiveTimeoutError or PeerGoneError.
+
+    Args:
+        who: the peer that the block waits for, for the message.
+        limit: the socket's time limit in seconds, for the message.
+    """
     try:
         yield
     except TimeoutError:

@@ -1,8 +1,8 @@
-"""How gradients are synchronised: in memory that a machine's ranks share, or by torch's DistributedDataParallel.
+"""Average gradients over the ranks: through memory that a machine's ranks share, or by torch's DistributedDataParallel.
 
-Each rank's loss is a sum, times the number of ranks and divided by the global batch's sample count, and gradients are
-averaged. So a ragged batch is exact, and what a model adds to its gradients beside the loss (a hook, or a loss of a
-layer's own) counts once and not once for each rank.
+Each rank's loss is a sum, times the number of ranks and divided by the global batch's sample count. Gradients are
+averaged over the ranks. So the last, smaller batch is exact, too. What a model adds to its gradients beside the loss (a
+hook, or a loss of a layer's own) counts once and not once for each rank.
 """
 
 # No "from __future__ import annotations" here: DDP checks a communication hook's annotations, and wants real types.
@@ -25,8 +25,8 @@ from flyte_ddp.parallel.batch_norm import GlobalBatchNorm
 from flyte_ddp.parallel.collective_failures import waiting_for_ranks
 from flyte_ddp.parallel.distributed import copy_from_rank_0, rank, sum_over_ranks, world_size
 from flyte_ddp.parallel.dropout import SampleDropout
-from flyte_ddp.parallel.hang_watch import in_collective, watch_work
-from flyte_ddp.parallel.node_memory import NodeMemory, Piece, cut, sizes
+from flyte_ddp.parallel.hang_watch import in_collective, watch_async_collective
+from flyte_ddp.parallel.node_memory import NodeMemory, Piece, aligned_sizes, split_memory
 
 BUCKET_BYTES = 16 << 20  # of one rank's gradients
 WAITED = "waited"  # clock key: seconds of gradient communication that did not overlap with the backward pass
@@ -35,7 +35,7 @@ WAITED = "waited"  # clock key: seconds of gradient communication that did not o
 class GradientSync:
     """A model whose gradients, after :meth:`combine`, are those of the global batch on every rank.
 
-    This class is for a single rank, whose gradients are these already.
+    This base class is for a single rank, whose gradients are those of the global batch without any exchange.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -47,75 +47,89 @@ class GradientSync:
         return output
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:  # noqa: ARG002
-        """Return a context for a micro-batch's passes; all but the ``last`` of a step only accumulate."""
+        """Return a context manager for the forward and backward pass of a micro-batch.
+
+        Args:
+            last: whether it is the last micro-batch of the step; the passes before it only accumulate gradients.
+        """
         return nullcontext()
 
     def combine(self, loss_sum: Tensor) -> Tensor:
-        """Average the gradients over the ranks, and return the sum of all ranks' losses, which are fp64 scalars."""
+        """Average the gradients over the ranks in place, and return the sum of all ranks' losses.
+
+        All ranks must call it.
+
+        Args:
+            loss_sum: this rank's loss, an fp64 scalar.
+        """
         return loss_sum
 
 
 class SharedMemorySync(GradientSync):
-    """For CPU ranks of one machine: each copies its gradients to shared memory, and averages those of all ranks.
+    """Average gradients through shared memory, for CPU ranks of one machine.
 
-    gloo goes through TCP even on one machine, and its threads need the cores that compute. All ranks add in the same
-    order, and so get the same bits. The shared memory grows with the largest parameter, not with the model.
+    gloo uses TCP even on one machine, and its threads take cores from the computation. All ranks add gradients in the
+    same order and so get the same bits. The memory grows with the largest parameter, not with the model.
     """
 
     def __init__(self, model: nn.Module, bucket_bytes: int = BUCKET_BYTES) -> None:
+        """Overwrite the model by rank 0's, and map the shared memory. All ranks must call it."""
         super().__init__(model)
         copy_from_rank_0([*model.parameters(), *model.buffers()])
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.numel()]
         groups = split_into_buckets(trained, bucket_bytes) or [[]]
-        self.memory = NodeMemory(max(sum(sizes(bucket_pieces(group))) for group in groups))
+        self.memory = NodeMemory(max(sum(aligned_sizes(bucket_layout(group))) for group in groups))
         self.buckets = [[SharedBucket(group, half) for half in self.memory.halves] for group in groups]
 
     @torch.no_grad()
     def combine(self, loss_sum: Tensor) -> Tensor:
-        """Average and add up as in :class:`GradientSync`; a gradient that no rank has stays None, as on one rank."""
-        for in_either_half in self.buckets:
-            bucket = in_either_half[self.memory.turn]
-            bucket.put(loss_sum)
-            self.memory.barrier()
-            bucket.average()
-        return bucket.losses.sum()
+        """Average the gradients over the ranks in place, and return the sum of all ranks' losses.
+
+        All ranks must call it. A gradient that no rank has stays None, as on one rank.
+        """
+        for both_halves in self.buckets:
+            bucket = both_halves[self.memory.turn]
+            bucket.write_own_gradients(loss_sum)
+            self.memory.wait_at_barrier()
+            bucket.average_gradients()
+        return bucket.losses.sum()  # each bucket has the losses, and there is at least one bucket
 
 
 class SharedBucket:
-    """Some parameters, with places in shared memory for each rank's gradients of them, and for its loss."""
+    """Places in shared memory for the gradients of some parameters: one for each rank, and one for each rank's loss."""
 
     def __init__(self, parameters: list[nn.Parameter], memory: Tensor) -> None:
         self.parameters = parameters
         ranks = world_size()
-        self.losses, flags, *flats = cut(memory, bucket_pieces(parameters))
+        self.losses, flags, *flats = split_memory(memory, bucket_layout(parameters))
         self.has_gradient = flags.view(ranks, len(parameters))
         self.gradients = [
-            # Each rank's gradient has the parameter's order of memory, but not its gaps.
+            # Each rank's gradient has the parameter's memory order, without gaps.
             flat.as_strided((ranks, *parameter.shape), (parameter.numel(), *torch.empty_like(parameter).stride()))
             for parameter, flat in zip(parameters, flats, strict=True)
         ]
 
-    def put(self, loss_sum: Tensor) -> None:
-        """Copy this rank's loss and gradients into its places."""
+    def write_own_gradients(self, loss_sum: Tensor) -> None:
+        """Write this rank's loss and gradients to its places in the shared memory; a missing gradient as zeros."""
         own = rank()
         self.losses[own] = loss_sum
-        for index, (parameter, of_ranks) in enumerate(zip(self.parameters, self.gradients, strict=True)):
+        for index, (parameter, by_rank) in enumerate(zip(self.parameters, self.gradients, strict=True)):
             self.has_gradient[own, index] = parameter.grad is not None
-            of_ranks[own] = 0.0 if parameter.grad is None else parameter.grad
+            by_rank[own] = 0.0 if parameter.grad is None else parameter.grad
 
-    def average(self) -> None:
-        """Overwrite the gradients by their means over all ranks."""
-        any_has = self.has_gradient.any(dim=0).tolist()
-        for parameter, of_ranks, has_gradient in zip(self.parameters, self.gradients, any_has, strict=True):
+    def average_gradients(self) -> None:
+        """Overwrite the parameters' gradients by their means over all ranks; call it after the barrier."""
+        exists = self.has_gradient.any(dim=0).tolist()
+        for parameter, by_rank, has_gradient in zip(self.parameters, self.gradients, exists, strict=True):
             if has_gradient:
-                parameter.grad = torch.add(of_ranks[0], of_ranks[1], out=parameter.grad)
-                for gradient in of_ranks[2:]:
+                parameter.grad = torch.add(by_rank[0], by_rank[1], out=parameter.grad)
+                for gradient in by_rank[2:]:
                     parameter.grad += gradient
-                parameter.grad /= len(of_ranks)
+                parameter.grad /= len(by_rank)
 
 
 def split_into_buckets(parameters: Sequence[nn.Parameter], most_bytes: int) -> list[list[nn.Parameter]]:
-    """Split a sequence into groups of at most so many bytes; a larger parameter is a group of its own."""
+    """Split parameters, in order, into groups of at most ``most_bytes``; a larger parameter is a group of its own."""
     groups: list[list[nn.Parameter]] = []
     free = 0
     for parameter in parameters:
@@ -127,25 +141,29 @@ def split_into_buckets(parameters: Sequence[nn.Parameter], most_bytes: int) -> l
     return groups
 
 
-def bucket_pieces(parameters: Sequence[nn.Parameter]) -> list[Piece]:
-    """Return a bucket's layout: all ranks' losses, flags of the gradients that each has, and the gradients."""
+def bucket_layout(parameters: Sequence[nn.Parameter]) -> list[Piece]:
+    """Return the pieces of a bucket: the losses of all ranks, a flag for each rank's gradients, and the gradients."""
     ranks = world_size()
     gradients = [(ranks * parameter.numel(), parameter.dtype) for parameter in parameters]
     return [(ranks, torch.float64), (ranks * len(parameters), torch.bool), *gradients]
 
 
 class DDPSync(GradientSync):
-    """torch's DistributedDataParallel, on any backend and over machines."""
+    """Average gradients by torch's DistributedDataParallel, on any backend and over machines."""
 
     def __init__(self, model: nn.Module, clock: Clock) -> None:
+        """Wrap the model in DistributedDataParallel, which overwrites it by rank 0's. All ranks must call it.
+
+        Hides three of DDP's warnings in this process.
+        """
         super().__init__(model)
         self.clock = clock
         device = next(model.parameters()).device
         self.last_bucket_started: Any = None
         self.failure: CollectiveError | None = None  # of a bucket's all-reduce
-        # DDP's constructor waits for other ranks in C++, whose failure has no type. So this waits for them before.
+        # DDP's constructor waits for other ranks in C++, where a failure is a plain RuntimeError. So wait before.
         sum_over_ranks(torch.zeros(1, device=device))
-        # A kernel for one channel has two equally good memory orders, of which DDP expects the other one.
+        # A kernel for one channel is in two memory orders at once; DDP expects one and gets the other, to no harm.
         warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
         warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
         warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
@@ -155,15 +173,22 @@ class DDPSync(GradientSync):
                 device_ids=[device] if device.type == "cuda" else None,
                 gradient_as_bucket_view=True,
                 broadcast_buffers=False,
-                # Otherwise a parameter that no output depends on fails the second step, and buckets change after the
-                # first one, and with them the rounding: a resumed run would end in other bits.
+                # Without it, a parameter that no output depends on fails the second step. And DDP would form new
+                # buckets after the first step, which changes the rounding: a resumed run would get other bits.
                 find_unused_parameters=True,
             )
-        self.parallel.register_comm_hook(self, average_over_ranks)
+        self.parallel.register_comm_hook(self, average_bucket)
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
-        """Return the context of :class:`GradientSync`, which adds to WAITED and gives errors of DDP their types."""
+        """Return a context manager for a micro-batch's passes; the last pass starts all-reduces.
+
+        Adds the wait for the last all-reduce to the clock's WAITED.
+
+        Raises:
+            CollectiveError: an all-reduce has failed.
+            UserError: the backward pass came back to a parameter whose gradient was complete.
+        """
         self.last_bucket_started = None
         try:
             with nullcontext() if last else self.parallel.no_sync():
@@ -174,22 +199,29 @@ class DDPSync(GradientSync):
             if "ready only once" not in str(error):
                 raise
             raise repeated_gradient_error("ddp", "use_reentrant=False, or set strategy='hooks'") from None
-        if self.last_bucket_started is not None:  # ``backward`` returns only after the last bucket's all-reduce
+        if self.last_bucket_started is not None:  # the backward pass waits for the last bucket's all-reduce
             self.clock.add(WAITED, self.last_bucket_started)
 
     def combine(self, loss_sum: Tensor) -> Tensor:
-        """Return the sum of all ranks' losses; DDP has averaged the gradients in the backward pass."""
+        """Return the sum of all ranks' losses; DDP has averaged the gradients in the backward pass.
+
+        All ranks must call it.
+        """
         return sum_over_ranks(loss_sum)
 
 
 class HooksSync(GradientSync):
-    """One all-reduce for each parameter, started during the backward pass: DDP's idea without its buckets.
+    """Average gradients by one all-reduce for each parameter, started during the backward pass: DDP without buckets.
 
-    All ranks start the all-reduces in the same order, from the last parameter to the first, whatever the order in which
-    gradients are computed. Otherwise ranks that use different parameters would average tensors of different ones.
+    All ranks start the all-reduces in the same order, from the last parameter to the first. In the order of
+    computation, ranks that use different parameters would average gradients of different parameters.
     """
 
     def __init__(self, model: nn.Module) -> None:
+        """Overwrite the model by rank 0's, and register a hook of autograd for each trained parameter.
+
+        All ranks must call it.
+        """
         super().__init__(model)
         copy_from_rank_0([*model.parameters(), *model.buffers()])
         self.order = [parameter for parameter in model.parameters() if parameter.requires_grad][::-1]
@@ -198,35 +230,44 @@ class HooksSync(GradientSync):
         self.ready: set[Tensor] = set()
         self.last = False
         for parameter in self.order:
-            parameter.register_post_accumulate_grad_hook(self.start_ready)  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(self.start_ready_all_reduces)  # type: ignore[no-untyped-call]
 
-    def start_ready(self, parameter: Tensor) -> None:
-        """Start the all-reduces that may start now that the parameter's gradient is complete; a hook of autograd."""
+    def start_ready_all_reduces(self, parameter: Tensor) -> None:
+        """Note that the parameter's gradient is complete; start the all-reduces that are next in the order and ready.
+
+        Called by autograd. Does nothing before the last micro-batch.
+
+        Raises:
+            UserError: the parameter's all-reduce has been started before.
+        """
         if self.last:
             if self.position[parameter] < len(self.started):
                 raise repeated_gradient_error("hooks", "use_reentrant=False")
             self.ready.add(parameter)
             while len(self.started) < len(self.order) and self.order[len(self.started)] in self.ready:
-                self.start_next()
+                self.start_next_all_reduce()
 
-    def start_next(self) -> None:
-        """Start the all-reduce of the next parameter in the order; one without a gradient adds zeros."""
+    def start_next_all_reduce(self) -> None:
+        """Start the all-reduce of the next parameter in the order; a missing gradient is set to zeros before."""
         parameter = self.order[len(self.started)]
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         self.started.append(dist.all_reduce(parameter.grad, async_op=True))
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
-        """Return a context that does nothing; note whether hooks may start all-reduces."""
+        """Return a context manager that does nothing; hooks may start all-reduces from now on if ``last`` is True."""
         self.last = last
         return nullcontext()
 
     def combine(self, loss_sum: Tensor) -> Tensor:
-        """Average and add up as in :class:`GradientSync`; a gradient that no rank has becomes None, as on one rank."""
+        """Wait for the all-reduces, average the gradients, and return the sum of all ranks' losses.
+
+        All ranks must call it. A gradient that no rank has becomes None, as on one rank. ``loss_sum`` is overwritten.
+        """
         has_gradient = torch.tensor([parameter.grad is not None for parameter in self.order], dtype=torch.int32)
         has_gradient = copy_to_device(has_gradient, loss_sum.device)
         while len(self.started) < len(self.order):
-            self.start_next()
+            self.start_next_all_reduce()
         with in_collective():
             last = [dist.all_reduce(numbers, async_op=True) for numbers in (has_gradient, loss_sum)]
             for work in (*self.started, *last):
@@ -242,35 +283,46 @@ class HooksSync(GradientSync):
 
 
 def repeated_gradient_error(strategy: str, fix: str) -> UserError:
-    """Return the error for a gradient that grows while it is averaged over the ranks."""
+    """Return the error for a backward pass that comes back to a parameter after its all-reduce has started."""
     return UserError(
-        f"strategy={strategy!r}: the backward pass came back to a parameter whose gradient was complete, as with "
-        f"torch.utils.checkpoint(use_reentrant=True); use {fix}"
+        f"strategy={strategy!r}: the backward pass added to a gradient that was complete, as with "
+        f"torch.utils.checkpoint(use_reentrant=True); each gradient must be computed once; use {fix}"
     )
 
 
-def average_over_ranks(sync: DDPSync, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Return the future mean of a bucket of gradients over the ranks; DDP's communication hook."""
+def average_bucket(sync: DDPSync, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """Start the all-reduce of a bucket of gradients, and return the future of their mean over the ranks.
+
+    This is DDP's communication hook. Notes the start time, and a later failure, in ``sync``.
+    """
     sync.last_bucket_started = sync.clock.mark(WAITED)
     begin = time.monotonic()
     work: Any = dist.all_reduce(bucket.buffer(), async_op=True)
-    watch_work(work)  # the backward pass may wait for it: DDP looks whether a parameter was used on any rank
+    watch_async_collective(work)  # the backward pass may wait for it, as DDP asks which parameters any rank has used
 
-    def mean(done: torch.futures.Future[Any]) -> Tensor:
+    def divide_sum(done: torch.futures.Future[Any]) -> Tensor:
+        """Return the mean. Keeps a CollectiveError in ``sync.failure`` before it raises it."""
         try:
             with waiting_for_ranks(begin):
                 total: Tensor = done.value()[0]
-        except CollectiveError as error:  # ``backward`` turns it into a RuntimeError
+        except CollectiveError as error:  # torch's backward pass turns it into a RuntimeError
             sync.failure = error
             raise
         return total.div_(world_size())
 
     future: torch.futures.Future[Any] = work.get_future()
-    return future.then(mean)
+    return future.then(divide_sum)
 
 
 def synchronise_gradients(model: nn.Module, strategy: str, clock: Clock) -> GradientSync:
-    """Return the model with the strategy of that name; a single rank needs none. All ranks call it together."""
+    """Return the model wrapped by the gradient strategy of that name.
+
+    All ranks must call it; with one rank there is none.
+
+    Args:
+        strategy: ``ddp``, ``shared_memory`` or ``hooks``.
+        clock: gets the seconds of communication that did not overlap with the backward pass (``ddp`` only).
+    """
     if world_size() == 1:
         return GradientSync(model)
     if strategy == "ddp":
@@ -279,9 +331,10 @@ def synchronise_gradients(model: nn.Module, strategy: str, clock: Clock) -> Grad
 
 
 def compile_model(model: nn.Module) -> nn.Module:
-    """Return the model compiled by torch.compile; keeps out layers that exchange between ranks or depend on samples.
+    """Return the model compiled by torch.compile, without layers that exchange between ranks or draw by sample.
 
-    Each such layer is a graph break. A dropout layer with p = 0, of which torchvision's models have many, is none.
+    Changes ``forward`` of these layers to run uncompiled: each one is a graph break. A dropout layer with p = 0 is
+    compiled; torchvision's models have many.
     """
     for module in model.modules():
         if isinstance(module, GlobalBatchNorm) or (isinstance(module, SampleDropout) and module.p > 0):

@@ -1,4 +1,4 @@
-"""The samples of a rank's forward and backward pass, and random numbers for the layers that depend on them."""
+"""The samples of a rank's forward and backward pass, and random numbers that depend on these samples alone."""
 
 from __future__ import annotations
 
@@ -20,90 +20,103 @@ GOLDEN, FIRST, SECOND = (
 
 
 class TrainingPass:
-    """The samples of a forward and backward pass, and random numbers for them; one object for a model.
+    """The samples of the current forward and backward pass of a model, and their random numbers.
 
-    ``counts`` is False where the rank has no sample of its own: then the pass is on another rank's, and must leave no
-    trace. ``draws`` says whether the model has drawn random numbers itself so far.
+    The BatchNorm and dropout layers of the model all refer to one such object.
     """
 
     def __init__(self, *, may_draw: bool = True) -> None:
-        """``may_draw``: whether the model may draw random numbers; seeding for that takes tens of microseconds."""
+        """Begin with no samples.
+
+        Args:
+            may_draw: whether the model may draw random numbers. Seeding for that takes tens of microseconds a pass.
+        """
         self.may_draw = may_draw
         self.keys = torch.zeros(0, dtype=torch.int64)
-        self.counts = True
-        self.draws = False
-        self.calls: dict[int, int] = {}
+        self.has_samples = True
+        self.model_draws = False
+        self.calls: dict[int, int] = {}  # number of each draw_uniform of this pass, by torch's random bits at the call
         self.generators = Generators(torch.default_generator, random, np.random)
         self.reference = Generators(torch.Generator(), random.Random(), np.random.RandomState())
 
     def __deepcopy__(self, _: object) -> TrainingPass:
-        """Return this object: a model's copy is not trained."""
+        """Return this object: a copy of a model is not trained, and needs no samples of its own."""
         return self
 
-    def begin_pass(self, seed: int, epoch: int, samples: Indices, device: torch.device, *, counts: bool = True) -> None:
-        """Set the samples [N] of the pass that follows; seed the global generators of torch, Python and NumPy.
+    def begin_pass(
+        self, seed: int, epoch: int, samples: Indices, device: torch.device, *, has_samples: bool = True
+    ) -> None:
+        """Set the samples [N] of the next pass; seed the global generators of torch (CPU and GPU), Python and NumPy.
 
-        A model may draw from these itself. They are seeded by the position, so that a resumed run draws the same.
+        The seed is a function of the first sample, the epoch and ``seed``. So a model that draws from these generators
+        draws the same numbers after a resume. Seeds nothing if ``may_draw`` is False.
+
+        Args:
+            has_samples: False if this rank has no sample of its own, and runs another rank's sample that must not
+                count.
         """
-        self.counts = counts
+        self.has_samples = has_samples
         if not self.may_draw:
             return
-        # Another seed than augmentation's, whose bits would tell which pixels and which units go together.
+        # Not augmentation's seed: dropout would be correlated with the augmentation of the same sample.
         bits = sample_bits(seed + 2**32, epoch, samples)
         self.keys = copy_to_device(torch.from_numpy(bits.view(np.int64)), device)
         self.calls = {}
         for generators in (self.generators, self.reference):
-            generators.seed(int(bits[0]))
+            generators.seed_each(int(bits[0]))
         if device.type == "cuda":
             torch.cuda.manual_seed(int(bits[0]))
 
-    def end_pass(self) -> None:
-        """Set ``draws`` if the model has drawn random numbers itself, in its forward or backward pass.
+    def finish_pass(self) -> None:
+        """Set ``model_draws`` if the model itself has drawn from a global generator in its forward or backward pass.
 
-        Such numbers depend on how samples fall to ranks. A model that restores the random state (``fork_rng``) is not
-        noticed.
+        Such numbers depend on how samples are dealt to ranks. Not noticed: a model that restores the random state
+        (``fork_rng``).
         """
         if not self.may_draw:
             return
         device = self.keys.device
         on_gpu = device.type == "cuda" and torch.cuda.default_generators[device.index].get_offset() > 0
-        self.draws = self.draws or on_gpu or self.generators.draw() != self.reference.draw()
+        self.model_draws = (
+            self.model_draws or on_gpu or self.generators.draw_from_each() != self.reference.draw_from_each()
+        )
 
-    def uniform(self, shape: tuple[int, ...]) -> Tensor:
-        """Return [N, *shape] numbers in [0, 1), fp32; each sample has a SplitMix64 stream, each call a part of it.
+    def draw_uniform(self, shape: tuple[int, ...]) -> Tensor:
+        """Return random fp32 numbers [N, *shape] in [0, 1).
 
-        A block that is run again for the backward pass, such as torch.utils.checkpoint's, needs the numbers that it had
-        before. What runs it restores torch's random state, so a number drawn from that tells which call it is.
+        Each sample has a SplitMix64 stream, each call a part of it. torch.utils.checkpoint runs a block again in the
+        backward pass, which then needs the same numbers. It restores torch's random state before. So a number drawn
+        from torch's generator tells which call this is.
         """
-        drawn = self.generators.draw_of_torch()
+        drawn = self.generators.draw_from_torch()
         if drawn not in self.calls:
             self.calls[drawn] = len(self.calls)
-            self.reference.draw_of_torch()
+            self.reference.draw_from_torch()
         position = torch.arange(math.prod(shape), device=self.keys.device) + (self.calls[drawn] << 32)
         bits = mix_bits(self.keys[:, None] + position * GOLDEN)
         return (shift_right(bits, 40).float() / 2**24).view(-1, *shape)
 
 
 class Generators(NamedTuple):
-    """A random generator of torch (on the CPU), one of Python and one of NumPy; a module stands for its global one."""
+    """A random generator of torch on the CPU, one of Python and one of NumPy. The modules stand for the global ones."""
 
-    of_torch: torch.Generator
-    of_python: Any
-    of_numpy: Any
+    torch_generator: torch.Generator
+    python_generator: Any
+    numpy_generator: Any
 
-    def seed(self, seed: int) -> None:
-        """Seed all three."""
-        self.of_torch.manual_seed(seed)  # torch.manual_seed takes 200 us, as it looks for all kinds of devices
-        self.of_python.seed(seed)
-        self.of_numpy.seed(seed % 2**32)
+    def seed_each(self, seed: int) -> None:
+        """Seed each generator with ``seed``."""
+        self.torch_generator.manual_seed(seed)  # torch.manual_seed takes 200 us, as it looks for all kinds of devices
+        self.python_generator.seed(seed)
+        self.numpy_generator.seed(seed % 2**32)
 
-    def draw(self) -> tuple[int, int, int]:
-        """Draw a number from each."""
-        return self.draw_of_torch(), self.of_python.getrandbits(32), self.of_numpy.randint(2**31)
+    def draw_from_each(self) -> tuple[int, int, int]:
+        """Return one random number of each generator."""
+        return self.draw_from_torch(), self.python_generator.getrandbits(32), self.numpy_generator.randint(2**31)
 
-    def draw_of_torch(self) -> int:
-        """Draw 63 bits from torch's."""
-        return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=self.of_torch).item())
+    def draw_from_torch(self) -> int:
+        """Return 63 random bits of torch's generator."""
+        return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=self.torch_generator).item())
 
 
 def mix_bits(x: Tensor) -> Tensor:
@@ -114,5 +127,5 @@ def mix_bits(x: Tensor) -> Tensor:
 
 
 def shift_right(x: Tensor, places: int) -> Tensor:
-    """Return x >> places for the unsigned number with the same bits as the int64 x."""
+    """Return x >> places for the unsigned numbers with the bits of the int64 x."""
     return (x >> places) & ((1 << (64 - places)) - 1)

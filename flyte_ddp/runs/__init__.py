@@ -1,1 +1,1 @@
-"""What a run is: its identity, its folder and the lock on it, its job, its checkpoints."""
+"""A run's identity, its folder with the lock, its job for the ranks, and its checkpoints."""

@@ -12,32 +12,32 @@ from flyte_ddp.hardware import Hardware
 if TYPE_CHECKING:
     import torch
 
-LABELS = {"num_ranks": "ranks", "threads": "threads of each rank", "channels_last": "channels last"}
+FIELD_NAMES = {"num_ranks": "ranks", "threads": "threads of each rank", "channels_last": "channels last"}  # for texts
 
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """Two runs that are otherwise the same get the same bits if this is the same, too."""
+    """The settings that decide rounding: equal runs with equal values get the same bits."""
 
     num_ranks: int
-    devices: str  # of all ranks, in their order
+    devices: str  # of all ranks, by rank; one name if all are equal
     precision: str
     threads: int
-    channels_last: str  # on or off
-    strategy: str  # empty for one rank, which has none
+    channels_last: str  # "on" or "off"
+    strategy: str  # of gradients; empty for one rank
 
     def changes(self, before: Iterable[Arithmetic]) -> str:
-        """Return in words what was different; empty if nothing was."""
+        """Return in words which values differ from those ``before``; empty if none does."""
         words = []
         for name, now in vars(self).items():
             earlier = [*dict.fromkeys(getattr(one, name) for one in before)]
             if "" not in (now, *earlier) and earlier != [now]:
-                words.append(f"{LABELS.get(name, name)} {' and '.join(map(str, earlier))}, now {now}")
+                words.append(f"{FIELD_NAMES.get(name, name)} {' and '.join(map(str, earlier))}, now {now}")
         return "; ".join(words)
 
 
-def of_this_run(hardware: Hardware, device: torch.device) -> Arithmetic:
-    """Return what this run trains in. A collective: all ranks must call it."""
+def detect_arithmetic(hardware: Hardware, device: torch.device) -> Arithmetic:
+    """Return the rounding settings of this run. All ranks must call it, because it collects their devices."""
     import torch
 
     from flyte_ddp.parallel.distributed import objects_of_all_ranks

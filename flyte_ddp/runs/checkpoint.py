@@ -1,7 +1,7 @@
-"""Checkpoints on disk: two files, written in turn, so that a good one is there whatever happens to the other.
+"""Checkpoints on disk: two files, written in turn, so that one good file is left whatever happens to the other.
 
-A file holds its SHA-256, a header (a line of JSON), the metrics so far, and what torch saved. All but the last can be
-read without torch.
+A file holds its SHA-256, a header (a line of JSON), the metrics so far, and the state that torch saved. All but the
+state can be read without torch.
 """
 
 import hashlib
@@ -31,34 +31,34 @@ DIGEST_LINE = len(f"{FORMAT} {'0' * 64}\n")
 class Identity:
     """What a checkpoint belongs to: only a run with the same identity can resume from it.
 
-    The number of ranks is left out, because it changes who computes and not what is computed. So is what the ranks run
-    on, which changes what is computed by rounding alone: see :mod:`flyte_ddp.runs.arithmetic`.
+    The number of ranks is left out, because it changes who computes and not what is computed. Devices and precision are
+    left out, because they change the rounding only (:mod:`flyte_ddp.runs.arithmetic`).
     """
 
     hyperparameters: dict[str, Any]  # without num_ranks
-    data: str  # content digest of the prepared data; the next three likewise
-    code: str
-    user_code: str
-    initial_weights: str
-    releases: str  # of what computes, see code_digest.ARITHMETIC
+    data: str  # digest of the prepared data's content
+    code: str  # digest of this library's code
+    user_code: str  # digest of the model's code
+    initial_weights: str  # digest of the file
+    releases: str  # of torch and the other libraries in code_digest.ARITHMETIC
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that was found whole."""
+    """A checkpoint whose SHA-256 was verified. The state stays in the file."""
 
     path: Path
     epoch: int  # epochs that are done, with their evaluation
     step: int  # optimiser steps that are done
-    trained_in: tuple[Arithmetic, ...]  # all that it was trained in so far
-    time: float
+    trained_in: tuple[Arithmetic, ...]  # one entry for each change of ranks, devices or precision
+    time: float  # when it was written, in seconds since 1970
     identity: Identity
-    metrics: bytes
-    offset: int  # of what torch saved, in the file
+    metrics: bytes  # of metrics.jsonl up to this step
+    offset: int  # of the state in the file, in bytes
 
 
-def slots(folder: Path, newest: Path | None) -> Iterator[Path]:
-    """Yield without end the paths of the next checkpoints: in turn, beginning with the one that is not the newest."""
+def alternate_slots(folder: Path, newest: Path | None) -> Iterator[Path]:
+    """Yield without end the next checkpoint's path: both files in turn, first the one that is not ``newest``."""
     first = 1 if newest is not None and newest.name == SLOTS[0] else 0
     return itertools.cycle(folder / name for name in (SLOTS[first], SLOTS[1 - first]))
 
@@ -66,16 +66,19 @@ def slots(folder: Path, newest: Path | None) -> Iterator[Path]:
 def write(
     path: Path, description: Mapping[str, Any], identity: Identity, metrics: bytes, save: Callable[[Any], object]
 ) -> None:
-    """Write a checkpoint in place of an older one; UserError if it cannot be written, such as to a full disk.
+    """Write a checkpoint, in place of an older one at ``path``: atomically.
 
     Args:
         description: ``epoch``, ``step``, ``trained_in`` and ``time``.
-        metrics: contents of metrics.jsonl up to this step.
-        save: writes the state into a file.
+        metrics: content of metrics.jsonl up to this step.
+        save: writes the state into the file that it is given.
+
+    Raises:
+        UserError: the file cannot be written, for example because the disk is full.
     """
     header = {**description, "identity": asdict(identity), "metrics_bytes": len(metrics)}
     with replacing(path) as file:
-        file.write(b" " * DIGEST_LINE)
+        file.write(b" " * DIGEST_LINE)  # is overwritten when the digest is known
         hashing = HashingFile(file)
         hashing.write(json.dumps(header).encode() + b"\n")
         hashing.write(metrics)
@@ -85,14 +88,14 @@ def write(
 
 
 class UnreadableError(Exception):
-    """A checkpoint is there and cannot be read; the text is the reason."""
+    """A checkpoint file exists and cannot be read; the text is the reason."""
 
 
 def find_newest(folder: Path) -> tuple[Checkpoint | None, dict[Path, str]]:
-    """Read the checkpoints of a folder.
+    """Read and verify both checkpoints of a folder, without their states.
 
     Returns:
-        The newest one that can be read, None without one; and of each one that cannot be read, why not.
+        The newest readable checkpoint, or None; and for each file that cannot be read its path and the reason.
     """
     readable: list[Checkpoint] = []
     unreadable: dict[Path, str] = {}
@@ -107,12 +110,12 @@ def find_newest(folder: Path) -> tuple[Checkpoint | None, dict[Path, str]]:
 
 
 def newest_of(folder: Path) -> Checkpoint | None:
-    """Return the newest checkpoint of a folder that can be read; None without one."""
+    """Return the newest readable checkpoint of a folder, or None. Reads both files to verify them."""
     return find_newest(folder)[0]
 
 
 def newest_step(run_folder: Path) -> int | None:
-    """Return the step of a run's newest checkpoint: 0 if the run has none, None if it has some and none can be read."""
+    """Return the step of a run's newest checkpoint: 0 if the run has none, None if it has some and none is readable."""
     found, unreadable = find_newest(run_folder / FOLDER)
     if found is not None:
         return found.step
@@ -120,13 +123,12 @@ def newest_step(run_folder: Path) -> int | None:
 
 
 def read(path: Path) -> Checkpoint | None:
-    """Read a checkpoint's header and metrics, and compare its content with its SHA-256; the state stays in the file.
+    """Return a checkpoint's header and metrics, or None if there is no file. The state stays in the file.
 
-    Returns:
-        None if there is no such file.
+    Reads the file whole to verify its SHA-256.
 
     Raises:
-        UnreadableError: the system does not let the file be read, or it is damaged, or of another release's format.
+        UnreadableError: the system does not allow reading, or the file is damaged or of another release's format.
     """
     try:
         with path.open("rb") as file:
@@ -152,46 +154,44 @@ def read(path: Path) -> Checkpoint | None:
         raise UnreadableError("its header is another release's") from error
 
 
-def state_in(checkpoint: Checkpoint) -> io.BytesIO:
-    """Return what torch saved, read whole into memory."""
+def read_saved_state(checkpoint: Checkpoint) -> io.BytesIO:
+    """Return the checkpoint's state, as torch saved it, in memory. Does not verify it again."""
     with checkpoint.path.open("rb") as file:
         file.seek(checkpoint.offset)
         return io.BytesIO(file.read())
 
 
 def load_latest(run_folder: Path, run: Identity) -> Checkpoint | None:
-    """Return the run's newest checkpoint, and put the run's metrics back to what they were when it was written.
+    """Return the run's newest checkpoint, and set metrics.jsonl back to its content when the checkpoint was written.
 
-    Without any checkpoint, empties metrics.jsonl and removes the intermediate results. Prints to stderr which
-    checkpoint beside the one that is used cannot be read.
+    Without any checkpoint, empties metrics.jsonl, removes the intermediate results, and returns None. Prints to stderr
+    which checkpoints cannot be read if another one is used. The returned checkpoint has no metrics.
 
     Raises:
-        UserError: the checkpoint is of another run, or there are checkpoints and none can be read; nothing is changed.
+        UserError: the checkpoint is of another run, or there are checkpoints and none is readable; nothing is changed.
     """
     found, unreadable = find_newest(run_folder / FOLDER)
     reasons = " and ".join(f"{path} ({why})" for path, why in unreadable.items())
     if found is None and unreadable:
-        one = len(unreadable) == 1
         raise UserError(
-            f"cannot read the run's {'only checkpoint' if one else 'checkpoints'} {reasons}: make "
-            f"{'it' if one else 'one of them'} readable to go on from it, or delete {'it' if one else 'them'} to "
-            "restart from scratch; metrics and results are as they were"
+            f"cannot read the run's checkpoints {reasons}: make one of them readable to go on from it, or delete them "
+            "to restart from scratch; metrics and results are unchanged"
         )
     if found is not None:
         if unreadable:
-            said = f"{reasons} cannot be used; {found.path.name} is, of step {found.step:,}"
-            print(f"checkpoint {said}", file=sys.stderr, flush=True)
-        check_belongs(found, run)
+            text = f"checkpoint {reasons} cannot be used; {found.path.name} is used, of step {found.step:,}"
+            print(text, file=sys.stderr, flush=True)
+        check_same_run(found, run)
     with replacing(run_folder / "metrics.jsonl") as file:
         file.write(found.metrics if found else b"")
     if found is None:
         shutil.rmtree(run_folder / results.FOLDER, ignore_errors=True)
         return None
-    return replace(found, metrics=b"")  # the ranks have no use for them
+    return replace(found, metrics=b"")  # the ranks, to which it is sent, do not need the metrics
 
 
-def check_belongs(checkpoint: Checkpoint, run: Identity) -> None:
-    """Raise UserError, with what is different, for a checkpoint of another run."""
+def check_same_run(checkpoint: Checkpoint, run: Identity) -> None:
+    """Raise UserError, with the differences, if the checkpoint's identity is not this run's."""
     theirs, ours = asdict(checkpoint.identity), asdict(run)
     before, now = theirs.pop("hyperparameters"), ours.pop("hyperparameters")
     words = {"code": "code of flyte_ddp", "user_code": "code of the model", "initial_weights": "initial weights"}
@@ -205,5 +205,5 @@ def check_belongs(checkpoint: Checkpoint, run: Identity) -> None:
     if reasons:
         raise UserError(
             f"{checkpoint.path} belongs to another run: {'; '.join(reasons)}; "
-            "go back to what it was made with, or delete it to restart from scratch"
+            "restore what has changed, or delete it to restart from scratch"
         )

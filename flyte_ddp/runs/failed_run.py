@@ -1,4 +1,4 @@
-"""What the error of a failed run says: from which step the run will go on, and which file holds the details."""
+"""Add to the error of a failed run the step after which the run resumes, and the file with the details."""
 
 import sys
 import traceback
@@ -11,12 +11,13 @@ from flyte_ddp.user_code import modules_hiding_pythons
 
 
 def explain(error: BaseException, run_folder: Path) -> None:
-    """Set an error's ``step``, after which the run will resume, and ``file``, which is written with all details.
+    """Set a RankError's ``step``, after which the run resumes, and ``file``, to which all details are written.
 
-    Adds to the remark the user's modules that may have been imported instead of Python's own.
+    Adds to ``remark`` the user's modules that may have been imported instead of Python's own. A KeyboardInterrupt
+    without a text gets a text with the step. Other errors stay unchanged.
     """
     if isinstance(error, RankError):
-        name_hiding_modules(error)
+        add_hiding_modules(error)
         error.step = newest_step(run_folder)
         if error.file is None:
             error.file = write_details(error, run_folder / UNFINISHED / TRACEBACK)
@@ -24,8 +25,11 @@ def explain(error: BaseException, run_folder: Path) -> None:
         error.args = (f"stopped by Ctrl-C; {where_it_goes_on(newest_step(run_folder))}",)
 
 
-def name_hiding_modules(error: RankError) -> None:
-    """Add to the remark the user's modules that hide Python's, where the error names one or a rank did not begin."""
+def add_hiding_modules(error: RankError) -> None:
+    """Add to the error's remark the user's modules that hide Python's own.
+
+    Named are modules that the error's details mention; all of them if a rank failed before it began.
+    """
     did_not_begin = not error.details and not error.recoverable
     for name, path in modules_hiding_pythons().items():
         if did_not_begin or f"'{name}'" in error.details or str(path) in error.details:
@@ -33,14 +37,14 @@ def name_hiding_modules(error: RankError) -> None:
 
 
 def newest_step(run_folder: Path) -> int | None:
-    """Return the step of the newest checkpoint below ``run_folder``; see :func:`checkpoint.newest_step`."""
+    """Return the step of the run's newest checkpoint: 0 without any, None if there are some and none is readable."""
     return checkpoint.newest_step(run_folder / UNFINISHED)
 
 
 def write_details(error: RankError, path: Path) -> Path | None:
-    """Write an error with its cause, and return the path; None if there is no more than its message.
+    """Write the error with its details and its cause to ``path`` and return the path; None without details and cause.
 
-    Where the file cannot be written, its text is printed to stderr.
+    If the file cannot be written, prints the text to stderr and returns None.
     """
     cause = "".join(traceback.format_exception(error.__cause__)) if error.__cause__ is not None else ""
     if not error.details and not cause:
@@ -49,6 +53,6 @@ def write_details(error: RankError, path: Path) -> Path | None:
     try:
         path.write_text(f"{text}\n", encoding="utf-8", errors="backslashreplace")
     except OSError as reason:
-        print(f"{path}: {reason.strerror}, so its text follows here\n{text}", file=sys.stderr, flush=True)
+        print(f"{path}: {reason.strerror}; the text of this file is:\n{text}", file=sys.stderr, flush=True)
         return None
     return path

@@ -1,4 +1,4 @@
-"""What identifies a training run: the name of its folder, and with it the cache key. Needs no torch."""
+"""What identifies a training run: the name of its folder, which contains the cache key. Needs no torch."""
 
 import hashlib
 import re
@@ -11,19 +11,25 @@ from flyte_ddp.user_source import user_source_digest
 
 
 def run_name(hp: Hyperparameters, data_fingerprint: str, trigger: str = "") -> str:
-    """Return such as ``fashion_mnist-small_cnn-1f0c5a7e9b3d``: data set, model, a digest of all that decides a result.
+    """Return a name such as ``fashion_mnist-small_cnn-1f0c5a7e9b3d``: data set, model, digest of the run's identity.
+
+    The digest covers hyperparameters, data, code, initial weights and releases. Reads the code, and a local file of
+    ``init_from`` whole; asks the server of a remote one.
 
     Args:
         data_fingerprint: from ``flyte_ddp.datasets.fingerprint``.
-        trigger: any text that makes an otherwise equal run another one, such as a schedule's kickoff time.
+        trigger: any text that makes an otherwise equal run another run, such as a schedule's kickoff time.
     """
     parts = (hp.to_json(), data_fingerprint, *model_identity(hp).values(), trigger)
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
-    return "-".join((short_name(hp.dataset), hp.model.replace(":", "."), digest))
+    return "-".join((short_dataset_name(hp.dataset), hp.model.replace(":", "."), digest))
 
 
 def model_identity(hp: Hyperparameters) -> dict[str, str]:
-    """Return what decides a result beside hyperparameters and data, by the fields' names in a checkpoint's identity."""
+    """Return what decides a result beside hyperparameters and data, by the field names of a checkpoint's identity.
+
+    Reads the code, and a local file of ``init_from`` whole; asks the server of a remote one.
+    """
     return {
         "code": library_digest(),
         "user_code": user_source_digest(hp.model) if ":" in hp.model else "",
@@ -32,8 +38,8 @@ def model_identity(hp: Hyperparameters) -> dict[str, str]:
     }
 
 
-def short_name(dataset: str) -> str:
-    """Return a data set's name as part of a folder's name: of an address only its kind and its last part."""
+def short_dataset_name(dataset: str) -> str:
+    """Return a data set's name for use in a folder's name: of an address, only the kind and the last part."""
     kind, _, address = dataset.partition(":")
     if not catalog.encoded_kind(dataset):
         return dataset.replace(":", ".")
@@ -42,7 +48,10 @@ def short_name(dataset: str) -> str:
 
 
 def check_known_image_size(hp: Hyperparameters) -> None:
-    """Refuse, before any data is fetched, a model that cannot take the data set's images, if both are known."""
+    """Raise UserError if the model cannot take the data set's images.
+
+    Does nothing if their size is not known in advance. Fetches no data.
+    """
     encoded = catalog.ENCODED_SIDE if catalog.encoded_kind(hp.dataset) else 0
     side = hp.image_size or catalog.DATASETS.get(hp.dataset, encoded)
     if side:

@@ -1,4 +1,4 @@
-"""What is handed to the ranks. Needs no torch, so that a launcher can start ranks before it has imported anything."""
+"""The work order of the ranks. Needs no torch, so that a launcher can start ranks before it has imported torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +16,9 @@ class Job:
     hp: Hyperparameters
     hardware: Hardware
     settings: Settings
-    data: Path
-    run_folder: Path
+    data: Path  # folder of the prepared data set
+    run_folder: Path  # ``unfinished/`` of the run's folder
     identity: Identity
-    initial_weights: Path | None = None
-    checkpoint: Checkpoint | None = None  # to go on from
-    num_nodes: int = 1  # hosts of its ranks
+    initial_weights: Path | None = None  # a local file
+    checkpoint: Checkpoint | None = None  # from which training resumes
+    num_nodes: int = 1  # number of the ranks' hosts

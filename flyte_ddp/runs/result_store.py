@@ -1,4 +1,4 @@
-"""A copy of a run's intermediate results in a folder or object store, kept up to date while it trains."""
+"""A copy of a run's intermediate results in a folder or an object store, updated while the run trains."""
 
 import sys
 import threading
@@ -13,24 +13,27 @@ from flyte_ddp.errors import StoppedError, UserError
 from flyte_ddp.results import EVENTS, FOLDER
 
 LOOK_SECONDS = 1.0
-LARGEST_SHARE = 0.1  # of the time for looking and copying: what grows is copied whole each time
-LAST_SECONDS = 60.0  # for what is left at the end
-STOPPED_SECONDS = 3.0  # the same in a pod that is told to stop, which has little time left
+LARGEST_SHARE = 0.1  # of the time is spent on copying: a file that grows is copied whole each time
+LAST_SECONDS = 60.0  # wait for the last files at the end of a run
+STOPPED_SECONDS = 3.0  # wait for the last files in a pod that is told to stop, and has little time left
 
 
 @contextmanager
 def mirror_results(run_folder: Path, address: str, *, resuming: bool, name: str = "") -> Iterator[None]:
-    """Copy the files below ``results/`` in a thread, as they change, until the end of the block.
+    """Copy the files below ``results/`` to ``address`` in a thread, as they change, until the end of the block.
+
+    At the end waits up to LAST_SECONDS for the last files (STOPPED_SECONDS if the process is being stopped), and prints
+    to stderr if files are missing in the copy.
 
     Args:
-        run_folder: has ``results/``, or will have.
-        address: a folder in which one is made with the run's name: a path, s3://, gs:// or az://; empty: nothing is
+        run_folder: contains ``results/``, now or later.
+        address: a path, s3://, gs:// or az://; the copy is a folder with the run's name in it. Empty: nothing is
             copied.
-        resuming: the run continues, maybe on another host: it begins with the events that were copied to the address.
-        name: the run's; empty: that of the folder.
+        resuming: whether the run resumes, maybe on another host: then the events at the address are fetched first.
+        name: the run's name; empty: the name of ``run_folder``.
 
     Raises:
-        UserError: nothing can be written to the address. If that happens later, it is printed, and tried again.
+        UserError: nothing can be written to the address. A later failure is only printed, and tried again.
     """
     if not address:
         yield
@@ -39,7 +42,7 @@ def mirror_results(run_folder: Path, address: str, *, resuming: bool, name: str 
         mirror = Mirror(run_folder / FOLDER, f"{address.rstrip('/')}/{name or run_folder.name}", resuming=resuming)
     except (UserError, storage.UnavailableError, OSError) as error:
         raise UserError(
-            f"FLYTE_DDP_RESULTS={masked(address)!r}: cannot be written to ({error}); correct it, or give access to it"
+            f"FLYTE_DDP_RESULTS={masked(address)!r}: cannot be written to ({error}); correct it, or allow writing"
         ) from None
     over = threading.Event()
     thread = threading.Thread(target=mirror.follow, args=(over,), name="results", daemon=True)
@@ -58,19 +61,24 @@ def mirror_results(run_folder: Path, address: str, *, resuming: bool, name: str 
 
 
 class Mirror:
-    """Copies a folder to an address, which may not be the run's own folder.
-
-    Fetches the events of a run that resumes, and writes them, which shows that the address can be written to. Where it
-    may only be written to, events of earlier attempts are replaced, which is printed.
-    """
+    """Copies a folder to an address."""
 
     def __init__(self, folder: Path, address: str, *, resuming: bool) -> None:
+        """Write the events to the address, which shows that it can be written to.
+
+        If the run resumes and has no events, fetches the address's events into the folder before. If they may not be
+        read, they are replaced, which is printed to stderr.
+
+        Raises:
+            UserError: the address contains the run's own folder.
+            UnavailableError: the address cannot be read or written.
+        """
         self.folder, self.address = folder, address
-        self.done: dict[str, tuple[int, int]] = {}
-        self.failure = ""  # of the last look
+        self.done: dict[str, tuple[int, int]] = {}  # by file name: time of change in ns and size of the last copy
+        self.failure = ""  # of the last round of copies
         place = storage.local_path(address)
         if place is not None and folder.resolve().is_relative_to(place.resolve()):
-            raise UserError("that is where the run itself is")
+            raise UserError("the run's own folder is there")
         here, there = folder / EVENTS, storage.join(address, EVENTS)
         if resuming and not here.exists():
             try:
@@ -80,23 +88,31 @@ class Mirror:
             except storage.MissingError:
                 pass
             except storage.ForbiddenError as error:
-                print(f"results: what {there} had from earlier attempts is replaced ({error})", file=sys.stderr)
+                print(
+                    f"results: {there} of earlier attempts is replaced, as it cannot be read ({error})", file=sys.stderr
+                )
         content = here.read_bytes() if here.exists() else b""
         storage.retried(there, lambda _: storage.put(there, content))
 
     def follow(self, over: threading.Event) -> None:
-        """Copy what changes until ``over`` is set, and then what is left; print a failure when it is a new one."""
+        """Copy changed files every LOOK_SECONDS or more until ``over`` is set, then once more.
+
+        Prints the first of a row of failures.
+        """
         last = False
         while not last:
             last, began = over.is_set(), time.monotonic()
-            before, self.failure = self.failure, self.copy_changes()
+            before, self.failure = self.failure, self.copy_changed_files()
             if self.failure and not before:
                 print(f"results are not copied to {self.address}: {self.failure}", file=sys.stderr, flush=True)
             if not last:
                 over.wait(max(LOOK_SECONDS, (time.monotonic() - began) / LARGEST_SHARE))
 
-    def copy_changes(self) -> str:
-        """Copy what has changed; return the first failure, empty if there was none."""
+    def copy_changed_files(self) -> str:
+        """Copy the files that have changed since their last copy. Return the first failure as text; empty without any.
+
+        Hidden files are left out. Reads each file whole.
+        """
         failure = ""
         for path in sorted(self.folder.rglob("*")):
             if path.name.startswith(".") or not path.is_file():
@@ -106,6 +122,6 @@ class Mirror:
                 try:
                     storage.put(storage.join(self.address, name), path.read_bytes())
                     self.done[name] = mark
-                except Exception as error:  # the thread is to go on with the others
+                except Exception as error:  # the other files are still copied
                     failure = failure or f"{name} ({type(error).__name__}: {error})"
         return failure

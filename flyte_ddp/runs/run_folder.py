@@ -1,7 +1,6 @@
-"""A run's folder: what a finished run leaves in it, and ``unfinished/``, where a run writes until it is finished.
+"""A run's folder: the files of the last finished run, and ``unfinished/``, where a run writes until it is finished.
 
-So all that is beside ``unfinished/`` comes from one finished run, also while the same run is made again, and however
-that ends.
+So all files beside ``unfinished/`` are of one finished run, also while the same run is repeated, and however that ends.
 """
 
 import shutil
@@ -9,21 +8,22 @@ from pathlib import Path
 
 from flyte_ddp import results
 from flyte_ddp.runs import checkpoint
-from flyte_ddp.runs.run_lock import not_writable
+from flyte_ddp.runs.run_lock import unwritable_folder_error
 
 UNFINISHED = "unfinished"
 METRICS = "metrics.jsonl"
 PREDICTIONS = "predictions.npz"
-REPORT = "report.html"  # written and moved last: if it is in unfinished/, all is there
+REPORT = "report.html"  # written and moved last: if it is in unfinished/, the run in it is complete
 OUTPUTS = ("model.pt", "model.json", PREDICTIONS, REPORT)
 TRACEBACK = "traceback.txt"  # in unfinished/, if a rank has raised
 REPLACED = ".replaced"
 
 
 def prepare_folder(folder: Path) -> Path:
-    """Make the run folder, and in it ``unfinished/``; return the latter.
+    """Create the run folder with ``unfinished/`` and return the path of ``unfinished/``.
 
-    Of a run that was cut off, only metrics, checkpoints and results of users' code stay in ``unfinished/``.
+    If an interrupted run left files in ``unfinished/``, only metrics, checkpoints and results of users' code are kept.
+    A complete run in ``unfinished/`` is published first.
 
     Raises:
         UserError: nothing can be written there.
@@ -36,12 +36,12 @@ def prepare_folder(folder: Path) -> Path:
         (work / TRACEBACK).unlink(missing_ok=True)
         (work / METRICS).open("ab").close()
     except OSError as error:
-        raise not_writable(folder, error) from None
+        raise unwritable_folder_error(folder, error) from None
     return work
 
 
 def remove_outputs(work: Path) -> None:
-    """Remove outputs, and files that were being written when a process was killed; metrics tell why a run failed."""
+    """Remove a run's outputs and temporary files from ``unfinished/``. Metrics stay: they tell why a run failed."""
     for name in reversed(OUTPUTS):
         (work / name).unlink(missing_ok=True)
     inner = (*(work / checkpoint.FOLDER).glob(".*.tmp"), *(work / results.FOLDER).rglob(".*.tmp"))
@@ -50,14 +50,15 @@ def remove_outputs(work: Path) -> None:
 
 
 def settle(folder: Path) -> bool:
-    """Replace the results of the run before by those of a run that is complete; the caller must hold the folder.
+    """Move a complete run from ``unfinished/`` to the run folder, and return :func:`is_finished` of the folder.
 
-    If it is killed, the next call does the rest. Returns whether the folder then holds a finished run.
+    Replaces the files of the last run and removes ``unfinished/``. Does nothing if the run in it is not complete. The
+    caller must hold the folder's lock. After a kill in between, the next call does the rest.
     """
     work = folder / UNFINISHED
-    replaced = work / REPLACED  # once it exists, files that are missing here have been moved to the run folder
+    replaced = work / REPLACED  # the last run's results; if it exists, moving has begun
     if (work / REPORT).exists():
-        shutil.rmtree(work / checkpoint.FOLDER, ignore_errors=True)  # the next run does not go on from here
+        shutil.rmtree(work / checkpoint.FOLDER, ignore_errors=True)  # so that the next run does not resume from them
         if not replaced.exists():
             if (folder / results.FOLDER).exists():
                 (folder / results.FOLDER).rename(replaced)
@@ -72,5 +73,5 @@ def settle(folder: Path) -> bool:
 
 
 def is_finished(folder: Path) -> bool:
-    """Return whether the folder holds all that a finished run leaves, which is all that a cached result points to."""
+    """Return whether the folder holds all files of a finished run; a cached result refers to these files."""
     return all((folder / name).exists() for name in (METRICS, *OUTPUTS))

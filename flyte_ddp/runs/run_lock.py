@@ -1,4 +1,7 @@
-"""One run at a time writes into a run folder, in this process or in another; the kernel lets go of it when one dies."""
+"""One run at a time writes into a run folder, in this process or another.
+
+The kernel unlocks it when the process dies.
+"""
 
 import os
 import threading
@@ -9,11 +12,11 @@ from pathlib import Path
 from flyte_ddp.errors import UserError
 from flyte_ddp.locks import exclusive
 
-HELD_FOR_CHILDREN = "FLYTE_DDP_HELD_FOR_CHILDREN"  # a process, and the folders that it holds
+HELD_FOR_CHILDREN = "FLYTE_DDP_HELD_FOR_CHILDREN"  # id of a process, and the folders that it has locked
 
 
 class Reservations(threading.local):
-    """The locks of folders that a thread keeps for runs which have not begun: tasks cannot hand each other a lock."""
+    """Locks of run folders that a thread holds for runs that have not begun: tasks cannot pass a lock to each other."""
 
     def __init__(self) -> None:
         self.locks: dict[Path, ExitStack] = {}
@@ -23,13 +26,13 @@ reserved = Reservations()
 
 
 def reserve(folder: Path) -> bool:
-    """Lock the folder, which need not exist, for a run of this thread; return False if another process or run has it.
+    """Lock the folder for a run of this thread, without waiting; return False if another process or run has the lock.
 
-    The lock, a file in ``.locks`` beside the folder, is kept until that run, which calls :func:`hold`, has ended, or
-    until :func:`release`.
+    The folder need not exist. The lock is a file in ``.locks`` beside the folder. It is held until the end of the run,
+    which calls :func:`hold`, or until :func:`release`. A second call in the thread returns True.
 
     Raises:
-        UserError: no file can be made beside the folder.
+        UserError: no file can be created beside the folder.
     """
     folder = folder.resolve()
     if folder not in reserved.locks:
@@ -39,22 +42,26 @@ def reserve(folder: Path) -> bool:
         except BlockingIOError:
             return False
         except OSError as error:
-            raise not_writable(folder, error) from None
+            raise unwritable_folder_error(folder, error) from None
         reserved.locks[folder] = lock
     return True
 
 
 @contextmanager
 def hold(folder: Path) -> Iterator[None]:
-    """Hold the folder, reserved or not, until the end of the block; UserError if another process or run has it."""
-    if not reserve(folder) and not held_by_parent(folder):
-        raise UserError(f"run folder {folder}: another run is writing into it; wait for its end or name another")
+    """Hold the folder's lock, reserved or not, until the end of the block.
+
+    Raises:
+        UserError: another process or run has the lock.
+    """
+    if not reserve(folder) and not is_held_by_parent(folder):
+        raise UserError(f"run folder {folder}: another run is writing into it; wait for its end or name another folder")
     with reserved.locks.pop(folder.resolve(), ExitStack()):
         yield
 
 
 def release(folder: Path) -> None:
-    """Unlock the folder, if this thread has reserved it."""
+    """Unlock the folder if this thread has reserved it."""
     reserved.locks.pop(folder.resolve(), ExitStack()).close()
 
 
@@ -64,19 +71,19 @@ def release_reserved() -> None:
         release(folder)
 
 
-def held_by_parent(folder: Path) -> bool:
-    """Return whether the process that started this one holds the folder for it."""
+def is_held_by_parent(folder: Path) -> bool:
+    """Return whether the parent process holds the folder's lock for this process, as its environment says."""
     holder, *folders = os.environ.get(HELD_FOR_CHILDREN, "").split(os.pathsep)
     return holder == str(os.getppid()) and str(folder.resolve()) in folders
 
 
 def held_for_children() -> dict[str, str]:
-    """Return the environment that lets child processes of this thread write into the folders that it has reserved."""
+    """Return the environment variable that lets child processes write into the folders this thread has reserved."""
     return {HELD_FOR_CHILDREN: os.pathsep.join([str(os.getpid()), *map(str, reserved.locks)])}
 
 
-def not_writable(folder: Path, error: OSError) -> UserError:
-    """Return the error for a run folder in which nothing can be made."""
+def unwritable_folder_error(folder: Path, error: OSError) -> UserError:
+    """Return the error for a run folder that cannot be written to."""
     return UserError(
         f"run folder {folder}: {error.strerror}; it must be writable, so fix its permissions or set FLYTE_DDP_RUNS"
     )

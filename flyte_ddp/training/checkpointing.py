@@ -1,4 +1,4 @@
-"""When a run's state is saved, and what belongs to it. Rank 0 saves, from a thread of its own.
+"""Save the state of a run while it trains. Rank 0 saves, in a thread of its own.
 
 Random numbers are functions of the position (seed, epoch, step, sample), so their state is not saved.
 """
@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from flyte_ddp.models.zoo import refused_value
+from flyte_ddp.models.zoo import find_refused_value
 from flyte_ddp.parallel.distributed import rank
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.job import Job
@@ -46,55 +46,56 @@ class Snapshot:
 
 
 def take_snapshot(run: Run) -> Snapshot | None:
-    """Copy the state after the last finished step to the CPU, also while the next step is being computed.
+    """Return a copy, on the CPU, of the state after the last finished step, or None.
 
-    Holds the state's lock meanwhile. Returns None if a step failed when it had changed a part of the state.
+    May be called while the next step is computed. None means that a step failed after it had changed a part of the
+    state. Holds the state's lock meanwhile.
     """
     state, selection = run.state, run.selection
     with state.lock:
         if state.inconsistent:
             return None
         values = {
-            "model": state.buffers.after_step_in(state.model.state_dict()),
+            "model": state.buffers.state_dict_after_step(state.model.state_dict()),
             "buffers": state.buffers.state_dict(),
             "average": state.average.state_dict() if state.average else None,
             "optimizer": state.optimizer.state_dict(),
             "saw_non_finite": run.loss_watch.saw_non_finite,
-            "draws": state.this_pass.draws,
+            "draws": state.this_pass.model_draws,
             "seconds": dict(state.clock.seconds),
             "total_seconds": state.clock.total(),
             "selection": selection.state_dict(),
             "recorder": run.recorder.state_dict(),
         }
-        # The best weights are a copy already, which nothing changes.
+        # The best weights are a copy that nothing changes, so they need no second copy.
         best = selection.weights if selection.epoch and state.hp.keep == "best" else None
         return Snapshot(state.epoch, state.step, run.recorder.log.size(), {**copy_to_cpu(values), "best": best})
 
 
 def copy_to_cpu(value: Any) -> Any:
-    """Return a deep copy with all tensors on the CPU; a state_dict keeps its ``_metadata``."""
+    """Return a deep copy of the value with all tensors on the CPU; a state_dict keeps its ``_metadata``."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if type(value) in (dict, OrderedDict):
-        same = copy.copy(value)
-        same.update({key: copy_to_cpu(item) for key, item in value.items()})
-        return same
+        result = copy.copy(value)  # with ``_metadata``, which a new dict would not have
+        result.update({key: copy_to_cpu(item) for key, item in value.items()})
+        return result
     if type(value) in (list, tuple):
         return type(value)(copy_to_cpu(item) for item in value)
     return copy.deepcopy(value)
 
 
 def restore_run(run: Run, found: checkpoint.Checkpoint) -> None:
-    """Load a checkpoint into the objects of a run; every rank does."""
+    """Load a checkpoint into the objects of a run. Reads the file whole. Every rank calls it for its own objects."""
     state = run.state
-    values = torch.load(checkpoint.state_in(found), map_location="cpu", weights_only=True)
+    values = torch.load(checkpoint.read_saved_state(found), map_location="cpu", weights_only=True)
     state.model.load_state_dict(values["model"])
     state.buffers.load_state_dict(values["buffers"])
     if state.average is not None:
         state.average.load_state_dict(values["average"])
     state.optimizer.load_state_dict(values["optimizer"])
     state.epoch, state.step = found.epoch, found.step
-    state.this_pass.draws = values["draws"]
+    state.this_pass.model_draws = values["draws"]
     state.clock.seconds.update(values["seconds"])
     state.clock.started -= values["total_seconds"]
     run.selection.load_state_dict(values["selection"], values["best"] or state.kept_model().state_dict())
@@ -102,24 +103,26 @@ def restore_run(run: Run, found: checkpoint.Checkpoint) -> None:
 
 
 class Checkpointer:
-    """Saves a run's state after each epoch, every so many seconds, when asked to, and when training fails.
+    """Saves a run's state after each epoch, every ``checkpoint_seconds``, on request, and when training fails.
 
-    Training waits while a copy is taken in memory, and for nothing else. A context manager.
+    Training waits only while a copy is taken in memory. A context manager: it starts a thread, on rank 0, and at the
+    end waits until the thread has written its last checkpoint. Does nothing on other ranks, or if
+    ``checkpoint_seconds`` is 0.
     """
 
     def __init__(self, job: Job, run: Run) -> None:
         self.job, self.run = job, run
         found = job.checkpoint
-        self.slots = checkpoint.slots(job.run_folder / checkpoint.FOLDER, found.path if found else None)
-        self.saved = (found.step, found.epoch) if found else (0, 0)
-        self.writing = threading.Lock()
-        self.wake = threading.Event()
-        self.pending: Snapshot | None = None
-        self.closed = False
-        self.final = False
-        self.reported = False  # whether a failure to write has been printed
+        self.slots = checkpoint.alternate_slots(job.run_folder / checkpoint.FOLDER, found.path if found else None)
+        self.saved_position = (found.step, found.epoch) if found else (0, 0)  # of the newest checkpoint
+        self.write_lock = threading.Lock()
+        self.wake = threading.Event()  # set when there is something to write, or at the end
+        self.pending: Snapshot | None = None  # the waiting copy
+        self.closed = False  # whether training has ended
+        self.is_final = False  # whether no more checkpoint may be written
+        self.failure_printed = False
         self.active = rank() == 0 and job.settings.checkpoint_seconds > 0
-        self.thread = threading.Thread(target=self._work, name="checkpoints", daemon=True)
+        self.thread = threading.Thread(target=self._write_until_closed, name="checkpoints", daemon=True)
 
     def __enter__(self) -> Self:
         if self.active:
@@ -130,46 +133,51 @@ class Checkpointer:
         if self.active:
             self.closed = True
             self.wake.set()
-            self.thread.join()  # a copy that waits is written before
+            self.thread.join()  # which first writes the waiting copy
             if error is not None:
-                self.save()
-            with self.writing:
+                self.save_now()
+            with self.write_lock:
                 self.active = False
 
     def epoch_done(self) -> None:
-        """Copy the state, to be written by the thread; the copy replaces one that still waits."""
+        """Copy the state for the thread to write; the copy replaces one that is not written yet."""
         if self.active:
             self.pending = take_snapshot(self.run)
             self.wake.set()
 
-    def save(self) -> int:
-        """Write the state as it is now, unless that is saved already; from any thread. No checkpoint is written after.
+    def save_now(self) -> int:
+        """Write the state unless it is saved already, and return the step of the newest checkpoint; 0 if there is none.
 
-        Returns:
-            The step of the newest checkpoint; 0 if there is none.
+        May be called from any thread. No checkpoint is written after it. A failure is printed as in
+        :meth:`_write_newest_snapshot`.
         """
-        with self.writing:
+        with self.write_lock:
             if self.active:
-                self._save(now=True)
-                self.final = True  # no later checkpoint, because the caller reports this step as the resume point
-        return self.saved[0]
+                self._write_newest_snapshot(now=True)
+                self.is_final = True  # because the caller reports this step as the one to resume after
+        return self.saved_position[0]
 
-    def _save(self, *, now: bool) -> None:
-        """Write the state as it is ``now``, if a run can resume from it; else the copy that waits to be written."""
-        if self.final:
+    def _write_newest_snapshot(self, *, now: bool) -> None:
+        """Write one checkpoint: of the current state if ``now``, else (or if that is not resumable) the waiting copy.
+
+        Writes nothing if no copy is newer than the newest checkpoint. A failure is printed to stderr once in a run, and
+        not raised: training continues. The caller holds ``write_lock``.
+        """
+        if self.is_final:
             return
         waiting, self.pending = self.pending, None
         try:
             for snapshot in (take_snapshot(self.run) if now else None, waiting):
-                if snapshot and (snapshot.step, snapshot.epoch) > self.saved and self._is_good(snapshot):
+                if snapshot and (snapshot.step, snapshot.epoch) > self.saved_position and self._is_resumable(snapshot):
                     self._write(snapshot)
-                    self.saved = (snapshot.step, snapshot.epoch)
+                    self.saved_position = (snapshot.step, snapshot.epoch)
         except Exception as error:
-            if not self.reported:
-                print(f"could not write checkpoint: {error}; training continues", file=sys.stderr, flush=True)
-            self.reported = True
+            if not self.failure_printed:
+                print(f"checkpoint could not be written: {error}; training continues", file=sys.stderr, flush=True)
+            self.failure_printed = True
 
     def _write(self, snapshot: Snapshot) -> None:
+        """Write the snapshot to the checkpoint file whose turn it is."""
         with (self.job.run_folder / "metrics.jsonl").open("rb") as file:
             metrics = file.read(snapshot.metrics_bytes)
         before = self.job.checkpoint.trained_in if self.job.checkpoint else ()
@@ -183,22 +191,29 @@ class Checkpointer:
             next(self.slots), description, self.job.identity, metrics, lambda file: torch.save(snapshot.values, file)
         )
 
-    def _work(self) -> None:
+    def _write_until_closed(self) -> None:
+        """Write each waiting copy, or the current state after ``checkpoint_seconds`` without one; runs in the thread.
+
+        Writes the last waiting copy before it returns.
+        """
         closed = False
         while not closed:
             self.wake.wait(self.job.settings.checkpoint_seconds)
             self.wake.clear()
             closed = self.closed
-            with self.writing:
-                self._save(now=not closed and self.pending is None)
+            with self.write_lock:
+                self._write_newest_snapshot(now=not closed and self.pending is None)
 
-    def _is_good(self, snapshot: Snapshot) -> bool:
-        """Return whether a run can resume from the snapshot: its values can be loaded from a file and are finite.
+    def _is_resumable(self, snapshot: Snapshot) -> bool:
+        """Return whether a run can resume from the snapshot: a file can hold it, and losses and weights are finite.
 
         A step that went wrong may show in the weights before it shows in a loss.
         """
-        saved = snapshot.values["model"]  # a model may leave out what is frozen
-        if refused_value(saved):
-            return False
+        saved = snapshot.values["model"]
+        # A user's state_dict may leave out frozen parameters.
         weights = (saved[name] for name, _ in self.run.state.model.named_parameters() if name in saved)
-        return not snapshot.values["saw_non_finite"] and all(bool(value.isfinite().all()) for value in weights)
+        return (
+            not find_refused_value(saved)
+            and not snapshot.values["saw_non_finite"]
+            and all(bool(value.isfinite().all()) for value in weights)
+        )

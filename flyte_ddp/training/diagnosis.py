@@ -1,88 +1,103 @@
-"""Checks of the training loss: where one that is not finite began, and whether anything was learned."""
+"""Checks of the training loss: where a loss that is not finite began, and whether the model has learned anything."""
 
+import functools
+import itertools
 import math
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor, nn
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
-from flyte_ddp.parallel.distributed import objects_of_all_ranks
-from flyte_ddp.training.optimisation import clip_norm
+from flyte_ddp.parallel.distributed import objects_of_all_ranks, rank
+from flyte_ddp.training.optimisation import gradient_clip_norm
 
-LEARNED = 0.97  # of the loss of random predictions: a model that has learned anything is below
+LEARNED = 0.97  # share of the loss of random predictions; a model that has learned anything is below it
 
 
 class LossWatch:
-    """Checks every step's loss, before its gradients change the weights.
+    """Check every step's loss before the step's gradients change the weights.
 
-    On a GPU that would make the host wait for the device in every step. There the device itself stops changing weights
-    from the first loss on that is not finite, and the host checks the loss a step later, or at the end of the epoch.
-    Only torch's fused optimisers can do that; with another one, that of complex weights, the host waits in every step.
+    On a GPU that would make the host wait for the device in every step. There the optimiser itself, on the device,
+    skips all updates from the first loss on that is not finite, and the host reads each loss one step later. Only
+    torch's fused optimisers can skip updates; with others (for complex weights) the host waits in every step.
     """
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, hp: Hyperparameters, *, a_step_later: bool
     ) -> None:
+        """Begin with no loss.
+
+        Args:
+            a_step_later: whether the host reads a loss one step later, if the optimiser can skip updates.
+        """
         self.model, self.optimizer, self.hp = model, optimizer, hp
         self.a_step_later = a_step_later and bool(optimizer.defaults["fused"])
         self.saw_non_finite = torch.zeros((), dtype=torch.bool, device=next(model.parameters()).device)
         self.pending: Callable[[], None] | None = None
 
     def check_loss(self, epoch: int, step: int, loss_sum: Tensor, forward: Callable[[], object]) -> None:
-        """Check the sum of all ranks' losses of a step whose gradients have not been applied, now or a step later.
+        """Check the sum of all ranks' losses of a step, now or one step later. Call it before the optimiser's step.
+
+        In the second case it sets the optimiser's ``found_inf``, and checks the loss of the step before. All ranks must
+        call it.
 
         Args:
-            epoch: counts from 0.
-            step: counts from 1.
-            loss_sum: the same on all ranks.
-            forward: does the step's forward passes again, on all ranks alike.
+            epoch: number of the epoch, from 0.
+            step: number of the step, from 1.
+            loss_sum: a scalar on the device, equal on all ranks.
+            forward: repeats the step's forward passes; is called on all ranks if the loss is not finite.
 
         Raises:
-            UserError: the loss is not finite; names the first weight or activation that is not.
+            UserError: a loss is not finite; names the first weight or activation that is not finite.
         """
-        # Blocking: a host that spins would take a core from the threads that load data.
+        # With blocking=True the host sleeps in the wait, and leaves its core to the threads that load data.
         arrived = torch.cuda.Event(blocking=True) if loss_sum.is_cuda else None  # type: ignore[no-untyped-call]
         on_host = loss_sum.to("cpu", non_blocking=True)
         if arrived is not None:
             arrived.record()
 
-        def check() -> None:
+        def raise_if_not_finite() -> None:
+            """Wait for the loss to arrive on the host, and raise UserError if it is not finite."""
             if arrived is not None:
                 arrived.synchronize()
             if not math.isfinite(loss := on_host.item()):
-                activation = first_non_finite_activation(self.model, forward)
+                where = first_non_finite_activation(self.model, forward)
                 raise non_finite_loss_error(
-                    self.model, self.hp, loss, epoch, step, weights_of=step - 1, activation=activation
+                    self.model, self.hp, loss, epoch, step, weights_of=step - 1, activation=where
                 )
 
         if not self.a_step_later:
-            check()
+            raise_if_not_finite()
             return
         self.saw_non_finite = self.saw_non_finite | ~loss_sum.isfinite()
         self.optimizer.found_inf = self.saw_non_finite.float()  # type: ignore[attr-defined]  # as torch's GradScaler does
-        self.check_pending()
-        self.pending = check
+        self.check_pending_loss()
+        self.pending = raise_if_not_finite
 
-    def check_pending(self) -> None:
-        """Check the loss that no later step has checked; raises as :meth:`check_loss` does."""
-        check, self.pending = self.pending, None
-        if check is not None:
-            check()
+    def check_pending_loss(self) -> None:
+        """Check the last step's loss if that has not been done yet. Raises UserError as :meth:`check_loss` does."""
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            pending()
 
 
 def non_finite_loss_error(
     model: nn.Module, hp: Hyperparameters, loss: float, epoch: int, step: int, *, weights_of: int, activation: str = ""
 ) -> UserError:
-    """Return the error for a loss that is NaN or infinite; ``weights_of`` is the step that made the loss's weights."""
+    """Return the error for a loss that is NaN or infinite. Reads all weights, to name the last one that is not finite.
+
+    Args:
+        weights_of: the step whose update made the weights that gave this loss.
+        activation: the first module output that is not finite, in words; empty if unknown.
+    """
     # The weight nearest to the output is named, because its gradient was computed first.
     broken = [name for name, parameter in model.named_parameters() if not bool(parameter.isfinite().all())]
-    where = ""
+    where = f" (the first activation that was not finite is {activation})" if activation else ""
     if broken:
         where = f" (the first gradient that was not finite is that of {broken[-1]}, in step {weights_of})"
-    elif activation:
-        where = f" (the first activation that was not finite is {activation})"
     return UserError(
         f"the loss is {loss} at epoch {epoch}, step {step}{where}: it must be finite; lower learning_rate "
         f"(now {hp.learning_rate:g}), set grad_clip_norm or warmup_steps, or use precision='fp32'"
@@ -90,7 +105,7 @@ def non_finite_loss_error(
 
 
 def nothing_learned_warning(loss: float, labels: Tensor, hp: Hyperparameters) -> str:
-    """Return a warning if a training that ended with such a loss has learned nothing; else an empty text.
+    """Return a warning if the last training loss is not below that of random predictions; else an empty text.
 
     The loss of random predictions is the entropy of the classes' shares of ``labels`` [N].
     """
@@ -98,7 +113,9 @@ def nothing_learned_warning(loss: float, labels: Tensor, hp: Hyperparameters) ->
     random_loss = -torch.special.xlogy(shares, shares).sum().item()
     if loss < LEARNED * random_loss or not random_loss:
         return ""
-    clip = f"grad_clip_norm (now {clip_norm(hp):g})" if clip_norm(hp) else "set grad_clip_norm, as to 1"
+    clip = (
+        f"grad_clip_norm (now {gradient_clip_norm(hp):g})" if gradient_clip_norm(hp) else "set grad_clip_norm, as to 1"
+    )
     return (
         f"The training loss ended at {loss:.3f}, and random predictions have {random_loss:.3f}: nothing was learned. "
         f"Lower learning_rate (now {hp.learning_rate:g}) or {clip}, or train for longer."
@@ -106,28 +123,25 @@ def nothing_learned_warning(loss: float, labels: Tensor, hp: Hyperparameters) ->
 
 
 def first_non_finite_activation(model: nn.Module, forward: Callable[[], object]) -> str:
-    """Do a forward pass again, on all ranks together, and name the first module with a non-finite output on any."""
-    found: list[tuple[int, str]] = []  # how many modules were done before, and its name
-    done = 0
+    """Repeat a forward pass without gradients; return in words the first module output that is not finite on any rank.
 
-    def check_output(name: str, output: object) -> None:
-        nonlocal done
+    All ranks must call it. Returns an empty text if all outputs are finite. Adds hooks to all modules, and removes
+    them.
+    """
+    found: list[tuple[int, int, str]] = []  # at most one: count of modules that finished before, rank, module's name
+    finished = itertools.count()
+
+    def note_output(name: str, _module: nn.Module, _inputs: object, output: object) -> None:
+        before = next(finished)
         if not found and isinstance(output, Tensor) and not bool(output.isfinite().all()):
-            found.append((done, name))
-        done += 1
+            found.append((before, rank(), name))
 
-    hooks = [
-        module.register_forward_hook(lambda _module, _inputs, output, name=name: check_output(name, output))
-        for name, module in model.named_modules()
-    ]
-    try:
-        with torch.no_grad():
-            forward()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    of_ranks = [(*first, rank) for rank, ranks_first in enumerate(objects_of_all_ranks(found)) for first in ranks_first]
-    if not of_ranks:
+    with torch.no_grad(), ExitStack() as hooks:
+        for name, module in model.named_modules():
+            hooks.enter_context(module.register_forward_hook(functools.partial(note_output, name)))
+        forward()
+    of_all_ranks = [*itertools.chain.from_iterable(objects_of_all_ranks(found))]
+    if not of_all_ranks:
         return ""
-    _, name, rank = min(of_ranks, key=lambda first: (first[0], first[2]))
-    return f"the output of {name}, on rank {rank}" if name else f"the model's own output, on rank {rank}"
+    _, its_rank, name = min(of_all_ranks)
+    return f"the output of {name}, on rank {its_rank}" if name else f"the model's own output, on rank {its_rank}"

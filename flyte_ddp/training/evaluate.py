@@ -1,7 +1,7 @@
-"""Exact evaluation: whole fixed batches are dealt to the ranks and every sample counts exactly once.
+"""Exact evaluation: fixed whole batches are dealt to the ranks, and every sample counts exactly once.
 
-Results go back into the samples' own places and are added up there in fp64, so that the metrics are equal on any number
-of ranks.
+Each sample's result goes to the sample's own place in a table, which is added up in fp64. So the metrics do not depend
+on the number of ranks.
 """
 
 from collections.abc import Callable, Iterable
@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from flyte_ddp.loading.split import Split
-from flyte_ddp.parallel.distributed import from_rank_0, rank, sum_over_ranks, world_size
+from flyte_ddp.parallel.distributed import broadcast_object, rank, sum_over_ranks, world_size
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Metrics of one split; the tensors [N] have one value a sample, in the split's order, on the CPU."""
+    """Metrics of one split. The tensors [N] hold one value for each sample, in the split's order, on the CPU."""
 
     loss: float
     accuracy: float
@@ -27,7 +27,7 @@ class Evaluation:
 
 
 def evaluate(predict: Callable[[Tensor], Tensor], images: Split, batch_size: int, device: torch.device) -> Evaluation:
-    """Evaluate a split, all ranks together, and return the same result on every rank.
+    """Evaluate a split on all ranks together and return the result, on every rank. All ranks must call it.
 
     Args:
         predict: maps uint8 images [n, H, W, C] to logits [n, classes].
@@ -37,7 +37,7 @@ def evaluate(predict: Callable[[Tensor], Tensor], images: Split, batch_size: int
     """
     # Rows: loss, prediction, truth, times counted. Each sample is written by one rank, so the sum over ranks is exact.
     table = torch.zeros(4, len(images), dtype=torch.float64, device=device)
-    with torch.no_grad():  # no inference_mode: a tensor that a model keeps from here may be of use in training
+    with torch.no_grad():  # not inference_mode: training could not use a tensor that a model keeps from an evaluation
         for place, (pixels, labels, _) in images.batches(batch_size, rank(), world_size()):
             logits = predict(pixels).double()
             table[0, place] = functional.cross_entropy(logits, labels, reduction="none")
@@ -58,12 +58,12 @@ def evaluate(predict: Callable[[Tensor], Tensor], images: Split, batch_size: int
     )
 
 
-def with_measures_of_rank_0(evaluations: Iterable[Evaluation]) -> list[Evaluation]:
-    """Return the evaluations with the loss and the accuracy that rank 0 has computed; all ranks call it together.
+def adopt_rank_0_metrics(evaluations: Iterable[Evaluation]) -> list[Evaluation]:
+    """Return this rank's evaluations with the loss and the accuracy that rank 0 has computed. All ranks must call it.
 
-    Every rank adds up the same numbers, but processors may add in different orders. By its own last bit a rank could
-    stop training while the others continue and wait for it.
+    All ranks add up the same numbers, but different processors may add in different orders. Because of one last bit a
+    rank could stop training while the others continue and wait for it.
     """
     own = list(evaluations)
-    measures = from_rank_0([(each.loss, each.accuracy) for each in own])
+    measures = broadcast_object([(each.loss, each.accuracy) for each in own])
     return [replace(each, loss=loss, accuracy=accuracy) for each, (loss, accuracy) in zip(own, measures, strict=True)]

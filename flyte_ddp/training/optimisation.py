@@ -1,4 +1,4 @@
-"""The optimiser and its learning rate: one entry in one table for each name."""
+"""The optimiser, gradient clipping, and the schedule of the learning rate."""
 
 import inspect
 import math
@@ -13,13 +13,13 @@ from flyte_ddp.config import Hyperparameters
 
 ONE_CYCLE_RISE = 0.25  # share of the run during which one_cycle rises
 PHOTO_CLIP_NORM = 1.0
-IMPORT_COMPILER = ("add_param_group", "zero_grad", "state_dict", "load_state_dict", "step")
+DECORATED_METHODS = ("add_param_group", "zero_grad", "state_dict", "load_state_dict", "step")
 
 Kind = TypeVar("Kind", bound=torch.optim.Optimizer)
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], hp: Hyperparameters) -> torch.optim.Optimizer:
-    """Return the optimiser of the parameters that are trained; in torch's fused form unless some are complex."""
+    """Return an optimiser for the parameters with ``requires_grad``; torch's fused one if no parameter is complex."""
     parameters = [parameter for parameter in parameters if parameter.requires_grad]
     fused = True if all(parameter.is_floating_point() for parameter in parameters) else None
     options: dict[str, Any] = {"lr": hp.learning_rate, "weight_decay": hp.weight_decay, "fused": fused}
@@ -27,7 +27,7 @@ def make_optimizer(parameters: Iterable[nn.Parameter], hp: Hyperparameters) -> t
         adam = without_compiler(torch.optim.AdamW if hp.optimizer == "adamw" else torch.optim.Adam)
         return adam(parameters, betas=(hp.momentum, 0.999), **options)
     sgd = without_compiler(torch.optim.SGD)(parameters, momentum=hp.momentum, nesterov=hp.nesterov, **options)
-    if hp.momentum:  # fused SGD fails on parameters that get their first gradient later than others
+    if hp.momentum:  # without it, fused SGD fails on a parameter that gets its first gradient later than others
         for parameter in parameters:
             sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return sgd
@@ -36,25 +36,27 @@ def make_optimizer(parameters: Iterable[nn.Parameter], hp: Hyperparameters) -> t
 def without_compiler(kind: type[Kind]) -> type[Kind]:
     """Return a subclass of torch's optimiser without the decorators around some of its methods.
 
-    The decorators import torch's compiler, which takes a second, only to keep it out of these methods.
+    These decorators keep torch's compiler out of the methods. To do that they import the compiler, which takes a
+    second.
     """
-    methods = {name: inspect.unwrap(getattr(kind, name)) for name in IMPORT_COMPILER}
+    methods = {name: inspect.unwrap(getattr(kind, name)) for name in DECORATED_METHODS}
     methods["step"] = torch.no_grad()(methods["step"])
     return cast("type[Kind]", type(kind.__name__, (kind,), methods))
 
 
-def clip_norm(hp: Hyperparameters) -> float:
+def gradient_clip_norm(hp: Hyperparameters) -> float:
     """Return the norm that gradients are clipped to; 0 for no clipping.
 
-    Without normalisation between its layers a network's loss explodes on photos at the default learning rate, or stays
-    at that of random predictions (measured on five sets of generated ones).
+    By default only the small models on photos are clipped. These models have no normalisation between layers: at the
+    default learning rate their loss explodes on photos, or stays at that of random predictions (measured on five sets
+    of generated photos).
     """
     if hp.grad_clip_norm >= 0:
         return hp.grad_clip_norm
     return PHOTO_CLIP_NORM if hp.model in catalog.SMALL_MODELS and catalog.encoded_kind(hp.dataset) else 0.0
 
 
-# Each maps the share of the run that is done, 0 to 1, to a factor of the learning rate.
+# Maps the share of the run that is done, 0 to 1, to a factor of the learning rate.
 SCHEDULES: dict[str, Callable[[float], float]] = {
     "constant": lambda _: 1.0,
     "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
@@ -65,7 +67,7 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
 def learning_rate(hp: Hyperparameters, step: int, total_steps: int) -> float:
     """Return the learning rate of optimiser step ``step`` (counted from 0) of ``total_steps``.
 
-    A linear warm-up comes first, and the schedule is stretched over the steps that remain.
+    A linear warm-up comes first; the schedule covers the remaining steps.
     """
     warmup = hp.warmup_steps
     if hp.schedule == "one_cycle" and not warmup:

@@ -1,4 +1,4 @@
-"""What a run writes beside its metrics: predictions, the model with its sidecar, first and last record."""
+"""Write a run's model, sidecar and predictions, and the first and the last record of its metrics."""
 
 import platform
 from importlib.metadata import version
@@ -16,7 +16,7 @@ from flyte_ddp.datasets.prepared import PreparedSet, class_names
 from flyte_ddp.files import replacing
 from flyte_ddp.loading.facts import of_all_ranks
 from flyte_ddp.models import artifacts, zoo
-from flyte_ddp.models.initial_weights import skipped_tensors
+from flyte_ddp.models.initial_weights import skipped_tensor_names
 from flyte_ddp.parallel.distributed import wait_for_all_ranks, world_size
 from flyte_ddp.runs.job import Job
 from flyte_ddp.runs.run_folder import PREDICTIONS
@@ -29,11 +29,14 @@ from flyte_ddp.training.selection import Selection
 from flyte_ddp.training.training_state import TrainingState
 
 WORST_MISTAKES = 16
-LEAST_STEPS = 30  # a run of fewer is a trial, which need not have learned anything
+LEAST_STEPS = 30  # a shorter run is a trial, which need not have learned anything
 
 
-def write_start(job: Job, data: PreparedSet, state: TrainingState, recorder: Recorder) -> None:
-    """Write the start record, on rank 0, and print the number of ranks and what the cache key does not cover."""
+def write_start_record(job: Job, data: PreparedSet, state: TrainingState, recorder: Recorder) -> None:
+    """Write the start record to metrics.jsonl and print the number of ranks; does nothing on ranks other than 0.
+
+    Also prints the tensors that ``init_skip`` leaves to the seed, and the files that the cache key does not cover.
+    """
     if not recorder.writes:
         return
     hardware, ranks = job.hardware, world_size()
@@ -56,31 +59,33 @@ def write_start(job: Job, data: PreparedSet, state: TrainingState, recorder: Rec
             "test_samples": len(state.test),
             "steps": state.total_steps,
             "classes": list(class_names(data.classes, job.hp)),
-            "init_skipped": skipped_tensors(state.model.state_dict(), job.hp.init_skip),
+            "init_skipped": skipped_tensor_names(state.model.state_dict(), job.hp.init_skip),
         }
     )
     recorder.progress.note(f"ranks: {ranks}, nodes: {job.num_nodes}")
     if skipped := init_skip_note(job, state):
         recorder.progress.note(skipped)
-    recorder.warn(uncovered_files_warning(state))
+    recorder.add_warning(uncovered_files_warning(state))
 
 
 def write_outputs(job: Job, data: PreparedSet, state: TrainingState, selection: Selection, recorder: Recorder) -> None:
-    """Write the model with its sidecar, the predictions, and the end record, in this order; all ranks call it.
+    """Write the model with its sidecar, the predictions, and the end record, in this order. All ranks must call it.
+
+    Rank 0 writes. It also loads the kept weights into the trained model, and reads the saved model to verify it.
 
     Raises:
         UserError: the disk is full, or the model's file does not hold all of the model.
     """
     facts = of_all_ranks(state.splits.facts())
-    # On all ranks, because a user's model may wait for other ranks while it is built, such as for a download. A second
-    # model, and no copy of the first, because it must be as new as the one that load_model will make.
+    # Built on all ranks, because a user's model may wait for other ranks while it is built, such as for a download.
+    # Built anew and not copied, because load_model will build it, too.
     new_model = zoo.build(job.hp.model, state.num_classes, state.spec)
-    wait_for_all_ranks()  # a rank that hangs until here is noticed; what rank 0 does alone has no time limit
+    wait_for_all_ranks()  # so that a rank that hangs is noticed: what rank 0 does from here has no time limit
     if not recorder.writes:
         return
     test, hp = selection.test, job.hp
     if recorder.last_loss is not None and state.step >= LEAST_STEPS:
-        recorder.warn(nothing_learned_warning(recorder.last_loss, test.truth, hp))
+        recorder.add_warning(nothing_learned_warning(recorder.last_loss, test.truth, hp))
     model = state.kept_model()
     model.load_state_dict(selection.weights)
     digests = {
@@ -115,7 +120,7 @@ def write_outputs(job: Job, data: PreparedSet, state: TrainingState, selection: 
     model_path, _ = artifacts.save_model(job.run_folder, model.state_dict(), sidecar)
     verify_saved_model(new_model, model_path, sidecar, state)
     with replacing(job.run_folder / PREDICTIONS) as file:
-        np.savez(file, **predictions(state, test, rows=min(job.settings.wandb_table_rows, len(state.test))))
+        np.savez(file, **collect_predictions(state, test, rows=min(job.settings.wandb_table_rows, len(state.test))))
     recorder.log.write(
         {
             "kind": "end",
@@ -129,8 +134,11 @@ def write_outputs(job: Job, data: PreparedSet, state: TrainingState, selection: 
     )
 
 
-def predictions(state: TrainingState, test: Evaluation, rows: int) -> dict[str, Any]:
-    """Return the first test samples and the worst mistakes, with pictures and scores, and the counts of confusions."""
+def collect_predictions(state: TrainingState, test: Evaluation, rows: int) -> dict[str, Any]:
+    """Return arrays of the first ``rows`` test samples and the worst mistakes: images, scores, truth, losses, names.
+
+    Also the counts of all confusions. Reads these samples and predicts them; changes neither model nor state.
+    """
     wrong = test.predictions != test.truth
     worst = torch.where(wrong, test.losses, -torch.inf).topk(min(WORST_MISTAKES, int(wrong.sum()))).indices
     index = torch.cat([torch.arange(rows), worst]).numpy().astype(np.int32)
@@ -138,7 +146,7 @@ def predictions(state: TrainingState, test: Evaluation, rows: int) -> dict[str, 
     images, _, names = state.test.gather(samples)
     scores = torch.zeros(0, state.num_classes)
     if len(samples):  # no model gets an empty batch
-        with torch.no_grad(), state.evaluating():
+        with torch.no_grad(), state.evaluation_mode():
             scores = functional.softmax(state.predict(images), dim=1)
     return {
         "index": index,

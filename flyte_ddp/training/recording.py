@@ -1,4 +1,4 @@
-"""Metrics while a run trains, and the progress that a person sees. Rank 0 writes."""
+"""Metrics while a run trains, and the progress on the terminal. Rank 0 writes."""
 
 import time
 from typing import Any, Self
@@ -11,7 +11,7 @@ from flyte_ddp.json_lines import JsonLines
 from flyte_ddp.parallel import distributed
 from flyte_ddp.parallel.strategies import WAITED
 from flyte_ddp.progress import TrainingProgress
-from flyte_ddp.runs.arithmetic import of_this_run
+from flyte_ddp.runs.arithmetic import detect_arithmetic
 from flyte_ddp.runs.job import Job
 from flyte_ddp.training.evaluate import Evaluation
 
@@ -20,20 +20,23 @@ SAVED = ("loss_sum", "samples", "samples_in_all", "training_seconds", "epoch_acc
 
 
 class Recorder:
-    """Collects losses over all ranks and, on rank 0, writes metrics.jsonl and shows progress; all ranks make it."""
+    """Adds up losses of all ranks; on rank 0 writes metrics.jsonl and prints progress.
+
+    All ranks must create it together. A context manager: closes the file and the progress at the end.
+    """
 
     def __init__(self, job: Job, clock: Clock, device: torch.device, total_steps: int, steps_per_epoch: int) -> None:
         self.job, self.clock, self.device, self.total_steps = job, clock, device, total_steps
         self.writes = distributed.rank() == 0
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-        self.samples = 0
+        self.samples = 0  # since the last record, as is the sum of the losses
         self.samples_in_all = 0
         self.training_seconds = 0.0
-        self.since = self.training_time()
+        self.since = self.training_time()  # of the last record
         self.epoch_accuracies: list[float] = []
-        self.arithmetic = of_this_run(job.hardware, device)
+        self.arithmetic = detect_arithmetic(job.hardware, device)
         self.warnings: list[str] = []
-        self.last_loss: float | None = None  # of training, since it began here
+        self.last_loss: float | None = None  # of the last training record of this process
         if self.writes:
             self.log = JsonLines(job.run_folder / "metrics.jsonl")
             self.progress = TrainingProgress(job.settings.progress, total_steps, steps_per_epoch)
@@ -47,24 +50,29 @@ class Recorder:
             self.log.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sums over steps that have no record yet, and over the whole run, for a checkpoint."""
+        """Return the checkpoint's part: sums over the steps since the last record, and over the whole run."""
         return {name: getattr(self, name) for name in SAVED} | {"seconds": self.training_time() - self.since}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned."""
+        """Restore the result of :meth:`state_dict`."""
         for name in SAVED:
             setattr(self, name, saved[name])
         self.loss_sum = self.loss_sum.to(self.device)
         self.since = self.training_time() - saved["seconds"]
 
     def training_time(self) -> float:
-        """Return seconds by a clock that stands still during evaluations."""
+        """Return the seconds of a clock that stands still during evaluations."""
         return time.perf_counter() - self.clock.seconds["evaluation"]
 
     def record_step(self, epoch: int, step: int, loss_sum: torch.Tensor, samples: int, learning_rate: float) -> None:
-        """Add up a finished step (``step`` counts from 1): the sum of all ranks' losses, and the number of samples.
+        """Add a finished step to the sums; every ``log_interval`` steps write a record with the mean loss, on rank 0.
 
-        Every ``log_interval`` steps a record with the mean over their samples is written, on rank 0.
+        Writing makes the host wait for the device. Between records it only updates the progress.
+
+        Args:
+            step: number of the step, from 1.
+            loss_sum: sum of all ranks' losses in this step.
+            samples: number of samples of all ranks in this step.
         """
         self.loss_sum += loss_sum
         self.samples += samples
@@ -96,7 +104,7 @@ class Recorder:
     def record_evaluation(
         self, epoch: int, step: int, validation: Evaluation, test: Evaluation, model: torch.nn.Module
     ) -> None:
-        """Write the record of the evaluation after ``epoch`` epochs, on rank 0; with ``wandb_watch`` histograms too."""
+        """Write and print the metrics after ``epoch`` epochs, on rank 0; with ``wandb_watch`` weight histograms."""
         self.epoch_accuracies.append(test.accuracy)
         if self.writes:
             record: dict[str, Any] = {"kind": "evaluation", "epoch": epoch, "step": step}
@@ -106,16 +114,16 @@ class Recorder:
             self.log.write(record)
             self.progress.evaluation(record)
             if self.job.settings.wandb_watch:
-                self.log.write({"kind": "watch", "step": step, "parameters": histograms(model)})
+                self.log.write({"kind": "watch", "step": step, "parameters": parameter_histograms(model)})
 
-    def warn(self, warning: str) -> None:
-        """Print a warning, unless it is empty, and keep it for the report's notes; on rank 0 only."""
+    def add_warning(self, warning: str) -> None:
+        """Print a warning and keep it for the report's notes, unless it is empty. For rank 0 only."""
         if warning:
             self.warnings.append(warning)
             self.progress.note(warning)
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds of rank 0 by what they were spent on; communication is what no computation hid."""
+        """Return rank 0's seconds by activity. ``communication`` is only what did not overlap with computation."""
         spent = self.clock.seconds
         seconds = {
             "data": spent["data"],
@@ -127,8 +135,8 @@ class Recorder:
         return {**seconds, "other": total - sum(seconds.values()), "total": total}
 
 
-def histograms(model: torch.nn.Module) -> dict[str, dict[str, list[float]]]:
-    """Return counts and bin edges of every parameter's values, by its name; copies the parameters to the CPU."""
+def parameter_histograms(model: torch.nn.Module) -> dict[str, dict[str, list[float]]]:
+    """Return counts and bin edges of each parameter's values, by name. Copies the parameters to the CPU."""
     result = {}
     for name, parameter in model.named_parameters():
         counts, edges = np.histogram(parameter.detach().float().cpu().numpy(), bins=HISTOGRAM_BINS)

@@ -1,4 +1,4 @@
-"""The main line of training, as one rank runs it: the same under every launcher."""
+"""The main line of training on one rank, equal under all launchers."""
 
 import itertools
 import math
@@ -19,14 +19,14 @@ from flyte_ddp.loading.equal_pictures import LOOKED_AT, describe_equal_pictures
 from flyte_ddp.loading.facts import check_bad_samples
 from flyte_ddp.models import zoo
 from flyte_ddp.order import sampling
-from flyte_ddp.parallel.batch_norm import averaged_running_statistics, running_statistics_kept
+from flyte_ddp.parallel.batch_norm import mean_running_statistics, restore_running_statistics
 from flyte_ddp.parallel.distributed import rank, world_size
 from flyte_ddp.runs.job import Job
 from flyte_ddp.training.checkpointing import Checkpointer, Run, restore_run
 from flyte_ddp.training.diagnosis import LossWatch, non_finite_loss_error
-from flyte_ddp.training.evaluate import Evaluation, evaluate, with_measures_of_rank_0
-from flyte_ddp.training.optimisation import clip_norm, learning_rate
-from flyte_ddp.training.outputs import write_outputs, write_start
+from flyte_ddp.training.evaluate import Evaluation, adopt_rank_0_metrics, evaluate
+from flyte_ddp.training.optimisation import gradient_clip_norm, learning_rate
+from flyte_ddp.training.outputs import write_outputs, write_start_record
 from flyte_ddp.training.recording import Recorder
 from flyte_ddp.training.selection import Selection
 from flyte_ddp.training.training_state import TrainingState
@@ -35,9 +35,11 @@ from flyte_ddp.training.training_state import TrainingState
 def train(job: Job, offer_saving: Callable[[Callable[[], int]], None] = lambda _: None) -> None:
     """Train, evaluate every ``eval_interval`` epochs, and write metrics, model and sidecar into the run folder.
 
+    All ranks must call it. Resumes from the job's checkpoint, if there is one. Saves checkpoints in a thread.
+
     Args:
-        offer_saving: is called with a function that writes a checkpoint at once, from any thread, and returns the step
-            of the newest checkpoint; 0 if there is none.
+        offer_saving: is called once with a function that writes a checkpoint at once, from any thread, and returns the
+            step of the newest checkpoint; 0 if there is none.
 
     Raises:
         UserError: a model whose output does not fit the classes, a loss that is not finite, weights that do not fit.
@@ -45,24 +47,24 @@ def train(job: Job, offer_saving: Callable[[Callable[[], int]], None] = lambda _
     hp = job.hp
     data = open_prepared(job.data)
     state = TrainingState(hp, job.hardware, data, job.initial_weights, job.settings)
-    # On a GPU to check a loss in its own step would make the host wait for the device in every step.
+    # On a GPU, checking a loss in its own step would make the host wait for the device in every step.
     loss_watch = LossWatch(state.model, state.optimizer, hp, a_step_later=state.device.type == "cuda")
     with (
         closing(state.splits),
         Recorder(job, state.clock, state.device, state.total_steps, state.steps_per_epoch) as recorder,
     ):
-        write_start(job, data, state, recorder)
+        write_start_record(job, data, state, recorder)
         run = Run(state, Selection(hp.keep, hp.early_stop_patience), recorder, loss_watch)
         if job.checkpoint is not None:
             restore_run(run, job.checkpoint)
         elif recorder.writes:
-            recorder.warn(equal_pictures(state))
+            recorder.add_warning(equal_pictures_warning(state))
         with Checkpointer(job, run) as checkpoints:
-            offer_saving(checkpoints.save)
+            offer_saving(checkpoints.save_now)
             while state.epoch < state.epochs and not run.selection.stopped:
                 for batch in remaining_batches(state):
                     train_step(run, batch)
-                loss_watch.check_pending()  # before the epoch's weights are evaluated and saved
+                loss_watch.check_pending_loss()  # the last loss, before the epoch's weights are evaluated and saved
                 evaluation = evaluate_splits(state) if evaluation_is_due(state) else None
                 check_bad_samples(state.splits.facts(), hp.bad_samples)
                 finish_epoch(run, evaluation)
@@ -70,11 +72,11 @@ def train(job: Job, offer_saving: Callable[[Callable[[], int]], None] = lambda _
         write_outputs(job, data, state, run.selection, recorder)
 
 
-def equal_pictures(state: TrainingState) -> str:
-    """Return a warning if most of the first 64 pictures are equal; empty otherwise. Reads these pictures.
+def equal_pictures_warning(state: TrainingState) -> str:
+    """Return a warning if most of the first 64 pictures are equal; empty otherwise. Reads and decodes these pictures.
 
-    They are the first of the run's first epoch. A stream gives each picture once, so its test pictures are compared. Of
-    shards that are fetched this rank's own pictures are compared, which need no other shard than its training does.
+    They are the first pictures of the first epoch. Of a stream, which gives each picture once, the test pictures are
+    compared. Of shards that are fetched, this rank's own pictures are compared: its training fetches the same shards.
     """
     hp, split = state.hp, state.training
     if encoded_kind(hp.dataset) == "stream":
@@ -82,26 +84,33 @@ def equal_pictures(state: TrainingState) -> str:
         return describe_equal_pictures(state.test, first)
     batches: Iterator[sampling.Indices] = itertools.islice(split.order.batches(0, hp.batch_size), state.total_steps)
     if split.source.fetches:
-        batches = (part.samples for batch in batches for part in own_slices(batch, hp.accumulation_steps))
+        batches = (part.samples for batch in batches for part in split_for_rank(batch, hp.accumulation_steps))
     samples = itertools.islice(itertools.chain.from_iterable(batches), LOOKED_AT)
     return describe_equal_pictures(split, np.fromiter(samples, np.int64))
 
 
 def remaining_batches(state: TrainingState) -> Iterator[sampling.Indices]:
-    """Yield the current epoch's global batches that no step has been done on yet; loads this rank's part ahead."""
+    """Yield the current epoch's global batches on which no step has been done.
+
+    Threads load this rank's samples ahead.
+    """
     epoch, training = state.epoch, state.training
     done = state.step - epoch * state.steps_per_epoch
     batches = training.order.batches(epoch, state.hp.batch_size, first=done)
     wanted = itertools.islice(batches, state.total_steps - state.step)
 
-    def samples_of(batch: sampling.Indices) -> list[sampling.Indices]:
-        return [part.samples for part in own_slices(batch, state.hp.accumulation_steps)]
+    def list_rank_samples(batch: sampling.Indices) -> list[sampling.Indices]:
+        """Return this rank's samples of a global batch, for each micro-batch."""
+        return [part.samples for part in split_for_rank(batch, state.hp.accumulation_steps)]
 
-    return training.load_ahead(wanted, samples_of, epoch, state.hp.batch_size)
+    return training.load_ahead(wanted, list_rank_samples, epoch, state.hp.batch_size)
 
 
 def train_step(run: Run, batch: sampling.Indices) -> None:
-    """Do and record one optimiser step on a global batch [B] of positions in the training set."""
+    """Do one optimiser step on a global batch [B] of positions in the training set, and record it.
+
+    All ranks must call it.
+    """
     state = run.state
     loss_sum = compute_gradients(state, batch)
     run.loss_watch.check_loss(state.epoch, state.step + 1, loss_sum, lambda: repeat_forward(state, batch))
@@ -112,14 +121,16 @@ def train_step(run: Run, batch: sampling.Indices) -> None:
 
 
 def compute_gradients(state: TrainingState, batch: sampling.Indices) -> Tensor:
-    """Do forward and backward passes over a global batch [B], of which this rank computes its slices.
+    """Do the forward and backward passes of this rank's slices of a global batch [B]; average gradients over the ranks.
+
+    All ranks must call it. Adds the gradients to the parameters, and copies rank 0's buffers to the other ranks.
 
     Returns:
         The sum of all ranks' losses, an fp64 scalar on the device.
     """
     hp = state.hp
     loss_sum = torch.zeros((), dtype=torch.float64, device=state.device)
-    *others, last = own_slices(batch, hp.accumulation_steps)
+    *others, last = split_for_rank(batch, hp.accumulation_steps)
     for part in (*others, last):
         with state.clock("data"):
             images, labels, _ = state.training.gather(part.samples, state.epoch)
@@ -127,18 +138,18 @@ def compute_gradients(state: TrainingState, batch: sampling.Indices) -> Tensor:
         with (
             state.clock("forward_backward"),
             state.sync.micro_batch(last=part is last),  # gradients are averaged once, after the last backward pass
-            nullcontext() if part.counts else running_statistics_kept(state.model),
+            nullcontext() if part.has_samples else restore_running_statistics(state.model),
         ):
             logits = compute_logits(state, state.sync, images, part)
-            # bf16, which autocast or a user's model may return, is too coarse for a loss.
+            # Autocast or a user's model may return bf16, which is too coarse for a loss.
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
             loss = functional.cross_entropy(logits, labels, reduction="sum", label_smoothing=hp.label_smoothing)
-            if not part.counts:
+            if not part.has_samples:
                 loss = 0.0 * loss  # the backward pass must still run, because other ranks wait in its exchanges
-            # Times the number of ranks, because gradients are averaged; over the global batch, so that a ragged one is
-            # exact.
+            # Times the number of ranks, because gradients are averaged over ranks. Divided by the global batch's real
+            # size, so that a smaller last batch is exact, too.
             (loss * world_size() / len(batch)).backward()  # type: ignore[no-untyped-call]
-            state.this_pass.end_pass()
+            state.this_pass.finish_pass()
         loss_sum += loss.detach()
     with state.clock("communication"):
         loss_sum = state.sync.combine(loss_sum)
@@ -147,34 +158,36 @@ def compute_gradients(state: TrainingState, batch: sampling.Indices) -> Tensor:
 
 
 class RankSlice(NamedTuple):
-    """A rank's part of a micro-batch. A rank without one takes a sample of another rank, which does not count.
+    """A rank's samples of a micro-batch. A rank without a sample gets a sample of another rank, which must not count.
 
-    Many models fail on an empty batch, and every rank must take part in each exchange.
+    Many models fail on an empty batch, and every rank must take part in each exchange between ranks.
     """
 
     samples: sampling.Indices
-    counts: bool
+    has_samples: bool
 
 
-def own_slices(batch: sampling.Indices, parts: int) -> list[RankSlice]:
-    """Return this rank's slice of each micro-batch; no micro-batch is empty on all ranks."""
+def split_for_rank(batch: sampling.Indices, parts: int) -> list[RankSlice]:
+    """Return this rank's slice of each of ``parts`` micro-batches; of fewer if the batch has fewer samples."""
     parts = min(parts, len(batch))
     slices = []
     for part in range(parts):
         micro_batch = sampling.share(batch, part, parts)
         samples = sampling.share(micro_batch, rank(), world_size())
-        slices.append(RankSlice(samples, counts=True) if len(samples) else RankSlice(micro_batch[:1], counts=False))
+        slices.append(
+            RankSlice(samples, has_samples=True) if len(samples) else RankSlice(micro_batch[:1], has_samples=False)
+        )
     return slices
 
 
 def compute_logits(state: TrainingState, model: Callable[[Tensor], Tensor], images: Tensor, part: RankSlice) -> Tensor:
-    """Return the logits [n, classes] of this rank's samples, in training.
+    """Return the logits [n, classes] of this rank's samples in training. Seeds the random generators for the pass.
 
     Raises:
         UserError: logits that do not fit the classes or have no gradient, or a batch too small for BatchNorm.
     """
     hp = state.hp
-    state.this_pass.begin_pass(hp.seed, state.epoch, part.samples, state.device, counts=part.counts)
+    state.this_pass.begin_pass(hp.seed, state.epoch, part.samples, state.device, has_samples=part.has_samples)
     try:
         with state.autocast():
             logits = model(images)
@@ -182,25 +195,28 @@ def compute_logits(state: TrainingState, model: Callable[[Tensor], Tensor], imag
         if "more than 1 value per channel" not in str(error):
             raise
         raise UserError(
-            f"batch_size={hp.batch_size}: leaves a batch in which BatchNorm in model {hp.model!r} gets a single value "
-            "a channel, and it needs two; choose a batch_size with another remainder, or a larger image_size"
+            f"batch_size={hp.batch_size}: leaves a batch in which BatchNorm of model {hp.model!r} gets a single value "
+            "for each channel: it needs two; choose a batch_size with another remainder, or a larger image_size"
             + ("" if hp.sync_batchnorm else ", or sync_batchnorm=true")
         ) from None
-    zoo.check_output(hp.model, logits, (len(part.samples), state.num_classes))
+    zoo.check_logits(hp.model, logits, (len(part.samples), state.num_classes))
     return logits
 
 
 def repeat_forward(state: TrainingState, batch: sampling.Indices) -> None:
-    """Do all forward passes of a step again, without averaging gradients, to look at the modules' outputs."""
-    for part in own_slices(batch, state.hp.accumulation_steps):
+    """Repeat a step's forward passes on this rank, without gradient averaging, for hooks that look at the outputs."""
+    for part in split_for_rank(batch, state.hp.accumulation_steps):
         images = state.training.gather(part.samples, state.epoch).images
         compute_logits(state, state.model, state.prepare(images), part)
 
 
 def apply_gradients(state: TrainingState) -> None:
-    """Update weights, moving average and position by the gradients of a step."""
+    """Update weights, moving average, step number and kept buffers by a step's gradients; then clear the gradients.
+
+    Clips the gradients before. The caller holds :meth:`TrainingState.mutation`, or no checkpoint is written meanwhile.
+    """
     hp = state.hp
-    if largest := clip_norm(hp):
+    if largest := gradient_clip_norm(hp):
         clip_grad_norm_(state.model.parameters(), largest)
     for group in state.optimizer.param_groups:
         group["lr"] = learning_rate(hp, state.step, state.total_steps)
@@ -212,37 +228,37 @@ def apply_gradients(state: TrainingState) -> None:
 
 
 def evaluation_is_due(state: TrainingState) -> bool:
-    """Return whether the epoch that is being trained ends with an evaluation; the last one always does."""
+    """Return whether the current epoch ends with an evaluation; the last epoch always does."""
     return state.step == state.total_steps or (state.epoch + 1) % state.hp.eval_interval == 0
 
 
 def evaluate_splits(state: TrainingState) -> tuple[Evaluation, Evaluation]:
-    """Evaluate the weights that would be kept now on the validation and the test split; all ranks call it together.
+    """Return the evaluations of the kept weights on the validation and the test split. All ranks must call it.
 
-    Running statistics that each rank has gathered on its own become their mean before, in the model itself: so all
-    ranks evaluate one model, and the run saves that one.
+    Before, BatchNorm's per-rank running statistics are replaced by their mean over the ranks, in the model itself. So
+    all ranks evaluate the same model, and the run saves that model.
     """
     hp = state.hp
     with state.clock("communication"):
-        of_a_batch = own_slices(np.arange(hp.batch_size), hp.accumulation_steps)
-        samples = sum(len(part.samples) for part in of_a_batch if part.counts)
-        averaged = averaged_running_statistics(state.kept_model(), samples)
+        of_a_batch = split_for_rank(np.arange(hp.batch_size), hp.accumulation_steps)
+        samples = sum(len(part.samples) for part in of_a_batch if part.has_samples)
+        averaged = mean_running_statistics(state.kept_model(), samples)
         with state.mutation():
             for statistic, average in averaged:
                 statistic.copy_(average)
             state.buffers.keep()
-    with state.clock("evaluation"), state.evaluating():
-        validation, test = with_measures_of_rank_0(
+    with state.clock("evaluation"), state.evaluation_mode():
+        validation, test = adopt_rank_0_metrics(
             evaluate(state.predict, split, hp.test_batch_size, state.device) for split in (state.validation, state.test)
         )
     return validation, test
 
 
 def finish_epoch(run: Run, evaluation: tuple[Evaluation, Evaluation] | None) -> None:
-    """Count the epoch, and record its evaluation of the validation and the test split, if there was one.
+    """Count the epoch, and record its evaluations of the validation and the test split, if any.
 
     Raises:
-        UserError: a loss of the evaluation is not finite: the last steps may break weights after their own losses were
+        UserError: a loss of the evaluation is not finite: the last update may break weights after its own loss was
             checked. Or forward passes have changed the model so that no file can hold it.
     """
     state = run.state
@@ -256,4 +272,4 @@ def finish_epoch(run: Run, evaluation: tuple[Evaluation, Evaluation] | None) -> 
                         state.model, state.hp, measured.loss, state.epoch - 1, state.step, weights_of=state.step
                     )
             run.recorder.record_evaluation(state.epoch, state.step, *evaluation, state.model)
-            run.selection.consider(state.epoch, *evaluation, state.kept_model().state_dict())
+            run.selection.select_weights(state.epoch, *evaluation, state.kept_model().state_dict())

@@ -1,4 +1,4 @@
-"""The objects that training works on, set up alike on every rank: the model, its optimiser, the splits of the data."""
+"""The objects of training, set up equally on every rank: the model, its optimiser, and the splits of the data."""
 
 import random
 import sys
@@ -26,7 +26,7 @@ from flyte_ddp.order import sampling
 from flyte_ddp.parallel.batch_norm import synchronise_batch_norm
 from flyte_ddp.parallel.buffers import Buffers
 from flyte_ddp.parallel.distributed import world_size
-from flyte_ddp.parallel.dropout import derive_dropout_from_samples
+from flyte_ddp.parallel.dropout import make_dropout_rank_independent
 from flyte_ddp.parallel.strategies import compile_model, synchronise_gradients
 from flyte_ddp.parallel.training_pass import TrainingPass
 from flyte_ddp.settings import Settings
@@ -36,9 +36,10 @@ Tensors = tuple[Tensor, ...] | list[Tensor]
 
 
 class TrainingState:
-    """The objects of one rank: ``model`` is the bare module, ``sync`` the same module with synchronised gradients.
+    """The objects of training on one rank.
 
-    ``files_not_seen`` are files of the model's code that its digest does not cover.
+    ``model`` is the bare module, ``sync`` averages the gradients of the same module. ``kept_model`` and ``predict`` use
+    the weights that would be kept now.
     """
 
     def __init__(
@@ -49,9 +50,10 @@ class TrainingState:
         initial_weights: Path | None,
         settings: Settings | None = None,
     ) -> None:
-        """Open the data and build everything else from the seed; all ranks do so together.
+        """Open the data and build all other objects from the seed. All ranks must call it together.
 
-        Seeds the global generators of torch, Python and NumPy.
+        Seeds the global generators of torch, Python and NumPy. Sets torch's deterministic mode if ``deterministic`` is
+        set. Runs the user's model code.
 
         Raises:
             UserError: images that the model cannot take, a model that cannot be trained, weights that do not fit it.
@@ -71,22 +73,24 @@ class TrainingState:
         self.num_classes = len(class_names(data.classes, hp))
         self._open_data(data, settings or Settings())
         model = self._build_model(initial_weights)
-        # The order matters from here on. The model has its final type, device and layers before anything refers to its
-        # parameters: first the dropout and BatchNorm layers, of which compile_model excludes some, then the strategy,
-        # which copies rank 0's weights to all ranks, then the optimiser, the average and the buffers.
+        # The order matters from here on. The model must have its final type, device and layers before anything refers
+        # to its parameters. First the dropout and BatchNorm layers are replaced, because compile_model excludes some of
+        # the new layers. Then the strategy copies rank 0's weights to all ranks. Then the optimiser, the average and
+        # the buffers refer to these weights.
         self.this_pass = TrainingPass(may_draw=hp.model not in catalog.SMALL_MODELS)
-        derive_dropout_from_samples(model, self.this_pass)
+        make_dropout_rank_independent(model, self.this_pass)
         if hp.sync_batchnorm and world_size() > 1:
             synchronise_batch_norm(model, self.this_pass, on_one_machine=hardware.strategy == "shared_memory")
-        model.train()  # as every loop does: models override it to keep some layers in evaluation mode
+        model.train()  # called as in every training loop: a model may override it to keep layers in evaluation mode
         self.model = model
         self.clock = clock_for(self.device)
         self.sync = synchronise_gradients(compile_model(model) if hp.compile else model, hardware.strategy, self.clock)
         self.optimizer = make_optimizer(model.parameters(), hp)
-        self.average = moving_average(model, hp.ema_decay) if hp.ema_decay else None
+        self.average = create_moving_average(model, hp.ema_decay) if hp.ema_decay else None
         self.buffers = Buffers(model)
 
     def _open_data(self, data: PreparedSet, settings: Settings) -> None:
+        """Open the splits of the data, and compute from their sizes the numbers of steps and the model's input."""
         hp = self.hp
         self.splits = open_splits(data, hp, self.hardware, self.device, settings)
         self.training, self.validation, self.test = self.splits.training, self.splits.validation, self.splits.test
@@ -98,77 +102,87 @@ class TrainingState:
         self.spec = zoo.input_spec(hp.model, images, size=hp.image_size)
 
     def _build_model(self, initial_weights: Path | None) -> nn.Module:
-        """Return the model with its first weights, of the run's type, memory format and device."""
+        """Return the model with its first weights, in the run's type, memory format and device.
+
+        Sets these attributes, too.
+        """
         hp = self.hp
-        own_files = user_source.own_files(hp.model)  # as the digest finds them: before the model's code runs
+        own_files = user_source.own_files(hp.model)  # before the model's code runs, as the digest finds them
         model = zoo.build(hp.model, self.num_classes, self.spec)
         modules = {type(module).__module__ for module in model.modules()}
-        self.files_not_seen = user_source.not_among(own_files, hp.model, modules)
+        self.uncovered_files = user_source.not_among(own_files, hp.model, modules)
         zoo.check_model(hp.model, model)
         if initial_weights is not None:
             load_initial_weights(model, initial_weights, hp)
         self.dtype = torch.float64 if self.hardware.precision == "fp64" else torch.float32
         if self.dtype == torch.float64:
-            model.double()  # in fp32 a model keeps its types: it may have buffers of other types, also complex ones
+            model.double()  # a model in fp32 is not cast: it may have buffers of other types, also complex ones
         self.memory_format = torch.channels_last if self.hardware.channels_last else torch.contiguous_format
         return model.to(self.device).to(memory_format=self.memory_format)
 
     @contextmanager
     def mutation(self) -> Iterator[None]:
-        """Go around each change, so that a checkpoint sees all of it, or nothing if it fails half way."""
+        """Change the state in the block: no checkpoint is copied meanwhile, and none after an exception in the block.
+
+        Holds the lock. An exception leaves ``inconsistent`` True.
+        """
         with self.lock:
             self.inconsistent = True
             yield
             self.inconsistent = False
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Return the context for mixed precision in training's forward pass."""
+        """Return the context manager for mixed precision in training's forward pass; only bf16 makes a difference."""
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.hardware.precision == "bf16")
 
     def prepare(self, images: Tensor) -> Tensor:
-        """Return the model's input for uint8 images [N, H, W, C], in the memory order that the run uses."""
+        """Return the model's input for uint8 images [N, H, W, C], in the run's type and memory format."""
         return prepare(images, self.spec, self.dtype, self.memory_format)
 
     @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Go around an evaluation of all batches: the kept model is as if it were saved and loaded, and without trace.
+    def evaluation_mode(self) -> Iterator[None]:
+        """Switch the kept model to evaluation mode for the block, with the buffers that save and load would give it.
 
-        Modes are switched once for an evaluation, not for each batch, since a model's own ``train`` may have effects.
+        Training mode and buffers are restored at the end, but not after an exception. One block is used for all
+        batches, because a model's own ``train`` method may have effects.
         """
         modules = [self.model, *([self.average.module] if self.average else [])]
         for module in modules:
             module.eval()
-        with self.buffers.as_saved(self.kept_model()):
+        with self.buffers.use_saved_buffers(self.kept_model()):
             yield
         for module in modules:
             module.train()
 
     def check_model(self) -> None:
-        """Raise UserError if forward passes have made of the model what no file can hold or no optimiser trains."""
+        """Raise UserError if no file can hold the model as it is now, or the optimiser never trains a parameter."""
         zoo.check_state_dict(self.hp.model, self.model.state_dict())
-        self.buffers.current(self.model)
+        self.buffers.checked_buffers(self.model)
         trained = {parameter for group in self.optimizer.param_groups for parameter in group["params"]}
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad and parameter not in trained:
                 raise UserError(
-                    f"parameter {name}: was frozen when the optimiser was made, which never trains it; leave its "
+                    f"parameter {name}: was frozen when the optimiser was made, so it is never trained; leave its "
                     "requires_grad True, and multiply its gradient by 0 (register_hook) until it is to be trained"
                 )
 
     def predict(self, images: Tensor) -> Tensor:
-        """Return logits [N, classes] of the weights that would be kept now, for uint8 images [N, H, W, C].
+        """Return logits [N, classes] of the kept weights for uint8 images [N, H, W, C].
 
-        Call it inside :meth:`evaluating`. An output that does not fit is a UserError. A model that draws random numbers
-        in evaluations draws the same ones for each batch, on any rank, because generators are seeded here.
+        Call it inside :meth:`evaluation_mode`. Seeds the random generators. So a model that draws random numbers in
+        evaluations draws the same for each batch, on any rank.
+
+        Raises:
+            UserError: the model's output does not fit.
         """
         model = self.kept_model()
         self.this_pass.begin_pass(self.hp.seed, 0, np.arange(len(images)), self.device)
         logits: Tensor = model(self.prepare(images))
-        zoo.check_output(self.hp.model, logits, (len(images), self.num_classes))
+        zoo.check_logits(self.hp.model, logits, (len(images), self.num_classes))
         return logits
 
     def kept_model(self) -> nn.Module:
-        """Return the module whose weights would be kept now: the moving average, if the run keeps that."""
+        """Return the module whose weights would be kept now: the moving average with ``keep`` "ema", else the model."""
         return self.model if self.hp.keep != "ema" or self.average is None else self.average.module
 
     def update_average(self) -> None:
@@ -177,14 +191,15 @@ class TrainingState:
             self.average.update_parameters(self.model)
 
 
-def moving_average(model: nn.Module, decay: float) -> AveragedModel:
-    """Return an exponential moving average of weights and buffers, to be updated after each step.
+def create_moving_average(model: nn.Module, decay: float) -> AveragedModel:
+    """Return a copy of the model for the exponential moving average of its weights and buffers; integers are copied.
 
-    Buffers of integers are not averaged: they have the newest values.
+    The caller updates it after each step.
     """
     average_floats = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
 
     def average(averaged: Tensors, newest: Tensors, updates: Tensor | int) -> None:
+        """Move each averaged tensor towards the newest one in place; overwrite integers."""
         if averaged[0].is_floating_point() or averaged[0].is_complex():
             average_floats(averaged, newest, updates)
         else:

@@ -15,7 +15,7 @@ from torchvision.models import resnet18
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.json_lines import read_records
-from flyte_ddp.models.initial_weights import WHAT_IT_IS, fetched, load_initial_weights
+from flyte_ddp.models.initial_weights import FILE_ADVICE, fetched, load_initial_weights
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.runs import identity
 from flyte_ddp.settings import Settings
@@ -204,12 +204,12 @@ DOES_NOT_FIT: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         lambda: {"state_dict": state(), "hyper_parameters": Own()},
         {},
         (
-            "init_from=...: holds objects of test_initial_weights.Own beside tensors, and to read these could run any "
-            "code; save its state_dict alone, by torch.save"
+            "init_from=...: holds objects of test_initial_weights.Own beside tensors, and reading them could run any "
+            "code; save only its state_dict, by torch.save"
         ),
     ),
-    "no tensors": (lambda: {"state_dict": {"a": 1}}, {}, f"init_from=...: has no tensors with names; {WHAT_IT_IS}"),
-    "a tensor": (lambda: torch.ones(3), {}, f"init_from=...: has no tensors with names; {WHAT_IT_IS}"),
+    "no tensors": (lambda: {"state_dict": {"a": 1}}, {}, f"init_from=...: has no tensors with names; {FILE_ADVICE}"),
+    "a tensor": (lambda: torch.ones(3), {}, f"init_from=...: has no tensors with names; {FILE_ADVICE}"),
 }
 
 
@@ -227,7 +227,7 @@ def test_a_file_that_holds_no_weights(content: bytes, tmp_path: Path) -> None:
     hp = Hyperparameters(init_from=str(tmp_path / "weights.pt"))
     with pytest.raises(UserError) as caught:
         load_initial_weights(Named(), tmp_path / "weights.pt", hp)
-    said = f"init_from={hp.init_from!r}: is not a file of weights, or a damaged one; {WHAT_IT_IS}"
+    said = f"init_from={hp.init_from!r}: is not a file of weights, or a damaged one; {FILE_ADVICE}"
     assert caught.value.message == said
 
 
@@ -281,7 +281,7 @@ def test_a_run_says_what_did_not_start_from_the_file(
     part = head[0].removesuffix(".weight")
     capfd.readouterr()
     result = run(replace(base, init_from=str(first.model), init_skip=part), digits, tmp_path / "second")
-    said = f"From the seed, and not from init_from, began (init_skip): {', '.join(head)}."
+    said = f"Started from the seed and not from init_from (init_skip): {', '.join(head)}."
     assert said in capfd.readouterr().err
     start, *_, end = read_records(result.metrics)
     assert start["init_skipped"] == head

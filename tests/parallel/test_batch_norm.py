@@ -9,7 +9,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor, nn
 
-from flyte_ddp.parallel.batch_norm import GlobalBatchNorm, averaged_running_statistics, synchronise_batch_norm
+from flyte_ddp.parallel.batch_norm import GlobalBatchNorm, mean_running_statistics, synchronise_batch_norm
 from flyte_ddp.parallel.training_pass import TrainingPass
 
 SHARES = [(3, 2, 2), (2, 1, 0), (1, 1, 0), (0, 0, 5)]  # samples of each rank
@@ -130,7 +130,7 @@ def average_by_samples() -> None:
     model = nn.Sequential(nn.BatchNorm2d(2), nn.BatchNorm2d(2, track_running_stats=False), nn.Linear(2, 2))
     model[0].running_mean.fill_(own)
     model[0].running_var.fill_(10 * own)
-    averaged = averaged_running_statistics(model, samples=[30, 10, 20][dist.get_rank()])
+    averaged = mean_running_statistics(model, samples=[30, 10, 20][dist.get_rank()])
     assert [id(statistic) for statistic, _ in averaged] == [id(model[0].running_mean), id(model[0].running_var)]
     mean = torch.full((2,), (0 * 30 + 1 * 10 + 2 * 20) / 60, dtype=torch.float64)
     torch.testing.assert_close([average for _, average in averaged], [mean, 10 * mean])

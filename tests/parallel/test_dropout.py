@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torchvision.ops import StochasticDepth
 
-from flyte_ddp.parallel.dropout import SampleDropout, derive_dropout_from_samples
+from flyte_ddp.parallel.dropout import SampleDropout, make_dropout_rank_independent
 from flyte_ddp.parallel.training_pass import TrainingPass
 
 CPU = torch.device("cpu")
@@ -15,7 +15,7 @@ SAMPLES = np.arange(1000, dtype=np.int32)
 
 def on_pass(model: nn.Module, samples: np.ndarray = SAMPLES, *, seed: int = 0, epoch: int = 0) -> TrainingPass:
     this_pass = TrainingPass()
-    derive_dropout_from_samples(model, this_pass)
+    make_dropout_rank_independent(model, this_pass)
     this_pass.begin_pass(seed, epoch, samples, CPU)
     return this_pass
 
@@ -27,7 +27,9 @@ def test_the_stream_is_splitmix64() -> None:
     # The reference adds the constant before its first output, ours after.
     this_pass.keys = torch.tensor([1234567 + golden - 2**64])
     expected = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
-    assert this_pass.uniform((4,)).tolist() == [[pytest.approx((value >> 40) / 2**24, abs=0) for value in expected]]
+    assert this_pass.draw_uniform((4,)).tolist() == [
+        [pytest.approx((value >> 40) / 2**24, abs=0) for value in expected]
+    ]
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
@@ -61,9 +63,9 @@ def test_what_is_dropped(layer, shape: tuple[int, ...], drawn: tuple[int, ...], 
 def test_numbers_are_uniform_and_independent() -> None:
     this_pass = TrainingPass()
     this_pass.begin_pass(3, 4, SAMPLES, CPU)
-    first, second = this_pass.uniform((100,)), this_pass.uniform((100,))
+    first, second = this_pass.draw_uniform((100,)), this_pass.draw_uniform((100,))
     this_pass.begin_pass(3, 5, SAMPLES, CPU)
-    next_epoch = this_pass.uniform((100,))
+    next_epoch = this_pass.draw_uniform((100,))
     counts = torch.histc(first, bins=100, min=0, max=1)
     assert ((counts - 1000).square() / 1000).sum() < 170  # chi-square, 99 degrees of freedom: one in 100,000
     neighbours = [(first, second), (first, next_epoch), (first[1:], first[:-1]), (first[:, 1:], first[:, :-1])]

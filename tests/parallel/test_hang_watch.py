@@ -24,7 +24,7 @@ from flyte_ddp.launch.supervise import supervisor
 from flyte_ddp.launch.supervise.link import classify_error, describe_error
 from flyte_ddp.loading.arrays import ArrayImages
 from flyte_ddp.loading.streams import StreamImages
-from flyte_ddp.parallel.distributed import copy_from_rank_0, from_rank_0, objects_of_all_ranks, sum_over_ranks
+from flyte_ddp.parallel.distributed import broadcast_object, copy_from_rank_0, objects_of_all_ranks, sum_over_ranks
 from flyte_ddp.parallel.hang_watch import HangWatch, watch_collectives
 from flyte_ddp.parallel.strategies import synchronise_gradients
 from flyte_ddp.parallel.training_pass import TrainingPass
@@ -54,7 +54,7 @@ def test_a_device_that_does_not_end_is_reported_with_the_place_of_the_host() -> 
     watch = HangWatch(0.05, reported.put, Event)
     with watch.in_collective():
         pass
-    watch.watch()
+    watch.watch_until_overdue()
     error = reported.get_nowait()
     assert classify_error(error) == "timeout"
     told = describe_error(error)
@@ -68,12 +68,12 @@ def test_what_ends_is_forgotten_and_what_is_young_is_waited_for() -> None:
         pass
     with suppress(ArithmeticError), watch.in_collective():
         raise ArithmeticError
-    assert [watch.is_overdue() for _ in range(2)] == [False, False]
+    assert [watch.has_overdue_collective() for _ in range(2)] == [False, False]
     assert len(watch.entered) == 2
-    assert not watch.is_overdue()
+    assert not watch.has_overdue_collective()
     assert not watch.entered
     with watch.in_collective():
-        assert not watch.is_overdue()
+        assert not watch.has_overdue_collective()
         assert watch.entered
 
 
@@ -87,7 +87,7 @@ def test_a_device_that_fails_ends_the_watch_without_a_report() -> None:
     watch = HangWatch(0.0, pytest.fail, Failing)
     with watch.in_collective():
         pass
-    watch.watch()
+    watch.watch_until_overdue()
 
 
 def collectives() -> dict[str, Callable[[], object]]:
@@ -104,7 +104,7 @@ def collectives() -> dict[str, Callable[[], object]]:
     return {
         "sum": lambda: sum_over_ranks(torch.zeros(3)),
         "copies": lambda: copy_from_rank_0(model.parameters()),
-        "object": lambda: from_rank_0("value"),
+        "object": lambda: broadcast_object("value"),
         "objects": lambda: objects_of_all_ranks("value"),
         "making DDP": lambda: synchronise_gradients(nn.Linear(2, 2), "ddp", Clock()),
         "the backward pass of DDP": lambda: step(of_ddp),

@@ -81,7 +81,7 @@ def test_blocks_that_are_run_again_drop_the_same_on_one_rank(digits: Path, model
     expected = weights_after_steps(replace(BASE, model="parallel_models:dropout_plain", num_ranks=1), digits)
     for name, value in state.model.state_dict().items():
         torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-9, msg=name)
-    assert not state.this_pass.draws
+    assert not state.this_pass.model_draws
 
 
 def evaluations_in_ranks(folder: Path) -> None:
@@ -146,4 +146,4 @@ def test_each_evaluation_is_followed_by_one_call_of_train(digits: Path, keep: st
 
 def test_draws_of_the_backward_pass_are_noticed(digits: Path) -> None:
     state = after_steps(replace(BASE, model="parallel_models:NoisyGradient", num_ranks=1), digits)
-    assert state.this_pass.draws
+    assert state.this_pass.model_draws

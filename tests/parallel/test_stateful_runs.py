@@ -89,7 +89,7 @@ def test_what_the_optimiser_does_not_know_cannot_be_unfrozen(digits: Path, tmp_p
 @pytest.mark.parametrize("model", ["stateful_models:Unscaled", "unusual_models:OtherEachTime"])
 def test_a_run_whose_file_gives_other_answers_is_not_finished(digits: Path, tmp_path: Path, model: str) -> None:
     hp = Hyperparameters(model=model, epochs=1, batch_size=500, num_ranks=1)
-    with pytest.raises(UserError, match=rf"^model '{model}': its file does not hold all of it, as a new model with "):
+    with pytest.raises(UserError, match=rf"^model '{model}': its file does not hold all of it: a new model with "):
         run_training(hp, digits, tmp_path / "run", QUIET)
     left = {path.name for path in (tmp_path / "run").rglob("*") if path.is_file()}
     assert not left & {"model.pt", "model.json", "predictions.npz", "report.html"}

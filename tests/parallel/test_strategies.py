@@ -195,11 +195,11 @@ def take_the_same_step_again() -> None:
 
 def lose_a_rank(folder: Path) -> None:
     memory = NodeMemory(1)
-    memory.barrier()
+    memory.wait_at_barrier()
     if dist.get_rank() == 1:
         os._exit(0)
     with pytest.raises(RuntimeError, match=r"rank \d has ended while others waited for it"):
-        memory.barrier()
+        memory.wait_at_barrier()
     (folder / f"noticed-{dist.get_rank()}").touch()
     os._exit(0)
 
@@ -210,7 +210,7 @@ def wait_in_vain() -> None:
         for peer in memory.peers.values():
             peer.settimeout(0.1)
         with pytest.raises(RuntimeError, match=r"rank \d did not come within 0.1 s"):
-            memory.barrier()
+            memory.wait_at_barrier()
     dist.barrier()
 
 

@@ -144,7 +144,7 @@ def test_a_place_that_takes_nothing_is_refused(
         monkeypatch.setenv(f"AWS_{setting}", value)
     monkeypatch.setattr(retries, "FIRST_DELAY", 0.01)
     settings = Settings(progress="off", wandb_mode="disabled", results_copy=address)
-    with pytest.raises(UserError, match=r"cannot be written to .*; correct it, or give access") as caught:
+    with pytest.raises(UserError, match=r"cannot be written to .*; correct it, or allow writing") as caught:
         run_training(HP, digits, tmp_path / "run", settings)
     assert str(caught.value).startswith(f"FLYTE_DDP_RESULTS='{address}': ")
 
@@ -183,7 +183,9 @@ def test_a_run_that_resumes_in_another_pod_keeps_its_events(
         results.ResultWriter(other).write("event", record={"rank": 0, "time": 1.0})
     for folder in (other / "results", tmp_path / "copies/run"):
         assert (folder / "events.jsonl").read_text() == before + '{"time": 1.0, "rank": 0}\n'
-    said = f"results: what {tmp_path}/copies/run/events.jsonl had from earlier attempts is replaced (HTTP 403"
+    said = (
+        f"results: {tmp_path}/copies/run/events.jsonl of earlier attempts is replaced, as it cannot be read (HTTP 403"
+    )
     assert (said in capsys.readouterr().err) == (not readable)
 
 
@@ -191,7 +193,7 @@ def test_a_slow_store_does_not_hold_up_a_pod_that_is_told_to_stop(
     kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     never = threading.Event()
-    monkeypatch.setattr(result_store.Mirror, "copy_changes", lambda *_: never.wait())
+    monkeypatch.setattr(result_store.Mirror, "copy_changed_files", lambda *_: never.wait())
     monkeypatch.setattr(result_store, "STOPPED_SECONDS", 0.1)
     with (
         pytest.raises(StoppedError),

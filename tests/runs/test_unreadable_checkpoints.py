@@ -164,7 +164,7 @@ def test_a_single_one_that_cannot_be_read_is_refused_where_an_engine_starts_rank
     (work / FOLDER / SLOTS[0]).unlink()
     cut(work / FOLDER / SLOTS[1])
     job = Job(Hyperparameters(), None, QUIET, work, work, OWN)  # type: ignore[arg-type]  # nothing trains
-    with pytest.raises(UserError, match=r"damaged.*delete it to restart from scratch"):
+    with pytest.raises(UserError, match=r"damaged.*delete them to restart from scratch"):
         from_newest_checkpoint(job, "a host is lost")
     error = RankError("rank 1 was killed by SIGKILL", recoverable=True)
     explain(error, work.parent)

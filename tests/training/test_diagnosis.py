@@ -125,7 +125,7 @@ def test_the_error_names_epoch_step_and_where_it_began(
     found = saved(tmp_path / "run")
     assert found is not None
     assert 14 <= found.step < BAD_STEP
-    weights = torch.load(checkpoint.state_in(found), weights_only=True)["model"]
+    weights = torch.load(checkpoint.read_saved_state(found), weights_only=True)["model"]
     assert all(bool(value.isfinite().all()) for value in weights.values())
     with pytest.raises(UserError, match=re.escape(caught.value.message)):  # the same again, from the checkpoint
         run_training(hp, digits, tmp_path / "run", QUIET)

@@ -48,7 +48,7 @@ def test_the_host_prepares_a_batch_while_the_device_is_busy() -> None:
         begin = time.monotonic()
         arrays.gather(samples, 0)
         this_pass.begin_pass(0, 0, samples, device)
-        this_pass.end_pass()
+        this_pass.finish_pass()
         return time.monotonic() - begin
 
     prepare()  # the first time takes memory, for which the device may be waited for
@@ -83,7 +83,7 @@ def test_what_the_device_has_done_is_not_reported() -> None:
         with watch.in_collective():
             torch.zeros(3, device="cuda").sum()
     torch.cuda.synchronize()
-    assert not watch.is_overdue()
+    assert not watch.has_overdue_collective()
     assert not watch.entered
 
 

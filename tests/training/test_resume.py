@@ -236,14 +236,14 @@ def write(path: Path, step: int, identity: Identity = OWN) -> None:
 @pytest.mark.parametrize("damage", ["gone", "cut", "changed", "empty", "of another format"])
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path: Path, damage: str) -> None:
     assert checkpoint.newest_of(tmp_path) is None
-    paths = checkpoint.slots(tmp_path, None)
+    paths = checkpoint.alternate_slots(tmp_path, None)
     for step in (1, 2, 3):
         write(next(paths), step)
     newest = checkpoint.newest_of(tmp_path)
     assert newest is not None
     assert (newest.step, newest.metrics, newest.identity) == (3, b"metrics\n", OWN)
     assert newest.trained_in == (PLAIN,)
-    assert torch.load(checkpoint.state_in(newest), weights_only=True) == {"step": 3}
+    assert torch.load(checkpoint.read_saved_state(newest), weights_only=True) == {"step": 3}
     content = newest.path.read_bytes()
     if damage == "gone":
         newest.path.unlink()
@@ -260,7 +260,9 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path: Path, damag
     before = checkpoint.newest_of(tmp_path)
     assert before is not None
     assert before.step == 2
-    assert next(checkpoint.slots(tmp_path, before.path)) == newest.path, "the good one stays until there is another"
+    assert next(checkpoint.alternate_slots(tmp_path, before.path)) == newest.path, (
+        "the good one stays until there is another"
+    )
 
 
 HEADERS: dict[str, Any] = {
@@ -310,9 +312,9 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path, other: Identity,
     write(tmp_path / "a.ckpt", 1)
     found = checkpoint.newest_of(tmp_path)
     assert found is not None
-    checkpoint.check_belongs(found, OWN)
+    checkpoint.check_same_run(found, OWN)
     with pytest.raises(UserError) as caught:
-        checkpoint.check_belongs(found, other)
+        checkpoint.check_same_run(found, other)
     assert words in caught.value.message
     assert str(tmp_path) in caught.value.message
     assert "delete it to restart from scratch" in caught.value.message
