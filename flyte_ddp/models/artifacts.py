@@ -24,15 +24,14 @@ MIDDLE = "middle"  # ``crop`` of a model that was evaluated on the middle square
 def save_model(folder: Path, state_dict: dict[str, Tensor], sidecar: Mapping[str, Any]) -> tuple[Path, Path]:
     """Write ``model.pt`` and ``model.json`` into ``folder``: both files, or neither. Creates the folder.
 
+    Raises UserError if the disk is full, or the folder cannot be written to.
+
     Args:
         state_dict: of the model itself, not of the wrapper of DDP or torch.compile.
         sidecar: JSON-able. ``format`` and ``digests.weights`` (SHA-256 of ``model.pt``) are added in the file.
 
     Returns:
         The paths of the weights and of the sidecar.
-
-    Raises:
-        UserError: the disk is full, or the folder cannot be written to.
     """
     model_path, sidecar_path = folder / "model.pt", folder / "model.json"
     # The sidecar gets its name last, so that it never exists without its weights.
@@ -70,11 +69,8 @@ def load_model(
     """Return the trained model in evaluation mode on ``device``, and its sidecar. Reads both files whole.
 
     Runs the code that the sidecar names (``package.module:callable``, the working directory first). So both files must
-    be trusted as that code is.
-
-    Raises:
-        UserError: a file is missing or damaged, the two files are not of one run, or the model that the sidecar names
-            does not take these weights any more.
+    be trusted as that code is. Raises UserError if a file is missing or damaged, the two files are not of one run, or
+    the model that the sidecar names does not take these weights any more.
     """
     sidecar = read_sidecar(sidecar_path)
     try:
@@ -96,10 +92,7 @@ def load_model(
 def load_weights(model: nn.Module, model_path: Path, sidecar: Mapping[str, Any]) -> None:
     """Read ``model.pt`` and load its weights into a new model of the kind that the sidecar names.
 
-    Does not check its SHA-256.
-
-    Raises:
-        UserError: the model does not take these weights.
+    Does not check its SHA-256. Raises UserError if the model does not take these weights.
     """
     try:
         model.load_state_dict(torch.load(model_path, map_location="cpu", weights_only=True))

@@ -44,10 +44,8 @@ class Weights(NamedTuple):
 def identity(init_from: str) -> str:
     """Return a SHA-256 (hex) that changes with the weights' file; empty if ``init_from`` is empty.
 
-    Reads a local file whole. Of a remote file only the server's metadata count, such as its ETag.
-
-    Raises:
-        UserError: the file cannot be read.
+    Reads a local file whole. Of a remote file only the server's metadata count, such as its ETag. Raises UserError if
+    the file cannot be read.
     """
     if init_from:
         local_weights_path(init_from)
@@ -58,10 +56,8 @@ def identity(init_from: str) -> str:
 def fetched(init_from: str, folder: Path) -> Iterator[Path | None]:
     """Yield a local path with the content of ``init_from``; None if ``init_from`` is empty.
 
-    Downloads a remote file into ``folder`` and deletes it at the end.
-
-    Raises:
-        UserError: the file is missing or cannot be read.
+    Downloads a remote file into ``folder`` and deletes it at the end. Raises UserError if the file is missing or cannot
+    be read.
     """
     path = local_weights_path(init_from) if init_from else None
     if path is not None or not init_from:
@@ -90,8 +86,7 @@ def local_weights_path(init_from: str) -> Path | None:
 def load_initial_weights(model: nn.Module, path: Path, hp: Hyperparameters) -> None:
     """Load a file's weights into a new model, without the parts that ``init_skip`` names. Reads the file whole.
 
-    Raises:
-        UserError: the weights do not fit, or are not finite.
+    Raises UserError if the weights do not fit, or are not finite.
     """
     own = model.state_dict()
     stored = read_weights(path, hp.init_from)
@@ -134,8 +129,7 @@ def is_finite(values: Tensor) -> bool:
 def read_weights(path: Path, init_from: str) -> Weights:
     """Return a file's tensors, with the versions of modules if it has any. Reads the file whole.
 
-    Raises:
-        UserError: the file has no tensors with names, or reading it could run code.
+    Raises UserError if the file has no tensors with names, or reading it could run code.
     """
     import torch  # not at the top, because the launcher only downloads the file and need not import torch
 
@@ -177,11 +171,8 @@ def strip_prefix(given: Weights, own: Collection[str]) -> Weights:
         if not all(name.startswith(f"{first}.") for name in tensors):
             return given
         tensors = {name.removeprefix(f"{first}."): value for name, value in tensors.items()}
-        versions = {
-            name.removeprefix(first).removeprefix("."): value
-            for name, value in versions.items()
-            if is_in_parts(name, [first])
-        }
+        inner = {name: value for name, value in versions.items() if is_in_parts(name, [first])}
+        versions = {name.removeprefix(first).removeprefix("."): value for name, value in inner.items()}
     return Weights(tensors, versions)
 
 

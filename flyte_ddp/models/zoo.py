@@ -17,8 +17,7 @@ from flyte_ddp.models.images import InputSpec
 def input_spec(model: str, images: InputSpec, size: int) -> InputSpec:
     """Return the input of ``model`` for such images, resized to ``size`` unless that is 0.
 
-    Raises:
-        UserError: the model cannot take such images; names the sizes that it can take.
+    Raises UserError if the model cannot take such images; names the sizes that it can take.
     """
     spec = replace(images, height=size or images.height, width=size or images.width)
     catalog.check_image_size(model, spec.height, spec.width)
@@ -35,13 +34,11 @@ def input_spec(model: str, images: InputSpec, size: int) -> InputSpec:
 def build(name: str, num_classes: int, spec: InputSpec) -> nn.Module:
     """Build the model ``name`` with new weights, from the global random state of torch, Python and NumPy.
 
-    Imports and runs the user's code if the name is a ``package.module:callable``.
+    Imports and runs the user's code if the name is a ``package.module:callable``. Raises UserError if the name is
+    unknown, or the user's callable does not return a module.
 
     Returns:
         A module that maps float32 [N, spec.channels, spec.height, spec.width] to logits [N, num_classes].
-
-    Raises:
-        UserError: the name is unknown, or the user's callable does not return a module.
     """
     if ":" in name:
         from flyte_ddp.user_code import load_callable

@@ -53,7 +53,7 @@ def synchronise_batch_norm(model: nn.Module, this_pass: TrainingPass, *, on_one_
 def has_per_rank_statistics(model: nn.Module, synchronised: bool) -> bool:
     """Return whether a BatchNorm layer of the model uses statistics of each rank alone.
 
-    Such a layer is any one if ``synchronised`` is False; else one whose class overrides ``forward``.
+    Every layer does if ``synchronised`` is False. Otherwise a layer does whose class overrides ``forward``.
     """
     known = (*KNOWN_FORWARDS, GlobalBatchNorm.forward) if synchronised else ()
     return any(isinstance(module, _BatchNorm) and type(module).forward not in known for module in model.modules())
@@ -73,10 +73,8 @@ class GlobalBatchNorm(_BatchNorm):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Return the input [N, C, ...] normalised for each channel; N may differ between ranks.
 
-        In training all ranks must call it. It then exchanges statistics, and updates the running statistics.
-
-        Raises:
-            ValueError: the input has fewer than 2 dimensions, or all ranks together have one value for each channel.
+        In training all ranks must call it. It then exchanges statistics, and updates the running statistics. Raises
+        ValueError if the input has fewer than 2 dimensions, or all ranks together have one value for each channel.
         """
         self._check_input_dim(input)
         if not self.training:
@@ -125,10 +123,8 @@ class GlobalNormalisation(torch.autograd.Function):
 
         Exchanges statistics with all ranks and updates the running statistics. The update comes before
         ``save_for_backward``: when torch.utils.checkpoint runs a block again, it leaves the block as soon as the last
-        tensor is saved, and torch's own layers have updated their statistics by then.
-
-        Raises:
-            ValueError: all ranks together have one value for each channel.
+        tensor is saved, and torch's own layers have updated their statistics by then. Raises ValueError if all ranks
+        together have one value for each channel.
         """
         ctx.has_values = layer.this_pass.has_samples and values.numel() > 0
         mean, variance, count = compute_global_statistics(values, layer.gather_from_ranks, taking_part=ctx.has_values)
@@ -181,9 +177,7 @@ class GlobalNormalisation(torch.autograd.Function):
         )
 
 
-def compute_global_statistics(
-    values: Tensor, gather_from_ranks: Gather, *, taking_part: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def compute_global_statistics(values: Tensor, gather: Gather, *, taking_part: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return mean [C], biased variance [C] and count [] of the values [N, C, ...] of all ranks, in fp64.
 
     All ranks must call it; ranks with ``taking_part`` False add nothing. Each rank's mean and sum of squared deviations
@@ -198,7 +192,7 @@ def compute_global_statistics(
         # torch's batch_norm uses this function, in two passes; var_mean takes four times as long on a CPU.
         mean, variance = torch.batch_norm_update_stats(precise, None, None, momentum=0.0)
         own[:channels], own[channels:-1], own[-1] = mean, variance.double() * count, count
-    means, squares, counts = torch.split(gather_from_ranks(own), [channels, channels, 1], dim=1)
+    means, squares, counts = torch.split(gather(own), [channels, channels, 1], dim=1)
     total = counts.sum()
     mean = (means * counts).sum(dim=0) / total
     variance = (squares + counts * (means - mean).square()).sum(dim=0) / total
@@ -207,11 +201,8 @@ def compute_global_statistics(
 
 def per_rank_norm_layers(model: nn.Module) -> list[_BatchNorm]:
     """Return the model's BatchNorm layers whose running statistics differ between ranks."""
-    return [
-        module
-        for module in model.modules()
-        if isinstance(module, _BatchNorm) and not isinstance(module, GlobalBatchNorm)
-    ]
+    norms = (module for module in model.modules() if isinstance(module, _BatchNorm))
+    return [norm for norm in norms if not isinstance(norm, GlobalBatchNorm)]
 
 
 @contextmanager

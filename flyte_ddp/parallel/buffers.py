@@ -47,8 +47,7 @@ class Buffers:
     def checked_buffers(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the buffers of ``model`` by name: of the trained model or of its moving average.
 
-        Raises:
-            UserError: names, shapes or types of the buffers have changed since the model was made.
+        Raises UserError if names, shapes or types of the buffers have changed since the model was made.
         """
         values = copyable_buffers(model)
         if (layout := buffer_layout(values)) != self.layout:
@@ -64,10 +63,8 @@ class Buffers:
         """Overwrite the buffers of all other ranks by rank 0's, in one broadcast.
 
         All ranks must call it after each step. Copies all buffers but BatchNorm's, changed or not: to ask all ranks
-        which ones have changed would cost as much.
-
-        Raises:
-            UserError: names, shapes or types of the buffers have changed since the model was made.
+        which ones have changed would cost as much. Raises UserError if names, shapes or types of the buffers have
+        changed since the model was made.
         """
         if not self.shared_names:
             return

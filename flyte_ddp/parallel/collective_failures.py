@@ -31,8 +31,7 @@ def type_failures_of_collectives() -> None:
 def wait(work: dist.Work, timeout: timedelta = GROUP_TIMEOUT) -> bool:
     """Wait for a collective operation as ``Work.wait`` does and return its result.
 
-    Raises:
-        CollectiveError: torch raised a RuntimeError; see :func:`waiting_for_ranks` for the timeout's subclass.
+    Raises CollectiveError if torch raised a RuntimeError; see :func:`waiting_for_ranks` for the timeout's subclass.
     """
     with waiting_for_ranks():
         return TORCH_WAIT(work, timeout)

@@ -33,7 +33,7 @@ class SampleDropout(nn.Module):
         return values.mul_(scale) if getattr(self, "inplace", False) else values * scale
 
     def count_drawn_dimensions(self, values: Tensor) -> int:
-        """Return how many leading dimensions, N included, get a random number of their own for each index.
+        """Return for how many leading dimensions, N included, each index gets its own random number.
 
         The other dimensions are zeroed together: values for Dropout, channels for Dropout1d to 3d, samples for
         StochasticDepth.
@@ -46,7 +46,7 @@ class SampleDropout(nn.Module):
 
 
 def make_dropout_rank_independent(model: nn.Module, this_pass: TrainingPass) -> None:
-    """Change the class of the model's dropout layers to one that draws from the samples of ``this_pass``.
+    """Change the class of the model's dropout layers to one that draws by the samples of ``this_pass``.
 
     The new class is a subclass of the old class and has its name, because models may test a layer's type or name.
     """

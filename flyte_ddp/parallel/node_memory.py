@@ -54,7 +54,10 @@ class NodeMemory:
 
     def _send_memory(self, size: int) -> int:
         # A name that starts with \0 is in no file system, and found by processes of the same network namespace only.
-        """Create an unnamed file of ``size`` bytes, send it to every other rank, return its descriptor; for rank 0."""
+        """Create an unnamed file of ``size`` bytes, send it to every other rank, return its descriptor; on rank 0.
+
+        Waits for the other ranks, each time up to the time limit of collectives.
+        """
         address = f"\0flyte-ddp-{secrets.token_hex(16)}"
         file = os.memfd_create("flyte-ddp")
         os.ftruncate(file, size)
@@ -70,7 +73,7 @@ class NodeMemory:
         return file
 
     def _receive_memory(self) -> int:
-        """Return the descriptor of rank 0's file; for the other ranks."""
+        """Connect to rank 0, receive its file, and return the descriptor; on the other ranks."""
         self.peers[0] = peer = create_socket()
         peer.connect(broadcast_object(""))
         peer.send(str(rank()).encode())

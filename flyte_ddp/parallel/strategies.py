@@ -181,7 +181,7 @@ class DDPSync(GradientSync):
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
-        """Return a context manager for a micro-batch's passes; the last pass starts all-reduces.
+        """Return a context manager for a micro-batch's passes; only the ``last`` one sends gradients.
 
         Adds the wait for the last all-reduce to the clock's WAITED.
 
@@ -235,10 +235,8 @@ class HooksSync(GradientSync):
     def start_ready_all_reduces(self, parameter: Tensor) -> None:
         """Note that the parameter's gradient is complete; start the all-reduces that are next in the order and ready.
 
-        Called by autograd. Does nothing before the last micro-batch.
-
-        Raises:
-            UserError: the parameter's all-reduce has been started before.
+        Called by autograd. Does nothing before the last micro-batch. Raises UserError if the parameter's all-reduce has
+        been started before.
         """
         if self.last:
             if self.position[parameter] < len(self.started):

@@ -26,8 +26,8 @@ class Arithmetic:
     channels_last: str  # "on" or "off"
     strategy: str  # of gradients; empty for one rank
 
-    def changes(self, before: Iterable[Arithmetic]) -> str:
-        """Return in words which values differ from those ``before``; empty if none does."""
+    def describe_changes(self, before: Iterable[Arithmetic]) -> str:
+        """Return in words which values differ from the values ``before``; empty if none does."""
         words = []
         for name, now in vars(self).items():
             earlier = [*dict.fromkeys(getattr(one, name) for one in before)]

@@ -68,13 +68,12 @@ def write(
 ) -> None:
     """Write a checkpoint, in place of an older one at ``path``: atomically.
 
+    Raises UserError if the file cannot be written, for example because the disk is full.
+
     Args:
         description: ``epoch``, ``step``, ``trained_in`` and ``time``.
         metrics: content of metrics.jsonl up to this step.
         save: writes the state into the file that it is given.
-
-    Raises:
-        UserError: the file cannot be written, for example because the disk is full.
     """
     header = {**description, "identity": asdict(identity), "metrics_bytes": len(metrics)}
     with replacing(path) as file:
@@ -125,10 +124,8 @@ def newest_step(run_folder: Path) -> int | None:
 def read(path: Path) -> Checkpoint | None:
     """Return a checkpoint's header and metrics, or None if there is no file. The state stays in the file.
 
-    Reads the file whole to verify its SHA-256.
-
-    Raises:
-        UnreadableError: the system does not allow reading, or the file is damaged or of another release's format.
+    Reads the file whole to verify its SHA-256. Raises UnreadableError if the system does not allow reading, or the file
+    is damaged or of another release's format.
     """
     try:
         with path.open("rb") as file:
@@ -165,10 +162,8 @@ def load_latest(run_folder: Path, run: Identity) -> Checkpoint | None:
     """Return the run's newest checkpoint, and set metrics.jsonl back to its content when the checkpoint was written.
 
     Without any checkpoint, empties metrics.jsonl, removes the intermediate results, and returns None. Prints to stderr
-    which checkpoints cannot be read if another one is used. The returned checkpoint has no metrics.
-
-    Raises:
-        UserError: the checkpoint is of another run, or there are checkpoints and none is readable; nothing is changed.
+    which checkpoints cannot be read if another one is used. The returned checkpoint has no metrics. Raises UserError if
+    the checkpoint is of another run, or there are checkpoints and none is readable; nothing is changed.
     """
     found, unreadable = find_newest(run_folder / FOLDER)
     reasons = " and ".join(f"{path} ({why})" for path, why in unreadable.items())

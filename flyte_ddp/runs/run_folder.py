@@ -23,10 +23,7 @@ def prepare_folder(folder: Path) -> Path:
     """Create the run folder with ``unfinished/`` and return the path of ``unfinished/``.
 
     If an interrupted run left files in ``unfinished/``, only metrics, checkpoints and results of users' code are kept.
-    A complete run in ``unfinished/`` is published first.
-
-    Raises:
-        UserError: nothing can be written there.
+    A complete run in ``unfinished/`` is published first. Raises UserError if nothing can be written there.
     """
     work = folder / UNFINISHED
     try:
@@ -42,10 +39,9 @@ def prepare_folder(folder: Path) -> Path:
 
 def remove_outputs(work: Path) -> None:
     """Remove a run's outputs and temporary files from ``unfinished/``. Metrics stay: they tell why a run failed."""
-    for name in reversed(OUTPUTS):
-        (work / name).unlink(missing_ok=True)
+    outputs = [work / name for name in reversed(OUTPUTS)]  # the report first, which marks a complete run
     inner = (*(work / checkpoint.FOLDER).glob(".*.tmp"), *(work / results.FOLDER).rglob(".*.tmp"))
-    for path in (*work.glob(".*.tmp"), *inner):
+    for path in (*outputs, *work.glob(".*.tmp"), *inner):
         path.unlink(missing_ok=True)
 
 

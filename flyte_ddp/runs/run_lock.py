@@ -29,10 +29,8 @@ def reserve(folder: Path) -> bool:
     """Lock the folder for a run of this thread, without waiting; return False if another process or run has the lock.
 
     The folder need not exist. The lock is a file in ``.locks`` beside the folder. It is held until the end of the run,
-    which calls :func:`hold`, or until :func:`release`. A second call in the thread returns True.
-
-    Raises:
-        UserError: no file can be created beside the folder.
+    which calls :func:`hold`, or until :func:`release`. A second call in the thread returns True. Raises UserError if no
+    file can be created beside the folder.
     """
     folder = folder.resolve()
     if folder not in reserved.locks:
@@ -51,8 +49,7 @@ def reserve(folder: Path) -> bool:
 def hold(folder: Path) -> Iterator[None]:
     """Hold the folder's lock, reserved or not, until the end of the block.
 
-    Raises:
-        UserError: another process or run has the lock.
+    Raises UserError if another process or run has the lock.
     """
     if not reserve(folder) and not is_held_by_parent(folder):
         raise UserError(f"run folder {folder}: another run is writing into it; wait for its end or name another folder")

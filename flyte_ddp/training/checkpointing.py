@@ -212,8 +212,5 @@ class Checkpointer:
         saved = snapshot.values["model"]
         # A user's state_dict may leave out frozen parameters.
         weights = (saved[name] for name, _ in self.run.state.model.named_parameters() if name in saved)
-        return (
-            not find_refused_value(saved)
-            and not snapshot.values["saw_non_finite"]
-            and all(bool(value.isfinite().all()) for value in weights)
-        )
+        is_finite = not snapshot.values["saw_non_finite"] and all(bool(value.isfinite().all()) for value in weights)
+        return is_finite and not find_refused_value(saved)

@@ -28,11 +28,7 @@ class LossWatch:
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, hp: Hyperparameters, *, a_step_later: bool
     ) -> None:
-        """Begin with no loss.
-
-        Args:
-            a_step_later: whether the host reads a loss one step later, if the optimiser can skip updates.
-        """
+        """Prepare for the first loss; ``a_step_later``: the host may read a loss one step later."""
         self.model, self.optimizer, self.hp = model, optimizer, hp
         self.a_step_later = a_step_later and bool(optimizer.defaults["fused"])
         self.saw_non_finite = torch.zeros((), dtype=torch.bool, device=next(model.parameters()).device)
@@ -42,16 +38,13 @@ class LossWatch:
         """Check the sum of all ranks' losses of a step, now or one step later. Call it before the optimiser's step.
 
         In the second case it sets the optimiser's ``found_inf``, and checks the loss of the step before. All ranks must
-        call it.
+        call it. Raises UserError if a loss is not finite; names the first weight or activation that is not finite.
 
         Args:
             epoch: number of the epoch, from 0.
             step: number of the step, from 1.
             loss_sum: a scalar on the device, equal on all ranks.
             forward: repeats the step's forward passes; is called on all ranks if the loss is not finite.
-
-        Raises:
-            UserError: a loss is not finite; names the first weight or activation that is not finite.
         """
         # With blocking=True the host sleeps in the wait, and leaves its core to the threads that load data.
         arrived = torch.cuda.Event(blocking=True) if loss_sum.is_cuda else None  # type: ignore[no-untyped-call]
@@ -66,7 +59,7 @@ class LossWatch:
             if not math.isfinite(loss := on_host.item()):
                 where = first_non_finite_activation(self.model, forward)
                 raise non_finite_loss_error(
-                    self.model, self.hp, loss, epoch, step, weights_of=step - 1, activation=where
+                    self.model, self.hp, loss, epoch, step, update_step=step - 1, activation=where
                 )
 
         if not self.a_step_later:
@@ -85,19 +78,19 @@ class LossWatch:
 
 
 def non_finite_loss_error(
-    model: nn.Module, hp: Hyperparameters, loss: float, epoch: int, step: int, *, weights_of: int, activation: str = ""
+    model: nn.Module, hp: Hyperparameters, loss: float, epoch: int, step: int, *, update_step: int, activation: str = ""
 ) -> UserError:
     """Return the error for a loss that is NaN or infinite. Reads all weights, to name the last one that is not finite.
 
     Args:
-        weights_of: the step whose update made the weights that gave this loss.
+        update_step: the step whose update made the weights that gave this loss.
         activation: the first module output that is not finite, in words; empty if unknown.
     """
     # The weight nearest to the output is named, because its gradient was computed first.
     broken = [name for name, parameter in model.named_parameters() if not bool(parameter.isfinite().all())]
     where = f" (the first activation that was not finite is {activation})" if activation else ""
     if broken:
-        where = f" (the first gradient that was not finite is that of {broken[-1]}, in step {weights_of})"
+        where = f" (the first gradient that was not finite is that of {broken[-1]}, in step {update_step})"
     return UserError(
         f"the loss is {loss} at epoch {epoch}, step {step}{where}: it must be finite; lower learning_rate "
         f"(now {hp.learning_rate:g}), set grad_clip_norm or warmup_steps, or use precision='fp32'"

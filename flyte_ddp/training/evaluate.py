@@ -4,8 +4,8 @@ Each sample's result goes to the sample's own place in a table, which is added u
 on the number of ranks.
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -29,11 +29,10 @@ class Evaluation:
 def evaluate(predict: Callable[[Tensor], Tensor], images: Split, batch_size: int, device: torch.device) -> Evaluation:
     """Evaluate a split on all ranks together and return the result, on every rank. All ranks must call it.
 
+    Raises RuntimeError if a sample was not counted exactly once.
+
     Args:
         predict: maps uint8 images [n, H, W, C] to logits [n, classes].
-
-    Raises:
-        RuntimeError: a sample was not counted exactly once.
     """
     # Rows: loss, prediction, truth, times counted. Each sample is written by one rank, so the sum over ranks is exact.
     table = torch.zeros(4, len(images), dtype=torch.float64, device=device)
@@ -49,21 +48,7 @@ def evaluate(predict: Callable[[Tensor], Tensor], images: Split, batch_size: int
     if not bool((counted == 1).all()):
         raise RuntimeError(f"evaluation counted {int((counted != 1).sum())} of {len(images)} samples not exactly once")
     count = max(1, len(images))
-    return Evaluation(
-        loss=losses.sum().item() / count,
-        accuracy=(predictions == truth).sum().item() / count,
-        losses=losses,
-        predictions=predictions.long(),
-        truth=truth.long(),
-    )
-
-
-def adopt_rank_0_metrics(evaluations: Iterable[Evaluation]) -> list[Evaluation]:
-    """Return this rank's evaluations with the loss and the accuracy that rank 0 has computed. All ranks must call it.
-
-    All ranks add up the same numbers, but different processors may add in different orders. Because of one last bit a
-    rank could stop training while the others continue and wait for it.
-    """
-    own = list(evaluations)
-    measures = broadcast_object([(each.loss, each.accuracy) for each in own])
-    return [replace(each, loss=loss, accuracy=accuracy) for each, (loss, accuracy) in zip(own, measures, strict=True)]
+    # All ranks use rank 0's metrics. Processors of different kinds may add up in different orders, and because of one
+    # last bit a rank could stop training while the others continue and wait for it.
+    own = losses.sum().item() / count, (predictions == truth).sum().item() / count
+    return Evaluation(*broadcast_object(own), losses, predictions.long(), truth.long())

@@ -35,7 +35,8 @@ LEAST_STEPS = 30  # a shorter run is a trial, which need not have learned anythi
 def write_start_record(job: Job, data: PreparedSet, state: TrainingState, recorder: Recorder) -> None:
     """Write the start record to metrics.jsonl and print the number of ranks; does nothing on ranks other than 0.
 
-    Also prints the tensors that ``init_skip`` leaves to the seed, and the files that the cache key does not cover.
+    Also prints, and keeps for the report, the tensors that ``init_skip`` leaves to the seed, and the files that the
+    cache key does not cover.
     """
     if not recorder.writes:
         return
@@ -63,18 +64,16 @@ def write_start_record(job: Job, data: PreparedSet, state: TrainingState, record
         }
     )
     recorder.progress.note(f"ranks: {ranks}, nodes: {job.num_nodes}")
-    if skipped := init_skip_note(job, state):
-        recorder.progress.note(skipped)
+    recorder.add_warning(init_skip_note(state))
     recorder.add_warning(uncovered_files_warning(state))
 
 
 def write_outputs(job: Job, data: PreparedSet, state: TrainingState, selection: Selection, recorder: Recorder) -> None:
     """Write the model with its sidecar, the predictions, and the end record, in this order. All ranks must call it.
 
-    Rank 0 writes. It also loads the kept weights into the trained model, and reads the saved model to verify it.
-
-    Raises:
-        UserError: the disk is full, or the model's file does not hold all of the model.
+    All ranks build a second model, which runs the user's code. Then rank 0 writes alone. It loads the kept weights into
+    the trained model, and reads the saved model to verify it. Raises UserError if the disk is full, or the model's file
+    does not hold all of the model.
     """
     facts = of_all_ranks(state.splits.facts())
     # Built on all ranks, because a user's model may wait for other ranks while it is built, such as for a download.
@@ -129,7 +128,7 @@ def write_outputs(job: Job, data: PreparedSet, state: TrainingState, selection: 
             "seconds": recorder.seconds(),
             "samples_per_second": recorder.samples_in_all / max(recorder.training_seconds, 1e-9),
             "stopped": selection.stopped,
-            "notes": [*recorder.warnings, *report_notes(job, state, recorder.arithmetic), *facts.describe()],
+            "notes": [*recorder.warnings, *report_notes(state, recorder.arithmetic, job.checkpoint), *facts.describe()],
         }
     )
 
@@ -137,7 +136,7 @@ def write_outputs(job: Job, data: PreparedSet, state: TrainingState, selection: 
 def collect_predictions(state: TrainingState, test: Evaluation, rows: int) -> dict[str, Any]:
     """Return arrays of the first ``rows`` test samples and the worst mistakes: images, scores, truth, losses, names.
 
-    Also the counts of all confusions. Reads these samples and predicts them; changes neither model nor state.
+    Also the counts of all confusions. Reads these samples, predicts their logits, and seeds the random generators.
     """
     wrong = test.predictions != test.truth
     worst = torch.where(wrong, test.losses, -torch.inf).topk(min(WORST_MISTAKES, int(wrong.sum()))).indices

@@ -20,16 +20,14 @@ TOLERANCE = 1e-3  # share of the largest logit; a GPU may compute convolutions i
 def verify_saved_model(new: nn.Module, model_path: Path, sidecar: Mapping[str, Any], state: TrainingState) -> None:
     """Load saved weights into a new model and compare its logits on the first test samples with the trained model's.
 
-    Reads the weights' file. Changes ``new``: its weights, device, type, mode and dropout layers.
+    Reads the weights' file. Changes ``new``: its weights, device, type, mode and dropout layers. Raises UserError if
+    the logits differ, or the new model does not take the weights.
 
     Args:
         new: a model that was built as the trained model was.
         model_path: the file with the trained model's weights.
         sidecar: content of the file's sidecar.
         state: the training state, with the trained model.
-
-    Raises:
-        UserError: the logits differ, or the new model does not take the weights.
     """
     samples = state.test.order.samples(slice(0, min(BATCH, len(state.test))))
     images = state.test.gather(samples).images

@@ -24,7 +24,7 @@ from flyte_ddp.parallel.distributed import rank, world_size
 from flyte_ddp.runs.job import Job
 from flyte_ddp.training.checkpointing import Checkpointer, Run, restore_run
 from flyte_ddp.training.diagnosis import LossWatch, non_finite_loss_error
-from flyte_ddp.training.evaluate import Evaluation, adopt_rank_0_metrics, evaluate
+from flyte_ddp.training.evaluate import Evaluation, evaluate
 from flyte_ddp.training.optimisation import gradient_clip_norm, learning_rate
 from flyte_ddp.training.outputs import write_outputs, write_start_record
 from flyte_ddp.training.recording import Recorder
@@ -35,14 +35,12 @@ from flyte_ddp.training.training_state import TrainingState
 def train(job: Job, offer_saving: Callable[[Callable[[], int]], None] = lambda _: None) -> None:
     """Train, evaluate every ``eval_interval`` epochs, and write metrics, model and sidecar into the run folder.
 
-    All ranks must call it. Resumes from the job's checkpoint, if there is one. Saves checkpoints in a thread.
+    All ranks must call it. Resumes from the job's checkpoint, if there is one. Saves checkpoints in a thread. Raises
+    UserError for a model whose output does not fit the classes, a loss that is not finite, weights that do not fit.
 
     Args:
         offer_saving: is called once with a function that writes a checkpoint at once, from any thread, and returns the
             step of the newest checkpoint; 0 if there is none.
-
-    Raises:
-        UserError: a model whose output does not fit the classes, a loss that is not finite, weights that do not fit.
     """
     hp = job.hp
     data = open_prepared(job.data)
@@ -73,10 +71,11 @@ def train(job: Job, offer_saving: Callable[[Callable[[], int]], None] = lambda _
 
 
 def equal_pictures_warning(state: TrainingState) -> str:
-    """Return a warning if most of the first 64 pictures are equal; empty otherwise. Reads and decodes these pictures.
+    """Return a warning if most of the first 64 pictures are equal; empty otherwise. Reads these pictures.
 
-    They are the first pictures of the first epoch. Of a stream, which gives each picture once, the test pictures are
-    compared. Of shards that are fetched, this rank's own pictures are compared: its training fetches the same shards.
+    They are the first pictures of the first epoch; remote shards with them are fetched. Of a stream, which gives each
+    picture once, the test pictures are compared. Of shards that are fetched, this rank's own pictures are compared: its
+    training fetches the same shards.
     """
     hp, split = state.hp, state.training
     if encoded_kind(hp.dataset) == "stream":
@@ -183,8 +182,7 @@ def split_for_rank(batch: sampling.Indices, parts: int) -> list[RankSlice]:
 def compute_logits(state: TrainingState, model: Callable[[Tensor], Tensor], images: Tensor, part: RankSlice) -> Tensor:
     """Return the logits [n, classes] of this rank's samples in training. Seeds the random generators for the pass.
 
-    Raises:
-        UserError: logits that do not fit the classes or have no gradient, or a batch too small for BatchNorm.
+    Raises UserError for logits that do not fit the classes or have no gradient, or a batch too small for BatchNorm.
     """
     hp = state.hp
     state.this_pass.begin_pass(hp.seed, state.epoch, part.samples, state.device, has_samples=part.has_samples)
@@ -248,7 +246,7 @@ def evaluate_splits(state: TrainingState) -> tuple[Evaluation, Evaluation]:
                 statistic.copy_(average)
             state.buffers.keep()
     with state.clock("evaluation"), state.evaluation_mode():
-        validation, test = adopt_rank_0_metrics(
+        validation, test = (
             evaluate(state.predict, split, hp.test_batch_size, state.device) for split in (state.validation, state.test)
         )
     return validation, test
@@ -269,7 +267,7 @@ def finish_epoch(run: Run, evaluation: tuple[Evaluation, Evaluation] | None) -> 
             for measured in evaluation:
                 if not math.isfinite(measured.loss):
                     raise non_finite_loss_error(
-                        state.model, state.hp, measured.loss, state.epoch - 1, state.step, weights_of=state.step
+                        state.model, state.hp, measured.loss, state.epoch - 1, state.step, update_step=state.step
                     )
             run.recorder.record_evaluation(state.epoch, state.step, *evaluation, state.model)
             run.selection.select_weights(state.epoch, *evaluation, state.kept_model().state_dict())

@@ -53,10 +53,8 @@ class TrainingState:
         """Open the data and build all other objects from the seed. All ranks must call it together.
 
         Seeds the global generators of torch, Python and NumPy. Sets torch's deterministic mode if ``deterministic`` is
-        set. Runs the user's model code.
-
-        Raises:
-            UserError: images that the model cannot take, a model that cannot be trained, weights that do not fit it.
+        set. Runs the user's model code. Raises UserError for images that the model cannot take, a model that cannot be
+        trained, weights that do not fit it.
         """
         self.hp, self.hardware = hp, hardware
         self.step = 0  # optimiser steps that are done
@@ -170,10 +168,7 @@ class TrainingState:
         """Return logits [N, classes] of the kept weights for uint8 images [N, H, W, C].
 
         Call it inside :meth:`evaluation_mode`. Seeds the random generators. So a model that draws random numbers in
-        evaluations draws the same for each batch, on any rank.
-
-        Raises:
-            UserError: the model's output does not fit.
+        evaluations draws the same for each batch, on any rank. Raises UserError if the model's output does not fit.
         """
         model = self.kept_model()
         self.this_pass.begin_pass(self.hp.seed, 0, np.arange(len(images)), self.device)

@@ -198,7 +198,7 @@ def test_a_run_that_goes_on_in_other_arithmetic_says_so(
     ],
 )
 def test_what_changed_is_named(before: list[Arithmetic], now: Arithmetic, words: str) -> None:
-    assert now.changes(before) == words
+    assert now.describe_changes(before) == words
 
 
 @pytest.mark.slow
