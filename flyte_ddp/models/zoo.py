@@ -99,14 +99,14 @@ def find_refused_value(state_dict: Mapping[str, Any]) -> tuple[str, object] | No
     return None
 
 
-def check_logits(model: str, logits: object, expected: tuple[int, int]) -> None:
-    """Raise UserError unless the model returned floating-point logits of shape ``expected``: [samples, classes].
+def check_logits(model: str, logits: object, expected_shape: tuple[int, int]) -> None:
+    """Raise UserError unless the model returned floating-point logits of the expected shape: [samples, classes].
 
     The logits must require a gradient while gradients are recorded.
     """
     if not isinstance(logits, Tensor):
         got, fix = type(logits).__name__, "return nothing but the logits"
-    elif tuple(logits.shape) != expected:
+    elif tuple(logits.shape) != expected_shape:
         got = str(tuple(logits.shape))
         fix = "size its last layer by num_classes" if logits.dim() == 2 else "flatten the logits of each sample"
     elif not logits.is_floating_point():
@@ -121,7 +121,7 @@ def check_logits(model: str, logits: object, expected: tuple[int, int]) -> None:
     else:
         return
     raise UserError(
-        f"model {model!r} returned {got}: it must return a tensor of shape (samples, classes) = {expected}; {fix}"
+        f"model {model!r} returned {got}: it must return a tensor of shape (samples, classes) = {expected_shape}; {fix}"
     )
 
 

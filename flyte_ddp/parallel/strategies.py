@@ -313,9 +313,9 @@ def average_bucket(sync: DDPSync, bucket: GradBucket) -> torch.futures.Future[Te
 
 
 def synchronise_gradients(model: nn.Module, strategy: str, clock: Clock) -> GradientSync:
-    """Return the model wrapped by the gradient strategy of that name.
+    """Return the model wrapped by the gradient strategy of that name. All ranks must call it.
 
-    All ranks must call it; with one rank there is none.
+    A single rank gets a GradientSync, which exchanges nothing.
 
     Args:
         strategy: ``ddp``, ``shared_memory`` or ``hooks``.

@@ -45,7 +45,7 @@ def mirror_results(run_folder: Path, address: str, *, resuming: bool, name: str 
             f"FLYTE_DDP_RESULTS={masked(address)!r}: cannot be written to ({error}); correct it, or allow writing"
         ) from None
     over = threading.Event()
-    thread = threading.Thread(target=mirror.follow, args=(over,), name="results", daemon=True)
+    thread = threading.Thread(target=mirror.copy_until_over, args=(over,), name="results", daemon=True)
     thread.start()
     last_seconds = LAST_SECONDS
     try:
@@ -94,10 +94,10 @@ class Mirror:
         content = here.read_bytes() if here.exists() else b""
         storage.retried(there, lambda _: storage.put(there, content))
 
-    def follow(self, over: threading.Event) -> None:
+    def copy_until_over(self, over: threading.Event) -> None:
         """Copy changed files every LOOK_SECONDS or more until ``over`` is set, then once more.
 
-        Prints the first of a row of failures.
+        Prints to stderr the first failure after a success.
         """
         last = False
         while not last:

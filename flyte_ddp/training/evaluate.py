@@ -26,7 +26,9 @@ class Evaluation:
     truth: Tensor
 
 
-def evaluate(predict: Callable[[Tensor], Tensor], images: Split, batch_size: int, device: torch.device) -> Evaluation:
+def evaluate_split(
+    predict: Callable[[Tensor], Tensor], split: Split, batch_size: int, device: torch.device
+) -> Evaluation:
     """Evaluate a split on all ranks together and return the result, on every rank. All ranks must call it.
 
     Raises RuntimeError if a sample was not counted exactly once.
@@ -35,9 +37,9 @@ def evaluate(predict: Callable[[Tensor], Tensor], images: Split, batch_size: int
         predict: maps uint8 images [n, H, W, C] to logits [n, classes].
     """
     # Rows: loss, prediction, truth, times counted. Each sample is written by one rank, so the sum over ranks is exact.
-    table = torch.zeros(4, len(images), dtype=torch.float64, device=device)
+    table = torch.zeros(4, len(split), dtype=torch.float64, device=device)
     with torch.no_grad():  # not inference_mode: training could not use a tensor that a model keeps from an evaluation
-        for place, (pixels, labels, _) in images.batches(batch_size, rank(), world_size()):
+        for place, (pixels, labels, _) in split.batches(batch_size, rank(), world_size()):
             logits = predict(pixels).double()
             table[0, place] = functional.cross_entropy(logits, labels, reduction="none")
             table[1, place] = logits.argmax(1).double()
@@ -46,8 +48,8 @@ def evaluate(predict: Callable[[Tensor], Tensor], images: Split, batch_size: int
     sum_over_ranks(table)
     losses, predictions, truth, counted = table.cpu()
     if not bool((counted == 1).all()):
-        raise RuntimeError(f"evaluation counted {int((counted != 1).sum())} of {len(images)} samples not exactly once")
-    count = max(1, len(images))
+        raise RuntimeError(f"evaluation counted {int((counted != 1).sum())} of {len(split)} samples not exactly once")
+    count = max(1, len(split))
     # All ranks use rank 0's metrics. Processors of different kinds may add up in different orders, and because of one
     # last bit a rank could stop training while the others continue and wait for it.
     own = losses.sum().item() / count, (predictions == truth).sum().item() / count

@@ -24,7 +24,7 @@ from flyte_ddp.parallel.distributed import rank, world_size
 from flyte_ddp.runs.job import Job
 from flyte_ddp.training.checkpointing import Checkpointer, Run, restore_run
 from flyte_ddp.training.diagnosis import LossWatch, non_finite_loss_error
-from flyte_ddp.training.evaluate import Evaluation, evaluate
+from flyte_ddp.training.evaluate import Evaluation, evaluate_split
 from flyte_ddp.training.optimisation import gradient_clip_norm, learning_rate
 from flyte_ddp.training.outputs import write_outputs, write_start_record
 from flyte_ddp.training.recording import Recorder
@@ -247,7 +247,8 @@ def evaluate_splits(state: TrainingState) -> tuple[Evaluation, Evaluation]:
             state.buffers.keep()
     with state.clock("evaluation"), state.evaluation_mode():
         validation, test = (
-            evaluate(state.predict, split, hp.test_batch_size, state.device) for split in (state.validation, state.test)
+            evaluate_split(state.predict, split, hp.test_batch_size, state.device)
+            for split in (state.validation, state.test)
         )
     return validation, test
 

@@ -73,21 +73,18 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "LossWatch", lambda *of, a_step_later: LossWatch(*of, a_step_later=True))  # noqa: ARG005
 
 
-@pytest.mark.parametrize("last", ["of the run", "of an epoch"])
+@pytest.mark.parametrize(
+    ("batch_size", "max_steps", "epoch"),
+    [pytest.param(100, BAD_STEP, 1, id="of the run"), pytest.param(80, 0, 0, id="of an epoch")],  # 14 or 17 steps long
+)
 @pytest.mark.usefixtures("_as_on_a_gpu")
-def test_the_last_loss_is_looked_at(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str) -> None:
+def test_the_last_loss_is_looked_at(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch_size: int, max_steps: int, epoch: int
+) -> None:
     monkeypatch.chdir(HELPERS)
-    batch_size, step = (100, BAD_STEP) if last == "of the run" else (80, BAD_STEP)  # 14 or 17 steps an epoch
-    hp = Hyperparameters(
-        model="test_diagnosis:activation",
-        epochs=3,
-        batch_size=batch_size,
-        num_ranks=1,
-        precision="fp32",
-        max_steps=step if last == "of the run" else 0,
-    )
-    epoch = 1 if last == "of the run" else 0
-    with pytest.raises(UserError, match=rf"at epoch {epoch}, step {step} \(the first activation"):
+    sizes = {"batch_size": batch_size, "max_steps": max_steps}
+    hp = Hyperparameters(model="test_diagnosis:activation", epochs=3, num_ranks=1, precision="fp32", **sizes)
+    with pytest.raises(UserError, match=rf"at epoch {epoch}, step {BAD_STEP} \(the first activation"):
         run_training(hp, digits, tmp_path / "run", QUIET)
 
 

@@ -22,7 +22,7 @@ from flyte_ddp.parallel.distributed import broadcast_object, rank, world_size
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
 from flyte_ddp.training import evaluate as evaluation
-from flyte_ddp.training.evaluate import evaluate
+from flyte_ddp.training.evaluate import evaluate_split
 from flyte_ddp.training.train import evaluate_splits
 from flyte_ddp.training.training_state import TrainingState
 
@@ -68,7 +68,9 @@ def test_a_sample_that_is_not_counted_once_is_an_error() -> None:
     images, labels = torch.zeros(5, 1, 1, 1, dtype=torch.uint8), torch.zeros(5, dtype=torch.int64)
     split = Twice(ArrayImages(images, labels), ListedOrder(torch.arange(5, dtype=torch.int32).numpy()))
     with pytest.raises(RuntimeError, match="counted 5 of 5 samples not exactly once"):
-        evaluate(lambda batch: functional.one_hot(batch[:, 0, 0, 0].long(), 2).float(), split, 2, torch.device("cpu"))
+        evaluate_split(
+            lambda batch: functional.one_hot(batch[:, 0, 0, 0].long(), 2).float(), split, 2, torch.device("cpu")
+        )
 
 
 def disagreeing(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
