@@ -13,8 +13,9 @@ from flyte_ddp.user_code import modules_hiding_pythons
 def explain(error: BaseException, run_folder: Path) -> None:
     """Set a RankError's ``step``, after which the run resumes, and ``file``, to which all details are written.
 
-    Adds to ``remark`` the user's modules that may have been imported instead of Python's own. A KeyboardInterrupt
-    without a text gets a text with the step. Other errors stay unchanged.
+    If the file cannot be written, prints the details to stderr. Adds to ``remark`` the user's modules that may have
+    been imported instead of Python's own. A KeyboardInterrupt without a text gets a text with the step. Other errors
+    stay unchanged.
     """
     if isinstance(error, RankError):
         add_hiding_modules(error)

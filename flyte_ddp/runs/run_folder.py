@@ -23,7 +23,8 @@ def prepare_folder(folder: Path) -> Path:
     """Create the run folder with ``unfinished/`` and return the path of ``unfinished/``.
 
     If an interrupted run left files in ``unfinished/``, only metrics, checkpoints and results of users' code are kept.
-    A complete run in ``unfinished/`` is published first. Raises UserError if nothing can be written there.
+    Without metrics an empty metrics.jsonl is created. A complete run in ``unfinished/`` is published first. Raises
+    UserError if nothing can be written there.
     """
     work = folder / UNFINISHED
     try:

@@ -71,9 +71,9 @@ def write_start_record(job: Job, data: PreparedSet, state: TrainingState, record
 def write_outputs(job: Job, data: PreparedSet, state: TrainingState, selection: Selection, recorder: Recorder) -> None:
     """Write the model with its sidecar, the predictions, and the end record, in this order. All ranks must call it.
 
-    All ranks build a second model, which runs the user's code. Then rank 0 writes alone. It loads the kept weights into
-    the trained model, and reads the saved model to verify it. Raises UserError if the disk is full, or the model's file
-    does not hold all of the model.
+    All ranks build a second model, which runs the user's code. Then rank 0 writes alone, and prints a warning if
+    nothing was learned. It loads the kept weights into the trained model, and reads the saved model to verify it.
+    Raises UserError if the disk is full, or the model's file does not hold all of the model.
     """
     facts = of_all_ranks(state.splits.facts())
     # Built on all ranks, because a user's model may wait for other ranks while it is built, such as for a download.
@@ -146,7 +146,7 @@ def collect_predictions(state: TrainingState, test: Evaluation, rows: int) -> di
     scores = torch.zeros(0, state.num_classes)
     if len(samples):  # no model gets an empty batch
         with torch.no_grad(), state.evaluation_mode():
-            scores = functional.softmax(state.predict(images), dim=1)
+            scores = functional.softmax(state.predict_logits(images), dim=1)
     return {
         "index": index,
         "names": np.array(names, dtype=np.str_),

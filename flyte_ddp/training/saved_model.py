@@ -37,7 +37,7 @@ def verify_saved_model(new: nn.Module, model_path: Path, sidecar: Mapping[str, A
     if state.dtype == torch.float64:
         model.double()
     with torch.no_grad(), state.evaluation_mode():
-        expected = state.predict(images)
+        expected = state.predict_logits(images)
         state.this_pass.begin_pass(state.hp.seed, 0, np.arange(len(images)), state.device)
         found: Tensor = model.to(memory_format=state.memory_format)(state.prepare(images))
     largest = expected.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().max().item()

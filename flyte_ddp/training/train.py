@@ -35,8 +35,9 @@ from flyte_ddp.training.training_state import TrainingState
 def train(job: Job, offer_saving: Callable[[Callable[[], int]], None] = lambda _: None) -> None:
     """Train, evaluate every ``eval_interval`` epochs, and write metrics, model and sidecar into the run folder.
 
-    All ranks must call it. Resumes from the job's checkpoint, if there is one. Saves checkpoints in a thread. Raises
-    UserError for a model whose output does not fit the classes, a loss that is not finite, weights that do not fit.
+    All ranks must call it. Resumes from the job's checkpoint, if there is one. Rank 0 prints progress, and saves
+    checkpoints in a thread. Raises UserError for a model whose output does not fit the classes, a loss that is not
+    finite, weights that do not fit.
 
     Args:
         offer_saving: is called once with a function that writes a checkpoint at once, from any thread, and returns the
@@ -247,7 +248,7 @@ def evaluate_splits(state: TrainingState) -> tuple[Evaluation, Evaluation]:
             state.buffers.keep()
     with state.clock("evaluation"), state.evaluation_mode():
         validation, test = (
-            evaluate_split(state.predict, split, hp.test_batch_size, state.device)
+            evaluate_split(state.predict_logits, split, hp.test_batch_size, state.device)
             for split in (state.validation, state.test)
         )
     return validation, test

@@ -38,8 +38,8 @@ Tensors = tuple[Tensor, ...] | list[Tensor]
 class TrainingState:
     """The objects of training on one rank.
 
-    ``model`` is the bare module, ``sync`` averages the gradients of the same module. ``kept_model`` and ``predict`` use
-    the weights that would be kept now.
+    ``model`` is the bare module, ``sync`` averages the gradients of the same module. ``kept_model`` and
+    ``predict_logits`` use the weights that would be kept now.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class TrainingState:
                     "requires_grad True, and multiply its gradient by 0 (register_hook) until it is to be trained"
                 )
 
-    def predict(self, images: Tensor) -> Tensor:
+    def predict_logits(self, images: Tensor) -> Tensor:
         """Return logits [N, classes] of the kept weights for uint8 images [N, H, W, C].
 
         Call it inside :meth:`evaluation_mode`. Seeds the random generators. So a model that draws random numbers in

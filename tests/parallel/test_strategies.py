@@ -77,7 +77,7 @@ def read_late(folder: Path) -> None:
     """Rank 2 reads a bucket's gradients only when the others have written those of the next one."""
     parameters = nn.ParameterList([nn.Parameter(torch.zeros(4)) for _ in range(3)])
     sync = SharedMemorySync(parameters, bucket_bytes=1)
-    barrier, steps, done = sync.memory.barrier, 3, 0
+    barrier, steps, done = sync.memory.wait_at_barrier, 3, 0
     last = steps * len(parameters) - 1
 
     def slow_barrier() -> None:
@@ -89,7 +89,7 @@ def read_late(folder: Path) -> None:
                 time.sleep(0.001)
         done += 1
 
-    sync.memory.barrier = slow_barrier
+    sync.memory.wait_at_barrier = slow_barrier
     for step in range(steps):
         for index, parameter in enumerate(parameters):
             parameter.grad = torch.full((4,), 10.0**step + index)
