@@ -17,11 +17,7 @@ from flyte_ddp.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-STATE_DICT_KEYS = (
-    "state_dict",
-    "model_state_dict",
-    "model",
-)  # under which checkpoints have the weights, Lightning's first
+STATE_DICT_KEYS = ("state_dict", "model_state_dict", "model")  # of checkpoints; the first one is Lightning's
 UNSAFE = re.compile(r"Unsupported (?:global|class|operand)[^\n]*?(?:GLOBAL )?([\w.]+) was not an allowed")
 MOST_NAMED = 3  # largest number of tensors of a kind that an error names
 FILE_ADVICE = "give a file that torch.save has written, with the weights as tensors by their names"

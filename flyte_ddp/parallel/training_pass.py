@@ -14,9 +14,8 @@ from flyte_ddp.device_copy import copy_to_device
 from flyte_ddp.order.augmentation import sample_bits
 from flyte_ddp.order.sampling import Indices
 
-GOLDEN, FIRST, SECOND = (
-    word - 2**64 for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-)  # as the int64 they wrap around to
+# SplitMix64's increment and its two factors, as the int64 with the same bits.
+GOLDEN, FIRST, SECOND = (word - 2**64 for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 class TrainingPass:
