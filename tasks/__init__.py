@@ -1,7 +1,7 @@
-"""Flyte tasks: each resolves its inputs to paths, calls one function of the library, and wraps what that made."""
+"""Flyte tasks. Each resolves its inputs to paths, calls a function of the library, and wraps the results."""
 
 from tasks import command_line, input_form
 
-__all__ = ["input_form"]  # which is imported for what it registers
+__all__ = ["input_form"]  # its import registers the forms
 
-command_line.set_up()
+command_line.set_up_command()

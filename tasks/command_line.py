@@ -1,9 +1,9 @@
 """What a person sees of ``pyflyte``: errors as one panel, and nothing left in the temporary folder.
 
-flytekit reads the command line before any code of ours runs, and answers most of what can be wrong in it with a
-traceback. Our modules are imported under click's context of the command, though, and click shows an exception to the
-resources of a context that it leaves (since 8.3). So what is raised is translated there. For ``pyflyte run --remote``
-the options of the command, and the method of flytekit's remote that registers a script, are changed.
+flytekit reads the command line before any code of ours runs, and shows most mistakes in it as a traceback. But it
+imports our modules within click's context of the command, and click (since 8.3) passes exceptions to the resources of a
+context. So a resource of ours translates the exceptions. For ``pyflyte run --remote`` this module also changes the
+options of the command, and the method of flytekit's remote that registers a script.
 """
 
 from __future__ import annotations
@@ -42,12 +42,16 @@ from tasks.schedules import unreadable_reason
 if TYPE_CHECKING:
     from flytekit.clis.sdk_in_container.run import RunLevelParams
 
-CALL_SECONDS = 30.0  # that a cluster has to answer a call
+CALL_SECONDS = 30.0  # time limit of a call to a cluster
 EXAMPLES = {"--hp": '{"epochs": 3}', "--policy": '{"rule": "not_worse"}', "--inputs-file": '{"hp": {"epochs": 3}}'}
 
 
-def set_up() -> None:
-    """Set this up for the ``pyflyte`` command that imports our modules; do nothing in a pod or without a command.
+def set_up_command() -> None:
+    """Set up the ``pyflyte`` command that imports our modules; do nothing in a pod or for another command.
+
+    For run, register and package: translates errors, and removes flytekit's temporary folders at exit. For run: reads
+    the files of inputs. For pods: checks the settings, and prints to stderr which of them stay here. For run --remote:
+    sets the time limit of calls, and changes what is sent.
 
     Raises:
         UserError: a file of inputs cannot be read, or a setting that pods get is wrong.
@@ -56,56 +60,60 @@ def set_up() -> None:
     command = None if context is None else context.find_root().invoked_subcommand
     if context is not None and command in ("run", "register", "package"):
         context.with_resource(show_errors_in_panels(context))
-        remove_folders_at_end()
+        remove_temporary_folders_at_exit()
         if command == "run":
             check_input_files(sys.argv)
         is_remote = getattr(context.obj, "is_remote", False)
-        if is_remote or command != "run":  # pods get the settings that are here
+        if is_remote or command != "run":  # a registration copies settings to pods
             environment.check_registration()
             check_wandb()
         if is_remote:
             from flytekit.clients.grpc_utils.deadline_interceptor import scoped_grpc_deadline
 
             context.with_resource(scoped_grpc_deadline(CALL_SECONDS))
-            send_what_pods_need(context.obj)
+            change_remote_run(context.obj)
 
 
-def send_what_pods_need(chosen: RunLevelParams) -> None:
-    """Have ``pyflyte run --remote`` send all sources, and register each profile and setting under a version of its own.
+def change_remote_run(parameters: RunLevelParams) -> None:
+    """Change parameters of ``pyflyte run --remote``: send all sources, and make settings part of the version.
 
-    By default flytekit sends the modules that it has seen imported, of which ours are few, so that commands start
-    quickly; and its version is a digest of sources and of what it knows of the environment.
+    flytekit would send only modules that are imported by now, and makes the version from sources alone. With
+    --overwrite-cache pods get FLYTE_DDP_FROM_SCRATCH.
     """
-    if chosen.copy == CopyFileDetection.LOADED_MODULES:
-        chosen.copy = CopyFileDetection.ALL
-    remote = chosen.remote_instance()
+    if parameters.copy == CopyFileDetection.LOADED_MODULES:
+        parameters.copy = CopyFileDetection.ALL
+    remote = parameters.remote_instance()
     remote.register_script = partial(remote.register_script, envs=environment.settings_digest())
-    if chosen.overwrite_cache:  # Flyte does not tell pods
-        chosen.envvars = {**(chosen.envvars or {}), environment.FROM_SCRATCH_VARIABLE: "yes"}
+    if parameters.overwrite_cache:  # Flyte does not tell pods
+        parameters.envvars = {**(parameters.envvars or {}), environment.FROM_SCRATCH_VARIABLE: "yes"}
 
 
 @contextmanager
 def show_errors_in_panels(context: click.Context) -> Iterator[None]:
-    """Turn what a person can fix into an error that is shown as a panel; anything else stays as it is."""
+    """Replace exceptions that a person can fix by a click exception, shown as a panel; other exceptions pass.
+
+    Args:
+        context: click's context of the command.
+    """
     try:
         yield
     except (KeyboardInterrupt, RankError, StoppedError) as error:
         again = "stopped by Ctrl-C; the same run begins again, after its last checkpoint if there is one"
         text = str(error) or again if isinstance(error, KeyboardInterrupt) else error.format_message()
-        # At a terminal the same run is the same command.
+        # Whoever typed a command knows the run by the command.
         raise click.ClickException(text.replace("the same run ", "the same command ")) from None
     except FlyteEntityNotFoundException:
-        raise unknown_entity(context) from None
+        raise unknown_entity_error(context) from None
     except Exception as error:
-        refusal = wrong_kind_of_path(error) or unknown_option(error) or unusable_cache(error)
-        refusal = refusal or refused_call(error, context.find_root().params.get("config") or "")
+        refusal = path_error(error) or option_error(error) or cache_error(error)
+        refusal = refusal or call_error(error, context.find_root().params.get("config") or "")
         if refusal is not None:
             raise refusal from None
         raise
 
 
-def unknown_entity(context: click.Context) -> UserError:
-    """Return the error for a name that is not in the file."""
+def unknown_entity_error(context: click.Context) -> UserError:
+    """Return the error for the name of a workflow, task or launch plan that is not in the file of the command."""
     arguments = sys.argv[sys.argv.index(str(context.info_name)) + 1 :] if context.info_name in sys.argv else []
     name = next(iter(arguments), "")
     if name in engines.left_out:
@@ -115,10 +123,13 @@ def unknown_entity(context: click.Context) -> UserError:
 
 
 def check_input_files(arguments: Sequence[str]) -> None:
-    """Read the files that a command line names for inputs, which flytekit reads later, and drop what they hold.
+    """Read and parse the files of inputs on a command line, as flytekit does later, to raise a UserError.
+
+    Args:
+        arguments: Words of the command. A file follows --hp, --policy or --inputs-file.
 
     Raises:
-        UserError: one cannot be read, or is neither JSON nor YAML, or holds no object.
+        UserError: a file cannot be read or is neither JSON nor YAML, or --inputs-file holds no object.
     """
     for option, example in EXAMPLES.items():
         value = argument_after(arguments, option)
@@ -138,8 +149,8 @@ def check_input_files(arguments: Sequence[str]) -> None:
             raise UserError(f"{option} {value}: {reason}; {must}")
 
 
-def wrong_kind_of_path(error: BaseException | None) -> UserError | None:
-    """Return the error for a file or folder of another kind than the input takes; None if that is not what happened."""
+def path_error(error: BaseException | None) -> UserError | None:
+    """Return the error for a missing path, or a file in place of a folder; None if the exception has another cause."""
     while error is not None:
         if isinstance(error, TypeTransformerFailedError) and (found := re.search(r"t '(\w+)'", str(error))):
             given = argument_after(sys.argv, f"--{found[1]}")  # it says "argument" or "input"
@@ -153,8 +164,8 @@ def wrong_kind_of_path(error: BaseException | None) -> UserError | None:
     return None
 
 
-def unusable_cache(error: Exception) -> UserError | None:
-    """Return the error for flytekit's local cache where its folder or disk fails; None if that is not what happened."""
+def cache_error(error: Exception) -> UserError | None:
+    """Return the error for a local cache of flytekit that cannot be used; None if the exception has another cause."""
     folder = str(Path(local_cache.CACHE_LOCATION).expanduser())
     if not isinstance(error, sqlite3.Error) and not (isinstance(error, OSError) and folder in str(error)):
         return None
@@ -164,8 +175,8 @@ def unusable_cache(error: Exception) -> UserError | None:
     )
 
 
-def unknown_option(error: Exception) -> UserError | None:
-    """Return the error for an unknown option, or key of an inputs file; None where click says enough."""
+def option_error(error: Exception) -> UserError | None:
+    """Return the error for an unknown option or an unknown key of --inputs-file; None where click's text is enough."""
     if not isinstance(error, click.NoSuchOption):
         return None
     name, path = error.option_name.lstrip("-"), argument_after(sys.argv, "--inputs-file")
@@ -180,17 +191,17 @@ def unknown_option(error: Exception) -> UserError | None:
 
 
 def argument_after(arguments: Sequence[str], option: str) -> str | None:
-    """Return the argument after an option; None without."""
+    """Return the word after an option; None if the option or the word is missing."""
     rest = arguments[arguments.index(option) + 1 :] if option in arguments else []
     return rest[0] if rest else None
 
 
-def refused_call(error: BaseException | None, config: str) -> UserError | None:
-    """Return the error for a failed call to a Flyte cluster, by the status of the call; None if no call has failed.
+def call_error(error: BaseException | None, config: str) -> UserError | None:
+    """Return the error for a failed call to a Flyte cluster, by the call's status; None if the exception is another.
 
     Args:
-        error: What was raised, or an error that a failed call has caused.
-        config: The file that names the cluster.
+        error: Exception of a failed call, or one that it caused.
+        config: Path of the configuration that names the cluster. Empty takes flytekit's default.
     """
     from flytekit.configuration import PlatformConfig
     from flytekit.exceptions.system import FlyteSystemException
@@ -225,10 +236,10 @@ def refused_call(error: BaseException | None, config: str) -> UserError | None:
     return UserError(f"{endpoint} {what}")
 
 
-def remove_folders_at_end() -> None:
-    """Have this process remove, at its end, the temporary folders that flytekit makes and leaves behind.
+def remove_temporary_folders_at_exit() -> None:
+    """Register the removal of flytekit's temporary folders at the exit of this process; they hold no output of ours.
 
-    No output of ours is there. A process that multiprocessing has started ends without Python's own ``atexit``.
+    Uses multiprocessing's Finalize, as processes that multiprocessing starts do not run ``atexit`` functions.
     """
     sandbox = Path(FlyteContextManager.current_context().file_access.local_sandbox_dir).parent
     for folder in {Path(flyte_tmp_dir), Path(Config.local_sandbox_path), sandbox}:

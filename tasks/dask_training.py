@@ -8,15 +8,16 @@ from flytekit.types.directory import FlyteDirectory
 from flytekitplugins.dask import Dask, Scheduler, WorkerGroup
 
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.pods.platforms import is_in_pod
 from flyte_ddp.pods.profiles import Size, chosen_profile, node_range, split_size
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.settings import Settings
 from tasks import pods
-from tasks.flyte import PLATFORM, report_refused_inputs
+from tasks.flyte import report_refused_inputs
 from tasks.training import TrainingOutputs, train_in_run_folder, training_outputs
 
 PROFILE = chosen_profile()
-RANKS_EACH = max(1, PROFILE.gpus)  # node
+RANKS_EACH = max(1, PROFILE.gpus)  # ranks on a node
 WORKERS = node_range()[1] * RANKS_EACH
 SCHEDULER = Size(cpu="500m", memory="512Mi", ephemeral_storage="1Gi")
 RUNNER = Size(cpu="1", memory="2Gi", ephemeral_storage="10Gi")
@@ -40,10 +41,13 @@ def train_on_dask(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -
 
 
 def launch_on_dask(hp: Hyperparameters, data: Path, run_folder: Path, settings: Settings) -> Result:
-    """Train on the cluster that Flyte has set up, with the sources of this pod, or locally on one of this machine."""
+    """Train on the Dask cluster that Flyte has set up, or locally on one of this machine, and return the result.
+
+    Waits up to FLYTE_DDP_TIMEOUT for the cluster's workers.
+    """
     from flyte_ddp.launch import dask
 
-    local = PLATFORM.is_local()
+    local = not is_in_pod()
     seconds = None if local else settings.timeout
     with dask.connected(num_ranks=hp.num_ranks, seconds=seconds) as client:
         hardware = dask.hardware(hp, client, coming=0 if local else WORKERS, seconds=settings.timeout)

@@ -15,20 +15,15 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.hardware import detect
 from flyte_ddp.launch.supervise.processes import main_script_hidden
 from flyte_ddp.launch.supervise.stopping import stop_error
-from flyte_ddp.pods.elastic import (
-    add_newest_step,
-    check_host_name,
-    environment_for_workers,
-    meet_seconds,
-    one_of_several_pods,
-)
+from flyte_ddp.pods.elastic import add_step_to_error, check_host_name, end_after_rank_0, meet_seconds, set_up_workers
+from flyte_ddp.pods.platforms import is_in_pod
 from flyte_ddp.pods.profiles import elastic_ranks_per_node, node_range
 from flyte_ddp.process import out_of_memory_kills
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.runs import run_lock
 from flyte_ddp.settings import Settings
 from tasks import command_line, pods
-from tasks.flyte import PLATFORM, report_refused_inputs, translate_errors_for_flyte
+from tasks.flyte import report_refused_inputs, translate_errors_for_flyte
 from tasks.training import TrainingOutputs, read_finished_run, train_in_run_folder, training_outputs
 
 ROOT = Path(__file__).parents[1]
@@ -36,25 +31,35 @@ ROOT = Path(__file__).parents[1]
 
 @dataclass
 class ElasticTraining(Elastic):  # type: ignore[misc]
-    """Elastic's configuration, for the task type below."""
+    """The plugin's configuration, under a type of our own, for which ElasticTrainingTask is registered."""
 
 
 class ElasticTrainingTask(PytorchElasticFunctionTask):  # type: ignore[misc]
-    """The plugin's task with another treatment of failures, of rank 0's result, and of lost pods.
+    """The plugin's task type, which also retries after SIGTERM and lost workers, and survives a lost pod.
 
-    With the plugin SIGTERM ends the task without outputs and without an error, so that Flyte does not retry it. It
-    counts a killed worker as a mistake in the code. And a lost pod ends its PyTorchJob; here the operator replaces the
-    pod, and the ranks of all pods continue from the checkpoint.
+    With the plugin alone, SIGTERM ends the task without outputs and without an error, so that Flyte does not retry it.
+    A killed worker counts as a mistake in the code. A lost pod ends its PyTorchJob; here the operator replaces the pod,
+    and the ranks of all pods continue from the checkpoint.
     """
 
     def get_custom(self, settings: SerializationSettings) -> Any:
-        """Have lost pods replaced, for which the plugin's configuration has no option."""
+        """Return the plugin's specification of the PyTorchJob, with a restart policy that replaces lost pods.
+
+        The plugin's configuration has no option for that.
+        """
         custom = super().get_custom(settings)
         if custom:
             custom["workerReplicas"]["restartPolicy"] = "RESTART_POLICY_ON_FAILURE"
         return custom
 
     def _execute(self, **inputs: Any) -> Any:
+        """Start this node's workers, wait for their end, and return rank 0's outputs, or those of a finished local run.
+
+        Raises:
+            IgnoreOutputs: this node has no rank 0, and so no outputs.
+            RankError, StoppedError, UserError: a worker failed, or SIGTERM came. Flyte's recoverable error in their
+                place if another attempt may succeed.
+        """
         from torch.distributed.elastic.multiprocessing.api import SignalException
 
         from flyte_ddp.launch.elastic import failure, log_kept_quiet
@@ -62,29 +67,24 @@ class ElasticTrainingTask(PytorchElasticFunctionTask):  # type: ignore[misc]
         result = read_finished_run(inputs["run_version"])
         if result is not None:  # before workers are started, which would wait for their rank 0
             return training_outputs(result)
-        if PLATFORM.is_local():  # where there is one node, and no profile says how many ranks there may be
+        if not is_in_pod():  # then there is one node, and no profile limits the number of ranks
             check_host_name()
             self.min_nodes = self.max_nodes = 1
             self.task_config.nproc_per_node = detect(inputs["hp"]).num_ranks
         memory_kills = out_of_memory_kills()
-        with translate_errors_for_flyte(), add_newest_step(PLATFORM, inputs["run_version"]):
+        with translate_errors_for_flyte(), add_step_to_error(inputs["run_version"]):
             try:
-                with (
-                    environment_for_workers(PLATFORM, ROOT),
-                    main_script_hidden(),
-                    log_kept_quiet(),
-                    one_of_several_pods(IgnoreOutputs),
-                ):
+                with set_up_workers(ROOT), main_script_hidden(), log_kept_quiet(), end_after_rank_0(IgnoreOutputs):
                     result = super()._execute(**inputs)
             except FlyteUserRuntimeException as error:
                 raise failure(error.value, memory_kills) from None
             except IgnoreOutputs as ignored:
                 stopped = ignored.__context__
-                if not isinstance(stopped, SignalException):  # a node without rank 0, which has outputs
+                if not isinstance(stopped, SignalException):  # this node is without rank 0, and has no outputs
                     raise
                 raise stop_error(stopped.sigval, step=None) from None
             finally:
-                run_lock.release_reserved()  # held for rank 0, which is another process
+                run_lock.release_reserved()  # the lock was for rank 0, which is another process
         return training_outputs(result)
 
 
@@ -92,14 +92,14 @@ TaskPlugins.register_pythontask_plugin(ElasticTraining, ElasticTrainingTask)
 
 
 def elastic_config() -> ElasticTraining:
-    """Return Elastic's configuration for as many nodes as were asked for."""
+    """Return Elastic's configuration for the nodes of FLYTE_DDP_NODES and the profile's ranks on each."""
     least, most = node_range()
     return ElasticTraining(
         nnodes=most if least == most else f"{least}:{most}",
         nproc_per_node=elastic_ranks_per_node(),
         max_restarts=pods.ENGINE_RETRIES if most > 1 else 0,  # a single pod that fails is Flyte's to retry
         monitor_interval=1,
-        increase_shared_mem=False,  # shared_memory of the task is what it should be
+        increase_shared_mem=False,  # the task's shared_memory says the size
         rdzv_configs=dict.fromkeys(("timeout", "join_timeout", "read_timeout"), meet_seconds()),
         # Pods that have ended keep their logs. The limit is for containers, so that one that ends at once is not
         # restarted for ever: Flyte then makes another attempt.
@@ -116,18 +116,18 @@ def train_on_elastic(hp: Hyperparameters, data: FlyteDirectory, run_version: str
     """
     from flyte_ddp.launch import elastic
 
-    if PLATFORM.is_local():
-        command_line.remove_folders_at_end()
+    if not is_in_pod():
+        command_line.remove_temporary_folders_at_exit()
     with elastic.recorded():
         if elastic.is_leader():
             return train_in_run_folder(hp, data, run_version, launch_as_leader)  # type: ignore[return-value]  # see _execute
         with translate_errors_for_flyte():
             elastic.follow(lambda folder: download_data(data, folder))
-    return None  # type: ignore[return-value]  # of which the plugin makes nothing
+    return None  # type: ignore[return-value]  # the plugin takes rank 0's outputs
 
 
 def launch_as_leader(hp: Hyperparameters, data: Path, run_folder: Path, settings: Settings) -> Result:
-    """Train as rank 0, whose failure is recorded before it becomes what Flyte retries."""
+    """Train as rank 0 and return the result; record an exception for Elastic before Flyte's error replaces it."""
     from flyte_ddp.launch import elastic
 
     with elastic.recorded():
@@ -135,6 +135,6 @@ def launch_as_leader(hp: Hyperparameters, data: Path, run_folder: Path, settings
 
 
 def download_data(data: FlyteDirectory, folder: Path) -> None:
-    """Download a directory from the blob store into a folder."""
+    """Download all files of a directory from the blob store into a folder."""
     access = FlyteContextManager.current_context().file_access
     access.get_data(str(data.remote_source or data.path), str(folder), is_multipart=True)

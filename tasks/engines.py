@@ -1,4 +1,4 @@
-"""Optional engines: what each needs, and the message where that is not installed."""
+"""Optional engines: the modules that each one needs, and the message if one is not installed."""
 
 import importlib.util
 import sys
@@ -11,14 +11,14 @@ NEEDED = {
     "ray": ("flytekitplugins.ray", "ray"),
     "dask": ("flytekitplugins.dask", "distributed"),
 }
-left_out: dict[str, str] = {}  # by the name of a workflow, what to install for it
+left_out: dict[str, str] = {}  # message that says what to install, by the name of the workflow
 
 
 def is_engine_installed(name: str) -> bool:
-    """Return whether an engine is installed; if not, print to stderr how to install it, and keep that in left_out.
+    """Return whether an engine is installed; if not, print to stderr how to install it and put that into left_out.
 
     Args:
-        name: Name of the engine, and of our extra.
+        name: elastic, ray or dask: the name of the engine and of our extra.
     """
     for module in NEEDED[name]:
         with suppress(ModuleNotFoundError):  # its parent package is missing

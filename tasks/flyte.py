@@ -1,4 +1,4 @@
-"""Flyte as the platform that runs tasks, through flytekit: one implementation of flyte_ddp.pods.platforms.Platform."""
+"""Flyte as the platform that runs tasks: an implementation of flyte_ddp.pods.platforms.Platform with flytekit."""
 
 import os
 import sys
@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from flytekit import Deck, FlyteContextManager, current_context
+from flytekit import Deck, FlyteContextManager
 from flytekit.configuration import LocalConfig
 from flytekit.core.base_task import PythonTask
 from flytekit.exceptions.system import FlyteNonRecoverableSystemException
@@ -16,72 +16,51 @@ from flytekit.types.file import FlyteFile
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.pods import retries
-from flyte_ddp.pods.elastic import POD_FOLDER
+from flyte_ddp.pods.platforms import is_in_pod
 
 AnyTask = TypeVar("AnyTask", bound=PythonTask)
 FileType = TypeVar("FileType", bound=FlyteFile)
 
 
-class Page(Deck):  # type: ignore[misc]  # which flytekit leaves untyped
-    """A deck that can be replaced."""
+class ReplaceablePage(Deck):  # type: ignore[misc]  # which flytekit leaves untyped
+    """A deck whose page can be replaced; Deck can only append."""
 
     page = ""
 
     @property
     def html(self) -> str:
-        """Return the newest page."""
+        """The newest page."""
         return self.page
 
 
 class Flyte:
-    """What flytekit says of the task that runs now; see :class:`flyte_ddp.pods.platforms.Platform`."""
-
-    def is_local(self) -> bool:
-        """Return whether ``pyflyte run`` without ``--remote`` runs the task."""
-        if POD_FOLDER in os.environ:  # Flyte's context does not say it in the workers that Elastic starts
-            return not os.environ[POD_FOLDER]
-        state = FlyteContextManager.current_context().execution_state
-        return state is None or state.is_local_execution()
-
-    def pod_folder(self) -> Path:
-        """Return flytekit's working directory of the task, also in Elastic's workers, which have others."""
-        return Path(os.environ.get(POD_FOLDER) or current_context().working_directory)
+    """Facts about the Flyte task that runs now, and Flyte's ways to take over a page and an error."""
 
     def disk_limit(self) -> str:
-        """Return the task's limit of ephemeral storage; empty in pods of engines, which are made by others."""
+        """Return this task's limit of ephemeral storage; empty for tasks of engines, whose operators make the pods."""
         module, _, name = os.environ.get("FLYTE_INTERNAL_TASK_NAME", "").rpartition(".")
         task = getattr(sys.modules.get(module), name, None)
         return "" if task is None or task.task_type != "python-task" else str(task.resources.limits.ephemeral_storage)
 
     def is_retraining_requested(self) -> bool:
-        """Return whether ``pyflyte run`` has ``--overwrite-cache``, or Flyte's local cache is off."""
+        """Return whether this is ``pyflyte run --overwrite-cache``, or Flyte's local cache is off."""
         cache = LocalConfig.auto()
         return bool(cache.cache_overwrite or not cache.cache_enabled)
 
     def output_address(self) -> str:
-        """Return the prefix of this attempt's raw outputs."""
+        """Return the address below which Flyte has this attempt write its raw outputs. Only for pods."""
         return str(FlyteContextManager.current_context().file_access.raw_output_prefix)
 
-    def read_secret(self, group: str, key: str) -> str | None:
-        """Return a secret that the task has requested; None if there is none in the pod."""
-        try:
-            return str(current_context().secrets.get(group, key))
-        except ValueError:
-            return None
-
-    def upload_folder(self, folder: Path, address: str) -> None:
-        """Upload a folder through flytekit's file access."""
-        FlyteContextManager.current_context().file_access.put_data(str(folder), address, is_multipart=True)
-
     def publish_page(self, title: str, html: str) -> None:
-        """Replace this task's deck of that title, or add it, and upload all of its decks."""
+        """Replace the page of this task's deck of that title, or add the deck; then upload all decks of the task."""
         decks = FlyteContextManager.current_context().user_space_params.decks
-        deck = next((deck for deck in decks if isinstance(deck, Page) and deck.name == title), None) or Page(title)
+        replaceable = [deck for deck in decks if isinstance(deck, ReplaceablePage) and deck.name == title]
+        deck = replaceable[0] if replaceable else ReplaceablePage(title)
         deck.page = html
         Deck.publish()
 
     def retryable_error(self, message: str) -> Exception:
-        """Return the one exception after which Flyte uses a task's retries."""
+        """Return a FlyteRecoverableException, the one exception after which Flyte starts another attempt."""
         return FlyteRecoverableException(message)
 
 
@@ -91,17 +70,18 @@ sync_checkpoints = partial(retries.sync_checkpoints, PLATFORM)
 
 
 def report_refused_inputs(task: AnyTask) -> AnyTask:
-    """Replace a task's ``dispatch_execute``, so that inputs which it refuses are the user's mistake; return the task.
+    """Make Flyte count a UserError for an input as the user's: replace a task's ``dispatch_execute``; return the task.
 
-    flytekit counts errors before the task's body as the system's. Goes above ``@task``.
+    flytekit reports any error before the task's body as the system's. Use as a decorator above ``@task``.
     """
     dispatch_execute = task.dispatch_execute
 
     def dispatch(*args: Any, **kwargs: Any) -> Any:
+        """Execute the task; raise FlyteUserRuntimeException where a UserError caused flytekit's system error."""
         try:
             return dispatch_execute(*args, **kwargs)
         except FlyteNonRecoverableSystemException as error:
-            mistake = error.value  # which flytekit may have wrapped in one of its own
+            mistake = error.value  # flytekit may have wrapped our exception in one of its own
             while mistake is not None and not isinstance(mistake, UserError):
                 mistake = mistake.__cause__ or mistake.__context__
             if mistake is None:
@@ -113,10 +93,15 @@ def report_refused_inputs(task: AnyTask) -> AnyTask:
 
 
 def output_file(kind: type[FileType], path: Path) -> FileType:
-    """Return an output file: the path itself locally, so that it stays in the run folder; uploaded on a cluster."""
-    return kind(str(path), remote_path=False) if PLATFORM.is_local() else kind(str(path))
+    """Return a file as a task's output. Locally the file stays; in a pod flytekit uploads it at the task's end.
+
+    Args:
+        kind: FlyteFile or PythonPickledFile.
+        path: Path of the file.
+    """
+    return kind(str(path)) if is_in_pod() else kind(str(path), remote_path=False)
 
 
 def output_folder(path: Path) -> FlyteDirectory:
-    """Return an output folder, likewise."""
-    return FlyteDirectory(str(path), remote_directory=False) if PLATFORM.is_local() else FlyteDirectory(str(path))
+    """Return a folder as a task's output. Locally the folder stays; in a pod flytekit uploads it at the task's end."""
+    return FlyteDirectory(str(path)) if is_in_pod() else FlyteDirectory(str(path), remote_directory=False)

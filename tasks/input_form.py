@@ -1,7 +1,7 @@
 """The console's forms for hyperparameters and policies: a field for each with its help, its default and its choices.
 
-The console draws one from a JSON schema of an older draft than flytekit writes into the type of a dataclass. This is
-flytekit's own transformer of dataclasses for these two, with such a schema beside the other; what is sent is as before.
+The console draws a form from a JSON schema of an older draft than flytekit writes into the type of a dataclass. So the
+two dataclasses get a transformer that adds a schema of the older draft to flytekit's. Values are sent as by flytekit.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ KINDS = {bool: "boolean", int: "integer", float: "number", str: "string"}
 
 
 class FormTransformer(DataclassTransformer):  # type: ignore[misc]  # which flytekit leaves untyped
-    """Flytekit's transformer of dataclasses, with a schema that the console understands."""
+    """Flytekit's transformer of one dataclass, with a schema for the console."""
 
     def __init__(self, form: type[CheckedFields]) -> None:
         super().__init__()
@@ -27,23 +27,22 @@ class FormTransformer(DataclassTransformer):  # type: ignore[misc]  # which flyt
         TypeTransformer.__init__(self, name=form.__name__, t=form)
 
     def get_literal_type(self, t: type[CheckedFields]) -> LiteralType:
-        """Return the type as Flyte stores it, with the console's schema."""
+        """Return Flyte's type of the dataclass, with the console's schema in its metadata."""
         found = super().get_literal_type(t)
         found.metadata |= form_metadata(self.form())
         return found
 
     def guess_python_type(self, literal_type: LiteralType) -> type[CheckedFields]:
-        """Return the dataclass of such a type; raise ValueError for another type."""
+        """Return the dataclass for a type that this transformer made; raise ValueError for another type."""
         if literal_type.metadata and self.form.__name__ in literal_type.metadata.get("definitions", {}):
             return self.form
         raise ValueError(f"{literal_type} is not the type {self.form.__name__}")
 
 
-def prefill(parameter: Parameter, values: CheckedFields) -> Parameter:
-    """Return a launch plan's parameter with a form that starts with these values.
+def prefill_form(parameter: Parameter, values: CheckedFields) -> Parameter:
+    """Return a copy of a launch plan's parameter, whose form in the console begins with these values.
 
-    The console takes what the form starts with from the type, not from the parameter's default, and sends all that the
-    form shows.
+    The console takes the values from the type, ignores the parameter's default, and sends all values of the form.
     """
     found = LiteralType.from_flyte_idl(parameter.var.type.to_flyte_idl())  # the type may be shared
     found.metadata |= form_metadata(values)
@@ -51,17 +50,16 @@ def prefill(parameter: Parameter, values: CheckedFields) -> Parameter:
 
 
 def form_metadata(values: CheckedFields) -> dict[str, Any]:
-    """Return what the console looks for in the metadata of a type."""
+    """Return the metadata of a type in which the console finds its schema, with these values as defaults."""
     name = type(values).__name__
     return {"$ref": f"#/definitions/{name}", "definitions": {name: form_schema(values)}}
 
 
 def form_schema(values: CheckedFields) -> dict[str, Any]:
-    """Return the fields in JSON schema's draft 7, in the order of the dataclass, with the values as defaults.
+    """Return the JSON schema (draft 7) of a dataclass, with these values as defaults, fields in the dataclass's order.
 
-    Flyte keeps the schema as a protobuf Struct, whose objects have no order but whose lists have one, so each field is
-    a schema of its own in a list. Because there is a title, the console takes the schema as it is: without one it would
-    turn that list into an object.
+    Flyte keeps the schema as a protobuf Struct, which keeps the order of lists but not of objects. So each field is a
+    schema of its own in a list. Without a title the console would turn the list into an object.
     """
     fields = dataclasses.fields(values)  # type: ignore[arg-type]
     in_order = [{"properties": {field.name: field_schema(field, getattr(values, field.name))}} for field in fields]
@@ -69,7 +67,7 @@ def form_schema(values: CheckedFields) -> dict[str, Any]:
 
 
 def field_schema(field: "dataclasses.Field[Any]", default: object) -> dict[str, Any]:
-    """Return the schema of one field: its type, its label with the type, its default, its help and its choices."""
+    """Return the JSON schema of one field: type, label, default, help and choices."""
     assert isinstance(field.type, type)
     kind = KINDS[field.type]
     texts = {"title": f"{field.name} ({kind})", "description": field.metadata["doc"]}

@@ -1,8 +1,7 @@
-"""Has Flyte take torch's zip format for a ``PythonPickledFile``: import it where such a file is an input or an output.
+"""A ``PythonPickledFile`` that may have torch's zip format. Import it from here for an input or output of a task.
 
-Where python-magic is installed flytekit looks into local files, and what it knows of pickles is the one MIME type
-that libmagic has for bare ones. This is flytekit's own transformer of the type, with one more MIME type that it takes;
-what Flyte stores and shows of the file is as before.
+With python-magic installed, flytekit looks into local files and accepts only libmagic's MIME type of bare pickles. The
+import replaces flytekit's transformer of the type by one that also accepts zip files.
 """
 
 from collections.abc import Sequence
@@ -15,13 +14,13 @@ __all__ = ["PythonPickledFile"]
 
 
 class PickledFileTransformer(FlyteFilePathTransformer):  # type: ignore[misc]  # which flytekit leaves untyped
-    """Flytekit's transformer of the type, which also takes a zip file."""
+    """Flytekit's transformer of PythonPickledFile, which also accepts zip files."""
 
     def __init__(self) -> None:
         AsyncTypeTransformer.__init__(self, name="PythonPickledFile", t=PythonPickledFile)
 
     def get_mime_type_from_extension(self, extension: str) -> str | Sequence[str]:
-        """Return the MIME types that a file of the type may have."""
+        """Return the MIME types that a local file with this extension may have: flytekit's and zip's."""
         known = super().get_mime_type_from_extension(extension)
         return [known, "application/zip"] if isinstance(known, str) else [*known, "application/zip"]
 

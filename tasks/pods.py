@@ -9,151 +9,173 @@ from flytekit import Cache, PodTemplate, Resources, Secret
 from flytekit.extras.accelerators import GPUAccelerator
 
 from flyte_ddp.code_digest import library_digest
-from flyte_ddp.pods import environment as variables
+from flyte_ddp.pods.environment import (
+    cache_limit_variable,
+    pod_environment,
+    registry_environment,
+    training_environment,
+    wandb_environment,
+    wandb_secret,
+)
 from flyte_ddp.pods.profiles import Size, chosen_profile, split_size
 from flyte_ddp.settings import REQUESTED_GPUS, read_number, read_text, read_whole_number
 
 if TYPE_CHECKING:
     from kubernetes.client import V1PodSpec
 
-WITH_DECK: dict[str, Any] = {"enable_deck": True, "deck_fields": ()}  # with pages of the task's own only
-Told = Optional[dict[str, str]]  # variables of a pod's environment
-ENGINE_RETRIES = 2  # an engine's own, on the hosts that it has; Flyte's would set up another cluster
+WITH_DECK: dict[str, Any] = {"enable_deck": True, "deck_fields": ()}  # without the pages that flytekit would add
+Variables = Optional[dict[str, str]]
+ENGINE_RETRIES = 2  # an engine's own retries, on the hosts that it has; Flyte's would set up another cluster
 
 
-def light_pod(told: Told = None, disk: str = "") -> dict[str, Any]:
-    """Return the options of a task that looks at inputs or an index: a small pod without GPUs.
+def light_pod(variables: Variables = None, disk: str = "") -> dict[str, Any]:
+    """Return the options of a task that checks inputs or reads an index: a small pod without GPUs.
 
     Args:
-        told: Variables besides those of every pod.
-        disk: Size of its disk. Empty takes the profile's for such pods.
+        variables: Variables of the pod's environment besides those of every pod.
+        disk: Limit and request of disk. Empty takes the profile's for light pods.
     """
     limits = chosen_profile().light
     limits = replace(limits, ephemeral_storage=disk or limits.ephemeral_storage)
-    return pod_options(limits, told, requests=replace(limits, cpu="500m", memory="1Gi"), hours=1)
+    return pod_options(limits, variables, requests=replace(limits, cpu="500m", memory="1Gi"), hours=1)
 
 
 def checking_pod() -> dict[str, Any]:
     """Return the options of a task that checks a training or a release: a light pod with the registry and a deck."""
-    return {**light_pod(variables.registry_environment()), **WITH_DECK}
+    return {**light_pod(registry_environment()), **WITH_DECK}
 
 
-def storing_pod(told: Told = None) -> dict[str, Any]:
-    """Return the options of a task that puts a version into the registry: a light pod with a large disk."""
-    told = {**variables.registry_environment(), **(told or {})}
-    return light_pod(told, disk=chosen_profile().data.ephemeral_storage)
+def storing_pod(variables: Variables = None) -> dict[str, Any]:
+    """Return the options of a task that puts a version into the registry: a light pod with a large disk.
+
+    Args:
+        variables: Variables of the pod's environment besides the registry and those of every pod.
+    """
+    return light_pod(registry_environment() | (variables or {}), disk=chosen_profile().data.ephemeral_storage)
 
 
 def promoting_pod() -> dict[str, Any]:
     """Return the options of a task that makes a version the champion: a storing pod with wandb's settings and key."""
-    return {**storing_pod(variables.wandb_environment()), "secret_requests": secrets()}
+    return {**storing_pod(wandb_environment()), "secret_requests": secret_requests()}
 
 
 def data_pod() -> dict[str, Any]:
-    """Return the options of a task that reads all data to fetch, pack, index or check them, without GPUs."""
+    """Return the options of a task that reads whole data sets: the profile's size for data, without GPUs."""
     return pod_options(chosen_profile().data)
 
 
 def prediction_pod() -> dict[str, Any]:
-    """Return the options of a task that applies a model: one GPU of the profile with its share, or all without GPUs."""
+    """Return the options of a task that applies a model: one GPU of the profile and its share of the other resources.
+
+    Without GPUs the pod has the profile's whole size.
+    """
     profile = chosen_profile()
-    told = variables.cache_limit() | variables.registry_environment() | {REQUESTED_GPUS: str(min(1, profile.gpus))}
-    options = pod_options(split_size(profile, max(1, profile.gpus)), told, template=profile.pod_template)
-    return {**options, "accelerator": accelerator(), **WITH_DECK}
+    variables = cache_limit_variable() | registry_environment() | {REQUESTED_GPUS: str(min(1, profile.gpus))}
+    options = pod_options(split_size(profile, max(1, profile.gpus)), variables, template=profile.pod_template)
+    return {**options, "accelerator": gpu_type(), **WITH_DECK}
 
 
 def training_pod() -> dict[str, Any]:
-    """Return the options of a training task whose ranks are in its own pod."""
+    """Return the options of a training task whose ranks are in the task's own pod."""
     profile = chosen_profile()
-    return {**launching_pod(profile), "accelerator": accelerator(), "shared_memory": profile.shared_memory}
+    return {**launching_pod(profile), "accelerator": gpu_type(), "shared_memory": profile.shared_memory}
 
 
 def launching_pod(size: Size) -> dict[str, Any]:
-    """Return the options of a training task whose ranks are in other pods, which it launches."""
+    """Return the options of a training task that launches its ranks in other pods.
+
+    Args:
+        size: Size of the task's own pod.
+    """
     profile = chosen_profile()
     return {
-        **pod_options(size, variables.training_environment(), template=profile.pod_template),
-        "secret_requests": secrets(),
+        **pod_options(size, training_environment(), template=profile.pod_template),
+        "secret_requests": secret_requests(),
         "interruptible": profile.interruptible,
-        "retries": read_whole_number("FLYTE_DDP_RETRIES"),  # without progress fewer: CheckpointStore.stop_if_futile
-        "cache": cache_by_content(
-            ignored_inputs=("data",)
-        ),  # whose address always differs; run_version has their version
+        # Attempts without progress end earlier: CheckpointStore.refuse_futile_attempt.
+        "retries": read_whole_number("FLYTE_DDP_RETRIES"),
+        # The address of the data differs each time; run_version stands for the data.
+        "cache": cache_by_content(ignored_inputs=("data",)),
         **WITH_DECK,
     }
 
 
 def pod_options(
-    size: Size, told: Told = None, *, requests: Optional[Size] = None, template: Optional[str] = None, hours: float = 0
+    size: Size,
+    variables: Variables = None,
+    *,
+    requests: Optional[Size] = None,
+    template: Optional[str] = None,
+    hours: float = 0,
 ) -> dict[str, Any]:
     """Return the options that every task has.
 
     Args:
-        size: What the pod may take.
-        told: Variables besides those of every pod.
-        requests: What it requests. None is all that it may take, so that it is not evicted for memory.
-        template: Name of a pod template in the cluster. None is what FLYTE_DDP_POD_TEMPLATE says.
-        hours: After which an attempt is stopped. 0 is what FLYTE_DDP_HOURS says.
+        size: Limits of the pod.
+        variables: Variables of the pod's environment besides those of every pod.
+        requests: Requests of the pod. None requests the limits, so that the pod is not evicted for memory.
+        template: Name of a pod template in the cluster. None takes FLYTE_DDP_POD_TEMPLATE.
+        hours: Time limit of an attempt. 0 takes FLYTE_DDP_HOURS.
     """
     return {
         "requests": resources(requests or size),
         "limits": resources(size),
         "pod_template": RestrictedPod(),
         "pod_template_name": template or read_text("FLYTE_DDP_POD_TEMPLATE") or None,
-        "environment": {**variables.pod_environment(), **(told or {})},
+        "environment": pod_environment() | (variables or {}),
         "timeout": timedelta(hours=hours or read_number("FLYTE_DDP_HOURS")),
         "retries": 2,
     }
 
 
 def resources(size: Size) -> Resources:
-    """Return a size as flytekit has it."""
+    """Return a size as flytekit's Resources."""
     gpu = str(size.gpus) if size.gpus else None
     return Resources(cpu=size.cpu, mem=size.memory, gpu=gpu, ephemeral_storage=size.ephemeral_storage)
 
 
 def requests_and_limits(size: Size) -> dict[str, Resources]:
-    """Return a size as the options of an engine's pods that request and limit it."""
+    """Return the options ``requests`` and ``limits`` of an engine's pods; both are the size."""
     return {"requests": resources(size), "limits": resources(size)}
 
 
-def accelerator() -> Optional[GPUAccelerator]:
-    """Return the profile's type of GPU; None if any will do."""
-    gpu_type = chosen_profile().gpu_type
-    return GPUAccelerator(gpu_type) if gpu_type else None
+def gpu_type() -> Optional[GPUAccelerator]:
+    """Return the profile's type of GPU as flytekit's GPUAccelerator; None if any type will do."""
+    name = chosen_profile().gpu_type
+    return GPUAccelerator(name) if name else None
 
 
-def secrets() -> list[Secret]:
-    """Return the secret with wandb's key, or nothing where pods are given none."""
-    named = variables.wandb_secret()
-    return [Secret(*named, mount_requirement=Secret.MountType.ENV_VAR)] if named else []
+def secret_requests() -> list[Secret]:
+    """Return the request for the secret with wandb's key, as an environment variable; [] if pods get no secret."""
+    names = wandb_secret()
+    return [Secret(*names, mount_requirement=Secret.MountType.ENV_VAR)] if names else []
 
 
 def cache_by_content(ignored_inputs: tuple[str, ...] = (), code: str = "") -> Cache:
-    """Return a cache by inputs and library sources, in which equal executions at a time run once.
+    """Return a cache by inputs and sources; of equal executions at the same time, one runs and the others wait.
 
     Args:
-        ignored_inputs: Inputs that do not count.
+        ignored_inputs: Names of inputs that are not part of the cache key.
         code: Digest of sources. Empty takes those that training may import.
     """
     return Cache(version=code or library_digest(), ignored_inputs=ignored_inputs, serialize=True)
 
 
 class RestrictedPod(PodTemplate):  # type: ignore[misc]
-    """The pod template of every task, with what Kubernetes' PodSecurity level "restricted" asks of a pod.
+    """The pod template of every task, which satisfies Kubernetes' PodSecurity level "restricted".
 
     flytekit puts the task's image, command, resources and environment into its container. Flyte then merges the
     cluster's pod template that the task names, and makes the pods of PyTorchJobs, RayJobs and DaskJobs from the result.
     """
 
     def __init__(self) -> None:
-        """Set no field: pod_spec is made below, and the others keep their defaults."""
+        """Set no field: pod_spec is a property, and the other fields keep their defaults."""
 
     @cached_property
     def pod_spec(self) -> "V1PodSpec":
-        """Make the specification when a task is serialized.
+        """The pod's specification, made at the first access, when a task is serialized.
 
-        Only then: importing Kubernetes' client takes a second, which local runs and pods save.
+        Importing Kubernetes' client takes a second, which local runs and pods save.
         """
         from kubernetes import client
 

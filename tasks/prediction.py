@@ -16,12 +16,12 @@ from flyte_ddp.release.promotion import champion_files
 from flyte_ddp.release.registry import Registry
 from flyte_ddp.settings import from_environment
 from tasks import pods
-from tasks.flyte import PLATFORM, output_file, translate_errors_for_flyte
+from tasks.flyte import output_file, translate_errors_for_flyte
 from tasks.pickled_file import PythonPickledFile
 
 
 class Predictions(NamedTuple):
-    """A table (CSV) with one row for each image."""
+    """A table (CSV) of predictions, one row for each image."""
 
     table: FlyteFile
 
@@ -48,15 +48,15 @@ def predict_images(
     hardware.check_expected_gpus(hardware.visible_gpus())
     if (images is None) == (not dataset):
         raise UserError(f"images={images}, dataset={dataset!r}: give either a folder of images or a data set")
-    with paths.new_folder(PLATFORM, "predictions") as folder, TemporaryDirectory() as fetched:
+    with paths.make_dated_folder("predictions") as folder, TemporaryDirectory() as fetched:
         if model_name and model_state is None and sidecar is None:
-            model = champion_files(Registry(paths.registry_address(PLATFORM), model_name), Path(fetched))
+            model = champion_files(Registry(paths.registry_address(), model_name), Path(fetched))
         elif not model_name and model_state is not None and sidecar is not None:
             model = Path(model_state.download()), Path(sidecar.download())
         else:
             given = "the name of a model in the registry, or model_state and sidecar of a run"
             raise UserError(f"model_name={model_name!r}: give either {given}")
-        prepared = fetch_data_set(PLATFORM, dataset, data_source, test_dataset) if dataset else None
+        prepared = fetch_data_set(dataset, data_source, test_dataset) if dataset else None
         table = predict(
             *model,
             images=Path(images.download()) if images is not None else None,
@@ -68,5 +68,5 @@ def predict_images(
     shown = table.with_suffix(".html")
     Deck("First predictions", shown.read_text(encoding="ascii"))
     files = {table: "one row for each image", shown: "the first ones, to open in a browser"}
-    paths.print_files(PLATFORM, "predictions made in", files)
+    paths.print_files("predictions made in", files)
     return Predictions(table=output_file(FlyteFile, table))

@@ -12,13 +12,14 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import is_quickly_prepared
 from flyte_ddp.errors import UserError
 from flyte_ddp.pods import paths
-from flyte_ddp.pods.preparation import check_and_identify, fetch_data_set
+from flyte_ddp.pods.platforms import is_in_pod
+from flyte_ddp.pods.preparation import check_and_identify_run, fetch_data_set
 from tasks import pods
 from tasks.flyte import PLATFORM, output_folder, report_refused_inputs, translate_errors_for_flyte
 
 
 class CheckedInputs(NamedTuple):
-    """What training needs: every hyperparameter, the prepared data set, and what identifies it and the run."""
+    """What training needs: all hyperparameters, the prepared data set, and the versions of the data and the run."""
 
     hp: Hyperparameters
     data: FlyteDirectory
@@ -30,7 +31,7 @@ class CheckedInputs(NamedTuple):
 @translate_errors_for_flyte()
 def fetch_dataset(dataset: str, data_source: str, test_dataset: str, data_version: str) -> FlyteDirectory:
     """Download, verify and prepare a data set, once for each version of its content."""
-    return output_folder(fetch_data_set(PLATFORM, dataset, data_source, test_dataset, data_version))
+    return output_folder(fetch_data_set(dataset, data_source, test_dataset, data_version))
 
 
 @report_refused_inputs
@@ -53,37 +54,36 @@ def check_inputs(
     start from, or the kickoff time of a schedule that retrains at every tick.
     """
     if model_name is not None:
-        check_release(model_name)
-    run = check_and_identify(PLATFORM, hp, engine, kickoff_time)
-    of_data = (hp.dataset, hp.data_source, hp.test_dataset, run.data_version)
+        refuse_release_without_registry(model_name)
+    run = check_and_identify_run(PLATFORM, hp, engine, kickoff_time)
+    data_inputs = (hp.dataset, hp.data_source, hp.test_dataset, run.data_version)
     if is_quickly_prepared(hp.dataset):
-        folder = fetch_data_set(PLATFORM, *of_data)
+        folder = fetch_data_set(*data_inputs)
         data = output_folder(folder)
     else:
-        folder, data = None, fetch_dataset(*of_data)
-    if not PLATFORM.is_local():
+        folder, data = None, fetch_dataset(*data_inputs)
+    if is_in_pod():
         from flyte_ddp.report import previews
 
-        with suppress(Exception):  # a page fails no run
-            show_page_of_dynamic("What is trained", previews.of_run(hp, folder, run.run_name))
+        with suppress(Exception):  # an error of the page must not fail the run
+            publish_page_of_dynamic("What is trained", previews.of_run(hp, folder, run.run_name))
     return CheckedInputs(hp=hp, data=data, data_version=run.data_version, run_version=run.run_version)
 
 
-def check_release(model_name: str) -> None:
-    """Refuse a release without a model's name or without a registry, before data are fetched and a model is trained.
-
-    Raises:
-        UserError: the name is empty or has other characters than the registry takes, or pods were given no registry.
-    """
+def refuse_release_without_registry(model_name: str) -> None:
+    """Raise UserError if a release has no valid model name, or this pod was given no registry; write nothing."""
     from flyte_ddp.release.registry import Registry
 
     if not model_name:
         raise UserError("model_name is empty: give the name of the model in the registry, such as digits")
-    Registry(paths.registry_address(PLATFORM), model_name)
+    Registry(paths.registry_address(), model_name)
 
 
-def show_page_of_dynamic(title: str, html: str) -> None:
-    """Publish a page of a dynamic task, of which flytekit writes none, in a context that says it is an ordinary one."""
+def publish_page_of_dynamic(title: str, html: str) -> None:
+    """Add a page to the decks of the dynamic task that runs, and upload the decks.
+
+    flytekit publishes no deck of a dynamic task, so this sets a context in which the task looks like an ordinary one.
+    """
     context = FlyteContextManager.current_context()
     state = context.execution_state.with_params(mode=ExecutionState.Mode.TASK_EXECUTION)
     with FlyteContextManager.with_context(context.with_execution_state(state)):

@@ -9,23 +9,25 @@ from flytekit.types.directory import FlyteDirectory
 from flytekitplugins.ray import HeadNodeConfig, RayJobConfig, WorkerNodeConfig
 
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.pods.platforms import is_in_pod
 from flyte_ddp.pods.profiles import Size, chosen_profile, node_range
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.settings import Settings
 from tasks import pods
-from tasks.flyte import PLATFORM, report_refused_inputs
+from tasks.flyte import report_refused_inputs
 from tasks.training import TrainingOutputs, train_in_run_folder, training_outputs
 
 GPU_LABEL = "k8s.amazonaws.com/accelerator"  # Flyte's own default for plugins.k8s.gpu-device-node-label
-SMALLEST_STORE = "80000000"  # bytes; ranks do not use Ray's objects, and those would not fit into /dev/shm
+SMALLEST_STORE = "80000000"  # bytes of Ray's object store, which takes /dev/shm from NCCL; ranks use no objects
 HEAD = Size(cpu="1", memory="3Gi", ephemeral_storage="10Gi")
 SUBMITTER = Size(cpu="500m", memory="256Mi", ephemeral_storage="1Gi")
 
 
 def node_template() -> PodTemplate:
-    """Return what a node's pod gets besides, which the head's and the submitter's do not, without Kubernetes' client.
+    """Return the pod template of the ranks' nodes: the profile's resources, its type of GPU, and /dev/shm.
 
-    Its label has Flyte's webhook leave the pod alone: it reads no secret.
+    The specification is a dictionary, as importing Kubernetes' client takes a second. The label keeps Flyte's webhook
+    from adding secrets, which ranks do not read.
     """
     profile = chosen_profile()
     resources = {"cpu": profile.cpu, "memory": profile.memory, "ephemeral-storage": profile.ephemeral_storage}
@@ -46,7 +48,7 @@ def node_template() -> PodTemplate:
     return PodTemplate(spec, labels={"inject-flyte-secrets": "false"})
 
 
-# The head launches and takes no ranks. KubeRay starts the job when all nodes are there, so a range would mean nothing.
+# No rank runs on the head. KubeRay starts the job when all nodes are there, so the lower end of a range has no use.
 CLUSTER = RayJobConfig(
     head_node_config=HeadNodeConfig({"num-cpus": "0"}, **pods.requests_and_limits(HEAD)),
     worker_node_config=[
@@ -72,10 +74,10 @@ def train_on_ray(hp: Hyperparameters, data: FlyteDirectory, run_version: str) ->
 
 
 def launch_on_ray(hp: Hyperparameters, data: Path, run_folder: Path, settings: Settings) -> Result:
-    """Train on the cluster that Ray is connected to, which Flyte's plugin sees to."""
+    """Train on the Ray cluster to which Flyte's plugin has connected this process, and return the result."""
     from flyte_ddp.launch import ray
 
-    nodes = 0 if PLATFORM.is_local() else node_range()[1]
+    nodes = node_range()[1] if is_in_pod() else 0
     with ray.connected():
         launch = partial(ray.launch, max_retries=pods.ENGINE_RETRIES)
         hardware = ray.hardware(hp, nodes, settings.timeout)

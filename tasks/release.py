@@ -10,7 +10,7 @@ from flytekit.types.file import FlyteFile
 
 from flyte_ddp import hardware
 from flyte_ddp.pods import paths
-from flyte_ddp.pods.platforms import launcher_name
+from flyte_ddp.pods.platforms import is_in_pod, launcher_name
 from flyte_ddp.pods.preparation import fetch_data_set
 from flyte_ddp.pods.wandb_settings import read_settings
 from flyte_ddp.release import promotion
@@ -26,7 +26,7 @@ from tasks.pickled_file import PythonPickledFile
 
 
 class Judged(NamedTuple):
-    """A verdict: whether to promote, the checks behind that, and files: the page that shows them, and exports."""
+    """Whether to promote, the verdict with its checks, and a folder with the verdict's page and the exports."""
 
     promotes: bool
     verdict: Verdict
@@ -34,7 +34,7 @@ class Judged(NamedTuple):
 
 
 class Released(NamedTuple):
-    """What came of a model: its version, the champion's, and why."""
+    """Versions (SHA-256 of the weights) of the model and of the champion, and what was decided and why."""
 
     version: str
     champion: str
@@ -54,7 +54,7 @@ def judge_model(
 ) -> Judged:
     """Compare a model with the champion on the test split of a data set, by the checks of a policy."""
     model = Path(model_state.download()), Path(sidecar.download())
-    with paths.new_folder(PLATFORM, "verdicts") as folder:
+    with paths.make_dated_folder("verdicts") as folder:
         judged = judge_in_folder(model, Path(data.download()), open_registry(model_name), policy, folder, counts=True)
         (folder / promotion.PROFILE).write_text(profile.to_json(indent=1), encoding="utf-8")
         return judged
@@ -74,8 +74,8 @@ def evaluate_version(
             model = promotion.stored_files(registry, version, fetched)
         else:
             model = promotion.champion_files(registry, fetched)
-        data = fetch_data_set(PLATFORM, dataset, data_source, test_dataset)
-        with paths.new_folder(PLATFORM, "verdicts") as folder:
+        data = fetch_data_set(dataset, data_source, test_dataset)
+        with paths.make_dated_folder("verdicts") as folder:
             return judge_in_folder(model, data, registry, policy, folder, counts=False)
 
 
@@ -101,7 +101,7 @@ def keep_champion(
 @translate_errors_for_flyte()
 def promote_version(model_name: str, version: str, reason: str) -> Released:
     """Make a stored version the champion, as the person who launched this says."""
-    registry, by, once = open_registry(model_name), launcher_name(PLATFORM), not PLATFORM.is_local()
+    registry, by, once = open_registry(model_name), launcher_name(), is_in_pod()
     return announce_champion(registry, promotion.promote(registry, version, reason, by=by, once=once))
 
 
@@ -109,19 +109,33 @@ def promote_version(model_name: str, version: str, reason: str) -> Released:
 @translate_errors_for_flyte()
 def roll_back_champion(model_name: str, reason: str) -> Released:
     """Make the champion before the present one the champion again."""
-    registry, by, once = open_registry(model_name), launcher_name(PLATFORM), not PLATFORM.is_local()
+    registry, by, once = open_registry(model_name), launcher_name(), is_in_pod()
     return announce_champion(registry, promotion.roll_back(registry, reason, by=by, once=once))
 
 
 def open_registry(model_name: str) -> Registry:
-    """Return the registry of the models of that name."""
-    return Registry(paths.registry_address(PLATFORM), model_name)
+    """Return the registry of a model's versions at this task's address of the registry."""
+    return Registry(paths.registry_address(), model_name)
 
 
 def judge_in_folder(
     model: tuple[Path, Path], data: Path, registry: Registry, policy: Policy, folder: Path, *, counts: bool
 ) -> Judged:
-    """Return the verdict on a model, with its page, and its exports if the verdict counts, in a folder."""
+    """Compare a model with the champion and return the verdict; write its page, and exports if it counts, to a folder.
+
+    Publishes the page as a deck; prints the folder in a local run.
+
+    Args:
+        model: Weights and sidecar of the model.
+        data: Folder of the prepared data set.
+        registry: Registry of the champion.
+        policy: Checks that the model must pass.
+        folder: Folder for the page and the exports.
+        counts: Whether the verdict is for a promotion.
+
+    Raises:
+        UserError: this pod sees another number of GPUs than requested, or the judgement refuses its inputs.
+    """
     from flyte_ddp.release.judge import judge
     from flyte_ddp.release.page import write_page
 
@@ -131,33 +145,36 @@ def judge_in_folder(
     page = write_page(judgement, registry.name, folder / "verdict.html")
     Deck("Verdict", page.read_text(encoding="ascii"))
     headline = f"{judgement.verdict.describe()}; made in"
-    paths.print_files(PLATFORM, headline, {page: "all checks, to open in a browser"})
+    paths.print_files(headline, {page: "all checks, to open in a browser"})
     return Judged(judgement.verdict.promotes, judgement.verdict, output_folder(folder))
 
 
 def carry_out_verdict(
     model_state: PythonPickledFile, sidecar: FlyteFile, verdict: Verdict, files: FlyteDirectory, registry: Registry
 ) -> Released:
-    """Store a version, promote it if the verdict says so, and return what came of it."""
+    """Store a model as a version in the registry, promote it if the verdict says so, and return the outcome.
+
+    Downloads the files first. Copies a champion to wandb, and prints the outcome in a local run.
+    """
     model = Path(model_state.download()), Path(sidecar.download())
     beside = {path.name: path for path in sorted(Path(files.download()).iterdir())}
-    by = launcher_name(PLATFORM)
+    by = launcher_name()
     version = promotion.store(registry, *model, verdict, beside, by=by)
     released = Released(*promotion.carry_out(registry, version, verdict, by=by))
     return announce(registry, released, promoted=verdict.promotes)
 
 
 def announce_champion(registry: Registry, entry: Entry) -> Released:
-    """Return what a new entry of the registry's log has made the champion, after announcing it."""
-    now = registry.champion() or entry  # somebody may have been here since an earlier try of this task
+    """Announce a new entry of the registry's log and return the outcome, with the present champion."""
+    now = registry.champion() or entry  # after a retry of this task another entry may be newer
     released = Released(entry.version, now.version, f"champion {entry.number}: {entry.reason}")
     return announce(registry, released, promoted=True)
 
 
 def announce(registry: Registry, released: Released, *, promoted: bool) -> Released:
-    """Copy a promoted version to wandb, print in a local run what came of it, and return that."""
+    """Return the outcome; copy a promoted version to wandb, and print the outcome in a local run."""
     if promoted:
         mirror_champion(registry, released.version, read_settings(PLATFORM, f"{registry.name}-champion"))
-    if PLATFORM.is_local():
+    if not is_in_pod():
         print(f"{released.outcome}; champion {released.champion[:12] or 'none'}", flush=True)
     return released

@@ -1,6 +1,6 @@
-"""The entries of config/schedules.yaml, each of which becomes a launch plan: reading and checking.
+"""Reads and checks config/schedules.yaml. Each entry becomes a launch plan.
 
-A wrong entry is refused when the workflows are imported, and so by every ``pyflyte`` command, before anything is sent.
+The import of the workflows reads the file. So every ``pyflyte`` command refuses a wrong entry before it sends anything.
 """
 
 import json
@@ -24,8 +24,8 @@ from tasks.engines import NEEDED
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "config/schedules.yaml"
 EXAMPLE = "{name: weekly, workflow: training_wf, hyperparameters: config/fast.json, cron: 0 3 * * 0}"
-KEYS = ("name", "workflow", "cron", "hyperparameters")  # of any entry
-RELEASE_KEYS = ("model_name", "policy")  # besides, of an entry that releases a model
+KEYS = ("name", "workflow", "cron", "hyperparameters")  # of all entries
+RELEASE_KEYS = ("model_name", "policy")  # of entries that release a model
 RELEASING = "release_wf"
 WORKFLOWS = ("training_wf", "retraining_wf", RELEASING, *(f"{engine}_training_wf" for engine in NEEDED))
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,99}")
@@ -38,15 +38,15 @@ Fields = TypeVar("Fields", bound=CheckedFields)
 
 @dataclass(frozen=True)
 class Schedule:
-    """An entry: which workflow to start with which inputs, and when.
+    """An entry of the file: the workflow to start, its inputs, and when.
 
     Args:
         name: Name of the launch plan.
         workflow: Name of the workflow's function.
         hp: Hyperparameters.
-        cron: When to start, in UTC. Empty for a plan that only persons launch.
-        model_name: Name of the model in the registry. Empty for a workflow that releases none.
-        policy: Policy of the release. Only for a workflow that releases a model.
+        cron: Cron expression of the starts, in UTC. Empty for a plan that only persons launch.
+        model_name: Name of the model in the registry. Empty for a workflow that releases no model.
+        policy: Policy of the release. Unused for a workflow that releases no model.
     """
 
     name: str
@@ -59,10 +59,12 @@ class Schedule:
 
 @cache
 def read_schedules(file: Path = FILE) -> list[Schedule]:
-    """Return the entries of the file, whose presets it reads too; an empty file has none.
+    """Read the file and the presets that it names, check all entries, and return them; [] for an empty file.
+
+    The result is cached for this process.
 
     Raises:
-        UserError: the file or a preset cannot be read, or an entry is wrong; the message names the entry.
+        UserError: the file or a preset cannot be read, or an entry is wrong. The message names the entry.
     """
     label = f"{file.parent.name}/{file.name}"
     try:
@@ -85,18 +87,18 @@ def read_schedules(file: Path = FILE) -> list[Schedule]:
 
 
 def parse_entry(entry: object, taken: list[str]) -> Schedule:
-    """Return the Schedule of an entry.
+    """Check an entry of the file and return it as a Schedule; may read a preset.
 
     Args:
-        entry: The entry as YAML has it.
-        taken: Names of the entries before it.
+        entry: Value that the YAML parser returned.
+        taken: Names of the entries before this one.
 
     Raises:
         UserError: a key, or the value of one, is missing, unknown or wrong.
     """
     if not isinstance(entry, Mapping):
         raise UserError(f"must be an object such as {EXAMPLE}, got {shown(entry)}")
-    name, workflow, cron = (text_of(entry, key) for key in ("name", "workflow", "cron"))
+    name, workflow, cron = (read_text_key(entry, key) for key in ("name", "workflow", "cron"))
     if not NAME.fullmatch(name):
         raise UserError(f"name={name!r}: must be letters, digits and '_' only, and begin with a letter")
     if name in taken:
@@ -109,18 +111,19 @@ def parse_entry(entry: object, taken: list[str]) -> Schedule:
             raise unknown_name(f"key of an entry with {workflow}", str(key), known)
     if cron:
         check_cron(cron)
-    model_name = text_of(entry, "model_name")
+    model_name = read_text_key(entry, "model_name")
     if workflow == RELEASING:
         check_model_name(model_name)
-    hp, policy = fields_of(Hyperparameters, "hyperparameters", entry), fields_of(Policy, "policy", entry)
+    hp = read_fields_key(entry, "hyperparameters", Hyperparameters)
+    policy = read_fields_key(entry, "policy", Policy)
     return Schedule(name, workflow, hp, cron, model_name, policy)
 
 
-def text_of(entry: Mapping[str, Any], key: str) -> str:
-    """Return the text under a key of an entry, "" if there is no key or nothing after it.
+def read_text_key(entry: Mapping[str, Any], key: str) -> str:
+    """Return the text under a key of an entry; "" if the key is missing or has no value.
 
     Raises:
-        UserError: it is no text.
+        UserError: the value is no text.
     """
     value = entry.get(key)
     if value is None:
@@ -131,12 +134,8 @@ def text_of(entry: Mapping[str, Any], key: str) -> str:
 
 
 def check_cron(text: str) -> None:
-    """Refuse what Flyte's scheduler would not take, or what never comes, such as 30 February.
-
-    Raises:
-        UserError: it is such a text.
-    """
-    # croniter, by which flytekit checks, takes a range that ends before it begins, and Flyte's scheduler does not.
+    """Raise UserError for a cron expression that Flyte's scheduler refuses or that never comes, such as 30 February."""
+    # flytekit checks with croniter, which accepts a range that ends before it begins. Flyte's scheduler does not.
     place = {name: number for names in (DAYS, MONTHS) for number, name in enumerate(names)}
     ranges = re.findall(r"(\w+)-(\w+)", text.lower())
     try:
@@ -153,7 +152,7 @@ def check_cron(text: str) -> None:
 
 
 def unreadable_reason(error: Exception) -> str:
-    """Return in a few words why a file of JSON or YAML cannot be read."""
+    """Return a short reason why a file of JSON or YAML cannot be read, from the exception of reading or parsing it."""
     if isinstance(error, OSError):
         return error.strerror or str(error)
     if isinstance(error, UnicodeDecodeError):
@@ -164,10 +163,11 @@ def unreadable_reason(error: Exception) -> str:
     return f"is not valid {'YAML' if isinstance(error, yaml.YAMLError) else 'JSON'}: {error}"
 
 
-def fields_of(kind: type[Fields], key: str, entry: Mapping[str, Any]) -> Fields:
-    """Return hyperparameters or a policy of an entry, where what is left out has its default.
+def read_fields_key(entry: Mapping[str, Any], key: str, kind: type[Fields]) -> Fields:
+    """Return the hyperparameters or the policy under a key of an entry; fields that are left out have their defaults.
 
-    A text names a JSON or YAML file of the repository: only such a file is part of a registration's version.
+    A text as the value is the path of a JSON or YAML file, which is read. The file must be in the repository, as only
+    such a file is part of a registration's version.
 
     Raises:
         UserError: the file is elsewhere or cannot be read, or a value is refused.

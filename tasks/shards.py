@@ -12,10 +12,11 @@ from flytekit.types.directory import FlyteDirectory
 from flyte_ddp.errors import UserError, unknown_name
 from flyte_ddp.formatting import counted
 from flyte_ddp.pods import paths
+from flyte_ddp.pods.platforms import is_in_pod
 from flyte_ddp.settings import from_environment
 from flyte_ddp.shards.plan_request import PlanRequest
 from tasks import pods
-from tasks.flyte import PLATFORM, output_folder, translate_errors_for_flyte
+from tasks.flyte import output_folder, translate_errors_for_flyte
 
 
 @task(**pods.data_pod())
@@ -36,7 +37,7 @@ def pack_shards(
 
     if order not in ("mixed", "own"):
         raise unknown_name("order", order, ("mixed", "own"))
-    with paths.new_folder(PLATFORM, "shards") as folder:
+    with paths.make_dated_folder("shards") as folder:
         pack_source(
             source,
             folder,
@@ -46,9 +47,7 @@ def pack_shards(
             seed=seed if order == "mixed" else None,
             progress=from_environment().progress,
         )
-    paths.print_files(
-        PLATFORM, "packed into", {folder / f"{name}.json": f"the index, a data set: shards:{folder / name}.json"}
-    )
+    paths.print_files("packed into", {folder / f"{name}.json": f"the index, a data set: shards:{folder / name}.json"})
     return output_folder(folder)
 
 
@@ -59,9 +58,9 @@ def index_shards(urls: List[str], name: str = "train", classes: Optional[List[st
     from flyte_ddp.shards.scanning import create_index
 
     progress = from_environment().progress
-    with paths.new_folder(PLATFORM, "index") as folder:
+    with paths.make_dated_folder("index") as folder:
         create_index(urls, folder / f"{name}.json", name=name, classes=classes or [], progress=progress)
-    paths.print_files(PLATFORM, "indexed in", {folder / f"{name}.json": "the index"})
+    paths.print_files("indexed in", {folder / f"{name}.json": "the index"})
     return output_folder(folder)
 
 
@@ -71,9 +70,9 @@ def join_shards(indexes: List[str], weights: Optional[List[float]] = None, name:
     """Make one index that refers to several: an epoch goes through each so many times as its weight says."""
     from flyte_ddp.shards.joining import join_indexes
 
-    with paths.new_folder(PLATFORM, "index") as folder:
+    with paths.make_dated_folder("index") as folder:
         join_indexes(indexes, folder / f"{name}.json", weights=weights or [], name=name)
-    paths.print_files(PLATFORM, "joined in", {folder / f"{name}.json": "the index"})
+    paths.print_files("joined in", {folder / f"{name}.json": "the index"})
     return output_folder(folder)
 
 
@@ -86,7 +85,7 @@ def verify_shards(index: str, decode: bool = False) -> str:
 
 
 class PackedShards(NamedTuple):
-    """Shards, and the name of the data set that they are: what to give as ``dataset`` to train on it."""
+    """The folder of shards, and its name as a data set: the value of the hyperparameter ``dataset``."""
 
     shards: FlyteDirectory
     dataset: str
@@ -100,13 +99,18 @@ def verify_packed(packed: FlyteDirectory, name: str = "train") -> PackedShards:
 
     index = f"{str(packed.remote_source or packed.path).rstrip('/')}/{name}.json"
     check_shards(index, decode=True)
-    if not PLATFORM.is_local():
+    if is_in_pod():
         Deck("Shards", previews.of_shards(index))
     return PackedShards(shards=packed, dataset=f"shards:{index}")
 
 
 def check_shards(index: str, *, decode: bool) -> None:
-    """Read all shards of an index, and raise UserError with the first problems if anything is not as it says."""
+    """Read all shards of an index and print the progress; raise UserError with the first 20 differences.
+
+    Args:
+        index: Path or address of the index.
+        decode: Whether to decode each image too.
+    """
     from flyte_ddp.shards.scanning import verify_index
 
     problems = verify_index(index, decode=decode, progress=from_environment().progress)
@@ -131,9 +135,9 @@ def sample_shards(index: str, number: int) -> FlyteDirectory:
 
     sample = read_sample(index, number)
     members = {name: value for name, value in sample.items() if isinstance(value, bytes)}
-    with paths.new_folder(PLATFORM, "sample") as folder:
+    with paths.make_dated_folder("sample") as folder:
         write_members(sample["__key__"], members, folder)
-    paths.print_files(PLATFORM, f"sample {sample['__key__']} in", {folder: ", ".join(members)})
+    paths.print_files(f"sample {sample['__key__']} in", {folder: ", ".join(members)})
     return output_folder(folder)
 
 

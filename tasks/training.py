@@ -11,8 +11,9 @@ from flytekit.types.file import FlyteFile
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import from_here
 from flyte_ddp.pods import paths
-from flyte_ddp.pods.live_page import show_while_training
-from flyte_ddp.pods.wandb_settings import keep_unsent, read_settings
+from flyte_ddp.pods.live_page import publish_report_while_training
+from flyte_ddp.pods.platforms import is_in_pod
+from flyte_ddp.pods.wandb_settings import read_settings, upload_unsent_wandb
 from flyte_ddp.run import Result, read_result, run_training
 from flyte_ddp.runs.run_folder import is_finished
 from flyte_ddp.settings import Settings
@@ -31,7 +32,7 @@ class TrainingOutputs(NamedTuple):
     metrics: FlyteFile
 
 
-Train = Callable[[Hyperparameters, Path, Path, Settings], Result]  # of data, into a run folder
+Train = Callable[[Hyperparameters, Path, Path, Settings], Result]  # the paths are the data and the run folder
 
 
 @report_refused_inputs
@@ -46,45 +47,50 @@ def train_model(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -> 
 
 
 def train_in_run_folder(hp: Hyperparameters, data: FlyteDirectory, run_version: str, train: Train) -> Result:
-    """Download the data and train in the run's folder, unless its result is there, and return the result.
+    """Download the data, train in the run's folder, and return the result; do not train if a local run has its result.
 
-    In a pod, begins with the run's newest checkpoint, uploads new ones, and keeps the console's page up to date.
+    In a pod, downloads the run's newest checkpoint and uploads new ones, publishes the console's page while training,
+    and uploads what wandb could not send. Failures that may not happen again become Flyte's recoverable error.
 
     Args:
-        hp: Hyperparameters.
+        hp: Hyperparameters of the run.
         data: Folder of the prepared data set.
-        run_version: Name of the run, with its token.
-        train: Launches the ranks and returns the result.
+        run_version: Name of the run, locally followed by @ and the token of its folder.
+        train: Function that launches the ranks and returns the result.
     """
     with translate_errors_for_flyte():
         result = read_finished_run(run_version)
         if result is None:
-            folder = paths.folder_for(PLATFORM, run_version)
+            folder = paths.resolve_folder(run_version)
             with (
-                show_while_training(PLATFORM, folder),
-                keep_unsent(PLATFORM, folder),
-                sync_checkpoints(folder) as note_start,
+                publish_report_while_training(PLATFORM, folder),
+                upload_unsent_wandb(PLATFORM, folder),
+                sync_checkpoints(folder) as record_start,
             ):
                 prepared = Path(data.download())
-                note_start()
+                record_start()
                 result = train(hp, prepared, folder, read_settings(PLATFORM, folder.name))
     return result
 
 
 def read_finished_run(run_version: str) -> Result | None:
-    """Return the result of a finished local run, unless it is to be trained again; None in a pod.
+    """Return the result of a finished local run and print that; None in a pod, or if retraining was requested.
 
-    Flyte's cache may not know it: its launching process was killed at the very end, or another launcher has trained it.
+    Flyte's cache does not know a run whose launching process was killed at the very end, or that another launcher
+    trained.
+
+    Args:
+        run_version: Name of the run, followed by @ and the token of its folder.
     """
-    folder = paths.folder_for(PLATFORM, run_version)
-    if not PLATFORM.is_local() or PLATFORM.is_retraining_requested() or not is_finished(folder):
+    folder = paths.resolve_folder(run_version)
+    if is_in_pod() or PLATFORM.is_retraining_requested() or not is_finished(folder):
         return None
     print(f"{from_here(folder)}: is finished already; --overwrite-cache trains it again", flush=True)
     return read_result(folder)
 
 
 def training_outputs(result: Result) -> TrainingOutputs:
-    """Return a result as a training task's outputs; in a local run, print where its files are."""
+    """Return a result as a training task's outputs; in a local run, print where the files are."""
     headline = f"test accuracy {result.test_accuracy:.2%}; made in"
     files = {
         result.model: "the weights, a bare state_dict",
@@ -92,7 +98,7 @@ def training_outputs(result: Result) -> TrainingOutputs:
         result.report: "the report, to open in a browser",
         result.metrics: "all metrics, one JSON object a line",
     }
-    paths.print_files(PLATFORM, headline, files)
+    paths.print_files(headline, files)
     return TrainingOutputs(
         epoch_accuracies=result.epoch_accuracies,
         model_state=output_file(PythonPickledFile, result.model),

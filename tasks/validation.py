@@ -20,7 +20,7 @@ from flyte_ddp.settings import from_environment
 from flyte_ddp.validation.page import render_profile
 from flyte_ddp.validation.profile import DataProfile
 from tasks import pods
-from tasks.flyte import PLATFORM, report_refused_inputs, translate_errors_for_flyte
+from tasks.flyte import report_refused_inputs, translate_errors_for_flyte
 
 HELD_OUT = (
     "test_dataset is not set: the tenth that is held out for testing is another one when the data grow, and the "
@@ -29,7 +29,7 @@ HELD_OUT = (
 
 
 class Validated(NamedTuple):
-    """The data set, as it came, and in what it is unlike the champion's."""
+    """The data set, unchanged, and its differences from the champion's data set."""
 
     data: FlyteDirectory
     warnings: List[str]
@@ -41,7 +41,7 @@ def profile_dataset(data: FlyteDirectory, data_version: str) -> DataProfile:
     """Look at all samples of a data set, once for each version of its content."""
     from flyte_ddp.validation.profiling import profile
 
-    del data_version  # which the cache goes by
+    del data_version  # an input for the cache key only
     return profile(Path(data.download()), from_environment())
 
 
@@ -55,9 +55,10 @@ def validate_dataset(
     from flyte_ddp.validation.validate import check, differences
 
     check(profile, hp, max_duplicates=policy.max_duplicates, max_conflicts=policy.max_conflicts)
-    registry = Registry(registry_address(PLATFORM), model_name)
-    registry.check_store()  # not hours later, when there is a champion to be written
-    history = registry.history()  # likewise if it has a gap
+    registry = Registry(registry_address(), model_name)
+    # A registry that cannot be written to, or whose log has a gap, must not be noticed only after training.
+    registry.check_store()
+    history = registry.history()
     champion = history[-1] if history else None
     if policy.slices:
         read_slices(policy.slices)
@@ -67,7 +68,7 @@ def validate_dataset(
         warnings += [*differences(profile, champions)] if champions is not None else []
     except UnreachableError:
         raise
-    except UserError as error:  # of the champion's version: the judgement compares nothing then, or does not need this
+    except UserError as error:  # the champion's profile is damaged or missing: the judgement compares no data then
         warnings.append(f"the champion's data are not known: {error}")
     for warning in warnings:
         Progress(from_environment().progress).note(f"warning: {warning}")

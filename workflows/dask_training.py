@@ -9,7 +9,7 @@ from flyte_ddp.config import Hyperparameters
 from tasks.engines import is_engine_installed
 from tasks.preparation import check_inputs
 from tasks.training import TrainingOutputs
-from workflows.schedules import launch_plans_of
+from workflows.schedules import make_launch_plans
 
 if is_engine_installed("dask"):
     from tasks.dask_training import train_on_dask
@@ -27,4 +27,4 @@ if is_engine_installed("dask"):
         checked = check_inputs(hp=hp, engine="dask")
         return train_on_dask(hp=checked.hp, data=checked.data, run_version=checked.run_version)
 
-    globals().update(launch_plans_of(dask_training_wf, taken=globals()))
+    globals().update(make_launch_plans(dask_training_wf, taken=globals()))

@@ -9,7 +9,7 @@ from flyte_ddp.config import Hyperparameters
 from tasks.engines import is_engine_installed
 from tasks.preparation import check_inputs
 from tasks.training import TrainingOutputs
-from workflows.schedules import launch_plans_of
+from workflows.schedules import make_launch_plans
 
 if is_engine_installed("elastic"):
     from tasks.elastic_training import train_on_elastic
@@ -27,4 +27,4 @@ if is_engine_installed("elastic"):
         checked = check_inputs(hp=hp, engine="elastic")
         return train_on_elastic(hp=checked.hp, data=checked.data, run_version=checked.run_version)
 
-    globals().update(launch_plans_of(elastic_training_wf, taken=globals()))
+    globals().update(make_launch_plans(elastic_training_wf, taken=globals()))

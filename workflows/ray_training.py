@@ -9,7 +9,7 @@ from flyte_ddp.config import Hyperparameters
 from tasks.engines import is_engine_installed
 from tasks.preparation import check_inputs
 from tasks.training import TrainingOutputs
-from workflows.schedules import launch_plans_of
+from workflows.schedules import make_launch_plans
 
 if is_engine_installed("ray"):
     from tasks.ray_training import train_on_ray
@@ -27,4 +27,4 @@ if is_engine_installed("ray"):
         checked = check_inputs(hp=hp, engine="ray")
         return train_on_ray(hp=checked.hp, data=checked.data, run_version=checked.run_version)
 
-    globals().update(launch_plans_of(ray_training_wf, taken=globals()))
+    globals().update(make_launch_plans(ray_training_wf, taken=globals()))

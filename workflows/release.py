@@ -24,7 +24,7 @@ from tasks.release import (
 )
 from tasks.training import train_model
 from tasks.validation import profile_dataset, validate_dataset
-from workflows.schedules import launch_plans_of
+from workflows.schedules import make_launch_plans
 
 
 @workflow
@@ -136,4 +136,4 @@ def evaluate_wf(
     )
 
 
-globals().update(launch_plans_of(release_wf, taken=globals(), needs=REGISTRY_VARIABLE))
+globals().update(make_launch_plans(release_wf, taken=globals(), needs=REGISTRY_VARIABLE))

@@ -11,7 +11,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.pods.preparation import NO_SCHEDULE
 from tasks.preparation import check_inputs
 from tasks.training import TrainingOutputs, train_model
-from workflows.schedules import launch_plans_of
+from workflows.schedules import make_launch_plans
 
 
 @workflow
@@ -44,4 +44,4 @@ def retraining_wf(hp: Hyperparameters = Hyperparameters(), kickoff_time: datetim
     return train_model(hp=checked.hp, data=checked.data, run_version=checked.run_version)
 
 
-globals().update(launch_plans_of(training_wf, retraining_wf, taken=globals()))
+globals().update(make_launch_plans(training_wf, retraining_wf, taken=globals()))

@@ -1,7 +1,8 @@
 """A run's checkpoints in the blob store, for the next attempt, and for other executions of the same run.
 
-Each attempt writes files under its own names, so that two at the same time never mix, and begins with the newest
-checkpoint of any that can be read. The files of a run are BASE/RUN/EXECUTION/KIND-ATTEMPT-STEP-EPOCH-TIME.
+Each attempt writes files under its own names, so that two at the same time never mix. It begins with the newest
+readable checkpoint of any attempt. The files of a run are BASE/RUN/EXECUTION/KIND-ATTEMPT-STEP-EPOCH-TIME. A
+checkpoint's kind is SAVED. The other kinds are notes of a few bytes that tell later attempts how this attempt ended.
 """
 
 import posixpath
@@ -20,30 +21,30 @@ from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.checkpoint import Checkpoint
 from flyte_ddp.storage import MissingError, UnavailableError
 
-SAVED = "saved"  # a checkpoint; the other kinds of files are notes of a few bytes
+SAVED = "saved"  # a checkpoint
 STARTED = "started"  # the attempt has its data, and launches its ranks
-TRAINED = "trained"  # it has trained for so long that there should be a checkpoint, and there is none
-FAILED = "failed"  # a rank of it failed, which may happen again; with the reason
-ENDED = "ended"  # it was told to stop, or could not reach something; with the reason
-DONE = "done"  # it has a result
+TRAINED = "trained"  # the attempt had time to save a checkpoint, and saved none
+FAILED = "failed"  # a rank of the attempt failed, which may happen again; holds the reason
+ENDED = "ended"  # the attempt was told to stop, or could not reach something; holds the reason
+DONE = "done"  # the attempt has a result
 ADDRESS = re.compile(rf"(.+)/({SAVED}|{STARTED}|{TRAINED}|{FAILED}|{ENDED}|{DONE})-(\d+)-(\d+)-(\d+)-(\d+)")
-KEPT = 2  # checkpoints of an execution
-DONE_SECONDS = 3600.0  # an execution with a result may still be handing it over
-FUTILE_ATTEMPTS = 2  # which failed or had time to save, and made no progress; there is no third
-LOST_ATTEMPTS = 5  # which were lost before that, likewise: about as many as a pod whose memory runs out should cost
-AT_ONCE = 1000  # files that one request removes
+KEPT_CHECKPOINTS = 2  # of an execution
+DONE_SECONDS = 3600.0  # until files of an execution with a result are deleted: the platform may start it once more
+FUTILE_ATTEMPTS = 2  # attempts that failed or had time to save, and made no progress; there is no third
+LOST_ATTEMPTS = 5  # attempts without progress that were lost early: what a pod whose memory runs out may cost
+DELETE_BATCH = 1000  # files that one request deletes
 Result = TypeVar("Result")
 
 
-class Entry(NamedTuple):
-    """A file of a run."""
+class RunFile(NamedTuple):
+    """What the address of a run's file says."""
 
-    folder: str  # address of the run's execution
-    kind: str
-    attempt: int  # that wrote it, from 0
-    step: int
-    epoch: int
-    time: int  # since 1970, in seconds
+    folder: str  # address of the folder of the run's execution
+    kind: str  # SAVED, STARTED, TRAINED, FAILED, ENDED or DONE
+    attempt: int  # number of the attempt that wrote the file, from 0
+    step: int  # of a checkpoint or a start; else 0
+    epoch: int  # of a checkpoint; else 0
+    time: int  # of writing, in seconds since 1970
 
     @property
     def address(self) -> str:
@@ -56,52 +57,55 @@ class Entry(NamedTuple):
         return posixpath.basename(self.folder)
 
 
-def parse_entry(address: str) -> Entry | None:
-    """Return what an address says of its file; None for a file that is none of a run's."""
+def parse_run_file(address: str) -> RunFile | None:
+    """Return what the address of a run's file says; None for another file."""
     match = ADDRESS.fullmatch(address)
-    return Entry(match[1], match[2], *map(int, match.groups()[2:])) if match else None
+    return RunFile(match[1], match[2], *map(int, match.groups()[2:])) if match else None
 
 
 @dataclass(frozen=True)
 class CheckpointStore:
-    """The files of one run, for an attempt at it; methods raise UnavailableError unless they say otherwise."""
+    """The files of one run in the blob store, for one attempt at the run.
 
-    folder: str  # address of the run: a path, s3://, gs:// or az://
-    execution: str  # id of the one that the attempt belongs to
+    Methods raise UnavailableError if the store refuses or does not answer, unless their docstrings say otherwise.
+    """
+
+    folder: str  # address of the run's folder: a path, s3://, gs:// or az://
+    execution: str  # id of the execution to which the attempt belongs
     attempt: int = 0  # number of the attempt in its execution
-    days: float = 14.0  # age at which a file is removed
-    from_scratch: bool = False  # whether checkpoints of other executions are passed over
-    more_memory: str = "give it more memory"  # advice for an attempt whose memory ran out
+    days: float = 14.0  # age at which a file is deleted
+    from_scratch: bool = False  # whether to ignore checkpoints of other executions
+    memory_advice: str = "give it more memory"  # for an attempt whose memory ran out
 
-    def begin(self, path: Path) -> Checkpoint | None:
-        """Download the newest checkpoint that can be read to ``path``, unless the folder there has one as new.
+    def download_newest(self, path: Path) -> Checkpoint | None:
+        """Download the newest readable checkpoint to ``path``, unless the folder of ``path`` has one as new.
 
         Prints which checkpoint is used, and which ones cannot be read.
 
         Returns:
-            The newest checkpoint in that folder; None if there is none, there and in the store.
+            The newest checkpoint of the folder and the store; None if neither has one.
 
         Raises:
-            UserError: the store may not be read, or it has checkpoints and none can be read, or one attempt after the
-                other got no further than where it began.
+            UserError: the store may not be read, it has checkpoints and none can be read, or earlier attempts made no
+                progress.
             UnreachableError: the store did not answer in several tries, or its files were replaced meanwhile.
         """
         try:
-            entries = self.ask(self.folder, lambda _: self.list_newest_first())
+            files = self.retry_on_outage(self.folder, lambda _: self.list_newest_first())
         except UnavailableError as error:
             raise UserError(
                 f"{self.folder}: {error}; whether there is a checkpoint is not known: allow pods to list, read and "
                 "write files there, or set FLYTE_DDP_CHECKPOINTS to where they may, and register again"
             ) from error
-        newest = self.fetch_newest(entries, path)
-        self.stop_if_futile(entries, newest.step if newest else 0)
+        newest = self.download_newest_readable(files, path)
+        self.refuse_futile_attempt(files, newest.step if newest else 0)
         return newest
 
-    def ask(self, address: str, action: Callable[[str], Result]) -> Result:
-        """Return the result of an action on an address, tried several times; prints why it is tried again.
+    def retry_on_outage(self, address: str, action: Callable[[str], Result]) -> Result:
+        """Return the result of an action on an address; try again if the store does not answer, and print why.
 
         Raises:
-            UnavailableError: another try would end likewise.
+            UnavailableError: the store refused, so that another try would fail too.
             UnreachableError: no try succeeded.
         """
         try:
@@ -111,42 +115,66 @@ class CheckpointStore:
                 raise
             raise UnreachableError(f"checkpoints in {address}: {error}; the same run will try again") from error
 
-    def list_newest_first(self) -> list[Entry]:
-        """Return the run's files that matter to this execution, newest checkpoints first."""
-        entries = list_entries(self.folder)
-        done = {entry.execution for entry in entries if entry.kind == DONE} - {self.execution}
-        found = [entry for entry in entries if entry.execution not in done]
-        if self.from_scratch:
-            found = [entry for entry in found if entry.execution == self.execution]
-        return sorted(found, key=lambda entry: (entry.step, entry.epoch, entry.time), reverse=True)
+    def list_newest_first(self) -> list[RunFile]:
+        """Return the run's files that matter to this execution, those of the highest step first.
 
-    def sweep(self, stopped: Callable[[], bool] = lambda: False) -> None:
-        """Delete the files of all runs in this project that nobody will continue, AT_ONCE until ``stopped()``."""
+        Leaves out the files of other executions that have a result, and with ``from_scratch`` of all other executions.
+        """
+        files = list_run_files(self.folder)
+        done = {file.execution for file in files if file.kind == DONE} - {self.execution}
+        files = [file for file in files if file.execution not in done]
+        if self.from_scratch:
+            files = [file for file in files if file.execution == self.execution]
+        return sorted(files, key=lambda file: (file.step, file.epoch, file.time), reverse=True)
+
+    def delete_abandoned_files(self, stopped: Callable[[], bool] = lambda: False) -> None:
+        """Delete the files of all runs in this project that nobody will continue.
+
+        These are files of executions with a result, DONE_SECONDS after it, and files older than ``days``.
+
+        Args:
+            stopped: Asked before each DELETE_BATCH of files. True ends the work.
+        """
         now = time.time()
-        entries = list_entries(posixpath.dirname(self.folder))
-        done = {entry.folder for entry in entries if entry.kind == DONE and now - entry.time > DONE_SECONDS}
-        old = [entry for entry in entries if entry.folder in done or now - entry.time > self.days * 86_400]
-        for first in range(0, len(old), AT_ONCE):
+        files = list_run_files(posixpath.dirname(self.folder))
+        done = {file.folder for file in files if file.kind == DONE and now - file.time > DONE_SECONDS}
+        old = [file for file in files if file.folder in done or now - file.time > self.days * 86_400]
+        for first in range(0, len(old), DELETE_BATCH):
             if stopped():
                 return
-            delete_entries(old[first : first + AT_ONCE])
+            delete_run_files(old[first : first + DELETE_BATCH])
 
-    def fetch_newest(self, entries: list[Entry], path: Path) -> Checkpoint | None:
-        """Download the newest checkpoint that can be read; see :meth:`begin`."""
-        newest, unreadable = checkpoint.find_newest(path.parent)  # where Elastic has restarted the ranks
+    def download_newest_readable(self, files: list[RunFile], path: Path) -> Checkpoint | None:
+        """Download the newest readable checkpoint to ``path``, unless the folder of ``path`` has one as new.
+
+        Prints which checkpoint is used, and which ones cannot be read.
+
+        Args:
+            files: The run's files in the store, newest checkpoints first.
+            path: Where to put the checkpoint.
+
+        Returns:
+            The newest checkpoint of the folder and the store; None if neither has one.
+
+        Raises:
+            UserError: there are checkpoints, and none can be read.
+            UnreachableError: the store did not answer in several tries, or its files were replaced meanwhile.
+        """
+        # Only a pod whose ranks Elastic has restarted has checkpoints in its folder.
+        newest, unreadable = checkpoint.find_newest(path.parent)
         reasons = {str(local): why for local, why in unreadable.items()}
         replaced = False
-        for entry in entries:
-            if entry.kind != SAVED or (newest and (entry.step, entry.epoch) <= (newest.step, newest.epoch)):
+        for file in files:
+            if file.kind != SAVED or (newest and (file.step, file.epoch) <= (newest.step, newest.epoch)):
                 continue
             try:
-                newest = self.fetch(entry, path)
-            except MissingError:  # its attempt has removed it, as there are newer ones
+                newest = self.download_checkpoint(file.address, path)
+            except MissingError:  # another attempt has deleted this checkpoint, as there are newer ones
                 replaced = True
             except (UnavailableError, checkpoint.UnreadableError) as error:
-                reasons[entry.address] = str(error)
+                reasons[file.address] = str(error)
             else:
-                print(f"found the checkpoint of attempt {entry.attempt} of {entry.execution}", flush=True)
+                print(f"found the checkpoint of attempt {file.attempt} of {file.execution}", flush=True)
                 break
         said = " and ".join(f"{address} ({why})" for address, why in reasons.items())
         if newest is not None:
@@ -162,21 +190,25 @@ class CheckpointStore:
             )
         return None
 
-    def fetch(self, entry: Entry, path: Path) -> Checkpoint:
-        """Download a checkpoint in place of the file ``path``, if it can be read, and return it.
+    def download_checkpoint(self, address: str, path: Path) -> Checkpoint:
+        """Download a checkpoint, verify it, replace the file ``path`` by it, and return it.
+
+        On any error the file ``path`` stays as it was.
 
         Raises:
+            MissingError: the store has no such file.
             UnreachableError: the store did not answer in several tries.
-            UnreadableError: the checkpoint is damaged, or of another release's format.
+            UnreadableError: the checkpoint is damaged, or has the format of another release.
         """
         temporary = path.with_name(f".{path.name}.tmp")
 
         def download(address: str) -> None:
+            """Write the content of the address to the temporary file, and compare its length."""
             with storage.open_file(address) as content, temporary.open("wb") as file:
                 storage.check_length(sum(map(file.write, content.chunks)), content.size, remote=True)
 
         try:
-            self.ask(entry.address, download)
+            self.retry_on_outage(address, download)
             found = checkpoint.read(temporary)
             assert found is not None
             temporary.replace(path)
@@ -184,31 +216,30 @@ class CheckpointStore:
         finally:
             temporary.unlink(missing_ok=True)
 
-    def stop_if_futile(self, entries: list[Entry], step: int) -> None:
-        """Refuse another attempt after those that began at the newest checkpoint and made no progress.
+    def refuse_futile_attempt(self, files: list[RunFile], step: int) -> None:
+        """Raise UserError if enough earlier attempts of this execution began at the newest checkpoint in vain.
 
-        An attempt counts when a rank of it failed, or when it had time to save: two are enough. One that was lost
-        before, with or without its pod, may have been unlucky, or its pod ran out of memory, which only Kubernetes
-        knows: of these, five are enough. One that was lost while it fetched its data, was told to stop, or could not
-        reach something does not count.
+        Two attempts in which a rank failed, or which had time to save and did not, are enough. Five attempts that were
+        lost earlier are enough: a pod may be lost by bad luck, or because its memory ran out, which only Kubernetes
+        knows. An attempt does not count if it was told to stop, could not reach something, or was lost while it fetched
+        its data. May read one note from the store, in several tries.
 
         Args:
-            entries: files of the run, newest checkpoints first.
-            step: of the newest checkpoint, 0 without one.
-
-        Raises:
-            UserError: there were enough.
+            files: The run's files in the store, newest checkpoints first.
+            step: Step of the newest checkpoint, 0 without one.
         """
-        attempts: dict[int, dict[str, Entry]] = defaultdict(dict)
-        for entry in entries:  # of an attempt's starts the first, at the lowest step, counts
-            if entry.execution == self.execution and entry.attempt < self.attempt and entry.kind != SAVED:
-                attempts[entry.attempt][entry.kind] = entry
-        in_order = [notes for _, notes in sorted(attempts.items()) if STARTED in notes]
-        began_here = [notes for notes in in_order if notes[STARTED].step >= step]
+        attempts: dict[int, dict[str, RunFile]] = defaultdict(dict)
+        # An attempt that Elastic restarted has several starts. The last in the list has the lowest step, and counts.
+        for file in files:
+            if file.execution == self.execution and file.attempt < self.attempt and file.kind != SAVED:
+                attempts[file.attempt][file.kind] = file
+        began_here = [
+            notes for _, notes in sorted(attempts.items()) if STARTED in notes and notes[STARTED].step >= step
+        ]
         futile = [notes.get(FAILED) or notes[TRAINED] for notes in began_here if notes.keys() & {FAILED, TRAINED}]
         lost = [notes for notes in began_here if notes.keys() == {STARTED}]
         if len(futile) >= FUTILE_ATTEMPTS:
-            why = self.ask(futile[-1].address, storage.read).decode()
+            why = self.retry_on_outage(futile[-1].address, storage.read).decode()
             raise UserError(
                 f"{len(futile)} attempts got no further than step {step:,}, where they began, so no other one is made; "
                 f"the last one: {why}"
@@ -217,55 +248,71 @@ class CheckpointStore:
             raise UserError(
                 f"{len(lost)} attempts were lost, or killed without a word, before they got further than step "
                 f"{step:,}, where they began, so no other one is made; Kubernetes says why (kubectl describe pod, or "
-                f"the console): if it is OOMKilled, {self.more_memory}; else launch it again"
+                f"the console): if it is OOMKilled, {self.memory_advice}; else launch it again"
             )
 
-    def started(self, step: int) -> None:
-        """Record, in several tries, that the attempt has its data and launches its ranks from this step on."""
-        self.ask(self.folder, lambda _: self.note(STARTED, step))
+    def record_start(self, step: int) -> None:
+        """Write a note that the attempt has its data and launches its ranks from a step on.
 
-    def send(self, path: Path) -> None:
-        """Upload a checkpoint, and delete those of this execution but the two newest; FileNotFoundError without it."""
-        found = checkpoint.read(path)
-        if found is None:
+        Raises:
+            UnreachableError: the store did not answer in several tries.
+        """
+        self.retry_on_outage(self.folder, lambda _: self.write_note(STARTED, step))
+
+    def upload_checkpoint(self, path: Path) -> None:
+        """Verify and upload a checkpoint, then delete those of this execution but the KEPT_CHECKPOINTS newest.
+
+        Raises:
+            FileNotFoundError: the file is missing.
+            UnreadableError: the checkpoint is damaged.
+        """
+        header = checkpoint.read(path)
+        if header is None:
             raise FileNotFoundError(path)
-        storage.put(self.new_entry(SAVED, found.step, found.epoch).address, path)
-        self.keep_newest(KEPT)
+        storage.put(self.new_file(SAVED, header.step, header.epoch).address, path)
+        self.delete_older_checkpoints(KEPT_CHECKPOINTS)
 
-    def end(self, error: BaseException | None) -> None:
-        """Record how the attempt has ended, unless that says nothing of the run: a rank of it was lost."""
+    def record_end(self, error: BaseException | None) -> None:
+        """Write a note how the attempt ended, and after a result delete all but the newest checkpoint of the execution.
+
+        Writes none for a RankLostError, which says nothing of the run.
+
+        Args:
+            error: Exception that ended the attempt. None for an attempt with a result.
+        """
         if error is None:
-            self.note(DONE, 0)
-            self.keep_newest(1)  # until the platform has the result: this pod may be lost before
+            self.write_note(DONE, 0)
+            self.delete_older_checkpoints(1)  # this pod may be lost before the platform has the result
         elif isinstance(error, OutOfMemoryError):
-            self.note(FAILED, 0, f"{error}; {self.more_memory}")
+            self.write_note(FAILED, 0, f"{error}; {self.memory_advice}")
         elif not isinstance(error, RankLostError):
-            self.note(FAILED if isinstance(error, RankError) else ENDED, 0, str(error))
+            self.write_note(FAILED if isinstance(error, RankError) else ENDED, 0, str(error))
 
-    def keep_newest(self, number: int) -> None:
-        """Delete all but the newest checkpoints of this execution, if that is allowed."""
-        mine = [entry for entry in self.list_newest_first() if (entry.execution, entry.kind) == (self.execution, SAVED)]
-        delete_entries(mine[number:])
+    def delete_older_checkpoints(self, kept: int) -> None:
+        """Delete this execution's checkpoints but a number of the newest; do nothing if deletion is refused."""
+        mine = [file for file in self.list_newest_first() if (file.execution, file.kind) == (self.execution, SAVED)]
+        delete_run_files(mine[kept:])
 
-    def note(self, kind: str, step: int, text: str = "") -> None:
-        """Write a small file; some stores do not take an empty one, so the kind is the text of one without any."""
-        storage.put(self.new_entry(kind, step).address, (text or kind).encode(errors="replace"))
+    def write_note(self, kind: str, step: int, text: str = "") -> None:
+        """Write a small file for this attempt to the store, with a text or else the kind as its content."""
+        content = text or kind  # some stores take no empty file
+        storage.put(self.new_file(kind, step).address, content.encode(errors="replace"))
 
-    def new_entry(self, kind: str, step: int, epoch: int = 0) -> Entry:
-        """Return the name of a new file of this attempt."""
-        return Entry(f"{self.folder}/{self.execution}", kind, self.attempt, step, epoch, int(time.time()))
+    def new_file(self, kind: str, step: int, epoch: int = 0) -> RunFile:
+        """Return the RunFile for a new file of this attempt, with the present time; write nothing."""
+        return RunFile(f"{self.folder}/{self.execution}", kind, self.attempt, step, epoch, int(time.time()))
 
 
-def list_entries(folder: str) -> list[Entry]:
-    """Return the files of runs below a folder, which need not be there."""
+def list_run_files(folder: str) -> list[RunFile]:
+    """Return the files of runs below a folder of the store; [] if the folder is missing."""
     try:
-        names = [entry.name for entry in storage.list_files(folder)]
-    except MissingError:  # on this machine; a bucket has no folders
+        names = [file.name for file in storage.list_files(folder)]
+    except MissingError:  # for a path only: a missing prefix of a bucket is empty
         return []
-    return [entry for name in names if (entry := parse_entry(f"{folder}/{name}")) is not None]
+    return [file for name in names if (file := parse_run_file(f"{folder}/{name}")) is not None]
 
 
-def delete_entries(entries: list[Entry]) -> None:
-    """Delete files, if that is allowed and nobody else has deleted one of them."""
+def delete_run_files(files: list[RunFile]) -> None:
+    """Delete files of the store; stop without an error if the store refuses, or another pod has deleted one of them."""
     with suppress(UnavailableError):
-        storage.delete([entry.address for entry in entries])
+        storage.delete([file.address for file in files])

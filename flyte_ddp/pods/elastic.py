@@ -1,4 +1,4 @@
-"""Torch Elastic, locally and in pods of a PyTorchJob: which pods may end when, and how one replaces a lost one."""
+"""Torch Elastic, locally and in pods of a PyTorchJob: the order in which pods end, and replacement of a lost pod."""
 
 import atexit
 import os
@@ -12,21 +12,19 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from flyte_ddp.errors import StoppedError, UnreachableError, UserError
-from flyte_ddp.pods.paths import folder_for
-from flyte_ddp.pods.platforms import Platform
+from flyte_ddp.pods.paths import resolve_folder
+from flyte_ddp.pods.platforms import is_in_pod, pod_folder
 from flyte_ddp.pods.retries import Sigterm
 from flyte_ddp.runs import run_lock
 from flyte_ddp.runs.failed_run import explain, newest_step
 from flyte_ddp.settings import read_whole_number
 
-STORE = "PET_RDZV_ENDPOINT"  # host and port of Elastic's store, set by the operator in pods of a PyTorchJob
-# Set in Elastic's workers: the working directory of the pod's task, as workers have others; empty in a local run.
-POD_FOLDER = "FLYTE_DDP_POD_FOLDER"
+STORE_VARIABLE = "PET_RDZV_ENDPOINT"  # host:port of Elastic's store, set by the operator in pods of a PyTorchJob
 UPLOAD_SECONDS = 600.0  # for rank 0's pod to upload its outputs
 
 
 def check_host_name() -> None:
-    """Raise UserError where this machine's name has no address: Elastic's workers would wait ten minutes for one."""
+    """Raise UserError if this machine's name has no address, for which Elastic's workers would wait ten minutes."""
     name = socket.getfqdn()
     try:
         socket.getaddrinfo(name, None)
@@ -38,14 +36,18 @@ def check_host_name() -> None:
 
 
 @contextmanager
-def add_newest_step(platform: Platform, run_version: str) -> Iterator[None]:
-    """Add to a local run's error after which step it continues, which workers other than rank 0 do not know."""
+def add_step_to_error(run_version: str) -> Iterator[None]:
+    """Add to an exception of a local run the step of its newest checkpoint, after which the same run would go on.
+
+    Elastic's launcher and the workers other than rank 0 do not know the step. Reads the headers of checkpoints in the
+    run folder. Does nothing in a pod.
+    """
     try:
         yield
     except BaseException as error:
-        if not platform.is_local():
+        if is_in_pod():
             raise
-        folder = folder_for(platform, run_version)
+        folder = resolve_folder(run_version)
         if isinstance(error, StoppedError):
             raise StoppedError(error.signal, newest_step(folder)) from None
         explain(error, folder)
@@ -53,13 +55,14 @@ def add_newest_step(platform: Platform, run_version: str) -> Iterator[None]:
 
 
 @contextmanager
-def environment_for_workers(platform: Platform, root: Path) -> Iterator[None]:
-    """Set variables of this process that its workers inherit, and put the project's root first in ``sys.path``.
+def set_up_workers(root: Path) -> Iterator[None]:
+    """For the block, set what Elastic's workers inherit: the locked run folders, and the project's root in sys.path.
 
-    The variables say whether the run is local, where its folders are, and which of these are locked for it.
+    In a pod, also sets FLYTE_DDP_POD_FOLDER, for good.
     """
-    pod_folder = "" if platform.is_local() else str(platform.pod_folder())
-    variables = {POD_FOLDER: pod_folder, **run_lock.held_for_children()}
+    if is_in_pod():
+        pod_folder()
+    variables = run_lock.held_for_children()
     os.environ.update(variables)
     sys.path.insert(0, str(root))
     try:
@@ -71,33 +74,35 @@ def environment_for_workers(platform: Platform, root: Path) -> Iterator[None]:
 
 
 @contextmanager
-def one_of_several_pods(ended_without_outputs: type[BaseException]) -> Iterator[None]:
-    """In a pod of several, outlive a lost pod, and let rank 0's pod end first, which ends the job.
+def end_after_rank_0(ended_without_outputs: type[BaseException]) -> Iterator[None]:
+    """Make this pod end after rank 0's pod, whose end makes the operator delete the other pods; nothing for one pod.
 
-    The operator then deletes the pods that still run. This process waits for that up to UPLOAD_SECONDS at its exit, or
-    exits at once where the operator is to start another pod in its place.
+    An exception in a pod without rank 0 lets this process wait at its exit, for up to UPLOAD_SECONDS, until it is
+    deleted: rank 0's pod may still upload. If this pod gets SIGTERM, or Elastic's store is gone, the process ends at
+    once without an error for the platform, and the operator starts another pod in its place. For the block, replaces a
+    method of torch's by :func:`publish_address_each_time`.
 
     Args:
-        ended_without_outputs: What is raised in the block in a pod that has no outputs.
+        ended_without_outputs: Type of the exception that ends the block in a pod without outputs.
 
     Raises:
-        UnreachableError: the others did not join within FLYTE_DDP_MEET_SECONDS.
+        UnreachableError: the other pods did not join within FLYTE_DDP_MEET_SECONDS.
     """
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
 
-    if STORE not in os.environ:
+    if STORE_VARIABLE not in os.environ:
         yield
         return
-    store = os.environ[STORE]
+    store = os.environ[STORE_VARIABLE]
     try:
         with publish_address_each_time():
             yield
     except (ended_without_outputs, Sigterm) as ended:
         if isinstance(ended, Sigterm) or isinstance(ended.__context__, SignalException):
-            leave_to_the_operator("this pod is to end", 128 + signal.SIGTERM)
-        atexit.register(wait_to_be_deleted)  # rank 0 has not uploaded its outputs yet
+            exit_for_replacement("this pod is to end", 128 + signal.SIGTERM)
+        atexit.register(wait_for_deletion)  # rank 0 has not uploaded its outputs yet
         raise
     except RendezvousTimeoutError:
         raise UnreachableError(
@@ -105,29 +110,30 @@ def one_of_several_pods(ended_without_outputs: type[BaseException]) -> Iterator[
             "running, and why; the same run will try again"
         ) from None
     except (RendezvousError, DistError) as lost:
-        leave_to_the_operator(f"Elastic's store at {store} is gone ({type(lost).__name__})", 1)
+        exit_for_replacement(f"Elastic's store at {store} is gone ({type(lost).__name__})", 1)
     except BaseException:
-        if store.rpartition(":")[0] != socket.gethostname():  # the first of the pods is rank 0's, by their names
-            atexit.register(wait_to_be_deleted)  # it may still upload a checkpoint
+        if store.rpartition(":")[0] != socket.gethostname():  # rank 0 and the store are both in the first pod
+            atexit.register(wait_for_deletion)  # rank 0's pod may still upload a checkpoint
         raise
 
 
 def meet_seconds() -> int:
-    """Return how many seconds the pods wait until all of them run."""
+    """Return FLYTE_DDP_MEET_SECONDS: how many seconds pods wait for each other."""
     return read_whole_number("FLYTE_DDP_MEET_SECONDS")
 
 
 @contextmanager
 def publish_address_each_time() -> Iterator[None]:
-    """Replace a method of torch's, so that rank 0 publishes its address at each rendezvous.
+    """For the block, replace a method of torch's so that rank 0 publishes its address at each rendezvous.
 
-    torch publishes it once; a pod that joins a later rendezvous, in a lost pod's place, would wait for it.
+    torch publishes the address once. A pod that replaces a lost pod joins a later rendezvous and would wait in vain.
     """
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler as Handler
 
     original = Handler.next_rendezvous
 
     def next_rendezvous(handler: Handler) -> Any:
+        """Forget the address that was published, and join the next rendezvous."""
         handler._bootstrap_store_info = None
         return original(handler)
 
@@ -138,13 +144,16 @@ def publish_address_each_time() -> Iterator[None]:
         Handler.next_rendezvous = original  # type: ignore[method-assign]
 
 
-def leave_to_the_operator(reason: str, code: int) -> NoReturn:
-    """End this process at once, without an error for the platform, to which the attempt continues."""
+def exit_for_replacement(reason: str, code: int) -> NoReturn:
+    """Print a reason to stderr and end this process at once with an exit code, so that the operator replaces this pod.
+
+    The platform gets no error: for it the attempt goes on. Handlers registered with atexit do not run.
+    """
     print(f"{reason}; the operator starts another one in this one's place", file=sys.stderr, flush=True)
     os._exit(code)
 
 
-def wait_to_be_deleted() -> None:
-    """Wait for SIGTERM, and then exit at once; at most UPLOAD_SECONDS, longer than rank 0's pod needs."""
+def wait_for_deletion() -> None:
+    """Sleep for UPLOAD_SECONDS, longer than rank 0's pod needs to upload; SIGTERM ends this process with code 0."""
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     time.sleep(UPLOAD_SECONDS)

@@ -1,6 +1,6 @@
-"""What pods are told at registration, in variables of their environment.
+"""Variables of the environment that a registration gives to pods.
 
-``python -m flyte_ddp.pods.environment`` prints the settings that a registration takes over, for deploy/register.sh.
+``python -m flyte_ddp.pods.environment`` prints the settings that a registration copies to pods, for deploy/register.sh.
 """
 
 import hashlib
@@ -30,63 +30,67 @@ def pod_environment() -> dict[str, str]:
         PROFILE_VARIABLE: read_text(PROFILE_VARIABLE),
         REQUESTED_GPUS: str(chosen_profile().gpus),
         NODES_VARIABLE: read_text(NODES_VARIABLE),
-        **settings_for(ALL_PODS),
+        **settings_for_pods(ALL_PODS),
     }
 
 
 def training_environment() -> dict[str, str]:
-    """Return the variables that a training pod is given: those of every pod, its settings, and where wandb's key is.
+    """Return the variables that a training pod is given: those of every pod, limits, settings, and wandb's secret.
 
     Half of the profile's grace period is for writing the last checkpoint, the other half for ending the ranks and
-    uploading the checkpoint. The cache of shards gets half of the disk. What is set at registration counts instead.
+    uploading the checkpoint. A variable that is set at registration replaces the value made here.
     """
     grace = chosen_profile().grace_seconds
     return {
         **pod_environment(),
-        **cache_limit(),
+        **cache_limit_variable(),
         "FLYTE_DDP_SAVE_SECONDS": str(grace // 2),
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(grace - REPORT_SECONDS),
         SECRET_VARIABLE: "/".join(wandb_secret() or ("off",)),
-        **settings_for(TRAINING_PODS),
+        **settings_for_pods(TRAINING_PODS),
     }
 
 
-def cache_limit() -> dict[str, str]:
-    """Return the variable with the size of a pod's cache of shards: as set at registration, or half of the disk."""
+def cache_limit_variable() -> dict[str, str]:
+    """Return FLYTE_DDP_CACHE_BYTES, the limit of a pod's cache of shards: as set here, or half of the pod's disk."""
     disk = parse_bytes(chosen_profile().ephemeral_storage)
     return {CACHE_VARIABLE: os.environ.get(CACHE_VARIABLE) or str(disk // 2)}
 
 
 def wandb_environment() -> dict[str, str]:
-    """Return the variables that concern wandb, of those that a training pod is given."""
+    """Return those variables of a training pod that concern wandb."""
     return {name: value for name, value in training_environment().items() if "WANDB" in name}
 
 
 def registry_environment() -> dict[str, str]:
-    """Return the variable with the address of the registry of models, as set at registration; it may be empty."""
+    """Return FLYTE_DDP_REGISTRY, the address of the registry of models: as set at registration, or empty."""
     return {REGISTRY_VARIABLE: read_text(REGISTRY_VARIABLE)}
 
 
-def settings_for(where: str) -> dict[str, str]:
-    """Return the settings that are set here, of those that pods of a kind are given, by their names."""
+def settings_for_pods(where: str) -> dict[str, str]:
+    """Return the settings in this environment that a registration gives to a kind of pods, by their names.
+
+    Args:
+        where: ALL_PODS or TRAINING_PODS of flyte_ddp.settings.
+    """
     return {name: value for name, value in registered_settings().items() if VARIABLES[name].where == where}
 
 
 def registered_settings() -> dict[str, str]:
-    """Return the settings that are set here and that a registration takes over, by their names in order.
+    """Return the settings in this environment that a registration copies to pods, ordered by name.
 
     Raises:
-        UserError: a setting has a user name or a password in an address, which anybody who sees the pod could read.
+        UserError: a setting is an address with a user name or a password, which anybody who sees the pod could read.
     """
-    left_here = settings_left_here()
+    left_here = list_settings_left_here()
     settings = {name: os.environ[name] for name in sorted(VARIABLES) if os.environ.get(name) and name not in left_here}
     for name, value in settings.items():
         refuse_credentials(name, value)
     return settings
 
 
-def settings_left_here() -> list[str]:
-    """Return the names of settings that are set here and that no pod is given: secrets, and folders of this machine."""
+def list_settings_left_here() -> list[str]:
+    """Return the names of settings in this environment that no pod is given: secrets, and folders of this machine."""
     local = [name for name, variable in VARIABLES.items() if variable.where == HERE]
     if "://" not in os.environ.get(RESULTS_VARIABLE, ""):
         local.append(RESULTS_VARIABLE)
@@ -94,30 +98,31 @@ def settings_left_here() -> list[str]:
 
 
 def check_registration() -> None:
-    """Check the variables that are set here before tasks are registered, and print to stderr which of them stay here.
+    """Check this environment before tasks are registered, and print to stderr which settings no pod is given.
 
     Raises:
-        UserError: there is no such variable.
+        UserError: a variable that begins with FLYTE_DDP_ is unknown.
     """
     for name in sorted(os.environ):
         if name.startswith("FLYTE_DDP_") and name not in VARIABLES and name not in INTERNAL:
             known = [variable for variable in VARIABLES if variable.startswith("FLYTE_DDP_")]
             raise unknown_name("variable", name, known, page="docs/configuration.md")
-    for name in settings_left_here():
+    for name in list_settings_left_here():
         print(f"{name} is not sent to pods: see docs/configuration.md", file=sys.stderr, flush=True)
 
 
 def settings_digest() -> dict[str, str]:
-    """Return a variable that differs between settings: flytekit makes a registration's version of such variables."""
-    ours = registered_settings() | pod_environment()
-    text = "\n".join(f"{name}={value}" for name, value in sorted(ours.items()))
+    """Return FLYTE_DDP_SETTINGS, a digest of all variables of pods. flytekit makes a registration's version of it."""
+    variables = registered_settings() | pod_environment()
+    text = "\n".join(f"{name}={value}" for name, value in sorted(variables.items()))
     return {"FLYTE_DDP_SETTINGS": hashlib.sha256(text.encode()).hexdigest()[:12]}
 
 
 def wandb_secret() -> tuple[str, str] | None:
-    """Return group and key of the platform's secret with wandb's key, or None where FLYTE_DDP_WANDB_SECRET is ``off``.
+    """Return group and key of the platform's secret that holds wandb's key; None if pods get no secret.
 
-    Pods without GPUs ask for none unless the variable names one: they are mostly for trying things out.
+    FLYTE_DDP_WANDB_SECRET names the secret, or is ``off``. Without the variable only pods with GPUs get the secret
+    wandb/api_key: pods without GPUs are mostly for trials.
 
     Raises:
         UserError: the variable has another form than group/key.
@@ -132,10 +137,12 @@ def wandb_secret() -> tuple[str, str] | None:
 
 
 def check_pod_code() -> None:
-    """In a pod, compare the library with the one that was registered: the cache would file results under other code.
+    """In a pod, compare the digest of the library's sources with the registered digest; hashes all sources.
+
+    A difference would put results of other code into the platform's cache.
 
     Raises:
-        UserError: they differ, as in an image with a stale copy of the library.
+        UserError: the digests differ, as in an image with a stale copy of the library.
     """
     registered = os.environ.get(CODE_VARIABLE)
     if registered is not None and registered != (here := package_digest()):

@@ -1,8 +1,8 @@
-"""Where tasks put their files: in folders that stay for a local run, in the pod's own folder on a cluster.
+"""Where tasks put their files: in the runs folder locally, where they stay, and in the pod's own folder on a cluster.
 
-Locally Flyte's cache remembers paths, for all clones on a machine together. Each folder therefore has a token, a random
-text that is part of the cache key and is renewed when the folder's files are gone: neither a second clone nor a deleted
-folder is ever answered with paths that are not there.
+Locally Flyte's cache remembers paths, for all clones on a machine together. Each folder therefore has a token: a random
+text that is part of the cache key, and is replaced when files of the folder are missing. So the cache never answers a
+second clone, or a run whose folder was deleted, with paths that are not there.
 """
 
 import itertools
@@ -15,26 +15,31 @@ from pathlib import Path
 from flyte_ddp.errors import UserError, from_here
 from flyte_ddp.files import atomic_write
 from flyte_ddp.pods.environment import REGISTRY_VARIABLE
-from flyte_ddp.pods.platforms import Platform
+from flyte_ddp.pods.platforms import Platform, is_in_pod, pod_folder
 from flyte_ddp.runs.run_folder import settle
 from flyte_ddp.runs.run_lock import release, reserve
 from flyte_ddp.settings import read_text, runs_folder
 
 
-def folder_for(platform: Platform, name: str) -> Path:
-    """Return the folder of a name, with or without a token: in the runs folder locally, else in the pod's folder."""
-    base = runs_folder() if platform.is_local() else platform.pod_folder()
-    return base / name.partition("@")[0]
+def resolve_folder(name: str) -> Path:
+    """Return the folder for the name of a run or a data set: in the runs folder locally, in the pod's folder else.
+
+    Does not make the folder.
+
+    Args:
+        name: Name of the folder. A token after an @ is ignored.
+    """
+    return (pod_folder() if is_in_pod() else runs_folder()) / name.partition("@")[0]
 
 
-def registry_address(platform: Platform) -> str:
+def registry_address() -> str:
     """Return the address of the registry of models.
 
     Raises:
-        UserError: a pod was given no address that all pods reach.
+        UserError: this is a pod, and FLYTE_DDP_REGISTRY is no address that all pods reach.
     """
     address = read_text(REGISTRY_VARIABLE)
-    if platform.is_local():
+    if not is_in_pod():
         return address or str(runs_folder() / "registry")
     if "://" not in address:
         raise UserError(
@@ -45,16 +50,16 @@ def registry_address(platform: Platform) -> str:
 
 
 def reserve_run(platform: Platform, name: str) -> str:
-    """Reserve a local run's folder for this thread, and return the run's name; in a pod return the name only.
+    """Lock a local run's folder for this thread, and return the run's name; in a pod return the name only.
 
-    While another process trains the same run, a number is added to the name. A folder that holds the result already is
-    not kept reserved, unless the run is trained again: no training would release it.
+    If another process or run has the folder, prints so and takes the name with a number: NAME-2, NAME-3 and so on.
+    Unlocks the folder again if it holds a result and no retraining was requested: no training will unlock it.
     """
-    if not platform.is_local():
+    if is_in_pod():
         return name
     for number in itertools.count(1):
         candidate = name if number == 1 else f"{name}-{number}"
-        folder = folder_for(platform, candidate)
+        folder = resolve_folder(candidate)
         if reserve(folder):
             break
         print(f"{from_here(folder)}: another process is at this run; this one gets a folder of its own")
@@ -63,21 +68,22 @@ def reserve_run(platform: Platform, name: str) -> str:
     return candidate
 
 
-def with_token(platform: Platform, name: str, *, complete: bool) -> str:
-    """Return a name with its folder's token, which is written if there is none; in a pod return the name only.
+def add_token(name: str, *, complete: bool) -> str:
+    """Return NAME@TOKEN for a local folder; in a pod return the name only.
+
+    The token is in a file of ``.tokens`` in the runs folder. Writes a new one if there is none.
 
     Args:
-        platform: What runs this task.
         name: Name of a folder.
-        complete: Whether all files that a cached result would point to are there; if not, the token is replaced.
+        complete: Whether all files are there to which cached results point. False replaces the token.
 
     Raises:
         UserError: the runs folder cannot be written to.
     """
-    if not platform.is_local():
+    if is_in_pod():
         return name
     path = runs_folder() / ".tokens" / name.replace("/", "-")
-    with must_be_writable():
+    with explain_unwritable_runs_folder():
         if not complete or not path.exists():
             with atomic_write(path, durable=False) as file:
                 file.write(secrets.token_hex(8).encode())
@@ -85,35 +91,40 @@ def with_token(platform: Platform, name: str, *, complete: bool) -> str:
 
 
 @contextmanager
-def new_folder(platform: Platform, name: str) -> Iterator[Path]:
-    """Make a folder whose name is ``name``, the time and random digits, and remove it at the end if it is empty.
+def make_dated_folder(prefix: str) -> Iterator[Path]:
+    """Make a folder PREFIX-TIME-RANDOM for the block, and remove it afterwards if it is empty.
 
     Raises:
-        UserError: it cannot be made.
+        UserError: the folder cannot be made.
     """
-    folder = folder_for(platform, f"{name}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}")
-    with must_be_writable():
+    folder = resolve_folder(f"{prefix}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}")
+    with explain_unwritable_runs_folder():
         folder.mkdir(parents=True)
     try:
         yield folder
     finally:
-        with suppress(OSError):  # it holds something
+        with suppress(OSError):  # the folder holds files
             folder.rmdir()
 
 
-def print_files(platform: Platform, headline: str, files: Mapping[Path, str]) -> None:
-    """Print which files a local run has made in a folder, and what each holds; print nothing in a pod."""
-    if platform.is_local():
+def print_files(headline: str, files: Mapping[Path, str]) -> None:
+    """Print a headline with the folder of a local run's files, and a line for each file; print nothing in a pod.
+
+    Args:
+        headline: Text before the folder.
+        files: What each file holds, by its path. All files are in one folder.
+    """
+    if not is_in_pod():
         [folder] = {path.parent for path in files}
         width = max(len(path.name) for path in files)
         print(f"\n{headline} {from_here(folder)}")
-        for path, what in files.items():
-            print(f"  {path.name:<{width}}  {what}", flush=True)
+        for path, content in files.items():
+            print(f"  {path.name:<{width}}  {content}", flush=True)
 
 
 @contextmanager
-def must_be_writable() -> Iterator[None]:
-    """Turn an OSError in the runs folder into a UserError."""
+def explain_unwritable_runs_folder() -> Iterator[None]:
+    """Replace an OSError of the block by a UserError that says how to make the runs folder writable."""
     try:
         yield
     except OSError as error:

@@ -1,20 +1,23 @@
-"""The interface to a platform that runs tasks, such as Flyte; tasks/flyte.py has its one implementation."""
+"""What the pods room needs to know of the platform that runs tasks, such as Flyte.
+
+``Platform`` is the interface that a front implements; tasks/flyte.py is the one implementation. The other facts are in
+variables of a pod's environment, which Flyte 1 and Flyte 2 set alike.
+"""
 
 import getpass
 import os
+import re
 import socket
+import tempfile
 from pathlib import Path
 from typing import Protocol
 
+EXECUTION_ID = "FLYTE_INTERNAL_EXECUTION_ID"
+POD_FOLDER = "FLYTE_DDP_POD_FOLDER"  # folder of a pod's task; its child processes inherit the variable
+
 
 class Platform(Protocol):
-    """Facts about the task that runs now, and the platform's ways to take over a file, a page and an error."""
-
-    def is_local(self) -> bool:
-        """Return whether the task runs in a process that a person has started, and not in a pod."""
-
-    def pod_folder(self) -> Path:
-        """Return the folder of this pod's task, in which its files go. Only for pods."""
+    """Facts about the task that runs now, and the platform's ways to take over a page and an error."""
 
     def disk_limit(self) -> str:
         """Return this pod's limit of ephemeral storage as a Kubernetes quantity; empty if it is not known."""
@@ -25,28 +28,42 @@ class Platform(Protocol):
     def output_address(self) -> str:
         """Return the address in the blob store below which this attempt writes its outputs. Only for pods."""
 
-    def read_secret(self, group: str, key: str) -> str | None:
-        """Return a secret that this pod was started with; None if the platform has none of that name."""
-
-    def upload_folder(self, folder: Path, address: str) -> None:
-        """Upload a folder to an address in the blob store; raise any error of the store's client."""
-
     def publish_page(self, title: str, html: str) -> None:
-        """Upload an HTML page for the console, in place of this task's page of the same title."""
+        """Upload an HTML page for the console. It replaces this task's page of the same title."""
 
     def retryable_error(self, message: str) -> Exception:
         """Return the exception that makes the platform start another attempt when a task raises it."""
 
 
+def is_in_pod() -> bool:
+    """Return whether a platform started this process for an execution; False where a person started it."""
+    return EXECUTION_ID in os.environ
+
+
+def pod_folder() -> Path:
+    """Return the folder for the files of this pod's task. Only for pods.
+
+    The first call makes a temporary folder and sets FLYTE_DDP_POD_FOLDER, so that Elastic's workers use the folder too.
+    """
+    if POD_FOLDER not in os.environ:
+        os.environ[POD_FOLDER] = tempfile.mkdtemp(prefix="flyte-ddp-")
+    return Path(os.environ[POD_FOLDER])
+
+
 def execution_names() -> tuple[str, str, str]:
     """Return the project, the domain and the id of the execution to which this pod belongs, from its environment."""
-    project, domain, name = (os.environ[f"FLYTE_INTERNAL_EXECUTION_{part}"] for part in ("PROJECT", "DOMAIN", "ID"))
-    return project, domain, name
+    project, domain = (os.environ[f"FLYTE_INTERNAL_EXECUTION_{part}"] for part in ("PROJECT", "DOMAIN"))
+    return project, domain, os.environ[EXECUTION_ID]
 
 
-def launcher_name(platform: Platform) -> str:
-    """Return whom to name as the author of a change: the execution in a pod, else this machine's user."""
-    if not platform.is_local():
+def storage_address(address: str) -> str:
+    """Return a platform's address as flyte_ddp.storage takes it: az:// for abfs:// and abfss:// of Azure."""
+    return re.sub(r"^abfss?://([^/@]+)(@[^/]*)?", r"az://\1", address)
+
+
+def launcher_name() -> str:
+    """Return the author to record for a change: PROJECT/DOMAIN/EXECUTION in a pod, USER@HOST elsewhere."""
+    if is_in_pod():
         return "/".join(execution_names())
     try:
         user = getpass.getuser()

@@ -7,7 +7,7 @@ from pathlib import Path
 from flyte_ddp import datasets, hardware
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.pods import paths
-from flyte_ddp.pods.platforms import Platform
+from flyte_ddp.pods.platforms import Platform, is_in_pod
 from flyte_ddp.pods.profiles import nodes_and_ranks
 from flyte_ddp.runs import identity
 from flyte_ddp.runs.run_folder import is_finished
@@ -22,8 +22,8 @@ class RunInputs:
 
     Args:
         run_name: Name of the run, and of its folder.
-        run_version: The same with the folder's token.
-        data_version: Name of the data set's folder, likewise.
+        run_version: Name of the run. Locally followed by @ and the token of the run's folder.
+        data_version: Name of the data set's folder. Locally followed by @ and the token of that folder.
     """
 
     run_name: str
@@ -31,18 +31,24 @@ class RunInputs:
     data_version: str
 
 
-def check_and_identify(
+def check_and_identify_run(
     platform: Platform, hp: Hyperparameters, engine: str, kickoff_time: datetime | None
 ) -> RunInputs:
-    """Check hyperparameters against the hardware that there will be, reserve the run, and return what identifies it.
+    """Check the hyperparameters against the hardware to come, reserve a local run's folder, and identify the run.
 
-    Asks the data's origin which version they have. Locally checks wandb's settings, too: those of pods were checked at
-    registration.
+    Asks the data's origin for the version of the data. Locally also checks wandb's settings; those of pods were checked
+    at registration.
+
+    Args:
+        platform: The platform that runs this task.
+        hp: Hyperparameters of the run.
+        engine: elastic, ray or dask. Empty for training in one pod.
+        kickoff_time: Tick of a schedule that retrains each time. NO_SCHEDULE stands for now. None for other runs.
 
     Raises:
         UserError: a hyperparameter or a setting is wrong, or the data's origin does not answer.
     """
-    if platform.is_local():
+    if not is_in_pod():
         check_wandb()
     identity.check_known_image_size(hp)
     hardware.check_requested(hp, *nodes_and_ranks(engine))
@@ -53,23 +59,22 @@ def check_and_identify(
     run, data = paths.reserve_run(platform, name), f"datasets/{fingerprint}"
     return RunInputs(
         run_name=run,
-        run_version=paths.with_token(platform, run, complete=is_finished(paths.folder_for(platform, run))),
-        data_version=paths.with_token(platform, data, complete=datasets.is_whole(paths.folder_for(platform, data))),
+        run_version=paths.add_token(run, complete=is_finished(paths.resolve_folder(run))),
+        data_version=paths.add_token(data, complete=datasets.is_whole(paths.resolve_folder(data))),
     )
 
 
-def fetch_data_set(
-    platform: Platform, dataset: str, data_source: str, test_dataset: str, data_version: str = ""
-) -> Path:
-    """Download, verify and prepare a data set in a folder, unless it is there, and return the folder.
+def fetch_data_set(dataset: str, data_source: str, test_dataset: str, data_version: str = "") -> Path:
+    """Return the folder of a data set. Download, verify and prepare the data set if the folder is not complete.
+
+    Prints the progress.
 
     Args:
-        platform: What runs this task.
         dataset: Name of the data set, as in the hyperparameters.
-        data_source: Where its files are, likewise.
-        test_dataset: Data set to test on, likewise.
-        data_version: Name of the folder, with or without a token. Empty asks the data's origin.
+        data_source: Where the files of the data set are, as in the hyperparameters.
+        test_dataset: Data set to test on, as in the hyperparameters.
+        data_version: Name of the folder. A token after an @ is ignored. Empty asks the data's origin for the version.
     """
     name = data_version or f"datasets/{datasets.fingerprint(dataset, data_source, test_dataset)}"
-    folder, progress = paths.folder_for(platform, name), from_environment().progress
+    folder, progress = paths.resolve_folder(name), from_environment().progress
     return datasets.fetch(dataset, data_source, folder, test_dataset=test_dataset, progress=progress)

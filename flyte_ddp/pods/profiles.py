@@ -1,6 +1,6 @@
-"""Profiles: how large pods are. FLYTE_DDP_PROFILE chooses one at registration, and pods are given its name.
+"""Profiles: the sizes of pods. FLYTE_DDP_PROFILE chooses a profile at registration, and pods get the variable too.
 
-So what was requested of Kubernetes and what training expects come from the same entry of PROFILES.
+So Kubernetes' requests and the expectations of training come from one entry of PROFILES.
 """
 
 import math
@@ -14,7 +14,7 @@ from flyte_ddp.settings import read_text
 
 PROFILE_VARIABLE = "FLYTE_DDP_PROFILE"
 NODES_VARIABLE = "FLYTE_DDP_NODES"
-UNITS = {  # of Kubernetes' quantities
+UNITS = {  # factors of the suffixes in Kubernetes' quantities
     "": Decimal(1),
     **{suffix: Decimal(1000) ** power for power, suffix in enumerate("num", -3)},
     **{suffix: Decimal(1000) ** power for power, suffix in enumerate("kMGTPE", 1)},
@@ -24,7 +24,7 @@ UNITS = {  # of Kubernetes' quantities
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """What a pod requests, in Kubernetes' quantities."""
+    """CPUs, memory, disk and GPUs of a pod: Kubernetes' quantities, and a number of GPUs."""
 
     cpu: str
     memory: str
@@ -34,16 +34,16 @@ class Size:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile(Size):
-    """The size of a training pod, and those of other pods.
+    """The size of a training pod, and the sizes of other pods.
 
     Args:
-        shared_memory: Size of /dev/shm, over which NCCL talks between GPUs that have no direct link.
-        data: Size of pods that fetch, pack and check data, whose disk must hold all of it.
-        light: Limits of pods that look at inputs or an index; they request half a CPU and 1 GiB.
-        gpu_type: Value of the nodes' label for their GPU, such as nvidia-l4. Empty takes any.
+        shared_memory: Size of /dev/shm, through which NCCL copies between GPUs without a direct link.
+        data: Size of pods that fetch, pack and check data. The disk must hold a whole data set.
+        light: Limits of pods that check inputs or read an index. Such pods request half a CPU and 1 GiB.
+        gpu_type: Value of the nodes' label for their GPU, such as nvidia-l4. Empty takes any type.
         pod_template: Name of a pod template in the cluster (deploy/pod-template.yaml): tolerations, grace period.
         grace_seconds: Seconds from SIGTERM to SIGKILL: the template's terminationGracePeriodSeconds, or Kubernetes' 30.
-        interruptible: True trains on nodes that may be taken away; None does what the launch says.
+        interruptible: True trains on nodes that may be taken away. None leaves that to the launch.
     """
 
     shared_memory: str
@@ -56,7 +56,7 @@ class Profile(Size):
 
 
 PROFILES: dict[str, Profile] = {
-    # For clusters without GPUs. On one's own machine nothing limits a run to it.
+    # For clusters without GPUs. A run without a cluster is not limited to this size.
     "local": Profile(
         cpu="2",
         memory="4Gi",
@@ -113,7 +113,12 @@ def chosen_profile() -> Profile:
 
 
 def split_size(size: Size, parts: int) -> Size:
-    """Return one of several equal parts of a size: of its CPUs, memory and GPUs, with the whole disk."""
+    """Return a size with a fraction of the CPUs, the memory and the GPUs, and the whole disk.
+
+    Args:
+        size: Size to divide.
+        parts: Number of equal parts.
+    """
     thousandths = max(1, int(parse_quantity(size.cpu) / parts * 1000))
     return Size(
         cpu=f"{thousandths}m" if thousandths % 1000 else f"{thousandths // 1000}",
@@ -124,7 +129,7 @@ def split_size(size: Size, parts: int) -> Size:
 
 
 def node_range() -> tuple[int, int]:
-    """Return over how many pods of the profile's size an engine's ranks are spread, at least and at most.
+    """Return the least and the highest number of nodes (pods of the profile's size) of a training on an engine.
 
     Raises:
         UserError: FLYTE_DDP_NODES is neither a number nor a range such as 2:4.
@@ -141,22 +146,23 @@ def node_range() -> tuple[int, int]:
 
 
 def elastic_ranks_per_node() -> int:
-    """Return how many ranks torch Elastic starts on each node: one for each GPU, and a few without GPUs."""
+    """Return the number of ranks of torch Elastic on each node: of GPUs, or else of CPUs up to MOST_CPU_RANKS."""
     profile = chosen_profile()
     return profile.gpus or max(1, min(int(parse_quantity(profile.cpu)), MOST_CPU_RANKS))
 
 
 def nodes_and_ranks(engine: str) -> tuple[int, int, int]:
-    """Return the most nodes of a training, its ranks where num_ranks does not decide, and the most ranks without GPUs.
+    """Return the limits of a training on an engine.
 
     Args:
         engine: elastic, ray or dask. Empty for training in one pod.
 
     Returns:
-        Three numbers: the second is 0 where num_ranks decides, the third where there is no limit.
+        The highest number of nodes; the number of ranks, or 0 if the hyperparameter num_ranks decides; and the highest
+        number of ranks without GPUs, or 0 for no limit.
 
     Raises:
-        UserError: another engine.
+        UserError: the engine is another one, or FLYTE_DDP_NODES is wrong.
     """
     if not engine:
         return 1, 0, 0
@@ -168,7 +174,7 @@ def nodes_and_ranks(engine: str) -> tuple[int, int, int]:
 
 
 def parse_quantity(text: str) -> Decimal:
-    """Return the number that a Kubernetes quantity stands for, such as 20Gi, 3500m or 1.5e9.
+    """Return the number that a Kubernetes quantity, such as 20Gi, 3500m or 1.5e9, stands for.
 
     Raises:
         UserError: the text is no quantity, or the number is not positive.
@@ -183,5 +189,5 @@ def parse_quantity(text: str) -> Decimal:
 
 
 def parse_bytes(text: str) -> int:
-    """Return the bytes that a quantity of memory or disk stands for."""
+    """Return the number of bytes that a Kubernetes quantity of memory or disk stands for, rounded down."""
     return int(parse_quantity(text))

@@ -3,7 +3,6 @@
 import contextvars
 import os
 import posixpath
-import re
 import signal
 import threading
 import time
@@ -15,9 +14,9 @@ from flyte_ddp.errors import RankError, StoppedError, UnreachableError
 from flyte_ddp.pods import environment
 from flyte_ddp.pods.checkpoint_store import TRAINED, CheckpointStore
 from flyte_ddp.pods.eviction import eviction_reason
-from flyte_ddp.pods.platforms import Platform, execution_names
+from flyte_ddp.pods.platforms import Platform, execution_names, is_in_pod, storage_address
 from flyte_ddp.pods.profiles import PROFILE_VARIABLE, chosen_profile
-from flyte_ddp.process import postponed
+from flyte_ddp.process import postponed, signal_handlers
 from flyte_ddp.runs.checkpoint import FOLDER, SLOTS, Checkpoint
 from flyte_ddp.runs.run_folder import METRICS, UNFINISHED
 from flyte_ddp.runs.run_lock import release_reserved
@@ -25,12 +24,12 @@ from flyte_ddp.settings import Settings, from_environment, read_number, read_tex
 from flyte_ddp.storage import ForbiddenError
 
 POLL_SECONDS = 0.5
-SWEEP_SECONDS = 30.0  # of a pod that has its result
+SWEEP_SECONDS = 30.0  # limit for deleting abandoned files at the end of a pod that has its result
 START = b'"kind": "start"'  # in metrics.jsonl: training begins, for the first time or again
 
 
 class Sigterm(BaseException):
-    """SIGTERM came before or after training, which handles it itself; no ``except Exception`` must stop this."""
+    """SIGTERM came before or after training, which handles the signal itself. No ``except Exception`` catches it."""
 
 
 def raise_sigterm(*_: object) -> None:
@@ -42,190 +41,201 @@ def raise_sigterm(*_: object) -> None:
 def translate_errors(platform: Platform) -> Iterator[None]:
     """Raise the platform's retryable error in a pod for a failure that may not happen again; go around a task's body.
 
-    Such failures are an UnreachableError, SIGTERM, for which a handler is installed in the main thread, and a RankError
-    that says so. First compares the pod's code with what was registered. After any failure, releases the reserved run.
+    Such failures are an UnreachableError, SIGTERM, and a RankError with ``recoverable``. In the main thread, handles
+    SIGTERM for the block. First compares the pod's code with the registered code. After any failure, unlocks the run
+    folders that this thread has reserved.
 
     Raises:
         StoppedError: SIGTERM, in a local run.
-        UserError: another copy of the library was registered.
+        UserError: the registered library is another one than the pod's.
     """
-    before = None
-    if threading.current_thread() is threading.main_thread():
-        before = signal.signal(signal.SIGTERM, raise_sigterm)
-    try:
-        environment.check_pod_code()
-        yield
-    except BaseException as error:
-        release_reserved()  # no training will follow
-        if not isinstance(error, (RankError, StoppedError, UnreachableError, Sigterm)):
-            raise
-        failure = StoppedError("SIGTERM", step=None) if isinstance(error, Sigterm) else error
-        if platform.is_local() or (isinstance(failure, RankError) and not failure.recoverable):
-            raise failure from failure.__cause__  # a rank's own traceback, for the pod's log
-        evicted = eviction_reason(platform.disk_limit()) if isinstance(failure, StoppedError) else ""
-        raise platform.retryable_error(f"{failure}{evicted}") from error
-    finally:
-        if before is not None:
-            signal.signal(signal.SIGTERM, before)
+    with signal_handlers({signal.SIGTERM: raise_sigterm}):
+        try:
+            environment.check_pod_code()
+            yield
+        except BaseException as error:
+            release_reserved()  # no training will follow
+            if not isinstance(error, (RankError, StoppedError, UnreachableError, Sigterm)):
+                raise
+            failure = StoppedError("SIGTERM", step=None) if isinstance(error, Sigterm) else error
+            if not is_in_pod() or (isinstance(failure, RankError) and not failure.recoverable):
+                raise failure from failure.__cause__  # a rank's own traceback, for the pod's log
+            evicted = eviction_reason(platform.disk_limit()) if isinstance(failure, StoppedError) else ""
+            raise platform.retryable_error(f"{failure}{evicted}") from error
 
 
 @contextmanager
 def sync_checkpoints(platform: Platform, run_folder: Path) -> Iterator[Callable[[], None]]:
-    """In a pod, download the run's newest checkpoint, then upload those of this attempt, the last one at the end.
+    """In a pod, download the run's newest checkpoint, and upload new checkpoints during the block; do nothing locally.
 
-    A thread looks for new ones every POLL_SECONDS. After an attempt with a result, removes from the store what no run
-    of the project will continue, for SWEEP_SECONDS at most.
+    SIGTERM is deferred during the download. A thread looks for new checkpoints every POLL_SECONDS; the end of the block
+    uploads the last one and records how the attempt ended. After a block without an exception, deletes files of the
+    project's runs that nobody will continue, for up to SWEEP_SECONDS.
 
     Args:
-        platform: What runs this task.
+        platform: The platform that runs this task.
         run_folder: Folder of the run.
 
     Yields:
-        What the attempt calls when it has its data and is about to launch its ranks; it may raise UnreachableError.
+        A function to call when the data are there and before ranks are launched. It records the start in the store, and
+        raises UnreachableError if the store does not answer in several tries.
 
     Raises:
-        UserError, UnreachableError: see :meth:`CheckpointStore.begin`.
+        UserError: the store may not be read, none of its checkpoints can be read, or earlier attempts made no progress.
+        UnreachableError: the store does not answer in several tries, or its checkpoints were replaced meanwhile.
     """
-    if platform.is_local():
+    if not is_in_pod():
         yield lambda: None
         return
     folder = run_folder / UNFINISHED / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
-    store = open_store(platform, run_folder.name)
+    store = open_checkpoint_store(platform, run_folder.name)
     with postponed(signal.SIGTERM):
-        newest = store.begin(folder / SLOTS[0])
-    sender = Sender(store, folder, from_environment(), newest)
+        newest = store.download_newest(folder / SLOTS[0])
+    uploader = CheckpointUploader(store, folder, from_environment(), newest)
 
-    def note_start() -> None:
+    def record_start() -> None:
+        """Record in the store that ranks are launched; print if the store may not be written to."""
         try:
-            store.started(newest.step if newest else 0)
+            store.record_start(newest.step if newest else 0)
         except ForbiddenError as error:
             lost = "without checkpoints there, a lost pod loses all that it has done"
             print(f"{store.folder}: {error}; {lost}", flush=True)
 
-    thread = start_thread("sender", sender.run)
+    thread = start_thread_in_context("uploader", uploader.upload_until_stopped)
     failure: BaseException | None = None
     try:
-        yield note_start
+        yield record_start
     except BaseException as error:
         failure = error
         raise
     finally:
-        sender.stop.set()
+        uploader.stop.set()
         thread.join()
-        sender.send_new()
-        with suppress(Exception):  # the result counts without it
-            store.end(failure)
+        uploader.upload_changed_checkpoints()
+        with suppress(Exception):  # the result counts even if the store does not answer
+            store.record_end(failure)
         if failure is None:
-            sweep_store(store)
+            delete_abandoned_files(store)
 
 
-def open_store(platform: Platform, run: str) -> CheckpointStore:
-    """Return the store of a run's checkpoints that this pod's environment names."""
+def open_checkpoint_store(platform: Platform, run: str) -> CheckpointStore:
+    """Return the store of a run's checkpoints for this pod's attempt, from the pod's environment."""
     return CheckpointStore(
         posixpath.join(checkpoints_address(platform.output_address()), *execution_names()[:2], run),
         execution=execution_names()[2],
         attempt=int(os.environ.get("FLYTE_ATTEMPT_NUMBER") or 0),
         days=read_number("FLYTE_DDP_CHECKPOINT_DAYS"),
         from_scratch=bool(os.environ.get(environment.FROM_SCRATCH_VARIABLE)),
-        more_memory=more_memory(),
+        memory_advice=memory_advice(),
     )
 
 
 def checkpoints_address(output_address: str) -> str:
-    """Return the address of all checkpoints: FLYTE_DDP_CHECKPOINTS, or a folder beside Flyte's outputs.
+    """Return the address of all checkpoints: FLYTE_DDP_CHECKPOINTS, or a folder beside the platform's outputs.
 
-    Flyte gives an attempt PREFIX/XX/EXECUTION-NODE-ATTEMPT for its outputs; on Azure it begins with abfs:// for az://.
+    Args:
+        output_address: PREFIX/XX/EXECUTION-NODE-ATTEMPT, below which Flyte has an attempt write its outputs. The folder
+            is in PREFIX.
     """
     beside = f"{posixpath.dirname(posixpath.dirname(output_address.rstrip('/')))}/flyte-ddp-checkpoints"
-    return re.sub(r"^abfss?://([^/@]+)(@[^/]*)?", r"az://\1", read_text("FLYTE_DDP_CHECKPOINTS") or beside)
+    return storage_address(read_text("FLYTE_DDP_CHECKPOINTS") or beside)
 
 
-def more_memory() -> str:
-    """Return what helps against a lack of memory, with what the pod has."""
+def memory_advice() -> str:
+    """Return advice for a pod whose memory ran out: the profile with its memory, and what to change."""
     given = f"profile {read_text(PROFILE_VARIABLE)!r} gives {chosen_profile().memory} of memory"
     return f"{given}: take one with more, fewer num_ranks, or a smaller batch_size"
 
 
-def sweep_store(store: CheckpointStore) -> None:
-    """Remove what no run will continue; returns after SWEEP_SECONDS, whether that is done or not."""
+def delete_abandoned_files(store: CheckpointStore) -> None:
+    """Delete the files of the project's runs that nobody will continue, for up to SWEEP_SECONDS; ignore any error.
+
+    A thread does it. It may still be in a request when this function returns.
+    """
     stop = threading.Event()
 
-    def remove() -> None:
-        with suppress(Exception):  # the next pod will do it
-            store.sweep(stop.is_set)
+    def delete_and_ignore_errors() -> None:
+        """Delete the files; the next pod repeats what fails."""
+        with suppress(Exception):
+            store.delete_abandoned_files(stop.is_set)
 
-    start_thread("sweep", remove, daemon=True).join(SWEEP_SECONDS)
+    start_thread_in_context("sweep", delete_and_ignore_errors, daemon=True).join(SWEEP_SECONDS)
     stop.set()
 
 
-def start_thread(name: str, work: Callable[[], None], *, daemon: bool = False) -> threading.Thread:
-    """Start a thread with a copy of this one's context variables, which platforms use, and return it."""
+def start_thread_in_context(name: str, work: Callable[[], None], *, daemon: bool = False) -> threading.Thread:
+    """Start a thread with a copy of this thread's context variables, which platforms use, and return the thread."""
     thread = threading.Thread(target=contextvars.copy_context().run, args=(work,), name=name, daemon=daemon)
     thread.start()
     return thread
 
 
-class Sender:
-    """Uploads new checkpoints of an attempt, and notes in the store that there should be one and is none."""
+class CheckpointUploader:
+    """Uploads new checkpoints of an attempt, and records in the store if none comes although it is time for one."""
 
     def __init__(self, store: CheckpointStore, folder: Path, settings: Settings, newest: Checkpoint | None) -> None:
         self.store, self.folder, self.settings = store, folder, settings
-        self.sent = {name: self.file_mark(name) for name in SLOTS}  # what is there was downloaded
+        self.uploaded = {name: self.file_version(name) for name in SLOTS}  # what is there was downloaded
+        # Metrics of the checkpoint tell of trainings before this one, which begins with one more start.
         self.starts_before = newest.metrics.count(START) if newest else 0
         self.training_since: float | None = None
-        self.saved_or_noted = False
+        self.saved_or_recorded = False
         self.stop = threading.Event()
-        self.reported = False
+        self.failure_printed = False
 
-    def run(self) -> None:
-        """Upload every POLL_SECONDS until ``stop`` is set."""
+    def upload_until_stopped(self) -> None:
+        """Upload new checkpoints every POLL_SECONDS until ``stop`` is set."""
         while not self.stop.wait(POLL_SECONDS):
-            self.send_new()
+            self.upload_changed_checkpoints()
             with suppress(Exception):  # the store does not answer, or the file is being replaced
-                self.note_time_to_save()
+                self.record_missing_checkpoint()
 
-    def note_time_to_save(self) -> None:
-        """Record once that the attempt has trained for so long that there should be a checkpoint, unless one was sent.
+    def record_missing_checkpoint(self) -> None:
+        """Write a note to the store, once, if there was time for a checkpoint since training began and none came.
 
-        Its first step takes less than the ranks' time limit, and a checkpoint follows within the time between two.
+        The time is the ranks' time limit, which the first step does not exceed, plus the time between two checkpoints.
+        Reads the run's metrics.jsonl whole until training has begun; raises FileNotFoundError without that file.
         """
         seconds = self.settings.timeout + self.settings.checkpoint_seconds
-        if self.saved_or_noted or not self.settings.checkpoint_seconds:
+        if self.saved_or_recorded or not self.settings.checkpoint_seconds:
             return
         if self.training_since is None:
             metrics = (self.folder.parent / METRICS).read_bytes()
             if metrics.count(START) > self.starts_before:
                 self.training_since = time.monotonic()
         elif time.monotonic() - self.training_since > seconds:
-            self.store.note(TRAINED, 0, f"it trained for {seconds:g} s, and no checkpoint came here")
-            self.saved_or_noted = True
+            self.store.write_note(TRAINED, 0, f"it trained for {seconds:g} s, and no checkpoint came here")
+            self.saved_or_recorded = True
 
-    def send_new(self) -> None:
-        """Upload checkpoints that have changed; print the first failure, and try again at the next call."""
+    def upload_changed_checkpoints(self) -> None:
+        """Upload the checkpoints that have changed since the last call.
+
+        Never raises: prints the first failure, and the next call tries again.
+        """
         for name in SLOTS:
-            # Under a second name the file stays as it is while a newer one takes its place.
+            # A hard link keeps the content while a newer checkpoint takes the place of this one.
             link = self.folder / ".sending" / name
             try:
                 link.parent.mkdir(exist_ok=True)
                 link.unlink(missing_ok=True)
                 os.link(self.folder / name, link)
-                mark = self.file_mark(f".sending/{name}")
-                if self.sent.get(name) != mark:
-                    self.store.send(link)
-                    self.sent[name] = mark
-                    self.saved_or_noted = True  # it did save
-            except FileNotFoundError:  # none yet, or the run is over and has removed them
+                version = self.file_version(f".sending/{name}")
+                if self.uploaded.get(name) != version:
+                    self.store.upload_checkpoint(link)
+                    self.uploaded[name] = version
+                    self.saved_or_recorded = True
+            except FileNotFoundError:  # no checkpoint yet, or the run is over and has removed them
                 continue
             except Exception as error:
-                if not self.reported:
+                if not self.failure_printed:
                     print(f"checkpoint {name} could not be sent: {error}; training continues", flush=True)
-                self.reported = True
+                self.failure_printed = True
             finally:
                 link.unlink(missing_ok=True)
 
-    def file_mark(self, name: str) -> tuple[int, int] | None:
-        """Return inode and time of a file in the folder, which differ from those of its predecessors; None without."""
+    def file_version(self, name: str) -> tuple[int, int] | None:
+        """Return inode and time of change (ns) of a file in the folder, which a new file changes; None if missing."""
         with suppress(FileNotFoundError):
             status = (self.folder / name).stat()
             return status.st_ino, status.st_mtime_ns

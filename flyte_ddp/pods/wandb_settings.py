@@ -1,4 +1,4 @@
-"""How a task logs to wandb: from the environment, in pods with the key from a secret of the platform."""
+"""How a task logs to wandb: settings from the environment, and in pods the key from a secret."""
 
 import os
 import posixpath
@@ -7,46 +7,57 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from flyte_ddp import storage
 from flyte_ddp.pods.environment import wandb_secret
-from flyte_ddp.pods.platforms import Platform, execution_names
+from flyte_ddp.pods.platforms import Platform, execution_names, is_in_pod, storage_address
 from flyte_ddp.runs.run_folder import UNFINISHED
 from flyte_ddp.settings import Settings, from_environment
 
 
 def read_settings(platform: Platform, run: str) -> Settings:
-    """Return the run's settings from the environment; in a pod put wandb's key into the environment, from its secret.
+    """Return a run's settings from the environment.
 
-    The run's id for wandb is the same in each attempt, so that they continue one wandb run: locally the run's name, in
-    a pod the execution's with that of the run, of which an execution may have several.
+    In a pod without WANDB_API_KEY, sets that variable from the secret; prints if the pod has no such secret. All
+    attempts at a run get one run id of wandb, so that they continue one wandb run.
+
+    Args:
+        platform: The platform that runs this task.
+        run: Name of the run. It is the run id of wandb locally, and part of it in a pod.
     """
-    if platform.is_local():
+    if not is_in_pod():
         return from_environment(wandb_run_id=run)
     secret = wandb_secret()
     if secret is not None and not os.environ.get("WANDB_API_KEY"):
-        key = platform.read_secret(*secret)
-        if key is None:
-            print(f"no secret {'/'.join(secret)} in this pod: wandb logs offline", flush=True)
+        # Flyte puts a secret that a task requests into a variable of this name.
+        variable = os.environ.get("FLYTE_SECRETS_ENV_PREFIX", "_FSEC_") + "_".join(secret).upper()
+        if variable in os.environ:
+            os.environ["WANDB_API_KEY"] = os.environ[variable].strip()
         else:
-            os.environ["WANDB_API_KEY"] = key
-    settings = from_environment(wandb_run_id=f"{execution_names()[2]}-{run}"[-128:])
+            print(f"no secret {'/'.join(secret)} in this pod: wandb logs offline", flush=True)
+    settings = from_environment(wandb_run_id=f"{execution_names()[2]}-{run}"[-128:])  # wandb takes 128 characters
     return replace(settings, wandb_kept_at=unsent_address(platform))
 
 
 def unsent_address(platform: Platform) -> str:
-    """Return where a pod uploads what it could not send to wandb's server: beside its outputs."""
-    return posixpath.join(platform.output_address(), "wandb")
+    """Return the address, beside a pod's outputs, for wandb's folder if wandb could not send it."""
+    return posixpath.join(storage_address(platform.output_address()), "wandb")
 
 
 @contextmanager
-def keep_unsent(platform: Platform, run_folder: Path) -> Iterator[None]:
-    """In a pod, upload wandb's folder at the end of the block, if wandb could not send it; print why that fails."""
+def upload_unsent_wandb(platform: Platform, run_folder: Path) -> Iterator[None]:
+    """In a pod, upload the run's wandb folder after the block, if wandb could not send it; print why that fails.
+
+    Any error of the upload is only printed.
+    """
     try:
         yield
     finally:
-        for folder in () if platform.is_local() else (run_folder / UNFINISHED / "wandb", run_folder / "wandb"):
+        for folder in (run_folder / UNFINISHED / "wandb", run_folder / "wandb") if is_in_pod() else ():
             try:
-                name = (folder / "unsent").read_text()  # see flyte_ddp.tracking.wandb_run.WandbProcess
-                platform.upload_folder(folder / name, posixpath.join(unsent_address(platform), name))
+                name = (folder / "unsent").read_text()  # which flyte_ddp.tracking.wandb_run.WandbProcess writes
+                for path in sorted((folder / name).rglob("*")):
+                    if path.is_file():
+                        storage.put(posixpath.join(unsent_address(platform), str(path.relative_to(folder))), path)
             except FileNotFoundError:
                 continue
             except Exception as error:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from s3_server import S3Server, s3_server
 
-from flyte_ddp.pods.checkpoint_store import SAVED, CheckpointStore, parse_entry
+from flyte_ddp.pods.checkpoint_store import SAVED, CheckpointStore, parse_run_file
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.arithmetic import Arithmetic
 from flyte_ddp.runs.checkpoint import SLOTS, Identity
@@ -28,17 +28,17 @@ def write(path: Path, step: int, metrics: bytes = b"") -> Path:
 def begun(store: CheckpointStore, folder: Path) -> int:
     """After which step an attempt goes on, whose ranks are then launched."""
     folder.mkdir(parents=True, exist_ok=True)
-    found = store.begin(folder / SLOTS[0])
+    found = store.download_newest(folder / SLOTS[0])
     step = found.step if found else 0
-    store.started(step)
+    store.record_start(step)
     assert found == checkpoint.newest_of(folder)
     return step
 
 
 def names(base: Path, kind: str = SAVED) -> list[str]:
     """Execution, attempt and step of the files of a kind."""
-    found = [entry for path in base.rglob("*") if (entry := parse_entry(str(path))) is not None and entry.kind == kind]
-    return sorted(f"{entry.execution} {entry.attempt} {entry.step}" for entry in found)
+    files = [file for path in base.rglob("*") if (file := parse_run_file(str(path))) is not None]
+    return sorted(f"{file.execution} {file.attempt} {file.step}" for file in files if file.kind == kind)
 
 
 @pytest.fixture(scope="session")

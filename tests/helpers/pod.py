@@ -144,6 +144,7 @@ class Cluster:
         return {
             "PATH": f"{Path(sys.executable).parent}:{os.defpath}",
             "HOME": str(pod / "root"),
+            "TMPDIR": str(pod),
             "PYTHONPATH": f"{pod / 'root'}:{pod / 'site'}",
             "PYTHONUNBUFFERED": "1",
             "MPLCONFIGDIR": str(MATPLOTLIB),

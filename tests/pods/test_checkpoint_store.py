@@ -12,7 +12,7 @@ from kept_checkpoints import begun, names, write
 
 from flyte_ddp import storage
 from flyte_ddp.errors import UnreachableError, UserError
-from flyte_ddp.pods.checkpoint_store import DONE, SAVED, STARTED, CheckpointStore, parse_entry
+from flyte_ddp.pods.checkpoint_store import DONE, SAVED, STARTED, CheckpointStore, parse_run_file
 from flyte_ddp.runs.checkpoint import SLOTS
 from flyte_ddp.storage import ForbiddenError, UnavailableError
 
@@ -21,12 +21,12 @@ def test_any_attempt_finds_the_newest(store: CheckpointStore, base: Path, tmp_pa
     """However many attempts in between have left nothing."""
     assert begun(store, tmp_path / "0") == 0
     for step in (3, 5, 7):
-        store.send(write(tmp_path / "a.ckpt", step))
+        store.upload_checkpoint(write(tmp_path / "a.ckpt", step))
     assert names(base) == ["one 0 5", "one 0 7"]
     assert begun(replace(store, attempt=1), tmp_path / "1") == 7
     third = replace(store, attempt=2)
     assert begun(third, tmp_path / "2") == 7
-    third.send(write(tmp_path / "a.ckpt", 9))
+    third.upload_checkpoint(write(tmp_path / "a.ckpt", 9))
     assert names(base) == ["one 0 7", "one 2 9"]
     assert begun(replace(store, attempt=5), tmp_path / "5") == 9
     assert names(base, STARTED) == ["one 0 0", "one 1 7", "one 2 7", "one 5 9"]
@@ -44,7 +44,7 @@ def test_the_newest_is_found_whenever_attempts_were_killed(
             assert begun(own, tmp_path / str(attempt)) == steps
         if killed == "after":
             steps += 5
-            own.send(write(tmp_path / "a.ckpt", steps))
+            own.upload_checkpoint(write(tmp_path / "a.ckpt", steps))
     assert begun(replace(store, attempt=len(order)), tmp_path / "last") == steps
 
 
@@ -53,7 +53,7 @@ def test_ranks_that_an_engine_starts_again_go_on_from_the_newest(
     store: CheckpointStore, tmp_path: Path, here: int, elsewhere: int
 ) -> None:
     """Which rank 0 on another host may have left, or an earlier one on this host."""
-    store.send(write(tmp_path / "elsewhere/a.ckpt", elsewhere))
+    store.upload_checkpoint(write(tmp_path / "elsewhere/a.ckpt", elsewhere))
     for name in SLOTS:
         write(tmp_path / "here" / name, here)
     assert begun(store, tmp_path / "here") == max(here, elsewhere)
@@ -63,18 +63,18 @@ def test_an_attempt_that_got_further_before_it_was_started_again_in_its_place_co
     store: CheckpointStore, tmp_path: Path
 ) -> None:
     begun(store, tmp_path / "0")
-    store.send(write(tmp_path / "a.ckpt", 5))
+    store.upload_checkpoint(write(tmp_path / "a.ckpt", 5))
     for attempt in (0, 1, 2):
         assert begun(replace(store, attempt=attempt), tmp_path / f"{attempt} again") == 5
 
 
 def test_a_new_execution_goes_on_where_the_last_one_stopped(store: CheckpointStore, base: Path, tmp_path: Path) -> None:
-    store.send(write(tmp_path / "a.ckpt", 5))
+    store.upload_checkpoint(write(tmp_path / "a.ckpt", 5))
     other = replace(store, execution="two")
     assert begun(other, tmp_path / "2") == 5
-    other.send(write(tmp_path / "a.ckpt", 6))
+    other.upload_checkpoint(write(tmp_path / "a.ckpt", 6))
     assert names(base) == ["one 0 5", "two 0 6"], "each removes only its own"
-    other.end(None)
+    other.record_end(None)
     assert begun(replace(store, attempt=1), tmp_path / "1") == 5, "of one that is done nothing is taken"
     assert begun(replace(other, attempt=1), tmp_path / "2b") == 6, "unless it is lost before it has handed over"
     assert begun(replace(store, execution="three", from_scratch=True), tmp_path / "3") == 0
@@ -101,7 +101,7 @@ def test_one_that_cannot_be_read_is_said_and_never_taken_for_none(
     damage: Callable[[Path], None], reason: str,
 ) -> None:  # fmt: skip
     for step in (3, 5):
-        store.send(write(tmp_path / "a.ckpt", step))
+        store.upload_checkpoint(write(tmp_path / "a.ckpt", step))
     [newest], [older] = base.rglob("saved-0-5-*"), base.rglob("saved-0-3-*")
     damage(newest)
     assert begun(replace(store, attempt=1), tmp_path / "1") == 3
@@ -121,7 +121,7 @@ def test_one_that_may_not_be_read_or_is_replaced_meanwhile_is_not_taken_for_none
     store: CheckpointStore, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where another role encrypted it, or its attempt saves again."""
-    store.send(write(tmp_path / "a.ckpt", 3))
+    store.upload_checkpoint(write(tmp_path / "a.ckpt", 3))
     open_file = storage.open_file
 
     def refuse(address: str) -> object:
@@ -145,7 +145,7 @@ def test_two_at_once_do_not_mix(store: CheckpointStore, base: Path, tmp_path: Pa
     def train(execution: str) -> None:
         own = replace(store, execution=execution)
         for step in range(1, 20):
-            own.send(write(tmp_path / execution / "a.ckpt", step))
+            own.upload_checkpoint(write(tmp_path / execution / "a.ckpt", step))
 
     threads = [threading.Thread(target=train, args=(name,)) for name in ("one", "two")]
     for thread in threads:
@@ -168,8 +168,8 @@ def test_what_is_nobodys_is_removed(store: CheckpointStore, base: Path, tmp_path
         (folder / f"{kind}-0-1-0-{moment}").write_text("content")
     (old / "of somebody else").write_text("content")
     begun(store, tmp_path / "0")
-    store.sweep()
-    left = {path.relative_to(base.parent).parts[0] for path in base.parent.rglob("*") if parse_entry(str(path))}
+    store.delete_abandoned_files()
+    left = {path.relative_to(base.parent).parts[0] for path in base.parent.rglob("*") if parse_run_file(str(path))}
     assert left == {"fresh", "run"}
     assert (old / "of somebody else").exists()
 
@@ -179,7 +179,7 @@ def test_a_store_that_fails_is_asked_again(
     store: CheckpointStore, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
     failures: int, fails: bool,
 ) -> None:  # fmt: skip
-    store.send(write(tmp_path / "a.ckpt", 5))
+    store.upload_checkpoint(write(tmp_path / "a.ckpt", 5))
     errors, list_files = iter([UnavailableError("HTTP 503 SlowDown", transient=True)] * failures), storage.list_files
 
     def troubled(folder: str) -> object:

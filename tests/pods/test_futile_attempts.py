@@ -16,15 +16,15 @@ from flyte_ddp.settings import Settings
 
 
 def test_attempts_whose_ranks_fail_at_one_step_are_the_last(store: CheckpointStore, tmp_path: Path) -> None:
-    store.send(write(tmp_path / "a.ckpt", 5))
+    store.upload_checkpoint(write(tmp_path / "a.ckpt", 5))
     for attempt, failure in enumerate(("a cosmic ray", "another one")):
         own = replace(store, attempt=2 * attempt)  # pods that were lost before they began do not count
         assert begun(own, tmp_path / str(attempt)) == 5
-        own.end(RankError(f"rank 1: {failure}"))
+        own.record_end(RankError(f"rank 1: {failure}"))
     third = replace(store, attempt=4)
     with pytest.raises(UserError, match=r"^2 attempts got no further than step 5, .*; the last one: rank 1: another"):
         begun(third, tmp_path / "4")
-    replace(store, attempt=2).send(write(tmp_path / "a.ckpt", 6))
+    replace(store, attempt=2).upload_checkpoint(write(tmp_path / "a.ckpt", 6))
     assert begun(third, tmp_path / "4 again") == 6
     assert begun(replace(store, execution="two"), tmp_path / "two") == 6, "another execution counts for itself"
 
@@ -33,11 +33,11 @@ def test_memory_is_named_where_the_kernel_has_counted(
     store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLYTE_DDP_PROFILE", "sandbox")
-    store = replace(store, more_memory=retries.more_memory())
+    store = replace(store, memory_advice=retries.memory_advice())
     for attempt in (0, 1):
         own = replace(store, attempt=attempt)
         begun(own, tmp_path / str(attempt))
-        own.end(OutOfMemoryError("rank 0 was killed by SIGKILL, as memory ran out"))
+        own.record_end(OutOfMemoryError("rank 0 was killed by SIGKILL, as memory ran out"))
     with pytest.raises(UserError, match="memory ran out; profile 'sandbox' gives 2Gi of memory: take one with more"):
         begun(replace(store, attempt=2), tmp_path / "2")
 
@@ -56,7 +56,7 @@ def test_attempts_that_were_taken_away_do_not_count(
     for attempt in range(6):
         own = replace(store, attempt=attempt)
         assert begun(own, tmp_path / str(attempt)) == 0
-        own.end(loss)
+        own.record_end(loss)
 
 
 def test_attempts_that_were_lost_while_they_fetched_their_data_do_not_count(
@@ -64,7 +64,7 @@ def test_attempts_that_were_lost_while_they_fetched_their_data_do_not_count(
 ) -> None:
     (tmp_path / "pod").mkdir()
     for attempt in range(6):
-        assert replace(store, attempt=attempt).begin(tmp_path / "pod" / SLOTS[0]) is None
+        assert replace(store, attempt=attempt).download_newest(tmp_path / "pod" / SLOTS[0]) is None
 
 
 @pytest.mark.parametrize("with_its_pod", [True, False])
@@ -73,15 +73,15 @@ def test_attempts_that_were_lost_soon_count_for_less(
 ) -> None:
     """Two lost nodes are bad luck; but of a pod whose memory runs out nothing is left either."""
     monkeypatch.setenv("FLYTE_DDP_PROFILE", "sandbox")
-    store = replace(store, more_memory=retries.more_memory())
+    store = replace(store, memory_advice=retries.memory_advice())
     for attempt in range(5):
         own = replace(store, attempt=attempt)
         assert begun(own, tmp_path / str(attempt)) == 0
         if not with_its_pod:
-            own.end(RankLostError("rank 1 was killed by SIGKILL", recoverable=True))
+            own.record_end(RankLostError("rank 1 was killed by SIGKILL", recoverable=True))
     with pytest.raises(UserError, match=r"5 attempts were lost, .* Kubernetes says why .* if it is OOMKilled, .* 2Gi"):
         begun(replace(store, attempt=5), tmp_path / "5")
-    store.send(write(tmp_path / "a.ckpt", 1))
+    store.upload_checkpoint(write(tmp_path / "a.ckpt", 1))
     assert begun(replace(store, attempt=5), tmp_path / "5 again") == 1
 
 
@@ -89,9 +89,9 @@ def test_attempts_that_had_time_to_save_and_did_not_are_the_last(store: Checkpoi
     for attempt in (0, 1):
         own = replace(store, attempt=attempt)
         begun(own, tmp_path / str(attempt))
-        own.note(TRAINED, 0, "it trained for 660 s, and no checkpoint came here")
+        own.write_note(TRAINED, 0, "it trained for 660 s, and no checkpoint came here")
         if attempt:
-            own.end(StoppedError("SIGTERM", step=0))
+            own.record_end(StoppedError("SIGTERM", step=0))
     with pytest.raises(UserError, match="the last one: it trained for 660 s, and no checkpoint came here"):
         begun(replace(store, attempt=2), tmp_path / "2")
 
@@ -106,12 +106,14 @@ def test_that_an_attempt_had_time_to_save_is_noted(
     start, folder = b'{"kind": "start"}\n', tmp_path / FOLDER
     write(folder / SLOTS[0], 4, start)
     (tmp_path / METRICS).write_bytes(start)
-    sender = retries.Sender(store, folder, Settings(timeout=600.0, checkpoint_seconds=60.0), newest_of(folder))
+    uploader = retries.CheckpointUploader(
+        store, folder, Settings(timeout=600.0, checkpoint_seconds=60.0), newest_of(folder)
+    )
     noted = []
     for now in (0.0, 5000.0, 5001.0, 5661.5):
         clock.now = now
-        sender.send_new()
-        sender.note_time_to_save()
+        uploader.upload_changed_checkpoints()
+        uploader.record_missing_checkpoint()
         noted.append(names(base, TRAINED))
         if now == 5000.0:
             (tmp_path / METRICS).write_bytes(2 * start)

@@ -113,7 +113,6 @@ def finished(folder: Path) -> Path:
 def test_a_run_is_reserved_only_if_training_will_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A task that the cache answers lets go of nothing; one that fails does."""
     monkeypatch.setenv("FLYTE_DDP_RUNS", str(tmp_path))
-    monkeypatch.setattr(flyte.Flyte, "is_local", lambda _: True)
     assert reserve_run(flyte.PLATFORM, "new") == "new"
     assert not is_free(tmp_path / "new")
     with pytest.raises(UserError, match="no data"), flyte.translate_errors_for_flyte():

@@ -34,7 +34,7 @@ def pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / "root")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
-    monkeypatch.setenv("FLYTE_DDP_POD_FOLDER", str(tmp_path / "root"))
+    monkeypatch.setenv("FLYTE_INTERNAL_EXECUTION_ID", "f1")
     monkeypatch.setenv("FLYTE_INTERNAL_TASK_NAME", f"{__name__}.fetch")
     return tmp_path
 
@@ -56,6 +56,6 @@ def test_a_pod_has_no_time_to_count_all_its_files(pod: Path, monkeypatch: pytest
     for number in range(3):
         (pod / f"tmp/{number}").mkdir()
         (pod / f"tmp/{number}/file").write_bytes(b"x" * 2**19)
-    assert eviction.exceeds(2**20, {pod / "tmp"})
+    assert eviction.exceed_disk_limit({pod / "tmp"}, 2**20)
     monkeypatch.setattr(eviction, "LOOK_SECONDS", 0.0)
-    assert not eviction.exceeds(2**20, {pod / "tmp"})
+    assert not eviction.exceed_disk_limit({pod / "tmp"}, 2**20)

@@ -47,7 +47,6 @@ class TestInAPod:
     def _in_a_pod(
         self, store: CheckpointStore, server: S3Server, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> Iterator[None]:
-        monkeypatch.setattr(flyte.Flyte, "is_local", lambda _: False)
         address = f"s3://{base.parent.relative_to(server.folder)}"
         variables = {"PROJECT": "p", "DOMAIN": "d", "ID": "one"}
         for name, value in variables.items():
@@ -85,7 +84,7 @@ class TestInAPod:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         never = threading.Event()
-        monkeypatch.setattr(CheckpointStore, "sweep", lambda *_: never.wait(60))
+        monkeypatch.setattr(CheckpointStore, "delete_abandoned_files", lambda *_: never.wait(60))
         monkeypatch.setattr(retries, "SWEEP_SECONDS", 0.1)
         begin = time.monotonic()
         self.attempt(tmp_path / "0", lambda _: None)
@@ -132,13 +131,13 @@ class TestInAPod:
     def test_sigterm_while_they_are_fetched_loses_none(
         self, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        begin = CheckpointStore.begin
+        begin = CheckpointStore.download_newest
 
         def begin_and_be_stopped(store: CheckpointStore, path: Path) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
             begin(store, path)
 
-        monkeypatch.setattr(CheckpointStore, "begin", begin_and_be_stopped)
+        monkeypatch.setattr(CheckpointStore, "download_newest", begin_and_be_stopped)
         with pytest.raises(FlyteRecoverableException, match="will go on from its last checkpoint"):
             self.attempt(tmp_path / "0", lambda _: None)
         assert names(base.parent / "p/d/run", STARTED) == []
@@ -162,8 +161,8 @@ class TestInAPod:
         def forbidden(*_: object) -> None:
             raise ForbiddenError("Access Denied")
 
-        monkeypatch.setattr(CheckpointStore, "note", forbidden)
-        monkeypatch.setattr(CheckpointStore, "send", forbidden)
+        monkeypatch.setattr(CheckpointStore, "write_note", forbidden)
+        monkeypatch.setattr(CheckpointStore, "upload_checkpoint", forbidden)
         self.attempt(tmp_path / "0", lambda folder: write(folder / SLOTS[0], 4))
         assert names(base.parent / "p/d/run") == []
         said = capsys.readouterr().out
@@ -171,7 +170,8 @@ class TestInAPod:
         assert "checkpoint a.ckpt could not be sent: Access Denied; training continues" in said
 
 
-def test_what_flyte_tries_again() -> None:
+def test_what_flyte_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLYTE_INTERNAL_EXECUTION_ID", "f1")
     with pytest.raises(FlyteRecoverableException, match="no answer"), flyte.translate_errors_for_flyte():
         raise UnreachableError("no answer")
     with pytest.raises(UserError, match="wrong"), flyte.translate_errors_for_flyte():

@@ -14,7 +14,8 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The task's function in the surroundings of a pod."""
     from tasks.preparation import check_inputs
 
-    monkeypatch.setenv("FLYTE_DDP_RUNS", str(tmp_path))
+    monkeypatch.setenv("FLYTE_INTERNAL_EXECUTION_ID", "f1")
+    monkeypatch.setenv("FLYTE_DDP_POD_FOLDER", str(tmp_path))
 
     def called(engine: str, profile: str, nodes: str, **hp: Any) -> object:
         from flyte_ddp.pods.profiles import PROFILES
