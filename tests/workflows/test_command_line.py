@@ -90,11 +90,12 @@ def test_the_last_line_says_that_the_same_command_goes_on(
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("disturb", "words"),
     [
         (press_ctrl_c, "stopped by Ctrl-C"),
-        pytest.param(terminate, "stopped by SIGTERM", marks=pytest.mark.exhaustive),
+        (terminate, "stopped by SIGTERM"),
     ],
 )
 def test_under_elastic_as_well(disturb: Callable[[int], None], words: str, tmp_path: Path) -> None:
@@ -105,6 +106,7 @@ def test_under_elastic_as_well(disturb: Callable[[int], None], words: str, tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_without_a_checkpoint_it_begins_at_the_start(tmp_path: Path) -> None:
     marker = tmp_path / "began"
     (tmp_path / "mine.py").write_text(WAITS)
@@ -193,7 +195,7 @@ def test_a_rank_that_raises_is_one_panel(num_ranks: int, engine: str, tmp_path: 
     ("arguments", "content", "words"),
     [  # mistakes in each kind of argument; then others
         (["--hp", "."], None, ("--hp .", "Is a directory", "JSON object")),
-        slow(["--hp", "file.yaml"], "learning_rate: [", ("--hp file.yaml", "not valid YAML", "line 1, column 17")),
+        also(["--hp", "file.yaml"], "learning_rate: [", ("--hp file.yaml", "not valid YAML", "line 1, column 17")),
         slow(["--inputs-file", "file.json"], '{"epochs": 3}', ("file.json", "epochs is a hyperparameter", '{"hp": {')),
         also(["--hp", "nowhere.json"], None, ("--hp nowhere.json", "no such file", "JSON object such as")),
         also(["--hp", "file.json"], '{"epochs": ', ("--hp file.json", "not valid JSON", "line 1 column 12")),
@@ -238,27 +240,16 @@ def test_an_error_of_our_own_keeps_its_traceback(tmp_path: Path) -> None:
     assert "in broken" in " ".join(ended.output.replace("│", "").split())  # lines of it are wrapped
 
 
-@pytest.fixture(scope="module")
-def from_yaml(tmp_path_factory: pytest.TempPathFactory) -> tuple[Ended, Path]:
-    """A run with hyperparameters from a file of YAML, and its home."""
-    home = tmp_path_factory.mktemp("yaml")
+@pytest.mark.slow
+def test_a_yaml_file_with_an_exponent_and_the_table_of_files(tmp_path: Path) -> None:
+    """The table is aligned and names the folder once."""
+    home = tmp_path
     (home / "hp.yaml").write_text("learning_rate: 1e-1\nnum_ranks: 1\nmax_steps: 1\n")
     ended = pyflyte("run", WORKFLOWS, "training_wf", "--hp", str(home / "hp.yaml"), home=home)
     assert ended.exit_code == 0, ended.output
-    return ended, home
-
-
-@pytest.mark.slow
-def test_a_yaml_file_with_an_exponent(from_yaml: tuple[Ended, Path]) -> None:
-    ended, home = from_yaml
     same = train({"learning_rate": 0.1, **TINY}, home=home)
     assert "epoch 1" in ended.output
     assert "epoch 1" not in same.output, "it is the same run"
-
-
-@pytest.mark.slow
-def test_the_table_of_files_is_aligned_and_names_the_folder_once(from_yaml: tuple[Ended, Path]) -> None:
-    ended, home = from_yaml
     table = ended.output.rpartition("test accuracy")[2].partition("TrainingOutputs(")[0]
     headline, *rows = table.strip().splitlines()
     [folder] = (home / "runs").glob("digits-*")
@@ -271,7 +262,7 @@ def test_the_table_of_files_is_aligned_and_names_the_folder_once(from_yaml: tupl
 @pytest.mark.parametrize(
     ("option", "value", "words"),
     [
-        ("--images", "nothing-here", "--images 'nothing-here': there is no such path"),
+        also("--images", "nothing-here", "--images 'nothing-here': there is no such path"),
         also("--images", "", "--images '': there is no such path"),
         also("--images", "model.json", "--images 'model.json': is a file"),
         ("--model_state", "model.json", "--model_state 'model.json': is a file; see --help for what it takes"),

@@ -108,7 +108,7 @@ def cache_key(cluster: Cluster, checked: PodEnded) -> dict[str, bytes]:
     "form",
     [
         from_workflow({**SMOKE, "epochs": 1.0}),
-        from_workflow(Hyperparameters(**SMOKE).to_dict()),
+        pytest.param(from_workflow(Hyperparameters(**SMOKE).to_dict()), marks=again),
         pytest.param(from_workflow(SMOKE), marks=again),
         pytest.param(from_console(Hyperparameters(**SMOKE).to_dict()), marks=again),
     ],

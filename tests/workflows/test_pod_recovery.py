@@ -161,6 +161,7 @@ def test_another_pod_takes_the_place_of_a_lost_one_of_several(
     assert resumed(cluster, with_rank_0)[-1] > 0
 
 
+@pytest.mark.exhaustive
 def test_two_pods_killed_before_their_first_checkpoint_are_followed_by_a_third(
     cluster: Cluster, train_inputs: dict[str, Literal]
 ) -> None:
@@ -171,6 +172,7 @@ def test_two_pods_killed_before_their_first_checkpoint_are_followed_by_a_third(
     assert resumed(cluster, cluster.run(TRAIN, inputs, attempt=2)) == [0]
 
 
+@pytest.mark.exhaustive
 def test_a_pod_that_finds_checkpoints_and_can_read_none_is_the_last(
     cluster: Cluster, train_inputs: dict[str, Literal]
 ) -> None:

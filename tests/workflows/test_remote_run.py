@@ -78,6 +78,7 @@ def test_a_version_knows_each_setting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_call_that_takes_too_long_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "from flytekit.clients.grpc_utils import deadline_interceptor as flytekits\n"

@@ -169,7 +169,11 @@ def test_a_fork_with_schedules_of_its_own(fork: Path, tmp_path: Path) -> None:
     ("entry", "said"),
     [
         ("{name: nightly, workflow: release_wf, model_name: x, cron: daily}", "nightly: cron='daily': must be five"),
-        ("{name: training_wf, workflow: training_wf}", "training_wf: something else has this name; choose another"),
+        pytest.param(
+            "{name: training_wf, workflow: training_wf}",
+            "training_wf: something else has this name; choose another",
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_a_wrong_entry_is_one_panel(fork: Path, tmp_path: Path, entry: str, said: str) -> None:

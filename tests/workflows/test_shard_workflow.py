@@ -44,21 +44,14 @@ def test_from_a_folder_of_images_to_a_model(tmp_path: Path) -> None:
     trained = cli.train(hp, home=tmp_path)
     assert trained.exit_code == 0, trained.output
     assert "test accuracy 100.00%" in trained.output
-    again = cli.train(hp, home=tmp_path)
-    assert "epoch 1/8" not in again.output  # from the cache
 
     (source / "dark" / "0.png").write_bytes(b"no image")
     (run,) = (tmp_path / "runs").glob("shards.train-*")
     model = ("--model_state", str(run / "model.pt"), "--sidecar", str(run / "model.json"), "--images", str(source))
-    predicted = [
-        cli.pyflyte("run", "workflows/prediction.py", "predict_wf", *model, *more, home=tmp_path)
-        for more in ((), ("--bad_samples", "1"))
-    ]
-    assert (
-        "dark/0.png cannot be decoded: of no known format; fix or remove it, or raise bad_samples" in predicted[0].panel
-    )
-    assert predicted[1].exit_code == 0, predicted[1].output
-    assert "no prediction for 1 image(s), which cannot be decoded: " in predicted[1].output
+    allowed = ("--bad_samples", "1")
+    predicted = cli.pyflyte("run", "workflows/prediction.py", "predict_wf", *model, *allowed, home=tmp_path)
+    assert predicted.exit_code == 0, predicted.output
+    assert "no prediction for 1 image(s), which cannot be decoded: " in predicted.output
     (table,) = (tmp_path / "runs").glob("predictions-*/predictions.csv")
     rows = table.read_text().splitlines()
     assert len(rows) == 61
