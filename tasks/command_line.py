@@ -132,7 +132,7 @@ def check_input_files(arguments: Sequence[str]) -> None:
         UserError: a file cannot be read or is neither JSON nor YAML, or --inputs-file holds no object.
     """
     for option, example in EXAMPLES.items():
-        value = argument_after(arguments, option)
+        value = word_after_option(arguments, option)
         if option not in arguments or (value or "").lstrip().startswith(("{", "[", "'")):  # flytekit's words are enough
             continue
         if value is None:
@@ -153,7 +153,7 @@ def path_error(error: BaseException | None) -> UserError | None:
     """Return the error for a missing path, or a file in place of a folder; None if the exception has another cause."""
     while error is not None:
         if isinstance(error, TypeTransformerFailedError) and (found := re.search(r"t '(\w+)'", str(error))):
-            given = argument_after(sys.argv, f"--{found[1]}")  # it says "argument" or "input"
+            given = word_after_option(sys.argv, f"--{found[1]}")  # it says "argument" or "input"
             if given is None:
                 return None
             path = Path(given)
@@ -179,7 +179,7 @@ def option_error(error: Exception) -> UserError | None:
     """Return the error for an unknown option or an unknown key of --inputs-file; None where click's text is enough."""
     if not isinstance(error, click.NoSuchOption):
         return None
-    name, path = error.option_name.lstrip("-"), argument_after(sys.argv, "--inputs-file")
+    name, path = error.option_name.lstrip("-"), word_after_option(sys.argv, "--inputs-file")
     source = f"--inputs-file {path}" if path else error.option_name
     if name in {field.name for field in dataclasses.fields(Hyperparameters)}:
         example = EXAMPLES["--inputs-file"] if path else f"--hp '{EXAMPLES['--hp']}'"
@@ -190,7 +190,7 @@ def option_error(error: Exception) -> UserError | None:
     return UserError(f"{source}: {unknown_name('input', name, inputs).message}")
 
 
-def argument_after(arguments: Sequence[str], option: str) -> str | None:
+def word_after_option(arguments: Sequence[str], option: str) -> str | None:
     """Return the word after an option; None if the option or the word is missing."""
     rest = arguments[arguments.index(option) + 1 :] if option in arguments else []
     return rest[0] if rest else None

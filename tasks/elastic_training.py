@@ -15,7 +15,13 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.hardware import detect
 from flyte_ddp.launch.supervise.processes import main_script_hidden
 from flyte_ddp.launch.supervise.stopping import stop_error
-from flyte_ddp.pods.elastic import add_step_to_error, check_host_name, end_after_rank_0, meet_seconds, set_up_workers
+from flyte_ddp.pods.elastic import (
+    add_step_to_error,
+    end_after_rank_0,
+    meet_seconds,
+    refuse_unresolvable_host_name,
+    set_up_workers,
+)
 from flyte_ddp.pods.platforms import is_in_pod
 from flyte_ddp.pods.profiles import elastic_ranks_per_node, node_range
 from flyte_ddp.process import out_of_memory_kills
@@ -68,7 +74,7 @@ class ElasticTrainingTask(PytorchElasticFunctionTask):  # type: ignore[misc]
         if result is not None:  # before workers are started, which would wait for their rank 0
             return training_outputs(result)
         if not is_in_pod():  # then there is one node, and no profile limits the number of ranks
-            check_host_name()
+            refuse_unresolvable_host_name()
             self.min_nodes = self.max_nodes = 1
             self.task_config.nproc_per_node = detect(inputs["hp"]).num_ranks
         memory_kills = out_of_memory_kills()

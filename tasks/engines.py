@@ -7,9 +7,9 @@ from contextlib import suppress
 from flyte_ddp.errors import how_to_install
 
 NEEDED = {
-    "elastic": ("flytekitplugins.kfpytorch",),
-    "ray": ("flytekitplugins.ray", "ray"),
-    "dask": ("flytekitplugins.dask", "distributed"),
+    "elastic": "flytekitplugins.kfpytorch",
+    "ray": "flytekitplugins.ray",
+    "dask": "flytekitplugins.dask",
 }
 left_out: dict[str, str] = {}  # message that says what to install, by the name of the workflow
 
@@ -20,12 +20,10 @@ def is_engine_installed(name: str) -> bool:
     Args:
         name: elastic, ray or dask: the name of the engine and of our extra.
     """
-    for module in NEEDED[name]:
-        with suppress(ModuleNotFoundError):  # its parent package is missing
-            if importlib.util.find_spec(module) is not None:
-                continue
-        workflow = f"{name}_training_wf"
-        left_out[workflow] = f"{workflow} is left out, as {module} is not installed: {how_to_install(name)}"
-        print(left_out[workflow], file=sys.stderr, flush=True)
-        return False
-    return True
+    with suppress(ModuleNotFoundError):  # no plugin of flytekit is installed
+        if importlib.util.find_spec(NEEDED[name]) is not None:  # a plugin needs its engine, so that is installed too
+            return True
+    workflow = f"{name}_training_wf"
+    left_out[workflow] = f"{workflow} is left out, as {NEEDED[name]} is not installed: {how_to_install(name)}"
+    print(left_out[workflow], file=sys.stderr, flush=True)
+    return False

@@ -14,7 +14,6 @@ from flyte_ddp.pods.environment import (
     pod_environment,
     registry_environment,
     training_environment,
-    wandb_environment,
     wandb_secret,
 )
 from flyte_ddp.pods.profiles import Size, chosen_profile, split_size
@@ -56,7 +55,8 @@ def storing_pod(variables: Variables = None) -> dict[str, Any]:
 
 def promoting_pod() -> dict[str, Any]:
     """Return the options of a task that makes a version the champion: a storing pod with wandb's settings and key."""
-    return {**storing_pod(wandb_environment()), "secret_requests": secret_requests()}
+    wandb = {name: value for name, value in training_environment().items() if "WANDB" in name}
+    return {**storing_pod(wandb), "secret_requests": secret_requests()}
 
 
 def data_pod() -> dict[str, Any]:
@@ -118,8 +118,8 @@ def pod_options(
         hours: Time limit of an attempt. 0 takes FLYTE_DDP_HOURS.
     """
     return {
-        "requests": resources(requests or size),
-        "limits": resources(size),
+        "requests": flytekit_resources(requests or size),
+        "limits": flytekit_resources(size),
         "pod_template": RestrictedPod(),
         "pod_template_name": template or read_text("FLYTE_DDP_POD_TEMPLATE") or None,
         "environment": pod_environment() | (variables or {}),
@@ -128,7 +128,7 @@ def pod_options(
     }
 
 
-def resources(size: Size) -> Resources:
+def flytekit_resources(size: Size) -> Resources:
     """Return a size as flytekit's Resources."""
     gpu = str(size.gpus) if size.gpus else None
     return Resources(cpu=size.cpu, mem=size.memory, gpu=gpu, ephemeral_storage=size.ephemeral_storage)
@@ -136,7 +136,7 @@ def resources(size: Size) -> Resources:
 
 def requests_and_limits(size: Size) -> dict[str, Resources]:
     """Return the options ``requests`` and ``limits`` of an engine's pods; both are the size."""
-    return {"requests": resources(size), "limits": resources(size)}
+    return {"requests": flytekit_resources(size), "limits": flytekit_resources(size)}
 
 
 def gpu_type() -> Optional[GPUAccelerator]:

@@ -40,8 +40,8 @@ def predict_images(
 ) -> Predictions:
     """Classify a folder of images, or the test split of a data set, into a table (CSV) of predictions.
 
-    The model is a run's, or the champion of that name in the registry.
-    So many images may be impossible to decode: they have no prediction. The default is what the model's training had.
+    The model is a run's (model_state and sidecar), or the champion of model_name in the registry. Up to bad_samples
+    images may be impossible to decode, and have no prediction; the default is the value of the model's training.
     """
     from flyte_ddp.predict.predict import predict
 

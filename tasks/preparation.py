@@ -55,8 +55,8 @@ def check_inputs(
     """
     if model_name is not None:
         refuse_release_without_registry(model_name)
-    run = check_and_identify_run(PLATFORM, hp, engine, kickoff_time)
-    data_inputs = (hp.dataset, hp.data_source, hp.test_dataset, run.data_version)
+    run_version, data_version = check_and_identify_run(PLATFORM, hp, engine, kickoff_time)
+    data_inputs = (hp.dataset, hp.data_source, hp.test_dataset, data_version)
     if is_quickly_prepared(hp.dataset):
         folder = fetch_data_set(*data_inputs)
         data = output_folder(folder)
@@ -66,8 +66,8 @@ def check_inputs(
         from flyte_ddp.report import previews
 
         with suppress(Exception):  # an error of the page must not fail the run
-            publish_page_of_dynamic("What is trained", previews.of_run(hp, folder, run.run_name))
-    return CheckedInputs(hp=hp, data=data, data_version=run.data_version, run_version=run.run_version)
+            publish_page_of_dynamic("What is trained", previews.of_run(hp, folder, run_version))
+    return CheckedInputs(hp=hp, data=data, data_version=data_version, run_version=run_version)
 
 
 def refuse_release_without_registry(model_name: str) -> None:

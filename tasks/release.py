@@ -10,7 +10,7 @@ from flytekit.types.file import FlyteFile
 
 from flyte_ddp import hardware
 from flyte_ddp.pods import paths
-from flyte_ddp.pods.platforms import is_in_pod, launcher_name
+from flyte_ddp.pods.platforms import author_name, is_in_pod
 from flyte_ddp.pods.preparation import fetch_data_set
 from flyte_ddp.pods.wandb_settings import read_settings
 from flyte_ddp.release import promotion
@@ -52,7 +52,10 @@ def judge_model(
     model_name: str,
     policy: Policy,
 ) -> Judged:
-    """Compare a model with the champion on the test split of a data set, by the checks of a policy."""
+    """Compare a model with the champion on the test split of a data set, by the checks of a policy.
+
+    Returns whether to promote, the verdict, and a folder with the verdict's page, exports, and the data's profile.
+    """
     model = Path(model_state.download()), Path(sidecar.download())
     with paths.make_dated_folder("verdicts") as folder:
         judged = judge_in_folder(model, Path(data.download()), open_registry(model_name), policy, folder, counts=True)
@@ -66,7 +69,10 @@ def judge_model(
 def evaluate_version(
     model_name: str, version: str, dataset: str, data_source: str, test_dataset: str, policy: Policy
 ) -> Judged:
-    """Compare a version with the champion on the test split of any data set, which decides nothing."""
+    """Compare a version with the champion on the test split of any data set, which decides nothing.
+
+    Downloads the model from the registry, and the data set. Without a version judges the champion itself.
+    """
     registry = open_registry(model_name)
     with TemporaryDirectory() as temporary:
         fetched = Path(temporary)
@@ -84,7 +90,10 @@ def evaluate_version(
 def promote_challenger(
     model_state: PythonPickledFile, sidecar: FlyteFile, verdict: Verdict, files: FlyteDirectory, model_name: str
 ) -> Released:
-    """Store a version, and make it the champion."""
+    """Store a version, and make it the champion.
+
+    Writes the model's files and an entry of the log to the registry, and copies the champion to wandb.
+    """
     return carry_out_verdict(model_state, sidecar, verdict, files, open_registry(model_name))
 
 
@@ -93,23 +102,32 @@ def promote_challenger(
 def keep_champion(
     model_state: PythonPickledFile, sidecar: FlyteFile, verdict: Verdict, files: FlyteDirectory, model_name: str
 ) -> Released:
-    """Store a version, and leave the champion as it is."""
+    """Store a version, and leave the champion as it is.
+
+    Writes the model's files to the registry.
+    """
     return carry_out_verdict(model_state, sidecar, verdict, files, open_registry(model_name))
 
 
 @task(**pods.promoting_pod())
 @translate_errors_for_flyte()
 def promote_version(model_name: str, version: str, reason: str) -> Released:
-    """Make a stored version the champion, as the person who launched this says."""
-    registry, by, once = open_registry(model_name), launcher_name(), is_in_pod()
+    """Make a stored version the champion, as the person who launched this says.
+
+    Writes an entry of the log with the reason and the author to the registry, and copies the champion to wandb.
+    """
+    registry, by, once = open_registry(model_name), author_name(), is_in_pod()
     return announce_champion(registry, promotion.promote(registry, version, reason, by=by, once=once))
 
 
 @task(**pods.promoting_pod())
 @translate_errors_for_flyte()
 def roll_back_champion(model_name: str, reason: str) -> Released:
-    """Make the champion before the present one the champion again."""
-    registry, by, once = open_registry(model_name), launcher_name(), is_in_pod()
+    """Make the champion before the present one the champion again.
+
+    Writes an entry of the log with the reason and the author to the registry, and copies the champion to wandb.
+    """
+    registry, by, once = open_registry(model_name), author_name(), is_in_pod()
     return announce_champion(registry, promotion.roll_back(registry, reason, by=by, once=once))
 
 
@@ -158,20 +176,20 @@ def carry_out_verdict(
     """
     model = Path(model_state.download()), Path(sidecar.download())
     beside = {path.name: path for path in sorted(Path(files.download()).iterdir())}
-    by = launcher_name()
+    by = author_name()
     version = promotion.store(registry, *model, verdict, beside, by=by)
     released = Released(*promotion.carry_out(registry, version, verdict, by=by))
-    return announce(registry, released, promoted=verdict.promotes)
+    return announce_release(registry, released, promoted=verdict.promotes)
 
 
 def announce_champion(registry: Registry, entry: Entry) -> Released:
     """Announce a new entry of the registry's log and return the outcome, with the present champion."""
     now = registry.champion() or entry  # after a retry of this task another entry may be newer
     released = Released(entry.version, now.version, f"champion {entry.number}: {entry.reason}")
-    return announce(registry, released, promoted=True)
+    return announce_release(registry, released, promoted=True)
 
 
-def announce(registry: Registry, released: Released, *, promoted: bool) -> Released:
+def announce_release(registry: Registry, released: Released, *, promoted: bool) -> Released:
     """Return the outcome; copy a promoted version to wandb, and print the outcome in a local run."""
     if promoted:
         mirror_champion(registry, released.version, read_settings(PLATFORM, f"{registry.name}-champion"))

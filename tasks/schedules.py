@@ -98,7 +98,7 @@ def parse_entry(entry: object, taken: list[str]) -> Schedule:
     """
     if not isinstance(entry, Mapping):
         raise UserError(f"must be an object such as {EXAMPLE}, got {shown(entry)}")
-    name, workflow, cron = (read_text_key(entry, key) for key in ("name", "workflow", "cron"))
+    name, workflow, cron, model_name = (read_text_key(entry, key) for key in ("name", "workflow", "cron", "model_name"))
     if not NAME.fullmatch(name):
         raise UserError(f"name={name!r}: must be letters, digits and '_' only, and begin with a letter")
     if name in taken:
@@ -110,8 +110,7 @@ def parse_entry(entry: object, taken: list[str]) -> Schedule:
         if key not in known:
             raise unknown_name(f"key of an entry with {workflow}", str(key), known)
     if cron:
-        check_cron(cron)
-    model_name = read_text_key(entry, "model_name")
+        refuse_bad_cron(cron)
     if workflow == RELEASING:
         check_model_name(model_name)
     hp = read_fields_key(entry, "hyperparameters", Hyperparameters)
@@ -126,14 +125,12 @@ def read_text_key(entry: Mapping[str, Any], key: str) -> str:
         UserError: the value is no text.
     """
     value = entry.get(key)
-    if value is None:
-        return ""
-    if not isinstance(value, str):
+    if not isinstance(value, str | None):
         raise UserError(f"{key}={shown(value)}: must be text; put it in quotes")
-    return value
+    return value or ""
 
 
-def check_cron(text: str) -> None:
+def refuse_bad_cron(text: str) -> None:
     """Raise UserError for a cron expression that Flyte's scheduler refuses or that never comes, such as 30 February."""
     # flytekit checks with croniter, which accepts a range that ends before it begins. Flyte's scheduler does not.
     place = {name: number for names in (DAYS, MONTHS) for number, name in enumerate(names)}

@@ -4,6 +4,7 @@ On a cluster the files they make go to the blob store, as one directory; ``shard
 data set to train on.
 """
 
+from pathlib import Path
 from typing import List, NamedTuple, Optional
 
 from flytekit import Deck, task
@@ -19,6 +20,13 @@ from tasks import pods
 from tasks.flyte import output_folder, translate_errors_for_flyte
 
 
+def index_output(folder: Path, name: str, headline: str) -> FlyteDirectory:
+    """Return a folder with an index NAME.json as a task's output; in a local run, print where the index is."""
+    index = folder / f"{name}.json"
+    paths.print_files(headline, {index: f"the index, a data set: shards:{index}"})
+    return output_folder(folder)
+
+
 @task(**pods.data_pod())
 @translate_errors_for_flyte()
 def pack_shards(
@@ -31,7 +39,7 @@ def pack_shards(
 ) -> FlyteDirectory:
     """Pack images into shards with an index: a folder of class/name.jpg, a data set by its name, or one's own.
 
-    Their order is mixed by the seed, or their own.
+    The order of images is mixed with the seed, or with order="own" is that of the source.
     """
     from flyte_ddp.datasets.packing import pack_source
 
@@ -47,8 +55,7 @@ def pack_shards(
             seed=seed if order == "mixed" else None,
             progress=from_environment().progress,
         )
-    paths.print_files("packed into", {folder / f"{name}.json": f"the index, a data set: shards:{folder / name}.json"})
-    return output_folder(folder)
+    return index_output(folder, name, "packed into")
 
 
 @task(**pods.data_pod())
@@ -60,8 +67,7 @@ def index_shards(urls: List[str], name: str = "train", classes: Optional[List[st
     progress = from_environment().progress
     with paths.make_dated_folder("index") as folder:
         create_index(urls, folder / f"{name}.json", name=name, classes=classes or [], progress=progress)
-    paths.print_files("indexed in", {folder / f"{name}.json": "the index"})
-    return output_folder(folder)
+    return index_output(folder, name, "indexed in")
 
 
 @task(**pods.light_pod())
@@ -72,15 +78,17 @@ def join_shards(indexes: List[str], weights: Optional[List[float]] = None, name:
 
     with paths.make_dated_folder("index") as folder:
         join_indexes(indexes, folder / f"{name}.json", weights=weights or [], name=name)
-    paths.print_files("joined in", {folder / f"{name}.json": "the index"})
-    return output_folder(folder)
+    return index_output(folder, name, "joined in")
 
 
 @task(**pods.data_pod())
 @translate_errors_for_flyte()
 def verify_shards(index: str, decode: bool = False) -> str:
-    """Read all shards of an index and fail if anything is not as it says."""
-    check_shards(index, decode=decode)
+    """Read all shards of an index and fail if anything is not as it says.
+
+    Fails with the first 20 differences. Decodes each image if decode is set.
+    """
+    refuse_damaged_shards(index, decode=decode)
     return f"{index}: all is as it says"
 
 
@@ -94,17 +102,20 @@ class PackedShards(NamedTuple):
 @task(**pods.data_pod(), **pods.WITH_DECK)
 @translate_errors_for_flyte()
 def verify_packed(packed: FlyteDirectory, name: str = "train") -> PackedShards:
-    """Check shards where they were put, and hand them on with the name of the data set that they are."""
+    """Check shards where they were put, and hand them on with the name of the data set that they are.
+
+    Reads all shards and decodes each image; fails with the first 20 differences from the index.
+    """
     from flyte_ddp.report import previews
 
     index = f"{str(packed.remote_source or packed.path).rstrip('/')}/{name}.json"
-    check_shards(index, decode=True)
+    refuse_damaged_shards(index, decode=True)
     if is_in_pod():
         Deck("Shards", previews.of_shards(index))
     return PackedShards(shards=packed, dataset=f"shards:{index}")
 
 
-def check_shards(index: str, *, decode: bool) -> None:
+def refuse_damaged_shards(index: str, *, decode: bool) -> None:
     """Read all shards of an index and print the progress; raise UserError with the first 20 differences.
 
     Args:

@@ -38,7 +38,10 @@ class Validated(NamedTuple):
 @task(**pods.data_pod(), cache=pods.cache_by_content(ignored_inputs=("data",), code=package_digest()))
 @translate_errors_for_flyte()
 def profile_dataset(data: FlyteDirectory, data_version: str) -> DataProfile:
-    """Look at all samples of a data set, once for each version of its content."""
+    """Look at all samples of a data set, once for each version of its content.
+
+    Returns a profile: counts of classes, sizes and modes of images, duplicates, and images that cannot be decoded.
+    """
     from flyte_ddp.validation.profiling import profile
 
     del data_version  # an input for the cache key only
@@ -51,7 +54,11 @@ def profile_dataset(data: FlyteDirectory, data_version: str) -> DataProfile:
 def validate_dataset(
     data: FlyteDirectory, profile: DataProfile, hp: Hyperparameters, model_name: str, policy: Policy
 ) -> Validated:
-    """Refuse data that should not be trained on, and say in what they are unlike the champion's."""
+    """Refuse data that should not be trained on, and say in what they are unlike the champion's.
+
+    Returns the data and the warnings, which are also printed and on the task's page. Fails for data that the policy
+    refuses, and for a registry that cannot be written to or whose log has a gap. Writes a probe file to the registry.
+    """
     from flyte_ddp.validation.validate import check, differences
 
     check(profile, hp, max_duplicates=policy.max_duplicates, max_conflicts=policy.max_conflicts)

@@ -116,9 +116,9 @@ class CheckpointStore:
             raise UnreachableError(f"checkpoints in {address}: {error}; the same run will try again") from error
 
     def list_newest_first(self) -> list[RunFile]:
-        """Return the run's files that matter to this execution, those of the highest step first.
+        """Return the run's files that this execution may use, highest step first.
 
-        Leaves out the files of other executions that have a result, and with ``from_scratch`` of all other executions.
+        Leaves out files of other executions that have a result. With ``from_scratch`` leaves out all other executions.
         """
         files = list_run_files(self.folder)
         done = {file.execution for file in files if file.kind == DONE} - {self.execution}
@@ -304,7 +304,7 @@ class CheckpointStore:
 
 
 def list_run_files(folder: str) -> list[RunFile]:
-    """Return the files of runs below a folder of the store; [] if the folder is missing."""
+    """Return what the addresses of all runs' files below a folder of the store say; [] if the folder is missing."""
     try:
         names = [file.name for file in storage.list_files(folder)]
     except MissingError:  # for a path only: a missing prefix of a bucket is empty

@@ -23,7 +23,7 @@ STORE_VARIABLE = "PET_RDZV_ENDPOINT"  # host:port of Elastic's store, set by the
 UPLOAD_SECONDS = 600.0  # for rank 0's pod to upload its outputs
 
 
-def check_host_name() -> None:
+def refuse_unresolvable_host_name() -> None:
     """Raise UserError if this machine's name has no address, for which Elastic's workers would wait ten minutes."""
     name = socket.getfqdn()
     try:

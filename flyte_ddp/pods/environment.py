@@ -57,11 +57,6 @@ def cache_limit_variable() -> dict[str, str]:
     return {CACHE_VARIABLE: os.environ.get(CACHE_VARIABLE) or str(disk // 2)}
 
 
-def wandb_environment() -> dict[str, str]:
-    """Return those variables of a training pod that concern wandb."""
-    return {name: value for name, value in training_environment().items() if "WANDB" in name}
-
-
 def registry_environment() -> dict[str, str]:
     """Return FLYTE_DDP_REGISTRY, the address of the registry of models: as set at registration, or empty."""
     return {REGISTRY_VARIABLE: read_text(REGISTRY_VARIABLE)}

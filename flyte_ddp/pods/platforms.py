@@ -61,7 +61,7 @@ def storage_address(address: str) -> str:
     return re.sub(r"^abfss?://([^/@]+)(@[^/]*)?", r"az://\1", address)
 
 
-def launcher_name() -> str:
+def author_name() -> str:
     """Return the author to record for a change: PROJECT/DOMAIN/EXECUTION in a pod, USER@HOST elsewhere."""
     if is_in_pod():
         return "/".join(execution_names())

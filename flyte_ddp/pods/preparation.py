@@ -1,6 +1,5 @@
 """What comes before training: inputs are checked, the run is identified, and its data set is fetched."""
 
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -8,7 +7,7 @@ from flyte_ddp import datasets, hardware
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.pods import paths
 from flyte_ddp.pods.platforms import Platform, is_in_pod
-from flyte_ddp.pods.profiles import nodes_and_ranks
+from flyte_ddp.pods.profiles import training_limits
 from flyte_ddp.runs import identity
 from flyte_ddp.runs.run_folder import is_finished
 from flyte_ddp.settings import check_wandb, from_environment
@@ -16,25 +15,10 @@ from flyte_ddp.settings import check_wandb, from_environment
 NO_SCHEDULE = datetime(1970, 1, 1, tzinfo=UTC)  # kickoff time of a retraining that no schedule started
 
 
-@dataclass(frozen=True)
-class RunInputs:
-    """What identifies a run and its data set.
-
-    Args:
-        run_name: Name of the run, and of its folder.
-        run_version: Name of the run. Locally followed by @ and the token of the run's folder.
-        data_version: Name of the data set's folder. Locally followed by @ and the token of that folder.
-    """
-
-    run_name: str
-    run_version: str
-    data_version: str
-
-
 def check_and_identify_run(
     platform: Platform, hp: Hyperparameters, engine: str, kickoff_time: datetime | None
-) -> RunInputs:
-    """Check the hyperparameters against the hardware to come, reserve a local run's folder, and identify the run.
+) -> tuple[str, str]:
+    """Check the hyperparameters against the hardware to come, reserve a local run's folder, and name run and data.
 
     Asks the data's origin for the version of the data. Locally also checks wandb's settings; those of pods were checked
     at registration.
@@ -45,23 +29,24 @@ def check_and_identify_run(
         engine: elastic, ray or dask. Empty for training in one pod.
         kickoff_time: Tick of a schedule that retrains each time. NO_SCHEDULE stands for now. None for other runs.
 
+    Returns:
+        The name of the run, which is also that of its folder, and the name of the data set's folder. Locally each is
+        followed by @ and the token of the folder.
+
     Raises:
         UserError: a hyperparameter or a setting is wrong, or the data's origin does not answer.
     """
     if not is_in_pod():
         check_wandb()
     identity.check_known_image_size(hp)
-    hardware.check_requested(hp, *nodes_and_ranks(engine))
+    hardware.check_requested(hp, *training_limits(engine))
     fingerprint = datasets.fingerprint(hp.dataset, hp.data_source, hp.test_dataset)
     if kickoff_time == NO_SCHEDULE:
         kickoff_time = datetime.now(UTC)
     name = identity.run_name(hp, fingerprint, trigger=kickoff_time.isoformat() if kickoff_time else "")
     run, data = paths.reserve_run(platform, name), f"datasets/{fingerprint}"
-    return RunInputs(
-        run_name=run,
-        run_version=paths.add_token(run, complete=is_finished(paths.resolve_folder(run))),
-        data_version=paths.add_token(data, complete=datasets.is_whole(paths.resolve_folder(data))),
-    )
+    run_version = paths.add_token(run, complete=is_finished(paths.resolve_folder(run)))
+    return run_version, paths.add_token(data, complete=datasets.is_whole(paths.resolve_folder(data)))
 
 
 def fetch_data_set(dataset: str, data_source: str, test_dataset: str, data_version: str = "") -> Path:

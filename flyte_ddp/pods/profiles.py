@@ -151,7 +151,7 @@ def elastic_ranks_per_node() -> int:
     return profile.gpus or max(1, min(int(parse_quantity(profile.cpu)), MOST_CPU_RANKS))
 
 
-def nodes_and_ranks(engine: str) -> tuple[int, int, int]:
+def training_limits(engine: str) -> tuple[int, int, int]:
     """Return the limits of a training on an engine.
 
     Args:

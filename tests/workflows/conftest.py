@@ -12,7 +12,7 @@ from pod_inputs import CHECK, SMOKE, VERSION, check_inputs, from_console
 from s3_server import s3_server
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """The project as it is here, but for the library's version, packaged for a cluster without GPUs."""
     folder = tmp_path_factory.mktemp("cluster")
@@ -29,12 +29,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield Cluster(packaged.read(archive, folder / "package"), server, folder)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def checked(cluster: Cluster) -> PodEnded:
     return cluster.run(CHECK, check_inputs(cluster, from_console(SMOKE)))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def train_inputs(cluster: Cluster, checked: PodEnded) -> dict[str, Literal]:
     assert checked.outputs, checked.log
     [check, train] = cluster.package.workflows["workflows.training.training_wf"].template.nodes

@@ -24,7 +24,7 @@ def test_promoted_and_kept_as_the_gate_says(
         for node in cluster.package.workflows["workflows.release.release_wf"].template.nodes
     }
     hp = from_workflow({**SMOKE, "epochs": 4, "max_steps": 0})  # enough to be better than one class for all
-    trained = cluster.run(TRAIN, {**train_inputs, "hp": hp})
+    trained = cluster.run(TRAIN, {**train_inputs, "hp": hp}, execution="release")
     given: dict[str, Mapping[str, Literal]] = {
         "start-node": {"model_name": text("digits"), "policy": from_workflow({"min_accuracy": 0.0})},
         nodes["tasks.preparation.check_inputs"].id: checked.outputs or {},
