@@ -14,7 +14,7 @@ from flyte_ddp.pods.environment import (
     pod_environment,
     registry_environment,
     training_environment,
-    wandb_secret,
+    wandb_secret_id,
 )
 from flyte_ddp.pods.profiles import Size, chosen_profile, split_size
 from flyte_ddp.settings import REQUESTED_GPUS, read_number, read_text, read_whole_number
@@ -147,7 +147,7 @@ def gpu_type() -> Optional[GPUAccelerator]:
 
 def secret_requests() -> list[Secret]:
     """Return the request for the secret with wandb's key, as an environment variable; [] if pods get no secret."""
-    names = wandb_secret()
+    names = wandb_secret_id()
     return [Secret(*names, mount_requirement=Secret.MountType.ENV_VAR)] if names else []
 
 

@@ -42,6 +42,7 @@ def predict_images(
 
     The model is a run's (model_state and sidecar), or the champion of model_name in the registry. Up to bad_samples
     images may be impossible to decode, and have no prediction; the default is the value of the model's training.
+    The first predictions are on the task's page. A local run prints the folder of the table and the page.
     """
     from flyte_ddp.predict.predict import predict
 

@@ -71,7 +71,8 @@ def evaluate_version(
 ) -> Judged:
     """Compare a version with the champion on the test split of any data set, which decides nothing.
 
-    Downloads the model from the registry, and the data set. Without a version judges the champion itself.
+    Downloads the model from the registry, and the data set. Without a version judges the champion itself. Returns a
+    folder with the verdict's page. The champion stays as it is.
     """
     registry = open_registry(model_name)
     with TemporaryDirectory() as temporary:

@@ -61,7 +61,10 @@ def pack_shards(
 @task(**pods.data_pod())
 @translate_errors_for_flyte()
 def index_shards(urls: List[str], name: str = "train", classes: Optional[List[str]] = None) -> FlyteDirectory:
-    """Read shards and make their index; {000..127} in an address stands for a range of numbers."""
+    """Read shards and make their index; {000..127} in an address stands for a range of numbers.
+
+    Returns a folder with the index NAME.json. Without classes, these are named 0, 1, 2 up to the highest label.
+    """
     from flyte_ddp.shards.scanning import create_index
 
     progress = from_environment().progress
@@ -132,7 +135,10 @@ def refuse_damaged_shards(index: str, *, decode: bool) -> None:
 @task(**pods.light_pod())
 @translate_errors_for_flyte()
 def show_shards(index: str) -> str:
-    """Say what an index holds; no shard is opened."""
+    """Say what an index holds; no shard is opened.
+
+    Returns a line each for the name, the shards, the samples, the bytes, the classes and more.
+    """
     from flyte_ddp.shards.index import read_index
 
     return "\n".join(f"{key}: {value}" for key, value in read_index(index).summary().items())
@@ -141,7 +147,10 @@ def show_shards(index: str) -> str:
 @task(**pods.light_pod())
 @translate_errors_for_flyte()
 def sample_shards(index: str, number: int) -> FlyteDirectory:
-    """Get one sample of an index: its members as files."""
+    """Get one sample of an index: its members as files.
+
+    Reads one shard, or the sample's part of it. Returns a folder with the files.
+    """
     from flyte_ddp.shards.inspection import read_sample, write_members
 
     sample = read_sample(index, number)

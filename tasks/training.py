@@ -41,7 +41,8 @@ def train_model(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -> 
     """Train a model with distributed data parallelism on all GPUs of one pod.
 
     Returns the test accuracy after each epoch, the weights (a bare state_dict), a JSON sidecar that makes them usable,
-    an HTML report, and all metrics as JSON lines.
+    an HTML report, and all metrics as JSON lines. A local run trains in its run folder, where the files stay. A pod
+    continues from the run's newest checkpoint, uploads checkpoints, and shows the report while it trains.
     """
     return training_outputs(train_in_run_folder(hp, data, run_version, run_training))
 

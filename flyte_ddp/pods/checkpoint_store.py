@@ -78,7 +78,7 @@ class CheckpointStore:
     memory_advice: str = "give it more memory"  # for an attempt whose memory ran out
 
     def download_newest(self, path: Path) -> Checkpoint | None:
-        """Download the newest readable checkpoint to ``path``, unless the folder of ``path`` has one as new.
+        """Download the newest readable checkpoint to ``path``, unless the folder of ``path`` has an equally new one.
 
         Prints which checkpoint is used, and which ones cannot be read.
 
@@ -145,7 +145,7 @@ class CheckpointStore:
             delete_run_files(old[first : first + DELETE_BATCH])
 
     def download_newest_readable(self, files: list[RunFile], path: Path) -> Checkpoint | None:
-        """Download the newest readable checkpoint to ``path``, unless the folder of ``path`` has one as new.
+        """Download the newest readable checkpoint to ``path``, unless the folder of ``path`` has an equally new one.
 
         Prints which checkpoint is used, and which ones cannot be read.
 

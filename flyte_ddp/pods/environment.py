@@ -46,7 +46,7 @@ def training_environment() -> dict[str, str]:
         **cache_limit_variable(),
         "FLYTE_DDP_SAVE_SECONDS": str(grace // 2),
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(grace - REPORT_SECONDS),
-        SECRET_VARIABLE: "/".join(wandb_secret() or ("off",)),
+        SECRET_VARIABLE: "/".join(wandb_secret_id() or ("off",)),
         **settings_for_pods(TRAINING_PODS),
     }
 
@@ -113,7 +113,7 @@ def settings_digest() -> dict[str, str]:
     return {"FLYTE_DDP_SETTINGS": hashlib.sha256(text.encode()).hexdigest()[:12]}
 
 
-def wandb_secret() -> tuple[str, str] | None:
+def wandb_secret_id() -> tuple[str, str] | None:
     """Return group and key of the platform's secret that holds wandb's key; None if pods get no secret.
 
     FLYTE_DDP_WANDB_SECRET names the secret, or is ``off``. Without the variable only pods with GPUs get the secret

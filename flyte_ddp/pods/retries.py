@@ -39,11 +39,11 @@ def raise_sigterm(*_: object) -> None:
 
 @contextmanager
 def translate_errors(platform: Platform) -> Iterator[None]:
-    """Raise the platform's retryable error in a pod for a failure that may not happen again; go around a task's body.
+    """In a pod, replace an exception of the block that may not occur again by the platform's retryable error.
 
-    Such failures are an UnreachableError, SIGTERM, and a RankError with ``recoverable``. In the main thread, handles
-    SIGTERM for the block. First compares the pod's code with the registered code. After any failure, unlocks the run
-    folders that this thread has reserved.
+    Such exceptions are an UnreachableError, SIGTERM, and a RankError with ``recoverable``. In the main thread, sets a
+    handler of SIGTERM for the block. First compares the pod's code with the registered code. After any exception,
+    unlocks the run folders that this thread has reserved.
 
     Raises:
         StoppedError: SIGTERM, in a local run.

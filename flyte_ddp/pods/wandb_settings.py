@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from flyte_ddp import storage
-from flyte_ddp.pods.environment import wandb_secret
+from flyte_ddp.pods.environment import wandb_secret_id
 from flyte_ddp.pods.platforms import Platform, execution_names, is_in_pod, storage_address
 from flyte_ddp.runs.run_folder import UNFINISHED
 from flyte_ddp.settings import Settings, from_environment
@@ -26,7 +26,7 @@ def read_settings(platform: Platform, run: str) -> Settings:
     """
     if not is_in_pod():
         return from_environment(wandb_run_id=run)
-    secret = wandb_secret()
+    secret = wandb_secret_id()
     if secret is not None and not os.environ.get("WANDB_API_KEY"):
         # Flyte puts a secret that a task requests into a variable of this name.
         variable = os.environ.get("FLYTE_SECRETS_ENV_PREFIX", "_FSEC_") + "_".join(secret).upper()

@@ -8,7 +8,7 @@ from cli import ROOT
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.pods import profiles
-from flyte_ddp.pods.environment import wandb_secret
+from flyte_ddp.pods.environment import wandb_secret_id
 from flyte_ddp.pods.profiles import PROFILES, Size, parse_quantity, split_size
 
 
@@ -67,7 +67,7 @@ def test_a_secret_has_a_group_and_a_key(monkeypatch: pytest.MonkeyPatch, name: s
     with pytest.raises(
         UserError, match=f"FLYTE_DDP_WANDB_SECRET='{name}': must be a secret's group/key, such as wandb/"
     ):
-        wandb_secret()
+        wandb_secret_id()
 
 
 def test_templates_of_pods() -> None:
