@@ -21,11 +21,12 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
 from flyte_ddp.datasets.prepared import open_prepared
 from flyte_ddp.export import exporting
-from flyte_ddp.export.answering import OnnxProcess
-from flyte_ddp.export.exporting import raw_images
-from flyte_ddp.export.served import Served
+from flyte_ddp.export.exporting import read_test_images
+from flyte_ddp.export.onnx_process import OnnxProcess
+from flyte_ddp.export.served import ServedModel
 from flyte_ddp.hardware import cores
-from flyte_ddp.release.answers import Model
+from flyte_ddp.predict.saved_model import SavedModel
+from flyte_ddp.release.evaluation import compute_logits_of_split
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
 
@@ -52,22 +53,26 @@ def measure(options: Options) -> Result:
         run = run_training(
             Hyperparameters.from_dict({**hp.to_dict(), "max_steps": 1, "num_ranks": 1}), data, folder, QUIET
         )
-        sides[name] = Model(run.model, run.sidecar, QUIET), open_prepared(data)
+        sides[name] = SavedModel(run.model, run.sidecar, QUIET), open_prepared(data)
     result = Result(settings={"photos": images, "side": side, "threads": cores()})
-    logits = {name: np.stack([*model.rows(split)]) for name, (model, split) in sides.items()}
+    logits = {name: np.stack([*compute_logits_of_split(model, split)]) for name, (model, split) in sides.items()}
 
     def exported(name: str, _: int) -> None:
         model, split = sides[name]
         with TemporaryDirectory() as folder:
-            served = Served(model.module, model.sidecar).eval()
+            served = ServedModel(model.module, model.sidecar).eval()
             with timed() as took:
                 exporting.write_graphs(served, Path(folder))
             result.add(f"{name}: graphs written", took[0], "s")
-            expected = exporting.Logits(logits[name], len(logits[name]), float(np.ptp(logits[name])))
+            expected = exporting.TorchLogits(logits[name], len(logits[name]), float(np.ptp(logits[name])))
             found = exporting.Comparison(1e-3 * expected.spread)
             with timed() as took:
-                exporting.compare(
-                    Path(folder, exporting.ONNX), served, raw_images(split, served.channels, QUIET), expected, found
+                exporting.compare_logits(
+                    Path(folder, exporting.ONNX),
+                    served,
+                    read_test_images(split, served.channels, QUIET),
+                    expected,
+                    found,
                 )
             assert found.passed
             result.add(f"{name}: checked", len(logits[name]) / took[0], "images/s")
@@ -84,13 +89,13 @@ def measure(options: Options) -> Result:
     return result
 
 
-def batches(served: Served, onnx: Path, result: Result) -> None:
+def batches(served: ServedModel, onnx: Path, result: Result) -> None:
     """Batches of 64 photos, resized and answered by onnxruntime and by torch."""
     photos = np.random.default_rng(0).integers(0, 256, (64, 375, 500, 3), dtype=np.uint8)
     with OnnxProcess(onnx, cores()) as process, torch.no_grad():
-        process.logits(photos)
+        process.compute_logits(photos)
         with timed() as took:
-            process.logits(photos)
+            process.compute_logits(photos)
         result.add("photos: onnxruntime", len(photos) / took[0], "images/s")
         served(torch.from_numpy(photos))
         with timed() as took:

@@ -13,15 +13,15 @@ import numpy as np
 from benchmarks.measuring import Options, Result, Target
 from benchmarks.simulated_models import Correct, changed_model, equal_model
 from flyte_ddp.release import checks, statistics
-from flyte_ddp.release.checks import Pair
+from flyte_ddp.release.checks import PairedCounts
 
 SAMPLES, DISCORDANT, ALPHA, NIGHTS = 10_000, 0.12, 0.05, 365
 MARGIN = 0.01
-Rule = Callable[[Pair, int], bool]  # of the challenger against the champion, on the k-th night
+Rule = Callable[[PairedCounts, int], bool]  # of the challenger against the champion, on the k-th night
 RULES: dict[str, Rule] = {
     "higher accuracy wins": lambda pair, _: pair.gained > pair.lost,
-    "McNemar each night": lambda pair, _: checks.superior(pair, ALPHA).passed,
-    "the gate": lambda pair, night: checks.superior(pair, statistics.spent(ALPHA, night)).passed,
+    "McNemar each night": lambda pair, _: checks.check_superior(pair, ALPHA).passed,
+    "the gate": lambda pair, night: checks.check_superior(pair, statistics.alpha_of_look(ALPHA, night)).passed,
 }
 
 
@@ -59,7 +59,7 @@ def promoted(
     """Whether the gate promotes a challenger that is as good, or differs by these shares of all samples."""
     changed = changed_model(random, champion, gain, loss)
     challenger = changed if gain else equal_model(random, SAMPLES, DISCORDANT)
-    return RULES["the gate"](Pair.of(challenger, champion), look)
+    return RULES["the gate"](PairedCounts.count(challenger, champion), look)
 
 
 def year(random: np.random.Generator, rule: Rule, nights: int) -> tuple[int, float]:
@@ -67,7 +67,7 @@ def year(random: np.random.Generator, rule: Rule, nights: int) -> tuple[int, flo
     champion, promotions = equal_model(random, SAMPLES, DISCORDANT), 0
     for night in range(1, nights + 1):
         challenger = equal_model(random, SAMPLES, DISCORDANT)
-        if rule(Pair.of(challenger, champion), night):
+        if rule(PairedCounts.count(challenger, champion), night):
             champion, promotions = challenger, promotions + 1
     return promotions, float(champion.mean()) - (1 - DISCORDANT)
 
@@ -78,8 +78,8 @@ def worsening(random: np.random.Generator, *, anchored: bool) -> Target:
     for _ in range(50):
         challenger = changed_model(random, champion, 0.0, 0.004)
         others = (champion, best) if anchored else (champion,)
-        pairs = [Pair.of(challenger, other) for other in others]
-        if all(checks.not_worse("other", pair, MARGIN, ALPHA).passed for pair in pairs):
+        pairs = [PairedCounts.count(challenger, other) for other in others]
+        if all(checks.check_not_worse("other", pair, MARGIN, ALPHA).passed for pair in pairs):
             champion = challenger
     what = f"50 x -0.4 points under not_worse, {'with' if anchored else 'without'} the best version: lost in all"
     return Target(what, 1 - float(champion.mean()), "%", at_most=MARGIN if anchored else None)

@@ -151,10 +151,10 @@ def plot(found: dict[tuple[int, int], dict[str, list[float]]], path: Path) -> No
     """The runs over the document's curves."""
     from matplotlib.figure import Figure
 
-    from flyte_ddp.report.figures import BLUE, GREEN, ORANGE, styled
+    from flyte_ddp.report.figures import BLUE, GREEN, ORANGE, use_report_style
 
     colors = {1: BLUE, 2: GREEN, 4: ORANGE}
-    with styled():
+    with use_report_style():
         figure = Figure(figsize=(9, 3.6), layout="constrained")
         axes = figure.subplots(1, 2)
         for axis, kind, published in ((axes[0], "train", TRAIN), (axes[1], "validation", VALIDATION)):

@@ -4,16 +4,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from flyte_ddp.release.answers import Answers
+from flyte_ddp.release.evaluation import Evaluation
 
 Correct = NDArray[np.bool_]
 
 
-def answers(correct: Correct, labels: NDArray[np.int64], classes: int = 10, confidence: float = 3.0) -> Answers:
+def answers(correct: Correct, labels: NDArray[np.int64], classes: int = 10, confidence: float = 3.0) -> Evaluation:
     """Of a model that names the next class where it is wrong."""
     logits = np.zeros((len(labels), classes), dtype=np.float32)
     logits[np.arange(len(labels)), np.where(correct, labels, (labels + 1) % classes)] = confidence
-    return Answers.from_batches([(torch.from_numpy(logits), torch.from_numpy(labels))])
+    return Evaluation.from_batches([(torch.from_numpy(logits), torch.from_numpy(labels))])
 
 
 def equal_model(random: np.random.Generator, samples: int, discordant: float) -> Correct:

@@ -64,7 +64,7 @@ def validate_dataset(
     check(profile, hp, max_duplicates=policy.max_duplicates, max_conflicts=policy.max_conflicts)
     registry = Registry(registry_address(), model_name)
     # A registry that cannot be written to, or whose log has a gap, must not be noticed only after training.
-    registry.check_store()
+    registry.refuse_store_that_overwrites()
     history = registry.history()
     champion = history[-1] if history else None
     if policy.slices:

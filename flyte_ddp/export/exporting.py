@@ -1,4 +1,4 @@
-"""Exporting a model as ONNX and .pt2 with golden requests, and checking the ONNX on all test samples."""
+"""Exporting a model as ONNX and .pt2 with golden requests, and comparing the ONNX with torch on all test samples."""
 
 import io
 import logging
@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from flyte_ddp.datasets.arrays import ImageArrays
 from flyte_ddp.datasets.prepared import PreparedSet, order_of_tests
 from flyte_ddp.errors import UnreachableError, how_to_install
-from flyte_ddp.export.answering import OnnxProcess
-from flyte_ddp.export.served import Served
+from flyte_ddp.export.onnx_process import OnnxProcess
+from flyte_ddp.export.served import ServedModel
 from flyte_ddp.hardware import cores
 from flyte_ddp.loading.cropping import squared
 from flyte_ddp.loading.decoding import DecodingError, Pixels
@@ -37,8 +37,8 @@ TOLERANCE = {"cpu": 1e-3, "cuda": 5e-3}  # of the logits' range; a GPU's convolu
 Image = NDArray[np.uint8]
 
 
-class Logits(NamedTuple):
-    """Torch's logits on the test samples that can be decoded; never all in memory, as they may be gigabytes."""
+class TorchLogits(NamedTuple):
+    """Torch's logits on the test samples that can be decoded, one after the other: all may be gigabytes."""
 
     rows: Iterable[NDArray[np.float32]]  # [classes] of each sample, in the split's order
     samples: int
@@ -47,20 +47,24 @@ class Logits(NamedTuple):
 
 @dataclass
 class Comparison:
-    """How far an exported model's logits are from torch's."""
+    """How far an ONNX's logits are from torch's."""
 
     tolerance: float  # the largest difference of a logit that is allowed
     worst: float = 0.0  # the largest difference so far
-    # samples with another class than torch's, where torch's first two logits differ by more than the tolerance
+    # numbers of samples with another class than torch's, although torch's two largest logits differ by more than the
+    # tolerance
     others: set[int] = field(default_factory=set)
 
     @property
     def passed(self) -> bool:
-        """Whether the differences are within the tolerance, and no class is another one."""
+        """Whether all differences are within the tolerance, and no sample has another class."""
         return self.worst <= self.tolerance and not self.others
 
     def add_batch(self, first: int, found: NDArray[np.float32], expected: NDArray[np.float32]) -> None:
-        """Add the logits [n, classes] of the samples from number ``first`` on, and torch's of the same samples."""
+        """Compare the ONNX's logits of the samples from number ``first`` on with torch's, and keep the result.
+
+        ``found`` are the ONNX's logits [n, classes], and ``expected`` torch's.
+        """
         self.worst = max(self.worst, float(np.nan_to_num(np.abs(found - expected), nan=np.inf).max()))
         second, best = np.sort(expected, axis=1)[:, -2:].T
         wrong = (found.argmax(axis=1) != expected.argmax(axis=1)) & (best - second > self.tolerance)
@@ -71,38 +75,43 @@ class NotExportedError(Exception):
     """There is no ONNX of this model: the extra is not installed, or the exporter cannot follow the model's code."""
 
 
-def export(
+def export_model(
     model: tuple[Path, Path],
     split: PreparedSet,
-    logits: Logits,
+    logits: TorchLogits,
     folder: Path,
     *,
     device: str = "cpu",
     settings: Settings | None = None,
 ) -> Comparison:
-    """Write ``model.onnx``, ``model.pt2``, ``golden.npz`` and ``serve_check.py`` into a folder; return the comparison.
+    """Export a model, compare the ONNX with torch on all test samples, and return the comparison.
 
-    Writes nothing if the comparison does not pass, and no .pt2 if torch cannot make it.
+    Writes ``model.onnx``, ``model.pt2``, ``golden.npz`` and ``serve_check.py`` into the folder. Writes nothing if the
+    comparison does not pass, and no .pt2 if torch cannot write or run it. Reads the whole test split. Starts a process
+    for the ONNX. Silences torch's loggers, warnings and sys.stderr of this process while the exporters run.
 
     Args:
         model: ``model.pt`` and ``model.json``.
         split: the data set whose test samples the ONNX is checked on.
         logits: torch's on these samples.
         folder: an existing folder.
-        device: on which torch computed them: cpu or cuda.
+        device: on which torch computed the logits: cpu or cuda.
         settings: for shards: where they are cached, and how many threads decode.
 
     Raises:
-        NotExportedError: the extra is not installed, or anything failed but storage that may be back.
+        NotExportedError: the extra is not installed, or anything else failed, whatever its class.
+        UnreachableError: the storage of the test split does not answer.
     """
     settings = settings or Settings()
     with TemporaryDirectory(dir=folder) as name:  # so that files appear only if the comparison passes
         made = Path(name)
         try:
-            served = Served(*artifacts.load_model(*model)).eval()
+            served = ServedModel(*artifacts.load_model(*model)).eval()
             write_graphs(served, made)
             found = Comparison(TOLERANCE[device] * logits.spread)
-            golden = compare(made / ONNX, served, raw_images(split, served.channels, settings), logits, found)
+            golden = compare_logits(
+                made / ONNX, served, read_test_images(split, served.channels, settings), logits, found
+            )
             if found.passed:
                 np.savez_compressed(made / GOLDEN, tolerance=found.tolerance, **golden)
                 shutil.copyfile(Path(__file__).with_name(CHECK), made / CHECK)
@@ -119,8 +128,11 @@ def export(
     return found
 
 
-def write_graphs(served: Served, folder: Path) -> None:
-    """Write the model as ONNX, and as .pt2 if torch can load that and gets the same logits."""
+def write_graphs(served: ServedModel, folder: Path) -> None:
+    """Write ``model.onnx`` into a folder, and ``model.pt2`` if torch can write, load and run it with the same logits.
+
+    Raises a NotExportedError if the extra is not installed; errors of the exporter go through.
+    """
     try:
         import onnx  # noqa: F401
         import onnxruntime  # noqa: F401
@@ -129,7 +141,7 @@ def write_graphs(served: Served, folder: Path) -> None:
         raise NotExportedError(f"{error.name} is not installed: {how_to_install('export')}") from error
     shape = 2, served.height + 1, served.width + 2, served.channels  # two images, as exporters take 1 for a constant
     images = (torch.arange(math.prod(shape)).remainder(251).to(torch.uint8).reshape(shape),)
-    with quiet_torch(), torch.no_grad():
+    with silence_torch(), torch.no_grad():
         program = export_graph(served, images)
         written: Any = torch.onnx.export(
             program, (), dynamo=True, input_names=["images"], output_names=["logits"], verbose=False
@@ -142,8 +154,11 @@ def write_graphs(served: Served, folder: Path) -> None:
             (folder / PT2).unlink(missing_ok=True)
 
 
-def export_graph(served: Served, images: tuple[torch.Tensor]) -> torch.export.ExportedProgram:
-    """Return the model's graph for any number and size of images, by non-strict export, else by strict export."""
+def export_graph(served: ServedModel, images: tuple[torch.Tensor]) -> torch.export.ExportedProgram:
+    """Return the model's graph for any number and size of images: by non-strict export, or if that fails by strict.
+
+    ``images`` is an example of the input.
+    """
     sizes = ({place: torch.export.Dim(name, min=min(place + 1, 2)) for place, name in enumerate("nhw")},)
     try:
         return torch.export.export(served, images, dynamic_shapes=sizes)
@@ -152,10 +167,10 @@ def export_graph(served: Served, images: tuple[torch.Tensor]) -> torch.export.Ex
 
 
 @contextmanager
-def quiet_torch() -> Iterator[None]:
-    """Silence torch's own loggers, Python warnings and sys.stderr, in the whole process, until the context ends.
+def silence_torch() -> Iterator[None]:
+    """Silence torch's loggers, Python warnings and sys.stderr of the whole process in the block.
 
-    Exporters log tracebacks and graphs of each way that fails, of which the last one raises its error all the same.
+    Exporters try several ways, and log a traceback for each one that fails. If all fail, the error is raised anyway.
     """
     import torch._dynamo  # noqa: F401  # makes its loggers
 
@@ -173,14 +188,18 @@ def quiet_torch() -> Iterator[None]:
             handler.removeFilter(nothing)
 
 
-def compare(path: Path, served: Served, images: Iterator[Image], logits: Logits, found: Comparison) -> dict[str, Any]:
-    """Compute all images' logits in a process without torch, one by one and in batches, and add them to ``found``.
+def compare_logits(
+    path: Path, served: ServedModel, images: Iterator[Image], logits: TorchLogits, found: Comparison
+) -> dict[str, Any]:
+    """Compute the ONNX's logits of all images in a new process, and add them to the comparison ``found``.
+
+    Each image is sent alone and in batches of BATCH_SIZES. At most 64 images are in memory, and the golden ones.
 
     Returns:
-        The golden requests: images evenly spread over the test split, and torch's logits of them.
+        The golden requests: images evenly spread over the test split, by names, and torch's ``logits`` of them.
 
     Raises:
-        OSError: the process has ended.
+        OSError: the process has ended by itself.
         ValueError: there are more or fewer images than logits.
     """
     samples = logits.samples
@@ -193,20 +212,23 @@ def compare(path: Path, served: Served, images: Iterator[Image], logits: Logits,
             if place in spread and (not golden or size_of_golden + image.nbytes <= GOLDEN_BYTES):
                 golden[f"image_{place:09d}"], size_of_golden = image, size_of_golden + image.nbytes
                 golden_logits.append(expected)
-            of_one_size = canvas(image, served)
+            of_one_size = place_on_common_canvas(image, served)
             for size, batch in waiting.items():
                 batch.append((image if size == 1 else of_one_size, expected))
                 if len(batch) == size or place + 1 == samples:
                     batch_images, of_torch = map(np.stack, zip(*batch, strict=True))
-                    found.add_batch(place + 1 - len(batch), onnx.logits(batch_images), of_torch)
+                    found.add_batch(place + 1 - len(batch), onnx.compute_logits(batch_images), of_torch)
                     batch.clear()
     if place + 1 != samples or next(images, None) is not None:
         raise ValueError(f"the test split has other images now than the {samples} that torch has answered")
     return {**golden, "logits": np.stack(golden_logits)}
 
 
-def raw_images(data: PreparedSet, channels: int, settings: Settings) -> Iterator[NDArray[np.uint8]]:
-    """Yield the decodable test images [H, W, channels] in the split's order, grey ones as RGB if the model does."""
+def read_test_images(data: PreparedSet, channels: int, settings: Settings) -> Iterator[NDArray[np.uint8]]:
+    """Read the test split, and yield its decodable images uint8 [H, W, channels] in its order.
+
+    Images are neither cropped nor resized; grey ones become RGB if ``channels`` is 3.
+    """
     if isinstance(data, ImageArrays):
         for image in data.test_images:
             yield np.repeat(image, channels // image.shape[2], axis=2)
@@ -214,7 +236,7 @@ def raw_images(data: PreparedSet, channels: int, settings: Settings) -> Iterator
     order = order_of_tests(data)
     with closing(reader(data.tested, settings)) as images:
 
-        def pixels(sample: int, found: Encoded) -> Pixels | None:
+        def decode_or_none(sample: int, found: Encoded) -> Pixels | None:
             try:
                 return decoded(images, sample, found)[0]
             except DecodingError:
@@ -222,13 +244,14 @@ def raw_images(data: PreparedSet, channels: int, settings: Settings) -> Iterator
 
         samples, threads = order.samples(slice(0, len(order))), settings.loader_threads or cores()
         ahead = 2 * threads  # of images that may be large
-        yield from (image for image in in_order(images, samples, threads, pixels, ahead) if image is not None)
+        yield from (image for image in in_order(images, samples, threads, decode_or_none, ahead) if image is not None)
 
 
-def canvas(image: NDArray[np.uint8], served: Served) -> NDArray[np.uint8]:
-    """Return an image that has the same size for all images, so that they make batches, and gives the same logits.
+def place_on_common_canvas(image: NDArray[np.uint8], served: ServedModel) -> NDArray[np.uint8]:
+    """Return an image with the same logits as the given one, in a size that is the same for all images of a batch.
 
-    Where the model crops the middle, that is the middle of a larger square, resized; other images are of one size.
+    If the model crops the middle, this is a black square with the resized middle of the image in it. Otherwise it is
+    the image itself, as all images have one size.
     """
     if not served.middle:
         return image

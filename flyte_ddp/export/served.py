@@ -1,4 +1,4 @@
-"""A model with its preprocessing: from uint8 pixels of any size to logits."""
+"""The module that is exported: a model with its preprocessing, from uint8 pixels of any size to logits."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,15 +9,15 @@ from torch import Tensor, nn
 from flyte_ddp.models import artifacts
 from flyte_ddp.models.images import EVALUATION_SHARE, normalisation
 
-LARGEST = 2**15  # of the whole numbers that stand for weights
+LARGEST = 2**15  # weights of pixels are whole numbers below this
 assert EVALUATION_SHARE == 7 / 8, "middle_side computes with this"
 
 
-class Served(nn.Module):
-    """Turns images uint8 [N, H, W, C] of one size, decoded as for training, grey or RGB, into logits [N, classes].
+class ServedModel(nn.Module):
+    """A module that turns images uint8 [N, H, W, C] of one size, grey or RGB, into logits float32 [N, classes].
 
-    It crops and resizes as evaluations do, by products with matrices of weights: exporters know many kinds of resizing,
-    none of which gives the same pixels as torch's.
+    It crops and resizes as evaluations do. Resizing is a product with a matrix of weights: no operation for resizing
+    that exporters know gives the same pixels as torch's.
     """
 
     def __init__(self, model: nn.Module, sidecar: Mapping[str, Any]) -> None:
@@ -33,7 +33,7 @@ class Served(nn.Module):
         """Crop and resize as evaluations do, normalise, and return the model's logits in float32."""
         if self.middle:
             height, width = images.shape[1], images.shape[2]
-            side = middle_side(torch.sym_min(height, width))
+            side = middle_square_side(torch.sym_min(height, width))
             images = images.narrow(1, (height - side) // 2, side).narrow(2, (width - side) // 2, side)
         pixels = resize_columns(resize_rows(images.float(), self.width, self.middle), self.height, self.middle)
         scale, shift = self.get_buffer("scale"), self.get_buffer("shift")
@@ -42,17 +42,20 @@ class Served(nn.Module):
         return logits
 
 
-def middle_side(shorter: Any) -> Any:
-    """Return 7/8 of the shorter side, rounded as Python's ``round`` does, and at least 1.
+def middle_square_side(shorter: Any) -> Any:
+    """Return the side of the square that is cropped: 7/8 of the shorter side, rounded as by ``round``, at least 1.
 
-    Only by operations that an exporter can follow for a size that it does not know.
+    Uses only operations that exporters can follow for a size that is not known yet.
     """
     is_odd_half = (shorter + 4) // 16 - (shorter + 3) // 16  # 1 if shorter is 12 modulo 16, else 0
     return torch.sym_max((7 * shorter + 4) // 8 - is_odd_half, 1)
 
 
 def resize_rows(pixels: Tensor, size: int, rounded: bool) -> Tensor:
-    """Resize rows of values 0..255: [N, H, W, C] to [N, H, size, C]; to whole numbers if ``rounded``."""
+    """Resize each row of pixels of values 0..255, and return them: [N, H, W, C] to [N, H, size, C].
+
+    Values are whole numbers if ``rounded``, as torch computes them for uint8.
+    """
     weights = triangle_weights(pixels.shape[2], size)
     if not rounded:
         return torch.matmul(weights.float(), pixels)
@@ -65,15 +68,15 @@ def resize_rows(pixels: Tensor, size: int, rounded: bool) -> Tensor:
 
 
 def resize_columns(pixels: Tensor, size: int, rounded: bool) -> Tensor:
-    """Resize columns: [N, H, W, C] to [N, size, W, C]."""
+    """Resize each column of pixels of values 0..255, and return them: [N, H, W, C] to [N, size, W, C]."""
     return resize_rows(pixels.transpose(1, 2), size, rounded).transpose(1, 2)
 
 
 def triangle_weights(inputs: Any, outputs: int) -> Tensor:
-    """Return the weight of each of ``inputs`` pixels in each of ``outputs``, float64 [outputs, inputs].
+    """Return the weight of each input pixel in each output pixel of a resized row: float64 [outputs, inputs].
 
-    It is bilinear interpolation with antialiasing, in torch as in Pillow: a triangle as wide as two pixels of the
-    smaller picture.
+    Weights are those of bilinear interpolation with antialiasing, as in torch and Pillow: a triangle as wide as two
+    pixels of the smaller picture. ``inputs`` and ``outputs`` are numbers of pixels.
     """
     scale = torch.full((), inputs, dtype=torch.float64) / outputs
     centers = (torch.arange(outputs, dtype=torch.float64) + 0.5) * scale

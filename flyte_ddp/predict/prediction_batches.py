@@ -1,4 +1,4 @@
-"""Batches of what a model predicts: a folder of images, or the test split of a data set."""
+"""Reading what a model predicts, in batches: a folder of images, or the test split of a data set."""
 
 from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -20,11 +20,13 @@ from flyte_ddp.loading.decoding import DecodingError, decode, with_pillow
 from flyte_ddp.loading.encoded import BadSamples, EncodedImages
 from flyte_ddp.models.artifacts import MIDDLE
 from flyte_ddp.models.images import InputSpec, prepare
-from flyte_ddp.settings import Settings
+from flyte_ddp.predict.saved_model import SavedModel
+
+BATCH_SIZE = 500  # images in memory at a time, unless the caller says how many
 
 
 class Batch(NamedTuple):
-    """Samples to predict; those that cannot be decoded have no input."""
+    """Samples to predict. Those that cannot be decoded have an id, but no input."""
 
     ids: Sequence[str]
     truths: Sequence[str] | None  # the classes of all samples, if they are known
@@ -32,36 +34,41 @@ class Batch(NamedTuple):
     inputs: Tensor  # of the decoded samples: float32 [n, C, H, W] on the device
 
 
-class Request(NamedTuple):
-    """The model's input, the number of images of a batch, their device, and the counter of undecodable images."""
+def read_folder(
+    model: SavedModel, folder: Path, paths: Sequence[Path], batch_size: int, bad: BadSamples
+) -> Iterator[Batch]:
+    """Read the image files at these paths, and yield them in batches of the model's inputs, in the paths' order.
 
-    spec: InputSpec
-    batch_size: int
-    device: torch.device
-    bad: BadSamples
+    Args:
+        model: takes the inputs.
+        folder: above all paths; ids are relative to it.
+        paths: of image files.
+        batch_size: images of a batch, undecodable ones included.
+        bad: counts undecodable images, and raises a UserError if there are more than allowed.
 
-
-def folder_batches(folder: Path, paths: Sequence[Path], request: Request, crop: str) -> Iterator[Batch]:
-    """Read and prepare the images at these paths below a folder, in their order."""
-    spec, batch_size, device, bad = request
+    Raises:
+        UserError: the model takes neither 1 nor 3 channels, a file cannot be read, or too many cannot be decoded.
+    """
+    spec = model.spec
     if spec.channels not in (1, 3):
         raise UserError(
             f"the model takes {spec.channels} channels: image files have 1 or 3; predict a prepared data set instead"
         )
+    crop = model.sidecar["input"].get("crop", "")
     for start in range(0, len(paths), batch_size):
         part = paths[start : start + batch_size]
-        pixels = [pixels_of(path, spec, crop, bad) for path in part]
-        prepared = [prepare(image[None].to(device), spec) for image in pixels if image is not None]
+        pixels = [read_pixels(path, spec, crop, bad) for path in part]
+        prepared = [prepare(image[None].to(model.device), spec) for image in pixels if image is not None]
         ids = [path.relative_to(folder).as_posix() for path in part]
-        nothing = torch.empty(0, spec.channels, spec.height, spec.width, device=device)
+        nothing = torch.empty(0, spec.channels, spec.height, spec.width, device=model.device)
         yield Batch(ids, None, [image is not None for image in pixels], torch.cat([nothing, *prepared]))
 
 
-def image_paths(folder: Path) -> tuple[list[Path], Mapping[str, int]]:
-    """Return every image file below a folder, sorted, by the rules of training, and counts of its other files by kind.
+def find_images(folder: Path) -> tuple[list[Path], Mapping[str, int]]:
+    """List a folder at all depths; return its image files, sorted, and counts of its other files by kind.
 
     Raises:
-        UserError: it cannot be listed, or has no images.
+        UserError: the folder is missing, cannot be listed, or has no images.
     """
     if not folder.is_dir():
         raise UserError(f"images={folder}: must be a folder of images")
@@ -73,8 +80,11 @@ def image_paths(folder: Path) -> tuple[list[Path], Mapping[str, int]]:
     return sorted(folder / name for name in names if is_image(name)), others
 
 
-def pixels_of(path: Path, spec: InputSpec, crop: str, bad: BadSamples) -> Tensor | None:
-    """Return an image file as uint8 [H, W, C]; None if it cannot be decoded and ``bad`` allows that."""
+def read_pixels(path: Path, spec: InputSpec, crop: str, bad: BadSamples) -> Tensor | None:
+    """Read an image file, and return its pixels uint8 [H, W, C]; None if it cannot be decoded and ``bad`` allows that.
+
+    Crops and resizes the image as evaluations do, if ``crop`` says that training cropped the middle.
+    """
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -89,44 +99,53 @@ def pixels_of(path: Path, spec: InputSpec, crop: str, bad: BadSamples) -> Tensor
         return None
 
 
-def split_batches(
-    data: PreparedSet, request: Request, *, classes: Sequence[str], settings: Settings
+def read_test_split(
+    model: SavedModel, data: PreparedSet, batch_size: int = BATCH_SIZE, bad: BadSamples | None = None
 ) -> Generator[Batch, None, None]:
-    """Yield the test split of a data set; ``classes`` are the model's, for a data set that does not name its own."""
+    """Read the test split of a data set, and yield it in batches of the model's inputs.
+
+    Args:
+        model: takes the inputs.
+        data: the prepared data set.
+        batch_size: images of a batch, undecodable ones included.
+        bad: counts undecodable images; None: a new counter, which allows as many as the model does.
+
+    Raises:
+        UserError: the model takes other images, or too many cannot be decoded.
+    """
     if isinstance(data, ImageArrays):
-        return array_batches(data, request)
-    return encoded_batches(data, request, classes=classes, settings=settings)
+        return read_arrays(model, data, batch_size)
+    return read_encoded_images(model, data, batch_size, BadSamples(model.bad_samples) if bad is None else bad)
 
 
-def array_batches(arrays: ImageArrays, request: Request) -> Generator[Batch, None, None]:
-    """Yield the test split of a data set of arrays, in its own order."""
-    spec, batch_size, device, _ = request
+def read_arrays(model: SavedModel, arrays: ImageArrays, batch_size: int) -> Generator[Batch, None, None]:
+    """Yield the test split of a data set of arrays in batches, in the order of its samples; ids are their indices."""
     channels = arrays.test_images.shape[3]
-    if channels not in (1, spec.channels):
+    if channels not in (1, model.spec.channels):
         raise UserError(
-            f"data set {arrays.name!r} has {channels} channels: the model takes {spec.channels}; "
+            f"data set {arrays.name!r} has {channels} channels: the model takes {model.spec.channels}; "
             "predict the data set that it was trained on, or one like it"
         )
     for start in range(0, len(arrays.test_images), batch_size):
         stop = min(start + batch_size, len(arrays.test_images))
-        pixels = torch.from_numpy(np.array(arrays.test_images[start:stop])).to(device)
+        pixels = torch.from_numpy(np.array(arrays.test_images[start:stop])).to(model.device)
         truths = [arrays.classes[label] for label in arrays.test_labels[start:stop]]
         ids = [str(index) for index in range(start, stop)]
-        yield Batch(ids, truths, [True] * len(ids), prepare(pixels, spec))
+        yield Batch(ids, truths, [True] * len(ids), prepare(pixels, model.spec))
 
 
-def encoded_batches(
-    data: EncodedSet, request: Request, *, classes: Sequence[str], settings: Settings
+def read_encoded_images(
+    model: SavedModel, data: EncodedSet, batch_size: int, bad: BadSamples
 ) -> Generator[Batch, None, None]:
-    """Yield the test split of shards, or of a folder of images, as training evaluates it."""
-    spec, batch_size, device, bad = request
+    """Read the test split of shards, or of a folder of images, and yield it in batches as evaluations do."""
+    spec = model.spec
     if spec.channels != 3 or spec.height != spec.width:
         raise UserError(
-            f"dataset={data.name!r}: has colour images that become squares, and the model takes {spec.channels} x "
-            f"{spec.height} x {spec.width}; predict with a model that was trained on such images"
+            f"dataset={data.name!r}: has colour images that become squares, and the model takes "
+            f"{model.describe_input()}; predict with a model that was trained on such images"
         )
-    names = data.classes or classes
-    tests = open_tests(data, spec.height, len(names), bad, device=device, settings=settings)
+    names = data.classes or model.classes
+    tests = open_tests(data, spec.height, len(names), bad, device=model.device, settings=model.settings)
     images = tests.source
     assert isinstance(images, EncodedImages)
     with closing(images):

@@ -20,9 +20,9 @@ def release() -> None:
 @click.option("--registry", envvar="FLYTE_DDP_REGISTRY", required=True, help="Its folder or address.")
 @click.option("--files", is_flag=True, help="Also read all files of each version, and compare their SHA-256.")
 def audit_registry(name: str, registry: str, files: bool) -> None:
-    """Check the whole log of a model, and that its versions are there: a line for each fault, and exit code 1."""
+    """Check the whole log of a model, and that its versions are there; print each fault, and exit with 1 if any."""
     found = False
-    for line in audit(Registry(registry, name), files=files):
+    for line in find_faults(Registry(registry, name), files=files):
         found = True
         click.echo(line)
     if found:
@@ -30,12 +30,12 @@ def audit_registry(name: str, registry: str, files: bool) -> None:
     click.echo(f"{name}: nothing is wrong")
 
 
-def audit(registry: Registry, *, files: bool = False) -> Iterator[str]:
-    """Yield a line for each fault of a model's registry: of the log, champion.json, and the versions in the log.
+def find_faults(registry: Registry, *, files: bool = False) -> Iterator[str]:
+    """Read a model's whole log, champion.json and the manifests of the log's versions; yield a line for each fault.
 
     Args:
         registry: of the model.
-        files: whether to read all files of these versions, too, and compare their SHA-256 with the manifest's.
+        files: whether to read all files of these versions whole, too, and compare their SHA-256 with the manifest's.
 
     Raises:
         UserError: the registry cannot be read.
@@ -46,7 +46,7 @@ def audit(registry: Registry, *, files: bool = False) -> Iterator[str]:
         try:
             version = versions.read_version(registry, name, manifest)
             if files:
-                yield from (error.message for error in versions.damaged_files(registry, version))
+                yield from (error.message for error in versions.find_damaged_files(registry, version))
         except UnreachableError:
             raise
         except UserError as error:

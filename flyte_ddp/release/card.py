@@ -14,13 +14,13 @@ from flyte_ddp.release.verdict import Verdict
 UNKNOWN = "not stated"
 
 
-def model_card(name: str, sidecar: Mapping[str, Any], verdict: Verdict, files: Collection[str]) -> bytes:
-    """Return the card of a model, from card.md; what its sidecar and its verdict do not know reads "not stated".
+def render_model_card(name: str, sidecar: Mapping[str, Any], verdict: Verdict, files: Collection[str]) -> bytes:
+    """Return the model card as Markdown in UTF-8, from the template card.md; unknown facts read "not stated".
 
     Args:
         name: of the model in the registry.
-        sidecar: its ``model.json``.
-        verdict: on it.
+        sidecar: the content of ``model.json``.
+        verdict: on this model.
         files: names of the version's other files.
     """
     import jinja2
@@ -43,13 +43,16 @@ def model_card(name: str, sidecar: Mapping[str, Any], verdict: Verdict, files: C
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)  # noqa: S701
     environment.filters["cell"] = lambda value: " ".join(str(value).split()).replace("|", "\\|")
     template = environment.from_string(Path(__file__).with_name("card.md").read_text(encoding="utf-8"))
-    front = yaml.safe_dump(metadata(name, hp, metrics), sort_keys=False, allow_unicode=True)
+    front = yaml.safe_dump(card_metadata(name, hp, metrics), sort_keys=False, allow_unicode=True)
     values = {"name": name, "front": front, "facts": facts, "verdict": verdict, "files": files}
     return template.render(hyperparameters=hp, **values).encode()
 
 
-def metadata(name: str, hp: Mapping[str, Any], metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the front matter of the card, for programs."""
+def card_metadata(name: str, hp: Mapping[str, Any], metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the front matter of the model card: the fields that the Hub's programs read.
+
+    ``hp`` are the hyperparameters and ``metrics`` the metrics of the sidecar.
+    """
     trained_on = hp.get("dataset", UNKNOWN)
     tested_on = hp.get("test_dataset") or trained_on
     measured = {"accuracy": "test_accuracy", "loss": "test_loss"}

@@ -1,4 +1,4 @@
-"""The checks of a judgement, each with its value, limit and reason."""
+"""The checks of a judgement: each function returns a Check, which holds value, limit and reason as text."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.export.exporting import Comparison
 from flyte_ddp.formatting import counted, percent
 from flyte_ddp.release import statistics
-from flyte_ddp.release.answers import Answers
+from flyte_ddp.release.evaluation import Evaluation
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.verdict import Check
 
-LEAST_SAMPLES = 30  # of a class or a slice, for a veto
+LEAST_SAMPLES = 30  # that a class or a slice must have to be tested
 
 
 @dataclass(frozen=True)
-class Pair:
-    """How many samples only the challenger (gained), or only another model (lost), gets right."""
+class PairedCounts:
+    """Numbers of samples that only one of two models gets right: gained by the challenger, or lost by it."""
 
     gained: int
     lost: int
     samples: int
 
     @classmethod
-    def of(cls, mine: NDArray[np.bool_], theirs: NDArray[np.bool_]) -> Pair:
-        """Return the pair of two models, from whether each gets each of the N samples right: [N]."""
+    def count(cls, mine: NDArray[np.bool_], theirs: NDArray[np.bool_]) -> PairedCounts:
+        """Count the samples that only one model gets right; ``mine`` and ``theirs`` [N] say which ones each does."""
         return cls(int((mine & ~theirs).sum()), int((theirs & ~mine).sum()), len(mine))
 
     @property
@@ -39,21 +39,25 @@ class Pair:
 
     @property
     def difference(self) -> float:
-        """The challenger's accuracy minus the other's."""
+        """The challenger's accuracy minus the other's, from -1 to 1."""
         return (self.gained - self.lost) / self.samples
 
     def describe(self) -> str:
         """Return the difference and its counts as text."""
-        return f"{points(self.difference)}: {self.gained:,} samples gained and {self.lost:,} lost of {self.samples:,}"
+        counts = f"{self.gained:,} samples gained and {self.lost:,} lost of {self.samples:,}"
+        return f"{format_points(self.difference)}: {counts}"
 
 
-def points(share: float) -> str:
-    """Format a difference in accuracy, such as +1.25 points."""
+def format_points(share: float) -> str:
+    """Return a difference in accuracy as text: 0.0125 as +1.25 points."""
     return f"{100 * share:+.2f} points"
 
 
-def same_task(challenger: Sequence[str], champion: Sequence[str], takes: Sequence[str]) -> Check:
-    """Check that both models have the same classes, in the same order, and the same input."""
+def check_same_task(challenger: Sequence[str], champion: Sequence[str], takes: Sequence[str]) -> Check:
+    """Check that both models have the same classes, in the same order, and the same input.
+
+    ``takes`` are the inputs of challenger and champion, as text.
+    """
     classes, alike = list(challenger) == list(champion), takes[0] == takes[1]
     changed = "classes" if not classes else "" if alike else "input"
     reason = f"the {changed} changed, so whoever uses it must change too: promote it by hand" if changed else ""
@@ -61,84 +65,97 @@ def same_task(challenger: Sequence[str], champion: Sequence[str], takes: Sequenc
     return Check("same classes and input", not changed, value, limit, reason)
 
 
-def finite(challenger: Answers) -> Check:
+def check_finite_logits(challenger: Evaluation) -> Check:
     """Check that no logit is NaN or infinite."""
     bad = np.flatnonzero(~challenger.finite)
     reason = f"sample {challenger.ids[bad[0]] if challenger.ids else bad[0]} gives NaN or infinity" if len(bad) else ""
     return Check("finite", not len(bad), f"{counted(len(bad), 'sample')} with NaN or infinity", "none", reason)
 
 
-def ratio(name: str, value: float, limit: float) -> Check:
-    """Check the challenger's size, or time, as a multiple of the champion's."""
+def check_ratio(name: str, value: float, limit: float) -> Check:
+    """Check that the challenger's size or time, as a multiple of the champion's, is at most the limit."""
     passed = value <= limit
     reason = "" if passed else f"its {name} is {value:.2f} of the champion's, and {limit:g} is allowed"
     return Check(name, passed, f"{value:.2f}x", f"at most {limit:g}x", reason)
 
 
-def floor(challenger: Answers, policy: Policy) -> Check:
-    """Check the accuracy against the policy's ``min_accuracy``."""
+def check_accuracy(challenger: Evaluation, policy: Policy) -> Check:
+    """Check that the accuracy is at least the policy's ``min_accuracy``."""
     passed = challenger.accuracy >= policy.min_accuracy
     value, limit = percent(challenger.accuracy), percent(policy.min_accuracy)
     reason = "" if passed else f"its accuracy is {value}, and min_accuracy is {limit}"
     return Check("accuracy", passed, value, f"at least {limit}", reason)
 
 
-def above_majority(challenger: Answers, alpha: float) -> Check:
-    """Check that a first champion is better than naming the most frequent class each time."""
+def check_above_majority(challenger: Evaluation, alpha: float) -> Check:
+    """Check by a binomial test that a model is right more often than one that always names the most frequent class."""
     share = float(np.bincount(challenger.labels).max() / len(challenger.labels))
-    p = statistics.above_share(int(challenger.correct.sum()), len(challenger.labels), share)
+    p = statistics.binomial_p_value(int(challenger.correct.sum()), len(challenger.labels), share)
     reason = "" if p <= alpha else f"naming the most frequent class is right in {percent(share)}, which it hardly beats"
     return Check("better than the most frequent class", p <= alpha, f"p = {p:.3g}", f"p at most {alpha:.3g}", reason)
 
 
-def superior(pair: Pair, alpha: float) -> Check:
-    """Check that the challenger is better than the champion, by McNemar's test."""
-    p = statistics.better(pair.gained, pair.lost)
+def check_superior(pair: PairedCounts, alpha: float) -> Check:
+    """Check by McNemar's exact test that the challenger is better than the champion."""
+    p = statistics.mcnemar_p_value(pair.gained, pair.lost)
     reason = f"{pair.describe()} (p = {p:.3g}, {alpha:.3g} is needed)"
     return Check("superior", p <= alpha, f"p = {p:.3g}", f"p at most {alpha:.3g}", reason)
 
 
-def not_worse(name: str, pair: Pair, margin: float, alpha: float) -> Check:
-    """Check that the challenger is not worse by a margin than the champion, or than the best version ever."""
-    bound = statistics.least_difference(pair.gained, pair.lost, pair.samples, alpha)
-    reason = (
-        f"{pair.describe()}; at least {points(bound)} against the {name}, and more than {points(-margin)} are needed"
-    )
-    value, limit = f"at least {points(bound)}", f"above {points(-margin)}"
-    return Check(f"not worse than the {name}", bound > -margin, value, limit, reason)
+def check_not_worse(name: str, pair: PairedCounts, margin: float, alpha: float) -> Check:
+    """Check by Tango's test that the challenger is worse than another model by less than ``margin``.
 
-
-def parts(
-    kind: str, members: Mapping[str, NDArray[np.int64]], challenger: Answers, champion: Answers, policy: Policy
-) -> tuple[Check, list[Check]]:
-    """Check that no class, or no slice, loses; return the check over all of them, and one for each.
-
-    A veto needs a loss above the limit that is significant by McNemar's test with Holm's correction.
+    ``name`` is the other model's: champion, or best version ever.
     """
-    pairs = {name: Pair.of(challenger.correct[part], champion.correct[part]) for name, part in members.items()}
+    bound = statistics.lower_bound_of_difference(pair.gained, pair.lost, pair.samples, alpha)
+    least, needed = format_points(bound), format_points(-margin)
+    reason = f"{pair.describe()}; at least {least} against the {name}, and more than {needed} are needed"
+    return Check(f"not worse than the {name}", bound > -margin, f"at least {least}", f"above {needed}", reason)
+
+
+def check_parts(
+    kind: str, members: Mapping[str, NDArray[np.int64]], challenger: Evaluation, champion: Evaluation, policy: Policy
+) -> tuple[Check, list[Check]]:
+    """Check that no class, or no slice, loses accuracy; return the check over all of them, and a check for each.
+
+    A check fails if the loss is above the policy's ``class_loss`` and significant: by McNemar's test with Holm's
+    correction. Parts of fewer than LEAST_SAMPLES samples always pass.
+
+    Args:
+        kind: class or slice.
+        members: the positions of each part's samples, by the part's name.
+        challenger: its evaluation.
+        champion: its evaluation on the same samples.
+        policy: has the limits.
+    """
+    pairs = {
+        name: PairedCounts.count(challenger.correct[part], champion.correct[part]) for name, part in members.items()
+    }
     tested = {name: pair for name, pair in pairs.items() if pair.samples >= LEAST_SAMPLES}
-    corrected = statistics.holm([statistics.better(pair.lost, pair.gained) for pair in tested.values()])
+    corrected = statistics.correct_p_values(
+        [statistics.mcnemar_p_value(pair.lost, pair.gained) for pair in tested.values()]
+    )
     p_values = dict(zip(tested, corrected, strict=True))
-    limit = f"above {points(-policy.class_loss)}, or p above {policy.alpha:g}"
+    limit = f"above {format_points(-policy.class_loss)}, or p above {policy.alpha:g}"
     rows = []
     for name, pair in pairs.items():
         p = p_values.get(name)
         passed = p is None or p > policy.alpha or -pair.difference <= policy.class_loss
-        value = f"{points(pair.difference)}, " + (f"p = {p:.3g}" if p is not None else "not tested")
+        value = f"{format_points(pair.difference)}, " + (f"p = {p:.3g}" if p is not None else "not tested")
         few = f"only {pair.samples} samples" if p is None else ""
         rows.append(Check(name, passed, value, limit, few if passed else f"{kind} {name!r} loses: {pair.describe()}"))
     vetoes = [row for row in rows if not row.passed]
     value = f"no {kind} has {LEAST_SAMPLES} samples"
     if tested:
         worst = min(tested, key=lambda name: tested[name].difference)
-        value = f"worst: {worst}, {points(tested[worst].difference)}, p = {p_values[worst]:.3g}"
+        value = f"worst: {worst}, {format_points(tested[worst].difference)}, p = {p_values[worst]:.3g}"
     reason = "; ".join(row.reason for row in vetoes[:3])
     plural = "classes" if kind == "class" else "slices"
     return Check(f"no {plural} lost", not vetoes, value, limit, reason), rows
 
 
-def class_members(challenger: Answers, classes: Sequence[str]) -> dict[str, NDArray[np.int64]]:
-    """Return the positions of each class's samples; raise a UserError if a class has none."""
+def group_by_class(challenger: Evaluation, classes: Sequence[str]) -> dict[str, NDArray[np.int64]]:
+    """Return the positions of each class's samples by its name; raise a UserError if a class has no sample."""
     members = {name: np.flatnonzero(challenger.labels == place) for place, name in enumerate(classes)}
     for name, samples in members.items():
         if not len(samples):
@@ -146,20 +163,23 @@ def class_members(challenger: Answers, classes: Sequence[str]) -> dict[str, NDAr
     return members
 
 
-def not_risen(
+def check_loss_rise(
     name: str, challenger: NDArray[np.float64], champion: NDArray[np.float64], limit: float, alpha: float
 ) -> Check:
-    """Check that the mean [N] of a loss does not rise above the limit and significantly."""
+    """Check that the mean of a loss does not rise by more than the limit; a rise that may be chance passes.
+
+    ``challenger`` and ``champion`` hold the loss of each sample: [N].
+    """
     rise = float((challenger - champion).mean())
-    bound = statistics.least_mean(challenger - champion, alpha)
+    bound = statistics.lower_bound_of_mean(challenger - champion, alpha)
     passed = bound <= 0 or rise <= limit
     value = f"{champion.mean():.4f} to {challenger.mean():.4f}, a rise of at least {bound:+.4f}"
     reason = "" if passed else f"its {name} rises by {rise:.4f}, and {limit:g} is allowed"
     return Check(name, passed, value, f"a rise of {limit:g}, or by chance", reason)
 
 
-def calibration(challenger: Answers, champion: Answers | None) -> Check:
-    """Return the calibration errors; only shown, as their estimate depends on the bins."""
+def show_calibration(challenger: Evaluation, champion: Evaluation | None) -> Check:
+    """Return a check that always passes and shows the calibration errors, whose estimates depend on the bins."""
     errors = [
         statistics.calibration_error(model.scores.confidence, model.correct)
         for model in (champion, challenger)
@@ -168,12 +188,12 @@ def calibration(challenger: Answers, champion: Answers | None) -> Check:
     return Check("calibration error", True, " to ".join(f"{error:.4f}" for error in errors), "", "")
 
 
-def exported(found: Comparison | str, *, required: bool) -> Check:
-    """Check that there is an ONNX with torch's logits; only shown where it is not required.
+def check_export(found: Comparison | str, *, required: bool) -> Check:
+    """Check that there is an ONNX with torch's logits; passes in any case if the policy does not require one.
 
     Args:
-        found: how far its logits are from torch's, or why there is no ONNX.
-        required: by the policy.
+        found: how far the ONNX's logits are from torch's, or the reason why there is no ONNX.
+        required: whether the policy requires one.
     """
     limit = "as torch" if required else ""
     if isinstance(found, str):

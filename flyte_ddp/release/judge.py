@@ -1,4 +1,4 @@
-"""The judgement: challenger and champion are evaluated on the same test split, and a verdict compares them."""
+"""Judges a model: evaluates challenger and champion on the same test split, and returns a verdict."""
 
 import tempfile
 import time
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -17,32 +17,117 @@ from torch import Tensor
 from flyte_ddp.datasets.arrays import TEST_DIGEST, read_description
 from flyte_ddp.datasets.prepared import PreparedSet, open_prepared
 from flyte_ddp.errors import UnreachableError, UserError
-from flyte_ddp.export.exporting import Comparison, Logits, NotExportedError, export
+from flyte_ddp.export.exporting import Comparison, NotExportedError, TorchLogits, export_model
 from flyte_ddp.formatting import counted
+from flyte_ddp.predict.prediction_batches import read_test_split
+from flyte_ddp.predict.saved_model import SavedModel
 from flyte_ddp.release import checks, looks, statistics, versions
-from flyte_ddp.release.answers import Answers, Model
-from flyte_ddp.release.checks import Pair
+from flyte_ddp.release.checks import PairedCounts
+from flyte_ddp.release.evaluation import Evaluation, compute_logits_of_split, evaluate_split
 from flyte_ddp.release.policy import NOT_WORSE, OFF, REQUIRED, Policy
-from flyte_ddp.release.registry import Entry, Registry, promotions
-from flyte_ddp.release.slices import slice_members
+from flyte_ddp.release.promotion import stored_files
+from flyte_ddp.release.registry import Entry, Registry, replay_promotions
+from flyte_ddp.release.slices import group_by_slice
 from flyte_ddp.release.verdict import KEPT, NO_COMPARISON, PROMOTED, Check, Verdict
 from flyte_ddp.settings import Settings
 
-LATENCY_BATCH, LATENCY_ROUNDS = 64, 15
+LATENCY_BATCH, LATENCY_ROUNDS = 64, 15  # images of a batch, and how often both models compute one
 NOT_THE_MODELS = (UnreachableError, MemoryError, torch.OutOfMemoryError)  # errors that another try may not meet
-NO_CHAMPION = "none"  # in the look of a first model
+NO_CHAMPION = "none"  # stands for the champion in the look of a first model
+
+
+class IncomparableError(Exception):
+    """The champion, or the best version ever, cannot be loaded or evaluated. Never leaves this file."""
 
 
 @dataclass
 class Judgement:
-    """A verdict, and what its page shows."""
+    """What is judged, what has been found so far, and at the end the verdict."""
 
-    verdict: Verdict
-    model: Model  # the challenger
+    registry: Registry
+    policy: Policy
+    before: Entry | None  # the registry's last entry; None if there is no champion
+    model: SavedModel  # the challenger
     split: PreparedSet
-    challenger: Answers | None = None  # None where the verdict did not need them
-    champion: Answers | None = None
-    parts: dict[str, list[Check]] = field(default_factory=dict)  # one check for each class and each slice
+    test_digest: str
+    counts: bool  # whether the verdict may lead to a promotion
+    exports: Path | None  # the folder for the challenger's ONNX; None: no export
+    challenger: Evaluation | None = None  # None where the verdict did not need it
+    champion: Evaluation | None = None  # likewise
+    checks: list[Check] = field(default_factory=list)
+    parts: dict[str, list[Check]] = field(default_factory=dict)  # for "class" and "slice": a check for each of them
+    verdict: Verdict = field(init=False)  # missing until finish
+
+    def add_check(self, check: Check) -> bool:
+        """Add a check to the verdict, and return whether it passed."""
+        self.checks.append(check)
+        return check.passed
+
+    def claim_look(self) -> tuple[int, float]:
+        """Return the number of this look at the test split, and its share of alpha; writes the look to the registry.
+
+        A judgement that does not count writes nothing: number 0, and the first look's share.
+        """
+        if not self.counts:
+            return 0, statistics.alpha_of_look(self.policy.alpha, 1)
+        champion = self.before.version if self.before else NO_CHAMPION
+        rule = f"{self.policy.rule} {self.policy.margin!r} {self.policy.alpha!r}"
+        number = looks.claim_look(self.registry, self.test_digest, self.model.digest, champion, rule)
+        return number, statistics.alpha_of_look(self.policy.alpha, number)
+
+    def export_challenger(self, evaluation: Evaluation) -> None:
+        """Write the challenger's exports to the folder for them, and add the check of its ONNX.
+
+        Does nothing without such a folder, or if the policy says off. Also runs where the verdict is to keep the
+        champion, as a person may promote the model later.
+        """
+        if self.exports is None or self.policy.export == OFF:
+            return
+        device, settings = self.model.device.type, self.model.settings
+        rows = compute_logits_of_split(self.model, self.split)
+        logits = TorchLogits(rows, len(evaluation.labels), evaluation.spread)
+        found: Comparison | str
+        try:
+            found = export_model(self.model.files, self.split, logits, self.exports, device=device, settings=settings)
+        except NotExportedError as error:
+            found = str(error)
+        self.add_check(checks.check_export(found, required=self.policy.export == REQUIRED))
+
+    def finish_by_checks(self, reason: str = "", **values: Any) -> Self:
+        """Set the verdict, and return this judgement: promote if all checks passed, else keep with their reasons.
+
+        Args:
+            reason: of a promotion.
+            values: as of :meth:`finish`.
+        """
+        failures = [check.reason for check in self.checks if not check.passed]
+        return self.finish(KEPT if failures else PROMOTED, "; ".join(failures) or reason, **values)
+
+    def finish(self, decision: str, reason: str, **values: Any) -> Self:
+        """Set the verdict, and return this judgement.
+
+        Args:
+            decision: PROMOTED, KEPT or NO_COMPARISON.
+            reason: of the decision.
+            values: the verdict's ``best``, ``look``, ``alpha`` and ``power``, where they are not those of a verdict
+                without a look.
+        """
+        challenger, champion, before = self.challenger, self.champion, self.before
+        self.verdict = Verdict(
+            decision=decision,
+            reason=reason,
+            challenger=self.model.digest,
+            champion=before.version if before else "",
+            log_number=before.number if before else 0,
+            test_digest=self.test_digest,
+            samples=len(challenger.labels) if challenger else 0,
+            challenger_accuracy=challenger.accuracy if challenger else 0.0,
+            champion_accuracy=champion.accuracy if champion else 0.0,
+            time=f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
+            checks=self.checks,
+            **{"look": 0, "alpha": 0.0, "power": "", "best": before.best if before else "", **values},
+        )
+        return self
 
 
 def judge(
@@ -56,9 +141,10 @@ def judge(
     counts: bool = True,
     exports: Path | None = None,
 ) -> Judgement:
-    """Judge a model against the champion, or, where there is none, on its own.
+    """Compare a model with the champion, or judge it alone if there is no champion; return the judgement.
 
-    A champion that cannot be loaded or evaluated makes a verdict that compares nothing, with the error as its reason;
+    Evaluates both models on the whole test split. Writes the look at the test split to the registry if it counts.
+    A champion that cannot be loaded or evaluated gives a verdict that compares nothing, with the error as its reason;
     the traceback of an error that is no UserError goes to stderr.
 
     Args:
@@ -77,244 +163,155 @@ def judge(
     before, test_digest = registry.champion(), read_description(data).get(TEST_DIGEST)
     if test_digest is None:
         raise UserError(f"{data}: was prepared by an older version, without {TEST_DIGEST}; fetch it again")
-    challenger, split = Model(weights, sidecar, settings or Settings()), open_prepared(data)
-    case = Case(registry, policy, before, challenger, split, str(test_digest), counts, exports)
+    model, split = SavedModel(weights, sidecar, settings or Settings()), open_prepared(data)
+    judgement = Judgement(registry, policy, before, model, split, str(test_digest), counts, exports)
     if before is None:
-        return case.judge_alone(challenger.answers(split))
-    if before.version == challenger.digest:
-        return case.judge_champion(None if counts else challenger.answers(split))
+        return judge_first_model(judgement)
+    if before.version == model.digest:
+        if not counts:
+            found = judgement.challenger = evaluate_split(model, split)
+            if judgement.add_check(checks.check_finite_logits(found)):
+                judgement.checks += [checks.check_accuracy(found, policy), checks.show_calibration(found, None)]
+        return judgement.finish(KEPT, "it has the champion's weights")
     # Only a version that is in the registry already may have been rolled back, which the whole log tells.
-    if counts and versions.find_version(registry, challenger.digest):
-        back = promotions(registry.history()).taken_back.get(challenger.digest)
+    if counts and versions.find_version(registry, model.digest):
+        back = replay_promotions(registry.history()).taken_back.get(model.digest)
         if back is not None:
-            return case.close(KEPT, f"{back.by} took it back ({back.reason}); only a person can promote it again")
-    answers = challenger.answers(split)
-    if not case.passes(checks.finite(answers)):
-        return case.close(KEPT, case.failures())
+            return judgement.finish(KEPT, f"{back.by} took it back ({back.reason}); only a person can promote it again")
+    ours = evaluate_split(model, split)
+    if not judgement.add_check(checks.check_finite_logits(ours)):
+        return judgement.finish_by_checks()
+    judgement.challenger = ours
     try:
-        with stored_model(registry, before.version, before.manifest, challenger) as champion:
-            return compare(case, answers, champion)
+        champion = load_stored_model(registry, before.version, before.manifest, model)
+        return compare_with_champion(judgement, ours, champion, before.best)
     except IncomparableError as failure:
-        case.export(answers)
-        return case.close(NO_COMPARISON, str(failure), challenger=answers)
+        judgement.export_challenger(ours)
+        return judgement.finish(NO_COMPARISON, str(failure))
 
 
-class IncomparableError(Exception):
-    """The champion, or the best version ever, cannot be loaded or evaluated. Never leaves this file."""
+def judge_first_model(judgement: Judgement) -> Judgement:
+    """Evaluate a model where there is no champion, run the checks of it alone, and return the finished judgement."""
+    model, policy = judgement.model, judgement.policy
+    found = judgement.challenger = evaluate_split(model, judgement.split)
+    checks.group_by_class(found, model.classes)
+    if not judgement.add_check(checks.check_finite_logits(found)):
+        return judgement.finish_by_checks(best=model.digest, alpha=policy.alpha)
+    number, alpha = judgement.claim_look()
+    judgement.checks += [
+        checks.check_accuracy(found, policy),
+        checks.check_above_majority(found, alpha),
+        checks.show_calibration(found, None),
+    ]
+    judgement.export_challenger(found)
+    reason = "there is no champion yet, and it is better than the most frequent class"
+    return judgement.finish_by_checks(reason, best=model.digest, look=number, alpha=alpha)
 
 
-@dataclass
-class Case:
-    """What is known of a judgement before anything is compared, and the verdicts that it can end with."""
+def compare_with_champion(judgement: Judgement, ours: Evaluation, champion: SavedModel, best: str) -> Judgement:
+    """Evaluate the champion, run all checks of the challenger beside it, and return the finished judgement.
 
-    registry: Registry
-    policy: Policy
-    before: Entry | None  # the registry's last entry
-    model: Model  # the challenger
-    split: PreparedSet
-    test_digest: str
-    counts: bool
-    exports: Path | None
-    checks: list[Check] = field(default_factory=list)
+    Raises an IncomparableError if the champion, or with ``not_worse`` the best version, cannot be evaluated.
 
-    def passes(self, check: Check) -> bool:
-        """Add a check to the verdict, and return whether it holds."""
-        self.checks.append(check)
-        return check.passed
-
-    def failures(self) -> str:
-        """Return the reasons of the checks that do not hold."""
-        return "; ".join(check.reason for check in self.checks if not check.passed)
-
-    def claim_look(self) -> tuple[int, float]:
-        """Claim the next look at the test split; return its number and its share of alpha.
-
-        A judgement that does not count claims none: number 0, and the first look's share.
-        """
-        if not self.counts:
-            return 0, statistics.spent(self.policy.alpha, 1)
-        champion = self.before.version if self.before else NO_CHAMPION
-        rule = f"{self.policy.rule} {self.policy.margin!r} {self.policy.alpha!r}"
-        number = looks.claim_look(self.registry, self.test_digest, self.model.digest, champion, rule)
-        return number, statistics.spent(self.policy.alpha, number)
-
-    def judge_alone(self, answers: Answers) -> Judgement:
-        """Return the judgement on what would be the first champion."""
-        checks.class_members(answers, self.model.classes)
-        if not self.passes(checks.finite(answers)):
-            return self.close(
-                KEPT, self.failures(), challenger=answers, best=self.model.digest, alpha=self.policy.alpha
-            )
-        number, alpha = self.claim_look()
-        self.passes(checks.floor(answers, self.policy))
-        self.passes(checks.above_majority(answers, alpha))
-        self.passes(checks.calibration(answers, None))
-        self.export(answers)
-        passed = all(check.passed for check in self.checks)
-        return self.close(
-            PROMOTED if passed else KEPT,
-            "there is no champion yet, and it is better than the most frequent class" if passed else self.failures(),
-            challenger=answers,
-            best=self.model.digest,
-            look=number,
-            alpha=alpha,
-        )
-
-    def judge_champion(self, answers: Answers | None) -> Judgement:
-        """Return the judgement on the champion's own weights, with its answers where they are given."""
-        if answers is not None and self.passes(checks.finite(answers)):
-            self.passes(checks.floor(answers, self.policy))
-            self.passes(checks.calibration(answers, None))
-        return self.close(KEPT, "it has the champion's weights", challenger=answers)
-
-    def export(self, answers: Answers) -> None:
-        """Export the challenger and add the check of it, also if only a person may promote it; nothing if it is off."""
-        if self.exports is None or self.policy.export == OFF:
-            return
-        device, settings = self.model.device.type, self.model.settings
-        logits = Logits(self.model.rows(self.split), len(answers.labels), answers.spread)
-        try:
-            found: Comparison | str = export(
-                self.model.files, self.split, logits, self.exports, device=device, settings=settings
-            )
-        except NotExportedError as error:
-            found = str(error)
-        self.passes(checks.exported(found, required=self.policy.export == REQUIRED))
-
-    def close(
-        self,
-        decision: str,
-        reason: str,
-        *,
-        challenger: Answers | None = None,
-        champion: Answers | None = None,
-        parts: dict[str, list[Check]] | None = None,
-        **values: Any,
-    ) -> Judgement:
-        """Return the judgement with its verdict; ``values`` are the verdict's best, look, alpha and power."""
-        best = self.before.best if self.before else ""
-        verdict = Verdict(
-            decision=decision,
-            reason=reason,
-            challenger=self.model.digest,
-            champion=self.before.version if self.before else "",
-            log_number=self.before.number if self.before else 0,
-            test_digest=self.test_digest,
-            samples=len(challenger.labels) if challenger else 0,
-            challenger_accuracy=challenger.accuracy if challenger else 0.0,
-            champion_accuracy=champion.accuracy if champion else 0.0,
-            time=f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
-            checks=self.checks,
-            **{"look": 0, "alpha": 0.0, "power": "", "best": best, **values},
-        )
-        return Judgement(verdict, self.model, self.split, challenger, champion, parts or {})
-
-
-def compare(case: Case, answers: Answers, champion: Model) -> Judgement:
-    """Return the judgement on a challenger beside the champion, by all checks."""
-    policy, model, split = case.policy, case.model, case.split
-    members = {"class": checks.class_members(answers, model.classes)}
-    if policy.slices:
-        members["slice"] = slice_members(policy.slices, answers.ids, answers.undecoded)
-    if not case.passes(checks.same_task(model.classes, champion.classes, (model.takes(), champion.takes()))):
-        case.export(answers)
-        return case.close(KEPT, case.failures(), challenger=answers)
-    theirs = evaluate(champion, split)
-    others = {"champion": theirs, **evaluate_best(case, champion)}
-    case.passes(checks.ratio("size", model.bytes / champion.bytes, policy.size_ratio))
-    case.passes(checks.ratio("latency", latency_ratio(model, champion, split), policy.latency_ratio))
-    case.passes(checks.floor(answers, policy))
-    pair = Pair.of(answers.correct, theirs.correct)
-    if not pair.discordant:
-        case.export(answers)
-        return case.close(KEPT, "both models get the same samples right", challenger=answers, champion=theirs)
-    number, alpha = case.claim_look()
-    if policy.rule == NOT_WORSE:
-        decisive, *more = (
-            checks.not_worse(name, Pair.of(answers.correct, other.correct), policy.margin, alpha)
-            for name, other in others.items()
-        )
-    else:
-        decisive, more = checks.superior(pair, alpha), []
-    case.checks += [decisive, *more]
-    parts: dict[str, list[Check]] = {}
-    for kind, of_kind in members.items():
-        check, parts[kind] = checks.parts(kind, of_kind, answers, theirs, policy)
-        case.passes(check)
-    ours, champions = answers.scores, theirs.scores
-    case.passes(checks.not_risen("negative log-likelihood", ours.nll, champions.nll, policy.nll_rise, policy.alpha))
-    case.passes(checks.not_risen("Brier score", ours.brier, champions.brier, policy.brier_rise, policy.alpha))
-    case.passes(checks.calibration(answers, theirs))
-    case.export(answers)
-    passed = all(check.passed for check in case.checks)
-    best = {"best": model.digest} if answers.accuracy > max(other.accuracy for other in others.values()) else {}
-    return case.close(
-        PROMOTED if passed else KEPT,
-        decisive.reason if passed else case.failures(),
-        challenger=answers,
-        champion=theirs,
-        parts=parts,
-        look=number,
-        alpha=alpha,
-        power=power_text(pair, policy, alpha),
-        **best,
-    )
-
-
-def evaluate_best(case: Case, champion: Model) -> dict[str, Answers]:
-    """Return the answers of the best version ever by its name; empty if that is one of the two models.
-
-    Also empty if it cannot be loaded or evaluated; with ``not_worse`` that is an IncomparableError.
+    Args:
+        judgement: to be finished.
+        ours: the challenger's evaluation.
+        champion: the champion's model.
+        best: the version with the best accuracy so far.
     """
-    assert case.before is not None
-    if case.before.best in (champion.digest, case.model.digest):
-        return {}
-    try:
-        with stored_model(case.registry, case.before.best, "", case.model) as best:
-            return {"best version ever": evaluate(best, case.split)}
-    except IncomparableError:
-        if case.policy.rule == NOT_WORSE:
-            raise
-        return {}
+    policy, model, split = judgement.policy, judgement.model, judgement.split
+    groups = {"class": checks.group_by_class(ours, model.classes)}
+    if policy.slices:
+        groups["slice"] = group_by_slice(policy.slices, ours.ids, ours.undecoded)
+    inputs = model.describe_input(), champion.describe_input()
+    if not judgement.add_check(checks.check_same_task(model.classes, champion.classes, inputs)):
+        judgement.export_challenger(ours)
+        return judgement.finish_by_checks()
+    theirs = evaluate_stored_model(champion, split)
+    others = {"champion": theirs}
+    if best not in (champion.digest, model.digest):
+        try:
+            best_model = load_stored_model(judgement.registry, best, "", model)
+            others["best version ever"] = evaluate_stored_model(best_model, split)
+        except IncomparableError:
+            if policy.rule == NOT_WORSE:
+                raise
+    judgement.champion = theirs
+    judgement.checks += [
+        checks.check_ratio("size", model.bytes / champion.bytes, policy.size_ratio),
+        checks.check_ratio("latency", measure_latency_ratio(model, champion, split), policy.latency_ratio),
+        checks.check_accuracy(ours, policy),
+    ]
+    pair = PairedCounts.count(ours.correct, theirs.correct)
+    if not pair.discordant:
+        judgement.export_challenger(ours)
+        return judgement.finish(KEPT, "both models get the same samples right")
+    number, alpha = judgement.claim_look()
+    if policy.rule == NOT_WORSE:
+        decisive = [
+            checks.check_not_worse(name, PairedCounts.count(ours.correct, other.correct), policy.margin, alpha)
+            for name, other in others.items()
+        ]
+    else:
+        decisive = [checks.check_superior(pair, alpha)]
+    judgement.checks += decisive
+    for kind, members in groups.items():
+        check, judgement.parts[kind] = checks.check_parts(kind, members, ours, theirs, policy)
+        judgement.add_check(check)
+    mine, before = ours.scores, theirs.scores
+    judgement.checks += [
+        checks.check_loss_rise("negative log-likelihood", mine.nll, before.nll, policy.nll_rise, policy.alpha),
+        checks.check_loss_rise("Brier score", mine.brier, before.brier, policy.brier_rise, policy.alpha),
+        checks.show_calibration(ours, theirs),
+    ]
+    judgement.export_challenger(ours)
+    values = {"best": model.digest if ours.accuracy > max(other.accuracy for other in others.values()) else best}
+    power = describe_power(pair, policy, alpha)
+    return judgement.finish_by_checks(decisive[0].reason, look=number, alpha=alpha, power=power, **values)
 
 
-def power_text(pair: Pair, policy: Policy, alpha: float) -> str:
-    """Return a sentence on which difference the rule can find on so many samples."""
+def describe_power(pair: PairedCounts, policy: Policy, alpha: float) -> str:
+    """Return the clause that says how large a difference the policy's rule finds on so many samples, or how often."""
     samples = counted(pair.samples, "sample")
     discordant = pair.discordant / pair.samples
     if policy.rule == NOT_WORSE:
-        share = statistics.passing(pair.samples, discordant, policy.margin, alpha)
+        share = statistics.pass_probability(pair.samples, discordant, policy.margin, alpha)
         return f"on {samples} a model of the same accuracy passes a comparison in {share:.0%} of cases"
-    found = statistics.detectable(pair.samples, discordant, alpha)
+    found = statistics.detectable_difference(pair.samples, discordant, alpha)
     difference = "no difference is" if found is None else f"{100 * found:.2f} points are"
     return f"on {samples} {difference} found in {statistics.POWER:.0%} of cases"
 
 
-@contextmanager
-def stored_model(registry: Registry, name: str, manifest: str, challenger: Model) -> Iterator[Model]:
-    """Load a version, which may meet as many undecodable images as the challenger; may raise an IncomparableError."""
-    with tempfile.TemporaryDirectory() as folder:
-        files = Path(folder, versions.WEIGHTS), Path(folder, versions.SIDECAR)
-        with incomparable(name, "loaded"):
-            versions.fetch_files(registry, versions.read_version(registry, name, manifest), Path(folder))
-            model = Model(*files, challenger.settings, challenger.bad_samples)
-        yield model
+def load_stored_model(registry: Registry, name: str, manifest: str, challenger: SavedModel) -> SavedModel:
+    """Download a version's files, and return its model; the files are removed again.
+
+    The model may meet as many undecodable images as the challenger. Raises an IncomparableError if the version cannot
+    be downloaded or loaded.
+    """
+    with translate_model_errors(name, "loaded"), tempfile.TemporaryDirectory() as folder:
+        files = stored_files(registry, name, Path(folder), manifest)
+        return SavedModel(*files, challenger.settings, challenger.bad_samples)
 
 
-def evaluate(model: Model, split: PreparedSet) -> Answers:
-    """Return the finite answers of a version; may raise an IncomparableError."""
-    with incomparable(model.digest, "evaluated"):
-        answers = model.answers(split)
-    if not checks.finite(answers).passed:
+def evaluate_stored_model(model: SavedModel, split: PreparedSet) -> Evaluation:
+    """Evaluate a version on the whole test split; raise an IncomparableError if that fails or a logit is not finite."""
+    with translate_model_errors(model.digest, "evaluated"):
+        found = evaluate_split(model, split)
+    if not checks.check_finite_logits(found).passed:
         raise IncomparableError(f"version {model.digest[:12]} answers with NaN or infinity")
-    return answers
+    return found
 
 
 @contextmanager
-def incomparable(version: str, action: str) -> Iterator[None]:
-    """Turn errors into an IncomparableError: of any class, as the model may be the user's own code.
+def translate_model_errors(version: str, action: str) -> Iterator[None]:
+    """Turn each error in the block, but NOT_THE_MODELS, into an IncomparableError.
 
-    Prints the traceback of an error that is no UserError to stderr, as the verdict has only its message.
+    The model may be the user's own code, so that errors of any class are the model's. The traceback of an error that is
+    no UserError goes to stderr, as the verdict holds only its message.
+
+    Args:
+        version: the SHA-256 of its weights.
+        action: what the block does with it, as a participle for the message.
     """
     try:
         yield
@@ -328,16 +325,19 @@ def incomparable(version: str, action: str) -> Iterator[None]:
         raise IncomparableError(f"version {version[:12]} cannot be {action}: {said}") from error
 
 
-def latency_ratio(challenger: Model, champion: Model, split: PreparedSet) -> float:
-    """Return the challenger's time for a batch as a multiple of the champion's: the median of several, in turns."""
-    inputs: dict[Model, Tensor] = {}
+def measure_latency_ratio(challenger: SavedModel, champion: SavedModel, split: PreparedSet) -> float:
+    """Return the challenger's time for a batch as a multiple of the champion's.
+
+    Both compute a batch of LATENCY_BATCH test images by turns; the result is the median of LATENCY_ROUNDS ratios.
+    """
+    inputs: dict[SavedModel, Tensor] = {}
     for model in (challenger, champion):
-        with closing(model.batches(split, LATENCY_BATCH)) as batches:
+        with closing(read_test_split(model, split, LATENCY_BATCH)) as batches:
             inputs[model] = next(batch.inputs for batch in batches if len(batch.inputs))
 
-    def seconds(model: Model) -> float:
+    def measure_seconds(model: SavedModel) -> float:
         began = time.perf_counter()
-        model.logits(inputs[model])
+        model.compute_logits(inputs[model])
         if model.device.type == "cuda":
             torch.cuda.synchronize(model.device)
         return time.perf_counter() - began
@@ -345,6 +345,6 @@ def latency_ratio(challenger: Model, champion: Model, split: PreparedSet) -> flo
     ratios = []
     for number in range(LATENCY_ROUNDS + 1):
         order = (challenger, champion) if number % 2 else (champion, challenger)
-        taken = {model: seconds(model) for model in order}
+        taken = {model: measure_seconds(model) for model in order}
         ratios.append(taken[challenger] / taken[champion])
     return median(ratios[1:])  # the first round warms up

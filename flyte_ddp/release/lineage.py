@@ -18,23 +18,23 @@ VERSION_FACET = (
 PRODUCER = f"urn:flyte-ddp:{flyte_ddp.__version__}"
 
 
-def lineage(address: str, name: str, sidecar: Mapping[str, Any], verdict: Verdict, *, by: str) -> bytes:
-    """Return the event, as JSON, for a model of that name in the registry at an address.
+def lineage_event(address: str, name: str, sidecar: Mapping[str, Any], verdict: Verdict, *, by: str) -> bytes:
+    """Return the OpenLineage event of a version as JSON: what it was trained from, and how it was judged.
 
     Args:
         address: of the registry.
-        name: of the model.
-        sidecar: its ``model.json``.
-        verdict: on it.
-        by: the Flyte execution that trained it, or a user.
+        name: of the model in the registry.
+        sidecar: the content of ``model.json``.
+        verdict: on this model.
+        by: the Flyte execution, or the user, that trained the model.
     """
     hp, digests = sidecar.get("hyperparameters", {}), sidecar["digests"]
     trained_on, started_from = hp.get("dataset", ""), hp.get("init_from")
     inputs = [
-        dataset("data", trained_on, digests.get("data", ""), source=hp.get("data_source", "")),
-        dataset("data", hp.get("test_dataset") or trained_on, verdict.test_digest, split="test"),
-        *([dataset("weights", started_from, digests.get("init_from", ""))] if started_from else []),
-        *([dataset(address, name, verdict.champion)] if verdict.champion else []),
+        dataset_entry("data", trained_on, digests.get("data", ""), source=hp.get("data_source", "")),
+        dataset_entry("data", hp.get("test_dataset") or trained_on, verdict.test_digest, split="test"),
+        *([dataset_entry("weights", started_from, digests.get("init_from", ""))] if started_from else []),
+        *([dataset_entry(address, name, verdict.champion)] if verdict.champion else []),
     ]
     training = {
         "hyperparameters": hp,
@@ -45,9 +45,9 @@ def lineage(address: str, name: str, sidecar: Mapping[str, Any], verdict: Verdic
         "versions": sidecar.get("versions", {}),
     }
     facets = {
-        "flyteDdpExecution": facet(launchedAs=by),
-        "flyteDdpTraining": facet(**training),
-        "flyteDdpVerdict": facet(**verdict.to_dict()),
+        "flyteDdpExecution": make_facet(launchedAs=by),
+        "flyteDdpTraining": make_facet(**training),
+        "flyteDdpVerdict": make_facet(**verdict.to_dict()),
     }
     event = {
         "eventType": "COMPLETE",
@@ -57,18 +57,25 @@ def lineage(address: str, name: str, sidecar: Mapping[str, Any], verdict: Verdic
         "job": {"namespace": "flyte-ddp", "name": name},
         "run": {"runId": str(uuid.uuid5(uuid.NAMESPACE_URL, f"{by} {digests['weights']}")), "facets": facets},
         "inputs": inputs,
-        "outputs": [dataset(address, name, digests["weights"])],
+        "outputs": [dataset_entry(address, name, digests["weights"])],
     }
     return json.dumps(event, indent=1, ensure_ascii=False).encode() + b"\n"
 
 
-def dataset(namespace: str, name: str, digest: str, **about: str) -> dict[str, Any]:
-    """Return a data set, or a model, of the event, with the digest of its content as its version."""
-    facets = {"version": {**facet(datasetVersion=digest), "_schemaURL": VERSION_FACET}} if digest else {}
-    facets |= {"flyteDdpData": facet(**about)} if about else {}
+def dataset_entry(namespace: str, name: str, digest: str, **about: str) -> dict[str, Any]:
+    """Return an input or output of the event: a data set or a model, with its digest as version.
+
+    Args:
+        namespace: of the name: data, weights, or the address of a registry.
+        name: of the data set or model.
+        digest: SHA-256 of its content; empty if it is not known.
+        about: further facts.
+    """
+    facets = {"version": {**make_facet(datasetVersion=digest), "_schemaURL": VERSION_FACET}} if digest else {}
+    facets |= {"flyteDdpData": make_facet(**about)} if about else {}
     return {"namespace": namespace, "name": name, "facets": facets}
 
 
-def facet(**values: Any) -> dict[str, Any]:
-    """Return a facet: values with the producer and schema that each must name."""
+def make_facet(**values: Any) -> dict[str, Any]:
+    """Return a facet of OpenLineage: the values, with the producer and the schema that every facet must name."""
     return {"_producer": PRODUCER, "_schemaURL": f"{SPEC}/BaseFacet", **values}

@@ -1,4 +1,4 @@
-"""How often a test split has been looked at: each look is claimed once, before anything is decided by it.
+"""Counting the looks at a test split: a judgement claims its look before it decides anything by the test samples.
 
 judgements/TEST_DIGEST/looks/00000007.json            the seventh look: which two models were compared
 judgements/TEST_DIGEST/pairs/DIGEST.json              the look of two models by a rule: by it they may be compared again
@@ -11,17 +11,25 @@ import secrets
 
 from flyte_ddp import storage
 from flyte_ddp.errors import UserError
-from flyte_ddp.release.registry import Registry, entry_file
+from flyte_ddp.release.registry import Registry, entry_file_name
 from flyte_ddp.storage import MissingError
 
 
 def claim_look(registry: Registry, test_digest: str, challenger: str, champion: str, rule: str) -> int:
-    """Return the number of this look at a test split, from 1: that of the same models and rule, or a new file's.
+    """Return the number of this look at a test split, from 1; write two files to the registry if the look is a new one.
 
-    A judge who is killed between its two writes has spent a look for nothing: that makes later ones stricter only.
+    The same two models by the same rule have one look, however often they are compared. A process that is killed
+    between the two writes has spent a look for nothing, which only makes later looks stricter.
+
+    Args:
+        registry: of the model.
+        test_digest: of the test split.
+        challenger: the SHA-256 of its weights.
+        champion: the SHA-256 of its weights, or a word that stands for no champion.
+        rule: of the decision, with its margin and alpha.
 
     Raises:
-        UserError: the registry cannot be read or written.
+        UserError: the registry cannot be read or written, or the file of this pair is damaged.
     """
     folder = registry.at("judgements", test_digest)
     compared = {"challenger": challenger, "champion": champion, "rule": rule}
@@ -40,7 +48,7 @@ def claim_look(registry: Registry, test_digest: str, challenger: str, champion: 
             number = 1
     content = {**compared, "nonce": secrets.token_hex(16)}
     while not registry.create_if_absent(
-        storage.join(looks, entry_file(number)), json.dumps({"look": number, **content}, indent=1).encode()
+        storage.join(looks, entry_file_name(number)), json.dumps({"look": number, **content}, indent=1).encode()
     ):
         number += 1
     # Two who judge the same pair at the same time have two looks: the first one's counts for both from now on.

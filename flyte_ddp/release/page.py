@@ -10,9 +10,9 @@ from flyte_ddp.confusions import count_confusions
 from flyte_ddp.datasets.prepared import PreparedSet
 from flyte_ddp.files import replacing
 from flyte_ddp.formatting import percent
-from flyte_ddp.models import artifacts
-from flyte_ddp.predict.predict import pictures
-from flyte_ddp.release.answers import Model
+from flyte_ddp.predict.predict import images_from_inputs
+from flyte_ddp.predict.prediction_batches import read_test_split
+from flyte_ddp.predict.saved_model import SavedModel
 from flyte_ddp.release.judge import Judgement
 from flyte_ddp.report.figures import Picture, confusion_section
 from flyte_ddp.report.page import rendered
@@ -21,7 +21,10 @@ PICTURED = 12  # samples of each kind
 
 
 def write_page(judgement: Judgement, name: str, path: Path) -> Path:
-    """Write the page of a judgement on a model of that name, and return its path."""
+    """Write the HTML page of a judgement to a path, and return the path; may read the test split again for pictures.
+
+    Replaces a file there is already. ``name`` is the model's in the registry.
+    """
     answers = {"Challenger": judgement.challenger, "Champion": judgement.champion}
     models = {title: model for title, model in answers.items() if model is not None}
     page = rendered(
@@ -34,15 +37,18 @@ def write_page(judgement: Judgement, name: str, path: Path) -> Path:
             for title, model in models.items()
         },
         parts_of_split=judgement.parts,
-        pictured=pictures_of_differences(judgement),
+        pictured=picture_differences(judgement),
     )
     with replacing(path) as file:
         file.write(page.encode("ascii"))
     return path
 
 
-def pictures_of_differences(judgement: Judgement) -> dict[str, list[Picture]]:
-    """Return the challenger's inputs as pictures, by headline, for the first samples that only one model gets right."""
+def picture_differences(judgement: Judgement) -> dict[str, list[Picture]]:
+    """Return pictures by headline: the first PICTURED samples that only challenger, or only champion, gets right.
+
+    Reads the test split for their images. Empty if the verdict did not need both models' predictions.
+    """
     mine, theirs = judgement.challenger, judgement.champion
     if mine is None or theirs is None:
         return {}
@@ -53,7 +59,7 @@ def pictures_of_differences(judgement: Judgement) -> dict[str, list[Picture]]:
             ("champion", "challenger", theirs.correct & ~mine.correct, mine),
         )
     }
-    images = images_of(judgement.model, judgement.split, {place for found, _ in wanted.values() for place in found})
+    images = read_images(judgement.model, judgement.split, {place for found, _ in wanted.values() for place in found})
     names, found = judgement.model.classes, dict[str, list[Picture]]()
     for headline, (places, wrong) in wanted.items():
         for place in places.tolist():
@@ -64,16 +70,19 @@ def pictures_of_differences(judgement: Judgement) -> dict[str, list[Picture]]:
     return found
 
 
-def images_of(model: Model, split: PreparedSet, places: set[int]) -> dict[int, NDArray[np.uint8]]:
-    """Return the images [H, W, C] at these places among the samples that can be decoded."""
+def read_images(model: SavedModel, split: PreparedSet, places: set[int]) -> dict[int, NDArray[np.uint8]]:
+    """Read the test split up to the last of these places; return the model's inputs there as uint8 [H, W, C], by place.
+
+    A place is a position among the samples that can be decoded, from 0.
+    """
     found: dict[int, NDArray[np.uint8]] = {}
-    place, spec = 0, artifacts.input_spec(model.sidecar)
-    with closing(model.batches(split)) as batches:
+    place = 0
+    with closing(read_test_split(model, split)) as batches:
         for batch in batches:
             if place > max(places, default=-1):
                 break
             wanted = [row for row in range(len(batch.inputs)) if place + row in places]
-            for row, image in zip(wanted, pictures(batch.inputs[wanted], spec), strict=True):
+            for row, image in zip(wanted, images_from_inputs(batch.inputs[wanted], model.spec), strict=True):
                 found[place + row] = image
             place += len(batch.inputs)
     return found

@@ -1,6 +1,6 @@
 """Storing versions, promoting them by a verdict or a person's word, and reading the champion.
 
-Every function raises a UserError where the registry cannot be read or written, or where a file of it was altered.
+Every function raises a UserError if the registry cannot be read or written, or if a file that it reads was altered.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from flyte_ddp.errors import UnreachableError, UserError
 from flyte_ddp.files import file_digest
 from flyte_ddp.release import versions
-from flyte_ddp.release.card import model_card
-from flyte_ddp.release.lineage import lineage
-from flyte_ddp.release.registry import PROMOTE, ROLLBACK, Entry, LostError, Registry, promotions
+from flyte_ddp.release.card import render_model_card
+from flyte_ddp.release.lineage import lineage_event
+from flyte_ddp.release.registry import PROMOTE, ROLLBACK, Entry, LostError, Registry, replay_promotions
 from flyte_ddp.release.verdict import Verdict
 from flyte_ddp.validation.profile import DataProfile
 
@@ -28,9 +28,9 @@ PROFILE = "data_profile.json"
 
 
 class Outcome(NamedTuple):
-    """What came of a judged model."""
+    """What carrying out a verdict has changed."""
 
-    version: str  # of the model
+    version: str  # the SHA-256 of the judged model's weights
     champion: str  # the version that is champion now; empty if there is none
     reason: str
 
@@ -44,21 +44,24 @@ def store(
     *,
     by: str,
 ) -> versions.Version:
-    """Write a judged model into the registry, champion or not, so that a person can promote it later.
+    """Upload a judged model with verdict, lineage and card to the registry, so that a person can promote it later.
+
+    Also records the verdict beside its look at the test split. Makes nothing the champion.
 
     Args:
         registry: of the model.
         weights: ``model.pt`` of its run.
         sidecar: ``model.json`` of the same run.
         verdict: on this model.
-        beside: further files of the version by their names: the page of the verdict, the profile of the data.
+        beside: further files of the version by their names, such as the page of the verdict.
         by: the Flyte execution, or the user, that trained the model.
 
     Returns:
         The new version, or the stored one where the weights were stored before and the verdict does not promote.
 
     Raises:
-        UserError: the registry cannot be written to, or the verdict is on another model.
+        UserError: the registry cannot be written to, the verdict is on another model, or the same weights are stored
+            with another model name, classes or input.
     """
     verdict_file, about = verdict.to_json(indent=1).encode() + b"\n", json.loads(sidecar.read_bytes())
     name = file_digest(weights)
@@ -67,10 +70,10 @@ def store(
     if verdict.look:
         file = f"verdicts/{verdict.look:08}-{versions.content_digest(verdict_file)[:12]}.json"
         with registry.explain_failures("written"):
-            versions.upload_file(registry.at("judgements", verdict.test_digest, file), verdict_file)
+            versions.create_or_compare_file(registry.at("judgements", verdict.test_digest, file), verdict_file)
     stored = versions.find_version(registry, name)
     if stored is not None:
-        check_same_task(read_sidecar(registry, stored), about, name)
+        refuse_other_task(read_sidecar(registry, stored), about, name)
         if not verdict.promotes:
             return stored
     files: Mapping[str, Path | bytes] = {
@@ -78,14 +81,17 @@ def store(
         versions.WEIGHTS: weights,
         versions.SIDECAR: sidecar,
         **beside,
-        LINEAGE: lineage(registry.address, registry.name, about, verdict, by=by),
-        CARD: model_card(registry.name, about, verdict, beside),
+        LINEAGE: lineage_event(registry.address, registry.name, about, verdict, by=by),
+        CARD: render_model_card(registry.name, about, verdict, beside),
     }
     return versions.write_version(registry, files)
 
 
-def check_same_task(stored: Mapping[str, Any], about: Mapping[str, Any], version: str) -> None:
-    """Raise a UserError if stored weights are those of a model with other classes or input, by the two sidecars."""
+def refuse_other_task(stored: Mapping[str, Any], about: Mapping[str, Any], version: str) -> None:
+    """Raise a UserError if two sidecars of the same weights differ in model, classes or input.
+
+    ``stored`` is the sidecar in the registry, ``about`` the new one, and ``version`` the SHA-256 of the weights.
+    """
     for field in ("model", "classes", "input"):
         if stored.get(field) != about.get(field):
             raise UserError(
@@ -95,7 +101,17 @@ def check_same_task(stored: Mapping[str, Any], about: Mapping[str, Any], version
 
 
 def carry_out(registry: Registry, version: versions.Version, verdict: Verdict, *, by: str) -> Outcome:
-    """Make the version the champion if its verdict says so; where another was promoted since, the outcome names it."""
+    """Append the log entry that makes a version the champion, if its verdict promotes; return the outcome.
+
+    Writes nothing but champion.json if an earlier try has appended the entry, and nothing at all if another version was
+    promoted since the judgement: the outcome names that one.
+
+    Args:
+        registry: of the model.
+        version: stored by :func:`store`.
+        verdict: on this version.
+        by: the Flyte execution, or the user, that promotes.
+    """
     if not verdict.promotes:
         champion = registry.champion()
         return Outcome(version.name, champion.version if champion else "", f"kept: {verdict.reason}")
@@ -117,54 +133,63 @@ def carry_out(registry: Registry, version: versions.Version, verdict: Verdict, *
 
 
 def promote(registry: Registry, version: str, reason: str, *, by: str, once: bool = False) -> Entry:
-    """Make a version the champion because a person says so, and return the entry; reads all files of the version.
+    """Append the log entry that makes a version the champion because a person says so, and return the entry.
+
+    Reads all files of the version whole before. Rewrites champion.json.
 
     Args:
         registry: of the model.
         version: the SHA-256 of its weights.
-        reason: why.
-        by: the Flyte execution, or a user.
-        once: whether ``by`` does this only once, so that an entry of its own is of an earlier try.
+        reason: why, in the person's words.
+        by: the Flyte execution, or the user, that promotes.
+        once: whether ``by`` promotes this version only once: then its entry is of an earlier try, and is returned.
 
     Raises:
         UserError: there is no such version, it is the champion, no reason is given, or somebody was faster.
     """
     history = registry.history()
-    if once and (earlier := earlier_try(registry, history, by, PROMOTE, version)):
+    if once and (earlier := find_earlier_try(registry, history, by, PROMOTE, version)):
         return earlier
     found, before = versions.read_version(registry, version), history[-1] if history else None
     if before is not None and before.version == version:
         raise UserError(f"version {version[:12]} is the champion already, since {before.time}")
-    versions.check_files(registry, found)
-    best = before.best if before and is_comparable(registry, before.best, found) else version
+    versions.verify_files(registry, found)
+    best = before.best if before and has_classes_and_input_of(registry, before.best, found) else version
     values = {"version": version, "manifest": found.manifest, "best": best}
-    return registry.append_entry(before, by=by, action=PROMOTE, reason=stripped(reason), **values)
+    return registry.append_entry(before, by=by, action=PROMOTE, reason=require_reason(reason), **values)
 
 
 def roll_back(registry: Registry, reason: str, *, by: str, once: bool = False) -> Entry:
-    """Make the champion before the present one the champion again, and return the entry; see :func:`promote`.
+    """Append the log entry that makes the previous champion the champion again, and return the entry.
 
-    What was the best version then is that again, too: who takes a model back does not want others compared with it.
+    Reads all files of that version whole before. Rewrites champion.json. The best version is again what it was when
+    that champion was promoted: later models are not compared with one that was taken back.
+
+    Args:
+        registry: of the model.
+        reason: why, in the person's words.
+        by: the Flyte execution, or the user, that rolls back.
+        once: whether ``by`` rolls back only once: then its entry is of an earlier try, and is returned.
 
     Raises:
-        UserError: there was none, no reason is given, or somebody was faster.
+        UserError: there was no champion before, no reason is given, or somebody was faster.
     """
     history = registry.history()
-    if once and (earlier := earlier_try(registry, history, by, ROLLBACK)):
+    if once and (earlier := find_earlier_try(registry, history, by, ROLLBACK)):
         return earlier
-    standing = promotions(history).standing
+    standing = replay_promotions(history).standing
     if len(standing) < 2:
         raise UserError(f"model {registry.name!r}: there is no champion before the present one; nothing was changed")
     target = standing[-2]
-    versions.check_files(registry, versions.read_version(registry, target.version, target.manifest))
+    versions.verify_files(registry, versions.read_version(registry, target.version, target.manifest))
     values = {"version": target.version, "manifest": target.manifest, "best": target.best}
-    return registry.append_entry(history[-1], by=by, action=ROLLBACK, reason=stripped(reason), **values)
+    return registry.append_entry(history[-1], by=by, action=ROLLBACK, reason=require_reason(reason), **values)
 
 
-def earlier_try(registry: Registry, history: list[Entry], by: str, action: str, version: str = "") -> Entry | None:
-    """Return the entry that an execution wrote before it was killed, and renew champion.json; None if there is none.
+def find_earlier_try(registry: Registry, history: list[Entry], by: str, action: str, version: str = "") -> Entry | None:
+    """Return the entry that an execution wrote before it was killed; None if it wrote none.
 
-    An empty ``version`` stands for any.
+    Rewrites champion.json if there is such an entry. An empty ``version`` stands for any version.
     """
     for entry in history:
         if (entry.by, entry.action) == (by, action) and version in ("", entry.version):
@@ -173,8 +198,8 @@ def earlier_try(registry: Registry, history: list[Entry], by: str, action: str, 
     return None
 
 
-def is_comparable(registry: Registry, best: str, version: versions.Version) -> bool:
-    """Return whether a version has the classes and input of the best one; not if the latter is missing or altered."""
+def has_classes_and_input_of(registry: Registry, best: str, version: versions.Version) -> bool:
+    """Return whether a version has the classes and input of version ``best``; False if that is missing or altered."""
     try:
         one, other = (read_sidecar(registry, found) for found in (versions.read_version(registry, best), version))
     except UnreachableError:
@@ -184,15 +209,15 @@ def is_comparable(registry: Registry, best: str, version: versions.Version) -> b
     return (one.get("classes"), one.get("input")) == (other.get("classes"), other.get("input"))
 
 
-def stripped(reason: str) -> str:
-    """Return a person's reason without blanks around it; raise a UserError if it is empty."""
+def require_reason(reason: str) -> str:
+    """Return a reason without blanks around it; raise a UserError if nothing is left."""
     if not reason.strip():
         raise UserError("reason='': must say why; it is kept in the registry's log")
     return reason.strip()
 
 
 def read_sidecar(registry: Registry, version: versions.Version) -> dict[str, Any]:
-    """Return the sidecar of a version."""
+    """Download a version's ``model.json``, and return its content."""
     with TemporaryDirectory() as folder:
         versions.fetch_files(registry, version, Path(folder), (versions.SIDECAR,))
         found: dict[str, Any] = json.loads(Path(folder, versions.SIDECAR).read_bytes())
@@ -200,16 +225,20 @@ def read_sidecar(registry: Registry, version: versions.Version) -> dict[str, Any
 
 
 def stored_files(registry: Registry, version: str, folder: Path, manifest: str = "") -> tuple[Path, Path]:
-    """Copy a version's weights and sidecar into a folder, and return their paths; UserError if there is none.
+    """Download a version's weights and sidecar into a folder, and return their paths; UserError if one is missing.
 
-    :func:`flyte_ddp.release.versions.find_version` explains ``version`` and ``manifest``.
+    Args:
+        registry: of the model.
+        version: the SHA-256 of its weights.
+        folder: an existing folder.
+        manifest: the SHA-256 of the manifest of one revision; empty: the newest revision.
     """
     versions.fetch_files(registry, versions.read_version(registry, version, manifest), folder)
     return folder / versions.WEIGHTS, folder / versions.SIDECAR
 
 
 def champion_files(registry: Registry, folder: Path) -> tuple[Path, Path]:
-    """Copy the champion's weights and sidecar into a folder, and return their paths; UserError if there is none."""
+    """Download the champion's weights and sidecar into a folder, and return their paths; UserError if it is missing."""
     entry = registry.champion()
     if entry is None:
         raise UserError(f"registry {registry.address!r}: {registry.name} has no champion; promote a version first")
@@ -217,7 +246,7 @@ def champion_files(registry: Registry, folder: Path) -> tuple[Path, Path]:
 
 
 def champion_profile(registry: Registry, entry: Entry) -> DataProfile | None:
-    """Return the profile of the data that an entry's version was trained on; None if the version has none."""
+    """Download the profile of an entry's training data, and return it; None if the version has no profile."""
     version = versions.read_version(registry, entry.version, entry.manifest)
     if PROFILE not in version.files:
         return None
@@ -230,7 +259,9 @@ def champion_profile(registry: Registry, entry: Entry) -> DataProfile | None:
 
 
 def load_champion(address: str, name: str, device: str = "cpu") -> tuple[nn.Module, dict[str, Any]]:
-    """Return the champion in evaluation mode and its sidecar; runs the code that the sidecar names.
+    """Download the champion; return its model in evaluation mode, and its sidecar.
+
+    Runs the code that the sidecar names.
 
     Args:
         address: of the registry, which you must trust: a folder, or an address of S3, Google Cloud Storage or Azure.

@@ -1,4 +1,4 @@
-"""A model's registry in a folder or an object store: a log that only grows, whose last entry names the champion.
+"""A model's registry in a folder or in object storage: a log whose last entry names the champion.
 
     ADDRESS/NAME/log/00000001.json          an entry: who became champion, why, and the digest of the entry before
     ADDRESS/NAME/champion.json              a copy of the last entry, perhaps late: from there readers go on in the log
@@ -32,7 +32,7 @@ from flyte_ddp.storage import ExistsError, MissingError, UnavailableError
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 PROMOTE, ROLLBACK = "promote", "rollback"
 ENTRY = re.compile(r"[0-9]{8}\.json")
-READERS = 16  # of entries at a time
+READERS = 16  # threads that read entries
 CHAMPION = "champion.json"
 PROBE = ".creates-once"  # no model's name; a file that is written to find out whether the store can do that
 
@@ -54,22 +54,22 @@ class LostError(UserError):
 
 @dataclass(frozen=True)
 class Entry:
-    """An entry of the log."""
+    """An entry of the log, as it is stored."""
 
     number: int  # from 1
     action: str  # promote or rollback
-    version: str  # of the champion from now on
-    manifest: str  # SHA-256 of its list of files
+    version: str  # the champion from now on: SHA-256 of its weights
+    manifest: str  # SHA-256 of the version's manifest
     best: str  # the version with the best test accuracy so far, which is not forgotten when others take its place
     reason: str
     by: str  # a Flyte execution, or user@host
     time: str  # ISO 8601, UTC
     previous: str  # SHA-256 of the entry before; empty for the first
-    digest: str  # SHA-256 of this one, as it is stored
+    digest: str  # SHA-256 of this entry's file
 
     @classmethod
     def from_file(cls, content: bytes) -> Self:
-        """Return the entry that a file's content is; raise a ValueError, TypeError or KeyError if it is none."""
+        """Parse the content of an entry's file, and return the entry; ValueError, TypeError or KeyError if damaged."""
         values = {**json.loads(content), "digest": hashlib.sha256(content).hexdigest()}
         found = {field.name: values[field.name] for field in dataclasses.fields(cls)}
         if any(type(found[field.name]).__name__ != field.type for field in dataclasses.fields(cls)):
@@ -101,17 +101,18 @@ class Registry:
         self.address, self.name = address, name
 
     def at(self, *parts: str) -> str:
-        """Return the address of a file or folder in the registry."""
+        """Return the address of a file or folder in the registry; ``parts`` are the names of its path."""
         return storage.join(self.address, "/".join((self.name, *parts)))
 
-    def at_entry(self, number: int) -> str:
-        """Return the address of an entry of the log."""
-        return self.at("log", entry_file(number))
+    def entry_address(self, number: int) -> str:
+        """Return the address of the log's entry with that number."""
+        return self.at("log", entry_file_name(number))
 
-    def check_store(self) -> None:
-        """Raise a UserError for a store that replaces a file although asked to create it: two promotions could succeed.
+    def refuse_store_that_overwrites(self) -> None:
+        """Raise a UserError if the store replaces an existing file when asked to create it.
 
-        Creates a probe file of random content at the registry's address, or twice if there is none yet.
+        In such a store two promotions at the same time could both succeed. Writes a probe file of random content to the
+        registry's address, and where there was none yet tries to write it a second time.
         """
         probe = storage.join(self.address, PROBE)
         if all(self.create_if_absent(probe, secrets.token_bytes(16)) for _ in range(2)):
@@ -121,9 +122,10 @@ class Registry:
             )
 
     def create_if_absent(self, address: str, content: bytes) -> bool:
-        """Write a file that no other writer gives the same content; return False if another file has its name.
+        """Write a file; return False, and write nothing, if there is a file with other content.
 
-        The answer to a successful try may be lost, so that the next try meets the file: then its content is compared.
+        The content must be unlike any other writer's: if the store's reply to a write is lost, the next try meets the
+        file, and tells by the content that it is its own.
         """
         with self.explain_failures("written"):
             try:
@@ -133,11 +135,11 @@ class Registry:
         return True
 
     def champion(self) -> Entry | None:
-        """Return the last entry of the log, or None where nothing was promoted.
+        """Return the last entry of the log, or None if nothing was promoted.
 
-        Reads champion.json, the entry that it is a copy of, and later entries until one is missing, as the copy may be
-        late. Lists the log only if champion.json is missing or damaged. Does not need the other entries. Raises a
-        LogError if one of the entries that it reads is damaged or altered.
+        Reads champion.json, the entry of which that is a copy, and later entries until one is missing: the copy may be
+        late. Lists the log only if champion.json is missing or damaged. Raises a LogError if an entry that it reads is
+        damaged or altered; does not read the others.
         """
         last = self.read_copy()
         if last is None and (numbers := self.entry_numbers()):
@@ -159,16 +161,16 @@ class Registry:
         entry = self.find_entry(copy.number)
         if entry is not None and entry.digest != copy.digest:
             raise LogError(
-                f"{self.at_entry(copy.number)} is not what its copy {CHAMPION} is: one of the two was altered; restore "
-                f"the entry, or delete {CHAMPION} if that is what was altered"
+                f"{self.entry_address(copy.number)} is not what its copy {CHAMPION} is: one of the two was altered; "
+                f"restore the entry, or delete {CHAMPION} if that is what was altered"
             )
         return copy
 
     def history(self, at_least: int = 0) -> list[Entry]:
-        """Return all entries of the log, the oldest first; raise a LogError if one is missing, damaged or altered.
+        """Read the whole log, and return its entries, oldest first; LogError if one is missing, damaged or altered.
 
         Args:
-            at_least: how many entries the log is known to have.
+            at_least: number of entries that the log is known to have; fewer are a LogError.
         """
         entries, faults = self.inspect_log(at_least)
         if faults:
@@ -176,7 +178,10 @@ class Registry:
         return entries
 
     def inspect_log(self, at_least: int = 0) -> tuple[list[Entry], list[str]]:
-        """Read champion.json and the whole log; return the entries that can be read, and a line for each fault."""
+        """Read champion.json and the whole log; return the readable entries, oldest first, and a line for each fault.
+
+        ``at_least`` is the number of entries that the log is known to have.
+        """
         faults, entries = list[str](), dict[int, Entry]()
         try:
             if copy := self.read_copy():  # before the list: entries that are written meanwhile are not missing
@@ -186,7 +191,7 @@ class Registry:
         numbers = self.entry_numbers()
         for before, number in itertools.pairwise([0, *numbers, max([at_least, *numbers]) + 1]):
             if number > before + 1:
-                faults.append(self.missing_entry(before + 1).message)
+                faults.append(self.missing_entry_error(before + 1).message)
         with ThreadPoolExecutor(READERS) as pool:
             reading = {number: pool.submit(self.read_entry, number) for number in numbers}
         for number, found in reading.items():
@@ -198,11 +203,11 @@ class Registry:
             preceding = entries.get(number - 1)
             if (preceding or number == 1) and entries[number].previous != (preceding.digest if preceding else ""):
                 said = "does not follow the entry before it: one of the two was altered; restore them"
-                faults.append(f"{self.at_entry(number)} {said}")
+                faults.append(f"{self.entry_address(number)} {said}")
         return [*entries.values()], faults
 
     def entry_numbers(self) -> list[int]:
-        """Return the ascending numbers of the entries, from a list of the log's folder."""
+        """List the log's folder, and return the ascending numbers of its entries."""
         folder = self.at("log")
         with self.explain_failures("listed"):
             try:
@@ -214,14 +219,14 @@ class Registry:
         return [int(name.removesuffix(".json")) for name in sorted(filter(ENTRY.fullmatch, names))]
 
     def read_entry(self, number: int) -> Entry:
-        """Return an entry of the log; raise a LogError if it is missing or damaged."""
+        """Read and return the log's entry with that number; raise a LogError if it is missing or damaged."""
         if (entry := self.find_entry(number)) is None:
-            raise self.missing_entry(number)
+            raise self.missing_entry_error(number)
         return entry
 
     def find_entry(self, number: int) -> Entry | None:
-        """Return an entry of the log, or None if it is missing; raise a LogError if it is damaged."""
-        address = self.at_entry(number)
+        """Read and return the log's entry with that number; None if it is missing. LogError if it is damaged."""
+        address = self.entry_address(number)
         with self.explain_failures("read"):
             try:
                 content = storage.retried(address, storage.read)
@@ -233,40 +238,43 @@ class Registry:
                 return entry
         raise LogError(f"{address} is damaged; restore it, as no entry of the log may be altered")
 
-    def missing_entry(self, number: int) -> LogError:
-        """Return the error for an entry that was deleted."""
-        return LogError(f"{self.at_entry(number)} is missing; restore it, as no entry may be deleted")
+    def missing_entry_error(self, number: int) -> LogError:
+        """Return the error that says that the log's entry with that number is missing."""
+        return LogError(f"{self.entry_address(number)} is missing; restore it, as no entry may be deleted")
 
     def append_entry(self, before: Entry | None, *, by: str, **values: Any) -> Entry:
-        """Write the entry after ``before`` and renew champion.json; return the new entry.
+        """Write the entry after ``before`` to the log, rewrite champion.json, and return the new entry.
+
+        Writes a probe file before, to find out whether the store replaces files.
 
         Args:
-            before: the last entry when this one was decided on; None for an empty log.
-            by: who does it: a Flyte execution, or user@host.
+            before: the last entry when this one was decided; None for an empty log.
+            by: who writes it: a Flyte execution, or user@host.
             values: the entry's ``action``, ``version``, ``manifest``, ``best`` and ``reason``.
 
         Raises:
             LostError: somebody else has written the entry of that number.
             UserError: the store replaces files; see :meth:`check_store`.
         """
-        self.check_store()
+        self.refuse_store_that_overwrites()
         number = before.number + 1 if before else 1
         about = {"by": by, "time": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}", "nonce": secrets.token_hex(16)}
         entry = {"number": number, **values, **about, "previous": before.digest if before else ""}
         content = json.dumps(entry, indent=1).encode() + b"\n"
-        if not self.create_if_absent(self.at_entry(number), content):
+        if not self.create_if_absent(self.entry_address(number), content):
             raise LostError(self.read_entry(number))
         self.renew_copy(number)
         return Entry.from_file(content)
 
     def renew_copy(self, number: int) -> None:
-        """Copy an entry, and after it each later one, into champion.json; print why if the file cannot be written.
+        """Copy the entry with that number, and then each later one, to champion.json.
 
-        Whoever copies last has seen that there is no later entry, so that of many writers the last entry remains.
+        Each writer goes on until there is no later entry, so that of many writers the last entry remains. Prints a line
+        to stdout, and raises nothing, if the registry cannot be read or written.
         """
         try:
             while True:
-                content = storage.retried(self.at_entry(number), storage.read)
+                content = storage.retried(self.entry_address(number), storage.read)
                 storage.retried(self.at(CHAMPION), functools.partial(storage.put, content=content))
                 number += 1
         except MissingError:
@@ -276,7 +284,10 @@ class Registry:
 
     @contextmanager
     def explain_failures(self, action: str) -> Iterator[None]:
-        """Turn an UnavailableError into a UserError that names the registry and the action: read, listed or written."""
+        """Turn an UnavailableError in the block into a UserError that names the registry.
+
+        ``action`` is what the block does, for the message: read, listed or written.
+        """
         try:
             yield
         except UnavailableError as failure:
@@ -284,20 +295,20 @@ class Registry:
             raise failure.explained(f"registry {self.address!r}: {said}") from None
 
 
-def entry_file(number: int) -> str:
-    """Return the file name of an entry of the log."""
+def entry_file_name(number: int) -> str:
+    """Return the file name of the log's entry with that number, such as 00000007.json."""
     return f"{number:08}.json"
 
 
 class Promotions(NamedTuple):
-    """What a log comes to. A rollback takes the last promotion back, as an undo does; a second one that before it."""
+    """Promotions that a log leaves standing. A rollback undoes the last one, a second rollback the one before it."""
 
-    standing: list[Entry]  # promotions that were not taken back
-    taken_back: dict[str, Entry]  # the rollback by version, for each that was not champion since
+    standing: list[Entry]  # promotions that no rollback undid, oldest first
+    taken_back: dict[str, Entry]  # version: the rollback that undid its promotion; without those promoted again
 
 
-def promotions(history: list[Entry]) -> Promotions:
-    """Return the promotions in a whole log."""
+def replay_promotions(history: list[Entry]) -> Promotions:
+    """Return which promotions in a whole log stand, and which were taken back."""
     found = Promotions([], {})
     for entry in history:
         if entry.action == PROMOTE:

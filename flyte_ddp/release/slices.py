@@ -36,8 +36,8 @@ def read_slices(address: str) -> list[tuple[int, str, str]]:
     return rows
 
 
-def slice_members(address: str, ids: Sequence[str], undecoded: Collection[str]) -> dict[str, NDArray[np.int64]]:
-    """Return the ascending positions in ``ids`` of each slice's samples.
+def group_by_slice(address: str, ids: Sequence[str], undecoded: Collection[str]) -> dict[str, NDArray[np.int64]]:
+    """Read a CSV file of slices; return the ascending positions in ``ids`` of each slice's samples, by its name.
 
     Args:
         address: of the CSV file.

@@ -1,4 +1,4 @@
-"""Tests of two models on the same samples, and what they can find.
+"""Statistical tests of two models on the same samples, and how small a difference these tests can find.
 
 ``gained`` are the samples that only the first model gets right, ``lost`` those that only the second one does.
 """
@@ -12,37 +12,44 @@ from numpy.typing import NDArray
 from scipy import optimize, stats
 
 BOOTSTRAP_DRAWS = 2000
-BOOTSTRAP_VALUES = 20_000_000  # in memory at a time
-POWER = 0.8
-SIMULATED = 10_000
+BOOTSTRAP_VALUES = 20_000_000  # drawn values in memory at a time
+POWER = 0.8  # probability with which a difference is to be found
+SIMULATED = 10_000  # comparisons
 
 Floats = NDArray[np.float64]
 Counts = NDArray[np.integer[Any]]
 
 
-def spent(alpha: float, look: int) -> float:
-    """Return the share of ``alpha`` for the ``look``-th test, from 1, on the same samples; all sum up to ``alpha``.
+def alpha_of_look(alpha: float, look: int) -> float:
+    """Return the significance level of one look at the same samples; the levels of all looks sum up to ``alpha``.
 
-    With it, false alarms over all looks together stay below ``alpha`` (Bonferroni's bound, by the sum of 1 / k^2).
+    So the probability of a false alarm in any look is at most ``alpha`` (Bonferroni's bound; the sum of 1 / k^2 is
+    pi^2 / 6).
+
+    Args:
+        alpha: the significance level of all looks together.
+        look: the number of this look, from 1.
     """
     return alpha * 6 / (math.pi * look) ** 2
 
 
-def better(gained: int, lost: int) -> float:
-    """Return the p-value of McNemar's exact test, one-sided; 1 if no sample tells the models apart.
+def mcnemar_p_value(gained: int, lost: int) -> float:
+    """Return the one-sided p-value of McNemar's exact test that the first model is better; 1 if no sample differs.
 
     McNemar, "Note on the sampling error of the difference between correlated proportions", Psychometrika 12 (1947).
     """
     return float(stats.binomtest(gained, gained + lost, 0.5, alternative="greater").pvalue) if gained + lost else 1.0
 
 
-def above_share(correct: int, samples: int, share: float) -> float:
-    """Return the p-value of the binomial test, one-sided, that more than ``share`` of the samples are correct."""
+def binomial_p_value(correct: int, samples: int, share: float) -> float:
+    """Return the one-sided p-value of the binomial test that a model is right in more than ``share`` of all cases."""
     return float(stats.binomtest(correct, samples, share, alternative="greater").pvalue)
 
 
-def score(gained: Counts, lost: Counts, samples: int, difference: float) -> Floats:
-    """Return Tango's statistic of a difference in accuracy, first minus second model: standard normal if it is true.
+def tango_statistic(gained: Counts, lost: Counts, samples: int, difference: float) -> Floats:
+    """Return Tango's statistic for a supposed difference in accuracy, first minus second model.
+
+    The statistic is standard normal if the supposed difference is the true one. Counts may be arrays of one shape.
 
     Tango, "Equivalence test and confidence interval for the difference in proportions for the paired-sample design",
     Statistics in Medicine 17 (1998).
@@ -54,20 +61,23 @@ def score(gained: Counts, lost: Counts, samples: int, difference: float) -> Floa
     return np.asarray((gained - lost - samples * difference) / np.sqrt(np.maximum(variance, 1e-300)))
 
 
-def least_difference(gained: int, lost: int, samples: int, alpha: float) -> float:
-    """Return the lower bound of the difference in accuracy at confidence 1 - ``alpha``, by inverting Tango's test."""
+def lower_bound_of_difference(gained: int, lost: int, samples: int, alpha: float) -> float:
+    """Return the lower confidence bound, at 1 - ``alpha``, of the difference in accuracy; inverts Tango's test."""
     wanted, lowest, highest = stats.norm.isf(alpha), -1 + 1e-12, (gained - lost) / samples - 1e-12
 
-    def excess(difference: float) -> float:
-        return float(score(np.array(gained), np.array(lost), samples, difference) - wanted)
+    def excess_of_statistic(difference: float) -> float:
+        return float(tango_statistic(np.array(gained), np.array(lost), samples, difference) - wanted)
 
-    if highest <= lowest or excess(lowest) <= 0:
+    if highest <= lowest or excess_of_statistic(lowest) <= 0:
         return -1.0
-    return float(optimize.brentq(excess, lowest, highest)) if excess(highest) < 0 else highest
+    return float(optimize.brentq(excess_of_statistic, lowest, highest)) if excess_of_statistic(highest) < 0 else highest
 
 
-def holm(p_values: Sequence[float]) -> list[float]:
-    """Return the p-values, corrected for their number: Holm, Scandinavian Journal of Statistics 6 (1979)."""
+def correct_p_values(p_values: Sequence[float]) -> list[float]:
+    """Return the p-values in the given order, corrected for their number by Holm's method.
+
+    Holm, "A simple sequentially rejective multiple test procedure", Scandinavian Journal of Statistics 6 (1979).
+    """
     corrected, largest = [0.0] * len(p_values), 0.0
     for rank, place in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
         largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[place]))
@@ -75,14 +85,15 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return corrected
 
 
-def least_mean(values: Floats, alpha: float) -> float:
-    """Return the lower bound of a mean at the confidence 1 - ``alpha``, by a studentised bootstrap, the same each time.
+def lower_bound_of_mean(values: Floats, alpha: float) -> float:
+    """Return the lower confidence bound, at 1 - ``alpha``, of a mean: a studentised bootstrap with a fixed seed.
 
     Efron and Tibshirani, "An introduction to the bootstrap" (1993), section 12.5. Percentiles of the means themselves
     would miss the truth more often where a few values are far from the others, as those of likelihoods are.
 
     Args:
-        values: [N], of each sample the difference between two models.
+        values: the difference between two models for each sample: [N].
+        alpha: 1 minus the confidence.
     """
     mean, error = float(values.mean()), float(values.std())
     if error <= 1e-12 * abs(mean):
@@ -97,16 +108,18 @@ def least_mean(values: Floats, alpha: float) -> float:
     return max(bound, float(values.min()))
 
 
-def detectable(samples: int, discordant: float, alpha: float) -> float | None:
-    """Return the true difference in accuracy that McNemar's test finds with a probability of POWER, or None.
+def detectable_difference(samples: int, discordant: float, alpha: float) -> float | None:
+    """Return the true difference in accuracy that McNemar's test finds with a probability of POWER; None if none is.
+
+    The probability is exact: a sum over the number of samples that only one model gets right.
 
     Args:
+        samples: number of samples.
         discordant: the share of samples that only one of the models gets right.
-
-    Exactly, by summing over how many samples tell the models apart, and how many of these are gained.
+        alpha: significance level of the test.
     """
 
-    def missing(difference: float) -> float:
+    def missing_power(difference: float) -> float:
         share = max(discordant, difference)
         low, high = stats.binom.interval(1 - 1e-9, samples, share)
         apart = np.arange(int(low), int(high) + 1)
@@ -114,30 +127,38 @@ def detectable(samples: int, discordant: float, alpha: float) -> float | None:
         found = stats.binom.sf(needed, apart, (share + difference) / (2 * share))
         return float((stats.binom.pmf(apart, samples, share) * found).sum()) - POWER
 
-    return float(optimize.brentq(missing, 1e-9, 1.0, xtol=1e-6)) if missing(1.0) > 0 else None
+    return float(optimize.brentq(missing_power, 1e-9, 1.0, xtol=1e-6)) if missing_power(1.0) > 0 else None
 
 
-def passing(samples: int, discordant: float, margin: float, alpha: float) -> float:
-    """Return how often a model of the same accuracy is found not worse by a margin; simulated, the same each time.
+def pass_probability(samples: int, discordant: float, margin: float, alpha: float) -> float:
+    """Return the probability that a model of the same accuracy passes the test of being worse by less than ``margin``.
+
+    Simulates SIMULATED comparisons with a fixed seed.
 
     Args:
+        samples: number of samples.
         discordant: the share of samples that only one of the models gets right.
+        margin: largest loss of accuracy that is accepted.
+        alpha: significance level of the test.
     """
     random = np.random.default_rng(0)
     apart = random.binomial(samples, discordant, size=SIMULATED)
     gained = random.binomial(apart, 0.5)
-    passed = score(gained, apart - gained, samples, -margin) > stats.norm.isf(alpha)
+    passed = tango_statistic(gained, apart - gained, samples, -margin) > stats.norm.isf(alpha)
     return float((passed & (apart > 0)).mean())  # a model that gets the same samples right is kept
 
 
 def calibration_error(confidence: NDArray[np.float64], correct: NDArray[np.bool_], bins: int = 15) -> float:
-    """Return the mean distance of confidence and accuracy, over bins of equal width, weighted by their samples.
+    """Return the expected calibration error: the mean distance of confidence and accuracy over bins of equal width.
+
+    Bins are weighted by their number of samples.
 
     Guo et al., "On calibration of modern neural networks", ICML 2017.
 
     Args:
-        confidence: [N], the probability that the model gives to its prediction.
-        correct: [N].
+        confidence: the probability that the model gives to each of its predictions: [N].
+        correct: whether each prediction is right: [N].
+        bins: their number.
     """
     places = np.minimum((confidence * bins).astype(np.int64), bins - 1)
     apart = np.bincount(places, confidence - correct, minlength=bins)

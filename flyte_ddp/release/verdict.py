@@ -16,7 +16,7 @@ class Check(DataClassJsonMixin):
     passed: bool
     value: str
     limit: str  # empty where there is none: the value is only shown
-    reason: str
+    reason: str  # why it failed; of a passed check perhaps empty
 
 
 @dataclass(frozen=True)
@@ -26,16 +26,16 @@ class Verdict(DataClassJsonMixin):
     decision: str  # promote, keep or no_comparison
     reason: str
     challenger: str  # the SHA-256 of its weights
-    champion: str  # likewise; empty if there was none
+    champion: str  # the SHA-256 of its weights; empty if there was none
     best: str  # the version with the best accuracy so far, the challenger among them
-    log_number: int  # of the registry's last entry then; 0: it had none
+    log_number: int  # of the log's last entry when this was judged; 0: the log was empty
     test_digest: str  # of the test split
     samples: int  # of the test split, without those that cannot be decoded
-    challenger_accuracy: float
-    champion_accuracy: float  # 0 if there was none
-    look: int  # at this test split; 0: nothing was decided by it
-    alpha: float  # of this look
-    power: str  # what difference could be found
+    challenger_accuracy: float  # from 0 to 1
+    champion_accuracy: float  # from 0 to 1; 0 if there was no champion
+    look: int  # number of the look at this test split, from 1; 0: the verdict can promote nothing by it
+    alpha: float  # significance level of this look
+    power: str  # how large a difference could be found, in words
     time: str  # ISO 8601, UTC
     checks: list[Check] = field(default_factory=list)
 
@@ -45,7 +45,7 @@ class Verdict(DataClassJsonMixin):
         return self.decision == PROMOTED
 
     def describe(self) -> str:
-        """Return decision and reason as a sentence."""
+        """Return the decision and its reason as text."""
         promoted = "to be promoted" if self.look else "would be promoted"
         decision = {PROMOTED: promoted, KEPT: "the champion is kept", NO_COMPARISON: "no comparison"}
         return f"{decision[self.decision]}: {self.reason}"

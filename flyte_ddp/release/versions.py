@@ -1,9 +1,10 @@
 """Versions of a model in its registry: folders of files, named by the SHA-256 of the weights, and written once.
 
-The manifest, the list of a version's files, comes last: a folder without it is of a writer that was killed, and is
-completed by whoever writes the same files again. A later judgement of the same weights that promotes them writes a
-revision: a folder ``2`` in the version's folder, and so on. An entry of the log names the revision that became champion
-by the SHA-256 of its manifest. Every function raises a UserError where the registry cannot be read or written.
+The manifest, the list of a version's files, is written last. A folder without it is of a writer that was killed, and is
+completed when the same files are written again. If the same weights are judged again and promoted, the new files are a
+revision: a folder ``2`` in the version's folder, then ``3``, and so on. An entry of the log names the revision that
+became champion by the SHA-256 of its manifest. Every function raises a UserError if the registry cannot be read or
+written.
 """
 
 import hashlib
@@ -34,13 +35,17 @@ class Version(NamedTuple):
 
 
 def write_version(registry: Registry, files: Mapping[str, Path | bytes]) -> Version:
-    """Write a version, or what is missing of it; as a new revision where the version is there with other files.
+    """Upload the files of a version that are missing, its manifest last, and return the version.
+
+    Writes a new revision if the registry has these weights with other files. Replaces no file.
 
     Args:
         registry: of the model.
-        files: contents or paths by name, ``model.pt`` among them. The first one must differ between judgements: by it
-            a writer sees that a folder is another judgement's.
+        files: contents or paths by name, ``model.pt`` among them. The first file must differ between judgements: by
+            this file a writer sees that a folder is another judgement's.
 
+    Raises:
+        UserError: the stored weights are damaged, or the registry cannot be written to.
     """
     digests = {file: content_digest(content) for file, content in files.items()}
     manifest = json.dumps({"files": dict(sorted(digests.items()))}, indent=1).encode() + b"\n"
@@ -49,10 +54,10 @@ def write_version(registry: Registry, files: Mapping[str, Path | bytes]) -> Vers
         folder = revision_folder(name, number)
         for file, content in contents.items():
             with registry.explain_failures("written"):
-                if upload_file(registry.at(folder, file), content):
+                if create_or_compare_file(registry.at(folder, file), content):
                     continue
             if file == WEIGHTS:
-                raise damaged_file(registry.at(folder, WEIGHTS))
+                raise damaged_file_error(registry.at(folder, WEIGHTS))
             break
         else:
             return Version(name, folder, content_digest(manifest), digests)
@@ -60,23 +65,23 @@ def write_version(registry: Registry, files: Mapping[str, Path | bytes]) -> Vers
 
 
 def revision_folder(name: str, number: int) -> str:
-    """Return the folder of a version's revision in the registry; the first one is in the version's folder itself."""
+    """Return the folder of a version's revision, from the registry's; revision 1 is in the version's folder itself."""
     return f"versions/{name}" if number == 1 else f"versions/{name}/{number}"
 
 
-def upload_file(address: str, content: Path | bytes) -> bool:
-    """Write a file unless there is one, which then stays; return whether the file has this content now."""
+def create_or_compare_file(address: str, content: Path | bytes) -> bool:
+    """Write a file if it is missing, else read the stored one whole; return whether it has this content now."""
     try:
         storage.retried(address, lambda to: storage.create(to, content))
     except ExistsError:  # by an earlier try, or by somebody with the same weights
-        return stored_digest(address) == content_digest(content)
+        return read_digest(address) == content_digest(content)
     return True
 
 
-def stored_digest(address: str) -> str:
+def read_digest(address: str) -> str:
     """Read a whole file, wherever it is, and return its SHA-256; empty if the file is missing."""
 
-    def read(address: str) -> str:
+    def hash_file(address: str) -> str:
         digest = hashlib.sha256()
         with storage.open_file(address) as found:
             for chunk in found.chunks:
@@ -84,18 +89,22 @@ def stored_digest(address: str) -> str:
         return digest.hexdigest()
 
     try:
-        return storage.retried(address, read)
+        return storage.retried(address, hash_file)
     except MissingError:
         return ""
 
 
 def content_digest(content: Path | bytes) -> str:
-    """Return the SHA-256 of a file's content."""
+    """Return the SHA-256 of bytes, or of the file at a path."""
     return file_digest(content) if isinstance(content, Path) else hashlib.sha256(content).hexdigest()
 
 
 def read_version(registry: Registry, name: str, manifest: str = "") -> Version:
-    """Return the version that :func:`find_version` finds; raise a UserError if there is none."""
+    """Return a version of the registry; raise a UserError if it is missing, incomplete or altered.
+
+    Reads only manifests. ``name`` is the SHA-256 of the weights, and ``manifest`` that of the manifest of one revision;
+    empty: the newest revision.
+    """
     if (found := find_version(registry, name, manifest)) is None:
         raise UserError(
             f"registry {registry.address!r}: {registry.name} has no complete version {name}: there is no {MANIFEST} "
@@ -105,7 +114,9 @@ def read_version(registry: Registry, name: str, manifest: str = "") -> Version:
 
 
 def find_version(registry: Registry, name: str, manifest: str = "") -> Version | None:
-    """Return the version of that name, or None if there is none; its files are looked for in a list, but not read.
+    """Return a version of the registry, or None if it is missing or incomplete.
+
+    Lists its folder and reads manifests, but no other file.
 
     Args:
         registry: of the model.
@@ -135,7 +146,7 @@ def find_version(registry: Registry, name: str, manifest: str = "") -> Version |
             except (ValueError, KeyError, TypeError, AttributeError):
                 files = {}
             if files.get(WEIGHTS) != name or SIDECAR not in files:
-                raise damaged_file(registry.at(folder, MANIFEST))
+                raise damaged_file_error(registry.at(folder, MANIFEST))
             for file in files:
                 if ("" if number == 1 else f"{number}/") + file not in there:
                     raise UserError(f"{registry.at(folder, file)}: is missing; restore it, or promote another version")
@@ -148,40 +159,40 @@ def find_version(registry: Registry, name: str, manifest: str = "") -> Version |
     )
 
 
-def damaged_files(registry: Registry, version: Version) -> Iterator[UserError]:
+def find_damaged_files(registry: Registry, version: Version) -> Iterator[UserError]:
     """Read all files of a version whole, and yield an error for each that is missing or was altered."""
     for file, digest in version.files.items():
         address = registry.at(version.folder, file)
         with registry.explain_failures("read"):
-            found = stored_digest(address)
+            found = read_digest(address)
         if found != digest:
-            yield damaged_file(address)
+            yield damaged_file_error(address)
 
 
-def check_files(registry: Registry, version: Version) -> None:
+def verify_files(registry: Registry, version: Version) -> None:
     """Read all files of a version whole; raise a UserError if one is missing or was altered."""
-    for error in damaged_files(registry, version):
+    for error in find_damaged_files(registry, version):
         raise error
 
 
 def fetch_files(
     registry: Registry, version: Version, folder: Path, files: tuple[str, ...] = (WEIGHTS, SIDECAR)
 ) -> None:
-    """Copy files of a version into a folder; raise a UserError if one is missing or was altered."""
+    """Download files of a version into an existing folder; raise a UserError if one is missing or was altered."""
     for file in files:
         address = registry.at(version.folder, file)
 
-        def transfer(source: str, target: Path = folder / file) -> None:
+        def download(source: str, target: Path = folder / file) -> None:
             with storage.open_file(source) as found, replacing(target, durable=False) as local:
                 for chunk in found.chunks:
                     local.write(chunk)
 
         with registry.explain_failures("read"):
-            storage.retried(address, transfer)
+            storage.retried(address, download)
         if file_digest(folder / file) != version.files.get(file):
-            raise damaged_file(address)
+            raise damaged_file_error(address)
 
 
-def damaged_file(address: str) -> UserError:
-    """Return the error for a file that is not what was written."""
+def damaged_file_error(address: str) -> UserError:
+    """Return the error that says that the file at an address is not what was written."""
     return UserError(f"{address}: is damaged or was altered; restore it, or promote another version")

@@ -1,6 +1,6 @@
-"""A copy of the champion for wandb: an artifact with the alias ``champion``. What fails there costs a message.
+"""Copying the champion to wandb: an artifact with the alias ``champion``. A failure is printed, and stops nothing.
 
-wandb runs in a process of its own, whose program this file is, too: nothing that it does can hold a promotion up.
+wandb runs in a process of its own, whose program is this file, too: whatever wandb does, the promotion goes on.
 """
 
 import json
@@ -19,24 +19,27 @@ UPLOAD = 20  # times the timeout of wandb's answers: the limit of an upload
 
 
 def mirror_champion(registry: Registry, version: str, settings: Settings) -> None:
-    """Send the champion to wandb, if it is this version and there is a key; print how that ended, and raise nothing.
+    """Upload the champion to wandb if it is this version and wandb is online; print how that ended; raise nothing.
 
-    Waits for wandb up to UPLOAD + 2 times its timeout, and repeats if there is another champion by then.
+    Waits up to UPLOAD + 2 times the timeout of wandb. Uploads the next champion, too, if there is another one by then.
     """
     if settings.wandb_mode != "online":
         return
     try:
         sent_last, champion = None, registry.champion()
         while champion is not None and champion != sent_last and (sent_last or champion.version == version):
-            ended = send_entry(registry, champion, settings)
+            ended = mirror_entry(registry, champion, settings)
             print(f"wandb: champion {champion.number} of {registry.name} {ended}", flush=True)
             sent_last, champion = champion, registry.champion()  # of two at the same time the last one has the alias
     except Exception as error:  # whatever it is: the promotion stands
         print(f"wandb: champion of {registry.name} not mirrored ({error})", flush=True)
 
 
-def send_entry(registry: Registry, entry: Entry, settings: Settings) -> str:
-    """Fetch the files of an entry's version, and send them in a process of its own; return how that ended, in words."""
+def mirror_entry(registry: Registry, entry: Entry, settings: Settings) -> str:
+    """Download a version's files, and upload them to wandb in a process of its own; return how that ended, as text.
+
+    Kills the process with its descendants after UPLOAD + 2 times the timeout of wandb.
+    """
     seconds = settings.wandb_timeout
     quiet = {"console": "off", "disable_git": True, "disable_code": True, "silent": True}
     about = {name: getattr(entry, name) for name in ("number", "version", "reason", "by", "time")}
@@ -76,8 +79,11 @@ def send_entry(registry: Registry, entry: Entry, settings: Settings) -> str:
         return f"is {last}" if process.returncode == 0 else f"not mirrored ({last})"
 
 
-def main(what: str, files: str) -> None:
-    """Send the files as an artifact; print its name, or the error and exit with 1."""
+def upload_artifact(what: str, files: str) -> None:
+    """Upload a folder as an artifact to wandb, wait for it, and print its name; or print the error, and exit with 1.
+
+    ``what`` is JSON: the run, the artifact and its aliases, as wandb takes them.
+    """
     import wandb
 
     asked = json.loads(what)
@@ -94,4 +100,4 @@ def main(what: str, files: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    upload_artifact(*sys.argv[1:])

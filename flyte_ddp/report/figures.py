@@ -37,37 +37,39 @@ LISTED, LISTED_ALONE = 8, 25  # rows of a list beside the picture, and without o
 
 @dataclass(frozen=True)
 class Series:
-    """One line of a chart; ``x`` increases, and the label is empty if there is no legend."""
+    """One line of a chart."""
 
-    label: str
-    x: Sequence[float]
+    label: str  # in the legend; empty: no legend
+    x: Sequence[float]  # increasing
     y: Sequence[float]
     color: str
 
 
 @dataclass(frozen=True)
 class Picture:
-    """An image, uint8 [H, W, C], with what is known of it; None if it cannot be decoded, with the reason."""
+    """An image, and facts about it."""
 
     name: str
-    image: NDArray[np.uint8] | None
+    image: NDArray[np.uint8] | None  # [H, W, C]; None if it cannot be decoded
     prediction: str = ""
     truth: str = ""
     score: float | None = None  # the probability that the model gave to its prediction
-    problem: str = ""
+    problem: str = ""  # why it cannot be decoded
 
 
-def styled() -> AbstractContextManager[None]:
-    """Return a context in which figures have the report's style, whatever the user's matplotlib settings are."""
+def use_report_style() -> AbstractContextManager[None]:
+    """Set matplotlib's style to the report's in the block, whatever the user's settings are; imports matplotlib."""
     from matplotlib import style
 
     return style.context(TEMPLATES / "report.mplstyle", after_reset=True)
 
 
-def line_chart(
+def draw_line_chart(
     series: Sequence[Series], *, x_label: str, y_label: str, scale: str = "linear", x_from: float | None = None
 ) -> str:
-    """Draw lines over a common x as an SVG element; long series as means in bands from smallest to largest.
+    """Draw lines in one chart, and return it as an SVG element; imports matplotlib.
+
+    A series of more than MAX_POINTS is drawn as its mean in a band from smallest to largest value.
 
     Args:
         series: at least one, each with at least one point.
@@ -79,11 +81,11 @@ def line_chart(
 
     values = np.concatenate([np.asarray(line.y, dtype=float) for line in series])
     values = values[np.isfinite(values)]
-    with styled():
+    with use_report_style():
         figure = Figure()
         axes = figure.add_axes((0.125, 0.16, 0.855, 0.74))
         for line in series:
-            draw(axes, line)
+            draw_series(axes, line)
         if len({x for line in series for x in line.x}) == 1:
             axes.set_xlim(series[0].x[0] - 1, series[0].x[0] + 1)
         if x_from is not None:
@@ -112,19 +114,19 @@ def line_chart(
     return f'<svg {view and view[0]} role="img" aria-label="{label}">{body}'
 
 
-def draw(axes: Axes, line: Series) -> None:
-    """Draw one line, with its points if they are few."""
+def draw_series(axes: Axes, line: Series) -> None:
+    """Draw one line into the axes of a figure: with dots if it has few points, as mean and band if it has many."""
     x, y = np.asarray(line.x, dtype=float), np.asarray(line.y, dtype=float)
     if len(x) <= MAX_POINTS:
         style = "o-" if len(x) <= 40 else "-"
         axes.plot(x, y, style, color=line.color, label=line.label)
         return
-    x, low, mean, high = thinned(x, y)
+    x, low, mean, high = thin_series(x, y)
     axes.fill_between(x, low, high, color=line.color, alpha=0.18, linewidth=0)
     axes.plot(x, mean, color=line.color, label=line.label)
 
 
-def thinned(x: Floats, y: Floats) -> tuple[Floats, Floats, Floats, Floats]:
+def thin_series(x: Floats, y: Floats) -> tuple[Floats, Floats, Floats, Floats]:
     """Cut a long series into ``MAX_POINTS`` parts; return the mean x, and the smallest, mean and largest y of each."""
     starts = np.linspace(0, len(x), MAX_POINTS, endpoint=False).astype(np.int64)
     counts = np.diff(np.append(starts, len(x)))
@@ -132,17 +134,26 @@ def thinned(x: Floats, y: Floats) -> tuple[Floats, Floats, Floats, Floats]:
     return np.add.reduceat(x, starts) / counts, low, total / counts, high
 
 
-def confusion_heatmap(confusion: NDArray[np.int64], classes: Sequence[str]) -> str:
-    """Draw truth (rows) against prediction (columns) as an SVG element: correct ones blue, mistakes orange.
+def draw_confusion_heatmap(confusion: NDArray[np.int64], classes: Sequence[str]) -> str:
+    """Draw a confusion matrix, and return it as an SVG element: truth in rows, prediction in columns.
 
-    A cell's depth is its share of the row; that of mistakes is stretched to the largest, as they are few.
+    Correct predictions are blue, mistakes orange. A cell is the darker the larger its share of the row is; mistakes are
+    few, so that the most frequent one has the darkest orange.
+
+    Args:
+        confusion: number of samples: [classes, classes].
+        classes: their names.
     """
     from PIL import Image
 
     count = len(classes)
     labelled = count <= LABELLED_CLASSES
     step = 10 ** (len(str(count // 2)) - 1)
-    names = [short(name) for name in classes] if labelled else [str(k) if k % step == 0 else "" for k in range(count)]
+    names = (
+        [shorten_name(name) for name in classes]
+        if labelled
+        else [str(k) if k % step == 0 else "" for k in range(count)]
+    )
     shares = confusion / np.maximum(1, confusion.sum(axis=1, keepdims=True))
     correct = np.eye(count, dtype=bool)
     wrong_depth = np.sqrt(shares / max(1e-12, float(shares[~correct].max(initial=0.0))))
@@ -155,7 +166,7 @@ def confusion_heatmap(confusion: NDArray[np.int64], classes: Sequence[str]) -> s
     cells = zip(*np.nonzero(confusion), strict=True) if count <= NAMED_CLASSES else ()
     return rendered(
         "confusion.svg",
-        image=png(Image.fromarray(np.stack(channels, axis=2))),
+        image=encode_as_data_uri(Image.fromarray(np.stack(channels, axis=2))),
         names=names,
         cells=[(*cell, confusion[cell], correct[cell] and depth[cell] > 0.55) for cell in cells],
         unit="" if labelled else " (number of the class)",
@@ -167,7 +178,7 @@ def confusion_heatmap(confusion: NDArray[np.int64], classes: Sequence[str]) -> s
 
 
 def confusion_section(counts: NDArray[np.int64], names: Sequence[str]) -> dict[str, Any]:
-    """Return the values that templates show of confusions: a picture and lists; empty if there is no sample.
+    """Return what templates show of confusions: a picture and lists; empty if there is no sample.
 
     Args:
         counts: [K, 3] truth, prediction and number of samples, from :func:`flyte_ddp.confusions.count_confusions`.
@@ -186,7 +197,7 @@ def confusion_section(counts: NDArray[np.int64], names: Sequence[str]) -> dict[s
     recall = correct / np.maximum(1, totals)
     hardest = np.argsort(np.where(totals, recall, 2.0), kind="stable")[:listed].tolist()
     return {
-        "picture": confusion_heatmap(confusion_matrix(counts, classes), names) if pictured else "",
+        "picture": draw_confusion_heatmap(confusion_matrix(counts, classes), names) if pictured else "",
         "is_large": classes > NAMED_CLASSES,
         "mistakes": [
             (names[truth], names[prediction], f"{samples:,}", percent(samples / totals[truth]))
@@ -196,14 +207,17 @@ def confusion_section(counts: NDArray[np.int64], names: Sequence[str]) -> dict[s
     }
 
 
-def short(name: str, limit: int = 18) -> str:
-    """Return a class name on one line, cut to a length that fits an axis."""
+def shorten_name(name: str, limit: int = 18) -> str:
+    """Return a class name on one line, cut to ``limit`` characters so that it fits an axis."""
     name = " ".join(name.split())
     return name if len(name) <= limit else name[: limit - 1] + "\N{HORIZONTAL ELLIPSIS}"
 
 
 def thumbnail(pixels: NDArray[np.uint8], side: int = 112) -> str:
-    """Return a uint8 [H, W, C] image as a data URI: small ones enlarged by whole multiples, large ones scaled down."""
+    """Resize an image uint8 [H, W, C] to fit ``side`` pixels, and return it as a data URI (PNG).
+
+    A small image is enlarged by a whole multiple, so that its pixels stay sharp.
+    """
     from PIL import Image
 
     image = Image.fromarray(np.ascontiguousarray(pixels[:, :, :3] if pixels.shape[2] >= 3 else pixels[:, :, 0]))
@@ -211,11 +225,11 @@ def thumbnail(pixels: NDArray[np.uint8], side: int = 112) -> str:
     if times > 1:
         image = image.resize((image.width * times, image.height * times), Image.Resampling.NEAREST)
     image.thumbnail((side, side))
-    return png(image)
+    return encode_as_data_uri(image)
 
 
-def png(image: Image) -> str:
-    """Return an image as a data URI."""
+def encode_as_data_uri(image: Image) -> str:
+    """Encode an image as PNG, and return it as a data URI."""
     buffer = io.BytesIO()
     image.save(buffer, format="PNG")
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()

@@ -1,4 +1,4 @@
-"""Rendering of templates, in which every value is escaped."""
+"""Rendering HTML templates; every value is escaped."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ TEMPLATES = Path(__file__).with_name("templates")
 
 
 @functools.cache
-def environment() -> Environment:
-    """Return the environment of the templates, with the filters that they use."""
+def template_environment() -> Environment:
+    """Return jinja2's environment with the folder of templates and their filters; the same object at each call."""
     import jinja2  # not before there is a page to make, as every command would wait for it
 
     from flyte_ddp.report.figures import thumbnail
@@ -28,6 +28,6 @@ def environment() -> Environment:
 
 
 def rendered(template: str, **values: Any) -> str:
-    """Render a template as ASCII, with references for other characters: so that it is read right in any encoding."""
-    text = environment().get_template(template).render(values)
+    """Return a template filled with values, in ASCII: other characters are HTML references, right in any encoding."""
+    text = template_environment().get_template(template).render(values)
     return text.encode("ascii", "xmlcharrefreplace").decode("ascii")

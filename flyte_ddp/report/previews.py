@@ -1,4 +1,4 @@
-"""Pages for the console: what is going to be trained, shards as they were packed, and the first predictions."""
+"""HTML pages for the console: what is going to be trained, packed shards, and the first predictions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flyte_ddp.formatting import percent
 from flyte_ddp.order import sampling
 from flyte_ddp.report.figures import Picture
 from flyte_ddp.report.page import rendered
-from flyte_ddp.report.report import settings
+from flyte_ddp.report.report import hyperparameter_rows
 from flyte_ddp.shards.dataset import Sample
 from flyte_ddp.shards.index import ShardIndex, read_index
 from flyte_ddp.shards.inspection import read_sample
@@ -23,19 +23,27 @@ from flyte_ddp.shards.inspection import read_sample
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-PICTURES = 24
-LISTED = 30  # classes
+PICTURES = 24  # on a page
+LISTED = 30  # classes on a page
 
 
 def of_run(hp: Hyperparameters, data: Path | None, run: str) -> str:
-    """Return the page on what is going to be trained; ``data`` is None if it is not fetched yet."""
+    """Return the HTML page on what is going to be trained.
+
+    Args:
+        hp: the hyperparameters.
+        data: the folder of the prepared data set; None: it is not fetched yet, and its sizes are left out.
+        run: the run's name, which becomes the title.
+    """
     facts = [("Data set", hp.dataset), ("Model", hp.model), ("Epochs", f"{hp.epochs:,}")]
-    facts += sizes(hp, data) if data is not None else [("Samples", "known when the data set has been fetched")]
-    return rendered("preview.html", title=run, heading="What is trained", facts=facts, settings=settings(hp.to_dict()))
+    facts += run_sizes(hp, data) if data is not None else [("Samples", "known when the data set has been fetched")]
+    return rendered(
+        "preview.html", title=run, heading="What is trained", facts=facts, settings=hyperparameter_rows(hp.to_dict())
+    )
 
 
-def sizes(hp: Hyperparameters, data: Path) -> list[tuple[str, str]]:
-    """Return the sizes of a prepared data set, and of the run on it."""
+def run_sizes(hp: Hyperparameters, data: Path) -> list[tuple[str, str]]:
+    """Open a prepared data set; return names and texts of its samples, its classes and the run's optimiser steps."""
     found = open_prepared(data)
     if isinstance(found, ImageArrays):
         samples = len(found.train_labels)
@@ -51,7 +59,10 @@ def sizes(hp: Hyperparameters, data: Path) -> list[tuple[str, str]]:
 
 
 def of_shards(address: str) -> str:
-    """Return the page on an index: what it lists, and PICTURES of its samples."""
+    """Read an index of shards, and return the HTML page on what it lists, with PICTURES of its samples.
+
+    Reads these samples from their shards.
+    """
     index = read_index(address)
     numbers = np.linspace(0, len(index) - 1, min(PICTURES, len(index)), dtype=int).tolist()
     return rendered(
@@ -61,12 +72,12 @@ def of_shards(address: str) -> str:
         facts=index.summary().items(),
         classes=", ".join(index.classes[:LISTED]) or "not known",
         pictured="Some samples",
-        pictures=[sample_picture(index, read_sample(address, number)) for number in numbers],
+        pictures=[picture_sample(index, read_sample(address, number)) for number in numbers],
     )
 
 
-def sample_picture(index: ShardIndex, sample: Sample) -> Picture:
-    """Return a sample's picture with its class, or with the reason why it cannot be decoded."""
+def picture_sample(index: ShardIndex, sample: Sample) -> Picture:
+    """Decode a sample's image; return it with its class, or with the reason why it cannot be decoded."""
     # Here, as it brings torch along, for which the pod that shows what is going to be trained would wait a second.
     from flyte_ddp.loading.decoding import DecodingError, with_pillow
 
@@ -82,14 +93,20 @@ def sample_picture(index: ShardIndex, sample: Sample) -> Picture:
 
 
 class FirstPredictions:
-    """Collects the first predictions as pictures, and counts those that are correct, if truths are known."""
+    """Keeps the first PICTURES predictions with their images; counts all predictions, and the correct ones."""
 
     def __init__(self) -> None:
         self.pictures: list[Picture] = []
         self.images = self.known = self.correct = 0
 
     def add_batch(self, images: Iterable[NDArray[np.uint8]], rows: Sequence[Sequence[str]], *, truths: bool) -> None:
-        """Add the rows of a batch (id, prediction, truth if known, scores), and the images of its decoded samples."""
+        """Count a batch's predictions, and keep some with their images.
+
+        Args:
+            images: uint8 [H, W, C], of the decoded samples.
+            rows: of all samples: id, prediction (empty if not decoded), truth if known, scores.
+            truths: whether rows have a truth.
+        """
         decoded = iter(images)
         for row in rows:
             self.images += 1
@@ -100,8 +117,8 @@ class FirstPredictions:
             if prediction and len(self.pictures) < PICTURES:
                 self.pictures.append(Picture(name, next(decoded), prediction, truth, float(rest[0])))
 
-    def page(self, title: str) -> str:
-        """Return the page."""
+    def render_page(self, title: str) -> str:
+        """Return the HTML page of the predictions so far."""
         facts = [("Images", f"{self.images:,}")]
         if self.known:
             facts.append(("Correct", f"{self.correct:,} of {self.known:,}, {percent(self.correct / self.known)}"))

@@ -1,4 +1,4 @@
-"""The report of a run folder: one HTML page that needs nothing else, also the deck of the task."""
+"""The report of a run: one HTML page that needs no other file; it is also the deck of the task."""
 
 import dataclasses
 import html
@@ -10,7 +10,7 @@ from typing import Any
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.files import replacing
-from flyte_ddp.report.figures import BLUE, GREEN, ORANGE, Series, confusion_section, line_chart
+from flyte_ddp.report.figures import BLUE, GREEN, ORANGE, Series, confusion_section, draw_line_chart
 from flyte_ddp.report.page import rendered
 from flyte_ddp.report.run_records import Record, Run, read_run
 
@@ -39,7 +39,10 @@ CHARTS: tuple[Any, ...] = (  # title, x, label and scale of y, and the lines: la
 
 
 def write_report(run_folder: Path, name: str = "") -> Path:
-    """Write the page of :func:`render` to ``report.html`` in the run folder, and return its path."""
+    """Read a run folder, write its report to ``report.html`` in it, and return the path.
+
+    ``name`` is the run's; empty: the folder's name. Raises a UserError if a file in the folder is damaged.
+    """
     page, path = render(run_folder, name), run_folder / "report.html"
     with replacing(path) as file:
         file.write(page.encode("ascii"))
@@ -47,15 +50,15 @@ def write_report(run_folder: Path, name: str = "") -> Path:
 
 
 def render(run_folder: Path, name: str = "", failure: str = "") -> str:
-    """Return the report as HTML; its styles touch nothing outside it, so that it can be part of another page.
+    """Read a run folder, and return its report as HTML, which may also be put into another page.
 
     Args:
         run_folder: of a run that may still be training.
-        name: of the run; empty: that of the folder.
-        failure: why the run has failed.
+        name: of the run; empty: the folder's name.
+        failure: why the run has failed; empty: it has not.
 
     Raises:
-        UserError: it is no run folder, or a file in it is damaged.
+        UserError: the folder has no start record, or a file in it is damaged.
     """
     run = read_run(run_folder, name)
     return rendered(
@@ -63,22 +66,22 @@ def render(run_folder: Path, name: str = "", failure: str = "") -> str:
         run=run,
         failure=failure,
         result={**run.kept_evaluation, **run.end},
-        charts=[*charts(run)],
+        charts=[*draw_charts(run)],
         confusion={} if run.confusion is None else confusion_section(run.confusion, run.classes),
-        time_spent=time_spent(run),
-        settings=settings(run.start.get("hyperparameters", {})),
+        time_spent=rank_0_time_by_activity(run),
+        settings=hyperparameter_rows(run.start.get("hyperparameters", {})),
         last_record=json.dumps(run.last_record),
     )
 
 
 def last_record_in(page: str) -> Record | None:
-    """Return the last record of metrics in a report, empty before there is one; None if the page is no report."""
+    """Return the last record of metrics in a report's HTML: empty if it had none yet; None if the page is no report."""
     found = re.search('<data class="ddp-last-record" value="([^"]*)"', page)
     return None if found is None else json.loads(html.unescape(found[1]))
 
 
-def charts(run: Run) -> Iterator[tuple[str, str]]:
-    """Yield titles and SVG of the charts: losses, accuracies, learning rate and speed."""
+def draw_charts(run: Run) -> Iterator[tuple[str, str]]:
+    """Draw the charts of losses, accuracies, learning rate and speed; yield title and SVG of each that has values."""
     for title, kind_of_x, y_label, scale, *lines in CHARTS:
         drawn = []
         for label, color, kind, key in lines:
@@ -88,18 +91,18 @@ def charts(run: Run) -> Iterator[tuple[str, str]]:
             drawn += [Series(label, [record[kind_of_x] for record in found], y, color)] if found else []
         if drawn:
             x_label, x_from = ("epoch", None) if kind_of_x == "epoch" else ("optimiser step", 0)
-            yield title, line_chart(drawn, x_label=x_label, y_label=y_label, scale=scale, x_from=x_from)
+            yield title, draw_line_chart(drawn, x_label=x_label, y_label=y_label, scale=scale, x_from=x_from)
 
 
-def time_spent(run: Run) -> list[tuple[str, str, float, float]]:
-    """Return the parts of rank 0's time: name, colour, seconds and share."""
+def rank_0_time_by_activity(run: Run) -> list[tuple[str, str, float, float]]:
+    """Return what rank 0 spent its time on: name, colour, seconds and share (0 to 1); empty before the run's end."""
     seconds = {key: max(0.0, run.end.get("seconds", {}).get(key, 0.0)) for key in PARTS}
     total = sum(seconds.values())
     return [(*PARTS[key], spent, spent / total) for key, spent in seconds.items()] if total else []
 
 
-def settings(given: Mapping[str, Any]) -> dict[str, list[tuple[str, ...]]]:
-    """Return hyperparameters with value, default and meaning: the changed ones, and the others."""
+def hyperparameter_rows(given: Mapping[str, Any]) -> dict[str, list[tuple[str, ...]]]:
+    """Return name, value, default and meaning of the given hyperparameters: the ``changed`` ones and the ``others``."""
     rows: dict[str, list[tuple[str, ...]]] = {"changed": [], "others": []}
     for field in dataclasses.fields(Hyperparameters):
         if field.name in given:

@@ -19,14 +19,14 @@ Record = dict[str, Any]
 
 @dataclass
 class Run:
-    """A run's records by kind, in the order of their steps."""
+    """What the files of a run folder say, records by kind and in the order of their steps."""
 
     name: str
-    starts: list[Record] = field(default_factory=list)  # of all attempts
+    starts: list[Record] = field(default_factory=list)  # of all attempts, oldest first
     train: list[Record] = field(default_factory=list)
     evaluations: list[Record] = field(default_factory=list)
-    end: Record = field(default_factory=dict)
-    sidecar: Record = field(default_factory=dict)
+    end: Record = field(default_factory=dict)  # empty: the last attempt has not finished
+    sidecar: Record = field(default_factory=dict)  # empty: there is no model.json yet
     confusion: NDArray[np.int64] | None = None  # [K, 3] truth, prediction and number of samples
     mistakes: list[Picture] = field(default_factory=list)  # largest loss first
 
@@ -59,7 +59,7 @@ class Run:
 
     @property
     def seconds(self) -> float | None:
-        """Duration of the run; of one that has not finished, up to its last record."""
+        """Seconds from the start of the last attempt to its end, or to its last record so far; None without any."""
         if "seconds" in self.end:
             return float(self.end["seconds"]["total"])
         last = max((record.get("time", 0.0) for record in (*self.train, *self.evaluations)), default=None)
@@ -67,7 +67,11 @@ class Run:
 
 
 def read_run(folder: Path, name: str = "") -> Run:
-    """Read ``metrics.jsonl``, and ``model.json`` and ``predictions.npz`` if there; UserError if one is damaged."""
+    """Read ``metrics.jsonl`` and, where they exist, ``model.json`` and ``predictions.npz``; return what they say.
+
+    ``name`` is the run's; empty: the folder's name. Raises a UserError if a file is damaged, or if there is no start
+    record.
+    """
     run = Run(name or folder.name)
     steps: dict[str, dict[int, Record]] = {"train": {}, "evaluation": {}}
     for record in read_records(folder / "metrics.jsonl"):
@@ -93,7 +97,7 @@ def read_run(folder: Path, name: str = "") -> Run:
 
 
 def read_predictions(path: Path, classes: list[str]) -> tuple[NDArray[np.int64], list[Picture]]:
-    """Return the counts of confusions [K, 3] and the worst mistakes."""
+    """Read ``predictions.npz``; return the counts of confusions [K, 3] and the pictured mistakes, worst first."""
     with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
         first = int(arrays["table_rows"])  # the rows before are those of wandb's table
         columns = [arrays[key][first:] for key in ("images", "index", "truth", "scores")]
@@ -108,7 +112,10 @@ def read_predictions(path: Path, classes: list[str]) -> tuple[NDArray[np.int64],
 
 
 def named(predictions: Mapping[str, NDArray[Any]]) -> list[str]:
-    """Return the names of the pictured samples, or empty ones; undecodable bytes become replacement characters."""
+    """Return the names of the samples in ``predictions.npz``; empty texts if it has no names.
+
+    Bytes of file names that are not UTF-8 become replacement characters.
+    """
     if "names" not in predictions or not len(predictions["names"]):
         return [""] * len(predictions["index"])
     found = predictions["names"].tolist()

@@ -19,13 +19,14 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
 from flyte_ddp.datasets.prepared import open_prepared
 from flyte_ddp.export import exporting
-from flyte_ddp.export.answering import OnnxProcess
-from flyte_ddp.export.exporting import Logits, NotExportedError, export
-from flyte_ddp.export.served import Served, middle_side
+from flyte_ddp.export.exporting import NotExportedError, TorchLogits, export_model
+from flyte_ddp.export.onnx_process import OnnxProcess
+from flyte_ddp.export.served import ServedModel, middle_square_side
 from flyte_ddp.loading.cropping import middle_crop, squared
 from flyte_ddp.models.artifacts import input_spec, load_model
 from flyte_ddp.models.images import prepare
-from flyte_ddp.release.answers import Model
+from flyte_ddp.predict.saved_model import SavedModel
+from flyte_ddp.release.evaluation import compute_logits_of_split
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.settings import Settings
 
@@ -55,18 +56,18 @@ def trained(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
 
 
 def logits_of(model: Result, data: Path, settings: Settings = QUIET) -> np.ndarray:
-    return np.stack([*Model(model.model, model.sidecar, settings).rows(open_prepared(data))])
+    return np.stack([*compute_logits_of_split(SavedModel(model.model, model.sidecar, settings), open_prepared(data))])
 
 
-def of_torch(logits: np.ndarray) -> Logits:
-    return Logits(logits, len(logits), float(np.ptp(logits)))
+def of_torch(logits: np.ndarray) -> TorchLogits:
+    return TorchLogits(logits, len(logits), float(np.ptp(logits)))
 
 
 @pytest.fixture(scope="module")
 def exported(trained: Result, digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("exported")
     files = trained.model, trained.sidecar
-    found = export(files, open_prepared(digits), of_torch(logits_of(trained, digits)), folder)
+    found = export_model(files, open_prepared(digits), of_torch(logits_of(trained, digits)), folder)
     assert found.passed
     assert 0 < found.worst < 1e-4
     return folder
@@ -103,9 +104,9 @@ def test_a_damaged_bias_is_caught(exported: Path, trained: Result, digits: Path,
     onnx.save(model, tmp_path / "model.onnx")
     assert checked(tmp_path).returncode == 1
     found = exporting.Comparison(1e-3 * float(np.ptp(logits)))
-    served = Served(*load_model(trained.model, trained.sidecar))
+    served = ServedModel(*load_model(trained.model, trained.sidecar))
     images = open_prepared(digits).test_images
-    exporting.compare(tmp_path / "model.onnx", served, iter(images), of_torch(logits), found)
+    exporting.compare_logits(tmp_path / "model.onnx", served, iter(images), of_torch(logits), found)
     assert not found.passed
     assert found.worst == pytest.approx(0.1 * np.ptp(logits), rel=1e-3)
     truth = logits.argmax(axis=1) != (logits + 0.1 * np.ptp(logits) * np.eye(10)[3]).argmax(axis=1)
@@ -115,7 +116,7 @@ def test_a_damaged_bias_is_caught(exported: Path, trained: Result, digits: Path,
 
 def test_what_does_not_answer_alike_is_not_handed_out(trained: Result, digits: Path, tmp_path: Path) -> None:
     wrong = logits_of(trained, digits) + 1
-    found = export((trained.model, trained.sidecar), open_prepared(digits), of_torch(wrong), tmp_path)
+    found = export_model((trained.model, trained.sidecar), open_prepared(digits), of_torch(wrong), tmp_path)
     assert not found.passed
     assert not [*tmp_path.iterdir()], "the .pt2 is of the same graph"
 
@@ -129,7 +130,7 @@ def test_the_pt2_answers_as_the_model(exported: Path, trained: Result) -> None:
         torch.testing.assert_close(served(images), expected, rtol=1e-4, atol=1e-5)
 
 
-def depends_on_values(self: Served, images: torch.Tensor) -> torch.Tensor:
+def depends_on_values(self: ServedModel, images: torch.Tensor) -> torch.Tensor:
     return images.float() if images.sum().item() > 7 else images
 
 
@@ -140,7 +141,7 @@ def full_disk(*_: object, **__: object) -> None:
 @pytest.mark.parametrize(
     ("where", "name", "fault", "said"),
     [
-        (Served, "forward", depends_on_values, r"^\w+: .*Could not guard on data-dependent expression"),
+        (ServedModel, "forward", depends_on_values, r"^\w+: .*Could not guard on data-dependent expression"),
         (np, "savez_compressed", full_disk, r"OSError: .*No space left on device"),
     ],
 )
@@ -157,21 +158,23 @@ def test_what_cannot_be_exported_is_no_error_of_the_run(
 ) -> None:
     monkeypatch.setattr(where, name, fault)
     with pytest.raises(NotExportedError, match=said):
-        export((trained.model, trained.sidecar), open_prepared(digits), of_torch(logits_of(trained, digits)), tmp_path)
+        export_model(
+            (trained.model, trained.sidecar), open_prepared(digits), of_torch(logits_of(trained, digits)), tmp_path
+        )
     assert not [*tmp_path.iterdir()]
     assert not capfd.readouterr().err, "torch's loggers are silent"
 
 
 def test_a_process_that_cannot_import_torch_answers(exported: Path, tmp_path: Path) -> None:
     with OnnxProcess(exported / "model.onnx", 1) as onnxruntime:
-        assert onnxruntime.logits(np.zeros((2, 9, 9, 1), np.uint8)).shape == (2, 10)
+        assert onnxruntime.compute_logits(np.zeros((2, 9, 9, 1), np.uint8)).shape == (2, 10)
         maps = Path(f"/proc/{onnxruntime.process.pid}/maps").read_text()
         assert "onnxruntime" in maps
         assert "libtorch" not in maps
     broken = tmp_path / "model.onnx"
     broken.write_bytes(b"no model")
     with OnnxProcess(broken, 1) as onnxruntime, pytest.raises(OSError, match="onnxruntime cannot run it: "):
-        onnxruntime.logits(np.zeros((2, 9, 9, 1), np.uint8))
+        onnxruntime.compute_logits(np.zeros((2, 9, 9, 1), np.uint8))
 
 
 def test_a_users_own_model_that_takes_views(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +185,7 @@ def test_a_users_own_model_that_takes_views(digits: Path, tmp_path: Path, monkey
     model = run_training(hp, digits, tmp_path / "run", QUIET)
     (tmp_path / "exported").mkdir()
     logits = logits_of(model, digits)
-    found = export((model.model, model.sidecar), open_prepared(digits), of_torch(logits), tmp_path / "exported")
+    found = export_model((model.model, model.sidecar), open_prepared(digits), of_torch(logits), tmp_path / "exported")
     assert found.passed
     assert checked(tmp_path / "exported").returncode == 0
 
@@ -190,11 +193,11 @@ def test_a_users_own_model_that_takes_views(digits: Path, tmp_path: Path, monkey
 def test_golden_requests_of_large_images_are_few(trained: Result, digits: Path, tmp_path: Path) -> None:
     logits = logits_of(trained, digits)
     found = exporting.Comparison(np.inf)
-    served, images = Served(*load_model(trained.model, trained.sidecar)), open_prepared(digits).test_images
+    served, images = ServedModel(*load_model(trained.model, trained.sidecar)), open_prepared(digits).test_images
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exporting, "GOLDEN_BYTES", 3 * images[0].nbytes)
         exporting.write_graphs(served.eval(), tmp_path)
-        golden = exporting.compare(tmp_path / "model.onnx", served, iter(images), of_torch(logits), found)
+        golden = exporting.compare_logits(tmp_path / "model.onnx", served, iter(images), of_torch(logits), found)
     assert [*golden] == ["image_000000000", "image_000000019", "image_000000039", "logits"]
     np.testing.assert_array_equal(golden["image_000000039"], images[39])
     np.testing.assert_array_equal(golden["logits"], logits[[0, 19, 39]])
@@ -203,12 +206,12 @@ def test_golden_requests_of_large_images_are_few(trained: Result, digits: Path, 
 def test_answers_to_other_images_are_no_check(trained: Result, digits: Path, tmp_path: Path) -> None:
     more = np.concatenate([logits_of(trained, digits)] * 2)
     with pytest.raises(NotExportedError, match=r"has other images now than the 594 that torch has answered$"):
-        export((trained.model, trained.sidecar), open_prepared(digits), of_torch(more), tmp_path)
+        export_model((trained.model, trained.sidecar), open_prepared(digits), of_torch(more), tmp_path)
     assert not [*tmp_path.iterdir()]
 
 
 def test_the_middles_side_is_pythons() -> None:
-    assert all(middle_side(size) == middle_crop(size, 2 * size).height for size in range(1, 3000))
+    assert all(middle_square_side(size) == middle_crop(size, 2 * size).height for size in range(1, 3000))
 
 
 @pytest.mark.parametrize("side", [32, 224])
@@ -219,7 +222,7 @@ def test_pixels_are_those_that_training_evaluates(side: int, size: tuple[int, in
     rough = Image.fromarray(random.integers(0, 256, (size[0] // 8 + 2, size[1] // 8 + 2, 3), dtype=np.uint8))
     image = np.array(rough.resize(size[::-1], Image.Resampling.BICUBIC))
     takes = {"channels": 3, "height": side, "width": side, "mean": [0.0] * 3, "std": [1 / 255] * 3, "crop": "middle"}
-    served = Served(torch.nn.Identity(), {"input": takes})
+    served = ServedModel(torch.nn.Identity(), {"input": takes})
     with torch.no_grad():
         found = served(torch.from_numpy(image)[None])[0].permute(1, 2, 0).round().numpy().astype(int)
     differences = np.abs(found - squared(image, side).astype(int))
@@ -246,7 +249,7 @@ def test_images_of_many_sizes(tmp_path: Path) -> None:
     assert len(logits) == 90
     (tmp_path / "exported").mkdir()
     files = model.model, model.sidecar
-    found = export(files, open_prepared(data), of_torch(logits), tmp_path / "exported", settings=settings)
+    found = export_model(files, open_prepared(data), of_torch(logits), tmp_path / "exported", settings=settings)
     assert found.passed, found
     ended = checked(tmp_path / "exported")
     assert ended.returncode == 0, ended.stderr

@@ -21,7 +21,7 @@ from flyte_ddp.loading.encoded import BadSamples
 from flyte_ddp.models import artifacts
 from flyte_ddp.models.images import InputSpec
 from flyte_ddp.predict.predict import predict
-from flyte_ddp.predict.prediction_batches import Request, folder_batches, image_paths
+from flyte_ddp.predict.prediction_batches import Request, find_images, read_folder
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
 
@@ -153,7 +153,7 @@ def test_the_images_of_a_folder_are_those_that_training_sees(tmp_path: Path) -> 
     (tmp_path / "in" / "else").rename(tmp_path / "else")
     (tmp_path / "in" / "linked").symlink_to(tmp_path / "else")
     trained = [tmp_path / "in" / name for name in list_images(str(tmp_path / "in")).names]
-    assert image_paths(tmp_path / "in")[0] == trained
+    assert find_images(tmp_path / "in")[0] == trained
     assert [path.suffix for path in trained] == [".pbm", ".png", ".ppm", ".tif", ".png"]
 
 
@@ -198,8 +198,8 @@ def test_images_of_any_size_are_resized(grey_model: tuple[Path, Path], folder: P
 def test_images_are_read_a_batch_at_a_time(folder: Path) -> None:
     for k in range(10):
         Image.fromarray(noise(16, 16)).save(folder / f"{k}.png")
-    paths, _ = image_paths(folder)
-    batches = folder_batches(folder, paths, Request(GREY, 4, torch.device("cpu"), BadSamples(0)), "")
+    paths, _ = find_images(folder)
+    batches = read_folder(folder, paths, Request(GREY, 4, torch.device("cpu"), BadSamples(0)), "")
     assert next(batches).inputs.shape == (4, 1, 16, 16)
     for k in range(4, 10):
         (folder / f"{k}.png").unlink()

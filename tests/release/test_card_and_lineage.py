@@ -10,9 +10,9 @@ import yaml
 from flyte_ddp import storage
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
-from flyte_ddp.release.card import model_card
+from flyte_ddp.release.card import render_model_card
 from flyte_ddp.release.judge import judge
-from flyte_ddp.release.lineage import lineage
+from flyte_ddp.release.lineage import lineage_event
 from flyte_ddp.release.page import write_page
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.promotion import carry_out, store
@@ -66,12 +66,12 @@ def test_what_is_tested_on_another_set_says_so(version: dict[str, str]) -> None:
     sidecar, verdict = json.loads(version["model.json"]), Verdict.from_json(version["verdict.json"])
     sidecar["hyperparameters"] |= {"test_dataset": "shards:s3://bucket/test.json", "init_from": "s3://bucket/w.pt"}
     sidecar["digests"]["init_from"] = "d" * 64
-    _, front, body = model_card("x", sidecar, verdict, ()).decode().split("---\n", 2)
+    _, front, body = render_model_card("x", sidecar, verdict, ()).decode().split("---\n", 2)
     [entry] = yaml.safe_load(front)["model-index"]
     assert entry["results"][0]["dataset"]["name"] == "shards:s3://bucket/test.json"
     assert yaml.safe_load(front)["datasets"] == ["digits"]
     assert "| Test set | shards:s3://bucket/test.json |" in body
-    event = json.loads(lineage("models", "x", sidecar, verdict, by="me"))
+    event = json.loads(lineage_event("models", "x", sidecar, verdict, by="me"))
     inputs = {item["name"]: item["facets"]["version"]["datasetVersion"] for item in event["inputs"]}
     assert inputs["shards:s3://bucket/test.json"] == verdict.test_digest
     assert inputs["s3://bucket/w.pt"] == "d" * 64

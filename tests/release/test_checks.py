@@ -9,8 +9,8 @@ import torch
 from benchmarks.simulated_models import answers, changed_model, equal_model
 from flyte_ddp.errors import UserError
 from flyte_ddp.release import checks, statistics
-from flyte_ddp.release.answers import Answers
-from flyte_ddp.release.checks import Pair
+from flyte_ddp.release.checks import PairedCounts
+from flyte_ddp.release.evaluation import Evaluation
 from flyte_ddp.release.policy import Policy
 
 LABELS = np.arange(10_000) % 10
@@ -28,7 +28,9 @@ def test_equal_challengers_are_hardly_ever_promoted_in_a_lifetime() -> None:
             challenger = equal_model(random, 1000, 0.12)
             naive += challenger.sum() > winner.sum()
             winner = challenger if challenger.sum() > winner.sum() else winner
-            if checks.superior(Pair.of(challenger, champion), statistics.spent(alpha, look)).passed:
+            if checks.check_superior(
+                PairedCounts.count(challenger, champion), statistics.alpha_of_look(alpha, look)
+            ).passed:
                 champion, promotions = challenger, promotions + 1
         fooled += promotions > 0
     assert fooled / lifetimes <= alpha + 3 * math.sqrt(alpha * (1 - alpha) / lifetimes)
@@ -44,18 +46,18 @@ def test_a_class_that_loses_is_a_veto_that_names_it() -> None:
     challenger[of_three[:100]] = False  # 10 points of 1,000 samples
     challenger[(LABELS == 3) & ~champion] = False
     one, other = answers(challenger, LABELS), answers(champion, LABELS)
-    assert checks.superior(Pair.of(one.correct, other.correct), 0.05).passed
-    found, rows = checks.parts("class", checks.class_members(one, NAMES), one, other, Policy())
+    assert checks.check_superior(PairedCounts.count(one.correct, other.correct), 0.05).passed
+    found, rows = checks.check_parts("class", checks.group_by_class(one, NAMES), one, other, Policy())
     assert not found.passed
     assert found.reason.startswith("class 'class 3' loses: -10.00 points")
     assert [row.name for row in rows if not row.passed] == ["class 3"]
-    assert checks.parts("class", checks.class_members(one, NAMES), one, other, Policy(class_loss=0.11))[0].passed
+    assert checks.check_parts("class", checks.group_by_class(one, NAMES), one, other, Policy(class_loss=0.11))[0].passed
 
 
 def test_a_class_of_few_samples_is_only_shown() -> None:
     labels = np.array([0] * 29 + [1] * 40)
     one, other = answers(labels == 1, labels, 2), answers(np.ones(69, dtype=bool), labels, 2)
-    found, rows = checks.parts("class", checks.class_members(one, ["a", "b"]), one, other, Policy())
+    found, rows = checks.check_parts("class", checks.group_by_class(one, ["a", "b"]), one, other, Policy())
     assert found.passed
     assert rows[0].reason == "only 29 samples"
     assert rows[0].value.endswith("not tested")
@@ -69,11 +71,11 @@ def test_small_losses_that_add_up_are_stopped_by_the_best_version_ever() -> None
     drifted, stopped = 0, 0
     for _ in range(50):
         worse = changed_model(random, without_anchor, 0.0, 0.004)
-        if checks.not_worse("champion", Pair.of(worse, without_anchor), policy.margin, 0.05).passed:
+        if checks.check_not_worse("champion", PairedCounts.count(worse, without_anchor), policy.margin, 0.05).passed:
             without_anchor, drifted = worse, drifted + 1
         worse = changed_model(random, with_anchor, 0.0, 0.004)
-        anchored = [Pair.of(worse, with_anchor), Pair.of(worse, best)]
-        if all(checks.not_worse("x", pair, policy.margin, 0.05).passed for pair in anchored):
+        anchored = [PairedCounts.count(worse, with_anchor), PairedCounts.count(worse, best)]
+        if all(checks.check_not_worse("x", pair, policy.margin, 0.05).passed for pair in anchored):
             with_anchor = worse
         else:
             stopped += 1
@@ -86,10 +88,10 @@ def test_small_losses_that_add_up_are_stopped_by_the_best_version_ever() -> None
 def test_accuracy_and_the_most_frequent_class() -> None:
     labels = np.array([0] * 80 + [1] * 20)
     always_zero = answers(labels == 0, labels, 2)
-    assert not checks.above_majority(always_zero, 0.05).passed
-    assert checks.above_majority(answers(np.ones(100, dtype=bool), labels, 2), 0.05).passed
-    assert checks.floor(always_zero, Policy(min_accuracy=0.8)).passed
-    assert not checks.floor(always_zero, Policy(min_accuracy=0.81)).passed
+    assert not checks.check_above_majority(always_zero, 0.05).passed
+    assert checks.check_above_majority(answers(np.ones(100, dtype=bool), labels, 2), 0.05).passed
+    assert checks.check_accuracy(always_zero, Policy(min_accuracy=0.8)).passed
+    assert not checks.check_accuracy(always_zero, Policy(min_accuracy=0.81)).passed
 
 
 def test_likelihoods_and_scores_are_those_of_their_definitions() -> None:
@@ -97,7 +99,7 @@ def test_likelihoods_and_scores_are_those_of_their_definitions() -> None:
     logits = random.normal(size=(700, 4)).astype(np.float32)
     labels = random.integers(0, 4, 700)
     parts = (slice(0, 500), slice(500, 700))
-    found = Answers.from_batches((torch.from_numpy(logits[part]), torch.from_numpy(labels[part])) for part in parts)
+    found = Evaluation.from_batches((torch.from_numpy(logits[part]), torch.from_numpy(labels[part])) for part in parts)
     np.testing.assert_array_equal(found.predictions, logits.argmax(axis=1))
     assert found.spread == np.ptp(logits)
     scores = np.exp(logits.astype(float)) / np.exp(logits.astype(float)).sum(axis=1, keepdims=True)
@@ -110,17 +112,17 @@ def test_likelihoods_and_scores_are_those_of_their_definitions() -> None:
 def test_a_rise_counts_where_it_is_large_and_no_chance() -> None:
     random = np.random.default_rng(6)
     before = random.normal(0.5, 0.2, 4000)
-    assert not checks.not_risen("loss", before + 0.1, before, 0.05, 0.05).passed
-    assert checks.not_risen("loss", before + 0.01, before, 0.05, 0.05).passed, "small"
+    assert not checks.check_loss_rise("loss", before + 0.1, before, 0.05, 0.05).passed
+    assert checks.check_loss_rise("loss", before + 0.01, before, 0.05, 0.05).passed, "small"
     few = random.normal(0.06, 5.0, 100)
-    assert checks.not_risen("loss", few, np.zeros(100), 0.01, 0.05).passed, "by chance"
+    assert checks.check_loss_rise("loss", few, np.zeros(100), 0.01, 0.05).passed, "by chance"
 
 
 def test_other_classes_or_another_input_are_for_a_person() -> None:
     takes = ("1 x 8 x 8", "1 x 8 x 8")
-    assert checks.same_task(["a", "b"], ["a", "b"], takes).passed
-    assert "the classes changed" in checks.same_task(["b", "a"], ["a", "b"], takes).reason
-    assert "the input changed" in checks.same_task(["a"], ["a"], ("3 x 8 x 8", "1 x 8 x 8")).reason
+    assert checks.check_same_task(["a", "b"], ["a", "b"], takes).passed
+    assert "the classes changed" in checks.check_same_task(["b", "a"], ["a", "b"], takes).reason
+    assert "the input changed" in checks.check_same_task(["a"], ["a"], ("3 x 8 x 8", "1 x 8 x 8")).reason
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,9 @@ from flyte_ddp.datasets.prepared import PreparedSet
 from flyte_ddp.errors import UnreachableError, UserError, how_to_install
 from flyte_ddp.models.artifacts import save_model
 from flyte_ddp.predict.predict import predict
+from flyte_ddp.predict.saved_model import SavedModel
 from flyte_ddp.release import versions
-from flyte_ddp.release.answers import Answers, Model
+from flyte_ddp.release.evaluation import Evaluation, evaluate_split
 from flyte_ddp.release.judge import Judgement, judge
 from flyte_ddp.release.page import write_page
 from flyte_ddp.release.policy import Policy
@@ -207,12 +208,11 @@ def test_a_champion_that_cannot_be_evaluated(
         (tmp_path / "failing_module.py").write_text("def model(*_): raise ZeroDivisionError('the cause')")
         monkeypatch.syspath_prepend(tmp_path)
     elif gone == "its answers":
-        answers = Model.answers
 
-        def failing(self: Model, split: PreparedSet) -> Answers:
-            return answers(self, split) if self.digest != entry.version else 1 / 0  # type: ignore[return-value]
+        def failing(model: SavedModel, split: PreparedSet) -> Evaluation:
+            return evaluate_split(model, split) if model.digest != entry.version else 1 / 0  # type: ignore[return-value]
 
-        monkeypatch.setattr(Model, "answers", failing)
+        monkeypatch.setattr("flyte_ddp.release.judge.evaluate_split", failing)
     else:
         (version / gone).unlink()
     (tmp_path / "exports").mkdir()

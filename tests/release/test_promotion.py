@@ -16,7 +16,7 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.files import file_digest
 from flyte_ddp.release import looks, versions
 from flyte_ddp.release.promotion import carry_out, champion_files, promote, roll_back, store
-from flyte_ddp.release.registry import Entry, Registry, promotions
+from flyte_ddp.release.registry import Entry, Registry, replay_promotions
 from flyte_ddp.release.verdict import Verdict
 
 
@@ -227,7 +227,7 @@ def test_what_stands_and_what_was_taken_back() -> None:
             Entry(number, "promote" if name.isupper() else "rollback", name.upper(), *["x"] * 7)
             for number, name in enumerate(log, 1)
         ]
-        found = promotions(entries)
+        found = replay_promotions(entries)
         return [entry.version for entry in found.standing], {*found.taken_back}
 
     assert after("A", "B", "C") == (["A", "B", "C"], set())

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.release.slices import slice_members
+from flyte_ddp.release.slices import group_by_slice
 
 
 def members(table: Path, ids: list[str], undecoded: tuple[str, ...] = ()) -> dict[str, list[int]]:
-    return {name: found.tolist() for name, found in slice_members(str(table), ids, undecoded).items()}
+    return {name: found.tolist() for name, found in group_by_slice(str(table), ids, undecoded).items()}
 
 
 @pytest.mark.parametrize("start", [b"", b"\xef\xbb\xbf"])

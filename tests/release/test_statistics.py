@@ -15,17 +15,17 @@ from flyte_ddp.release import statistics
 def test_mcnemar_is_a_sum_of_binomial_coefficients(gained: int, lost: int) -> None:
     discordant = gained + lost
     at_least = sum(math.comb(discordant, k) for k in range(gained, discordant + 1))
-    assert statistics.better(gained, lost) == pytest.approx(at_least / 2**discordant)
+    assert statistics.mcnemar_p_value(gained, lost) == pytest.approx(at_least / 2**discordant)
 
 
 def test_all_looks_together_spend_alpha() -> None:
-    spent = sum(statistics.spent(0.05, look) for look in range(1, 200_000))
+    spent = sum(statistics.alpha_of_look(0.05, look) for look in range(1, 200_000))
     assert 0.04999 < spent < 0.05
 
 
 def test_better_than_a_share() -> None:
     """Eight heads of ten, from the binomial table."""
-    assert statistics.above_share(8, 10, 0.5) == pytest.approx(56 / 1024)
+    assert statistics.binomial_p_value(8, 10, 0.5) == pytest.approx(56 / 1024)
 
 
 def likeliest(gained: int, lost: int, samples: int, difference: float) -> float:
@@ -45,7 +45,7 @@ def likeliest(gained: int, lost: int, samples: int, difference: float) -> float:
 @pytest.mark.parametrize("alpha", [0.05, 0.001])
 def test_the_bound_is_where_the_score_test_begins_to_refuse(gained: int, lost: int, samples: int, alpha: float) -> None:
     """Tango's statistic, with the likeliest share found by search and not by his formula."""
-    bound = statistics.least_difference(gained, lost, samples, alpha)
+    bound = statistics.lower_bound_of_difference(gained, lost, samples, alpha)
     share = likeliest(gained, lost, samples, bound)
     variance = samples * (2 * share + bound - bound**2)
     score = (gained - lost - samples * bound) / math.sqrt(variance)
@@ -54,36 +54,38 @@ def test_the_bound_is_where_the_score_test_begins_to_refuse(gained: int, lost: i
 
 
 def test_a_bound_where_all_is_lost_or_nothing_differs() -> None:
-    assert statistics.least_difference(0, 10, 10, 0.05) == -1.0
-    assert statistics.least_difference(0, 0, 10**6, 0.4999) == pytest.approx(0, abs=1e-9)
+    assert statistics.lower_bound_of_difference(0, 10, 10, 0.05) == -1.0
+    assert statistics.lower_bound_of_difference(0, 0, 10**6, 0.4999) == pytest.approx(0, abs=1e-9)
 
 
 def test_the_bound_covers_the_truth() -> None:
     """In 95 of 100 cases, simulated."""
     random, samples, gain, loss = np.random.default_rng(1), 500, 0.05, 0.03
     draws = random.multinomial(samples, [gain, loss, 1 - gain - loss], size=2000)
-    below = np.mean([statistics.least_difference(int(g), int(b), samples, 0.05) <= gain - loss for g, b, _ in draws])
+    below = np.mean(
+        [statistics.lower_bound_of_difference(int(g), int(b), samples, 0.05) <= gain - loss for g, b, _ in draws]
+    )
     assert abs(below - 0.95) < 3 * math.sqrt(0.05 * 0.95 / 2000) + 0.005
 
 
 def test_holm_by_hand() -> None:
     """The example has 0.01 x 4, 0.02 x 3, 0.03 x 2 and 0.04, none of which may be less than the one before."""
-    assert statistics.holm([0.03, 0.01, 0.04, 0.02]) == pytest.approx([0.06, 0.04, 0.06, 0.06])
-    assert statistics.holm([0.9, 0.8]) == [1.0, 1.0]
-    assert statistics.holm([]) == []
+    assert statistics.correct_p_values([0.03, 0.01, 0.04, 0.02]) == pytest.approx([0.06, 0.04, 0.06, 0.06])
+    assert statistics.correct_p_values([0.9, 0.8]) == [1.0, 1.0]
+    assert statistics.correct_p_values([]) == []
 
 
 def test_the_bound_of_a_mean_is_nearly_the_normal_one() -> None:
     values = np.random.default_rng(0).normal(0.1, 2.0, size=4000)
     normal = values.mean() - 1.6449 * values.std() / math.sqrt(len(values))
-    assert statistics.least_mean(values, 0.05) == pytest.approx(normal, abs=0.005)
-    assert statistics.least_mean(values, 0.05) == statistics.least_mean(values, 0.05)
+    assert statistics.lower_bound_of_mean(values, 0.05) == pytest.approx(normal, abs=0.005)
+    assert statistics.lower_bound_of_mean(values, 0.05) == statistics.lower_bound_of_mean(values, 0.05)
 
 
 def test_the_bound_of_one_value() -> None:
-    assert statistics.least_mean(np.full(5, 0.25), 0.05) == 0.25
-    assert statistics.least_mean(np.full(700, 0.1), 0.05) == pytest.approx(0.1)
-    assert statistics.least_mean(np.array([-1.0] + [0.0] * 99), 0.05) >= -1
+    assert statistics.lower_bound_of_mean(np.full(5, 0.25), 0.05) == 0.25
+    assert statistics.lower_bound_of_mean(np.full(700, 0.1), 0.05) == pytest.approx(0.1)
+    assert statistics.lower_bound_of_mean(np.array([-1.0] + [0.0] * 99), 0.05) >= -1
 
 
 def test_the_bound_of_a_mean_is_rarely_above_it() -> None:
@@ -91,7 +93,7 @@ def test_the_bound_of_a_mean_is_rarely_above_it() -> None:
     random, wrong = np.random.default_rng(5), 0
     for _ in range(200):
         values = math.exp(0.5) - random.lognormal(0.0, 1.0, 100)
-        wrong += statistics.least_mean(values, 0.05) > 0
+        wrong += statistics.lower_bound_of_mean(values, 0.05) > 0
     assert wrong / 200 < 0.05 + 3 * math.sqrt(0.05 * 0.95 / 200)
 
 
@@ -101,19 +103,19 @@ def test_the_bound_of_a_mean_is_rarely_above_it() -> None:
 )
 def test_what_is_said_to_be_found_is_found_in_80_percent(samples: int, discordant: float, alpha: float) -> None:
     """Simulated, with the test itself."""
-    difference = statistics.detectable(samples, discordant, alpha)
+    difference = statistics.detectable_difference(samples, discordant, alpha)
     assert difference is not None
     apart = max(discordant, difference)
     shares = [(apart + difference) / 2, (apart - difference) / 2, 1 - apart]
     draws, counts = np.unique(
         np.random.default_rng(2).multinomial(samples, shares, size=20_000), axis=0, return_counts=True
     )
-    found = [statistics.better(int(gained), int(lost)) <= alpha for gained, lost, _ in draws]
+    found = [statistics.mcnemar_p_value(int(gained), int(lost)) <= alpha for gained, lost, _ in draws]
     assert abs(np.average(found, weights=counts) - 0.8) < 4 * math.sqrt(0.8 * 0.2 / 20_000)
 
 
 def test_few_samples_find_nothing() -> None:
-    assert statistics.detectable(2, 0.06, 0.05) is None
+    assert statistics.detectable_difference(2, 0.06, 0.05) is None
 
 
 @pytest.mark.parametrize(
@@ -126,10 +128,10 @@ def test_how_often_an_equal_model_passes(samples: int, discordant: float, margin
         axis=0,
         return_counts=True,
     )
-    bounds = [statistics.least_difference(int(gained), int(lost), samples, 0.05) for gained, lost, _ in draws]
+    bounds = [statistics.lower_bound_of_difference(int(gained), int(lost), samples, 0.05) for gained, lost, _ in draws]
     passed = [bound > -margin and gained + lost > 0 for bound, (gained, lost, _) in zip(bounds, draws, strict=True)]
     expected = np.average(passed, weights=counts)
-    assert abs(expected - statistics.passing(samples, discordant, margin, 0.05)) < 4 * math.sqrt(0.25 / 4000)
+    assert abs(expected - statistics.pass_probability(samples, discordant, margin, 0.05)) < 4 * math.sqrt(0.25 / 4000)
 
 
 def test_calibration_by_hand() -> None:

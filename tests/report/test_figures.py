@@ -24,7 +24,7 @@ def test_thumbnails_of_any_image_fit_their_place(shape: tuple[int, int, int]) ->
 def test_a_thinned_line_keeps_the_mean_and_the_extremes() -> None:
     values = np.random.default_rng(0).normal(size=5003)
     steps = np.arange(5003.0)
-    x, low, mean, high = figures.thinned(steps, values)
+    x, low, mean, high = figures.thin_series(steps, values)
     assert len(x) == figures.MAX_POINTS
     edges = np.searchsorted(steps, x)  # the mean x of a run lies inside it
     for k in (0, 150, 299):
@@ -35,7 +35,7 @@ def test_a_thinned_line_keeps_the_mean_and_the_extremes() -> None:
 
 
 def test_a_line_goes_through_the_values() -> None:
-    svg = figures.line_chart([Series("", [0, 1, 2], [10.0, 30.0, 20.0], "#123456")], x_label="x", y_label="y")
+    svg = figures.draw_line_chart([Series("", [0, 1, 2], [10.0, 30.0, 20.0], "#123456")], x_label="x", y_label="y")
     path = next(line for line in re.findall(r'<path d="([^"]*)"[^>]*stroke: #123456', svg))
     points = np.array([[float(number) for number in pair.split()] for pair in re.findall(r"[ML] ([\d. ]+)", path)])
     heights = points[:3, 1]
@@ -49,7 +49,7 @@ def test_a_line_goes_through_the_values() -> None:
 )
 def test_odd_values_can_be_drawn(values: list[float], scale: str) -> None:
     line = Series("loss", list(range(len(values))), values, figures.BLUE)
-    Page(figures.line_chart([line], x_label="step", y_label="loss", scale=scale))
+    Page(figures.draw_line_chart([line], x_label="step", y_label="loss", scale=scale))
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def test_hyperparameters_that_differ_from_their_defaults_are_set_apart(tmp_path:
 def test_the_confusion_matrix_and_its_lists(tmp_path: Path) -> None:
     counts = matrix(10)
     page = Page(report.render(write_run(tmp_path / "run", records(), counts)))
-    picture = Page(figures.confusion_heatmap(counts, list("abcdefghij")))
+    picture = Page(figures.draw_confusion_heatmap(counts, list("abcdefghij")))
     assert sorted(int(text) for text in picture.texts("text") if text.isdecimal()) == sorted(counts[counts > 0])
     assert [text for text in picture.texts("text") if len(text) == 1 and text.isalpha()] == list("abcdefghij") * 2
     of_class = f"{100 * 40 / counts[1].sum():.2f}\N{NO-BREAK SPACE}%"

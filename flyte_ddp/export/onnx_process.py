@@ -1,4 +1,4 @@
-"""A process that runs an exported model, and cannot import torch; this file is also its program."""
+"""A process that computes the logits of an ONNX and cannot import torch; this file is also its program."""
 
 import json
 import subprocess
@@ -14,7 +14,12 @@ Array = NDArray[np.generic]
 
 
 class OnnxProcess:
-    """The process, which computes in that many threads and is killed at the end of the context."""
+    """A process that runs an ONNX with onnxruntime; it starts at once, and is killed at the end of the context.
+
+    Args:
+        model: the ONNX file.
+        threads: number of threads that compute.
+    """
 
     def __init__(self, model: Path, threads: int) -> None:
         command = [sys.executable, "-I", __file__, str(model), str(threads)]
@@ -29,17 +34,17 @@ class OnnxProcess:
         self.process.communicate()
         self.stderr.close()
 
-    def logits(self, images: Array) -> NDArray[np.float32]:
-        """Return the logits [n, classes] of images uint8 [n, H, W, C], however long that takes.
+    def compute_logits(self, images: Array) -> NDArray[np.float32]:
+        """Send images uint8 [n, H, W, C] to the process, and return their logits [n, classes]; waits without a timeout.
 
         Raises:
-            OSError: the process has ended; with the last error on its stderr.
+            OSError: the process has ended; the text is the last error on its stderr.
         """
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         try:
-            send(self.process.stdin, images)
-            found = receive(self.process.stdout)
+            write_array(self.process.stdin, images)
+            found = read_array(self.process.stdout)
         except BrokenPipeError:
             found = None
         if found is None:
@@ -51,15 +56,15 @@ class OnnxProcess:
         return found.astype(np.float32)
 
 
-def send(pipe: IO[bytes], array: Array) -> None:
-    """Write an array to a pipe: a line of JSON with type and shape, and its bytes."""
+def write_array(pipe: IO[bytes], array: Array) -> None:
+    """Write an array to a pipe: a line of JSON with type and shape, then its bytes."""
     pipe.write(json.dumps([array.dtype.str, array.shape]).encode() + b"\n")
     pipe.write(np.ascontiguousarray(array).tobytes())
     pipe.flush()
 
 
-def receive(pipe: IO[bytes]) -> Array | None:
-    """Read an array from a pipe; None at its end."""
+def read_array(pipe: IO[bytes]) -> Array | None:
+    """Read an array from a pipe, and return it; None if the pipe has ended."""
     header = pipe.readline()
     if not header:
         return None
@@ -67,8 +72,11 @@ def receive(pipe: IO[bytes]) -> Array | None:
     return np.frombuffer(pipe.read(int(np.prod(shape)) * np.dtype(kind).itemsize), dtype=kind).reshape(shape)
 
 
-def main(model: str, threads: str) -> None:
-    """Read images from stdin and write their logits to stdout, until stdin ends."""
+def serve_logits(model: str, threads: str) -> None:
+    """Read batches of images from stdin and write their logits to stdout, until stdin ends; torch cannot be imported.
+
+    ``model`` is the path of the ONNX, and ``threads`` the number of threads.
+    """
     sys.modules["torch"] = None  # type: ignore[assignment]  # an import of it fails from now on
     import onnxruntime
 
@@ -76,9 +84,9 @@ def main(model: str, threads: str) -> None:
     options.log_severity_level = 3
     options.intra_op_num_threads = int(threads)  # it would take all of the machine's, whatever the pod has
     session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-    while (images := receive(sys.stdin.buffer)) is not None:
-        send(sys.stdout.buffer, session.run(None, {"images": images})[0])
+    while (images := read_array(sys.stdin.buffer)) is not None:
+        write_array(sys.stdout.buffer, session.run(None, {"images": images})[0])
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    serve_logits(*sys.argv[1:])

@@ -1,0 +1,106 @@
+"""How a saved model does on a test split: predictions and scores of each sample."""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flyte_ddp.datasets.prepared import PreparedSet
+from flyte_ddp.errors import UserError
+from flyte_ddp.predict.prediction_batches import read_test_split
+from flyte_ddp.predict.saved_model import SavedModel
+
+
+class SampleScores(NamedTuple):
+    """What the probabilities of N samples are worth: [N] each."""
+
+    confidence: NDArray[np.float64]  # the probability of the prediction
+    nll: NDArray[np.float64]  # the negative log-likelihood of the label, in nats
+    brier: NDArray[np.float64]  # from 0 to 2; Brier, Monthly Weather Review 78 (1950)
+
+
+@dataclass
+class Evaluation:
+    """A model's predictions and scores on N samples.
+
+    The logits [N, classes] are not kept: with thousands of classes they would fill the memory.
+    """
+
+    predictions: NDArray[np.int64]  # [N]
+    labels: NDArray[np.int64]  # [N]
+    finite: NDArray[np.bool_]  # [N] whether all logits of a sample are numbers
+    scores: SampleScores
+    spread: float  # the largest of all logits minus the smallest
+    ids: Sequence[str] = field(default_factory=list)  # of the N samples
+    undecoded: Sequence[str] = field(default_factory=list)  # ids of the samples that cannot be decoded: not among the N
+
+    @classmethod
+    def from_batches(cls, batches: Iterable[tuple[Tensor, Tensor]]) -> Self:
+        """Return the evaluation of all samples of at least one batch; its ids are empty.
+
+        Args:
+            batches: logits [n, classes] and labels [n], on the CPU.
+        """
+        columns, lowest, highest = [], math.inf, -math.inf
+        for logits, labels in batches:
+            logs = torch.log_softmax(logits, dim=1, dtype=torch.float64)
+            of_label, confidence = logs.gather(1, labels[:, None])[:, 0], logs.max(dim=1).values.exp()
+            brier = logs.exp_().square_().sum(dim=1) - 2 * of_label.exp() + 1
+            scores_of_batch = confidence, -of_label, brier
+            columns.append([logits.argmax(dim=1), labels, logits.isfinite().all(dim=1), *scores_of_batch])
+            lowest, highest = min(lowest, logits.min().item()), max(highest, logits.max().item())
+        predictions, truth, finite, *scores = (torch.cat(each).numpy() for each in zip(*columns, strict=True))
+        return cls(predictions, truth, finite, SampleScores(*scores), highest - lowest)
+
+    @cached_property
+    def correct(self) -> NDArray[np.bool_]:
+        """Whether each prediction is the label: [N]."""
+        return np.asarray(self.predictions == self.labels)
+
+    @property
+    def accuracy(self) -> float:
+        """Share of correct predictions, from 0 to 1."""
+        return float(self.correct.mean())
+
+
+def evaluate_split(model: SavedModel, data: PreparedSet) -> Evaluation:
+    """Read the test split of a data set, and return the model's evaluation on its decodable samples.
+
+    Raises:
+        UserError: the split has a class that the model does not know, images that the model does not take, too many
+            that cannot be decoded, or none that can.
+    """
+    places = {name: place for place, name in enumerate(model.classes)}
+    ids, undecoded = list[str](), list[str]()
+
+    def logits_and_labels() -> Iterator[tuple[Tensor, Tensor]]:
+        for batch in read_test_split(model, data):
+            labels = []
+            for name, truth, decoded in zip(batch.ids, batch.truths or (), batch.decoded, strict=True):
+                (ids if decoded else undecoded).append(name)
+                if decoded and truth not in places:
+                    known = ", ".join(model.classes[:6])
+                    said = f"the model knows {known}; give data with its classes"
+                    raise UserError(f"class {truth!r} of the test split: {said}")
+                if decoded:
+                    labels.append(places[truth])
+            if labels:
+                yield model.compute_logits(batch.inputs).cpu(), torch.tensor(labels)
+        if not ids:
+            raise UserError("the test split has no image that can be decoded; repair it")
+
+    found = Evaluation.from_batches(logits_and_labels())
+    found.ids, found.undecoded = ids, undecoded
+    return found
+
+
+def compute_logits_of_split(model: SavedModel, data: PreparedSet) -> Iterator[NDArray[np.float32]]:
+    """Read the test split, and yield the logits [classes] of each sample that can be decoded, in the split's order."""
+    for batch in read_test_split(model, data):
+        yield from model.compute_logits(batch.inputs).cpu().numpy()
