@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import compress
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -80,18 +81,17 @@ def evaluate_split(model: SavedModel, data: PreparedSet) -> Evaluation:
     ids, undecoded = list[str](), list[str]()
 
     def logits_and_labels() -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield logits and labels of each batch, and note the ids of its samples."""
         for batch in read_test_split(model, data):
-            labels = []
-            for name, truth, decoded in zip(batch.ids, batch.truths or (), batch.decoded, strict=True):
-                (ids if decoded else undecoded).append(name)
-                if decoded and truth not in places:
-                    known = ", ".join(model.classes[:6])
-                    said = f"the model knows {known}; give data with its classes"
-                    raise UserError(f"class {truth!r} of the test split: {said}")
-                if decoded:
-                    labels.append(places[truth])
-            if labels:
-                yield model.compute_logits(batch.inputs).cpu(), torch.tensor(labels)
+            truths = [*compress(batch.truths or (), batch.decoded)]
+            if unknown := [name for name in truths if name not in places]:
+                known = ", ".join(model.classes[:6])
+                said = f"the model knows {known}; give data with its classes"
+                raise UserError(f"class {unknown[0]!r} of the test split: {said}")
+            ids.extend(compress(batch.ids, batch.decoded))
+            undecoded.extend(name for name, decoded in zip(batch.ids, batch.decoded, strict=True) if not decoded)
+            if truths:
+                yield model.compute_logits(batch.inputs).cpu(), torch.tensor([places[name] for name in truths])
         if not ids:
             raise UserError("the test split has no image that can be decoded; repair it")
 

@@ -56,7 +56,7 @@ class Judgement:
     champion: Evaluation | None = None  # likewise
     checks: list[Check] = field(default_factory=list)
     parts: dict[str, list[Check]] = field(default_factory=dict)  # for "class" and "slice": a check for each of them
-    verdict: Verdict = field(init=False)  # missing until finish
+    verdict: Verdict = field(init=False)  # missing until it is set
 
     def add_check(self, check: Check) -> bool:
         """Add a check to the verdict, and return whether it passed."""
@@ -93,24 +93,24 @@ class Judgement:
             found = str(error)
         self.add_check(checks.check_export(found, required=self.policy.export == REQUIRED))
 
-    def finish_by_checks(self, reason: str = "", **values: Any) -> Self:
-        """Set the verdict, and return this judgement: promote if all checks passed, else keep with their reasons.
+    def set_verdict_by_checks(self, reason: str = "", **values: Any) -> Self:
+        """Set the verdict and return this judgement: promote if all checks passed, else keep, with their reasons.
 
         Args:
             reason: of a promotion.
-            values: as of :meth:`finish`.
+            values: further fields of the verdict: ``best``, ``look``, ``alpha`` and ``power``.
         """
         failures = [check.reason for check in self.checks if not check.passed]
-        return self.finish(KEPT if failures else PROMOTED, "; ".join(failures) or reason, **values)
+        return self.set_verdict(KEPT if failures else PROMOTED, "; ".join(failures) or reason, **values)
 
-    def finish(self, decision: str, reason: str, **values: Any) -> Self:
+    def set_verdict(self, decision: str, reason: str, **values: Any) -> Self:
         """Set the verdict, and return this judgement.
 
         Args:
             decision: PROMOTED, KEPT or NO_COMPARISON.
             reason: of the decision.
-            values: the verdict's ``best``, ``look``, ``alpha`` and ``power``, where they are not those of a verdict
-                without a look.
+            values: further fields of the verdict: ``best`` (by default the best version so far), and after a look
+                ``look``, ``alpha`` and ``power``.
         """
         challenger, champion, before = self.challenger, self.champion, self.before
         self.verdict = Verdict(
@@ -172,22 +172,24 @@ def judge(
             found = judgement.challenger = evaluate_split(model, split)
             if judgement.add_check(checks.check_finite_logits(found)):
                 judgement.checks += [checks.check_accuracy(found, policy), checks.show_calibration(found, None)]
-        return judgement.finish(KEPT, "it has the champion's weights")
+        return judgement.set_verdict(KEPT, "it has the champion's weights")
     # Only a version that is in the registry already may have been rolled back, which the whole log tells.
     if counts and versions.find_version(registry, model.digest):
         back = replay_promotions(registry.history()).taken_back.get(model.digest)
         if back is not None:
-            return judgement.finish(KEPT, f"{back.by} took it back ({back.reason}); only a person can promote it again")
+            return judgement.set_verdict(
+                KEPT, f"{back.by} took it back ({back.reason}); only a person can promote it again"
+            )
     ours = evaluate_split(model, split)
     if not judgement.add_check(checks.check_finite_logits(ours)):
-        return judgement.finish_by_checks()
+        return judgement.set_verdict_by_checks()
     judgement.challenger = ours
     try:
         champion = load_stored_model(registry, before.version, before.manifest, model)
         return compare_with_champion(judgement, ours, champion, before.best)
     except IncomparableError as failure:
         judgement.export_challenger(ours)
-        return judgement.finish(NO_COMPARISON, str(failure))
+        return judgement.set_verdict(NO_COMPARISON, str(failure))
 
 
 def judge_first_model(judgement: Judgement) -> Judgement:
@@ -196,7 +198,7 @@ def judge_first_model(judgement: Judgement) -> Judgement:
     found = judgement.challenger = evaluate_split(model, judgement.split)
     checks.group_by_class(found, model.classes)
     if not judgement.add_check(checks.check_finite_logits(found)):
-        return judgement.finish_by_checks(best=model.digest, alpha=policy.alpha)
+        return judgement.set_verdict_by_checks(best=model.digest, alpha=policy.alpha)
     number, alpha = judgement.claim_look()
     judgement.checks += [
         checks.check_accuracy(found, policy),
@@ -205,7 +207,7 @@ def judge_first_model(judgement: Judgement) -> Judgement:
     ]
     judgement.export_challenger(found)
     reason = "there is no champion yet, and it is better than the most frequent class"
-    return judgement.finish_by_checks(reason, best=model.digest, look=number, alpha=alpha)
+    return judgement.set_verdict_by_checks(reason, best=model.digest, look=number, alpha=alpha)
 
 
 def compare_with_champion(judgement: Judgement, ours: Evaluation, champion: SavedModel, best: str) -> Judgement:
@@ -226,7 +228,7 @@ def compare_with_champion(judgement: Judgement, ours: Evaluation, champion: Save
     inputs = model.describe_input(), champion.describe_input()
     if not judgement.add_check(checks.check_same_task(model.classes, champion.classes, inputs)):
         judgement.export_challenger(ours)
-        return judgement.finish_by_checks()
+        return judgement.set_verdict_by_checks()
     theirs = evaluate_stored_model(champion, split)
     others = {"champion": theirs}
     if best not in (champion.digest, model.digest):
@@ -245,7 +247,7 @@ def compare_with_champion(judgement: Judgement, ours: Evaluation, champion: Save
     pair = PairedCounts.count(ours.correct, theirs.correct)
     if not pair.discordant:
         judgement.export_challenger(ours)
-        return judgement.finish(KEPT, "both models get the same samples right")
+        return judgement.set_verdict(KEPT, "both models get the same samples right")
     number, alpha = judgement.claim_look()
     if policy.rule == NOT_WORSE:
         decisive = [
@@ -267,7 +269,7 @@ def compare_with_champion(judgement: Judgement, ours: Evaluation, champion: Save
     judgement.export_challenger(ours)
     values = {"best": model.digest if ours.accuracy > max(other.accuracy for other in others.values()) else best}
     power = describe_power(pair, policy, alpha)
-    return judgement.finish_by_checks(decisive[0].reason, look=number, alpha=alpha, power=power, **values)
+    return judgement.set_verdict_by_checks(decisive[0].reason, look=number, alpha=alpha, power=power, **values)
 
 
 def describe_power(pair: PairedCounts, policy: Policy, alpha: float) -> str:
@@ -336,6 +338,7 @@ def measure_latency_ratio(challenger: SavedModel, champion: SavedModel, split: P
             inputs[model] = next(batch.inputs for batch in batches if len(batch.inputs))
 
     def measure_seconds(model: SavedModel) -> float:
+        """Return the seconds that a model takes for its batch."""
         began = time.perf_counter()
         model.compute_logits(inputs[model])
         if model.device.type == "cuda":

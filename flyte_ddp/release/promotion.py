@@ -108,7 +108,7 @@ def carry_out(registry: Registry, version: versions.Version, verdict: Verdict, *
 
     Args:
         registry: of the model.
-        version: stored by :func:`store`.
+        version: as it was stored.
         verdict: on this version.
         by: the Flyte execution, or the user, that promotes.
     """

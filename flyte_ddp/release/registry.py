@@ -254,7 +254,7 @@ class Registry:
 
         Raises:
             LostError: somebody else has written the entry of that number.
-            UserError: the store replaces files; see :meth:`check_store`.
+            UserError: the store replaces files that exist, so that two promotions at the same time could both succeed.
         """
         self.refuse_store_that_overwrites()
         number = before.number + 1 if before else 1

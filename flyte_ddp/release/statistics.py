@@ -66,6 +66,7 @@ def lower_bound_of_difference(gained: int, lost: int, samples: int, alpha: float
     wanted, lowest, highest = stats.norm.isf(alpha), -1 + 1e-12, (gained - lost) / samples - 1e-12
 
     def excess_of_statistic(difference: float) -> float:
+        """Return by how much the statistic is above its quantile: 0 at the bound."""
         return float(tango_statistic(np.array(gained), np.array(lost), samples, difference) - wanted)
 
     if highest <= lowest or excess_of_statistic(lowest) <= 0:
@@ -120,6 +121,7 @@ def detectable_difference(samples: int, discordant: float, alpha: float) -> floa
     """
 
     def missing_power(difference: float) -> float:
+        """Return the probability of finding a difference, minus POWER."""
         share = max(discordant, difference)
         low, high = stats.binom.interval(1 - 1e-9, samples, share)
         apart = np.arange(int(low), int(high) + 1)

@@ -82,6 +82,7 @@ def read_digest(address: str) -> str:
     """Read a whole file, wherever it is, and return its SHA-256; empty if the file is missing."""
 
     def hash_file(address: str) -> str:
+        """Read a file whole, and return its SHA-256."""
         digest = hashlib.sha256()
         with storage.open_file(address) as found:
             for chunk in found.chunks:
