@@ -15,7 +15,7 @@ from PIL import Image
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_prepared
 from flyte_ddp.datasets.packing import pack_image_folder
-from flyte_ddp.export.exporting import raw_images
+from flyte_ddp.export.exporting import read_test_images
 from flyte_ddp.predict.predict import predict
 from flyte_ddp.run import run_training
 from flyte_ddp.validation.profiling import profile
@@ -55,7 +55,7 @@ def test_what_only_an_alpha_channel_shows_is_learnt_and_predicted(
     prepared = fetch(hp.dataset, "", tmp_path / "prepared", test_dataset=hp.test_dataset, progress="off")
     order = [*range(1, 20, 2), *range(0, 20, 2)]  # lying, standing
     expected = [np.where(bar(number), 0, 255)[..., None].repeat(3, axis=2) for number in order]
-    assert np.array_equal(list(raw_images(open_prepared(prepared), 3, quiet(tmp_path))), expected)
+    assert np.array_equal(list(read_test_images(open_prepared(prepared), 3, quiet(tmp_path))), expected)
     assert profile(prepared).test.modes == {"RGBA": 20}
 
 

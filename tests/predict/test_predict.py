@@ -21,7 +21,8 @@ from flyte_ddp.loading.encoded import BadSamples
 from flyte_ddp.models import artifacts
 from flyte_ddp.models.images import InputSpec
 from flyte_ddp.predict.predict import predict
-from flyte_ddp.predict.prediction_batches import Request, find_images, read_folder
+from flyte_ddp.predict.prediction_batches import find_images, read_folder
+from flyte_ddp.predict.saved_model import SavedModel
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
 
@@ -195,11 +196,11 @@ def test_images_of_any_size_are_resized(grey_model: tuple[Path, Path], folder: P
     assert torch.allclose(scores_of(rows), expected, atol=1e-3)
 
 
-def test_images_are_read_a_batch_at_a_time(folder: Path) -> None:
+def test_images_are_read_a_batch_at_a_time(folder: Path, grey_model: tuple[Path, Path]) -> None:
     for k in range(10):
         Image.fromarray(noise(16, 16)).save(folder / f"{k}.png")
     paths, _ = find_images(folder)
-    batches = read_folder(folder, paths, Request(GREY, 4, torch.device("cpu"), BadSamples(0)), "")
+    batches = read_folder(SavedModel(*grey_model, Settings()), folder, paths, 4, BadSamples(0))
     assert next(batches).inputs.shape == (4, 1, 16, 16)
     for k in range(4, 10):
         (folder / f"{k}.png").unlink()

@@ -17,7 +17,7 @@ from s3_server import S3Server
 
 from flyte_ddp import storage
 from flyte_ddp.errors import UserError
-from flyte_ddp.release.__main__ import audit, release
+from flyte_ddp.release.__main__ import find_faults, release
 from flyte_ddp.release.promotion import champion_files
 from flyte_ddp.release.registry import Entry, LogError, LostError, Registry
 from flyte_ddp.release.versions import write_version
@@ -124,7 +124,7 @@ def test_a_copy_that_is_late_damaged_or_missing_changes_no_champion(
     change_log(registry, s3[0], champion=content)
     assert [entry.version for entry in registry.history()] == ["one", "two", "three"]
     assert registry.champion() == registry.history()[-1]
-    assert not [*audit(registry)][3:], "but for three versions that there are not, nothing is wrong"
+    assert not [*find_faults(registry)][3:], "but for three versions that there are not, nothing is wrong"
 
 
 @pytest.mark.parametrize("gone", [1, 2, 3])
@@ -173,7 +173,7 @@ def test_what_was_altered_is_named(
         change_log(registry, s3[0], **{name: content})
     with pytest.raises(LogError, match=said):
         registry.history()
-    assert re.search(said, next(audit(registry)))
+    assert re.search(said, next(find_faults(registry)))
     if of_champion:
         with pytest.raises(LogError, match=of_champion):
             registry.champion()
