@@ -53,7 +53,7 @@ class Judgement:
     counts: bool  # whether the verdict may lead to a promotion
     exports: Path | None  # the folder for the challenger's ONNX; None: no export
     challenger: Evaluation | None = None  # None where the verdict did not need it
-    champion: Evaluation | None = None  # likewise
+    champion: Evaluation | None = None  # None where nothing was compared
     checks: list[Check] = field(default_factory=list)
     parts: dict[str, list[Check]] = field(default_factory=dict)  # for "class" and "slice": a check for each of them
     verdict: Verdict = field(init=False)  # missing until it is set
