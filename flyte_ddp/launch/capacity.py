@@ -1,4 +1,4 @@
-"""How many ranks a cluster has capacity for, and on what devices; waits for hosts that are still to come."""
+"""How many ranks a cluster has capacity for, and on which devices; waits for hosts that are still to start."""
 
 import sys
 import time
@@ -10,16 +10,16 @@ POLL_SECONDS = 0.5
 
 
 def wait_for_hosts(count: Callable[[], int], wanted: int, what: str, seconds: float) -> None:
-    """Wait until there are as many hosts as wanted; print each change while there are fewer.
+    """Wait until there are as many hosts as wanted; print each change of their number to stderr meanwhile.
 
     Args:
-        count: returns how many there are now.
-        wanted: how many there must be; 0 waits for none.
-        what: their name in messages, such as "nodes of the Ray cluster".
-        seconds: to wait at most.
+        count: returns how many hosts there are now.
+        wanted: how many hosts there must be; 0 does not wait.
+        what: name of the hosts in messages, such as "nodes of the Ray cluster".
+        seconds: limit of the wait.
 
     Raises:
-        UnreachableError: they have not come in time.
+        UnreachableError: there are still fewer when ``seconds`` have passed.
     """
     deadline, printed = time.monotonic() + seconds, wanted
     while (found := count()) < wanted:
@@ -36,21 +36,32 @@ def wait_for_hosts(count: Callable[[], int], wanted: int, what: str, seconds: fl
         print(f"{found} of {wanted} {what}", file=sys.stderr, flush=True)
 
 
-def device_type(backend: str, has_gpus: bool, lack: str) -> str:
-    """Return ``cuda`` or ``cpu``; raise UserError, with ``lack`` in its text, if GPUs are asked for and missing."""
+def choose_device_type(backend: str, has_gpus: bool, lack: str) -> str:
+    """Return ``cuda`` if there are GPUs and the backend is not gloo, else ``cpu``.
+
+    Args:
+        has_gpus: whether each rank can have a GPU.
+        lack: what is missing if not, for the error's text.
+
+    Raises:
+        UserError: the backend is nccl, and there are no GPUs.
+    """
     if backend == "nccl" and not has_gpus:
         raise UserError(f"backend='nccl': needs a GPU for each rank, but {lack}; use backend='gloo' or 'auto'")
     return "cuda" if has_gpus and backend != "gloo" else "cpu"
 
 
 def clamp_ranks(num_ranks: int, capacity: int, what: str, most: int, *, exact: bool = False) -> int:
-    """Return the number of ranks: as many as were asked for, but no more than fit; print a message if it is fewer.
+    """Return the smaller of the requested number of ranks and the capacity; print to stderr if that is fewer.
 
     Args:
-        num_ranks: asked for; 0: ``most``.
+        num_ranks: the requested number; 0 requests ``most``.
         capacity: how many ranks fit.
-        what: the capacity, for messages, such as "the Ray cluster has 4 CPUs".
-        exact: raise UserError if fewer ranks fit than were asked for, as in a pod, where nobody reads messages.
+        what: the capacity in words, such as "the Ray cluster has 4 CPUs".
+        exact: whether fewer ranks than requested are an error, as in a pod, where nobody reads messages.
+
+    Raises:
+        UserError: no rank fits, or fewer than requested if ``exact``.
     """
     if capacity < 1:
         raise UserError(f"{what}: there is no capacity for a single rank; add workers, or wait until there are some")

@@ -1,4 +1,4 @@
-"""Launches ranks on the workers of a Dask cluster, one to a worker, as processes that the workers start."""
+"""Launches ranks on the workers of a Dask cluster, one for each worker, as processes that the workers start."""
 
 import os
 from collections import Counter, defaultdict
@@ -22,12 +22,12 @@ from flyte_ddp.settings import from_environment
 
 SCHEDULER = "DASK_SCHEDULER_ADDRESS"  # Dask's own variable
 WORKERS = "workers of the Dask cluster"
-REACH_SECONDS = 10
-TASKS_A_THREAD = 10  # of an adaptive cluster: half a second each, until Dask knows better, for five seconds of work
+REACH_SECONDS = 10  # for a scheduler to answer
+TASKS_PER_THREAD = 10  # Dask expects half a second for each, and wants five seconds of work before it adds workers
 DEVICES = "CUDA_VISIBLE_DEVICES"
-# For a cluster that only ranks use: 50 looks at the clock a second in each process, profiles of tasks, and figures of
-# the machine took an eighth of a core with two idle workers (benchmarks/README.md).
-UNWATCHED = {
+# For a cluster that only ranks use: Dask's own monitoring took an eighth of a core with two idle workers, as it looks
+# at the clock 50 times a second in each process, and profiles tasks and the machine (benchmarks/README.md).
+LESS_MONITORING = {
     "distributed.admin.tick.interval": "1s",
     "distributed.admin.system-monitor.interval": "5s",
     "distributed.worker.profile.enabled": False,
@@ -35,12 +35,16 @@ UNWATCHED = {
 
 
 def launch(job: Job, *, num_ranks: int, client: Any = None, retries: int = 0) -> None:
-    """Run the job on ``num_ranks`` workers, on as few hosts as possible, with the sources that are here.
+    """Run the job on ``num_ranks`` workers, on as few hosts as possible, and wait for its end.
+
+    Waits for the workers up to ``job.settings.timeout`` (FLYTE_DDP_TIMEOUT). Sends them this process's sources of the
+    library and of the user. Cancels the tasks at the end, and waits up to JOIN_SECONDS for that. Raises the error
+    of the rank that failed first.
 
     Args:
-        client: of the cluster, Dask's own; None for the one that is there, see :func:`connected`.
-        retries: Dask's own: how often it starts a task once more when it has failed. All ranks then resume from the
-            newest checkpoint. Each rank stays on its worker, so that a lost worker ends the run.
+        client: Dask's client of the cluster; None: as :func:`connected` finds it.
+        retries: how often Dask starts a task again when it has failed. All ranks then resume from the newest
+            checkpoint. Each rank stays on its worker, so a lost worker ends the run.
     """
     with needing("dask"):
         from dask import annotate  # type: ignore[attr-defined]
@@ -48,116 +52,125 @@ def launch(job: Job, *, num_ranks: int, client: Any = None, retries: int = 0) ->
         from distributed import wait
         from distributed.utils import get_ip
 
-    with connected(client, num_ranks) as cluster, ExitStack() as until_sent:
-        count = until_sent.enter_context(demand_for_workers(cluster, num_ranks))
-        capacity.wait_for_hosts(count, num_ranks, WORKERS, job.settings.timeout)
-        there = workers_of(cluster)
-        workers = choose_workers(there, work_of(cluster), num_ranks)
-        refuse_other_versions(cluster, workers)
-        devices = number_gpus(workers, ask(cluster, os.getenv, DEVICES, workers=workers))
-        files, run = sources.packed(job.hp), by_value(agent.run_with)
+    with connected(client, num_ranks) as cluster:
         scheduler = cluster.scheduler.address.rpartition("//")[2].rpartition(":")[0]
-        with open_rendezvous(job, get_ip(scheduler)) as rendezvous:
-            tasks = []
-            for rank, worker in enumerate(workers):
-                stdin = agent.input_of(rendezvous.ticket(RankInfo(rank, num_ranks, devices[rank])))
-                with annotate(workers=[worker], allow_other_workers=False, retries=retries):
-                    tasks.append(delayed(run, pure=False)(files, stdin, there[worker]["local_directory"]))
-            # All at once, so that of two runs at the same time no worker takes the other's rank first.
-            with unreachable_if_gone(cluster):
-                futures: list[Any] = cluster.compute(tasks, optimize_graph=False)
-            until_sent.close()
-            try:
-                rendezvous.run(num_ranks, lambda: refuse_failed(futures, workers, workers_of(cluster)))
-            finally:
-                # Agents end by themselves when the launcher listens no more; those of workers that are gone have ended.
-                rendezvous.close()
-                with suppress(Exception):  # not in time, or there is no scheduler any more
-                    wait(futures, timeout=JOIN_SECONDS)
-                with suppress(Exception):  # which is what Dask raises at a client that is closed
-                    cluster.cancel(futures, force=True)
+        futures: list[Any] = []
+        try:
+            with open_rendezvous(job, get_ip(scheduler)) as rendezvous:
+                with request_workers(cluster, num_ranks) as count:
+                    capacity.wait_for_hosts(count, num_ranks, WORKERS, job.settings.timeout)
+                    descriptions = worker_descriptions(cluster)
+                    workers = choose_workers(descriptions, tasks_by_worker(cluster), num_ranks)
+                    refuse_version_mismatch(cluster, workers)
+                    devices = choose_gpus(workers, run_on_workers(cluster, os.getenv, DEVICES, workers=workers))
+                    files, run = sources.pack_sources(job.hp), pickle_by_value(agent.run_agent_with_sources)
+                    tasks = []
+                    for rank, worker in enumerate(workers):
+                        stdin = agent.agent_stdin(rendezvous.make_ticket(RankInfo(rank, num_ranks, devices[rank])))
+                        with annotate(workers=[worker], allow_other_workers=False, retries=retries):
+                            folder = descriptions[worker]["local_directory"]
+                            tasks.append(delayed(run, pure=False)(files, stdin, folder))
+                    # All at once: if two runs start together, no worker gets ranks of both in different orders.
+                    with translate_cluster_errors(cluster):
+                        futures = cluster.compute(tasks, optimize_graph=False)
+                rendezvous.run_ranks(
+                    num_ranks, lambda: raise_if_task_failed(futures, workers, worker_descriptions(cluster))
+                )
+        finally:
+            # Agents have no launcher any more, so they end by themselves; those of lost workers have ended.
+            with suppress(Exception):  # the time is over, or there is no scheduler any more
+                wait(futures, timeout=JOIN_SECONDS)
+            with suppress(Exception):  # Dask raises a bare Exception if the client is closed
+                cluster.cancel(futures, force=True)
 
 
 def hardware(hp: Hyperparameters, client: Any, *, coming: int = 0, seconds: float | None = None) -> Hardware:
-    """Return what ranks find on the workers: a GPU for each if all workers see one, and their share of hosts' cores.
+    """Return the Hardware for ranks on the workers: a GPU for each if all workers see one, and a share of host's cores.
+
+    Waits for as many workers as ranks are requested, or for one.
 
     Args:
-        client: of the cluster.
-        coming: how many workers the cluster will have at least; waits for as many as there are to be ranks. 0: that is
-            not known, so that fewer ranks will do when the time is over.
-        seconds: to wait for as many workers as there are to be ranks, or for one if their number is not given; None:
-            ``FLYTE_DDP_TIMEOUT``.
+        client: Dask's client of the cluster.
+        coming: how many workers the cluster will have at least; fewer ranks than requested are then an error. 0: not
+            known; when the wait is over, fewer ranks will do.
+        seconds: limit of the wait; None: FLYTE_DDP_TIMEOUT.
 
     Raises:
-        UserError: hyperparameters that the cluster cannot serve.
-        UnreachableError: workers that have not come.
+        UserError: the hyperparameters do not fit the cluster, or workers have other versions.
+        UnreachableError: too few workers have come in time, or the cluster does not answer.
     """
     wanted = max(1, hp.num_ranks)
     if coming:
         what = f"the Dask cluster has {coming} workers"
         wanted = capacity.clamp_ranks(hp.num_ranks, coming, what, coming, exact=True)
-    with demand_for_workers(client, wanted) as count:
+    with request_workers(client, wanted) as count:
         try:
             capacity.wait_for_hosts(count, wanted, WORKERS, from_environment().timeout if seconds is None else seconds)
         except UnreachableError:
             if coming or not count():
                 raise
-        workers = workers_of(client)
-        refuse_other_versions(client, workers)
-        gpus = ask(client, machine.visible_gpus)
+        workers = worker_descriptions(client)
+        refuse_version_mismatch(client, workers)
+        gpus = run_on_workers(client, machine.visible_gpus)
         has_gpus = bool(gpus) and all(gpus.values())
-        device = capacity.device_type(hp.backend, has_gpus, "not all workers of the Dask cluster have one")
+        device = capacity.choose_device_type(hp.backend, has_gpus, "not all workers of the Dask cluster have one")
         number = coming or len(workers)
-        most, what = (
-            number if device == "cuda" else min(number, hp.batch_size),
-            f"the Dask cluster has {number} workers",
-        )
+        most = number if device == "cuda" else min(number, hp.batch_size)
+        what = f"the Dask cluster has {number} workers"
         num_ranks = capacity.clamp_ranks(hp.num_ranks, number, what, most, exact=coming > 0)
-        used = choose_workers(workers, work_of(client), num_ranks)
-        cores = ask(client, machine.cores, workers=used)
-        bf16 = ask(client, machine.bf16_support, device, workers=used)
+        used = choose_workers(workers, tasks_by_worker(client), num_ranks)
+        cores = run_on_workers(client, machine.cores, workers=used)
+        bf16 = run_on_workers(client, machine.bf16_support, device, workers=used)
     on_host = Counter(workers[worker]["host"] for worker in used)
     threads = min(max(1, cores[worker] // on_host[workers[worker]["host"]]) for worker in used)
     return machine.decide(hp, device, num_ranks, threads=threads, bf16=min(bf16.values()))
 
 
 @contextmanager
-def demand_for_workers(client: Any, wanted: int) -> Iterator[Callable[[], int]]:
-    """Have an adaptive cluster start workers, and keep them, until the end of the block.
+def request_workers(client: Any, wanted: int) -> Iterator[Callable[[], int]]:
+    """Make an adaptive cluster start workers, and keep them until the end of the block.
 
-    It does so for tasks only. So it gets some that no worker can run, and that are cancelled in the end.
+    An adaptive cluster starts workers for waiting tasks only. So it gets tasks that need a resource that no worker has.
+    They are cancelled at the end.
 
     Yields:
-        What counts the cluster's workers, and asks for more while they are fewer than wanted.
+        A function that returns the number of workers. While they are fewer than wanted, it submits such tasks.
     """
     tasks: list[Any] = []
 
     def count() -> int:
-        workers = workers_of(client)
+        """Return the number of workers; while it is too small, submit tasks that none of them can run."""
+        workers = worker_descriptions(client)
         threads = max((worker["nthreads"] for worker in workers.values()), default=1)
-        more = range(len(tasks), wanted * threads * TASKS_A_THREAD)
+        more = range(len(tasks), wanted * threads * TASKS_PER_THREAD)
         if more and len(workers) < wanted:
-            with unreachable_if_gone(client):
+            with translate_cluster_errors(client):
                 tasks.extend(client.map(abs, more, pure=False, resources={"of no worker": 1}))
         return len(workers)
 
     try:
         yield count
     finally:
-        with suppress(Exception):  # which is what Dask raises at a client that is closed
+        with suppress(Exception):  # Dask raises a bare Exception if the client is closed
             client.cancel(tasks, force=True)
 
 
-def ask(client: Any, function: Callable[..., Any], *arguments: Any, workers: Sequence[str] | None = None) -> Any:
-    """Return what a function, which may be this library's, returns on each of these workers, or on all."""
-    with unreachable_if_gone(client):
-        return client.run(by_value(function), *arguments, workers=workers)
+def run_on_workers(
+    client: Any, function: Callable[..., Any], *arguments: Any, workers: Sequence[str] | None = None
+) -> Any:
+    """Call a function on each of these workers, or on all, and return its results by worker address.
+
+    A function of this library is pickled by value, so the workers need not have the library. Raises UnreachableError
+    if the cluster does not answer.
+    """
+    with translate_cluster_errors(client):
+        return client.run(pickle_by_value(function), *arguments, workers=workers)
 
 
-def by_value(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of this library as workers can call it that have no copy of it, or another one.
+def pickle_by_value(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of this library wrapped so that workers without this library, or with another one, can call it.
 
-    The functions that it calls go along; what it imports while it runs must be there.
+    It is pickled with the functions that it calls. Modules that it imports while it runs must exist on the worker.
     """
     import cloudpickle  # type: ignore[import-untyped]
 
@@ -167,7 +180,7 @@ def by_value(function: Callable[..., Any]) -> Callable[..., Any]:
     finally:
         cloudpickle.unregister_pickle_by_value(flyte_ddp)
 
-    def call(*arguments: Any) -> Any:  # pickled by value by itself, as it is in no module
+    def call(*arguments: Any) -> Any:  # cloudpickle pickles a nested function by value, too
         import pickle
 
         return pickle.loads(content)(*arguments)
@@ -176,9 +189,9 @@ def by_value(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def refuse_other_versions(client: Any, workers: Iterable[str]) -> None:
-    """Raise UserError if a worker has another Python, or another release of what decides how it computes."""
-    with unreachable_if_gone(client):
+def refuse_version_mismatch(client: Any, workers: Iterable[str]) -> None:
+    """Raise UserError if a worker has another Python, torch or torchvision than this process."""
+    with translate_cluster_errors(client):
         found = client.get_versions(packages=ARITHMETIC)
     here = format_versions(found["client"])
     for worker in workers:
@@ -187,7 +200,7 @@ def refuse_other_versions(client: Any, workers: Iterable[str]) -> None:
 
 
 def format_versions(found: Mapping[str, Any]) -> str:
-    """Return what Dask has found out about a process as ``python 3.12, torch 2.15.0, torchvision 0.29.2``."""
+    """Return Dask's versions of a process as text, such as ``python 3.12, torch 2.15.0, torchvision 0.29.2``."""
     releases = found["packages"]
     python = ".".join(releases["python"].split(".")[:2])
     return ", ".join([f"python {python}", *(f"{name} {releases[name]}" for name in ARITHMETIC if releases.get(name))])
@@ -195,15 +208,18 @@ def format_versions(found: Mapping[str, Any]) -> str:
 
 @contextmanager
 def connected(client: Any = None, num_ranks: int = 0, seconds: float | None = None) -> Iterator[Any]:
-    """Yield a client: this one, Dask's current one, of ``DASK_SCHEDULER_ADDRESS``, or of a cluster that is made here.
+    """Yield a Dask client: the given one, Dask's current one, or a new one, which is closed at the end.
+
+    A new one connects to the scheduler of ``DASK_SCHEDULER_ADDRESS``, or to a cluster that is started on this machine
+    for the block.
 
     Args:
-        num_ranks: workers of a cluster that is made here; 0: one for each GPU, or for each core up to a few.
-        seconds: to wait for a scheduler that may still have to start; None: REACH_SECONDS.
+        num_ranks: number of workers of a new cluster; 0: one for each GPU, or for each core up to MOST_CPU_RANKS.
+        seconds: limit of the wait for a scheduler; None: REACH_SECONDS.
 
     Raises:
-        UserError: Dask is not installed, or the address is none.
-        UnreachableError: there is no scheduler.
+        UserError: Dask is not installed, or the address has not the form tcp://host:port.
+        UnreachableError: no scheduler answers at the address.
     """
     with needing("dask"):
         from dask import config
@@ -228,30 +244,36 @@ def connected(client: Any = None, num_ranks: int = 0, seconds: float | None = No
                 ) from None
         else:
             workers = num_ranks or machine.visible_gpus() or min(machine.cores(), MOST_CPU_RANKS)
-            with main_script_hidden(), config.set(UNWATCHED):
+            with main_script_hidden(), config.set(LESS_MONITORING):
                 cluster = LocalCluster(n_workers=workers, threads_per_worker=1, dashboard_address=":0")
             client = Client(stack.enter_context(cluster))
         yield stack.enter_context(client)
 
 
-def workers_of(client: Any) -> dict[str, Any]:
-    """Return what the scheduler knows of each worker, by address."""
-    with unreachable_if_gone(client):
+def worker_descriptions(client: Any) -> dict[str, Any]:
+    """Ask the scheduler for its descriptions of the workers, and return them by address.
+
+    Raises UnreachableError if the cluster does not answer.
+    """
+    with translate_cluster_errors(client):
         workers: dict[str, Any] = client.sync(client.scheduler.identity, n_workers=-1)["workers"]
     return workers
 
 
-def work_of(client: Any) -> dict[str, Any]:
-    """Return the tasks that each worker runs, by address."""
-    with unreachable_if_gone(client):
+def tasks_by_worker(client: Any) -> dict[str, Any]:
+    """Ask the scheduler for the tasks that each worker runs, and return them by the worker's address.
+
+    Raises UnreachableError if the cluster does not answer.
+    """
+    with translate_cluster_errors(client):
         work: dict[str, Any] = client.processing()
     return work
 
 
 @contextmanager
-def unreachable_if_gone(client: Any) -> Iterator[None]:
-    """Raise UnreachableError in place of what Dask raises if the cluster, or a worker of it, is gone."""
-    where = f" of {client.scheduler.address}" if client.scheduler else ""  # None: Dask has given it up
+def translate_cluster_errors(client: Any) -> Iterator[None]:
+    """Raise UnreachableError in place of an OSError of the block, and of any exception if the client is not running."""
+    where = f" of {client.scheduler.address}" if client.scheduler else ""  # None: Dask has given up the scheduler
     try:
         yield
     except Exception as error:
@@ -261,11 +283,14 @@ def unreachable_if_gone(client: Any) -> Iterator[None]:
 
 
 def choose_workers(workers: Mapping[str, Any], busy: Mapping[str, Any], num_ranks: int) -> list[str]:
-    """Return the addresses of so many workers: of as few hosts as possible, those of a host side by side.
+    """Return the addresses of ``num_ranks`` workers, on as few hosts as possible; those of a host are adjacent.
 
     Args:
-        workers: by address, with their ``host``; UnreachableError if they are fewer.
-        busy: the tasks of each worker; workers with tasks are taken only if others do not suffice.
+        workers: descriptions by address, of which ``host`` is read.
+        busy: tasks by address; workers with tasks are chosen only if there are too few without.
+
+    Raises:
+        UnreachableError: there are fewer workers than ranks.
     """
     idle = [address for address in workers if not busy.get(address)]
     hosts: dict[str, list[str]] = defaultdict(list)
@@ -281,10 +306,13 @@ def choose_workers(workers: Mapping[str, Any], busy: Mapping[str, Any], num_rank
     return ordered[:num_ranks]
 
 
-def number_gpus(workers: Sequence[str], visible: Mapping[str, str | None]) -> list[int]:
-    """Return which of the GPUs that its worker sees each rank takes: the next of those that see the same list.
+def choose_gpus(workers: Sequence[str], visible: Mapping[str, str | None]) -> list[int]:
+    """Return for each worker the number of the GPU that its rank takes, of the GPUs that the worker sees.
 
-    Plain workers of a host see the same list; dask-cuda rotates it, so that each worker has another one first.
+    Workers of a host that see the same GPUs take 0, 1, 2 and so on. dask-cuda rotates the list, so each takes 0.
+
+    Args:
+        visible: the workers' values of CUDA_VISIBLE_DEVICES, by address.
     """
     taken = Counter[tuple[str, str]]()
     numbers = []
@@ -295,10 +323,15 @@ def number_gpus(workers: Sequence[str], visible: Mapping[str, str | None]) -> li
     return numbers
 
 
-def refuse_failed(futures: Sequence[Any], workers: Sequence[str], there: Mapping[str, Any]) -> None:
-    """Raise UnreachableError if a task has failed, which Dask does not try again, or its worker is gone."""
+def raise_if_task_failed(futures: Sequence[Any], workers: Sequence[str], there: Mapping[str, Any]) -> None:
+    """Raise UnreachableError if a task has failed for good, after Dask's retries, or if its worker is gone.
+
+    Args:
+        workers: address of each task's worker.
+        there: descriptions of the living workers, by address.
+    """
     for future, worker in zip(futures, workers, strict=True):
         if future.status == "error":
-            raise agent.cannot_start("a Dask worker", future.exception())
+            raise agent.start_error("a Dask worker", future.exception())
         if worker not in there:
             raise UnreachableError(f"Dask worker {worker} is gone; run again when the cluster has a new one")

@@ -1,7 +1,7 @@
-"""Launches ranks with torch Elastic, whose workers are the ranks: started here, by ``torchrun``, or by Flyte's plugin.
+"""Launches ranks as workers of torch Elastic, which this process, ``torchrun`` or Flyte's plugin starts.
 
-Elastic starts workers, finds out which rank each is, ends all of a host when one has failed, and starts all again as
-often as it may. What ranks do in its workers is in elastic_rank.py.
+Elastic starts workers, gives each its rank, ends the workers of a host when one has failed, and restarts all as often
+as it may. elastic_rank.py holds what ranks do in its workers.
 """
 
 import logging
@@ -28,11 +28,11 @@ from flyte_ddp.launch.elastic_rank import (
     RUN_ID,
     follow,
     is_leader,
-    lead,
     recorded,
+    train_as_rank_0,
 )
-from flyte_ddp.launch.remote.rendezvous import from_newest_checkpoint
-from flyte_ddp.launch.supervise.failures import was_killed
+from flyte_ddp.launch.remote.rendezvous import resume_from_newest_checkpoint
+from flyte_ddp.launch.supervise.failures import killed_rank_error
 from flyte_ddp.launch.supervise.processes import main_script_hidden
 from flyte_ddp.launch.supervise.stopping import stop_error
 from flyte_ddp.process import descendants_killed_at_end, out_of_memory_kills, signal_handlers
@@ -43,24 +43,28 @@ __all__ = ["failure", "follow", "hardware", "is_leader", "launch", "log_kept_qui
 
 
 def launch(job: Job, *, num_ranks: int, max_restarts: int = 0) -> None:
-    """Run the job: in a worker of Elastic's as rank 0, anywhere else on this machine with workers of its own.
+    """Run the job as rank 0 if this process is a worker of Elastic's; else start workers on this machine.
+
+    Raises the error of the rank that failed first.
 
     Args:
-        num_ranks: of workers of its own.
-        max_restarts: Elastic's own, of those: how often all are started again when one has failed. The run then resumes
-            from its newest checkpoint.
+        num_ranks: number of workers to start.
+        max_restarts: how often Elastic restarts the started workers when one has failed. The run then resumes from its
+            newest checkpoint.
     """
     if RUN_ID in os.environ:
-        lead(job)
+        train_as_rank_0(job)
     else:
-        start(job, num_ranks, max_restarts)
+        launch_workers(job, num_ranks, max_restarts)
 
 
 def hardware(hp: Hyperparameters) -> Hardware:
-    """Return what the ranks find, in a worker: Elastic has decided how many they are.
+    """Return the Hardware for the ranks, in a worker of Elastic's, which has decided their number.
+
+    Assumes that all hosts are like this one. Prints to stderr if ``hp.num_ranks`` is another number.
 
     Raises:
-        UserError: hyperparameters that they cannot serve.
+        UserError: the hyperparameters do not fit the hardware.
     """
     num_ranks, on_this_host = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
     if hp.num_ranks not in (0, num_ranks):
@@ -68,20 +72,28 @@ def hardware(hp: Hyperparameters) -> Hardware:
         print(message, file=sys.stderr, flush=True)
     gpus = machine.visible_gpus()
     lack = f"this host has {gpus} for {on_this_host} workers of Elastic's"
-    device = capacity.device_type(hp.backend, gpus >= on_this_host, lack)
+    device = capacity.choose_device_type(hp.backend, gpus >= on_this_host, lack)
     threads = max(1, machine.cores() // on_this_host)
     return machine.decide(hp, device, num_ranks, threads=threads, bf16=machine.bf16_support(device))
 
 
-def start(job: Job, num_ranks: int, max_restarts: int) -> None:
-    """Run the job with workers of this process's own."""
+def launch_workers(job: Job, num_ranks: int, max_restarts: int) -> None:
+    """Start workers on this machine, run the job in them, and wait for their end.
+
+    Restores signal handlers and environment variables that Elastic changes. Kills at the end what this thread has
+    started. Elastic's logs are in a temporary folder, which is deleted.
+
+    Raises:
+        UserError, RankError, StoppedError: what the worker that failed first raised, or how it ended.
+        StoppedError, KeyboardInterrupt: this process got a signal.
+    """
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     with (
         log_kept_quiet(),
-        surroundings_kept(),
+        restore_process_state(),
         tempfile.TemporaryDirectory(prefix="flyte-ddp-elastic-") as logs,
         main_script_hidden(),
         descendants_killed_at_end(),
@@ -100,27 +112,35 @@ def start(job: Job, num_ranks: int, max_restarts: int) -> None:
         )
         memory_kills = out_of_memory_kills()
         try:
-            elastic_launch(config, worker)(job, secrets.token_hex(32))
+            elastic_launch(config, train_in_worker)(job, secrets.token_hex(32))
         except ChildFailedError as error:
             raise failure(error, memory_kills) from None
         except SignalException as stopped:
             raise stop_error(stopped.sigval, checkpoint.newest_step(job.run_folder)) from None
 
 
-def worker(job: Job, key: str) -> None:
-    """Train in one of these workers."""
+def train_in_worker(job: Job, key: str) -> None:
+    """Train in a worker that launch_workers started, as rank 0 or another rank; its first function.
+
+    A restarted rank 0 resumes from the newest checkpoint. An exception is pickled for :func:`failure`.
+
+    Args:
+        key: the value for FLYTE_DDP_ELASTIC_KEY in this process.
+    """
     os.environ[KEY_VARIABLE] = key
     with recorded():
         if not is_leader():
             follow()
             return
         if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
-            job = from_newest_checkpoint(job, "Elastic has started all ranks again")
-        lead(job)
+            job = resume_from_newest_checkpoint(job, "Elastic has started all ranks again")
+        train_as_rank_0(job)
 
 
 def failure(error: Any, memory_kills: int) -> BaseException:
-    """Return what the worker raised that failed first, or the error for how it ended.
+    """Return the exception of the worker that failed first, or an error that says how the worker ended.
+
+    Unpickles the file that the worker has left beside Elastic's error file.
 
     Args:
         error: Elastic's ChildFailedError.
@@ -129,10 +149,10 @@ def failure(error: Any, memory_kills: int) -> BaseException:
     rank, first = error.get_first_failure()
     if first.exitcode < 0:
         out_of_memory = out_of_memory_kills() > memory_kills
-        return was_killed(rank, signal.Signals(-first.exitcode), out_of_memory=out_of_memory)
+        return killed_rank_error(rank, signal.Signals(-first.exitcode), out_of_memory=out_of_memory)
     try:
         raised = pickle.loads(Path(first.error_file).with_suffix(ERROR_SUFFIX).read_bytes())
-    except Exception:  # an exception of a user's own may fail in any way when it is made again
+    except Exception:  # unpickling a user's own exception may raise anything
         raised = None
     if isinstance(raised, (UserError, RankError, StoppedError)):
         return raised
@@ -141,7 +161,7 @@ def failure(error: Any, memory_kills: int) -> BaseException:
 
 @contextmanager
 def log_kept_quiet() -> Iterator[None]:
-    """Keep Elastic from printing how its workers ended, as the root cause is raised."""
+    """Silence two loggers of torch during the block: Elastic would print how workers ended, and that is raised."""
     loggers = [logging.getLogger(f"torch.{name}") for name in ("distributed.elastic", "multiprocessing.spawn")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -154,8 +174,8 @@ def log_kept_quiet() -> Iterator[None]:
 
 
 @contextmanager
-def surroundings_kept() -> Iterator[None]:
-    """Restore what Elastic changes in this process: handlers of signals, and environment variables."""
+def restore_process_state() -> Iterator[None]:
+    """Restore at the end what Elastic changes in this process: signal handlers, and new TORCH_* variables."""
     names = {*os.environ}
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     try:

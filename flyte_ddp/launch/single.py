@@ -1,4 +1,4 @@
-"""Runs a run's only rank in this process, without starting another."""
+"""Runs the only rank of a run in this process."""
 
 import signal
 import threading
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from flyte_ddp.errors import RankError, UserError
 from flyte_ddp.launch.supervise.link import exception_message
 from flyte_ddp.launch.supervise.rank_process import RankInfo
-from flyte_ddp.launch.supervise.stopping import stop_requests
+from flyte_ddp.launch.supervise.stopping import catch_stop_signals
 from flyte_ddp.process import descendants_killed_at_end
 from flyte_ddp.runs.job import Job
 
@@ -16,22 +16,25 @@ Save = Callable[[], int]
 
 
 def launch(job: Job, *, num_ranks: int = 1) -> None:
-    """Run the job in this process, and leave torch's settings as they were.
+    """Run the job's only rank in this process.
+
+    Restores process-wide settings of torch, Python, NumPy and glibc at the end. Kills what this thread has started.
 
     Raises:
         UserError: the user's mistake.
-        RankError: any other failure of the rank, which is its cause.
-        StoppedError: the process got SIGTERM; for Ctrl-C it is a KeyboardInterrupt.
-
+        RankError: any other failure of the rank; the rank's exception is its ``__cause__``.
+        StoppedError: the process got SIGTERM, and a checkpoint was written.
+        KeyboardInterrupt: the process got Ctrl-C.
+        ValueError: ``num_ranks`` is not 1.
     """
-    from flyte_ddp.launch.supervise.rank import run_rank, settings_restored
+    from flyte_ddp.launch.supervise.rank import restore_settings, run_rank
 
     if num_ranks != 1:
         raise ValueError(f"num_ranks={num_ranks}: one rank at most runs in this process; use spawn.launch for more")
     saved = job.checkpoint.step if job.checkpoint else 0
-    with settings_restored(), descendants_killed_at_end(), stop_with_checkpoint(saved) as offer_saving:
+    with restore_settings(), descendants_killed_at_end(), stop_with_checkpoint(saved) as set_save_function:
         try:
-            run_rank(job, RankInfo(rank=0, world_size=1, local_rank=0), offer_saving)
+            run_rank(job, RankInfo(rank=0, world_size=1, local_rank=0), set_save_function)
         except UserError:
             raise
         except SystemExit as error:
@@ -42,47 +45,50 @@ def launch(job: Job, *, num_ranks: int = 1) -> None:
 
 @contextmanager
 def stop_with_checkpoint(saved: int) -> Iterator[Callable[[Save], None]]:
-    """On SIGTERM and Ctrl-C, save a checkpoint and end the block; a second Ctrl-C ends it at once.
+    """On SIGTERM or Ctrl-C, write a checkpoint and interrupt the block; a second Ctrl-C interrupts it at once.
 
-    A thread saves, because a checkpoint can only be taken between two steps, for which the main thread, in which Python
-    handles signals, may have to continue for a moment.
+    A thread writes the checkpoint. The main thread, in which Python handles signals, may be in the middle of an update,
+    and has to finish that first.
 
     Args:
-        saved: step of the checkpoint that there is already, 0 without any.
+        saved: step of the checkpoint that the run resumes from; 0 without one.
 
     Yields:
-        What takes the function that writes a checkpoint at once and returns its step.
+        A function that takes the function that writes a checkpoint and returns its step.
 
     Raises:
-        StoppedError: after SIGTERM; KeyboardInterrupt after Ctrl-C.
+        StoppedError: after SIGTERM.
+        KeyboardInterrupt: after Ctrl-C.
     """
     save: Save = lambda: saved  # noqa: E731
     step: int | None = None  # of the checkpoint, when it is written
     over = False
 
-    def offer_saving(offered: Save) -> None:
+    def set_save_function(offered: Save) -> None:
+        """Set the function that save_and_interrupt calls."""
         nonlocal save
         save = offered
 
     def save_and_interrupt() -> None:
+        """Wait for a request to stop, write a checkpoint, and interrupt the main thread; the thread's function."""
         nonlocal step
-        if stop.wait():
+        if stop.wait_for_request():
             step = save()
             main = threading.main_thread().ident
             if not over and main is not None:
-                # As a second Ctrl-C: a KeyboardInterrupt, which no `except Exception` of a model's holds up. It also
-                # ends a call that waits.
+                # Like a second Ctrl-C, it raises KeyboardInterrupt, which `except Exception` in a model does not catch.
+                # It also interrupts a system call that waits.
                 signal.pthread_kill(main, signal.SIGINT)
 
-    with stop_requests() as stop:
+    with catch_stop_signals() as stop:
         thread = threading.Thread(target=save_and_interrupt, name="stopping")
         thread.start()
         try:
-            yield offer_saving
+            yield set_save_function
         except KeyboardInterrupt:
-            if step is None:  # the second came before there was a checkpoint
+            if step is None:  # a second Ctrl-C came before the checkpoint was written
                 raise
-            raise stop.error(step) from None
+            raise stop.make_error(step) from None
         finally:
             over = True
             stop.end_waiting()

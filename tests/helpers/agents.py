@@ -21,19 +21,16 @@ def launch(job: Job, *, num_ranks: int, retries: int = 0) -> None:
     Args:
         retries: how often an agent is sent once more.
     """
-    with open_rendezvous(replace(job, data=NOWHERE), "127.0.0.1") as rendezvous, ThreadPoolExecutor(num_ranks) as pool:
-        tickets = [rendezvous.ticket(RankInfo(rank, num_ranks, local_rank=rank)) for rank in range(num_ranks)]
+    with ThreadPoolExecutor(num_ranks) as pool, open_rendezvous(replace(job, data=NOWHERE), "127.0.0.1") as rendezvous:
+        tickets = [rendezvous.make_ticket(RankInfo(rank, num_ranks, local_rank=rank)) for rank in range(num_ranks)]
         sent = [pool.submit(send, replace(each, run_folder=NOWHERE), retries) for each in tickets]
-        try:
-            rendezvous.run(num_ranks, lambda: refuse_failed(sent))
-        finally:
-            rendezvous.close()
+        rendezvous.run_ranks(num_ranks, lambda: refuse_failed(sent))
 
 
 def send(ticket: JoinTicket, retries: int) -> None:
     """Sends an agent."""
     try:
-        agent.run(ticket)
+        agent.run_agent(ticket)
     except agent.RankEndedError:
         if not retries:
             raise

@@ -69,6 +69,12 @@ def hand_in_a_small_result() -> None:
     results.submit("small", b"1")
 
 
+def hand_in_to_a_slow_folder() -> None:
+    """The folder takes the file in more time than any test has."""
+    results.replacing = lambda *_, **__: time.sleep(1000)
+    results.submit("slow", b"1")
+
+
 KINDS: dict[str, Callable[[], object]] = {
     "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "SIGSEGV": lambda: os.kill(os.getpid(), signal.SIGSEGV),
@@ -76,6 +82,7 @@ KINDS: dict[str, Callable[[], object]] = {
     "sys.exit": lambda: sys.exit(0),
     "os._exit": lambda: os._exit(0),
     "small result": hand_in_a_small_result,
+    "slow result": hand_in_to_a_slow_folder,
     "ArithmeticError": fail,
     "slow": lambda: time.sleep(1.0),
     "RuntimeError": fail_like_a_hang,

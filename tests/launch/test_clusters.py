@@ -128,7 +128,7 @@ class TestDask:
         monkeypatch.setattr(distributed, "default_client", no_client)
         usual = watched()
         with dask.connected(num_ranks=1) as client:
-            assert len(dask.workers_of(client)) == 1
+            assert len(dask.worker_descriptions(client)) == 1
             found = dask.hardware(replace(HP, num_ranks=1), client)
             assert [*client.run(watched).values()] == [("1s", False)]
             assert watched() == usual
@@ -171,7 +171,7 @@ class TestWorkers:
     )
     def test_each_rank_has_a_gpu_of_its_own(self, visible: tuple[str | None, ...], expected: list[int]) -> None:
         workers = ["tcp://a:1", "tcp://a:2", "tcp://b:1"]
-        assert dask.number_gpus(workers, dict(zip(workers, visible, strict=True))) == expected
+        assert dask.choose_gpus(workers, dict(zip(workers, visible, strict=True))) == expected
 
 
 class TestRay:
@@ -219,7 +219,7 @@ class TestRay:
                 return Bf16.NONE if engine.get_runtime_context().get_node_id() == worst else Bf16.FASTER
 
             monkeypatch.setattr(ray.machine, "bf16_support", bf16_support)
-            assert ray.bf16_of_all("cpu") is Bf16.NONE
+            assert ray.least_bf16_support("cpu") is Bf16.NONE
 
     @pytest.mark.slow
     @pytest.mark.parametrize("hidden", ["1", pytest.param("0", marks=pytest.mark.exhaustive)])
@@ -241,7 +241,7 @@ class TestRay:
 
         monkeypatch.setattr(ray.machine, "bf16_support", bf16_support)
         with ThreadPoolExecutor(1) as pool:
-            found = pool.submit(ray.bf16_of_all, "cuda")
+            found = pool.submit(ray.least_bf16_support, "cuda")
             try:
                 assert found.result(timeout=30) is Bf16.FASTER
             finally:
@@ -317,7 +317,7 @@ class TestRay:
                         pass
 
             answered = pool.submit(answer_once)
-            words = "no cluster there .*(timed out|what listens there is none of Ray's).; start one, or correct"
+            words = "no cluster there .*(timed out|the server there is not Ray's).; start one, or correct"
             with pytest.raises(UnreachableError, match=words), ray.connected():
                 pass
             answered.result()
@@ -334,7 +334,7 @@ class TestRay:
     ("cpus", "num_ranks", "expected"), [([8], 2, 4), ([4, 4], 2, 4), ([4, 4], 3, 2), ([8, 2], 2, 4), ([3, 3], 6, 1)]
 )
 def test_ranks_have_as_many_cpus_as_all_can_have(cpus: list[int], num_ranks: int, expected: int) -> None:
-    assert ray.cpus_of_each(cpus, num_ranks) == expected
+    assert ray.cpus_per_rank(cpus, num_ranks) == expected
 
 
 def test_hosts_that_are_still_to_come_are_waited_for(

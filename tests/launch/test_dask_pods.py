@@ -117,7 +117,7 @@ def test_flytes_plugin_starts_workers_by_the_images_commands(client: distributed
     """On a cluster that is made for a run, fewer workers than ranks are an error."""
     start(*WORKER)
     client.wait_for_workers(1, timeout=60)
-    [worker] = dask.workers_of(client).values()
+    [worker] = dask.worker_descriptions(client).values()
     assert (worker["name"], worker["nthreads"], worker["memory_limit"]) == ("one", 2, 2 * 2**30)
     with pytest.raises(UserError, match="num_ranks=3: the Dask cluster has 2 workers, and each rank needs one"):
         dask.hardware(replace(HP, num_ranks=3), client, coming=2, seconds=300)
@@ -133,7 +133,7 @@ def test_a_scheduler_that_starts_later(start: Start, tmp_path: Path, monkeypatch
 
     def workers() -> int:
         with dask.connected(seconds=300) as client:
-            return len(dask.workers_of(client))
+            return len(dask.worker_descriptions(client))
 
     with ThreadPoolExecutor(1) as pool:
         found = pool.submit(workers)
@@ -170,11 +170,11 @@ def test_a_scheduler_that_has_died(address: str, processes: list[subprocess.Pope
     """Whatever asks it says so, also when Dask has closed the client, which it does in some time."""
     with distributed.Client(address, timeout=1) as client:
         processes[0].kill()
-        for ask in (dask.workers_of, dask.work_of, partial(dask.ask, function=os.getpid)):
+        for ask in (dask.worker_descriptions, dask.tasks_by_worker, partial(dask.run_on_workers, function=os.getpid)):
             with pytest.raises(UnreachableError, match=r"the Dask cluster of tcp://.* does not answer .*; run again"):
                 ask(client)
     with pytest.raises(UnreachableError, match=r"the Dask cluster does not answer .*; run again when it does"):
-        dask.workers_of(client)
+        dask.worker_descriptions(client)
 
 
 def test_a_worker_of_another_version() -> None:
@@ -183,10 +183,10 @@ def test_a_worker_of_another_version() -> None:
     theirs = {"packages": {**ours["packages"], "python": "3.11.9.final.0"}}
     found = {"client": ours, "workers": {"tcp://a:1": ours, "tcp://b:1": theirs}}
     cluster = SimpleNamespace(scheduler=None, get_versions=lambda **_: found)
-    dask.refuse_other_versions(cluster, ["tcp://a:1"])
+    dask.refuse_version_mismatch(cluster, ["tcp://a:1"])
     words = "Dask worker tcp://b:1 has python 3.11, torch .*, and this process python 3.12, .*; use one image for all"
     with pytest.raises(UserError, match=words):
-        dask.refuse_other_versions(cluster, ["tcp://a:1", "tcp://b:1"])
+        dask.refuse_version_mismatch(cluster, ["tcp://a:1", "tcp://b:1"])
 
 
 @pytest.mark.slow

@@ -112,7 +112,7 @@ def test_an_import_of_torch_that_hangs_is_named_with_its_stack(
     digits: Path, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_spawned_processes(monkeypatch, tmp_path, IMPORT_HANGS)
-    monkeypatch.setattr(supervisor, "BEGIN_SECONDS", 2.0)
+    monkeypatch.setattr(supervisor, "START_SECONDS", 2.0)
     with pytest.raises(
         RankError, match=r"(?s)rank 0 did not begin within 2 s.*its process is at:.* in find_spec"
     ) as caught:

@@ -1,20 +1,26 @@
 """What users' code hands in reaches the launcher's run folder from any rank: whole, in order, and in nobody's way."""
 
 import json
+import os
 import random
+import signal
 import threading
+import time
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
 import faults
 import pytest
-from engines import AGENTS, Launch, on
-from faulty_runs import HP
+from engines import AGENTS, ELASTIC, SPAWN, Launch, on
+from faulty_runs import HP, when
 
 from flyte_ddp import results
-from flyte_ddp.errors import UserError
-from flyte_ddp.launch.remote import file_sync, rendezvous
-from flyte_ddp.launch.remote.file_sync import Mirror, take_piece
+from flyte_ddp.errors import StoppedError, UserError
+from flyte_ddp.launch.remote import file_sync, proxy, rendezvous
+from flyte_ddp.launch.remote.file_sync import FileSender, write_piece
+from flyte_ddp.launch.supervise.rank_handle import RankHandle
+from flyte_ddp.launch.supervise.stopping import StopRequest
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
 
@@ -33,16 +39,17 @@ def test_files_of_any_size_arrive_from_several_hosts(tmp_path: Path) -> None:
         folder.mkdir()
 
     def hand_in(host: Path, number: int) -> None:
-        mirror = Mirror(host, lambda piece: take_piece(launcher, piece))
+        sender = FileSender(host, lambda piece: write_piece(launcher, piece))
         writer = results.ResultWriter(host)
-        with mirror.following():
+        with sender.send_results_during():
             for step in range(20):
                 writer.write("event", record={"rank": number, "step": step, "text": "x" * 5000})
-                mirror.send_new()
+                sender.send_results()
             writer.write("result", name=f"{number}/large.bin", content=CONTENT)
             writer.write("result", name=f"{number}/empty.bin", content=b"")
-            mirror.send_new()
+            sender.send_results()
             writer.write("result", name=f"{number}/large.bin", content=CONTENT[1:])
+        sender.send_results()
 
     ranks = [threading.Thread(target=hand_in, args=(host, number)) for number, host in enumerate(hosts)]
     for each in ranks:
@@ -59,6 +66,54 @@ def test_files_of_any_size_arrive_from_several_hosts(tmp_path: Path) -> None:
     assert not [*folder.rglob(".*")]
 
 
+def test_a_checkpoint_does_not_wait_for_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the launcher's disk takes results slowly, and the run is told to stop meanwhile."""
+    monkeypatch.setattr(file_sync, "SEND_SECONDS", 0.01)
+    monkeypatch.setattr(proxy, "SEND_SECONDS", 0.01)
+    results.ResultWriter(tmp_path).write("result", name="large", content=CONTENT)
+    (pipe, launcher), (from_rank, rank) = Pipe(), Pipe()
+    handle = RankHandle(0, from_rank, "127.0.0.1")
+    is_sending, may_send = threading.Event(), threading.Event()
+
+    def send(message: dict[str, Any]) -> None:
+        if message.get("name") == "results/large":
+            is_sending.set()
+            may_send.wait()
+        pipe.send(message)
+
+    sender = FileSender(tmp_path, send)
+    relaying = threading.Thread(target=proxy.relay_messages, args=(handle, pipe, send, StopRequest(), sender))
+    with sender.send_results_during():
+        relaying.start()
+        is_sending.wait()
+        (tmp_path / "checkpoints").mkdir()
+        (tmp_path / "checkpoints/a.ckpt").write_bytes(b"checkpoint")
+        rank.send({"kind": "saved", "step": 3})
+        received = [launcher.recv(), launcher.recv()]
+        handle.exitcode = 0
+        may_send.set()
+    relaying.join()
+    assert [message.get("name", message["kind"]) for message in received] == ["checkpoints/a.ckpt", "saved"]
+    while (message := launcher.recv())["kind"] != "exit":
+        write_piece(tmp_path / "launcher", message)
+    assert (tmp_path / "launcher/results/large").read_bytes() == CONTENT
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("temporary")
+@on(SPAWN, exhaustive=(AGENTS, ELASTIC))
+def test_a_stop_while_a_rank_writes_to_a_slow_folder_saves_the_last_step(
+    launch: Launch, digits: Path, tmp_path: Path, quiet: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the rank itself that saves, for which the other waits in a collective."""
+    faults.inject(monkeypatch, tmp_path / "marker", rank=0, at="training", kind="slow result", **{"pass": 3})
+    told = when(tmp_path / "marker", lambda: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(StoppedError, match="the same run will go on after step 3, which is saved"):
+        run_training(HP, digits, tmp_path / "run", quiet, launch=launch)
+    told.join()
+    assert time.time() - float((tmp_path / "marker").read_text()) < 15
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("temporary")
 @on(AGENTS)
@@ -68,9 +123,9 @@ def test_a_launcher_that_cannot_write_a_file_continues(
     def take_what_is_no_result(folder: Path, message: dict[str, Any]) -> None:
         if message["name"].startswith(results.FOLDER):
             raise UserError("cannot write it")
-        take_piece(folder, message)
+        write_piece(folder, message)
 
-    monkeypatch.setattr(rendezvous, "take_piece", take_what_is_no_result)
+    monkeypatch.setattr(rendezvous, "write_piece", take_what_is_no_result)
     faults.inject(monkeypatch, tmp_path / "marker", rank=1, at="training", kind="small result")
     found = run_training(HP, digits, tmp_path / "run", quiet, launch=launch)
     assert "cannot write it; training continues without it" in capfd.readouterr().err

@@ -14,7 +14,7 @@ from PIL import Image
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
 from flyte_ddp.errors import UserError
-from flyte_ddp.launch.remote.host_data import find_prepared_data, prepared_digest
+from flyte_ddp.launch.remote.host_data import find_or_fetch_data, prepared_digest
 from flyte_ddp.settings import Settings
 
 MODULE = """
@@ -60,7 +60,7 @@ def host_has(tmp_path: Path, dataset: str, source: str, launcher: Path) -> Path:
         settings=Settings(cache_folder=tmp_path / "cache"),
         identity=SimpleNamespace(data=prepared_digest(launcher)),
     )
-    return find_prepared_data(job)
+    return find_or_fetch_data(job)
 
 
 def test_the_same_content_from_another_source(ask: Ask, sources: list[str]) -> None:

@@ -21,7 +21,7 @@ import pytest
 from flyte_ddp.errors import OutOfMemoryError, RankError, RankLostError, StoppedError
 from flyte_ddp.launch import elastic_rank
 from flyte_ddp.launch.remote import listener
-from flyte_ddp.launch.remote.joining import JoinTicket, connect, receive_job
+from flyte_ddp.launch.remote.joining import JoinTicket, connect_to_launcher, receive_job
 from flyte_ddp.launch.remote.listener import WorkerConnection
 from flyte_ddp.launch.remote.rendezvous import RemoteHandle, Rendezvous, open_rendezvous
 from flyte_ddp.launch.supervise import rank_handle
@@ -29,7 +29,7 @@ from flyte_ddp.launch.supervise.failures import first_failure
 from flyte_ddp.launch.supervise.rank_handle import RankHandle
 from flyte_ddp.launch.supervise.rank_process import RankInfo
 from flyte_ddp.launch.supervise.stopping import StopRequest
-from flyte_ddp.launch.supervise.supervisor import listen
+from flyte_ddp.launch.supervise.supervisor import handle_messages
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def gather(rendezvous: Rendezvous, num_ranks: int, stop: StopRequest | None = No
     """The ranks that came, closed."""
     group: list[RankHandle] = []
     try:
-        rendezvous.gather(group, num_ranks, stop or StopRequest(), lambda: None)
+        rendezvous.gather_agents(group, num_ranks, stop or StopRequest(), lambda: None)
     finally:
         for handle in group:
             handle.pipe.close()
@@ -80,13 +80,13 @@ def start_thread(action: Callable[[], object]) -> threading.Thread:
 
 def agent(rendezvous: Rendezvous, connections: ExitStack, rank: int, folder: Path | None = None) -> Connection:
     """Comes as an agent does; returns when it has said who it is."""
-    ticket = rendezvous.ticket(RankInfo(rank, 2, local_rank=0))
-    return connections.enter_context(connect(ticket, folder or ticket.run_folder))
+    ticket = rendezvous.make_ticket(RankInfo(rank, 2, local_rank=0))
+    return connections.enter_context(connect_to_launcher(ticket, folder or ticket.run_folder))
 
 
 def strangers(rendezvous: Rendezvous, connections: ExitStack, number: int) -> list[socket.socket]:
     """They are in the queue before anybody else is, and say nothing."""
-    address = ("127.0.0.1", rendezvous.ticket(RankInfo(0, 1, 0)).port)
+    address = ("127.0.0.1", rendezvous.make_ticket(RankInfo(0, 1, 0)).port)
     return [connections.enter_context(socket.create_connection(address)) for _ in range(number)]
 
 
@@ -156,7 +156,8 @@ def test_a_request_to_stop_is_heard_while_a_stranger_says_nothing(
 ) -> None:
     (silent,) = strangers(rendezvous, connections, 1)
     stop = StopRequest()
-    start_thread(lambda: silent.recv(1) and stop.make(signal.SIGTERM))  # as soon as it has been asked for the key
+    # As soon as the stranger has been asked for the key.
+    start_thread(lambda: silent.recv(1) and stop.make_request(signal.SIGTERM))
     begin = time.monotonic()
     with pytest.raises(StoppedError):
         gather(rendezvous, 1, stop)
@@ -178,7 +179,7 @@ def test_of_two_agents_of_one_rank_the_later_counts(rendezvous: Rendezvous, conn
         agent(rendezvous, connections, 0)
 
     came = start_thread(three_come)
-    rendezvous.gather(group, 2, StopRequest(), lambda: one_is_in.set() if group else None)
+    rendezvous.gather_agents(group, 2, StopRequest(), lambda: one_is_in.set() if group else None)
     assert [handle.rank for handle in group] == [0, 1]
     came.join()
     assert gone == [True]
@@ -232,7 +233,7 @@ def test_what_listens_in_the_launchers_place_is_not_unpickled_either(tmp_path: P
         served = start_thread(serve)
         ticket = JoinTicket(RankInfo(0, 1, 0), ("127.0.0.1",), server.getsockname()[1], b"key", tmp_path, "mark")
         with pytest.raises((OSError, AuthenticationError)):
-            connect(ticket, tmp_path)
+            connect_to_launcher(ticket, tmp_path)
         served.join()
     assert not (tmp_path / "unpickled").exists()
 
@@ -251,7 +252,7 @@ def test_files_are_sent_once_a_host(rendezvous: Rendezvous, connections: ExitSta
 
     coming = [start_thread(partial(come, rank)) for rank in range(3)]
     group: list[RankHandle] = []
-    rendezvous.gather(group, 3, StopRequest(), lambda: None)
+    rendezvous.gather_agents(group, 3, StopRequest(), lambda: None)
     for thread in coming:
         thread.join()
     received: dict[int, Any] = {}
@@ -262,7 +263,7 @@ def test_files_are_sent_once_a_host(rendezvous: Rendezvous, connections: ExitSta
 
     receiving = start_thread(receive)
     for handle in group:
-        handle.hand_over(rendezvous.job)
+        handle.send_job(rendezvous.job)
     receiving.join()
     assert {path.name: path.read_bytes() for path in (tmp_path / "first").iterdir()} == names
     assert not (tmp_path / "second").exists()
@@ -275,6 +276,22 @@ def test_files_are_sent_once_a_host(rendezvous: Rendezvous, connections: ExitSta
 
 def worker(rank: int, pipe: Connection, host: str = "127.0.0.1", clock: float = 0.0) -> WorkerConnection:
     return WorkerConnection(rank, host, None, "code", clock, pipe, host, "127.0.0.1", received_at=0.0)
+
+
+def test_files_that_a_slow_disk_takes_do_not_hold_up_other_hosts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    written: list[object] = []
+    monkeypatch.setattr(rank_handle, "READ_SECONDS", 0.05)
+    monkeypatch.setattr(
+        "flyte_ddp.launch.remote.rendezvous.write_piece", lambda *piece: (time.sleep(0.02), written.append(piece))
+    )
+    pipe, theirs = Pipe()
+    for _ in range(50):
+        theirs.send({"kind": "file", "name": "results/a"})
+    assert [*RemoteHandle(worker(0, pipe), "127.0.0.1", tmp_path, tmp_path).read_messages()] == []
+    assert 1 <= len(written) <= 3
+    pipe.close()
 
 
 @pytest.mark.parametrize("skew", [-3600.0, 3600.0])
@@ -306,7 +323,7 @@ def test_of_a_rank_that_is_lost_on_the_launchers_host_memory_is_named(
     handle = RemoteHandle(worker(1, pipe, host), host, tmp_path, tmp_path)
     counted[0] += kills
     theirs.close()
-    listen([handle], StopRequest())
+    handle_messages([handle], StopRequest())
     error = first_failure([handle], 600.0)
     assert (type(error), getattr(error, "recoverable", None)) == (expected, True)
     assert str(error).startswith("rank 1 ")
@@ -322,7 +339,7 @@ def test_a_ticket_holds_no_key(rendezvous: Rendezvous, monkeypatch: pytest.Monke
     def key(mark: str = "mark") -> bytes:
         found = elastic_rank.read_ticket(f'[["10.0.0.1"], 1, "/run", "{mark}"]'.encode(), info)
         assert found == replace(
-            rendezvous.ticket(info),
+            rendezvous.make_ticket(info),
             hosts=("host", "10.0.0.1"),
             port=1,
             key=found.key,

@@ -9,7 +9,7 @@ import pytest
 
 from flyte_ddp.code_digest import python_files
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.launch.remote.sources import LIBRARY, packed, unpacked
+from flyte_ddp.launch.remote.sources import LIBRARY, pack_sources, unpack_sources
 
 
 def test_only_what_the_cache_key_covers_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,13 +26,13 @@ def test_only_what_the_cache_key_covers_is_sent(tmp_path: Path, monkeypatch: pyt
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    sources = packed(Hyperparameters(model="sources_mine:model", dataset="sources_set:make"))
+    sources = pack_sources(Hyperparameters(model="sources_mine:model", dataset="sources_set:make"))
     library = {path.relative_to(LIBRARY.parent).as_posix() for path in python_files(LIBRARY)}
     assert {name for _, name, _ in pickle.loads(zlib.decompress(sources))} == {*sent, *library}
-    with unpacked(sources, str(tmp_path)) as (folder, path):
+    with unpack_sources(sources, str(tmp_path)) as (folder, path):
         assert (folder, {*path}) == (None, {str(tmp_path), str(LIBRARY.parent)})
     (tmp_path / "sources_set.py").write_text("x = 2")
-    with unpacked(sources, str(tmp_path)) as (folder, path):
+    with unpack_sources(sources, str(tmp_path)) as (folder, path):
         assert path == [folder]
         assert Path(str(folder), "sources_set.py").read_text() == "x = 1"
         assert {p.relative_to(str(folder)).as_posix() for p in Path(str(folder)).rglob("*.py")} == {*sent, *library}

@@ -142,7 +142,7 @@ class Event:
 def join_without_limit(job, info, store, link):
     settings = dataclasses.replace(job.settings, timeout=3600.0)
     join(dataclasses.replace(job, settings=settings), info, store, link)
-    hang_watch.watch_collectives(job.settings.timeout, link.report, Event)
+    hang_watch.watch_collectives(job.settings.timeout, link.report_error, Event)
 def copy_behind_a_collective(value):
     while os.path.exists(os.environ["NOTED"]):
         time.sleep(0.01)

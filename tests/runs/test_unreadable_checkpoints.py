@@ -17,7 +17,7 @@ from flyte_ddp import results
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import RankError, UserError
 from flyte_ddp.json_lines import read_records
-from flyte_ddp.launch.remote.rendezvous import from_newest_checkpoint
+from flyte_ddp.launch.remote.rendezvous import resume_from_newest_checkpoint
 from flyte_ddp.run import run_training
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.arithmetic import Arithmetic
@@ -165,7 +165,7 @@ def test_a_single_one_that_cannot_be_read_is_refused_where_an_engine_starts_rank
     cut(work / FOLDER / SLOTS[1])
     job = Job(Hyperparameters(), None, QUIET, work, work, OWN)  # type: ignore[arg-type]  # nothing trains
     with pytest.raises(UserError, match=r"damaged.*delete them to restart from scratch"):
-        from_newest_checkpoint(job, "a host is lost")
+        resume_from_newest_checkpoint(job, "a host is lost")
     error = RankError("rank 1 was killed by SIGKILL", recoverable=True)
     explain(error, work.parent)
     assert "no checkpoint yet" not in error.format_message()

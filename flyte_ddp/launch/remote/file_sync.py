@@ -1,9 +1,9 @@
-"""Files between a rank and its launcher where they share no folder: over their connection, in pieces."""
+"""Files between a rank's host and the launcher where they share no folder: over their connection, in pieces."""
 
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +12,23 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.runs.checkpoint import FOLDER, SLOTS
 
 PIECE_BYTES = 1 << 22
-MIRROR_SECONDS = 0.5
-APPENDED = "metrics.jsonl"
+SEND_SECONDS = 0.5  # between two looks for changed files
+METRICS = "metrics.jsonl"  # the launcher's copy grows piece by piece; other files appear when they are whole
 EVENTS = f"{results.FOLDER}/{results.EVENTS}"
-WHOLE = ("model.pt", "model.json", "predictions.npz", *(f"{FOLDER}/{name}" for name in SLOTS))
+OUTPUTS = ("model.pt", "model.json", "predictions.npz", *(f"{FOLDER}/{name}" for name in SLOTS))
 
 
-def pieces(path: Path, name: str, start: int = 0) -> Iterator[dict[str, Any]]:
-    """Yield a file from byte ``start`` on, as messages of up to PIECE_BYTES; the last one says so."""
+def split_file(path: Path, name: str, start: int = 0) -> Iterator[dict[str, Any]]:
+    """Read a file from byte ``start`` on, and yield it as messages of up to PIECE_BYTES.
+
+    Yields at least one message, also for an empty file. The last one has ``last`` set. Bytes that are appended
+    meanwhile are left out.
+
+    Args:
+        name: the file's path below the receiver's folder.
+    """
     with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size  # a file that grows meanwhile is read up to here
+        size = os.fstat(file.fileno()).st_size
         file.seek(start)
         last = False
         while not last:
@@ -31,17 +38,23 @@ def pieces(path: Path, name: str, start: int = 0) -> Iterator[dict[str, Any]]:
             yield {"kind": "file", "name": name, "offset": offset, "data": data, "last": last}
 
 
-def take_piece(folder: Path, message: dict[str, Any]) -> None:
-    """Write a piece of a file into a folder. APPENDED grows as pieces come; any other file appears when it is whole.
+def write_piece(folder: Path, message: dict[str, Any]) -> None:
+    """Write one message of :func:`split_file` into a folder.
+
+    A file gets its name with its last piece; until then it is hidden, ``.NAME.tmp``. METRICS and EVENTS grow with each
+    piece. For EVENTS, waits for the lock of whoever appends to them.
 
     Raises:
         UserError: the file cannot be written.
+        OSError: EVENTS cannot be written.
     """
     path = folder / message["name"]
     if message["name"] == EVENTS:
-        append_events(path, message["data"])
+        path.parent.mkdir(exist_ok=True)
+        with results.locked_events(path) as file:
+            file.write(message["data"])
         return
-    partial = path if message["name"] == APPENDED else path.with_name(f".{path.name}.tmp")
+    partial = path if message["name"] == METRICS else path.with_name(f".{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with partial.open("r+b" if partial.exists() else "wb") as file:
@@ -54,70 +67,82 @@ def take_piece(folder: Path, message: dict[str, Any]) -> None:
         raise UserError(f"{path}: {error.strerror}; make room, or correct its permissions") from None
 
 
-def append_events(path: Path, lines: bytes) -> None:
-    """Append lines to a file of events, to which other ranks may be appending."""
-    path.parent.mkdir(exist_ok=True)
-    with results.locked_events(path) as file:
-        file.write(lines)
+class FileSender:
+    """Sends the launcher the files that have changed in a host's run folder.
 
-
-class Mirror:
-    """Sends the files that have changed in a host's run folder since the last time, or since this was made.
+    METRICS and EVENTS that are there already count as sent.
 
     Args:
         folder: where the ranks of the host write.
-        send: takes a message.
+        send: sends the launcher a message; is called from several threads.
     """
 
     def __init__(self, folder: Path, send: Callable[[dict[str, Any]], None]) -> None:
         self.folder, self.send = folder, send
-        self.sent: dict[str, tuple[int, int, int]] = {}
-        self.appended, self.events = size_of(folder / APPENDED), size_of(folder / EVENTS)  # bytes that were sent
+        self.versions: dict[str, tuple[int, int, int]] = {}  # of the files that were sent whole, by name
+        self.metrics_sent, self.events_sent = size_or_zero(folder / METRICS), size_or_zero(folder / EVENTS)  # bytes
+        self.sending_results = threading.Lock()
 
-    def send_new(self) -> None:
-        """Send new lines of APPENDED and EVENTS, and those of WHOLE and of the user's results that were replaced."""
-        if (size := size_of(self.folder / APPENDED)) != self.appended:
-            for piece in pieces(self.folder / APPENDED, APPENDED, min(self.appended, size)):
+    def send_outputs(self) -> None:
+        """Send new lines of METRICS, and those of OUTPUTS that are new or were replaced; from one thread only."""
+        if (size := size_or_zero(self.folder / METRICS)) != self.metrics_sent:
+            for piece in split_file(self.folder / METRICS, METRICS, min(self.metrics_sent, size)):
                 self.send(piece)
-                self.appended = piece["offset"] + len(piece["data"])
-        if size_of(self.folder / EVENTS) > self.events:
-            # In one message, and while no rank is writing: other hosts' lines must not come between parts of a line.
-            with results.locked_events(self.folder / EVENTS), (self.folder / EVENTS).open("rb") as file:
-                file.seek(self.events)
-                lines = file.read()
-            self.send({"kind": "file", "name": EVENTS, "data": lines, "last": True})
-            self.events += len(lines)
-        files = [path for path in (self.folder / results.FOLDER).rglob("*") if path.is_file() and path.name[0] != "."]
-        for name in (*WHOLE, *(str(path.relative_to(self.folder)) for path in files)):
-            try:
-                found = (self.folder / name).stat()
-            except FileNotFoundError:
-                continue
-            version = (found.st_ino, found.st_mtime_ns, found.st_size)
-            if name != EVENTS and self.sent.get(name) != version:
-                for piece in pieces(self.folder / name, name):
-                    self.send(piece)
-                self.sent[name] = version
+                self.metrics_sent = piece["offset"] + len(piece["data"])
+        for name in OUTPUTS:
+            self._send_if_changed(name)
+
+    def send_results(self) -> None:
+        """Send new lines of EVENTS, and the files in ``results/`` that are new or were replaced; from any thread."""
+        events = self.folder / EVENTS
+        with self.sending_results:
+            if size_or_zero(events) > self.events_sent:
+                # In one message, and while no rank is writing, so that no other host's lines come inside a line.
+                with results.locked_events(events), events.open("rb") as file:
+                    file.seek(self.events_sent)
+                    lines = file.read()
+                self.send({"kind": "file", "name": EVENTS, "data": lines, "last": True})
+                self.events_sent += len(lines)
+            for path in (self.folder / results.FOLDER).rglob("*"):
+                if path.is_file() and path.name[0] != "." and path != events:
+                    self._send_if_changed(str(path.relative_to(self.folder)))
+
+    def _send_if_changed(self, name: str) -> None:
+        """Send a file of the folder, if it exists and is another one than was sent last under this name."""
+        try:
+            found = (self.folder / name).stat()
+        except FileNotFoundError:
+            return
+        version = (found.st_ino, found.st_mtime_ns, found.st_size)
+        if self.versions.get(name) != version:
+            for piece in split_file(self.folder / name, name):
+                self.send(piece)
+            self.versions[name] = version
 
     @contextmanager
-    def following(self) -> Iterator[None]:
-        """Have a thread send what is new during the block, every MIRROR_SECONDS, and send the rest at its end."""
+    def send_results_during(self) -> Iterator[None]:
+        """Have a thread send new results every SEND_SECONDS during the block; wait for the thread at the end.
+
+        So nothing else that the launcher must hear waits until a slow disk has taken all results. The thread ends
+        early if the connection fails.
+        """
         over = threading.Event()
 
-        def follow() -> None:
-            while not over.wait(MIRROR_SECONDS):
-                self.send_new()
+        def send_until_over() -> None:
+            """Call send_results every SEND_SECONDS until the block ends or the connection fails."""
+            with suppress(OSError):  # the launcher is gone, as others notice
+                while not over.wait(SEND_SECONDS):
+                    self.send_results()
 
-        thread = threading.Thread(target=follow, name="mirror", daemon=True)
+        thread = threading.Thread(target=send_until_over, name="results", daemon=True)
         thread.start()
         try:
             yield
         finally:
             over.set()
             thread.join()
-            self.send_new()
 
 
-def size_of(path: Path) -> int:
+def size_or_zero(path: Path) -> int:
     """Return a file's size in bytes, 0 if it does not exist."""
     return path.stat().st_size if path.exists() else 0

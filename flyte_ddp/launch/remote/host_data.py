@@ -1,4 +1,4 @@
-"""A run's prepared data on a host that may not be the launcher's."""
+"""Finds a run's prepared data on a host that may not be the launcher's."""
 
 import shutil
 from collections.abc import Callable
@@ -13,21 +13,22 @@ from flyte_ddp.locks import exclusive
 from flyte_ddp.runs.job import Job
 
 
-def find_prepared_data(job: Job, fetch_into: Callable[[Path], object] | None = None) -> Path:
+def find_or_fetch_data(job: Job, fetch_into: Callable[[Path], object] | None = None) -> Path:
     """Return the folder of the prepared data: the launcher's if this host sees it, else one in this host's cache.
 
-    The first rank of a host fetches the data into the cache, under a lock for which the others wait.
+    The first process of a host fetches the data into the cache; others wait for its lock, without a limit. Data in the
+    cache that is damaged or other data is deleted and fetched again.
 
     Args:
-        fetch_into: puts the data into a folder; None: it is fetched from where the hyperparameters say.
+        fetch_into: puts the prepared data into a folder; None: fetch it from the hyperparameters' source.
 
     Raises:
-        UserError: the data cannot be fetched, or what is fetched here is not what the launcher has.
+        UserError: the data cannot be fetched, or the fetched data differs from the launcher's.
     """
     if prepared_digest(job.data) == job.identity.data:
         return job.data
     hp = job.hp
-    # By its content, and not by where that came from; what is prepared of encoded images refers to their addresses.
+    # Named by content, not by source. Prepared data of encoded images refers to their addresses, so these count, too.
     name = job.identity.data
     if encoded_kind(hp.dataset):
         name = digest_of([name, hp.dataset, hp.test_dataset])
@@ -48,7 +49,11 @@ def find_prepared_data(job: Job, fetch_into: Callable[[Path], object] | None = N
 
 
 def prepared_digest(folder: Path, *, whole: bool = False) -> str:
-    """Return the digest of the prepared data in a folder, or an empty string: also for damaged files, if ``whole``."""
+    """Return the digest that prepared data in a folder names; an empty string without such data.
+
+    Args:
+        whole: whether to open the data as well, and return an empty string if a file is damaged.
+    """
     try:
         if whole:
             open_prepared(folder)

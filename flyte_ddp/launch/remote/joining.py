@@ -1,4 +1,4 @@
-"""How an agent, or a worker of Elastic's, joins a run: it connects to the launcher and receives the job."""
+"""Joins a run as an agent or a worker of Elastic's: connects to the launcher and receives the job."""
 
 import pickle
 import socket
@@ -12,29 +12,29 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from flyte_ddp.code_digest import package_digest
-from flyte_ddp.launch.remote.file_sync import take_piece
+from flyte_ddp.launch.remote.file_sync import write_piece
 from flyte_ddp.launch.remote.listener import AGENT, HELLO_SECONDS, LAUNCHER
 from flyte_ddp.launch.supervise.network import authenticated_pipe
 from flyte_ddp.launch.supervise.rank_process import RankInfo
 from flyte_ddp.runs.job import Job
 
-CONNECT_SECONDS = 10.0  # to an address that may be none of the launcher's
+CONNECT_SECONDS = 10.0  # for a TCP connection to one of the launcher's addresses
 
 
 @dataclass(frozen=True)
 class JoinTicket:
-    """What an agent must know to join."""
+    """What an agent must know to join a run."""
 
     info: RankInfo
-    hosts: tuple[str, ...]  # at which the launcher may be reached, the likeliest first
+    hosts: tuple[str, ...]  # addresses at which the launcher may be reached, the likeliest first
     port: int
-    key: bytes = field(repr=False)
-    run_folder: Path
-    mark: str  # name of a file in the run folder, by which an agent finds out whether it sees that folder
+    key: bytes = field(repr=False)  # the run's: both sides of a connection prove that they know it
+    run_folder: Path  # the launcher's
+    mark: str  # name of a file in the run folder: an agent that finds it sees that folder
 
 
 class RunOverError(Exception):
-    """The run has ended without this rank; with ``outcome`` None it has completed."""
+    """The run has ended before this rank got a job. ``outcome`` is the run's error, None if it has completed."""
 
     def __init__(self, outcome: BaseException | None) -> None:
         super().__init__(outcome)
@@ -42,8 +42,8 @@ class RunOverError(Exception):
 
 
 @contextmanager
-def local_run_folder(ticket: JoinTicket) -> Iterator[Path]:
-    """Yield the run folder if this host sees it, else a temporary folder, which is removed at the end."""
+def open_local_run_folder(ticket: JoinTicket) -> Iterator[Path]:
+    """Yield the run folder if this host sees it, else a new temporary folder, which is deleted at the end."""
     if (ticket.run_folder / ticket.mark).exists():
         yield ticket.run_folder
         return
@@ -51,16 +51,17 @@ def local_run_folder(ticket: JoinTicket) -> Iterator[Path]:
         yield Path(own)
 
 
-def connect(ticket: JoinTicket, folder: Path) -> Connection:
-    """Connect to the launcher for a rank of this host, trying its addresses in turn.
+def connect_to_launcher(ticket: JoinTicket, folder: Path) -> Connection:
+    """Connect to the launcher for a rank of this host, and return the pipe after both sides have proved the key.
 
-    Nothing is unpickled of a peer that does not know the key.
+    Tries the ticket's addresses in turn, each for up to CONNECT_SECONDS and HELLO_SECONDS. Unpickles nothing from a
+    peer that does not know the key.
 
     Args:
-        folder: of :func:`local_run_folder`.
+        folder: of :func:`open_local_run_folder`.
 
     Raises:
-        OSError, EOFError, AuthenticationError: the launcher is at none of its addresses; what the last one raised.
+        OSError, EOFError, AuthenticationError: no address leads to the launcher; the error of the last one.
     """
     failure: Exception = OSError("the launcher has no address")
     for host in ticket.hosts:
@@ -78,20 +79,21 @@ def connect(ticket: JoinTicket, folder: Path) -> Connection:
 
 
 def receive_job(pipe: Connection, folder: Path) -> tuple[Job, str]:
-    """Receive the files that the launcher sends first, into the folder, and then the job.
+    """Write the files that the launcher sends first into the folder, then receive the job; wait without a limit.
 
     Returns:
-        The job, and the address of this host by which other ranks reach it.
+        The job, and the address by which other ranks reach this host.
 
     Raises:
-        RunOverError: there is no job any more.
+        RunOverError: the run has ended.
         EOFError, OSError: the launcher is gone.
+        UserError: a file cannot be written.
     """
     while (message := pipe.recv())["kind"] != "job":
         if message["kind"] == "over":
             raise RunOverError(message["error"])
         if message["kind"] == "file":
-            take_piece(folder, message)
+            write_piece(folder, message)
             if message["last"]:
                 pipe.send({"kind": "stored"})  # from now on other agents of this host may read it
     return pickle.loads(message["job"]), message["network"]

@@ -1,38 +1,61 @@
 """An agent's half of the conversation between a rank and its launcher on another host."""
 
-from contextlib import closing
+import threading
+from collections.abc import Callable
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from multiprocessing import AuthenticationError, connection
 from multiprocessing.connection import Connection
 from typing import Any
 
-from flyte_ddp.launch.remote.file_sync import MIRROR_SECONDS, Mirror
-from flyte_ddp.launch.remote.host_data import find_prepared_data
-from flyte_ddp.launch.remote.joining import JoinTicket, RunOverError, connect, local_run_folder, receive_job
+from flyte_ddp.launch.remote.file_sync import SEND_SECONDS, FileSender
+from flyte_ddp.launch.remote.host_data import find_or_fetch_data
+from flyte_ddp.launch.remote.joining import (
+    JoinTicket,
+    RunOverError,
+    connect_to_launcher,
+    open_local_run_folder,
+    receive_job,
+)
 from flyte_ddp.launch.supervise.link import describe_error
 from flyte_ddp.launch.supervise.rank_handle import RankHandle
-from flyte_ddp.launch.supervise.stopping import StopRequest, stop_requests
+from flyte_ddp.launch.supervise.stopping import StopRequest, catch_stop_signals
+
+Send = Callable[[dict[str, Any]], None]
 
 
 def proxy_rank(handle: RankHandle, ticket: JoinTicket) -> bool:
-    """Connect to the launcher, and have a rank that was started do its job; does not end the rank.
+    """Connect to the launcher, hand the rank its job, and pass messages on until the run is over.
+
+    May fetch the prepared data first. Does not end the rank.
 
     Returns:
-        False if another try by the engine may help.
+        False if the launcher is gone without a word; the engine's retry may then find another launcher.
     """
     try:
-        with local_run_folder(ticket) as folder, closing(connect(ticket, folder)) as pipe, stop_requests() as stop:
+        with (
+            open_local_run_folder(ticket) as folder,
+            closing(connect_to_launcher(ticket, folder)) as pipe,
+            catch_stop_signals() as stop,
+        ):
             job, handle.network = receive_job(pipe, folder)
+            sending = threading.Lock()
+
+            def send(message: dict[str, Any]) -> None:
+                with sending:
+                    pipe.send(message)
+
             # If this host does not see the launcher's run folder, its ranks write into that of one agent.
-            mirror = Mirror(folder, pipe.send) if folder == job.run_folder != ticket.run_folder else None
+            files = FileSender(folder, send) if folder == job.run_folder != ticket.run_folder else None
             try:
-                handle.hand_over(replace(job, data=find_prepared_data(job)))
+                handle.send_job(replace(job, data=find_or_fetch_data(job)))
             except Exception as error:
-                pipe.send(describe_error(error))
-                pipe.send({"kind": "exit", "code": 1})
+                send(describe_error(error))
+                send({"kind": "exit", "code": 1})
             else:
-                if relay(handle, pipe, stop, mirror):
-                    return True
+                with files.send_results_during() if files else nullcontext():
+                    if relay_messages(handle, pipe, send, stop, files):
+                        return True
             while pipe.recv()["kind"] != "over":
                 pass
             return True
@@ -42,43 +65,48 @@ def proxy_rank(handle: RankHandle, ticket: JoinTicket) -> bool:
         return False
 
 
-def relay(handle: RankHandle, pipe: Connection, stop: StopRequest, mirror: Mirror | None) -> bool:
-    """Pass messages on until the rank has ended; return whether the launcher has said by then that the run is over.
+def relay_messages(
+    handle: RankHandle, pipe: Connection, send: Send, stop: StopRequest, files: FileSender | None
+) -> bool:
+    """Pass messages between rank and launcher until the rank has ended; return whether the run was over before that.
 
-    The rank's files are sent before each of its messages, so that what a message speaks of is there when it comes.
+    Sends the host's changed outputs before each message of the rank: the checkpoint arrives before the message that
+    names it. Sends the remaining results before the messages that the rank has completed and that it has ended.
     """
     over = False
 
-    def tell(message: dict[str, Any]) -> None:
-        if mirror is not None:
-            mirror.send_new()
-        pipe.send(message)
+    def send_from_rank(message: dict[str, Any]) -> None:
+        if files is not None:
+            files.send_outputs()
+            if message["kind"] in ("completed", "exit"):
+                files.send_results()
+        send(message)
 
     waited = [pipe, stop.reader]
     while True:
-        ready = connection.wait([*waited, *handle.waitables()], MIRROR_SECONDS if mirror else None)
+        ready = connection.wait([*waited, *handle.waitables()], SEND_SECONDS if files else None)
         if stop.reader in ready:
             waited.remove(stop.reader)
-            pipe.send({"kind": "stop"})
-        ended = handle.has_ended()  # before its messages are read, so that none of them is missed
-        for message in handle.messages():
-            tell(message)
+            send({"kind": "stop"})
+        ended = handle.poll_exit()  # before its messages are read, so that none of them is missed
+        for message in handle.read_messages():
+            send_from_rank(message)
         if ended:
-            tell({"kind": "exit", "code": handle.exitcode, "out_of_memory": handle.ran_out_of_memory()})
+            send_from_rank({"kind": "exit", "code": handle.exitcode, "out_of_memory": handle.ran_out_of_memory()})
             return over
-        if mirror is not None:
-            mirror.send_new()
+        if files is not None:
+            files.send_outputs()
         if pipe in ready:
             message = pipe.recv()
             over = over or message["kind"] == "over"
-            obey(message, handle, pipe)
+            obey_launcher(message, handle, send)
 
 
-def obey(message: dict[str, Any], handle: RankHandle, pipe: Connection) -> None:
-    """Do what the launcher asks of this process; pass on to the rank what is for the rank."""
+def obey_launcher(message: dict[str, Any], handle: RankHandle, send: Send) -> None:
+    """Kill the rank or send its stack, if the launcher's message asks for that; else pass it on to the rank."""
     if message["kind"] == "kill":
         handle.kill()
     elif message["kind"] == "stack":
-        pipe.send({"kind": "stack", "text": handle.stack()})
+        send({"kind": "stack", "text": handle.read_stack()})
     else:
         handle.send(**message)

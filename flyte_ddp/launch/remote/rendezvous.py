@@ -1,12 +1,13 @@
-"""Ranks on other hosts: an agent there starts each, as a process of its own, and is its proxy (agent.py, proxy.py).
+"""Runs ranks on other hosts, by agents that start them there (agent.py) and pass on their messages (proxy.py).
 
-An engine such as Ray or Dask starts the agents where it has capacity, and hands each its :class:`JoinTicket`. They
-connect to the launcher over TCP, and from then on their ranks are a worker group like any other.
+An engine such as Ray or Dask starts the agents where it has capacity, and gives each its :class:`JoinTicket`. They
+connect to the launcher over TCP. From then on it supervises their ranks as it does ranks on its own host.
 """
 
 from __future__ import annotations
 
 import hmac
+import itertools
 import secrets
 import socket
 import sys
@@ -20,93 +21,98 @@ from typing import Any
 from flyte_ddp import results
 from flyte_ddp.code_digest import package_digest
 from flyte_ddp.errors import RankError, UnreachableError, UserError
-from flyte_ddp.launch.remote.file_sync import APPENDED, pieces, take_piece
+from flyte_ddp.launch.remote.file_sync import METRICS, split_file, write_piece
 from flyte_ddp.launch.remote.joining import JoinTicket
 from flyte_ddp.launch.remote.listener import AuthenticatedListener, WorkerConnection
 from flyte_ddp.launch.supervise.rank_handle import RankHandle
 from flyte_ddp.launch.supervise.rank_process import RankInfo
-from flyte_ddp.launch.supervise.stopping import StopRequest, stop_requests
-from flyte_ddp.launch.supervise.supervisor import end, watch
+from flyte_ddp.launch.supervise.stopping import StopRequest, catch_stop_signals
+from flyte_ddp.launch.supervise.supervisor import end_ranks, supervise_ranks
 from flyte_ddp.runs.checkpoint import load_latest, newest_step
 from flyte_ddp.runs.job import Job
 
-GATHER_SECONDS = 300.0  # for all agents: images may have to be pulled, and nodes added
+GATHER_SECONDS = 300.0  # for all agents to connect: images may have to be pulled, and nodes added
 JOIN_SECONDS = 10.0  # for a killed rank to end
-STACK_SECONDS = 3.0  # more than the agent's own
+STACK_SECONDS = 3.0  # for a stack to come; more than the agent itself waits for it
 
 
 class RemoteHandle(RankHandle):
-    """A rank whose proxy is an agent.
+    """A rank on another host, or one of Elastic's; ``worker`` is the connection to its agent.
 
     Args:
-        worker: the agent's connection.
         host: the address at which other ranks reach the rank.
-        run_folder: the launcher's own.
-        files_in: the folder of the rank's host in which the run's files are, the run folder if the host sees that.
+        run_folder: the launcher's.
+        files_in: folder of the rank's host that holds the run's files; the run folder if the host sees it.
     """
 
     def __init__(self, worker: WorkerConnection, host: str, run_folder: Path, files_in: Path) -> None:
         super().__init__(worker.rank, worker.pipe, host)
         self.worker, self.network, self.run_folder, self.files_in = worker, host, run_folder, files_in
         self.clock_behind = worker.received_at - worker.clock
-        self.early: list[dict[str, Any]] = []
+        self.early: list[dict[str, Any]] = []  # messages that came while another was waited for
         self.out_of_memory = self.results_failed = False
 
     @property
     def lost(self) -> bool:
-        """Whether the agent is gone without having said how its rank ended."""
+        """Whether the connection has ended before the agent sent its rank's exit code."""
         return not self.listening and self.exitcode is None
 
     def ran_out_of_memory(self) -> bool:
-        """Return what the agent has found on its host when the rank's process had ended.
+        """Return whether the kernel has killed a process for lack of memory since the rank's start.
 
-        Of a rank that was lost on the launcher's host, as Elastic's are, return what the launcher finds.
+        That is what the agent has found in its cgroup. Elastic's ranks have no agent: for a lost rank on the launcher's
+        host it is what the launcher finds in its own cgroup.
         """
-        return self.out_of_memory or (self.lost and self.worker.is_here and super().ran_out_of_memory())
+        return self.out_of_memory or (self.lost and self.worker.is_on_launcher_host and super().ran_out_of_memory())
 
-    def messages(self) -> Iterator[dict[str, Any]]:
-        """Yield what the rank has sent since the last call. Takes in the agent's own messages, and writes files."""
+    def read_messages(self) -> Iterator[dict[str, Any]]:
+        """Yield what the rank has sent since the last call. Writes the pieces of files, and sets ``exitcode``.
+
+        So a slow disk holds up the launcher for READ_SECONDS and one piece of a file, for each host that sends files.
+        """
         early, self.early = self.early, []
-        for message in (*early, *super().messages()):
+        for message in itertools.chain(early, super().read_messages()):  # lazily: writing counts as time of reading
             if message["kind"] == "exit":
                 self.exitcode, self.out_of_memory = message["code"], message.get("out_of_memory", False)
             elif message["kind"] == "file":
-                self._take_file(message)
+                self._write_piece(message)
             else:
                 yield message
 
-    def _take_file(self, message: dict[str, Any]) -> None:
+    def _write_piece(self, message: dict[str, Any]) -> None:
+        """Write a piece of a file into the run folder; print the first failure for a result to stderr, raise others."""
         try:
-            take_piece(self.run_folder, message)
+            write_piece(self.run_folder, message)
         except (UserError, OSError) as error:
             if not message["name"].startswith(results.FOLDER):
                 raise
-            if not self.results_failed:  # as where ranks write them
+            if not self.results_failed:  # once only, as where ranks write results themselves
                 print(f"{error}; training continues without it", file=sys.stderr, flush=True)
             self.results_failed = True
 
-    def hand_over(self, job: Job) -> None:
-        """Send the job, and before it the files that the run needs on a host that does not see the run folder.
+    def send_job(self, job: Job) -> None:
+        """Send the rank its job. Before it, send the files that the run needs if the host does not see the run folder.
 
-        Of the agents of one host only the one in whose folder the files are is sent them. Waits until it has them, so
-        that ranks of the same host that are handed the job later find them.
+        The files are sent to one agent of each host. Waits until it has stored each, without a limit: ranks of the same
+        host, which get the job later, read the same files.
         """
         if self.files_in == self.worker.folder:
-            checkpoint, log = job.checkpoint, job.run_folder / APPENDED
+            checkpoint, log = job.checkpoint, job.run_folder / METRICS
             files = [job.initial_weights, checkpoint.path if checkpoint else None, log if self.rank == 0 else None]
             with suppress(OSError, EOFError):  # an agent that is lost is noticed by whoever listens to it
                 for path in filter(None, files):
                     self._send_file(path)
-        super().hand_over(job)
+        super().send_job(job)
 
     def _send_file(self, path: Path) -> None:
-        for piece in pieces(path, path.name):
+        """Send the agent a file and wait, without a limit, until the agent has stored it; keep other messages."""
+        for piece in split_file(path, path.name):
             self.pipe.send(piece)
         while (message := self.pipe.recv())["kind"] != "stored":
             self.early.append(message)
 
-    def localize(self, job: Job) -> Job:
-        """Return the job with the paths that its files have on the rank's host."""
+    def adapt_paths(self, job: Job) -> Job:
+        """Return the job with the paths of run folder, checkpoint and initial weights on the rank's host."""
         if self.worker.folder is None:
             return job
         found, weights, folder = job.checkpoint, job.initial_weights, self.files_in
@@ -117,30 +123,34 @@ class RemoteHandle(RankHandle):
             initial_weights=folder / weights.name if weights else None,
         )
 
-    def stack(self) -> str:
-        """See :class:`RankHandle`."""
+    def read_stack(self) -> str:
+        """Ask the agent for the rank's Python stack and return it; empty if it has not come within STACK_SECONDS."""
         self.send("stack")
-        for message in self._messages_within(STACK_SECONDS):
+        for message in self._read_messages_within(STACK_SECONDS):
             if message["kind"] == "stack":
                 return str(message["text"])
             self.early.append(message)
         return ""
 
     def kill(self) -> None:
-        """See :class:`RankHandle`; an agent also kills its rank when its connection to here ends."""
+        """Ask the agent to kill the rank; do not wait. An agent also does that when its connection ends."""
         self.send("kill")
 
     def close(self) -> None:
-        """Take the rank's last files until its agent reports its exit, for up to JOIN_SECONDS; close the connection."""
+        """Wait up to JOIN_SECONDS for the agent to report the rank's exit, then close the connection.
+
+        Writes files that come meanwhile, and discards other messages. Does not kill the rank.
+        """
         if self.exitcode is None:
-            for message in self._messages_within(JOIN_SECONDS):
+            for message in self._read_messages_within(JOIN_SECONDS):
                 if message["kind"] == "file":
-                    self._take_file(message)
+                    self._write_piece(message)
                 elif message["kind"] == "exit":
                     break
         self.pipe.close()
 
-    def _messages_within(self, seconds: float) -> Iterator[dict[str, Any]]:
+    def _read_messages_within(self, seconds: float) -> Iterator[dict[str, Any]]:
+        """Yield the rank's messages as they come, until ``seconds`` have passed or the connection has ended."""
         deadline = time.monotonic() + seconds
         with suppress(EOFError, OSError):
             while self.pipe.poll(max(0.0, deadline - time.monotonic())):
@@ -151,15 +161,18 @@ class RemoteHandle(RankHandle):
 def open_rendezvous(
     job: Job, *hosts: str, listen: str | None = None, secret: bytes | None = None, only_once: bool = False
 ) -> Iterator[Rendezvous]:
-    """Listen for agents at a free port, and leave a file in the run folder that shows them whether they see it.
+    """Listen for agents at a free port, and yield the rendezvous. Afterwards connections are refused.
+
+    Writes a marker file into the run folder, by which agents find out whether they see the folder; deletes it at the
+    end.
 
     Args:
-        hosts: the addresses at which agents can reach this process.
-        listen: the address to listen at: empty for all, None for the first of ``hosts``.
-        secret: what the run's key is made from; None: a random one.
-        only_once: the engine does not send agents once more after a failure.
+        hosts: addresses at which agents can reach this process.
+        listen: address to listen at; empty: all addresses; None: the first of ``hosts``.
+        secret: from which the run's key is derived; None: random bytes.
+        only_once: whether the run ends with its first failure, because the engine starts no agent again.
     """
-    mark = f".shared-{secrets.token_hex(16)}.tmp"  # which the next run removes if this one cannot
+    mark = f".shared-{secrets.token_hex(16)}.tmp"  # the next run deletes *.tmp, if this process is killed
     key = derive_key(secret or secrets.token_bytes(32), mark)
     (job.run_folder / mark).touch()
     try:
@@ -170,13 +183,13 @@ def open_rendezvous(
 
 
 def derive_key(secret: bytes, mark: str) -> bytes:
-    """Return the key of one rendezvous, which its random mark tells from others with the same secret."""
+    """Return a key from a secret and a rendezvous's random mark; so each rendezvous has another key."""
     return hmac.digest(secret, mark.encode(), "sha256")
 
 
 @dataclass
 class Rendezvous:
-    """Gathers agents and supervises their ranks; see :func:`open_rendezvous`."""
+    """Gathers agents and supervises their ranks; made by :func:`open_rendezvous`."""
 
     job: Job
     server: socket.socket
@@ -185,41 +198,46 @@ class Rendezvous:
     key: bytes
     only_once: bool
 
-    def ticket(self, info: RankInfo) -> JoinTicket:
-        """Return the ticket for the agent of this rank."""
+    def make_ticket(self, info: RankInfo) -> JoinTicket:
+        """Return the ticket by which the agent of a rank joins."""
         return JoinTicket(info, self.hosts, self.server.getsockname()[1], self.key, self.job.run_folder, self.mark)
 
-    def close(self) -> None:
-        """Close the listening socket; agents that connect later are refused."""
-        self.server.close()
-
-    def run(self, num_ranks: int, check: Callable[[], None]) -> None:
-        """Wait for all agents, hand them the job, and return when all ranks have completed.
+    def run_ranks(self, num_ranks: int, check: Callable[[], None]) -> None:
+        """Wait for all agents, send them the job, and return when all ranks have completed.
 
         After a recoverable failure, wait for the engine to start agents again under its own retry policy, and resume
-        the run from its newest checkpoint.
+        the run from its newest checkpoint. At the end the agents are told the outcome, and all ranks are killed.
 
         Args:
-            check: raises if the engine knows that an agent will not come; called again and again while agents come.
+            check: raises if the engine knows that an agent will not come; is called repeatedly while agents connect.
+
+        Raises:
+            UserError, RankError: the error of the rank that failed first, if no retry follows.
+            UnreachableError: agents have not connected in time, or what ``check`` raises.
+            StoppedError, KeyboardInterrupt: this process or a rank got SIGTERM; this process got Ctrl-C.
         """
         failure: RankError | None = None
-        with stop_requests() as stop:
-            while (failure := self.attempt(num_ranks, stop, check, failure)) is not None:
+        with catch_stop_signals() as stop:
+            while (failure := self.run_once(num_ranks, stop, check, failure)) is not None:
                 pass
 
-    def attempt(
+    def run_once(
         self, num_ranks: int, stop: StopRequest, check: Callable[[], None], before: RankError | None
     ) -> RankError | None:
-        """Run the job once; return the failure if another attempt may help, for which it is ``before``."""
+        """Run the job once; return None if it has completed, or a recoverable failure after which to run it again.
+
+        Args:
+            before: the failure of the run before; if not all agents come again, it is raised in place of that.
+        """
         group: list[RankHandle] = []
         try:
-            self.gather(group, num_ranks, stop, check)
+            self.gather_agents(group, num_ranks, stop, check)
             if before is not None:
-                self.job = from_newest_checkpoint(self.job, str(before).splitlines()[0])
+                self.job = resume_from_newest_checkpoint(self.job, str(before).splitlines()[0])
             job = adapt_to_hosts(self.job, {handle.host for handle in group})
             for handle in group:
-                handle.hand_over(job)
-            watch(group, stop, job)
+                handle.send_job(job)
+            supervise_ranks(group, stop, job)
         except BaseException as error:
             if isinstance(error, RankError) and error.recoverable and not self.only_once:
                 return error
@@ -231,24 +249,28 @@ class Rendezvous:
             broadcast_outcome(group, None)
             return None
         finally:
-            end(group)
+            end_ranks(group)
 
-    def gather(self, group: list[RankHandle], num_ranks: int, stop: StopRequest, check: Callable[[], None]) -> None:
-        """Fill the group with the ranks whose agents have connected, in the order of ranks.
+    def gather_agents(
+        self, group: list[RankHandle], num_ranks: int, stop: StopRequest, check: Callable[[], None]
+    ) -> None:
+        """Wait until all agents have connected; the group holds the handles of those that have, in the order of ranks.
 
         If two agents claim the same rank, the later one wins: the engine starts a replacement when it has lost the
-        first.
+        first, whose connection is closed.
 
         Raises:
-            UnreachableError: an agent has not connected within GATHER_SECONDS.
+            UnreachableError: an agent has not connected within GATHER_SECONDS; also what ``check`` raises.
             UserError: an agent runs another version of this library.
+            StoppedError, KeyboardInterrupt: ``stop`` was requested.
         """
         deadline = time.monotonic() + GATHER_SECONDS
         found: dict[int, WorkerConnection] = {}
         with AuthenticatedListener(self.server, self.key) as listener:
             while len(found) < num_ranks:
                 if stop.signal is not None:
-                    raise stop.error(newest_step(self.job.run_folder))  # an attempt before may have saved one
+                    # A run before a retry may have saved a checkpoint.
+                    raise stop.make_error(newest_step(self.job.run_folder))
                 check()
                 if time.monotonic() > deadline:
                     missing = sorted(set(range(num_ranks)) - found.keys())
@@ -267,25 +289,31 @@ class Rendezvous:
                     if worker.rank in found:
                         found[worker.rank].pipe.close()
                     found[worker.rank] = worker
-                    group[:] = self.handles(found)
+                    group[:] = self.make_handles(found)
 
-    def handles(self, found: Mapping[int, WorkerConnection]) -> list[RankHandle]:
-        """Return handles of the connected ranks, in order; the lowest rank of each host is the one to get the files."""
+    def make_handles(self, found: Mapping[int, WorkerConnection]) -> list[RankHandle]:
+        """Return handles of the connected ranks, in order. The lowest rank of each host gets the run's files."""
         workers = [found[rank] for rank in sorted(found)]
-        # Agents on the launcher's host may have come over the loopback; others have reached an address that all can.
-        from_elsewhere = [worker.reached_at for worker in workers if not worker.is_here]
+        # Agents on the launcher's host may have connected over the loopback; an address that others reached suits all.
+        from_elsewhere = [worker.reached_at for worker in workers if not worker.is_on_launcher_host]
         here = (from_elsewhere or [worker.host for worker in workers])[0]
         folders: dict[str, Path] = {}
         handles: list[RankHandle] = []
         for worker in workers:
-            host = here if worker.is_here else worker.host
+            host = here if worker.is_on_launcher_host else worker.host
             files_in = folders.setdefault(host, worker.folder) if worker.folder else self.job.run_folder
             handles.append(RemoteHandle(worker, host, self.job.run_folder, files_in))
         return handles
 
 
-def from_newest_checkpoint(job: Job, why: str) -> Job:
-    """Return the job as it resumes from its newest checkpoint; print that with the reason, unless progress is off."""
+def resume_from_newest_checkpoint(job: Job, why: str) -> Job:
+    """Return the job with its newest checkpoint; print the reason and the step to stderr unless progress is off.
+
+    Reads and verifies checkpoints in the run folder.
+
+    Args:
+        why: the reason, which begins the printed line.
+    """
     found = load_latest(job.run_folder, job.identity)
     if job.settings.progress != "off":
         what = f"going on after step {found.step:,}" if found else "restarting from scratch"
@@ -294,7 +322,9 @@ def from_newest_checkpoint(job: Job, why: str) -> Job:
 
 
 def adapt_to_hosts(job: Job, hosts: set[str]) -> Job:
-    """Return the job as it is on these hosts: only ranks of a single host can average gradients in shared memory.
+    """Return the job with ``num_nodes`` for these hosts, and with strategy ddp if they are several.
+
+    Only ranks of a single host can average gradients in shared memory.
 
     Raises:
         UserError: strategy='shared_memory' was asked for, and there are several hosts.
@@ -311,6 +341,6 @@ def adapt_to_hosts(job: Job, hosts: set[str]) -> Job:
 
 
 def broadcast_outcome(group: Sequence[RankHandle], error: BaseException | None) -> None:
-    """Tell all agents what became of the run, and that no other attempt will follow."""
+    """Send all agents the run's error, None if it has completed. It tells them that no retry follows."""
     for handle in group:
         handle.send("over", error=error)

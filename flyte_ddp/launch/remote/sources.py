@@ -1,4 +1,4 @@
-"""A run's sources, for hosts that have none, or others: this library's and the user's own."""
+"""Packs a run's sources, the library's and the user's own, for hosts that do not have the same."""
 
 from __future__ import annotations
 
@@ -20,26 +20,28 @@ if TYPE_CHECKING:
 LIBRARY = Path(__file__).parents[2]
 
 
-def packed(hp: Hyperparameters) -> bytes:
-    """Return the sources, for :func:`unpacked`: this library's, and the user's that the cache key covers.
+def pack_sources(hp: Hyperparameters) -> bytes:
+    """Return a compressed pickle of the library's sources, and of the user's sources that the cache key covers.
 
-    Args:
-        hp: whose model and data sets may name modules of the user's.
+    Reads all these files. The user's are found by the model and the data sets that the hyperparameters name.
     """
     files = {path.relative_to(LIBRARY.parent).as_posix(): path for path in python_files(LIBRARY)}
     for spec in (hp.model, hp.dataset, hp.test_dataset):
-        with suppress(UserError):  # no code of the user's; or it is missing, which is told where it is looked for
+        with suppress(UserError):  # names no user's code, or a missing module, which the rank will report
             files |= {name: path for name, path, _ in user_sources(spec)}
     contents = [(str(path.parents[name.count("/")]), name, path.read_bytes()) for name, path in files.items()]
     return zlib.compress(pickle.dumps(contents), level=1)
 
 
 @contextmanager
-def unpacked(sources: bytes, below: str) -> Iterator[tuple[str | None, list[str]]]:
-    """Yield a folder with the sources, and the places that Python finds them from.
+def unpack_sources(sources: bytes, below: str) -> Iterator[tuple[str | None, list[str]]]:
+    """Write the sources into a new folder, yield it and the folders for ``sys.path``, and delete the folder at the end.
 
-    The folder is made in ``below`` and removed at the end of the block. It is None on a host that has the very same
-    files in the same places, which are then used.
+    Yields None and the original folders on a host that has the same files at the same paths; writes nothing there.
+
+    Args:
+        sources: of :func:`pack_sources`; they are unpickled, so they must come from a trusted sender.
+        below: folder in which the new folder is made.
     """
     files: list[tuple[str, str, bytes]] = pickle.loads(zlib.decompress(sources))
     if all(has_content(Path(place, name), content) for place, name, content in files):
@@ -54,7 +56,7 @@ def unpacked(sources: bytes, below: str) -> Iterator[tuple[str | None, list[str]
 
 
 def has_content(path: Path, content: bytes) -> bool:
-    """Return whether a file can be read and has this content."""
+    """Return whether a file can be read and has this content; reads all of it."""
     try:
         return path.read_bytes() == content
     except OSError:

@@ -1,8 +1,8 @@
-"""Ranks of one machine as forks of a process, the rank server, that has imported torch for all of them.
+"""Starts the ranks of one machine as forks of a process, the rank server, which imports torch once for all of them.
 
-That takes more than a second of a CPU and some hundred MiB, which ranks that import torch themselves take once each.
-Ranks on GPUs do: the server does not import torch for them, as a fork of torch was never tried on a GPU.
-Why it is not Python's own ``forkserver``: docs/design/fork-server.md.
+An import takes more than a second of a CPU and some hundred MiB. For ranks on GPUs the server does not import torch,
+because a fork of torch was never tried on a GPU; each of these ranks does. Why this is not Python's own
+``forkserver``: docs/design/fork-server.md.
 """
 
 import faulthandler
@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import connection
@@ -20,34 +20,38 @@ from multiprocessing.process import BaseProcess
 from typing import NoReturn
 
 from flyte_ddp.launch.supervise.link import describe_error
-from flyte_ddp.launch.supervise.processes import JOIN_SECONDS, ProcessHandle, starting
+from flyte_ddp.launch.supervise.processes import JOIN_SECONDS, ProcessHandle, spawn_context
 from flyte_ddp.launch.supervise.rank_handle import RankHandle
-from flyte_ddp.launch.supervise.rank_process import RankInfo, flush, quiet_torch, start_rank
+from flyte_ddp.launch.supervise.rank_process import RankInfo, flush_output, silence_torch_warnings, start_rank
 from flyte_ddp.process import become_subreaper, die_with_parent, kill_descendants, set_name
 
-POSSIBLE = sys.platform == "linux"  # elsewhere libraries rely on what a fork does not have
-TRIED_ON = ("cpu",)  # types of devices that forks of a process with torch have trained on
+POSSIBLE = sys.platform == "linux"  # macOS's libraries rely on threads, which a fork does not have
+TRIED_ON = ("cpu",)  # types of devices for which the server imports torch
 SERVER = "rank server"  # the name of its process
-END = signal.SIGUSR2  # has the server kill its ranks and what they have started, and end
+END = signal.SIGUSR2  # makes the server kill its ranks with all that they have started, and exit
 
 
 @dataclass
 class RankPipes:
-    """A rank's ends of its pipes; through ``exit_pipe`` the server sends its process id, and later its exit code."""
+    """The server's ends of a rank's pipes, which the rank inherits."""
 
     info: RankInfo
-    pipe: Connection
-    stacks: Connection
-    exit_pipe: Connection
+    pipe: Connection  # to the launcher
+    stacks: Connection  # takes the rank's stack on SIGUSR1
+    exit_pipe: Connection  # here the server sends the rank's process id, and later its exit code
 
     def close(self) -> None:
-        """Close all of them."""
+        """Close the three pipes in this process."""
         for end in (self.pipe, self.stacks, self.exit_pipe):
             end.close()
 
 
 class ForkedHandle(ProcessHandle):
-    """A rank that is a child of the server, which is a child of this process."""
+    """A rank that is a child of the server, which is a child of this process.
+
+    Args:
+        exit_pipe: gives the rank's process id, and later its exit code.
+    """
 
     def __init__(
         self, rank: int, server: BaseProcess, pipe: Connection, stacks: Connection, exit_pipe: Connection
@@ -56,13 +60,16 @@ class ForkedHandle(ProcessHandle):
         self.exit_pipe = self.sentinel = exit_pipe
         self.pid = None
 
-    def has_begun(self) -> bool:
-        """See :class:`RankHandle`."""
-        return self.has_ended() or self.pid is not None
+    def has_started(self) -> bool:
+        """Return whether the server has forked the rank, or has ended."""
+        return self.poll_exit() or self.pid is not None
 
-    def has_ended(self) -> bool:
-        """See :class:`RankHandle`. Linux ends ranks with their server: the end of one is then the server's."""
-        server = self.process.exitcode  # before the pipe is read: what the server has sent of its ranks is then there
+    def poll_exit(self) -> bool:
+        """Set ``pid`` and ``exitcode`` by what the server has sent; return whether the rank has ended.
+
+        If the server has ended, its exit code is the rank's: Linux kills ranks with their server.
+        """
+        server = self.process.exitcode  # before the pipe is read: the server's last messages are then in the pipe
         with suppress(EOFError, OSError):
             while self.exitcode is None and self.exit_pipe.poll():
                 number = self.exit_pipe.recv()
@@ -75,44 +82,41 @@ class ForkedHandle(ProcessHandle):
         return self.exitcode is not None
 
     def kill(self) -> None:
-        """See :class:`RankHandle`."""
+        """Make the server kill all ranks and exit; do not wait for that."""
         if self.process.is_alive() and self.process.pid:
             os.kill(self.process.pid, END)
 
     def close(self) -> None:
-        """See :class:`RankHandle`. Ranks have inherited the server's sentinel: it is ready when all have ended."""
-        if connection.wait([self.process.sentinel], JOIN_SECONDS):
-            self.process.join()
-        else:
+        """Wait up to JOIN_SECONDS for the end of all ranks and of the server, then kill the server; close the pipes."""
+        # Ranks have inherited the writing end of the server's sentinel, so that it is ready when all have ended.
+        if not connection.wait([self.process.sentinel], JOIN_SECONDS):
             self.process.kill()
-        for end in (self.pipe, self.stacks, self.exit_pipe):
-            end.close()
+        super().close()
+        self.exit_pipe.close()
 
 
-def start(group: list[RankHandle], infos: Iterable[RankInfo], *, with_torch: bool) -> None:
-    """Start a server and by it the ranks, and add these to the group; they wait for their job.
+def start_ranks(group: list[RankHandle], infos: Sequence[RankInfo], *, with_torch: bool) -> None:
+    """Start a server, which forks the ranks, and append their handles to the group. The ranks wait for their jobs.
 
     Args:
-        with_torch: the server imports torch before it forks, else each rank does.
+        with_torch: whether the server imports torch before it forks; else each rank does.
     """
-    ours: list[tuple[int, Connection, Connection, Connection]] = []
-    ranks: list[RankPipes] = []
-    with starting() as context:
-        server = context.Process(target=serve, args=(ranks, with_torch), name=SERVER)
-        for info in infos:
-            pipe, its_pipe = context.Pipe()
-            stacks, its_stacks = context.Pipe(duplex=False)
-            exit_pipe, its_exit_pipe = context.Pipe(duplex=False)
-            ranks.append(RankPipes(info, its_pipe, its_stacks, its_exit_pipe))
-            ours.append((info.rank, pipe, stacks, exit_pipe))
+    with spawn_context() as context:
+        pipes = [(context.Pipe(), context.Pipe(duplex=False), context.Pipe(duplex=False)) for _ in infos]
+        ranks = [RankPipes(info, *(theirs for _, theirs in ends)) for info, ends in zip(infos, pipes, strict=True)]
+        server = context.Process(target=run_rank_server, args=(ranks, with_torch), name=SERVER)
         server.start()
-        group.extend(ForkedHandle(rank, server, *pipes) for rank, *pipes in ours)
-        for each in ranks:
+        for each, ends in zip(ranks, pipes, strict=True):
+            group.append(ForkedHandle(each.info.rank, server, *(ours for ours, _ in ends)))
             each.close()
 
 
-def serve(ranks: list[RankPipes], with_torch: bool) -> NoReturn:
-    """Fork the ranks and report their ends; the server's only function, called with ``SIGNALS`` blocked."""
+def run_rank_server(ranks: list[RankPipes], with_torch: bool) -> NoReturn:
+    """Fork the ranks, send their process ids and exit codes, and exit after the last; the server's first function.
+
+    Is called with SIGNALS blocked. Linux ends the server when the launcher ends, and the ranks with the server. Orphans
+    of the ranks become children of the server, which kills them before it exits.
+    """
     die_with_parent()
     become_subreaper()
     set_name(SERVER)
@@ -124,64 +128,73 @@ def serve(ranks: list[RankPipes], with_torch: bool) -> NoReturn:
         try:
             pid = fork_rank(each, ranks)
         except OSError as error:
-            give_up(error, [each])
+            report_and_exit(error, [each])
         running[pid] = each
         each.exit_pipe.send(pid)
         each.pipe.close()
         each.stacks.close()
-    signal.signal(END, end)
+    signal.signal(END, kill_ranks_and_exit)
     die_with_parent(END)
     launcher = multiprocessing.parent_process()
-    while running and launcher is not None and os.getppid() == launcher.pid:  # else the launcher has ended before
+    # If the parent is another, the launcher ended before die_with_parent was called.
+    while running and launcher is not None and os.getppid() == launcher.pid:
         pid, status = os.wait()
-        if pid in running:  # and not what a rank has left behind
+        if pid in running:  # else it was an orphan of a rank
             running.pop(pid).exit_pipe.send(os.waitstatus_to_exitcode(status))
-    end()
+    kill_ranks_and_exit()
 
 
 def import_torch(ranks: list[RankPipes]) -> None:
-    """Import what all ranks need, and prepare to be forked. Meanwhile the server answers SIGUSR1 in rank 0's place."""
-    quiet_torch()
+    """Import torch and run_rank, and move all objects out of the garbage collector's sight.
+
+    During the import SIGUSR1 writes the server's stack to rank 0's pipe. A failed import is reported as all ranks', and
+    ends the server.
+    """
+    silence_torch_warnings()
     faulthandler.register(signal.SIGUSR1, file=ranks[0].stacks.fileno(), all_threads=False)
     try:
         import flyte_ddp.launch.supervise.rank  # noqa: F401
     except BaseException as error:
-        give_up(error, ranks)
+        report_and_exit(error, ranks)
     faulthandler.unregister(signal.SIGUSR1)
-    flush()  # what was printed until now would be printed by each fork
+    flush_output()  # what is in the buffers now would be printed by each fork
     gc.collect()
-    gc.freeze()  # the collector writes to what it looks at, and memory that is written to is no longer shared
+    gc.freeze()  # the collector writes to the objects that it visits, and forks no longer share written memory
 
 
-def give_up(error: BaseException, ranks: list[RankPipes]) -> NoReturn:
-    """Report an error as that of these ranks, and end the server with all ranks."""
+def report_and_exit(error: BaseException, ranks: list[RankPipes]) -> NoReturn:
+    """Report an error as that of each of these ranks, kill all ranks, and end the server."""
     for each in ranks:
         with suppress(OSError):
             each.pipe.send(describe_error(error))
-    end()
+    kill_ranks_and_exit()
 
 
-def end(*_: object) -> NoReturn:
-    """Kill all processes below the server, and end it."""
+def kill_ranks_and_exit(*_: object) -> NoReturn:
+    """Kill all descendants of the server, and end it with exit code 1; also the handler of END."""
     signal.signal(END, signal.SIG_IGN)
     kill_descendants()
-    os._exit(1)  # as a rank does: it takes a second to take torch apart
+    os._exit(1)  # without clean-up: freeing torch takes a second
 
 
 def fork_rank(own: RankPipes, ranks: list[RankPipes]) -> int:
-    """Start a rank as a fork of this process, and return its process id."""
+    """Fork this process, run the rank in the fork, which never returns, and return its process id here.
+
+    Raises:
+        OSError: there is no room for another process.
+    """
     server = os.getpid()
     pid = os.fork()
     if pid == 0:
         die_with_parent()
-        if os.getppid() != server:  # which has ended before
+        if os.getppid() != server:  # the server ended before die_with_parent was called
             os._exit(1)
         for other in ranks:
             if other is not own:
                 other.close()
         own.exit_pipe.close()
         multiprocessing.current_process().name = f"rank {own.info.rank}"
-        if "numpy.random" in sys.modules:  # which a fork does not seed, as it does Python's own generator
+        if "numpy.random" in sys.modules:  # a fork seeds Python's own generator, but not NumPy's
             sys.modules["numpy.random"].seed()
         start_rank(own.info, own.pipe, own.stacks)
     return pid

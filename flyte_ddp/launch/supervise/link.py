@@ -1,4 +1,4 @@
-"""The pipe between a rank and its launcher: what became of the rank goes one way, an address and requests the other."""
+"""A rank's end of the pipe to its launcher: reports go to the launcher, the job and requests come from it."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from flyte_ddp.errors import CollectiveError, CollectiveTimeoutError, UnreachableError, UserError
-from flyte_ddp.launch.supervise.network import use_network
+from flyte_ddp.launch.supervise.network import set_network_interface
 
 if TYPE_CHECKING:
     from flyte_ddp.runs.job import Job
 
-MOST_CHARACTERS = 20_000  # of what an error says, and of its traceback
+MAX_CHARACTERS = 20_000  # of an error's message, and of its traceback
 
 
 class Link:
-    """A rank's end of the pipe. A thread listens to the launcher, so that it is heard whatever the rank is doing.
+    """A rank's connection to its launcher. Starts a thread that handles messages whatever the rank is doing.
 
     Args:
-        pipe: to the launcher.
-        saved: step of the checkpoint that the run goes on from, where that is known already; 0 without one.
+        pipe: connection to the launcher.
+        saved: step of the checkpoint that the run resumes from; 0 without one, or if the job is still to come.
     """
 
     def __init__(self, pipe: Connection, saved: int = 0) -> None:
@@ -40,53 +40,61 @@ class Link:
         threading.Thread(target=self._listen, name="launcher", daemon=True).start()
 
     def send(self, kind: str, **values: Any) -> None:
-        """Send the launcher a message; waits until the pipe has taken it.
+        """Send the launcher a message, from any thread; wait until the pipe has taken it.
 
-        A launcher that is gone gets nothing, and no exception says so: the thread that listens notices it as well, and
-        sees to the end of this process. Here it would take the place of what the rank has to report.
+        Does nothing if the launcher is gone. An exception would replace the error that the rank is reporting, and the
+        listening thread ends this process anyway.
         """
         with self._sending, suppress(OSError):
             self._pipe.send({"kind": kind, **values})
 
-    def report(self, error: BaseException) -> None:
-        """Tell the launcher how this rank failed."""
+    def report_error(self, error: BaseException) -> None:
+        """Send the launcher the error that this rank failed with."""
         self.send(**describe_error(error))
 
-    def job(self) -> Job:
-        """Wait for the job and return it; has the ranks talk over the network interface that the launcher names."""
+    def receive_job(self) -> Job:
+        """Wait for the job, without a limit, and return it.
+
+        Sets gloo's and NCCL's variables of the environment to the network interface that the launcher names.
+        """
         pickled, network = self._jobs.get()
         if network:
-            use_network(network)
+            set_network_interface(network)
         job: Job = pickle.loads(pickled)  # in the main thread: two threads that import at once may deadlock
         return job
 
-    def address(self, timeout: float) -> tuple[str, int]:
-        """Wait for rank 0's host and port, which come from rank 0 by way of the launcher.
+    def receive_address(self, timeout: float) -> tuple[str, int]:
+        """Wait for host and port of rank 0's store, which the launcher passes on, and return them.
 
         Raises:
-            CollectiveTimeoutError: they have not come within ``timeout`` seconds.
+            CollectiveTimeoutError: nothing has come within ``timeout`` seconds.
         """
         try:
             return self._addresses.get(timeout=timeout)
         except queue.Empty:
             raise CollectiveTimeoutError(f"rank 0 did not say within {timeout:g} s where the ranks meet") from None
 
-    def offer_saving(self, save: Callable[[], int]) -> None:
-        """Take the function that writes a checkpoint at once and returns its step, for when the launcher asks."""
+    def set_save_function(self, save: Callable[[], int]) -> None:
+        """Set the function that is called when the launcher asks for a checkpoint.
+
+        Args:
+            save: writes a checkpoint and returns its step; is called in the listening thread.
+        """
         self._save = save
 
     def _listen(self) -> None:
+        """Handle the launcher's messages until the connection ends; an exception is reported and ends this process."""
         try:
             while True:
-                self.hear(self._pipe.recv())
+                self.handle_message(self._pipe.recv())
         except (EOFError, OSError):
-            self.launcher_is_gone()
+            self.handle_lost_launcher()
         except Exception as error:  # nobody else would notice that this rank hears nothing any more
-            self.report(error)
+            self.report_error(error)
             os._exit(1)
 
-    def hear(self, message: dict[str, Any]) -> None:
-        """Do what a message of the launcher's asks for."""
+    def handle_message(self, message: dict[str, Any]) -> None:
+        """Do what a message of the launcher's asks for: take the job or an address, or write a checkpoint."""
         if message["kind"] == "job":
             saved: int = message["saved"]
             self._save = lambda: saved
@@ -96,13 +104,13 @@ class Link:
         elif message["kind"] == "save":
             self.send("saved", step=self._save())
 
-    def launcher_is_gone(self) -> None:
-        """End this process, off Linux, where the kernel does not kill it with its launcher."""
+    def handle_lost_launcher(self) -> None:
+        """End this process with exit code 1. On Linux the kernel has killed it already, with its launcher."""
         os._exit(1)
 
 
 def describe_error(error: BaseException) -> dict[str, Any]:
-    """Return the message that reports a failure: type, text and traceback, each of bounded length."""
+    """Return the message that reports a failure: time, cause, type, text and traceback; these two are shortened."""
     raised = error.__cause__ if type(error) is CollectiveError and error.__cause__ else error  # torch's own error
     return {
         "kind": "error",
@@ -115,28 +123,28 @@ def describe_error(error: BaseException) -> dict[str, Any]:
 
 
 def exception_message(error: BaseException) -> str:
-    """Return the text of an exception, shortened if it is long, and as tracebacks have it if its ``__str__`` fails."""
+    """Return the text of an exception, shortened to MAX_CHARACTERS; a placeholder if its ``__str__`` raises."""
     return shorten(str(traceback.TracebackException.from_exception(error)))
 
 
 def shorten(text: str) -> str:
-    """Return a text, or the head and the tail of one of more than MOST_CHARACTERS."""
-    if len(text) <= MOST_CHARACTERS:
+    """Return a text unchanged, or the head and the tail of a text of more than MAX_CHARACTERS."""
+    if len(text) <= MAX_CHARACTERS:
         return text
-    half = MOST_CHARACTERS // 2
+    half = MAX_CHARACTERS // 2
     return f"{text[:half]}\n... ({len(text) - 2 * half:,} characters left out) ...\n{text[-half:]}"
 
 
 def classify_error(error: BaseException) -> str:
-    """Tell why a rank failed, by the type of what it raised, and of what that was raised ``from``; imports no torch.
+    """Return why a rank failed, by the types of its exception and of that exception's causes; imports no torch.
 
     Returns:
-        ``mistake`` of the user's, ``unreachable`` data, ``timeout`` or ``peer`` for a collective operation that failed,
-        the first only where the rank has waited for FLYTE_DDP_TIMEOUT, and ``own`` for anything else.
+        ``mistake``: a UserError. ``unreachable``: an UnreachableError. ``timeout``: a collective operation has waited
+        for FLYTE_DDP_TIMEOUT. ``peer``: a collective operation failed earlier. ``own``: anything else.
     """
     if isinstance(error, UserError):
         return "unreachable" if isinstance(error, UnreachableError) else "mistake"
-    # A DistError comes from NCCL or a store.
+    # NCCL and torch's stores raise DistError. Without torch there is none, and CollectiveError stands in.
     of_torch = getattr(sys.modules.get("torch.distributed"), "DistError", CollectiveError)
     origin: BaseException | None = error
     seen: set[int] = set()  # `raise error from error` is its own cause

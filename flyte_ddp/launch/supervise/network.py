@@ -18,8 +18,8 @@ SIOCGIFADDR = 0x8915  # linux/sockios.h
 NETWORK_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
-def keep_alive(connected: socket.socket) -> None:
-    """Have the kernel end the connection when the other host has been silent for 30 s."""
+def enable_keepalive(connected: socket.socket) -> None:
+    """Set socket options by which the kernel ends the connection when the other host has been silent for 30 s."""
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEPALIVE.items():
         if hasattr(socket, name):
@@ -28,8 +28,8 @@ def keep_alive(connected: socket.socket) -> None:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNHEARD_MILLISECONDS)
 
 
-def shut(connected: socket.socket) -> None:
-    """End a connection, from which another thread may be reading."""
+def shut_connection(connected: socket.socket) -> None:
+    """End a connection in both directions; a thread that reads from it gets the end. Ignores errors."""
     with suppress(OSError):
         connected.shutdown(socket.SHUT_RDWR)
 
@@ -38,18 +38,20 @@ def shut(connected: socket.socket) -> None:
 def authenticated_pipe(
     connected: socket.socket, key: bytes, role: bytes, peers_role: bytes, seconds: float
 ) -> Iterator[Connection]:
-    """Yield a pipe to a peer that has proved that it knows the key, to exchange first messages; it stays open.
+    """Yield a pipe to a peer that has proved that it knows the key; this side proves that, too.
 
-    Proves to the peer that this side knows the key, too; unpickles nothing for that. The roles of the two sides differ,
-    so that a peer cannot send back what it was sent. Ends the connection if proof and block take longer than
-    ``seconds``, however slowly the peer sends.
+    The proof unpickles nothing. The pipe stays open after the block, and is closed if proof or block raises. The
+    connection is ended if proof and block take longer than ``seconds`` in all, however slowly the peer sends.
+
+    Args:
+        role: of this side. The roles of both sides differ: a peer cannot send back the proof that it was sent.
 
     Raises:
         AuthenticationError: the peer does not know the key.
         EOFError, OSError: the peer has left, or sends more than a proof, or the time is over.
     """
-    keep_alive(connected)
-    timer = threading.Timer(seconds, shut, [connected])
+    enable_keepalive(connected)
+    timer = threading.Timer(seconds, shut_connection, [connected])
     timer.daemon = True
     timer.start()
     pipe = Connection(os.dup(connected.fileno()))
@@ -64,7 +66,12 @@ def authenticated_pipe(
 
 
 def prove_key(pipe: Connection, key: bytes, role: bytes, peers_role: bytes) -> None:
-    """See :func:`authenticated_pipe`."""
+    """Send a random challenge, answer the peer's by an HMAC of the key, and verify the peer's answer.
+
+    Raises:
+        AuthenticationError: the peer's answer is wrong.
+        EOFError, OSError: the peer has left, or sends more than 64 bytes.
+    """
     challenge = secrets.token_bytes(32)
     pipe.send_bytes(challenge)
     pipe.send_bytes(hmac.digest(key, role + pipe.recv_bytes(64), "sha256"))
@@ -72,27 +79,27 @@ def prove_key(pipe: Connection, key: bytes, role: bytes, peers_role: bytes) -> N
         raise AuthenticationError("the peer does not know the run's key")
 
 
-def use_network(host: str) -> None:
-    """Set the variables by which gloo and NCCL use the interface with this address, unless the user has set them."""
+def set_network_interface(host: str) -> None:
+    """Set gloo's and NCCL's environment variables to the interface that has this address, unless they are set."""
     for _, name in socket.if_nameindex():
-        if address_of(name) == host:
+        if interface_address(name) == host:
             for variable in NETWORK_VARIABLES:
                 os.environ.setdefault(variable, name)
 
 
-def own_addresses() -> tuple[str, ...]:
-    """Return this host's IPv4 addresses, without those of the loopback."""
-    found = (address_of(name) for _, name in socket.if_nameindex())
+def host_addresses() -> tuple[str, ...]:
+    """Return this host's IPv4 addresses, one for each interface, without the loopback's."""
+    found = (interface_address(name) for _, name in socket.if_nameindex())
     return tuple(address for address in found if address and not is_loopback(address))
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether an address is of the loopback."""
+    """Return whether an IP address belongs to the loopback interface."""
     return address.startswith("127.") or address == "::1"
 
 
-def address_of(interface: str) -> str:
-    """Return an interface's IPv4 address, or an empty string."""
+def interface_address(interface: str) -> str:
+    """Return the IPv4 address of an interface, an empty string if it has none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         try:
             answer = fcntl.ioctl(asking.fileno(), SIOCGIFADDR, struct.pack("256s", interface.encode()))

@@ -23,22 +23,29 @@ STACK_SECONDS = 1.0
 
 
 class ProcessHandle(RankHandle):
-    """A rank that is a child of this process."""
+    """A rank that is a child of this process.
+
+    Args:
+        stacks: pipe to which the rank writes its stack on SIGUSR1.
+    """
 
     def __init__(self, rank: int, process: BaseProcess, pipe: Connection, stacks: Connection) -> None:
         super().__init__(rank, pipe, HOST)
         self.process, self.stacks, self.sentinel = process, stacks, process.sentinel
         self.pid = process.pid
 
-    def has_ended(self) -> bool:
-        """See :class:`RankHandle`."""
+    def poll_exit(self) -> bool:
+        """Set ``exitcode`` if the rank's process has ended; return whether it has."""
         self.exitcode = self.process.exitcode
         return self.exitcode is not None
 
-    def stack(self) -> str:
-        """See :class:`RankHandle`."""
+    def read_stack(self) -> str:
+        """Send the rank SIGUSR1, on which it writes its Python stack, even while it is in C code; return the stack.
+
+        Returns an empty string if the rank has ended, or nothing comes within STACK_SECONDS.
+        """
         number = self.pid or self.process.pid
-        if self.has_ended() or number is None:
+        if self.poll_exit() or number is None:
             return ""
         with suppress(ProcessLookupError):
             os.kill(number, signal.SIGUSR1)
@@ -50,19 +57,19 @@ class ProcessHandle(RankHandle):
         return written.decode(errors="replace").strip()
 
     def kill(self) -> None:
-        """See :class:`RankHandle`."""
+        """Send the rank's process SIGKILL; do not wait for its end."""
         self.process.kill()
 
     def close(self) -> None:
-        """See :class:`RankHandle`."""
+        """Wait up to JOIN_SECONDS for the end of the rank's process, and close the pipes."""
         self.process.join(JOIN_SECONDS)
         self.pipe.close()
         self.stacks.close()
 
 
-def start(group: list[RankHandle], info: RankInfo) -> None:
-    """Start a rank as a process of its own and add it to the group; it waits for its job."""
-    with starting() as context:
+def start_process(group: list[RankHandle], info: RankInfo) -> None:
+    """Start a rank as a process and append its handle to the group. The rank waits for its job."""
+    with spawn_context() as context:
         pipe, its_pipe = context.Pipe()
         stacks, its_stacks = context.Pipe(duplex=False)
         process = context.Process(target=start_rank, args=(info, its_pipe, its_stacks), name=f"rank {info.rank}")
@@ -73,9 +80,12 @@ def start(group: list[RankHandle], info: RankInfo) -> None:
 
 
 @contextmanager
-def starting() -> Iterator[SpawnContext]:
-    """Block SIGNALS during the block, so that processes started in it begin with them blocked; give their context."""
-    resource_tracker.ensure_running()  # before signals are blocked, as it unblocks them
+def spawn_context() -> Iterator[SpawnContext]:
+    """Yield multiprocessing's spawn context; processes that are started in the block begin with SIGNALS blocked.
+
+    SIGNALS are blocked in this thread, too, until the end. Spawned processes do not run this process's main script.
+    """
+    resource_tracker.ensure_running()  # before signals are blocked, because it unblocks them
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         with main_script_hidden():
@@ -86,7 +96,10 @@ def starting() -> Iterator[SpawnContext]:
 
 @contextmanager
 def main_script_hidden() -> Iterator[None]:
-    """Keep spawned processes from running this process's main script (``pyflyte``) again, which costs 0.7 s each."""
+    """Remove ``__file__`` and ``__spec__`` from the main module during the block.
+
+    So processes that are spawned meanwhile do not run the main script (``pyflyte``) again, which costs 0.7 s each.
+    """
     main = vars(sys.modules["__main__"])
     before: dict[str, Any] = {name: main[name] for name in ("__file__", "__spec__") if name in main}
     main.pop("__file__", None)

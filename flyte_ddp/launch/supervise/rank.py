@@ -1,4 +1,4 @@
-"""What every rank does before and after training, whoever started it."""
+"""What every rank does before and after training, whichever launcher started it."""
 
 import ctypes
 import faulthandler
@@ -27,18 +27,20 @@ from flyte_ddp.training.train import train
 NCCL_GRACE_SECONDS = 60.0
 FINISHED = "flyte-ddp finished"  # in the ranks' common store
 NO_LIMIT = timedelta(days=365)
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h of glibc
-MMAP_MAX, TRIM_THRESHOLD = 65536, 128 * 1024  # what glibc starts with
-OfferSaving = Callable[[Callable[[], int]], None]
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # options of mallopt, from glibc's malloc.h
+MMAP_MAX, TRIM_THRESHOLD = 65536, 128 * 1024  # glibc's defaults: a number of mappings, and bytes
+SetSaveFunction = Callable[[Callable[[], int]], None]
 
 
-def run_rank(job: Job, info: RankInfo, offer_saving: OfferSaving, link: Link | None = None) -> None:
-    """Run one rank: join the process group, train, and wait for the other ranks. The caller reports what it raises.
+def run_rank(job: Job, info: RankInfo, set_save_function: SetSaveFunction, link: Link | None = None) -> None:
+    """Run one rank: join the process group, train, and wait for the other ranks. All ranks must call it.
 
-    Sets process-wide settings: see :func:`settings_restored`.
+    Sets torch's threads and determinism, random seeds, glibc's memory settings, the current GPU, faulthandler, and for
+    several ranks the type of errors of collectives, all in the whole process. Reports no error to the launcher.
 
     Args:
-        link: to the launcher; None for a single rank in the launcher's own process.
+        set_save_function: gets the function that writes a checkpoint at once and returns its step.
+        link: connection to the launcher; None for a single rank in the launcher's own process.
     """
     faulthandler.enable()
     torch.set_num_threads(job.hardware.threads)
@@ -53,12 +55,14 @@ def run_rank(job: Job, info: RankInfo, offer_saving: OfferSaving, link: Link | N
         distributed.set_timeout(job.settings.timeout)
         type_failures_of_collectives()
         with waiting_for_ranks():
-            store = meet(job, info, link)
+            store = open_common_store(job, info, link)
             join_process_group(job, info, store, link)
+    # This rank writes what users' code hands in itself; the launcher need not be asked.
     with results.delivered_by(results.ResultWriter(job.run_folder).write, info.rank), warnings.catch_warnings():
-        train(job, offer_saving)
+        train(job, set_save_function)
     if info.world_size > 1:
-        # No rank closes its connections while another still needs them. No limit: rank 0 writes what the run leaves.
+        # No rank may close its connections while another still needs them. The wait for rank 0 has no limit, because it
+        # still writes the model and the predictions.
         if info.rank == 0:
             store.set(FINISHED, "")
         else:
@@ -68,23 +72,27 @@ def run_rank(job: Job, info: RankInfo, offer_saving: OfferSaving, link: Link | N
         dist.destroy_process_group()
 
 
-def meet(job: Job, info: RankInfo, link: Link) -> Store:
-    """Return the ranks' common store: a file on one host, and on several a port that rank 0 binds and reports.
+def open_common_store(job: Job, info: RankInfo, link: Link) -> Store:
+    """Return the ranks' common store: a file if ``info.store`` names one, else a TCPStore.
 
-    A TCPStore looks up the names of the hosts that connect, and would wait if a resolver does not answer.
+    Rank 0 listens at a free port and reports it; other ranks wait for that up to FLYTE_DDP_TIMEOUT. On one host a file,
+    because a TCPStore looks up the names of the hosts that connect, and would wait for a resolver that is down.
+
+    Raises:
+        CollectiveTimeoutError: rank 0's address has not come in time.
     """
     if info.store:
         file = FileStore(info.store, info.world_size)
-        file.set_timeout(distributed.seconds(job.settings.timeout))
+        file.set_timeout(timedelta(seconds=job.settings.timeout))
         return file
     leader = info.rank == 0
-    host, port = ("127.0.0.1", 0) if leader else link.address(job.settings.timeout)
+    host, port = ("127.0.0.1", 0) if leader else link.receive_address(job.settings.timeout)
     store = TCPStore(
         host,
         port,
         info.world_size,
         is_master=leader,
-        timeout=distributed.seconds(job.settings.timeout),
+        timeout=timedelta(seconds=job.settings.timeout),
         wait_for_workers=False,
     )
     if leader:
@@ -93,34 +101,34 @@ def meet(job: Job, info: RankInfo, link: Link) -> Store:
 
 
 def join_process_group(job: Job, info: RankInfo, store: Store, link: Link) -> None:
-    """Join the process group; on a GPU, also start a thread that reports by the link if this rank waits too long."""
+    """Join the process group; all ranks must call it. On a GPU, also start a thread that reports too long a wait."""
     on_gpu = job.hardware.device_type == "cuda"
-    # NCCL ends a process that has waited too long by SIGABRT, and the launcher would take it for the one to blame. So
-    # its report goes first.
+    # NCCL ends a process that has waited too long by SIGABRT, and the launcher would blame this rank. So NCCL gets a
+    # longer limit, and the report of the thread comes first.
     limit = job.settings.timeout + (NCCL_GRACE_SECONDS if on_gpu else 0.0)
     if on_gpu:
-        watch_collectives(job.settings.timeout, link.report, torch.cuda.Event)
+        watch_collectives(job.settings.timeout, link.report_error, torch.cuda.Event)
     with in_collective():  # NCCL connects the ranks here, and has no limit for that
         dist.init_process_group(
             job.hardware.backend,
             store=store,
             rank=info.rank,
             world_size=info.world_size,
-            timeout=distributed.seconds(limit),
+            timeout=timedelta(seconds=limit),
             device_id=torch.device("cuda", info.local_rank) if on_gpu else None,
         )
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep freed memory instead of returning it to the kernel.
+    """Make glibc keep freed memory in this process instead of returning it to the kernel.
 
-    A step frees what the next one needs again, and page faults are expensive in virtual machines.
+    Each step frees memory that the next step needs again, and page faults are expensive in virtual machines.
     """
     tune_memory(0, 2**31 - 1)
 
 
 def tune_memory(mappings: int, trim_threshold: int) -> None:
-    """Set glibc's M_MMAP_MAX and M_TRIM_THRESHOLD; does nothing with another C library."""
+    """Set glibc's M_MMAP_MAX (a number) and M_TRIM_THRESHOLD (bytes); does nothing with another C library."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
         mallopt(M_MMAP_MAX, mappings)
@@ -128,11 +136,11 @@ def tune_memory(mappings: int, trim_threshold: int) -> None:
 
 
 @contextmanager
-def settings_restored() -> Iterator[None]:
-    """Restore at the end what :func:`run_rank` and training set in the whole process.
+def restore_settings() -> Iterator[None]:
+    """Restore at the end what run_rank and training set in the whole process.
 
-    That is torch's threads, determinism and random numbers, Python's and NumPy's random numbers, and glibc's settings.
-    Only glibc's adaptation of its threshold for mappings does not come back: the first ``mallopt`` ends it.
+    That is torch's threads, determinism and random state, Python's and NumPy's random state, CUBLAS_WORKSPACE_CONFIG,
+    and glibc's settings. glibc's dynamic threshold for mappings stays off: the first ``mallopt`` ends it.
     """
     threads, cublas = torch.get_num_threads(), os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     deterministic = torch.are_deterministic_algorithms_enabled()

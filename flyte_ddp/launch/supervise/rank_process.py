@@ -1,6 +1,6 @@
-"""A rank as a process of its own: signals, the launcher's death, and its report, around :func:`run_rank`.
+"""A rank as a process: its signals, its end with the launcher, and its report to the launcher, around run_rank.
 
-Needs no torch until the rank can report that importing it failed.
+Imports torch only when the rank can report that importing it failed.
 """
 
 import faulthandler
@@ -27,19 +27,18 @@ class RankInfo:
 
 
 def start_rank(info: RankInfo, pipe: Connection, stacks: Connection) -> None:
-    """Run the rank and end the process; its first function, called with ``SIGNALS`` blocked.
+    """Run the rank and exit; the first function of its process, which is called with SIGNALS blocked.
 
-    The job comes by the pipe, so that the process can be started, and import torch, before there is one.
+    Receives the job by the pipe: the process imports torch before there is a job. On SIGTERM it asks the launcher to
+    stop all ranks; it ignores SIGINT. Linux kills the process when its parent ends.
 
     Args:
-        info: which rank it is.
-        pipe: to the launcher, see :class:`Link`.
-        stacks: where Python's stack is written to on SIGUSR1, even while the rank sits in a call that does not return.
-
+        pipe: connection to the launcher.
+        stacks: pipe to which Python's stack is written on SIGUSR1, even while the rank is in C code.
     """
     die_with_parent()
     set_name(f"rank {info.rank}")
-    quiet_torch()
+    silence_torch_warnings()
     faulthandler.register(signal.SIGUSR1, file=stacks.fileno(), all_threads=False)
     link = Link(pipe)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all processes of a terminal, the launcher among them
@@ -52,30 +51,30 @@ def start_rank(info: RankInfo, pipe: Connection, stacks: Connection) -> None:
 
 
 def run_and_report(info: RankInfo, link: Link) -> int:
-    """Run the rank, tell the launcher what became of it, and return the process's exit code."""
+    """Run the rank, report to the launcher that it has completed or failed, and return the exit code (0 or 1)."""
     try:
         from flyte_ddp.launch.supervise.rank import run_rank
 
-        run_rank(link.job(), info, link.offer_saving, link)
+        run_rank(link.receive_job(), info, link.set_save_function, link)
     except BaseException as error:
-        flush()  # before the report: when the launcher has it, it ends this process
-        link.report(error)
+        flush_output()  # before the report: when the launcher has it, it ends this process
+        link.report_error(error)
         return 1
-    flush()
+    flush_output()
     link.send("completed")
     return 0
 
 
-def quiet_torch() -> None:
-    """Silence torch's C++ warnings; to be called before torch is imported.
+def silence_torch_warnings() -> None:
+    """Set an environment variable that silences torch's C++ warnings; has an effect before torch is imported.
 
-    DDP would warn that all parameters were used, which it has to find out each time (strategies.py).
+    Without it DDP warns that all parameters were used, because the ``ddp`` strategy makes it look for unused ones.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
-def flush() -> None:
-    """Flush stdout and stderr; errors are ignored."""
+def flush_output() -> None:
+    """Flush stdout and stderr; ignore errors."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # nobody may be listening any more
             stream.flush()

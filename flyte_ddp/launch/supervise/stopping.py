@@ -12,20 +12,21 @@ from flyte_ddp.errors import StoppedError
 from flyte_ddp.process import signal_handlers
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-OVER = 0  # the number of no signal
+OVER = 0  # no signal has this number: it ends a thread that waits for numbers of signals
 
 
 @contextmanager
 def call_on_signals(numbers: Collection[signal.Signals], function: Callable[[], None]) -> Iterator[None]:
-    """Call a function, in a thread, whenever one of these signals comes during the block; nothing else happens then.
+    """Call a function in a thread whenever one of these signals comes during the block; signals do nothing else then.
 
-    Python runs its own handlers in the main thread, which may sit in a collective operation for long. Outside the main
-    thread, where Python lets no handler be set, this must not be used.
+    A thread, because Python runs its own handlers in the main thread, and that may sit in a collective operation for
+    minutes. Restores handlers and ``signal.set_wakeup_fd`` at the end. Must be used in the main thread.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
 
     def listen() -> None:
+        """Call the function for each number that comes through the pipe, until OVER comes."""
         while (number := os.read(reader, 1)[0]) != OVER:
             if number in numbers:  # Python writes the number of each signal that it handles
                 function()
@@ -45,49 +46,54 @@ def call_on_signals(numbers: Collection[signal.Signals], function: Callable[[], 
 
 
 def stop_error(number: signal.Signals, step: int | None) -> BaseException:
-    """Return the exception for a run that a signal has asked to stop; ``step`` is that of :class:`StoppedError`."""
+    """Return KeyboardInterrupt for SIGINT, else StoppedError.
+
+    Args:
+        step: of the newest checkpoint; 0: there is none; None: not known.
+    """
     return KeyboardInterrupt() if number == signal.SIGINT else StoppedError(number.name, step)
 
 
 class StopRequest:
-    """A request to stop, which may come at any time; its ``reader`` becomes ready by that."""
+    """A request to stop, by a signal or a rank. ``reader`` becomes ready for ``connection.wait`` when it is made."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         self.reader, self._writer = Pipe(duplex=False)
 
-    def make(self, number: signal.Signals) -> None:
-        """Ask to stop, as the signal would; only the first call has an effect."""
+    def make_request(self, number: signal.Signals) -> None:
+        """Request a stop as if this signal had come. Only the first call has an effect."""
         if self.signal is None:
             self.signal = number
             self._writer.send(int(number))
 
-    def wait(self) -> bool:
-        """Wait for the request or for :meth:`end_waiting`; return whether it was the request."""
+    def wait_for_request(self) -> bool:
+        """Wait for the request or for :meth:`end_waiting`, without a limit; return whether it was the request."""
         return bool(self.reader.recv() != OVER)
 
     def end_waiting(self) -> None:
-        """Have a thread return from :meth:`wait`."""
+        """Make a thread return from :meth:`wait_for_request`."""
         self._writer.send(OVER)
 
-    def error(self, step: int | None) -> BaseException:
-        """Return the exception for a run that this has stopped; see :func:`stop_error`."""
+    def make_error(self, step: int | None) -> BaseException:
+        """Return the exception for a run that this request has stopped; ``step`` as for :func:`stop_error`."""
         assert self.signal is not None
         return stop_error(self.signal, step)
 
 
 @contextmanager
-def stop_requests() -> Iterator[StopRequest]:
-    """Make the first SIGTERM or Ctrl-C during the block a request; a second Ctrl-C raises KeyboardInterrupt as usual.
+def catch_stop_signals() -> Iterator[StopRequest]:
+    """Yield a StopRequest. The first SIGTERM or Ctrl-C makes the request; a second Ctrl-C raises KeyboardInterrupt.
 
-    Outside the main thread, where Python lets no handler be set, signals do what they did before.
+    Restores the handlers at the end. Does nothing outside the main thread, where Python lets no handler be set.
     """
     stop = StopRequest()
 
     def handle(number: int, _: FrameType | None) -> None:
+        """Request a stop, or raise KeyboardInterrupt for Ctrl-C after a request; the signals' handler."""
         if stop.signal is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
-        stop.make(signal.Signals(number))
+        stop.make_request(signal.Signals(number))
 
     with signal_handlers(dict.fromkeys(SIGNALS, handle)):
         yield stop

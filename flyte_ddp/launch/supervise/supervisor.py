@@ -8,55 +8,65 @@ from collections.abc import Sequence
 from multiprocessing import connection
 from typing import TYPE_CHECKING, Any
 
-from flyte_ddp.launch.supervise.failures import did_not_begin, first_failure, root_cause_is_known
+from flyte_ddp.launch.supervise.failures import first_failure, root_cause_is_known, start_timeout_error
 from flyte_ddp.launch.supervise.rank_handle import RankHandle
 from flyte_ddp.launch.supervise.stopping import StopRequest
 
 if TYPE_CHECKING:
     from flyte_ddp.runs.job import Job
 
-SETTLE_SECONDS = 0.2  # from the first failure on
-LONGEST_SETTLE_SECONDS = 2.0  # the same, as long as every known failure looks like a consequence of another one
+SETTLE_SECONDS = 0.2  # to wait for reports of other ranks after a failure that is a root cause
+LONGEST_SETTLE_SECONDS = 2.0  # to wait for a root cause after failures that look like consequences of another one
 SAVE_SECONDS = 8.0  # for a checkpoint after a failure, when rank 0 may wait for a rank that is gone for ever
-BEGIN_SECONDS = 300.0  # for an import of torch, which takes long from a network's file system
+START_SECONDS = 300.0  # for all ranks to start: importing torch takes long from a network's file system
 
 
-def watch(group: Sequence[RankHandle], stop: StopRequest, job: Job) -> None:
-    """Return when all ranks have completed. Before it raises, have rank 0 write a checkpoint.
+def supervise_ranks(group: Sequence[RankHandle], stop: StopRequest, job: Job) -> None:
+    """Handle the ranks' messages until all ranks have completed.
+
+    When a rank has failed or a stop was requested, asks rank 0 for a checkpoint before it raises. Waits for that up to
+    SAVE_SECONDS after a failure, and up to ``job.settings.save_seconds`` (FLYTE_DDP_SAVE_SECONDS) for a stop. Kills no
+    rank.
 
     Raises:
-        UserError, RankError: see :func:`first_failure`.
-        StoppedError, KeyboardInterrupt: this process or a rank was told to stop.
+        UserError, RankError: the error of the rank that failed first.
+        RankError: a rank has not started within START_SECONDS.
+        StoppedError: this process or a rank got SIGTERM.
+        KeyboardInterrupt: this process got Ctrl-C.
     """
-    deadline = time.monotonic() + BEGIN_SECONDS
+    deadline = time.monotonic() + START_SECONDS
     while not all(handle.completed for handle in group):
-        late = next((handle for handle in group if not handle.has_begun()), None)
-        listen(group, stop, max(0.0, deadline - time.monotonic()) if late else None)
-        if any(handle.failed() for handle in group):
+        late = next((handle for handle in group if not handle.has_started()), None)
+        handle_messages(group, stop, max(0.0, deadline - time.monotonic()) if late else None)
+        if any(handle.has_failed() for handle in group):
             # A checkpoint first: rank 0 reports a failure of its own after it has saved.
             request_checkpoint(group, stop, SAVE_SECONDS)
             wait_for_root_cause(group, stop)
             raise first_failure(group, job.settings.timeout)
         if stop.signal is not None:
-            raise stop.error(request_checkpoint(group, stop, job.settings.save_seconds))
-        if late and not late.has_begun() and time.monotonic() >= deadline:
-            raise did_not_begin(late, BEGIN_SECONDS)
+            raise stop.make_error(request_checkpoint(group, stop, job.settings.save_seconds))
+        if late and not late.has_started() and time.monotonic() >= deadline:
+            raise start_timeout_error(late, START_SECONDS)
 
 
-def listen(group: Sequence[RankHandle], stop: StopRequest, seconds: float | None = None) -> None:
-    """Wait for a message or the end of a rank, or for a request to stop; take in all messages that have come."""
+def handle_messages(group: Sequence[RankHandle], stop: StopRequest, seconds: float | None = None) -> None:
+    """Wait until a rank sends or ends, a stop is requested, or ``seconds`` have passed; handle the messages so far.
+
+    Args:
+        seconds: None waits without a limit.
+    """
     waitables = [waitable for handle in group for waitable in handle.waitables()]
     connection.wait([*waitables, *([] if stop.signal else [stop.reader])], seconds)
     for handle in group:
-        handle.has_ended()  # before its messages are read: what it sent before its end is then in the pipe
-        for message in handle.messages():
+        handle.poll_exit()  # before its messages are read: what it sent before its end is then in the pipe
+        for message in handle.read_messages():
             handle_message(message, handle, group, stop)
         if handle.exitcode is not None:  # an agent sends it as the last message of its rank
             handle.listening = False
 
 
 def handle_message(message: dict[str, Any], handle: RankHandle, group: Sequence[RankHandle], stop: StopRequest) -> None:
-    """Take in a message of one of the ranks."""
+    """Set the handle's attributes by a message of its rank; request a stop, or pass on rank 0's port to other ranks."""
     kind = message["kind"]
     if kind == "error":
         handle.error = {**message, "time": message["time"] + handle.clock_behind}
@@ -65,43 +75,43 @@ def handle_message(message: dict[str, Any], handle: RankHandle, group: Sequence[
     elif kind == "saved":
         handle.saved = message["step"]
     elif kind == "stop":
-        stop.make(signal.SIGTERM)
+        stop.make_request(signal.SIGTERM)
     elif kind == "port":
         for other in group[1:]:
             other.send("address", host=handle.host, port=message["port"])
 
 
 def wait_for_root_cause(group: Sequence[RankHandle], stop: StopRequest) -> None:
-    """Listen for a moment after the first known failure, as the root cause may show itself after its consequences."""
+    """Handle messages for a moment after the first known failure: the root cause may be reported after consequences.
+
+    Returns when all ranks have failed, SETTLE_SECONDS after a root cause is known, or after LONGEST_SETTLE_SECONDS.
+    """
     begin = time.monotonic()
-    while not all(handle.failed() for handle in group):
+    while not all(handle.has_failed() for handle in group):
         if time.monotonic() - begin > (SETTLE_SECONDS if root_cause_is_known(group) else LONGEST_SETTLE_SECONDS):
             break
-        listen(group, stop, 0.1)
+        handle_messages(group, stop, 0.1)
 
 
 def request_checkpoint(group: Sequence[RankHandle], stop: StopRequest, seconds: float) -> int | None:
-    """Have rank 0 write a checkpoint, and wait for it.
-
-    Args:
-        seconds: to wait at most.
+    """Ask rank 0 to write a checkpoint, and wait for its answer for up to ``seconds``; handle all ranks' messages.
 
     Returns:
-        The step of the newest checkpoint, 0 if there is none, None if rank 0 did not say so in time.
+        The step of the newest checkpoint; 0 if there is none; None if rank 0 has ended or has not answered in time.
     """
     leader = group[0]
-    if not leader.has_begun():
+    if not leader.has_started():
         return leader.resumes_after
     leader.saved = None
     leader.send("save")
     deadline = time.monotonic() + seconds
     while leader.saved is None and leader.listening and (left := deadline - time.monotonic()) > 0:
-        listen(group, stop, left)
+        handle_messages(group, stop, left)
     return leader.saved
 
 
-def end(group: Sequence[RankHandle]) -> None:
-    """Kill the ranks that still run, and close their connections."""
+def end_ranks(group: Sequence[RankHandle]) -> None:
+    """Kill the ranks that still run, wait up to 10 s for the end of each, and close their pipes."""
     for handle in group:
         handle.kill()
     for handle in group:
