@@ -22,29 +22,29 @@ __all__ += ["Entry", "check_length", "create", "delete", "list_files", "open_fil
 
 
 class Storage(Protocol):
-    """The functions that the module of each kind of storage has; those below say what each does."""
+    """The functions that each module of a kind of storage has: ``local``, ``http`` and ``objects``."""
 
     def open_file(self, address: str, span: Span | None) -> AbstractContextManager[Content]:
-        """Open a file or a span of it."""
+        """Open a file, or a span of bytes of it, for one pass over its bytes."""
 
-    def stat(self, address: str) -> Entry:
-        """Return a file's size and tag."""
+    def stat_file(self, address: str) -> Entry:
+        """Return the size and tag of a file."""
 
     def list_files(self, address: str) -> Iterator[Entry]:
-        """Yield the files below a folder or prefix."""
+        """Yield the files below a folder or prefix, ordered by name."""
 
-    def put(self, address: str, content: bytes | Path) -> None:
-        """Write a file."""
+    def write_file(self, address: str, content: bytes | Path) -> None:
+        """Write a whole file, and replace a file of that name."""
 
-    def create(self, address: str, content: bytes | Path) -> None:
-        """Write a file that is not there yet."""
+    def create_file(self, address: str, content: bytes | Path) -> None:
+        """Write a whole file; raise ExistsError if there is a file of that name."""
 
-    def delete(self, addresses: Sequence[str]) -> None:
+    def delete_files(self, addresses: Sequence[str]) -> None:
         """Delete files."""
 
 
-def storage_of(address: str) -> Storage:
-    """Return the module for an address, imported when it is needed first."""
+def select_storage(address: str) -> Storage:
+    """Import and return the module that reads and writes addresses of this kind."""
     kind = scheme(address)
     if kind == "file":
         return local
@@ -58,24 +58,28 @@ def storage_of(address: str) -> Storage:
 
 
 def open_file(address: str, span: Span | None = None) -> AbstractContextManager[Content]:
-    """Open a file, or a span of it, for one pass over its bytes as they are stored, without decompression.
+    """Open a file, or a span of bytes of it, for one pass over its bytes as stored, without decompression.
+
+    Args:
+        address: address of the file.
+        span: number of the first byte and number of the byte after the last; None for the whole file.
 
     Raises:
-        UnavailableError: also while the bytes are read.
+        UnavailableError: the file cannot be read; raised here or in the block.
     """
-    return storage_of(address).open_file(address, span)
+    return select_storage(address).open_file(address, span)
 
 
 def read(address: str, span: Span | None = None, *, tag: str = "") -> bytes:
-    """Return the content of a file, or of a span of it, whole in memory, checked to be as long as announced.
+    """Read a file, or a span of bytes of it, into memory and return the bytes. Tries once.
 
     Args:
-        address: of the file.
-        span: the first byte and the one after the last; None for the whole file.
-        tag: of the file when it was listed; compared only where storage gives the tag with the content.
+        address: address of the file.
+        span: number of the first byte and number of the byte after the last; None for the whole file.
+        tag: tag of the file in an earlier listing; it is compared only if the storage sends a tag with the content.
 
     Raises:
-        UnavailableError: the file could not be had, or was cut short.
+        UnavailableError: the file cannot be read, or has fewer or more bytes than announced.
         AlteredError: the file has another tag.
     """
     with open_file(address, span) as found:
@@ -88,39 +92,66 @@ def read(address: str, span: Span | None = None, *, tag: str = "") -> bytes:
 
 
 def stat(address: str) -> Entry:
-    """Return a file's size and tag, under the name ""; an HTTP server may give no tag, and -1 is an unknown size."""
-    return storage_of(address).stat(address)
+    """Return the size and tag of a file, without reading its content; the returned entry's name is "".
+
+    An HTTP server may give no size (then -1) and no tag (then the time of the last change, or "").
+
+    Raises:
+        MissingError: there is no such file.
+        UnavailableError: the storage cannot be asked.
+    """
+    return select_storage(address).stat_file(address)
 
 
 def list_files(address: str) -> Iterator[Entry]:
-    """Yield all files below a folder or prefix, ordered by name, without the objects that stand for folders.
+    """Yield all files below a folder or prefix, ordered by name; objects that stand for folders are left out.
 
-    On an HTTP server the list is a file ``SHA256SUMS`` in the folder. A missing prefix has no files; a missing folder
-    of this machine is a MissingError.
+    A folder of an HTTP server is listed by its file ``SHA256SUMS``. A prefix of a bucket without objects yields
+    nothing.
+
+    Raises:
+        MissingError: there is no such folder on this machine.
+        UnavailableError: the files cannot be listed.
     """
-    return storage_of(address).list_files(address)
+    return select_storage(address).list_files(address)
 
 
 def put(address: str, content: bytes | Path) -> None:
-    """Write a file, which appears whole and replaces one of that name.
+    """Write a file, and replace a file of that name; readers see the old file or the whole new one. Tries once.
 
     Args:
-        address: of the file; a web server's is a UserError.
-        content: the bytes, or the path of a file that has them, which is not read into memory.
+        address: address of the file.
+        content: the bytes; or the path of a file, whose content is copied in pieces.
+
+    Raises:
+        UnavailableError: the file cannot be written.
+        UserError: the address is of a web server.
     """
-    storage_of(address).put(address, content)
+    select_storage(address).write_file(address, content)
 
 
 def create(address: str, content: bytes | Path) -> None:
-    """Write a file, which appears whole, as :func:`put` does, and only if there is none of that name.
+    """Write a file if there is none of that name; readers see no file or the whole file. Tries once.
+
+    Args:
+        address: address of the file.
+        content: the bytes; or the path of a file, whose content is copied in pieces.
 
     Raises:
-        ExistsError: there is a file, perhaps this one: the answer to an earlier try may have been lost.
+        ExistsError: there is a file of that name. An earlier try, whose response was lost, may have written it.
+        UnavailableError: the file cannot be written.
+        UserError: the address is of a web server.
     """
-    storage_of(address).create(address, content)
+    select_storage(address).create_file(address, content)
 
 
 def delete(addresses: Sequence[str]) -> None:
-    """Delete files, of one bucket or of this machine, many by each request; a missing one may be a MissingError."""
+    """Delete files that are all in one bucket or all on this machine, many with each request. Tries once.
+
+    Raises:
+        MissingError: a file is missing; S3 reports no missing files.
+        UnavailableError: a file cannot be deleted; others may be deleted by then.
+        UserError: the addresses are of a web server.
+    """
     if addresses:
-        storage_of(addresses[0]).delete(addresses)
+        select_storage(addresses[0]).delete_files(addresses)

@@ -1,4 +1,4 @@
-"""Addresses of files: their kinds, and putting them together."""
+"""Split, join and resolve addresses of files. Nothing here opens a file or uses the network."""
 
 import os
 import posixpath
@@ -12,10 +12,10 @@ SCHEMES = ("file", "http", "https", "s3", "gs", "az")
 
 
 def scheme(address: str) -> str:
-    """Return ``file`` (also for plain paths), ``http``, ``https``, ``s3``, ``gs`` or ``az``.
+    """Return the kind of an address: ``file`` (also for a plain path), ``http``, ``https``, ``s3``, ``gs`` or ``az``.
 
     Raises:
-        UserError: any other scheme, no server or bucket after it, or a user name or password before that.
+        UserError: the address has another scheme, names no server or bucket, or contains a user name or password.
     """
     refuse_credentials("address", address)
     found = address.partition("://")[0].lower() if "://" in address else "file"
@@ -24,13 +24,16 @@ def scheme(address: str) -> str:
             f"address {address!r}: must be a path, or start with file://, s3://, gs://, az://, https:// or http://"
         )
     if found != "file" and not address.partition("://")[2].partition("/")[0]:
-        named = {"s3": "bucket", "gs": "bucket", "az": "container"}.get(found, "server")
-        raise UserError(f"address {address!r}: must name a {named} after {found}://")
+        noun = {"s3": "bucket", "gs": "bucket", "az": "container"}.get(found, "server")
+        raise UserError(f"address {address!r}: must name a {noun} after {found}://")
     return found
 
 
 def local_path(address: str) -> Path | None:
-    """Return the absolute path that a plain path or a ``file://`` address means; None for a remote address."""
+    """Return the absolute path of a plain path or a ``file://`` address; return None for a remote address.
+
+    ``~`` at the start becomes the home folder. Symlinks and ``..`` are kept. The file need not exist.
+    """
     if scheme(address) != "file":
         return None
     path = Path(unquote(urlsplit(address).path) if "://" in address else address)
@@ -38,19 +41,19 @@ def local_path(address: str) -> Path | None:
 
 
 def join(source: str, name: str) -> str:
-    """Return the address of the file ``name`` in the folder ``source``."""
+    """Return the address of the file ``name`` in the folder or prefix ``source``."""
     path = local_path(source)
     return f"{source.rstrip('/')}/{as_in(source, name)}" if path is None else str(path / name)
 
 
 def as_in(address: str, name: str) -> str:
-    """Return a file's name as it stands in an address of that kind: in one of HTTP percent-encoded."""
+    """Return a file's name as it is written in an address: percent-encoded if ``address`` is of a web server."""
     web = "://" in address and scheme(address) in ("http", "https")
     return quote(name.encode("utf-8", "surrogateescape")) if web else name
 
 
 def parent(address: str) -> str:
-    """Return the address of the folder that a file is in."""
+    """Return the address of the folder or prefix that contains a file; a web address loses its query."""
     path = local_path(address)
     if path is not None:
         return str(path.parent)
@@ -62,9 +65,12 @@ def parent(address: str) -> str:
 
 
 def resolve(base: str, address: str) -> str:
-    """Return the absolute address of ``address``, which may be relative to the folder ``base``.
+    """Return the absolute form of an address.
 
-    A relative one is made of plain names of files, in which "#", "?" and "%" stand for themselves, on any storage.
+    Args:
+        base: the folder or prefix that a relative address starts from.
+        address: an absolute address, returned unchanged; or names of folders and a file, joined by "/". In a name, "#",
+            "?" and "%" are ordinary characters, on a web server too. ".." goes one folder up.
     """
     if "://" in address:
         return address
@@ -84,12 +90,12 @@ def resolve(base: str, address: str) -> str:
 
 
 def leads_out(name: str) -> bool:
-    """Return whether the name of a file in a list leads out of the listed folder."""
+    """Return whether a relative file name leads out of its folder, by a leading "/" or by ".."."""
     return name.startswith("/") or ".." in name.split("/")
 
 
 def split_key(address: str) -> tuple[str, str]:
-    """Return an object's address up to its bucket, with the slash after it, and its key of any characters."""
+    """Return an object's address up to and including the slash after its bucket, and the object's key."""
     kind, _, rest = address.partition("://")
     bucket, _, key = rest.partition("/")
     return f"{kind}://{bucket}/", key

@@ -1,7 +1,7 @@
-"""obstore's stores for S3, Google and Azure, with the endpoints and credentials of each cloud's own tools.
+"""Make obstore's stores for S3, Google and Azure, with the endpoints and credentials that each cloud's own tools use.
 
-Flyte's own variables (``FLYTE_AWS_*``, ``FLYTE_AZURE_*``) come first, as in flytekit. Settings and credentials that
-cannot be used are errors of many classes: of botocore, google-auth, obstore, or a ValueError.
+Flyte's variables (``FLYTE_AWS_*``, ``FLYTE_AZURE_*``) come first, as in flytekit. Unusable settings or credentials
+raise exceptions of many classes: of botocore, google-auth, obstore, or a ValueError.
 """
 
 import os
@@ -19,11 +19,15 @@ ENDPOINT_VARIABLES = ("FLYTE_AWS_ENDPOINT", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT
 AWS_ENDPOINT = "https://s3.{region}.amazonaws.com"
 GOOGLE_SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
 AZURE_SETTINGS = ("STORAGE_ACCOUNT_NAME", "STORAGE_ACCOUNT_KEY", "CLIENT_ID", "CLIENT_SECRET", "TENANT_ID")
-CREDENTIALS_KEPT = timedelta(minutes=10)  # then botocore is asked again, which knows when they have to be renewed
+CREDENTIALS_LIFETIME = timedelta(minutes=10)  # then obstore asks botocore again, which renews them when necessary
 
 
-def aws(bucket: str) -> Any:
-    """Return a bucket of S3, on AWS or any server that speaks its protocol; botocore knows variables and profiles."""
+def make_s3_store(bucket: str) -> Any:
+    """Return obstore's store of a bucket on AWS or on another server with S3's protocol.
+
+    Region, endpoint, certificates and credentials come from ``FLYTE_AWS_*``, then from botocore (variables, profiles,
+    roles). Without credentials requests are anonymous. Without an endpoint, asks AWS for the bucket's region.
+    """
     from botocore.session import get_session  # type: ignore[import-untyped,unused-ignore]
     from botocore.utils import validate_region_name  # type: ignore[import-untyped,unused-ignore]
     from obstore.store import S3Store
@@ -34,47 +38,58 @@ def aws(bucket: str) -> Any:
         session.set_credentials(key, secret)
     credentials = session.get_credentials()
 
-    def credential() -> dict[str, Any]:
+    def current_credentials() -> dict[str, Any]:
         frozen = credentials.get_frozen_credentials()
         names = {"access_key_id": frozen.access_key, "secret_access_key": frozen.secret_key, "token": frozen.token}
-        return {**names, "expires_at": datetime.now(UTC) + CREDENTIALS_KEPT}
+        return {**names, "expires_at": datetime.now(UTC) + CREDENTIALS_LIFETIME}
 
     if credentials:
-        credential()  # once here, where botocore's own error comes out
+        current_credentials()  # called here for botocore's own exception; obstore would wrap it
     region, bundle = session.get_config_variable("region"), session.get_config_variable("ca_bundle")
     validate_region_name(region)
     endpoint = next(filter(None, map(os.environ.get, ENDPOINT_VARIABLES)), None)
     endpoint = endpoint or session.get_scoped_config().get("endpoint_url")
     if not endpoint:
-        region = region_of(bucket, region or "us-east-1", bundle)
+        region = find_bucket_region(bucket, region or "us-east-1", bundle)
         endpoint = AWS_ENDPOINT.format(region=region) + (".cn" if region.startswith("cn-") else "")
     elif not re.fullmatch(r"https?://[^\s/]+(/\S*)?", endpoint):
         shown = endpoint.rpartition("@")[2]  # without a password
         raise ValueError(f"Invalid endpoint: {shown}; it must begin with https:// or http://")
     settings = common_settings(bundle) | {"aws_endpoint_url_s3": endpoint, "region": region or "us-east-1"}
-    settings |= {"credential_provider": credential} if credentials else {"skip_signature": True}
+    settings |= {"credential_provider": current_credentials} if credentials else {"skip_signature": True}
     return S3Store(bucket, **settings)
 
 
-def region_of(bucket: str, asked: str, bundle: str | None) -> str:
-    """Return the region of a bucket of AWS: a server of any region, such as ``asked``, tells it to everybody."""
+def find_bucket_region(bucket: str, default: str, bundle: str | None) -> str:
+    """Ask AWS for the region of a bucket, without credentials, and return the region; return ``default`` on failure.
+
+    Waits up to CONNECT_TIMEOUT + READ_TIMEOUT.
+
+    Args:
+        bucket: name of the bucket, in any region.
+        default: region whose server is asked.
+        bundle: path of a file of certificates to trust; None for the system's.
+    """
     import requests
 
-    with suppress(requests.RequestException):  # what is wrong will be said when something is read
+    with suppress(requests.RequestException):  # the first read from the bucket reports the error
         timeouts = (failures.CONNECT_TIMEOUT, failures.READ_TIMEOUT)
-        answer = requests.head(f"{AWS_ENDPOINT.format(region=asked)}/{bucket}", timeout=timeouts, verify=bundle or True)
-        return answer.headers.get("x-amz-bucket-region", asked)
-    return asked
+        url = f"{AWS_ENDPOINT.format(region=default)}/{bucket}"
+        return requests.head(url, timeout=timeouts, verify=bundle or True).headers.get("x-amz-bucket-region", default)
+    return default
 
 
-def google(bucket: str) -> Any:
-    """Return a bucket of Google's; ``STORAGE_EMULATOR_HOST`` names another server, as for Google's own client."""
+def make_google_store(bucket: str) -> Any:
+    """Return obstore's store of a bucket of Google Cloud Storage, with application default credentials.
+
+    Without credentials requests are anonymous. ``STORAGE_EMULATOR_HOST`` names another server, also anonymous.
+    """
     from google import auth
     from google.auth.exceptions import DefaultCredentialsError
     from obstore.auth.google import GoogleCredentialProvider
     from obstore.store import GCSStore
 
-    # What writes has a credential in any case: without one obstore would ask the machine's metadata server.
+    # Without any credential, obstore would ask the machine's metadata server for one before it writes.
     anonymous = common_settings() | {
         "skip_signature": True,
         "credential_provider": lambda: {"token": "-", "expires_at": None},
@@ -84,15 +99,18 @@ def google(bucket: str) -> Any:
     try:
         provider = GoogleCredentialProvider(auth.default(scopes=[GOOGLE_SCOPE])[0])
     except DefaultCredentialsError as error:
-        if file := os.environ.get("GOOGLE_APPLICATION_CREDENTIALS"):  # the user means it to be used
+        if file := os.environ.get("GOOGLE_APPLICATION_CREDENTIALS"):  # the user wants these, so no anonymous requests
             raise ValueError(f"GOOGLE_APPLICATION_CREDENTIALS={file}: {error}") from None
         return GCSStore(bucket, **anonymous)
-    provider()  # once here, where google-auth's own error comes out
+    provider()  # called here for google-auth's own exception; obstore would wrap it
     return GCSStore(bucket, credential_provider=provider, **common_settings())
 
 
-def azure(container: str) -> Any:
-    """Return a container of Azure's; obstore itself knows the ``AZURE_*`` variables, and managed identities."""
+def make_azure_store(container: str) -> Any:
+    """Return obstore's store of a container of Azure Blob Storage.
+
+    ``FLYTE_AZURE_*`` come first; obstore itself reads the ``AZURE_*`` variables and asks for managed identities.
+    """
     from obstore.store import AzureStore
 
     settings = common_settings()
@@ -102,16 +120,25 @@ def azure(container: str) -> Any:
     return AzureStore(container, **settings)
 
 
-CLOUDS: dict[str, Callable[[str], Any]] = {"s3": aws, "gs": google, "az": azure}
+CLOUDS: dict[str, Callable[[str], Any]] = {"s3": make_s3_store, "gs": make_google_store, "az": make_azure_store}
 
 
 def common_settings(bundle: str | None = None) -> dict[str, Any]:
-    """Return the settings for all clouds; ``bundle`` is a file of certificates to trust beside the system's."""
+    """Return the timeouts and certificates for the stores of all clouds; obstore's own retries are turned off.
+
+    Args:
+        bundle: path of a file of certificates (PEM) to trust in addition to the system's; by default the one that
+            ``REQUESTS_CA_BUNDLE`` names.
+
+    Raises:
+        ValueError: the file of certificates has none.
+        OSError: the file of certificates cannot be read.
+    """
     options: dict[str, Any] = {
-        "allow_http": True,  # where an endpoint says so
+        "allow_http": True,  # an endpoint may begin with http://
         "connect_timeout": timedelta(seconds=failures.CONNECT_TIMEOUT),
         "read_timeout": timedelta(seconds=failures.READ_TIMEOUT),
-        "timeout": timedelta(days=1),  # of a whole download; its own default is 30 s
+        "timeout": timedelta(days=1),  # of a whole download; obstore's default of 30 s is too short for a shard
     }
     if bundle := bundle or os.environ.get("REQUESTS_CA_BUNDLE"):
         options["root_certificate"] = Path(bundle).read_bytes()
@@ -119,4 +146,4 @@ def common_settings(bundle: str | None = None) -> dict[str, Any]:
             raise ValueError(
                 f"{bundle}: has no certificate in PEM's format; AWS_CA_BUNDLE or REQUESTS_CA_BUNDLE names it"
             )
-    return {"client_options": options, "retry_config": {"max_retries": 0}}  # storage.retried retries, and says so
+    return {"client_options": options, "retry_config": {"max_retries": 0}}  # storage.retried retries, and prints it

@@ -1,4 +1,4 @@
-"""What reading and listing give."""
+"""The types that reading and listing files return."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,36 +8,39 @@ from flyte_ddp.storage.failures import UnavailableError
 
 CHUNK_BYTES = 1 << 20
 
-Span = tuple[int, int]  # the first byte and the one after the last
+Span = tuple[int, int]  # number of the first byte, number of the byte after the last
 
 
 class Content(NamedTuple):
-    """The content of a file, or of a span of one."""
+    """The content of an open file, or of a span of bytes of it."""
 
-    size: int | None  # in bytes, where it is known
-    chunks: Iterator[bytes]
-    tag: str = ""  # of the whole file, as in the list that it is in; where storage gives none with the content, ""
+    size: int | None  # bytes that the chunks have together; None if the server does not say
+    chunks: Iterator[bytes]  # may raise UnavailableError
+    tag: str = ""  # tag of the whole file, equal to that of its Entry; "" if the storage sends none with the content
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A file below a listed folder: its name relative to that, its size in bytes, and a text that changes with it.
+    """The name, size and tag of a file."""
 
-    Where the size is -1 it is not known, and the text is the SHA-256 (hex) of the content.
-    """
-
-    name: str
-    size: int
-    tag: str
+    name: str  # relative to the listed folder
+    size: int  # in bytes; -1 if unknown
+    tag: str  # changes with the content: an ETag or a time of change; the SHA-256 (hex) in a list without sizes
 
 
-def entity_tag(header: str | None) -> str:
-    """Return the tag in an ETag header, without what HTTP puts around it."""
+def parse_etag(header: str | None) -> str:
+    """Return the tag in an ETag header without ``W/`` and quotes; "" without a header."""
     return (header or "").removeprefix("W/").strip('"')
 
 
 def check_length(received: int, announced: int | None, *, remote: bool) -> None:
-    """Raise UnavailableError, transient if ``remote``, for a body that is not as long as was announced."""
+    """Raise UnavailableError if a body has fewer or more bytes than announced.
+
+    Args:
+        received: bytes that were read.
+        announced: bytes that the server or the file system announced; None, for unknown, accepts any length.
+        remote: whether the file is on another machine; then the error is transient, so the read may be retried.
+    """
     if announced is not None and received != announced:
         what = "truncated after" if received < announced else "goes on to byte"
         raise UnavailableError(f"{what} {received:,} of {announced:,} bytes", transient=remote)

@@ -1,4 +1,4 @@
-"""``SHA256SUMS``: the files of a folder and their digests, as ``sha256sum`` and ``sha256sum --tag`` write them."""
+"""Parse ``SHA256SUMS``: the files of a folder with their digests, as ``sha256sum`` and ``sha256sum --tag`` write it."""
 
 import codecs
 import re
@@ -9,25 +9,25 @@ LINES = (
     re.compile(r"(?P<escaped>\\?)SHA256 \((?:\./)?(?P<name>.+)\) = (?P<digest>[0-9a-fA-F]{64})"),  # also BSD's command
 )
 ESCAPED = {r"\\": "\\", r"\n": "\n", r"\r": "\r"}  # in lines that begin with a backslash
-SHOWN = 60  # characters of a line
+SHOWN = 60  # characters of a line in an error
 
 
 class DigestListError(ValueError):
-    """A file is no list of digests, or not in all its lines."""
+    """A line of a file is not a digest with a file's name, or the file's text cannot be decoded."""
 
 
 def read_sums(content: bytes) -> dict[str, str]:
-    r"""Return the SHA-256 (hex, small letters) of files by their names.
+    r"""Parse the content of a ``SHA256SUMS`` and return the SHA-256 (hex, lower case) of each file by its name.
 
-    The text is UTF-8, whose names may have other bytes in them, or UTF-16 with a byte order mark, as PowerShell writes
-    it. Empty lines, and those that begin with "#", are left out. A line that begins with a backslash has a name in
-    which \\, \n and \r stand for a backslash and ends of lines.
+    The text is UTF-8, or UTF-16 with a byte order mark (PowerShell). Bytes that are not UTF-8 become surrogates, as in
+    ``os.fsdecode``. Empty lines and lines that begin with "#" are skipped. If a line begins with a backslash, the
+    sequences \\, \n and \r in its name are decoded.
 
     Raises:
-        DigestListError: any other line, with its number; or a name with a backslash where none stands at the beginning.
+        DigestListError: a line has another form, or a backslash in its name and none at its beginning.
     """
     found = {}
-    for number, line in enumerate(decoded_text(content).split("\n"), start=1):  # a name may have other ends of lines
+    for number, line in enumerate(decode_digest_list(content).split("\n"), start=1):  # a name may contain "\r"
         text = line.lstrip().removesuffix("\r")
         if not text or text.startswith("#"):
             continue
@@ -46,15 +46,17 @@ def read_sums(content: bytes) -> dict[str, str]:
     return found
 
 
-def decoded_text(content: bytes) -> str:
-    """Return the text without its byte order mark; bytes that are no UTF-8 become surrogates, as in names of files.
+def decode_digest_list(content: bytes) -> str:
+    """Decode UTF-8, or UTF-16 with a byte order mark, and return the text without the mark.
+
+    Bytes that are not UTF-8 become surrogates, as in ``os.fsdecode``.
 
     Raises:
-        DigestListError: it begins as UTF-16, and is not.
+        DigestListError: the content has a byte order mark of UTF-16, but is not UTF-16.
     """
     if not content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return content.removeprefix(codecs.BOM_UTF8).decode("utf-8", "surrogateescape")
     try:
         return content.decode("utf-16")
     except UnicodeDecodeError as error:
-        raise DigestListError(f"is no text in UTF-16, as which it begins ({error.reason}); write it in UTF-8") from None
+        raise DigestListError(f"begins as UTF-16, but is not UTF-16 ({error.reason}); write it in UTF-8") from None

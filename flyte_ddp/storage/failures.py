@@ -7,14 +7,14 @@ READ_TIMEOUT = 30.0  # seconds without a byte
 
 
 class UnavailableError(Exception):
-    """A file could not be read or written; ``transient``: the next try may succeed."""
+    """A file could not be read or written; ``transient`` says whether another try may succeed."""
 
     def __init__(self, reason: str, *, transient: bool = False) -> None:
         super().__init__(reason)
         self.transient = transient
 
     def explained(self, message: str) -> UserError:
-        """Return the error for the user, whose class says whether another try may help."""
+        """Return ``message`` as an UnreachableError if this error is transient, else as a UserError."""
         return UnreachableError(message) if self.transient else UserError(message)
 
 
@@ -23,18 +23,18 @@ class MissingError(UnavailableError):
 
 
 class ForbiddenError(UnavailableError):
-    """The server refuses to give the file, and may not even say whether there is one: HTTP 403."""
+    """The server answers HTTP 403: it refuses to give the file, and may not say whether the file exists."""
 
 
 class ExistsError(UnavailableError):
-    """There is a file of that name, which is not replaced."""
+    """A file of that name exists, so it was not created."""
 
 
 class AlteredError(UnavailableError):
-    """The file that is there is not the one that was expected: it has another digest, size or tag."""
+    """The file has another digest, size or tag than expected."""
 
 
-def refusal(status: int, detail: str) -> UnavailableError:
-    """Return the error for an HTTP status."""
+def http_status_error(status: int, detail: str) -> UnavailableError:
+    """Return the error for an HTTP status and its reason: 408, 429 and 5xx are transient."""
     kind = {403: ForbiddenError, 404: MissingError, 410: MissingError}.get(status, UnavailableError)
     return kind(f"HTTP {status} {detail}".strip(), transient=status >= 500 or status in (408, 429))

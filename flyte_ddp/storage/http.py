@@ -1,4 +1,4 @@
-"""Files of HTTP servers; proxies, certificates and ``~/.netrc`` are taken from the environment, as requests does."""
+"""Read and list files of HTTP servers. Proxies, certificates and ``~/.netrc`` come from the environment (requests)."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -18,39 +18,50 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.settings import ALLOWED
 from flyte_ddp.storage import failures
 from flyte_ddp.storage.addresses import leads_out
-from flyte_ddp.storage.content import CHUNK_BYTES, Content, Entry, Span, entity_tag
+from flyte_ddp.storage.content import CHUNK_BYTES, Content, Entry, Span, parse_etag
 from flyte_ddp.storage.digest_list import SUMS, DigestListError, read_sums
-from flyte_ddp.storage.failures import UnavailableError, refusal
-from flyte_ddp.storage.origins import may_be_redirected, origin_of
+from flyte_ddp.storage.failures import UnavailableError, http_status_error
+from flyte_ddp.storage.origins import may_follow_redirect, origin_of
 
-CONNECTIONS = 64  # that one process keeps open to a server
-HOPELESS = (InvalidURL, SSLError, TooManyRedirects, urllib3.exceptions.LocationParseError)
+CONNECTIONS = 64  # kept open by one process to one server
+PERMANENT_ERRORS = (InvalidURL, SSLError, TooManyRedirects, urllib3.exceptions.LocationParseError)
 
 
 @contextmanager
 def open_file(address: str, span: Span | None) -> Iterator[Content]:
-    """:func:`flyte_ddp.storage.open_file` for an HTTP address."""
-    wanted = {"Range": f"bytes={span[0]}-{span[1] - 1}"} if span is not None else {}
-    with response(address, "GET", wanted) as answer:
-        if span is not None and not answer.headers.get("Content-Range", "").startswith(f"bytes {span[0]}-"):
+    """Open a file of an HTTP server, or a span of bytes of it, for one pass over its bytes.
+
+    Raises:
+        UnavailableError: the server gives no file, cannot give a span, or fails while the bytes are read.
+    """
+    span_header = {"Range": f"bytes={span[0]}-{span[1] - 1}"} if span is not None else {}
+    with open_response(address, "GET", span_header) as response:
+        if span is not None and not response.headers.get("Content-Range", "").startswith(f"bytes {span[0]}-"):
             raise UnavailableError("the server cannot give a part of a file: it ignores Range")
-        size = answer.headers.get("Content-Length")
-        chunks = answer.raw.stream(CHUNK_BYTES, decode_content=False)
-        yield Content(int(size) if size else None, chunks, entity_tag(answer.headers.get("ETag")))
+        size = response.headers.get("Content-Length")
+        chunks = response.raw.stream(CHUNK_BYTES, decode_content=False)
+        yield Content(int(size) if size else None, chunks, parse_etag(response.headers.get("ETag")))
 
 
-def stat(address: str) -> Entry:
-    """:func:`flyte_ddp.storage.stat` for an HTTP address."""
-    with response(address, "HEAD", {}) as answer:
-        size, tag, time = (answer.headers.get(name, "") for name in ("Content-Length", "ETag", "Last-Modified"))
-        return Entry("", int(size or -1), entity_tag(tag) or time)
+def stat_file(address: str) -> Entry:
+    """Return the size (-1 if not sent) and the tag of a file of an HTTP server, by a HEAD request.
+
+    The tag is the ETag, else the time of the last change, else "". Raises UnavailableError if the server fails.
+    """
+    with open_response(address, "HEAD", {}) as response:
+        size, tag, time = (response.headers.get(name, "") for name in ("Content-Length", "ETag", "Last-Modified"))
+        return Entry("", int(size or -1), parse_etag(tag) or time)
 
 
 def list_files(address: str) -> Iterator[Entry]:
-    """:func:`flyte_ddp.storage.list_files` for an HTTP address: what ``SHA256SUMS`` there names, without sizes."""
+    """Read ``SHA256SUMS`` in a folder of an HTTP server; yield the files that it names, with size -1, by name.
+
+    Raises:
+        UnavailableError: the server gives no SHA256SUMS; it cannot be parsed; or it names a file outside the folder.
+    """
     try:
-        with open_file(f"{address.rstrip('/')}/{SUMS}", None) as found:
-            content = b"".join(found.chunks)
+        with open_file(f"{address.rstrip('/')}/{SUMS}", None) as file:
+            content = b"".join(file.chunks)
     except UnavailableError as failure:
         words = f"an HTTP server has no list of its files, and {SUMS} in that folder cannot be read: {failure}"
         raise UnavailableError(words, transient=failure.transient) from None
@@ -64,40 +75,50 @@ def list_files(address: str) -> Iterator[Entry]:
         yield Entry(name, -1, digest)
 
 
-def put(address: str, content: object) -> NoReturn:  # noqa: ARG001
-    """Raise UserError: web servers only give files."""
+def write_file(address: str, content: object) -> NoReturn:  # noqa: ARG001
+    """Raise UserError: files cannot be written to a web server."""
     raise UserError(f"address {address!r}: nothing can be written to a web server; give a path, s3://, gs:// or az://")
 
 
-create = put
+create_file = write_file
 
 
-def delete(addresses: Sequence[str]) -> NoReturn:
-    """Raise UserError."""
-    put(addresses[0], None)
+def delete_files(addresses: Sequence[str]) -> NoReturn:
+    """Raise UserError: files of a web server cannot be deleted."""
+    write_file(addresses[0], None)
 
 
 @contextmanager
-def response(address: str, method: str, headers: dict[str, str]) -> Iterator[Any]:
-    """Yield the response with status 200 or 206, whose body is not yet read."""
+def open_response(address: str, method: str, headers: dict[str, str]) -> Iterator[Any]:
+    """Send an HTTP request, follow redirects, and yield the response with an unread body; close it after the block.
+
+    Waits up to CONNECT_TIMEOUT for the connection and up to READ_TIMEOUT for each piece of the body.
+
+    Raises:
+        UnavailableError: the status is not 200 or 206, or the connection fails, also while the block reads the body.
+    """
     try:
-        with session(os.getpid()).request(
+        with process_session(os.getpid()).request(
             method,
             address,
-            stream=method != "HEAD",  # what has no body is read at once, else its connection would be closed
+            stream=method != "HEAD",  # without a body there is nothing to stream, and the connection stays open
             timeout=(failures.CONNECT_TIMEOUT, failures.READ_TIMEOUT),
-            headers={"Accept-Encoding": "identity", **headers},  # what is compressed on the way has another digest
+            headers={"Accept-Encoding": "identity", **headers},  # digests are of the uncompressed bytes
             allow_redirects=True,
-        ) as answer:
-            if answer.status_code not in (200, 206):
-                raise refusal(answer.status_code, answer.reason or "")
-            yield answer
+        ) as response:
+            if response.status_code not in (200, 206):
+                raise http_status_error(response.status_code, response.reason or "")
+            yield response
     except (requests.RequestException, urllib3.exceptions.HTTPError) as error:
-        raise UnavailableError(masked(root_cause(error)), transient=not isinstance(error, HOPELESS)) from None
+        transient = not isinstance(error, PERMANENT_ERRORS)
+        raise UnavailableError(masked(root_cause_message(error)), transient=transient) from None
 
 
-def root_cause(error: BaseException) -> str:
-    """Return the innermost error's message: those around it are long and name their objects."""
+def root_cause_message(error: BaseException) -> str:
+    """Return the message of the innermost cause of an error; messages of the outer errors are long and technical.
+
+    A timeout becomes a sentence with the seconds waited.
+    """
     if isinstance(error, ConnectTimeout | urllib3.exceptions.ConnectTimeoutError):
         return f"no connection within {failures.CONNECT_TIMEOUT:g} s"
     if isinstance(error, ReadTimeout | urllib3.exceptions.ReadTimeoutError):
@@ -107,17 +128,17 @@ def root_cause(error: BaseException) -> str:
     return getattr(error, "strerror", None) or str(error)
 
 
-class Session(requests.Session):
-    """Follows redirects on the same host and to public ones, and to others that the setting allows."""
+class GuardedSession(requests.Session):
+    """A session that refuses redirects to hosts that :func:`may_follow_redirect` does not allow."""
 
     def get_redirect_target(self, resp: requests.Response) -> str | None:
-        """Return where a response says the file is; None if it is no redirect.
+        """Return the address that a redirect names; None if the response is no redirect.
 
         Raises:
-            UnavailableError: that is another host, in a private network, on this machine or of a cloud's own services.
+            UnavailableError: the redirect leads to another host that is neither public nor allowed; closes ``resp``.
         """
         target = super().get_redirect_target(resp)
-        if target is not None and not may_be_redirected(resp.url, there := urljoin(resp.url, target)):
+        if target is not None and not may_follow_redirect(resp.url, there := urljoin(resp.url, target)):
             resp.close()
             raise UnavailableError(
                 f"redirected to {origin_of(there)}, which is another host and not a public one; set "
@@ -127,10 +148,13 @@ class Session(requests.Session):
 
 
 @cache
-def session(process: int) -> requests.Session:  # noqa: ARG001
-    """Return a process's session, which keeps connections open and no cookies: each request is given the same."""
-    made = Session()
-    made.cookies.set_policy(DefaultCookiePolicy(allowed_domains=[]))
+def process_session(process: int) -> requests.Session:  # noqa: ARG001
+    """Return the session of a process, made at the first call. It keeps connections open and stores no cookies.
+
+    A forked child must not use its parent's connections, so the process id is part of the cache's key.
+    """
+    session = GuardedSession()
+    session.cookies.set_policy(DefaultCookiePolicy(allowed_domains=[]))
     for scheme in ("http://", "https://"):
-        made.mount(scheme, HTTPAdapter(pool_maxsize=CONNECTIONS))
-    return made
+        session.mount(scheme, HTTPAdapter(pool_maxsize=CONNECTIONS))
+    return session

@@ -1,9 +1,10 @@
-"""Files of this machine."""
+"""Read, list, write and delete files of this machine."""
 
 import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from stat import S_ISREG
 from typing import BinaryIO
@@ -14,8 +15,8 @@ from flyte_ddp.storage.content import CHUNK_BYTES, Content, Entry, Span
 from flyte_ddp.storage.failures import ExistsError, MissingError, UnavailableError
 
 
-def path_of(address: str) -> Path:
-    """Return the path that a local address means."""
+def require_local_path(address: str) -> Path:
+    """Return the absolute path of an address of this machine."""
     path = local_path(address)
     assert path is not None
     return path
@@ -23,7 +24,7 @@ def path_of(address: str) -> Path:
 
 @contextmanager
 def translate_errors() -> Iterator[None]:
-    """Turn the block's OSErrors into an UnavailableError, or a MissingError."""
+    """Raise a MissingError if the block does not find a file, and an UnavailableError for its other OSErrors."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError):
@@ -34,36 +35,56 @@ def translate_errors() -> Iterator[None]:
 
 @contextmanager
 def open_file(address: str, span: Span | None) -> Iterator[Content]:
-    """:func:`flyte_ddp.storage.open_file` for a path."""
+    """Open a file of this machine, or a span of bytes of it, for one pass over its bytes.
+
+    Raises:
+        MissingError: there is no such file.
+        UnavailableError: the file cannot be read; raised here or in the block.
+    """
     with translate_errors():
-        file = path_of(address).open("rb")
+        file = require_local_path(address).open("rb")
     with file:
         size = os.fstat(file.fileno()).st_size
         start, end = span or (0, size)
         file.seek(start)
-        yield Content(max(0, min(end, size) - start), pieces(file, end - start))
+        yield Content(max(0, min(end, size) - start), read_chunks(file, end - start))
 
 
-def pieces(file: BinaryIO, length: int) -> Iterator[bytes]:
-    """Yield the next ``length`` bytes of the file, or fewer at its end."""
+def read_chunks(file: BinaryIO, length: int) -> Iterator[bytes]:
+    """Yield the next ``length`` bytes of a file in chunks of 1 MiB; fewer bytes if the file ends before.
+
+    Raises UnavailableError if the file cannot be read.
+    """
     with translate_errors():
-        while length > 0 and (piece := file.read(min(length, CHUNK_BYTES))):
-            length -= len(piece)
-            yield piece
+        while length > 0 and (chunk := file.read(min(length, CHUNK_BYTES))):
+            length -= len(chunk)
+            yield chunk
 
 
-def stat(address: str) -> Entry:
-    """:func:`flyte_ddp.storage.stat` for a path."""
+def stat_file(address: str) -> Entry:
+    """Return the size of a file of this machine and, as its tag, the time of its last change (nanoseconds).
+
+    Raises MissingError if there is no such file or it is no regular file, UnavailableError for another OSError.
+    """
     with translate_errors():
-        status = path_of(address).stat()
+        status = require_local_path(address).stat()
     if not S_ISREG(status.st_mode):
         raise MissingError("no such file")
     return Entry("", status.st_size, f"{status.st_mtime_ns}")
 
 
-def put(address: str, content: bytes | Path, *, create: bool = False) -> None:
-    """:func:`flyte_ddp.storage.put` for a path."""
-    path = path_of(address)
+def write_file(address: str, content: bytes | Path, *, create: bool = False) -> None:
+    """Write a file of this machine by a temporary file and a rename; make missing folders.
+
+    Args:
+        address: address of the file; a file of that name is replaced.
+        content: the bytes; or the path of a file, whose content is copied in pieces.
+        create: raise ExistsError if there is a file of that name, and return only when the new file is on the disk.
+
+    Raises:
+        UnavailableError: the file cannot be written, or the file ``content`` cannot be read.
+    """
+    path = require_local_path(address)
     try:
         with atomic_write(path, durable=create, create=create) as file:
             if isinstance(content, Path):
@@ -72,50 +93,61 @@ def put(address: str, content: bytes | Path, *, create: bool = False) -> None:
             else:
                 file.write(content)
     except OSError as error:
-        if create and isinstance(error, FileExistsError) and path.exists():  # and not that its folder is a file
+        # The path is looked at because a FileExistsError is also raised where the file's folder is itself a file.
+        if create and isinstance(error, FileExistsError) and path.exists():
             raise ExistsError("there is a file of that name") from None
         raise UnavailableError(error.strerror or str(error)) from None
 
 
-def create(address: str, content: bytes | Path) -> None:
-    """:func:`flyte_ddp.storage.create` for a path; the file is on the disk when this returns."""
-    put(address, content, create=True)
+create_file = partial(write_file, create=True)
 
 
-def delete(addresses: Sequence[str]) -> None:
-    """:func:`flyte_ddp.storage.delete` for paths."""
+def delete_files(addresses: Sequence[str]) -> None:
+    """Delete files of this machine in the given order.
+
+    Stops at the first file that is missing (MissingError) or cannot be deleted (UnavailableError).
+    """
     with translate_errors():
         for address in addresses:
-            path_of(address).unlink()
+            require_local_path(address).unlink()
 
 
 def list_files(address: str) -> Iterator[Entry]:
-    """:func:`flyte_ddp.storage.list_files` for a folder; links are followed, hidden files and folders left out."""
-    root = path_of(address)
+    """Yield the files below a folder of this machine, by name. Follows symlinks; skips hidden files and folders.
+
+    Raises:
+        MissingError: there is no such folder.
+        UnavailableError: a folder or a symlink's target cannot be read, or a symlink leads back to a folder above it.
+    """
+    root = require_local_path(address)
     with translate_errors():
         if not root.is_dir():
             raise MissingError("no such directory")
-    yield from sorted(walk(str(root), "", ()), key=lambda entry: entry.name)
+    yield from sorted(walk_folder(str(root), "", ()), key=lambda entry: entry.name)
 
 
-def walk(folder: str, prefix: str, above: tuple[tuple[int, int], ...]) -> Iterator[Entry]:
-    """Yield the files below a folder, with ``prefix`` before their names.
+def walk_folder(folder: str, prefix: str, parents: tuple[tuple[int, int], ...]) -> Iterator[Entry]:
+    """Yield the files below a folder in the order of the file system. Follows symlinks; skips hidden entries.
+
+    Args:
+        folder: path of the folder.
+        prefix: put before each file's name.
+        parents: device and inode of each folder above ``folder``, to find symlinks that lead back.
 
     Raises:
-        UnavailableError: a folder or the target of a link cannot be read; or the folder is one of those ``above`` it,
-            by device and inode, to which a link has led back.
+        UnavailableError: a folder or a symlink's target cannot be read, or a symlink leads back to a folder above it.
     """
     try:
-        itself = os.stat(folder)  # noqa: PTH116
-        identity = (itself.st_dev, itself.st_ino)
-        if identity in above:
+        status = os.stat(folder)  # noqa: PTH116
+        identity = (status.st_dev, status.st_ino)
+        if identity in parents:
             raise UnavailableError(f"{folder} is a link to a folder that it is in")
         with os.scandir(folder) as entries:
             for entry in entries:
                 if entry.name.startswith("."):
                     continue
                 if entry.is_dir():
-                    yield from walk(entry.path, f"{prefix}{entry.name}/", (*above, identity))
+                    yield from walk_folder(entry.path, f"{prefix}{entry.name}/", (*parents, identity))
                 elif S_ISREG((status := entry.stat()).st_mode):
                     yield Entry(f"{prefix}{entry.name}", status.st_size, f"{status.st_mtime_ns}")
     except OSError as error:

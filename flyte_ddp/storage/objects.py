@@ -1,6 +1,7 @@
-"""Objects of S3, Google Cloud Storage and Azure Blob Storage, through obstore, whose threads do not need Python's lock.
+"""Read, list, write and delete objects of S3, Google Cloud Storage and Azure Blob Storage, through obstore.
 
-A fork does not take these threads along, so a forked child can use obstore only if its parent has not.
+obstore's threads run without Python's global lock. A fork has none of these threads, so a forked child can use obstore
+only if its parent has not used it.
 """
 
 import os
@@ -19,110 +20,135 @@ from flyte_ddp.credentials import masked
 from flyte_ddp.storage import failures
 from flyte_ddp.storage.addresses import split_key
 from flyte_ddp.storage.clouds import CLOUDS, VARIABLES
-from flyte_ddp.storage.content import CHUNK_BYTES, Content, Entry, Span, entity_tag
-from flyte_ddp.storage.failures import ExistsError, ForbiddenError, MissingError, UnavailableError, refusal
+from flyte_ddp.storage.content import CHUNK_BYTES, Content, Entry, Span, parse_etag
+from flyte_ddp.storage.failures import ExistsError, ForbiddenError, MissingError, UnavailableError, http_status_error
 
 BUCKET = re.compile(r"[A-Za-z0-9._$-]+")
-PART_BYTES = 16 << 20  # of an upload in parts, of which there may be 10,000
+PART_BYTES = 16 << 20  # of each part of a multipart upload, which may have 10,000 parts
 READ, LIST, WRITE, DELETE = "read it", "list the bucket, or this part of it,", "write it", "delete it"
-# What each cloud calls these rights.
+# The name of each right in each cloud.
 GOOGLE, AZURE_READER, AZURE_WRITER = "storage.objects", "Storage Blob Data Reader", "Storage Blob Data Contributor"
 RIGHTS = {
     "s3": {READ: "s3:GetObject", LIST: "s3:ListBucket", WRITE: "s3:PutObject", DELETE: "s3:DeleteObject"},
     "gs": {READ: f"{GOOGLE}.get", LIST: f"{GOOGLE}.list", WRITE: f"{GOOGLE}.create", DELETE: f"{GOOGLE}.delete"},
     "az": {READ: AZURE_READER, LIST: AZURE_READER, WRITE: AZURE_WRITER, DELETE: AZURE_WRITER},
 }
-# Other codes of status 403 say that it is the credentials, not their rights; an answer to HEAD has none.
+# A missing right. Status 403 with another code means bad credentials; a response to HEAD has no code.
 NO_RIGHT = ("HTTP 403", "HTTP 403 AccessDenied", "HTTP 403 AuthorizationPermissionMismatch")
 Result = TypeVar("Result")
 
 
 @contextmanager
 def open_file(address: str, span: Span | None) -> Iterator[Content]:
-    """:func:`flyte_ddp.storage.open_file` for an object."""
-    found = call_store(address, lambda store, key: obstore.get(store, key, options={"range": span} if span else {}))
-    start, end = found.range
-    yield Content(end - start, chunks(found.stream(CHUNK_BYTES // 4)), entity_tag(found.meta["e_tag"]))
+    """Open an object, or a span of bytes of it, for one pass over its bytes.
+
+    Raises UnavailableError if the object cannot be read, here or while the block reads the bytes.
+    """
+    stored = call_store(address, lambda store, key: obstore.get(store, key, options={"range": span} if span else {}))
+    start, end = stored.range
+    yield Content(end - start, read_chunks(stored.stream(CHUNK_BYTES // 4)), parse_etag(stored.meta["e_tag"]))
 
 
-def chunks(stream: Iterable[Any]) -> Iterator[bytes]:
-    """Yield the content."""
+def read_chunks(stream: Iterable[Any]) -> Iterator[bytes]:
+    """Yield the chunks of obstore's stream as bytes; raise UnavailableError if the download fails."""
     try:
         yield from map(bytes, stream)
     except Exception as error:
         raise translate_error(error) from None
 
 
-def stat(address: str) -> Entry:
-    """:func:`flyte_ddp.storage.stat` for an object."""
-    found = call_store(address, obstore.head)
-    return Entry("", found["size"], entity_tag(found["e_tag"]))
+def stat_file(address: str) -> Entry:
+    """Return the size and ETag of an object, by a HEAD request; raise UnavailableError if that fails."""
+    stored = call_store(address, obstore.head)
+    return Entry("", stored["size"], parse_etag(stored["e_tag"]))
 
 
 def list_files(address: str) -> Iterator[Entry]:
-    """:func:`flyte_ddp.storage.list_files` for a prefix; an empty object that stands for an empty folder is a file."""
+    """Return the objects below a prefix, ordered by name; keeps the whole list in memory.
+
+    An empty object whose name is the folder of another object is left out. An empty object of an empty folder is
+    listed as a file. Raises UnavailableError if the bucket cannot be listed.
+    """
 
     def list_entries(store: Any, key: str) -> list[Entry]:
         start = len(key.rstrip("/")) + 1 if key else 0
         pages = obstore.list(store, prefix=key)
-        return [Entry(file["path"][start:], file["size"], entity_tag(file["e_tag"])) for page in pages for file in page]
+        return [Entry(file["path"][start:], file["size"], parse_etag(file["e_tag"])) for page in pages for file in page]
 
-    found, folders = call_store(address, list_entries, LIST), {""}
-    for name in (entry.name for entry in found):
+    entries, folders = call_store(address, list_entries, LIST), {""}
+    for name in (entry.name for entry in entries):
         while (name := name.rpartition("/")[0]) not in folders:
             folders.add(name)
-    return (entry for entry in found if entry.size or entry.name not in folders)
+    return (entry for entry in entries if entry.size or entry.name not in folders)
 
 
-def put(address: str, content: bytes | Path) -> None:
-    """:func:`flyte_ddp.storage.put` for an object; what is larger than PART_BYTES is sent in parts, four at a time."""
+def write_file(address: str, content: bytes | Path) -> None:
+    """Upload an object, and replace an object of that name; above PART_BYTES in parts, four at a time.
+
+    Raises UnavailableError if the upload fails.
+    """
     options: dict[str, Any] = {"chunk_size": PART_BYTES, "max_concurrency": 4}
     call_store(address, lambda store, key: obstore.put(store, key, content, **options), WRITE)
 
 
-def create(address: str, content: bytes | Path) -> None:
-    """:func:`flyte_ddp.storage.create` for an object: in one request, so of at most 5 GB on S3."""
+def create_file(address: str, content: bytes | Path) -> None:
+    """Upload an object in one request (on S3 at most 5 GB), if there is none of that name.
+
+    Raises ExistsError if there is an object of that name, UnavailableError if the upload fails.
+    """
     call_store(address, lambda store, key: obstore.put(store, key, content, mode="create", use_multipart=False), WRITE)
 
 
-def delete(addresses: Sequence[str]) -> None:
-    """:func:`flyte_ddp.storage.delete` for objects: on S3 1,000 by each request, on Azure 256, on Google one."""
+def delete_files(addresses: Sequence[str]) -> None:
+    """Delete objects of one bucket: up to 1,000 with each request on S3, 256 on Azure, one on Google.
+
+    Raises UnavailableError if a request fails; other objects may be deleted by then.
+    """
     keys = [split_key(address)[1] for address in addresses]
     call_store(addresses[0], lambda store, _: obstore.delete(store, keys), DELETE)
 
 
 def call_store(address: str, action: Callable[[Any, str], Result], right: str = READ) -> Result:
-    """Return the result of ``action`` for an object's store and key; its errors become an UnavailableError.
+    """Call ``action(store, key)`` with obstore's store of a bucket and an object's key; return its result.
 
     Args:
-        address: of the object, or of the prefix to list.
-        action: does one thing with obstore, and may raise its errors.
-        right: the right that the action needs: READ, LIST, WRITE or DELETE. A refusal of READ costs a request more.
+        address: address of the object, or of the prefix to list.
+        action: makes obstore's requests; obstore's exceptions become an UnavailableError.
+        right: the right that the action needs, READ, LIST, WRITE or DELETE, for the error about a missing right. A
+            refused READ makes one more request, which lists the bucket.
     """
     start, key = split_key(address)
     kind, store = start.partition("://")[0].lower(), None
     try:
-        store = store_of(kind, start.split("/")[2])
+        store = get_store(kind, start.split("/")[2])
         return action(store, key)
     except UnavailableError:
         raise
     except Exception as error:  # of obstore's classes, and some of Python's own
-        found = translate_error(error, anonymous=store is not None and "skip_signature" in store.config)
-        raise missing_right(found, kind, store, key, right) if str(found) in NO_RIGHT else found from None
+        failure = translate_error(error, anonymous=store is not None and "skip_signature" in store.config)
+        raise explain_refusal(failure, kind, store, key, right) if str(failure) in NO_RIGHT else failure from None
 
 
-def missing_right(refused: UnavailableError, kind: str, store: Any, key: str, right: str) -> UnavailableError:
-    """Return the error that names the right which is missing, or says that the object is.
+def explain_refusal(refused: UnavailableError, kind: str, store: Any, key: str, right: str) -> UnavailableError:
+    """Return the error for a response with status 403: it names the missing right, or says that the object is missing.
 
-    A store answers 403, and not 404, for an object that is not there to whoever may not list the bucket; on S3 also
-    where the right to list is limited to a prefix. So an object that could not be read is looked for in the list.
+    A store answers 403 and not 404 for a missing object if the caller may not list the bucket; on S3 also if the right
+    to list covers only a prefix. So after a refused READ this lists the bucket around the object.
+
+    Args:
+        refused: the error with the status.
+        kind: s3, gs or az.
+        store: obstore's store of the bucket.
+        key: the object's key.
+        right: the right that the request needed.
     """
     rights = RIGHTS[kind]
     words = f"{refused}: the right to {right} ({rights[right]}) is missing"
     if right != READ:
         return ForbiddenError(words)
     try:
-        pages = obstore.list(store, prefix=key.rpartition("/")[0], offset=key[:-1])  # from where it would be
+        # The list begins before the object; some servers ignore the offset, so smaller names are skipped.
+        pages = obstore.list(store, prefix=key.rpartition("/")[0], offset=key[:-1])
         names = (file["path"] for page in pages for file in page)
         if next((name for name in names if name >= key), "") != key:
             return MissingError(f"{refused}: the list of the bucket does not have it")
@@ -131,8 +157,8 @@ def missing_right(refused: UnavailableError, kind: str, store: Any, key: str, ri
     return ForbiddenError(words)
 
 
-# obstore has classes for status 404, 403, 401, 409 and 412; all other failures are GenericErrors, and only their text
-# says whether it was a status, a lost connection, a certificate or a setting.
+# obstore has classes for status 404, 403, 401, 409 and 412. All other failures are GenericErrors: only the text of the
+# error shows whether the cause is a status, a lost connection, a certificate or a setting.
 STATUS = re.compile(r"status code: (\d{3})(?:.*?<Code>(\w+)</Code>)?", re.DOTALL)
 CAUSE = re.compile(r'(?:message|error): "([^"]*)"|InvalidCertificate\(\s*(\w+)')
 SERVER = re.compile(r"Error performing \w+ (\w+://[^/\s]+)")
@@ -147,7 +173,12 @@ EXPLAINED = {
 
 
 def translate_error(error: Exception, *, anonymous: bool = False) -> UnavailableError:
-    """Return the UnavailableError for an error of obstore's, whose text has in the lines below the first its causes."""
+    """Return the UnavailableError for an exception of obstore, by patterns in its text, with credentials masked.
+
+    Args:
+        error: the exception; the causes stand in the lines below the first.
+        anonymous: whether the request was made without credentials; the error then says that.
+    """
     text = str(error)
     status, cause, server = STATUS.search(text), CAUSE.search(text), SERVER.search(text)
     if isinstance(error, AlreadyExistsError) and "ConditionalRequestConflict" not in text:
@@ -156,9 +187,9 @@ def translate_error(error: Exception, *, anonymous: bool = False) -> Unavailable
         code = status[2] or ""
         if anonymous and status[1] in ("400", "401", "403"):
             code += " (asked without credentials, as there are none)"
-        found = refusal(int(status[1]), code.strip())
-        found.transient |= isinstance(error, AlreadyExistsError)  # of S3: somebody else is writing it, and may fail
-        return found
+        failure = http_status_error(int(status[1]), code.strip())
+        failure.transient |= isinstance(error, AlreadyExistsError)  # S3: another writer is at work, and may yet fail
+        return failure
     if "kind: Connect" in text and "TimedOut" in text:
         reason = f"no connection within {failures.CONNECT_TIMEOUT:g} s"
     elif "kind: Timeout" in text:
@@ -167,19 +198,23 @@ def translate_error(error: Exception, *, anonymous: bool = False) -> Unavailable
         reason = cause[1] or cause[2] if cause else WRAPPING.sub("", text.partition("\n")[0])
     reason += f" by {server[1]}" if server else ""
     words = next((words for sign, words in EXPLAINED.items() if sign in text), "{}")
-    passing = ("kind: " in text and "Certificate" not in text) or "PyErr" in text  # where credentials are not renewed
-    return UnavailableError(masked(words.format(reason)), transient=passing)
+    # "kind: " marks a failed connection; "PyErr" marks credentials that could not be renewed.
+    transient = ("kind: " in text and "Certificate" not in text) or "PyErr" in text
+    return UnavailableError(masked(words.format(reason)), transient=transient)
 
 
-USERS: set[int] = set()  # processes that have used obstore: this one, and those that it is a fork of
-LOCK = threading.Lock()
+USERS: set[int] = set()  # ids of processes that have used obstore: this process, and the processes it was forked from
+LOCK = threading.Lock()  # held while a store is made
 
 
-def store_of(kind: str, bucket: str) -> Any:
-    """Return obstore's store for a bucket, with the settings and credentials of the environment as it is now.
+def get_store(kind: str, bucket: str) -> Any:
+    """Return obstore's store of a bucket for the current environment variables; a new one is made if they changed.
+
+    Adds this process to USERS.
 
     Raises:
-        UnavailableError: settings or credentials cannot be used, or obstore cannot in this process.
+        UnavailableError: the bucket's name, the settings or the credentials cannot be used; or this process is a fork
+            of a process that has used obstore.
     """
     if not BUCKET.fullmatch(bucket):
         raise UnavailableError(f"bucket name {bucket!r}: may have letters, digits, '.', '_' and '-' only")
@@ -188,20 +223,23 @@ def store_of(kind: str, bucket: str) -> Any:
             "this process is a fork of one that has used object storage, whose threads a fork does not have; "
             "start it by 'spawn' or 'forkserver', as DataLoader(multiprocessing_context='spawn') does"
         )
-    USERS.add(os.getpid())  # before the lock is taken, so that no fork waits for one that another thread has held
+    # Before the lock is taken: a process that is forked while a thread holds the lock gets the error and does not hang.
+    USERS.add(os.getpid())
     environment = tuple(sorted(pair for pair in os.environb.items() if pair[0].startswith(VARIABLES)))
-    with LOCK:  # making one takes 0.3 s
-        return new_store(kind, bucket, environment)
+    with LOCK:  # making a store takes 0.3 s, so threads must not make the same one twice
+        return make_store(kind, bucket, environment)
 
 
 @lru_cache(maxsize=32)
-def new_store(kind: str, bucket: str, _: tuple[tuple[bytes, bytes], ...]) -> Any:
-    """Make a store, once for the same environment."""
+def make_store(kind: str, bucket: str, _: tuple[tuple[bytes, bytes], ...]) -> Any:
+    """Make obstore's store of a bucket, and keep it for later calls with the same environment variables.
+
+    Raises UnavailableError if settings or credentials cannot be used.
+    """
     try:
         return CLOUDS[kind](bucket)
     except Exception as error:
-        passing = (
-            getattr(error, "retryable", False) or "RetrievalError" in type(error).__name__
-        )  # google-auth, botocore
+        # google-auth marks its transient errors; botocore's have this name.
+        transient = getattr(error, "retryable", False) or "RetrievalError" in type(error).__name__
         words = f"settings or credentials of {kind}:// cannot be used: {translate_error(error)}"
-        raise UnavailableError(words, transient=passing) from None
+        raise UnavailableError(words, transient=transient) from None

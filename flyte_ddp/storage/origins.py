@@ -1,7 +1,7 @@
-"""Which addresses may be read because something on a web server names them: an index, or a redirect.
+"""Decide which addresses a web server may make this process read, by an index or by a redirect.
 
-They are read with the rights of who trains, from inside that one's network: a server that could name any address could
-have a cloud's metadata service asked for credentials, or a private bucket read.
+The process reads with the user's credentials and from inside the user's network. If a web server could name any
+address, the process would read private buckets for it, or ask a cloud's metadata service for credentials.
 """
 
 import socket
@@ -16,42 +16,43 @@ PORTS = {"http": 80, "https": 443}
 
 
 def origin_of(address: str) -> str:
-    """Return scheme, host and port of a web address, or scheme and bucket of an object's, with a slash at the end."""
+    """Return scheme, host and port of a web address, or scheme and bucket of an object, with a slash at the end."""
     return split_origin(address)[0]
 
 
 def split_origin(address: str) -> tuple[str, str]:
-    """Return an address's origin, in small letters, and its path."""
+    """Return an address's origin (``https://host:port/`` without a default port, ``s3://bucket/``) and its path."""
     if scheme(address) not in PORTS:
         start, key = split_key(address)
         kind, _, bucket = start.partition("://")
         return f"{kind.lower()}://{bucket}", key
-    found = parse_url(address)
+    found = parse_web_address(address)
     kind = found.scheme or ""
     port = f":{found.port}" if found.port not in (None, PORTS[kind]) else ""
     return f"{kind}://{found.host}{port}/", (found.path or "").lstrip("/")
 
 
-def parse_url(address: str) -> Any:
-    """Return the parts of a web address as requests sees them: another parser may see another host in the same text."""
-    from urllib3.util import parse_url  # not at the top: it takes 50 ms, and most addresses are none of the web
+def parse_web_address(address: str) -> Any:
+    """Return a web address as urllib3's ``Url``; requests parses with it, and another parser may find another host."""
+    from urllib3.util import parse_url  # not at the top: the import takes 50 ms, and few runs have web addresses
 
     return parse_url(address)
 
 
 def may_be_named(address: str, source: str) -> bool:
-    """Return whether a file from a web server may name an address: one of its own origin, or an allowed one.
+    """Return whether a file on a web server may name an address: one of the same origin, or an allowed one.
 
     Args:
-        address: absolute, and not of this machine.
-        source: the address of the file on the web server.
+        address: the named address; absolute and remote.
+        source: address of the file on the web server.
     """
     own = "/".join(source.split("/", 3)[:3])
-    return address.startswith(f"{own}/") or origin_of(address) == origin_of(source) or is_allowed(address)
+    # The first comparison is fast and decides for nearly all of an index's 100,000 shards.
+    return address.startswith(f"{own}/") or origin_of(address) == origin_of(source) or is_allowed_address(address)
 
 
-def is_allowed(address: str) -> bool:
-    """Return whether the setting names an address, or a folder that it is in."""
+def is_allowed_address(address: str) -> bool:
+    """Return whether ``FLYTE_DDP_ALLOWED_ADDRESSES`` has the origin, or a folder that contains the address."""
     origin, path = split_origin(address)
     if ".." in unquote(path).split("/"):
         return False
@@ -60,25 +61,29 @@ def is_allowed(address: str) -> bool:
     )
 
 
-def may_be_redirected(source: str, target: str) -> bool:
-    """Return whether a redirect may be followed: on the same host, to a public one, or to one that is allowed.
+def may_follow_redirect(source: str, target: str) -> bool:
+    """Return whether a redirect may be followed: to the same host, to an allowed address, or to a public host.
 
-    Looks the name of another host up, which may wait for a name server. A name that is not known may be followed: it
-    cannot be asked, or a proxy knows it.
+    Looks up the target's host name, and waits for the name server. Returns True for an unknown name: a proxy may know
+    it, and without a proxy the request fails.
+
+    Args:
+        source: address that sends the redirect.
+        target: absolute address that the redirect names.
     """
     if target.partition("://")[0].lower() not in PORTS:
         return True  # requests refuses it
     here, there = origin_of(source), origin_of(target)
-    if there in (here, here.replace("http://", "https://", 1)) or is_allowed(target):
+    if there in (here, here.replace("http://", "https://", 1)) or is_allowed_address(target):
         return True
     try:
-        found = {entry[4][0] for entry in socket.getaddrinfo(parse_url(target).host.strip("[]"), None)}
+        found = {entry[4][0] for entry in socket.getaddrinfo(parse_web_address(target).host.strip("[]"), None)}
     except OSError:
         return True
-    return all(is_public(str(each)) for each in found)
+    return all(is_public_ip(str(each)) for each in found)
 
 
-def is_public(host: str) -> bool:
-    """Return whether an IP address is one of the public internet: not a private, a loopback or a link-local one."""
+def is_public_ip(host: str) -> bool:
+    """Return whether an IP address belongs to the public internet: it is not private, loopback or link-local."""
     found = ip_address(host.partition("%")[0])
     return ((found.ipv4_mapped if isinstance(found, IPv6Address) else None) or found).is_global

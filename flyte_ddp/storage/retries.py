@@ -1,4 +1,4 @@
-"""Asking again where another try may help."""
+"""Retry actions on files after transient errors, with growing pauses."""
 
 import random
 import time
@@ -16,19 +16,19 @@ Result = TypeVar("Result")
 def retried(
     addresses: str | Sequence[str], action: Callable[[str], Result], note: Callable[[str], object] = lambda _: None
 ) -> Result:
-    """Return the result of ``action`` for the address, or for the first of several for which it succeeds.
+    """Call ``action(address)`` for each address in turn until one call succeeds, and return its result.
 
-    A round tries all addresses in order, and between rounds there is a pause that doubles, shortened at random so that
-    many pods don't come back together. Left out of later rounds are addresses that failed for good, or whose file was
-    altered twice (once may have been the network).
+    Makes up to 4 rounds over the addresses, with pauses of up to 1, 2 and 4 s between rounds. The pauses are shortened
+    at random, so that many pods do not return at the same moment. An address is not tried again after a permanent
+    error, or after two AlteredErrors (one may be a fault of the network).
 
     Args:
-        addresses: one, or several of the same file.
-        action: reads from or writes to the address that it is given.
-        note: is told of each pause, and why.
+        addresses: one address, or several addresses of the same file.
+        action: reads from or writes to an address.
+        note: called with a sentence before each pause; it gives an address, its error and the length of the pause.
 
     Raises:
-        UnavailableError: the last failure; for a list of addresses, what was wrong with each.
+        UnavailableError: the error of the only address; for a list, one error with the last error of each address.
     """
     remaining = [addresses] if isinstance(addresses, str) else [*addresses]
     failures: dict[str, UnavailableError] = {}

@@ -13,7 +13,7 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.settings import ALLOWED
 from flyte_ddp.shards.dataset import ShardDataset
 from flyte_ddp.shards.index import read_index
-from flyte_ddp.storage.origins import is_public
+from flyte_ddp.storage.origins import is_public_ip
 
 FOREIGN = [
     "http://169.254.169.254/latest/meta-data/iam/security-credentials/",
@@ -89,7 +89,7 @@ def test_indexes_from_elsewhere_name_what_they_like(server: FileServer, tmp_path
     ],
 )  # fmt: skip
 def test_which_addresses_are_public(host: str, public: bool) -> None:
-    assert is_public(host) is public
+    assert is_public_ip(host) is public
 
 
 def test_a_redirect_to_a_private_address_is_not_followed(

@@ -41,7 +41,7 @@ REFUSED = {
     "another digest": (f"MD5 (ant/1.jpg) = {'0' * 32}".encode(), r"line 1 is 'MD5 \(ant/1.jpg\)"),
     "no name": (f"{ONE}  ".encode(), "line 1 is '0{60}'"),
     "UTF-16 without a mark": (PLAIN.encode("utf-16-le"), r"line 1 is '0\\x000\\x00"),
-    "half of UTF-16": (PLAIN.encode("utf-16")[:-1], r"is no text in UTF-16, as which it begins .*write it in UTF-8"),
+    "half of UTF-16": (PLAIN.encode("utf-16")[:-1], r"begins as UTF-16, but is not UTF-16 .*write it in UTF-8"),
     "Windows' folders": (
         f"{ONE}  ant\\1.jpg\n".encode(),
         r"line 1 names 'ant\\\\1\.jpg': folders must be separated by /",

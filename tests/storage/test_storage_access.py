@@ -77,7 +77,7 @@ def test_google_is_told_who_asks(server: FileServer, monkeypatch: pytest.MonkeyP
     from google.auth.exceptions import RefreshError
 
     def asked_as() -> str | None:
-        objects_module.new_store.cache_clear()
+        objects_module.make_store.cache_clear()
         storage.read("gs://bucket/x")
         return server.headers[-1].get("authorization")
 
