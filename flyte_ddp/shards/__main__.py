@@ -1,4 +1,4 @@
-"""The commands around shards: ``python -m flyte_ddp.shards --help``."""
+"""The commands for shards: ``python -m flyte_ddp.shards --help``."""
 
 from __future__ import annotations
 
@@ -22,53 +22,55 @@ if TYPE_CHECKING:
 PROGRESS = click.option("--progress", type=click.Choice(MODES), default="auto")
 
 
-def count_contents(index: ShardIndex) -> str:
-    """Return how many shards and samples an index lists, in words."""
+def format_counts(index: ShardIndex) -> str:
+    """Return the numbers of shards and samples in an index as text: "2 shards, 10 samples"."""
     return f"{counted(len(index.shards), 'shard')}, {counted(len(index), 'sample')}"
 
 
 @click.group(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
 def shards() -> None:
-    """Make, check and look at data sets of shards (tar files and an index in wids' format)."""
+    """Make, verify and show data sets of shards (tar files and an index in wids' format)."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # names of files need not be text
+        sys.stdout.reconfigure(errors="backslashreplace")  # a file's name may have bytes that are not UTF-8
 
 
 @shards.command()
 @click.argument("urls", nargs=-1, required=True)
 @click.option("--output", "-o", type=Path, default=Path("index.json"), help="The index to write.")
-@click.option("--name", default="", help="Name of the data set; the index's own by default.")
-@click.option("--classes", type=Path, help="A file with the classes' names, one a line; 0, 1, 2 ... without it.")
+@click.option("--name", default="", help="Name of the data set; by default the name of the output file.")
+@click.option("--classes", type=Path, help="A file with the classes' names, one a line; by default 0, 1, 2 ...")
 @PROGRESS
 def create(urls: tuple[str, ...], output: Path, name: str, classes: Path | None, progress: str) -> None:
     """Read shards (paths, s3://, gs://, az://, http://; {000..127} stands for a range) and write their index."""
     from flyte_ddp.shards.scanning import create_index
 
-    index = create_index(urls, output, name=name, classes=read_lines(classes), progress=progress)
+    index = create_index(urls, output, name=name, classes=read_class_names(classes), progress=progress)
     click.echo(
-        f"{output}: {count_contents(index)}, {len(index.classes):,} class{'' if len(index.classes) == 1 else 'es'}"
+        f"{output}: {format_counts(index)}, {len(index.classes):,} class{'' if len(index.classes) == 1 else 'es'}"
     )
 
 
 @shards.command()
 @click.argument("indexes", nargs=-1, required=True)
 @click.option("--output", "-o", type=Path, default=Path("joined.json"), help="The index to write.")
-@click.option("--weight", "weights", type=float, multiple=True, help="Of each index in turn; all 1 without any.")
-@click.option("--name", default="", help="Name of the whole; the index's own by default.")
+@click.option(
+    "--weight", "weights", type=float, multiple=True, help="Passes of an epoch through each index in turn; default 1."
+)
+@click.option("--name", default="", help="Name of the joined data set; by default the name of the output file.")
 def join(indexes: tuple[str, ...], output: Path, weights: tuple[float, ...], name: str) -> None:
-    """Write one index that refers to several: an epoch goes through each so many times as its weight says."""
+    """Write one index that refers to several indexes, each with a weight: its passes in an epoch."""
     from flyte_ddp.shards.joining import join_indexes
 
     index = join_indexes(indexes, output, weights=weights, name=name)
-    click.echo(f"{output}: {counted(len(index.parts), 'data set')}, {count_contents(index)}")
+    click.echo(f"{output}: {counted(len(index.parts), 'data set')}, {format_counts(index)}")
 
 
 @shards.command()
 @click.argument("index")
-@click.option("--decode", is_flag=True, help="Decode all images, and look whether training can read all samples.")
+@click.option("--decode", is_flag=True, help="Also decode all images, and count samples that training cannot read.")
 @PROGRESS
 def verify(index: str, decode: bool, progress: str) -> None:
-    """Read all shards of an index and say what is not as it says; exit status 1 if anything is."""
+    """Read all shards of an index and list what differs from it; exit with status 1 if anything differs."""
     from flyte_ddp.shards.scanning import verify_index
 
     problems = verify_index(index, decode=decode, progress=progress)
@@ -81,16 +83,16 @@ def verify(index: str, decode: bool, progress: str) -> None:
 
 @shards.command()
 @click.argument("index")
-@click.option("--shards", "listed", is_flag=True, help="List the shards, too.")
-def show(index: str, listed: bool) -> None:
-    """Say what an index holds; no shard is opened."""
+@click.option("--shards", "list_shards", is_flag=True, help="List the shards, too.")
+def show(index: str, list_shards: bool) -> None:
+    """Print a summary of an index; no shard is opened."""
     from flyte_ddp.shards.index import read_index
 
-    found = read_index(index)
-    for key, value in found.summary().items():
+    content = read_index(index)
+    for key, value in content.summary().items():
         click.echo(f"{key:<16} {value}")
-    if listed:
-        for shard in found.shards:
+    if list_shards:
+        for shard in content.shards:
             click.echo(f"{shard.samples:>10,} {max(0, shard.size):>15,} {shard.url}")
 
 
@@ -99,27 +101,27 @@ def show(index: str, listed: bool) -> None:
 @click.argument("number", type=int)
 @click.option("--to", type=click.Path(file_okay=False, path_type=Path), help="Write the members into this folder.")
 def sample(index: str, number: int, to: Path | None) -> None:
-    """Show one sample of an index; of a remote shard no more than that is read, where its index has tables."""
+    """Print one sample of an index; reads only this sample of a remote shard if the index has tables of samples."""
     from flyte_ddp.shards.inspection import read_sample, write_members
 
-    found = read_sample(index, number)
-    members = {name: value for name, value in found.items() if isinstance(value, bytes)}
+    shown = read_sample(index, number)
+    members = {name: value for name, value in shown.items() if isinstance(value, bytes)}
     for name, value in members.items():
-        small = len(value) <= 80 and value.isascii()
-        found[name] = value.decode() if small else f"{len(value):,} bytes"
+        is_short_text = len(value) <= 80 and value.isascii()
+        shown[name] = value.decode() if is_short_text else f"{len(value):,} bytes"
     if to is not None:
-        write_members(found["__key__"], members, to)
-    click.echo(json.dumps(found, indent=1, ensure_ascii=False))
+        write_members(shown["__key__"], members, to)
+    click.echo(json.dumps(shown, indent=1, ensure_ascii=False))
 
 
 @shards.command()
 @click.argument("source")
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
-@click.option("--name", default="train", help="Of the data set, with which the files' names begin.")
+@click.option("--name", default="train", help="Name of the data set; the files' names begin with it.")
 @click.option("--samples-per-shard", default=1000)
-@click.option("--order", type=click.Choice(["mixed", "own"]), default="mixed", help="Mixed at random, or as it is.")
-@click.option("--seed", default=0, help="Of the mixed order.")
-@click.option("--split", type=click.Choice(["train", "test"]), default="train", help="Of a data set that has both.")
+@click.option("--order", type=click.Choice(["mixed", "own"]), default="mixed", help="Random, or that of the source.")
+@click.option("--seed", default=0, help="Seed of the mixed order.")
+@click.option("--split", type=click.Choice(["train", "test"]), default="train", help="Split of a data set with both.")
 @PROGRESS
 def pack(
     *, source: str, folder: Path, name: str, samples_per_shard: int, order: str, seed: int, split: str, progress: str
@@ -134,13 +136,14 @@ def pack(
 
     options = {"per_shard": samples_per_shard, "seed": seed if order == "mixed" else None, "progress": progress}
     index = pack_source(source, folder, split=split, name=name, **options)
-    click.echo(f"{folder / name}.json: {count_contents(index)}")
+    click.echo(f"{folder / name}.json: {format_counts(index)}")
 
 
 def plan(**options: Any) -> None:
-    """Say how many batches each rank gets, what is read and cached, and whether DDP would hang.
+    """Print how many batches each rank gets, what each node reads and caches, and whether DDP would hang.
 
-    INDEX is an index, of whose shards only the first sample is read; --shards, --samples and --size stand for one.
+    INDEX is the address of an index; only a first sample of its shards is read. Without an index, give --shards,
+    --samples and --size.
     """
     from flyte_ddp.shards.planning import describe_plan
 
@@ -154,12 +157,15 @@ for entry in reversed(fields(PlanRequest)[1:]):
 shards.command()(click.argument("index", default="")(plan))
 
 
-def read_lines(path: Path | None) -> list[str]:
-    """Return the lines of a file but for empty ones at its end; none without a file."""
+def read_class_names(path: Path | None) -> list[str]:
+    """Read a file with one class name a line, and return the names; return [] for None. Ignores empty lines at the end.
+
+    Raises UserError if the file cannot be read, is not UTF-8 or is empty.
+    """
     if path is None:
         return []
     try:
-        lines = path.read_text(encoding="utf-8-sig").rstrip("\r\n").splitlines()  # Windows may begin it with a mark
+        lines = path.read_text(encoding="utf-8-sig").rstrip("\r\n").splitlines()  # Windows may write a byte order mark
     except OSError as error:
         raise UserError(f"classes {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:

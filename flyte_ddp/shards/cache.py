@@ -1,9 +1,9 @@
-"""Shards on this machine's disk, fetched once for all ranks, workers and jobs that want them.
+"""A folder of fetched shards that all ranks, workers and jobs of a machine share.
 
-A process that fetches a shard holds a lock. A reader holds a shared lock on the file itself, and only unlocked files
-are evicted, least recently used first. A file may stay open without a lock, to be read from again. Eviction empties it,
-so that its space is free at once, and the next attempt to lock it fails. The kernel releases the locks of a process
-that ends, however it ends. A killed download leaves a partial file, which the next download removes.
+A process that fetches a shard holds an exclusive lock of that shard. A reader holds a shared lock on the shard's file.
+Only files without a lock are evicted, least recently used first. A reader may keep a file open without a lock. Eviction
+truncates the file, so that its space is free at once; the reader's next attempt to lock the file fails. The kernel
+releases the locks of a process that ends or is killed. The next download removes the partial file of a killed download.
 """
 
 import errno
@@ -25,14 +25,20 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.files import DISK_FULL
 from flyte_ddp.locks import exclusive
 from flyte_ddp.shards.index import Shard
-from flyte_ddp.shards.verification import explain_failure, file_digest, has_wrong_size, lock_name, open_local
+from flyte_ddp.shards.verification import (
+    has_wrong_size,
+    hash_open_file,
+    lock_name,
+    open_local_shard,
+    unusable_shard_error,
+)
 
 WHOLE, PARTIAL = ".tar", ".part"
-OURS = re.compile(rf"[0-9a-f]{{40}}({WHOLE}|{PARTIAL})")  # other files in the folder stay
+CACHED_NAME = re.compile(rf"[0-9a-f]{{40}}({WHOLE}|{PARTIAL})")  # files with other names are never removed
 
 
 class CacheFullError(UserError):
-    """The shards that are being read leave no room for another one; there is some when that is over."""
+    """The cache has no room for another shard until readers have released others."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +46,9 @@ class ShardCache:
     """A folder of fetched shards.
 
     Args:
-        folder: made if it is not there.
-        limit: most bytes that it may hold; None sets no limit but the disk's.
-        fetched: how often this process has fetched each shard, by its address.
+        folder: path of the folder; made when it is first needed.
+        limit: maximum bytes of all its files; None for no limit but the disk's.
+        fetched: how often this process has fetched each shard, by the shard's address.
     """
 
     folder: Path
@@ -50,102 +56,124 @@ class ShardCache:
     fetched: Counter[str] = field(default_factory=Counter, compare=False)
 
     def open(self, shard: Shard) -> BinaryIO:
-        """Return the shard as a file that is not evicted until it is closed or unlocked; fetch it if it is not here.
+        """Open a shard and return the open file; download a remote shard that is not in the cache.
 
-        A shard on this machine is opened where it is.
+        The file has a shared lock, so it is not evicted until it is closed or unlocked. Waits while another process
+        downloads the shard. A shard that lies on this machine is opened in its own place.
 
         Raises:
-            DamagedShardError: a shard on this machine does not have the length or the digest that the index says.
-            CacheFullError: there is no room for it as long as others are open.
-            UserError: it cannot be had, or is not what the index says.
+            DamagedShardError: a shard on this machine has another size or digest than the index says.
+            CacheFullError: the cache has no room until readers have released other shards.
+            UserError: the shard cannot be fetched, differs from the index, or the cache's folder cannot be written.
         """
         path = storage.local_path(shard.url)
         if path is not None:
-            return open_local(path, shard, self.folder)
-        with explain_unusable(self.folder):
-            file = self.open_fetched(shard)
+            return open_local_shard(path, shard, self.folder)
+        with explain_unusable_folder(self.folder):
+            file = self.open_fetched_shard(shard)
             if file is None:
-                return self.fetch(shard)
-            mark_used(file.fileno())
+                return self.fetch_shard(shard)
+            mark_as_used(file.fileno())
             return file
 
-    def open_fetched(self, shard: Shard) -> BinaryIO | None:
-        """Return the file of a shard that was fetched before; None if there is none, or it has the wrong length."""
-        path = self.path_of(shard)
+    def open_fetched_shard(self, shard: Shard) -> BinaryIO | None:
+        """Open and lock a shard that is in the cache; return None if it is not there or has the wrong size."""
+        path = self.shard_path(shard)
         while True:
             try:
                 file = path.open("rb")
             except FileNotFoundError:
                 return None
             fcntl.flock(file, fcntl.LOCK_SH)
-            if is_same_file(file, path):
+            if is_still_at(file, path):
                 break
-            file.close()  # it was removed in between
+            file.close()  # it was evicted between open and flock
         if has_wrong_size(file, shard):
             file.close()
             return None
         return file
 
     def holds(self, shard: Shard) -> bool:
-        """Return whether the shard is on this machine, without looking into it."""
-        return storage.local_path(shard.url) is not None or self.path_of(shard).exists()
+        """Return whether the shard lies on this machine or in the cache; does not compare it with the index."""
+        return storage.local_path(shard.url) is not None or self.shard_path(shard).exists()
 
     def heal(self, shard: Shard, *, damaged: bool = False) -> bool:
-        """Remove a fetched shard that is damaged; return False if it is as it was fetched, or if nobody can know.
+        """Remove a damaged shard from the cache, also if it is being read; return whether it was removed.
 
-        ``damaged`` says that it could not be read, which counts where the index has no digest.
+        Reads the whole file to compute its digest. Removes nothing if the digest is right, if the shard lies on this
+        machine in its own place, or if the cache's folder cannot be written.
+
+        Args:
+            shard: the shard's entry in the index.
+            damaged: whether the shard could not be read; decides if the index has no digest.
         """
         if storage.local_path(shard.url) is not None or not os.access(self.folder, os.W_OK):
             return False
-        with explain_unusable(self.folder), self.lock(lock_name(self.path_of(shard).stem)):
-            file = self.open_fetched(shard)
+        with explain_unusable_folder(self.folder), self.hold_lock(lock_name(self.shard_path(shard).stem)):
+            file = self.open_fetched_shard(shard)
             if file is not None:
                 with file:
                     kind, wanted = shard.digest
-                    if file_digest(file, kind) == wanted if wanted else not damaged:
+                    if hash_open_file(file, kind) == wanted if wanted else not damaged:
                         return False
-            self.path_of(shard).unlink(missing_ok=True)  # even if somebody reads it, or has removed it by now
+            self.shard_path(shard).unlink(missing_ok=True)
             return True
 
-    def path_of(self, shard: Shard) -> Path:
-        """Return where the shard is kept: a name that no shard of another address or content has."""
+    def shard_path(self, shard: Shard) -> Path:
+        """Return the path of a shard in the cache; a shard with another address, size or digest has another path."""
         identity = f"{shard.url}\n{shard.size}\n{shard.digest[1]}"
         return self.folder / f"{hashlib.sha256(identity.encode('utf-8', 'surrogatepass')).hexdigest()[:40]}{WHOLE}"
 
-    def fetch(self, shard: Shard) -> BinaryIO:
-        """Download and open the shard, unless another process has done so by then."""
-        path = self.path_of(shard)
+    def fetch_shard(self, shard: Shard) -> BinaryIO:
+        """Download a shard with retries, and return its open file with a shared lock.
+
+        Waits for the shard's lock. Downloads nothing if another process has fetched the shard meanwhile. Evicts other
+        shards to make room. Counts the download in ``fetched``.
+
+        Raises:
+            CacheFullError: the cache has no room until readers have released other shards.
+            UserError: the shard cannot be fetched, or differs from the index.
+        """
+        path = self.shard_path(shard)
         part = path.with_suffix(PARTIAL)
-        with self.lock(lock_name(path.stem)):
-            if file := self.open_fetched(shard):
+        with self.hold_lock(lock_name(path.stem)):
+            if file := self.open_fetched_shard(shard):
                 return file
-            path.unlink(missing_ok=True)  # a copy that is damaged
+            path.unlink(missing_ok=True)  # a copy with the wrong size
             try:
-                with part.open("wb", buffering=0) as target:  # empties what a killed download has left
+                with part.open("wb", buffering=0) as target:  # "wb" truncates the remains of a killed download
                     if shard.size >= 0:
-                        self.reserve(target, shard.size)
-                    storage.retried(shard.url, lambda _: self.download(shard, target))
-                    os.fsync(target.fileno())  # so that a power cut cannot leave the name without the content
+                        self.reserve_space(target, shard.size)
+                    storage.retried(shard.url, lambda _: self.download_once(shard, target))
+                    os.fsync(target.fileno())  # else a power cut could leave the final name without the content
                 self.fetched[shard.url] += 1
-                return self.publish(part, path)
+                return self.publish_download(part, path)
             except storage.UnavailableError as failure:
-                raise explain_failure(shard, failure) from None
+                raise unusable_shard_error(shard, failure) from None
             finally:
                 part.unlink(missing_ok=True)
 
-    def publish(self, part: Path, path: Path) -> BinaryIO:
-        """Rename a complete file, and return it open, with the lock that keeps it from being evicted."""
+    def publish_download(self, part: Path, path: Path) -> BinaryIO:
+        """Rename a complete download from ``part`` to ``path``; return its open file with a shared lock."""
         with ExitStack() as on_failure:
             file = on_failure.enter_context(part.open("rb"))
-            fcntl.flock(file, fcntl.LOCK_SH)
-            mark_used(file.fileno())
-            with self.lock("room"):  # so that who counts what is there finds it under one name
+            fcntl.flock(file, fcntl.LOCK_SH)  # before the rename: nobody can evict the file under its final name
+            mark_as_used(file.fileno())
+            with self.hold_lock("room"):  # a process that sums up the files must not see this one twice or not at all
                 part.rename(path)
             on_failure.pop_all()
         return file
 
-    def download(self, shard: Shard, target: io.FileIO) -> None:
-        """Write a shard into a file, in one try; raise UnavailableError if it is not what the index says."""
+    def download_once(self, shard: Shard, target: io.FileIO) -> None:
+        """Download a shard into an open file, and compare its size and digest with the index. Does not retry.
+
+        Overwrites the file from its start. Evicts other shards if the disk or the cache is full.
+
+        Raises:
+            AlteredError: the size or the digest differs from the index; transient.
+            UnavailableError: the shard cannot be read.
+            CacheFullError: the cache has no room until readers have released other shards.
+        """
         kind, wanted = shard.digest
         digest = hashlib.new(kind, usedforsecurity=False)
         with storage.open_file(shard.url) as file:
@@ -158,39 +186,48 @@ class ShardCache:
                 if expected is not None and end > expected:
                     raise storage.AlteredError(f"more than {expected:,} bytes", transient=True)
                 if end > os.fstat(target.fileno()).st_size:
-                    self.reserve(target, expected or end)
-                self.write(target, chunk)
+                    self.reserve_space(target, expected or end)
+                self.write_chunk(target, chunk)
                 digest.update(chunk)
         storage.check_length(target.tell(), expected, remote=True)
         if wanted and digest.hexdigest() != wanted:
             raise storage.AlteredError(f"{kind} {digest.hexdigest()} instead of {wanted}", transient=True)
         target.truncate()
 
-    def write(self, file: io.FileIO, chunk: bytes) -> None:
-        """Write all bytes to a file, and evict the least recently used shard each time the disk is full."""
+    def write_chunk(self, file: io.FileIO, chunk: bytes) -> None:
+        """Write all bytes to a file. If the disk is full, evict the least recently used unlocked shard and go on.
+
+        Raises OSError if the disk is full and no shard can be evicted, or for another failure.
+        """
         rest = memoryview(chunk)
         while rest:
             try:
                 rest = rest[file.write(rest) :]
             except OSError as error:
                 wholes = (path for _, _, path in self.list_oldest_first() if path.suffix == WHOLE)
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not any(map(self.evict, wholes)):
+                # any() stops at the first eviction that frees space.
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not any(map(self.evict_file, wholes)):
                     raise
 
-    def reserve(self, file: io.FileIO, size: int) -> None:
-        """Make a file as long as it will be, and evict shards so that the folder stays within its limit.
+    def reserve_space(self, file: io.FileIO, size: int) -> None:
+        """Set an open file's size to ``size`` bytes, and evict unlocked shards until the folder is within its limit.
 
-        Raises CacheFullError if the shards in use and those being fetched leave no room.
+        Also removes partial files of killed downloads. Waits for the lock ``room``.
+
+        Raises:
+            CacheFullError: shards in use and other downloads leave no room.
+            UserError: ``size`` is larger than the limit.
         """
         if self.limit is not None and size > self.limit:
             raise UserError(
                 f"shard cache {self.folder}: its limit of {self.limit:,} bytes is less than the {size:,} of one shard; "
                 "raise FLYTE_DDP_CACHE_BYTES"
             )
-        with self.lock("room"):
-            for part in self.folder.glob(f"*{PARTIAL}"):  # whose download was killed, if nobody has the shard's lock
-                if OURS.fullmatch(part.name):
-                    with suppress(BlockingIOError), self.lock(lock_name(part.stem), wait=False):
+        with self.hold_lock("room"):
+            for part in self.folder.glob(f"*{PARTIAL}"):
+                if CACHED_NAME.fullmatch(part.name):
+                    # A download in progress holds its shard's lock; without a holder, the download was killed.
+                    with suppress(BlockingIOError), self.hold_lock(lock_name(part.stem), wait=False):
                         part.unlink(missing_ok=True)
             if self.limit is not None:
                 entries = self.list_oldest_first()
@@ -198,48 +235,51 @@ class ShardCache:
                 excess = used + size - os.fstat(file.fileno()).st_size - self.limit
                 for _, _, path in entries:
                     if excess > 0 and path.suffix == WHOLE:
-                        excess -= self.evict(path)
+                        excess -= self.evict_file(path)
                 if excess > 0:
                     raise CacheFullError(
                         f"shard cache {self.folder}: its limit of {self.limit:,} bytes is too low by {excess:,} for "
-                        "the shards that are read at the same moment; raise FLYTE_DDP_CACHE_BYTES"
+                        "the shards that are read at the same time; raise FLYTE_DDP_CACHE_BYTES"
                     )
             os.ftruncate(file.fileno(), size)
 
     def list_oldest_first(self) -> list[tuple[int, int, Path]]:
-        """Return time of last use (nanoseconds), size and path of each file of the cache, in the order of the times."""
-        found = []
+        """Return the time of last use (nanoseconds), size (bytes) and path of each file of the cache, oldest first."""
+        files = []
         for path in self.folder.iterdir():
-            if OURS.fullmatch(path.name):
-                with suppress(FileNotFoundError):  # removed meanwhile
+            if CACHED_NAME.fullmatch(path.name):
+                with suppress(FileNotFoundError):  # removed by another process
                     status = path.stat()
-                    found.append((status.st_mtime_ns, status.st_size, path))
-        return sorted(found)
+                    files.append((status.st_mtime_ns, status.st_size, path))
+        return sorted(files)
 
-    def evict(self, path: Path) -> int:
-        """Remove a shard unless somebody reads it; return how many bytes that freed."""
+    def evict_file(self, path: Path) -> int:
+        """Truncate and remove a cached shard, and return the freed bytes; return 0 if a reader holds its lock."""
         with suppress(FileNotFoundError, PermissionError), path.open("r+b") as file, suppress(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if is_same_file(file, path):
+            if is_still_at(file, path):
                 size = os.fstat(file.fileno()).st_size
                 path.unlink()
-                file.truncate(0)
+                file.truncate(0)  # a reader may have the file open without a lock, which would keep its space
                 return size
         return 0
 
-    def lock(self, name: str, *, wait: bool = True) -> AbstractContextManager[None]:
-        """Hold one of the folder's locks in a block: ``room``, or a shard's; see :func:`flyte_ddp.locks.exclusive`."""
+    def hold_lock(self, name: str, *, wait: bool = True) -> AbstractContextManager[None]:
+        """Hold an exclusive lock of this folder in a block: ``room``, or the :func:`lock_name` of a shard.
+
+        Raises BlockingIOError if another thread or process holds the lock and ``wait`` is false.
+        """
         return exclusive(self.folder / "locks", name, wait=wait)
 
 
-def mark_used(file: int) -> None:
-    """Set the time of an open file's last use to now; do nothing if that is not allowed."""
-    with suppress(OSError):  # a cache that was filled before and is read-only now will do as well
-        os.utime(file, ns=(time.time_ns(),) * 2)  # the system's own clock for files goes in larger steps
+def mark_as_used(file: int) -> None:
+    """Set the times of an open file (a descriptor) to now; do nothing if the file cannot be changed."""
+    with suppress(OSError):  # the cache may be read-only
+        os.utime(file, ns=(time.time_ns(),) * 2)  # the kernel's own clock for files goes in steps of milliseconds
 
 
-def is_same_file(file: BinaryIO, path: Path) -> bool:
-    """Return whether the open file is still the one at the path."""
+def is_still_at(file: BinaryIO, path: Path) -> bool:
+    """Return whether ``path`` still names the open file, and not another file or none."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:
@@ -247,8 +287,8 @@ def is_same_file(file: BinaryIO, path: Path) -> bool:
 
 
 @contextmanager
-def explain_unusable(folder: Path) -> Iterator[None]:
-    """Raise OSErrors of the block as UserErrors that say what to do about a folder that is full or not writable."""
+def explain_unusable_folder(folder: Path) -> Iterator[None]:
+    """Raise the block's OSErrors as UserErrors, with the advice to free space or to make the folder writable."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What the members of a sample mean, by their extensions. No code is run that data could bring along: no pickles."""
+"""Decode the members of a sample by their extensions. Pickles are not decoded, because they could run code."""
 
 import io
 import json
@@ -9,22 +9,21 @@ from flyte_ddp.catalog import IMAGES
 from flyte_ddp.errors import UserError
 
 LABEL = ".cls"
-TRAINED_ON = (*(f".{kind}" for kind in IMAGES), LABEL)  # the extensions that training reads, in small letters
-MOST_NAMED = 6  # members of a sample in an error
+TRAINED_ON = (*(f".{kind}" for kind in IMAGES), LABEL)  # the extensions that training reads, in lower case
+MOST_NAMED = 6  # members of a sample that an error lists
 
 
 def image_and_label(sample: str, extensions: Iterable[str]) -> tuple[str, str]:
-    """Return the extensions of the members that training reads of a sample: its image and its label.
+    """Return the extension of the image and the extension of the label that training reads from a sample.
 
-    Upper and lower case are the same, as in webdataset. Of several images the one whose kind comes first in
-    ``TRAINED_ON`` is read.
+    Case is ignored, as in webdataset. If a sample has several images, ``TRAINED_ON`` ranks their kinds.
 
     Args:
-        sample: what the sample is called in a sentence.
-        extensions: those of all members of the sample, each with its dot.
+        sample: name of the sample, for the error.
+        extensions: the extensions of all members of the sample, each with its dot.
 
     Raises:
-        UserError: there is no image or no label.
+        UserError: the sample has no image or no label.
     """
     found = {extension.lower(): extension for extension in extensions}
     image = next((found[kind] for kind in TRAINED_ON if kind in found and kind != LABEL), None)
@@ -42,7 +41,7 @@ def image_and_label(sample: str, extensions: Iterable[str]) -> tuple[str, str]:
 
 
 def class_number(sample: str, content: bytes) -> int:
-    """Return the number in a ``.cls`` member; raise UserError, with the sample's name in a sentence, if it is none."""
+    """Return the whole number in a ``.cls`` member; raise UserError, with the sample's name, for other bytes."""
     try:
         return int(content)
     except ValueError:
@@ -50,7 +49,10 @@ def class_number(sample: str, content: bytes) -> int:
 
 
 def open_image(content: bytes) -> Any:
-    """Return a PIL image, not yet decoded."""
+    """Open an encoded image and return a PIL image; Pillow decodes it when its pixels are first used.
+
+    Raises ValueError for an unknown format.
+    """
     from PIL import Image, UnidentifiedImageError
 
     try:
@@ -60,7 +62,7 @@ def open_image(content: bytes) -> Any:
 
 
 def decode_array(content: bytes) -> Any:
-    """Return a numpy array; without ``np.load``, which would take an archive of arrays, too."""
+    """Decode a ``.npy`` file and return the numpy array; unlike ``np.load``, refuse archives of arrays and pickles."""
     import numpy as np
 
     return np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
@@ -76,23 +78,29 @@ DECODERS: dict[str, Callable[[bytes], Any]] = {
 
 
 def is_image(extension: str) -> bool:
-    """Return whether a member with this extension is an image: as in wids, of ``.seg.png`` the last part counts."""
+    """Return whether a member with this extension is an image; of ``.seg.png`` the last part counts, as in wids."""
     return extension.rpartition(".")[2].lower() in IMAGES
 
 
 def decode_sample(sample: dict[str, Any]) -> dict[str, Any]:
-    """Return a sample with images as PIL images, ``.cls`` as int, ``.txt`` as text, ``.json`` and ``.npy`` as values.
+    """Return a copy of a sample with its members decoded by their extensions; other members stay bytes.
 
-    Members with another extension stay bytes. As in wids, of ``.seg.png`` the last part counts. Raises UserError if a
-    member is not what its extension says.
+    Images become PIL images, ``.cls`` and ``.cls2`` int, ``.txt`` and ``.text`` str, ``.json`` Python values, ``.npy``
+    numpy arrays. Of ``.seg.png`` the last part counts, as in wids. Raises UserError if a member cannot be decoded.
     """
     return {name: decode_member(sample, name, content) for name, content in sample.items()}
 
 
 def decode_member(sample: Mapping[str, Any], name: str, content: Any) -> Any:
-    """Return the decoded value of a sample's member; a value under a key of wids (``__index__``) is left as it is.
+    """Return the decoded value of one member of a sample; return ``content`` itself if there is no decoder for it.
 
-    ``sample`` has ``__key__`` and ``__shard__``, for the error; ``name`` is the member's extension.
+    Args:
+        sample: any mapping with ``__key__`` and ``__shard__``, for the error.
+        name: the member's extension; or a key of wids such as ``__index__``, which has no decoder.
+        content: the member's bytes; or the value of a key of wids.
+
+    Raises:
+        UserError: the content cannot be decoded.
     """
     decoder = DECODERS.get(name.rpartition(".")[2].lower()) if name.startswith(".") else None
     if decoder is None:

@@ -1,8 +1,8 @@
-"""What each node and rank does in an epoch of training from shards, computed from the index alone.
+"""Compute which shards each node reads in an epoch of training, and how large its cache should be, from the index.
 
-All ranks get the same number of batches and every sample comes once (or as often as the weight of its part says). So
-the plan is of what each node reads and has to keep. A stream (:mod:`flyte_ddp.shards.stream_plan`) deals whole shards
-to ranks instead, by webdataset's rules, and its plan is of the batches that ranks get.
+All ranks get the same number of batches, and each sample comes once (or as often as the weight of its part says). So
+the plan tells about reading and caching. :mod:`flyte_ddp.shards.stream_plan` plans streams by webdataset's rules, where
+ranks may get different numbers of batches.
 """
 
 from collections.abc import Iterator
@@ -19,31 +19,31 @@ from flyte_ddp.shards.stream_plan import Counts, format_range
 
 
 def cache_wanted(sizes: Counts, shuffle_streams: int, parts: int, *, ranks: int, nodes: int = 1) -> int:
-    """Return the bytes that a node's cache must hold at the most, so that training fetches no shard twice in an epoch.
+    """Return the bytes that are always enough for a node's cache, so that training fetches no shard twice in an epoch.
 
-    That is room for the shards of the shuffle streams that each rank reads, and as many that may be on their way.
+    This is the room for the shards that each rank reads from, and for as many shards that are being fetched.
 
     Args:
         sizes: bytes of each shard, [shards].
-        shuffle_streams: shuffle streams of a batch.
-        parts: micro-batches that a batch is cut into.
-        ranks: ranks of each node, which share its cache.
-        nodes: the number of nodes.
+        shuffle_streams: number of shards that a batch is drawn from.
+        parts: micro-batches of a batch.
+        ranks: ranks on each node; they share its cache.
+        nodes: number of nodes.
     """
     return 2 * ranks * streams_of_rank(shuffle_streams, nodes * ranks, parts) * int(sizes.max())
 
 
 @dataclass(frozen=True, eq=False)
 class EpochPlan:
-    """An epoch of training, the same in length as all others; what is read is that of the first one.
+    """The reading of the first epoch of training; later epochs have the same length and read other shards.
 
     Args:
-        request: the numbers of nodes and ranks, ``batch_size`` and ``accumulation_steps``.
-        order: the order of training.
-        sizes: bytes of each shard, [shards]; None if they are not known.
+        request: numbers of nodes and ranks, ``batch_size`` and ``accumulation_steps``.
+        order: order of the training samples.
+        sizes: bytes of each shard, [shards]; None if unknown.
 
     Raises:
-        UserError: there are no samples, or fewer in a batch than ranks.
+        UserError: there are no samples, or a batch has fewer samples than there are ranks.
     """
 
     request: PlanRequest
@@ -51,7 +51,7 @@ class EpochPlan:
     sizes: Counts | None
 
     def __post_init__(self) -> None:
-        ranks = self.request.all_ranks
+        ranks = self.request.total_ranks
         if not len(self.order):
             raise UserError("the shards have no samples for training; lower validation_fraction, or take other shards")
         if self.request.batch_size < ranks:
@@ -62,29 +62,33 @@ class EpochPlan:
 
     @property
     def steps(self) -> int:
-        """Global batches of an epoch; each rank has a share of every one."""
+        """Number of global batches in an epoch; each rank gets a share of every batch."""
         return sampling.steps_per_epoch(len(self.order), self.request.batch_size)
 
-    def share(self, rank: int) -> int:
-        """Return how many samples of an epoch a rank gets."""
+    def samples_of_rank(self, rank: int) -> int:
+        """Return how many samples a rank gets in an epoch."""
         full, ragged = divmod(len(self.order), self.request.batch_size)
-        each, last = (shares(size, self.request.all_ranks)[rank] for size in (self.request.batch_size, ragged))
+        each, last = (shares(size, self.request.total_ranks)[rank] for size in (self.request.batch_size, ragged))
         return int(full * each + last)
 
     @cached_property
     def shards_read(self) -> list[Counts]:
-        """[nodes] the numbers of the shards that each node reads."""
+        """For each node, the sorted numbers of the shards that it reads."""
         full, ragged = divmod(len(self.order), self.request.batch_size)
         starts, each = self.order.stream_starts(self.request.batch_size)
         shards, ends = self.order.sequence(0)
-        # Of each kind of batch: samples of each stream, and the first batch and the one after the last.
+        # Full batches and the last, ragged one: samples from each stream, first batch, batch after the last.
         kinds = [(each, 0, full), (shares(ragged, len(each)), full, full + 1)]
-        found = []
+        node_shards = []
         for node in range(self.request.nodes):
-            entered = np.zeros(len(shards) + 1, dtype=np.int64)  # by how many stretches more than are left before it
+            # For each shard: stretches of the node's samples that begin in it, less those that end in the one before.
+            # The cumulative sum is the number of stretches that touch a shard.
+            entered = np.zeros(len(shards) + 1, dtype=np.int64)
             for lengths, first_batch, end_batch in kinds:
                 ranks = node * self.request.ranks, (node + 1) * self.request.ranks
-                first, last = (sampling.share_start(int(lengths.sum()), rank, self.request.all_ranks) for rank in ranks)
+                first, last = (
+                    sampling.share_start(int(lengths.sum()), rank, self.request.total_ranks) for rank in ranks
+                )
                 before = np.cumsum(lengths) - lengths
                 low, high = np.clip(first - before, 0, lengths), np.clip(last - before, 0, lengths)
                 own = np.flatnonzero(high > low)  # streams that the node's share of a batch overlaps
@@ -92,21 +96,21 @@ class EpochPlan:
                 for places, change in ((begins + low[own, None], 1), (begins + high[own, None] - 1, -1)):
                     numbers = np.searchsorted(ends, places.ravel(), side="right") + (change < 0)
                     entered += change * np.bincount(numbers, minlength=len(entered))
-            found.append(np.sort(shards[np.cumsum(entered)[:-1] > 0]))
-        return found
+            node_shards.append(np.sort(shards[np.cumsum(entered)[:-1] > 0]))
+        return node_shards
 
     @cached_property
     def bytes_read(self) -> Counts | None:
-        """[nodes] bytes of the shards that each node reads, each shard once; None if the sizes are not known."""
+        """Bytes of the shards that each node reads, [nodes], each shard counted once; None if the sizes are unknown."""
         sizes = self.sizes
         return None if sizes is None else np.array([sizes[shards].sum() for shards in self.shards_read])
 
-    def describe(self) -> Iterator[str]:
-        """Yield the plan's lines."""
-        request, samples, ranks = self.request, len(self.order), self.request.all_ranks
+    def format_lines(self) -> Iterator[str]:
+        """Yield the plan as lines of text, each a name and a value."""
+        request, samples, ranks = self.request, len(self.order), self.request.total_ranks
         ragged = samples % request.batch_size
         weighted = (self.order.taken != self.order.available).any()
-        rank_shares = np.array([self.share(ranks - 1), self.share(0)])
+        rank_shares = np.array([self.samples_of_rank(ranks - 1), self.samples_of_rank(0)])
         rows = {
             "ranks": f"{request.nodes:,} nodes x {request.ranks:,} = {ranks:,}",
             "steps an epoch": f"{self.steps:,} on every rank" + (f", the last of {ragged:,} samples" if ragged else ""),

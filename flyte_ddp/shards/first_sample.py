@@ -1,21 +1,24 @@
-"""A look at the first sample of a shard, which tells, before a rank starts, whether training can read its kind."""
+"""Find out, before ranks start, whether training can read the samples of an index: it reads the first ones."""
 
 from flyte_ddp import storage
 from flyte_ddp.shards.decoding import LABEL, class_number, image_and_label
 from flyte_ddp.shards.index import Shard, ShardIndex
 from flyte_ddp.shards.scanning import HashedStream
 from flyte_ddp.shards.tar import members
-from flyte_ddp.shards.verification import explain_failure
+from flyte_ddp.shards.verification import unusable_shard_error
 
 
 def refuse_unfit(index: ShardIndex, *, patient: bool = True) -> None:
-    """Refuse an index whose first sample, or that of one of its parts, training cannot read.
+    """Read the first sample of each part of an index; raise UserError if training cannot read it.
 
-    Opens one shard of each part and reads it up to the end of its first sample: whoever has made the index need not
-    have looked at members.
+    Opens one shard of each part, and reads it until its first sample ends.
 
-    Raises UserError if the sample has no image or no label, or its shard cannot be read or is no tar file; if
-    ``patient``, what may fail for a while is tried again, with pauses of seconds.
+    Args:
+        index: the index, of any tool.
+        patient: whether transient errors are retried, with pauses of some seconds.
+
+    Raises:
+        UserError: a first sample has no image or no label, or its shard cannot be read or is no tar file.
     """
     firsts: dict[int, Shard] = {}
     for shard in index.shards:
@@ -28,11 +31,14 @@ def refuse_unfit(index: ShardIndex, *, patient: bool = True) -> None:
             else:
                 refuse_unfit_shard(shard.url)
         except storage.UnavailableError as failure:
-            raise explain_failure(shard, failure) from None
+            raise unusable_shard_error(shard, failure) from None
 
 
 def refuse_unfit_shard(url: str) -> None:
-    """Refuse a shard whose first sample training cannot read; see :func:`refuse_unfit`."""
+    """Read a shard until its first sample ends; raise UserError if the sample has no image or no label.
+
+    Raises UnavailableError if the shard cannot be read, DamagedShardError if it is no tar file.
+    """
     found: dict[str, bytes | None] = {}
     key = None
     with storage.open_file(url) as file:

@@ -1,4 +1,4 @@
-"""One index for several data sets, each with a weight; the shards stay where they are."""
+"""Join the indexes of several data sets, each with a weight, to one index; no shard is read or moved."""
 
 import json
 from collections.abc import Sequence
@@ -9,27 +9,26 @@ from flyte_ddp import storage
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replacing
 from flyte_ddp.shards.index import EXTENSION, KIND, ShardIndex, build_index
-from flyte_ddp.shards.scanning import index_output
+from flyte_ddp.shards.scanning import resolve_index_output
 
 
 def join_indexes(
     addresses: Sequence[str], output: Path, *, weights: Sequence[float] = (), name: str = ""
 ) -> ShardIndex:
-    """Write an index that refers to others, as ``datasets`` in wids' format, and return it.
+    """Write an index that refers to other indexes (``datasets`` in wids' format), and return the joined index.
 
     Args:
-        addresses: of the others, each of which lists its shards itself.
-        output: the index to write.
-        weights: how many times an epoch goes through each of them, 0.5 for half of it; once, if there are none.
-        name: of the whole; the index's own name if there is none.
+        addresses: addresses of two or more indexes, which list their shards themselves.
+        output: path of the index to write; another index there is replaced.
+        weights: passes that an epoch makes through each data set, such as 2 or 0.5; empty for one pass through each.
+        name: name of the joined data set; by default the name of the output file.
 
     Raises:
-        UserError: an index that cannot be read, is joined itself, has other classes or is given twice; a number of
-            weights that is not that of indexes; a weight that is not above 0; an output that is one of them, or
-            another file that is no index.
+        UserError: an index cannot be read, refers to other indexes, has other classes or is given twice; the weights
+            are not as many as the indexes, or not above 0; the output is one of the indexes, or a file of another kind.
     """
     addresses = [str(storage.local_path(address) or address) for address in addresses]
-    output = index_output(output, addresses)
+    output = resolve_index_output(output, addresses)
     if len(set(addresses)) < max(2, len(addresses)):
         raise UserError(f"indexes {', '.join(addresses) or 'none'}: must be two or more, each given once")
     if len(weights) not in (0, len(addresses)):

@@ -1,4 +1,4 @@
-"""Packing samples into shards."""
+"""Pack samples into shards with an index, in place of those that were packed before."""
 
 import fcntl
 import io
@@ -24,10 +24,10 @@ from flyte_ddp.order import sampling
 from flyte_ddp.process import postponed
 from flyte_ddp.progress import Progress
 from flyte_ddp.shards.index import EXTENSION, ShardIndex, read_index
-from flyte_ddp.shards.scanning import index_output, index_shards, tables_of
+from flyte_ddp.shards.scanning import index_shards, resolve_index_output, tables_path
 
 SAMPLES_PER_SHARD = 1000
-AHEAD = 32  # images that are read at the same time
+AHEAD = 32  # threads that read samples
 
 Members = Mapping[str, bytes]  # by extension
 
@@ -43,26 +43,26 @@ def pack(
     seed: int | None = 0,
     progress: str = "auto",
 ) -> ShardIndex:
-    """Write samples into shards and their index, ``<name>.json``, which comes last; return the index.
+    """Pack samples into shards (tar files) and their index ``<name>.json``; return the index.
 
-    The same samples make the same files to the last byte, whenever and wherever they are packed. What was packed under
-    this name before stays as it is until all of the new is there; then it is replaced, and shards of it that the new
-    one does not have are removed. Other files stay. Whatever ends this, the index is of whole shards, old or new.
+    The same samples make the same bytes. Shards and index of an earlier packing under this name are replaced when all
+    new shards are complete; other files stay. If packing fails or is killed, the index refers to the complete old
+    shards or to the complete new ones. Prints progress to stderr.
 
     Args:
-        samples: gives a sample's key and members by its number, and may be called from several threads.
-        count: how many samples there are.
-        folder: where to write; made if it is not there.
-        classes: the classes' names, for the index.
-        name: of the data set and the beginning of the files' names.
-        per_shard: samples in a shard; the last one may have fewer.
-        seed: of the order in which samples are packed; None keeps their own. Training mixes neighbouring shards only,
-            so that samples in an order of their own (class by class) should be mixed here.
-        progress: auto, bar, lines or off; on stderr.
+        samples: called with a sample's number, in up to 32 threads; returns the sample's key and its members.
+        count: number of samples.
+        folder: folder to write to; made if missing.
+        classes: names of the classes, for the index.
+        name: name of the data set; file names begin with it.
+        per_shard: samples in each shard; the last shard may have fewer.
+        seed: seed of the random order of the samples; None keeps the order of their numbers. Training mixes only
+            neighbouring shards, so samples that are sorted by class should be packed in random order.
+        progress: auto, bar, lines or off.
 
     Raises:
-        UserError: no samples, one that cannot be had, a class whose name is not UTF-8, a folder that cannot be written
-            to, or a file in the index's place that is none; all is as it was then.
+        UserError: there are no samples; a sample cannot be read; a class name is not UTF-8; the folder cannot be
+            written; another process is packing this index; or ``<name>.json`` exists and is no index.
     """
     if count == 0:
         raise UserError(f"{name}: there is no sample to pack")
@@ -72,7 +72,7 @@ def pack(
     if not name or PurePath(name).name != name:
         raise UserError(f"name={name!r}: must be fit for a file's name")
     classes = class_names(name, classes)
-    index = index_output(folder / f"{name}.json")
+    index = resolve_index_output(folder / f"{name}.json")
     order = np.arange(count)
     if seed is not None:
         order = sampling.random_stream(sampling.PACKING, seed).permutation(order)
@@ -92,10 +92,13 @@ def pack(
 
 @contextmanager
 def open_workspace(index: Path) -> Iterator[Path]:
-    """Make and lock a hidden folder beside the index, and remove it at the end of the block.
+    """Make and lock an empty hidden folder beside the index, yield its path, and remove the folder after the block.
 
-    First finishes what a killed packing of this index has left in the folder. The folder stays if the index refers to
-    shards in it at the end. Raises UserError if another process is packing this index, or it cannot be written.
+    If a killed packing of this index was being published, first finishes that. Keeps the folder after the block while
+    the index refers to shards in it.
+
+    Raises:
+        UserError: another process is packing this index, or the folder cannot be written.
     """
     workspace = index.with_name(f".{index.stem}.packing")
     with ExitStack() as stack:
@@ -108,77 +111,79 @@ def open_workspace(index: Path) -> Iterator[Path]:
             raise UserError(f"{index}: another process is packing it; wait for its end, or take another name") from None
         except OSError as error:
             raise UserError(f"cannot write {index}: {error.strerror}; choose another folder") from None
-        move_shards(workspace, index)
+        move_packed_shards(workspace, index)
         for path in workspace.iterdir():
             path.unlink()
         try:
             yield workspace
         finally:
-            if not refers_to(workspace, index):
+            if not index_refers_to(workspace, index):
                 shutil.rmtree(workspace, ignore_errors=True)
 
 
 def publish_packed_shards(workspace: Path, index: Path) -> None:
     """Replace the index and its shards with those in the workspace.
 
-    (1) Put an index in place, by one rename, that refers to the shards in the workspace: the commit point. (2) Remove
-    the old shards, which may have the same names, and give the new ones their place. (3) Put the final index in place.
-    SIGINT is delayed throughout; after a kill, the next packing finishes.
+    (1) Rename an index into place that refers to the shards in the workspace: the commit point. (2) Remove the old
+    shards and move the new shards to their final names. (3) Rename the final index into place. SIGINT is delayed
+    meanwhile. If the process is killed between (1) and (3), the next packing does the rest.
     """
-    content = load_json(workspace / index.name)
-    content |= {"packed_in": workspace.name, "replaced": list_packed(index)}
+    content = read_index_or_empty(workspace / index.name)
+    content |= {"packed_in": workspace.name, "replaced": list_packed_shards(index)}
     for entry, key in (*((entry, "url") for entry in content["shardlist"]), (content[EXTENSION], "tables")):
         entry[key] = f"{workspace.name}/{entry[key]}"
-    following = workspace / "index"
-    with replacing(following) as file:
+    interim_index = workspace / "index"
+    with replacing(interim_index) as file:
         file.write(json.dumps(content).encode())
     with postponed(signal.SIGINT):
-        following.replace(index)
-        move_shards(workspace, index)
+        interim_index.replace(index)
+        move_packed_shards(workspace, index)
 
 
-def refers_to(workspace: Path, index: Path) -> bool:
-    """Return whether the shards of the index are still in the workspace."""
-    return (workspace / index.name).exists() and load_json(index).get("packed_in") == workspace.name
+def index_refers_to(workspace: Path, index: Path) -> bool:
+    """Return whether the index refers to shards in the workspace: a packing is published in part."""
+    return (workspace / index.name).exists() and read_index_or_empty(index).get("packed_in") == workspace.name
 
 
-def move_shards(workspace: Path, index: Path) -> None:
-    """Move shards from the workspace to where they belong, and then the index, if it refers to shards there.
+def move_packed_shards(workspace: Path, index: Path) -> None:
+    """Move shards and index from the workspace to their final places, if the index refers to shards in the workspace.
 
-    A process that is killed in between leaves the rest to the next one that packs here.
+    Removes the shards that they replace. May be called again after a kill at any line. Raises UserError if a file
+    cannot be written.
     """
-    if not refers_to(workspace, index):
+    if not index_refers_to(workspace, index):
         return
     try:
-        for name in load_json(index)["replaced"]:
+        for name in read_index_or_empty(index)["replaced"]:
             index.with_name(name).unlink(missing_ok=True)
-        for name in (*list_packed(workspace / index.name), tables_of(index).name):
-            link_or_copy(workspace / name, index.with_name(name))
+        # Each shard keeps its name in the workspace as well, so the interim index is valid until it is replaced.
+        for name in (*list_packed_shards(workspace / index.name), tables_path(index).name):
+            link_or_copy_file(workspace / name, index.with_name(name))
         (workspace / index.name).replace(index)
     except OSError as error:
         raise UserError(f"cannot write {index}: {error.strerror}; fix that, and pack again") from None
 
 
-def link_or_copy(path: Path, target: Path) -> None:
-    """Give a file a second name, in place of another file; copy it where the file system has no hard links."""
+def link_or_copy_file(path: Path, target: Path) -> None:
+    """Make ``target`` a hard link to a file, or a copy if the file system has no hard links; replace ``target``."""
     target.unlink(missing_ok=True)
     try:
         target.hardlink_to(path)
     except OSError:
-        copy = path.with_suffix(".copy")  # in the workspace, whose files go if this process is killed
+        copy = path.with_suffix(".copy")  # in the workspace, which the next packing empties if this process is killed
         shutil.copyfile(path, copy)
         copy.replace(target)
 
 
-def load_json(index: Path) -> dict[str, Any]:
-    """Return what is in the file of an index; nothing without one."""
+def read_index_or_empty(index: Path) -> dict[str, Any]:
+    """Read an index and return its JSON; return {} if there is no such file."""
     content: dict[str, Any] = json.loads(index.read_bytes()) if index.is_file() else {}
     return content
 
 
-def list_packed(index: Path) -> list[str]:
-    """Return the names of the shards that were packed with an index; none of those that somebody else has made."""
-    content = load_json(index)
+def list_packed_shards(index: Path) -> list[str]:
+    """Read an index; return the names of the shards that were packed with it, [] for an index of existing shards."""
+    content = read_index_or_empty(index)
     if not (content.get(EXTENSION) or {}).get("packed"):
         return []
     names = (str(entry["url"]) for entry in content["shardlist"])
@@ -186,8 +191,8 @@ def list_packed(index: Path) -> list[str]:
 
 
 def write_shard(path: Path, samples: Iterable[tuple[str, Members]], advance: Callable[[int], object]) -> None:
-    """Write samples into a tar file, and call ``advance(1)`` after each."""
-    # Of the formats for long names and others than English ones it is GNU's that wids reads best.
+    """Write samples to a new tar file, and call ``advance(1)`` after each; raise UserError if writing fails."""
+    # For names that are long or not ASCII, wids reads GNU's format best.
     with (
         replacing(path) as file,
         tarfile.open(fileobj=file, mode="w", format=tarfile.GNU_FORMAT, encoding="utf-8") as tar,

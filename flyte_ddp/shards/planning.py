@@ -1,4 +1,4 @@
-"""The planner: what ranks and nodes get and read of a data set of shards, from its index or from numbers alone."""
+"""The planner: computes which part of a data set of shards each rank and node reads, without reading the shards."""
 
 from collections.abc import Iterator
 
@@ -17,12 +17,13 @@ HYPERPARAMETERS = ("batch_size", "shuffle_shards", "accumulation_steps", "valida
 
 
 def describe_plan(request: PlanRequest) -> Iterator[str]:
-    """Yield the plan, and last a warning if training cannot read the index's first sample.
+    """Yield the plan as lines of text, then a warning if training cannot read a first sample of the index.
 
-    Reads the index, and of its first shard the beginning.
+    Reads the index, and the first sample of each of its parts, without retries.
 
     Raises:
-        UserError: DDP would hang (after the plan itself), or numbers that cannot be planned with.
+        UserError: the options are incomplete or out of range; the index cannot be read; or, after all lines, a plan of
+            a stream in which DDP would hang.
     """
     if bool(request.index) == bool(request.shards):
         raise UserError(f"index={request.index!r}, shards={request.shards}: give an index, or --shards with --samples")
@@ -37,11 +38,11 @@ def describe_plan(request: PlanRequest) -> Iterator[str]:
     if stream is None:
         hp = Hyperparameters(dataset="shards:planned", **{name: getattr(request, name) for name in HYPERPARAMETERS})
         order = shard_orders(index.counts, index.weights, hp, request.test_fraction)["training"]
-        yield "\n".join(EpochPlan(request, order, sizes).describe())
+        yield "\n".join(EpochPlan(request, order, sizes).format_lines())
     else:
-        yield "\n".join(stream.describe())
+        yield "\n".join(stream.format_lines())
         for rank, reader in np.ndindex(stream.samples.shape) if request.showsplits else ():
-            own = range(rank + reader * request.all_ranks, request.shards or len(index.shards), stream.samples.size)
+            own = range(rank + reader * request.total_ranks, request.shards or len(index.shards), stream.samples.size)
             yield f"rank {rank} worker {reader}: {len(own)} shards: {', '.join(map(str, own))}"
     if request.index:
         try:

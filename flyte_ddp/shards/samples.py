@@ -1,4 +1,4 @@
-"""The samples of one shard: which members each has, and where these are."""
+"""The table of a shard's samples: the members of each sample, with their places in the shard."""
 
 from __future__ import annotations
 
@@ -15,42 +15,41 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.shards.index import Shard
 from flyte_ddp.shards.tar import Member
 
-SEPARATOR = "\0"  # cannot be in a tar file's names
+SEPARATOR = "\0"  # ends each name in a stored table; no name in a tar file contains it
 COLUMNS = {"starts": np.int32, "kinds": np.uint32, "offsets": np.int64, "sizes": np.int64, "headers": np.uint32}
 
 
 @dataclass(frozen=True, eq=False)
 class SampleTable:
-    """A shard's samples, in columns, so that thousands of them take little memory.
+    """The samples of a shard and their members, stored in columns, which take little memory.
 
-    Sample i has the members ``starts[i]`` to ``starts[i + 1]``, each with its kind (a position in ``extensions``), the
-    place of its content in bytes, and the checksum of its header.
+    Members ``starts[i]`` to ``starts[i + 1] - 1`` belong to sample i.
     """
 
-    keys: tuple[str, ...]
-    extensions: tuple[str, ...]
-    starts: NDArray[np.int32]  # [samples + 1]
-    kinds: NDArray[np.uint32]  # [members]
-    offsets: NDArray[np.int64]  # [members]
-    sizes: NDArray[np.int64]  # [members]
-    headers: NDArray[np.uint32]  # [members]
+    keys: tuple[str, ...]  # of the samples
+    extensions: tuple[str, ...]  # all that occur in the shard, each with its dot
+    starts: NDArray[np.int32]  # [samples + 1] number of each sample's first member
+    kinds: NDArray[np.uint32]  # [members] position in ``extensions``
+    offsets: NDArray[np.int64]  # [members] byte of the shard where the content begins
+    sizes: NDArray[np.int64]  # [members] bytes of the content
+    headers: NDArray[np.uint32]  # [members] CRC-32 of the header block
 
     def __len__(self) -> int:
         return len(self.keys)
 
-    def extensions_of(self, sample: int) -> list[str]:
-        """Return the extensions of a sample's members, in their order."""
+    def sample_extensions(self, sample: int) -> list[str]:
+        """Return the extensions of a sample's members, in the order of the shard."""
         return [self.extensions[kind] for kind in self.kinds[self.starts[sample] : self.starts[sample + 1]].tolist()]
 
-    def members(self, sample: int) -> list[Member]:
-        """Return the members of a sample, in their order."""
+    def sample_members(self, sample: int) -> list[Member]:
+        """Return the members of a sample, in the order of the shard."""
         rows = slice(int(self.starts[sample]), int(self.starts[sample + 1]))
         key = self.keys[sample]
         columns = (column[rows].tolist() for column in (self.kinds, self.offsets, self.sizes, self.headers))
         return [Member(key, self.extensions[kind], *place) for kind, *place in zip(*columns, strict=True)]
 
     def to_bytes(self) -> bytes:
-        """Return the table in numpy's ``.npz`` format, with names as bytes, each ended by ``SEPARATOR``."""
+        """Return the table as bytes in numpy's ``.npz`` format; names are bytes, each ended by ``SEPARATOR``."""
         buffer = io.BytesIO()
         columns = {name: getattr(self, name) for name in COLUMNS}
         for column, names in (("keys", self.keys), ("extensions", self.extensions)):
@@ -61,7 +60,7 @@ class SampleTable:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> SampleTable:
-        """Return the table that :meth:`to_bytes` has given."""
+        """Return the table that is stored in bytes of :meth:`to_bytes`; raise ValueError for other bytes."""
         with np.load(io.BytesIO(content), allow_pickle=False) as stored:
             texts = (stored[name].tobytes().decode("utf-8", "surrogateescape") for name in ("keys", "extensions"))
             keys, extensions = (tuple(text.split(SEPARATOR)[:-1]) for text in texts)
@@ -69,9 +68,11 @@ class SampleTable:
 
 
 def read_table(shard: Shard) -> SampleTable:
-    """Return the table of a shard that has one, read from the file with the tables.
+    """Read the shard's table from the file with all tables, and return it. ``shard.table`` must not be None.
 
-    Raises UnavailableError if the file cannot be read, or ValueError if there is another table, or none.
+    Raises:
+        UnavailableError: the file cannot be read.
+        ValueError: the file holds no table there, or one with another digest.
     """
     assert shard.table is not None
     address, start, length, digest = shard.table
@@ -82,22 +83,27 @@ def read_table(shard: Shard) -> SampleTable:
 
 
 def table_digest(content: bytes) -> str:
-    """Return half of the SHA-256 (hex) of a table's bytes, which tells it from any other."""
+    """Return the first 32 hex digits of the SHA-256 of a table's bytes."""
     return hashlib.sha256(content).hexdigest()[:32]
 
 
 def tabulate(members: Iterable[Member], shard: str) -> SampleTable:
-    """Return the table of a shard's samples, grouped from its members in their order.
+    """Group a shard's members into samples, and return the table of the samples.
 
-    Raises UserError if a sample's members are in two places, or if two of them have one extension.
+    Args:
+        members: all members of the shard, in its order.
+        shard: the shard's address, for errors.
+
+    Raises:
+        UserError: the members of a sample are not adjacent, or two of them have the same extension.
     """
     keys: dict[str, None] = {}
     extensions: dict[str, int] = {}
     starts: list[int] = []
     rows: list[tuple[int, int, int, int]] = []
-    last, of_sample = None, set[str]()
+    last_key, sample_extensions = None, set[str]()
     for member in members:
-        if member.key != last:
+        if member.key != last_key:
             if member.key in keys:
                 raise UserError(
                     f"shard {shard}: the members of sample {member.key!r} are in two places, or two samples have that "
@@ -106,13 +112,13 @@ def tabulate(members: Iterable[Member], shard: str) -> SampleTable:
                 )
             keys[member.key] = None
             starts.append(len(rows))
-            last, of_sample = member.key, set()
-        if member.extension in of_sample:
+            last_key, sample_extensions = member.key, set()
+        if member.extension in sample_extensions:
             raise UserError(
                 f"shard {shard}: sample {member.key!r} has two members {member.extension}; "
                 "pack the shard again with one of each kind"
             )
-        of_sample.add(member.extension)
+        sample_extensions.add(member.extension)
         kind = extensions.setdefault(member.extension, len(extensions))
         rows.append((kind, member.offset, member.size, member.header))
     kinds, offsets, sizes, headers = np.array(rows, dtype=np.int64).reshape(-1, 4).T

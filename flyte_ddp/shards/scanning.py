@@ -1,4 +1,4 @@
-"""Reading shards from end to end: to make an index of them, and to check them against theirs."""
+"""Read whole shards, to make an index of them or to compare them with their index."""
 
 import hashlib
 import re
@@ -17,29 +17,29 @@ from flyte_ddp.lookahead import map_in_threads
 from flyte_ddp.pictures import opaque_picture
 from flyte_ddp.progress import Progress
 from flyte_ddp.shards.decoding import LABEL, decode_member, image_and_label, is_image
-from flyte_ddp.shards.index import Part, Shard, ShardIndex, index_json, load_index, read_index
+from flyte_ddp.shards.index import Part, Shard, ShardIndex, index_json, load_index_json, read_index
 from flyte_ddp.shards.samples import SampleTable, read_table, table_digest, tabulate
 from flyte_ddp.shards.tar import Member, members
 
 THREADS = 8  # shards that are read at the same time
-MOST_CLASSES = 1_000_000  # that are named by their numbers; what is beyond is likely no label
+MOST_CLASSES = 1_000_000  # without given names; a higher label is probably no label
 RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
-ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")  # pathlib has made one slash of two
+ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")  # one slash, as pathlib replaces two by one
 
 
 class ScannedShard(NamedTuple):
-    """A shard as it was read."""
+    """What reading a whole shard has found."""
 
     shard: Shard
     table: SampleTable
-    labels: int  # one more than the highest class's number in a ``.cls`` member, or 0
-    damaged: list[str]  # what is wrong with images
-    unfit: int  # how many samples training cannot read
-    reason: str  # why it cannot read the first of these
+    labels: int  # the highest class number in a ``.cls`` member, plus 1; 0 without such members
+    damaged: list[str]  # a sentence about each image that cannot be decoded
+    unfit: int  # number of samples that training cannot read
+    reason: str  # why training cannot read the first of them
 
 
 class HashedStream:
-    """A file that can be read once, from chunks of bytes, with the digests and the number of the bytes read so far."""
+    """A file made of chunks of bytes, which can be read once; it computes the digests and the number of bytes read."""
 
     def __init__(self, chunks: Iterator[bytes]) -> None:
         self.chunks = chunks
@@ -48,11 +48,11 @@ class HashedStream:
         self.count = 0
 
     def seekable(self) -> bool:
-        """Return False, for tarfile."""
+        """Return False: the archive must read the bytes that it skips, since they count for the digests."""
         return False
 
     def read(self, length: int) -> bytes:
-        """Return at most so many bytes; none at the end."""
+        """Return up to ``length`` bytes, which may be fewer before the end of the file; return b"" at its end."""
         while not self.rest and (chunk := next(self.chunks, None)) is not None:
             self.md5.update(chunk)
             self.sha256.update(chunk)
@@ -63,9 +63,14 @@ class HashedStream:
 
 
 def scan_shard(url: str, *, decode: bool = False) -> ScannedShard:
-    """Read a shard once, from its start to its end, and return what is in it; with ``decode`` decode images, too.
+    """Read a whole shard and return its size, digests, samples and labels. Retries transient errors.
 
-    Raises UserError if it cannot be read, is no tar file, or has a label that is no class's number.
+    Args:
+        url: address of the shard.
+        decode: whether images are decoded, too; then ``damaged`` lists those that cannot be decoded.
+
+    Raises:
+        UserError: the shard cannot be read, is no tar file, or has a ``.cls`` member that is no class number.
     """
 
     def scan_once(address: str) -> ScannedShard:
@@ -100,18 +105,24 @@ def scan_shard(url: str, *, decode: bool = False) -> ScannedShard:
 
 
 def count_unfit_samples(table: SampleTable, url: str) -> tuple[int, str]:
-    """Return how many samples of a shard training cannot read, and what is wrong with the first of them."""
+    """Return the number of samples in a shard that have no image or no label, and a sentence about the first ("")."""
     count, reason = 0, ""
     for number, key in enumerate(table.keys):
         try:
-            image_and_label(f"sample {key!r} in shard {url}", table.extensions_of(number))
+            image_and_label(f"sample {key!r} in shard {url}", table.sample_extensions(number))
         except UserError as error:
             count, reason = count + 1, reason or error.message
     return count, reason
 
 
 def describe_damage(where: dict[str, str], extension: str, content: bytes) -> str:
-    """Return why training could not decode an image; nothing for an image that it could."""
+    """Decode an image as training does; return a sentence about the failure, or "" for success.
+
+    Args:
+        where: ``__key__`` and ``__shard__`` of the image's sample, for the sentence.
+        extension: the image's extension.
+        content: the encoded image.
+    """
     try:
         image = decode_member(where, extension, content)
         image.load()
@@ -124,7 +135,7 @@ def describe_damage(where: dict[str, str], extension: str, content: bytes) -> st
 
 
 def expand_ranges(urls: Sequence[str]) -> list[str]:
-    """Return the addresses with ranges such as ``{000..127}`` written out."""
+    """Return the addresses with each range such as ``{000..127}`` replaced by its numbers."""
     found: list[str] = []
     for url in urls:
         if match := RANGE.search(url):
@@ -139,20 +150,20 @@ def expand_ranges(urls: Sequence[str]) -> list[str]:
 def create_index(
     urls: Sequence[str], output: Path, *, name: str = "", classes: Sequence[str] = (), progress: str = "auto"
 ) -> ShardIndex:
-    """Read shards, several at a time; write their index and, beside it, their tables of samples; return the index.
+    """Read whole shards in 8 threads; write their index and a file with their tables of samples; return the index.
 
-    Samples may have members of any kind. A warning on stderr names the first one that training cannot read.
+    Prints progress to stderr, and a warning if there are samples without an image or a label.
 
     Args:
-        urls: the shards, local or remote; ``{000..127}`` stands for a range of numbers.
-        output: the index; the tables go into a file beside it, with ``.tables`` after its name.
-        name: of the data set; the index's own name if there is none.
-        classes: the names of the classes; 0, 1, 2 and so on if there are none, up to the highest label.
-        progress: auto, bar, lines or off; on stderr.
+        urls: addresses of the shards, local or remote; ``{000..127}`` stands for a range of numbers.
+        output: path of the index; the tables are written to the same path + ``.tables``.
+        name: name of the data set; by default the name of the output file.
+        classes: names of the classes in the order of the labels; by default "0", "1", "2" up to the highest label.
+        progress: auto, bar, lines or off.
 
     Raises:
-        UserError: a shard that cannot be had or is none, two that are the same, a label that has no class, a class
-            without a name or with another's; an output that is a shard, or another file that is no index.
+        UserError: a shard cannot be read, is no tar file or is given twice; a label has no class; two classes have one
+            name, or a class has none; the output is a shard, or a file that is no index.
     """
     classes = class_names("classes", classes)
     for label, count in Counter(classes).items():
@@ -164,18 +175,29 @@ def create_index(
 def index_shards(
     urls: Sequence[str], output: Path, *, name: str, classes: Sequence[str], progress: str, packed: bool = False
 ) -> ShardIndex:
-    """Do what :func:`create_index` does, for addresses without ranges and classes with any names.
+    """Read whole shards in 8 threads; write their index and a file with their tables of samples; return the index.
 
-    ``packed`` has the index say that its shards were made with it, and go when another takes its place.
+    Unlike :func:`create_index`, takes no ranges of numbers, and any names of classes.
+
+    Args:
+        urls: addresses of the shards.
+        output: path of the index; the tables are written to the same path + ``.tables``.
+        name: name of the data set; by default the name of the output file.
+        classes: names of the classes in the order of the labels; by default "0", "1", "2" up to the highest label.
+        progress: auto, bar, lines or off; on stderr.
+        packed: whether the shards were packed with the index; the next packing of this name may then remove them.
+
+    Raises:
+        UserError: as :func:`create_index`, but for names of classes.
     """
     shards = [str(storage.local_path(url) or url) for url in urls]
-    output = index_output(output, shards)
+    output = resolve_index_output(output, shards)
     if not shards:
         raise UserError("no shards: give at least one tar file")
     if len(set(shards)) < len(shards):
         twice = next(url for url in shards if shards.count(url) > 1)
         raise UserError(f"shard {twice} is given twice; give each one once")
-    tables = tables_of(output)
+    tables = tables_path(output)
     start, listed, labels, unfit, reason = 0, list[Shard](), 0, 0, ""
     with (
         map_in_threads(scan_shard, shards, THREADS) as scanned,
@@ -210,47 +232,54 @@ def index_shards(
     return index
 
 
-def tables_of(index: Path) -> Path:
-    """Return the path of the file with the tables of samples that goes with an index."""
+def tables_path(index: Path) -> Path:
+    """Return the path of the file with the tables of samples that belongs to an index."""
     return index.with_name(f"{index.name}.tables")
 
 
-def index_output(path: Path, inputs: Iterable[str] = ()) -> Path:
-    """Return the absolute path of an index to write, in whose place there may be another index.
+def resolve_index_output(path: Path, inputs: Iterable[str] = ()) -> Path:
+    """Return the absolute path of an index to write, after a check that no file but an index would be overwritten.
 
-    Raises UserError if the path is an address, or that of a file to keep: an input, by its address, or no index.
+    Args:
+        path: the path to write; an existing file there is read.
+        inputs: addresses of the files that the index is made from.
+
+    Raises:
+        UserError: the path is a remote address, one of the inputs, or an existing file that is no index.
     """
     if ADDRESS.match(str(path)):
         raise UserError(f"{path}: cannot be written to; choose a path on this machine, and copy it there afterwards")
     output = path.absolute()
-    outputs = {output.resolve(), tables_of(output).resolve()}
+    outputs = {output.resolve(), tables_path(output).resolve()}
     for address in inputs:
         found = storage.local_path(address)
         if found is not None and found.resolve() in outputs:
             raise UserError(f"{output}: would be written in place of {found}, which it is made of; choose another name")
     if output.is_file():
         try:
-            load_index(str(output))
+            load_index_json(str(output))
         except UserError as error:
             raise UserError(f"{output}: is there, and is no index; remove it, or choose another name") from error
     return output
 
 
 def verify_index(address: str, *, decode: bool = False, progress: str = "auto") -> list[str]:
-    """Read all shards of an index, several at a time, and return what is not as the index says; nothing if all is well.
+    """Read all shards of an index in 8 threads; return a sentence about each difference from the index.
+
+    A shard that cannot be read is such a difference. Prints progress to stderr.
 
     Args:
-        address: of the index.
-        decode: decodes all images, too, and says which samples training cannot read.
-        progress: auto, bar, lines or off; on stderr.
+        address: address of the index.
+        decode: whether images are decoded, too, and samples without an image or a label are reported.
+        progress: auto, bar, lines or off.
 
     Raises:
-        UserError: the index itself cannot be read.
+        UserError: the index cannot be read.
     """
     index = read_index(address)
     verify = partial(verify_shard, classes=len(index.classes), decode=decode)
     track = Progress(progress).track("checking", len(index.shards), "shards")
-    problems: dict[str, None] = {}  # once each: all tables may be in one file, which cannot be read
+    problems: dict[str, None] = {}  # as keys, since shards that share an unreadable file of tables have one problem
     with map_in_threads(verify, index.shards, THREADS) as verified, track as advance:
         for found in verified:
             problems |= dict.fromkeys(found)
@@ -259,9 +288,12 @@ def verify_index(address: str, *, decode: bool = False, progress: str = "auto") 
 
 
 def verify_shard(shard: Shard, classes: int, *, decode: bool) -> list[str]:
-    """Read a shard, and return what is not as its index says, one sentence for each difference.
+    """Read a whole shard and its table in the index; return a sentence about each difference from the index.
 
-    ``classes`` is their number in the index, 0 if it does not say; with ``decode`` images are decoded, too.
+    Args:
+        shard: the shard's entry in the index.
+        classes: number of classes in the index; 0 if it does not say.
+        decode: whether images are decoded, too, and samples without an image or a label are reported.
     """
     try:
         found = scan_shard(shard.url, decode=decode)

@@ -1,8 +1,8 @@
-"""Which files a shard holds, and where in it they are.
+"""Find the files in a shard, with their places.
 
-A shard is an uncompressed tar file in webdataset's convention: files next to each other whose names are equal up to the
-first dot of their last part make up one sample. Headers are read by Python's tarfile, one by one: its own loop takes a
-damaged header for the end of the archive, and a missing end for none, while training relies on what is found here.
+A shard is an uncompressed tar file in webdataset's convention: adjacent files whose names are equal up to the first dot
+of the last part are one sample. Python's tarfile parses each header, but the loop over the headers is here: tarfile's
+own loop ends without an error at a damaged header and at a missing end.
 """
 
 from __future__ import annotations
@@ -14,34 +14,36 @@ from collections.abc import Callable, Iterator
 from typing import IO, NamedTuple
 
 from flyte_ddp.errors import UserError
+from flyte_ddp.storage.addresses import leads_out
 
 BLOCK = tarfile.BLOCKSIZE
-MOST_METADATA = 1 << 20  # bytes of a pax header or a long name: what is read of one into memory
-SAMPLE_NAME = re.compile(r"((?:.*/)?.*?)(\..*)", re.DOTALL)  # wids' rule: key and extension, the dot included
+MOST_METADATA = 1 << 20  # bytes of a pax header or a long name, which tarfile reads into memory
+SAMPLE_NAME = re.compile(r"((?:.*/)?.*?)(\..*)", re.DOTALL)  # wids' rule: key, and extension with its dot
 MOST_BYTES = 1 << 60  # of a file
-METADATA = (b"x", b"X", b"g", b"L", b"K")  # members that describe the next one: pax's kinds, and GNU's
-# What tarfile raises on headers that are none; the last for a thousand headers of headers.
+METADATA = (b"x", b"X", b"g", b"L", b"K")  # types of headers that describe the next member: pax's and GNU's
+# Exceptions of tarfile for malformed headers; RecursionError for a thousand metadata headers in a row.
 MALFORMED = (tarfile.TarError, ValueError, LookupError, OverflowError, RecursionError)
 
 
 class DamagedShardError(UserError):
-    """A shard that is not what its index says, or not a tar file; another copy of it may be whole."""
+    """A shard differs from its index or is not a whole tar file; another copy of the shard may be good."""
 
 
 class Member(NamedTuple):
-    """A file in a shard: its sample's key, its extension with the dot, and the place of its content in bytes.
+    """A file in a shard."""
 
-    ``header`` is the CRC-32 of the block before the content, by which the member is known again.
-    """
+    key: str  # of its sample
+    extension: str  # with the dot
+    offset: int  # byte of the shard where the content begins
+    size: int  # bytes of the content
+    header: int  # CRC-32 of the 512-byte block before the content, to find out whether the shard has changed
 
-    key: str
-    extension: str
-    offset: int
-    size: int
-    header: int
+    def extract_content(self, stored: bytes) -> bytes | None:
+        """Return the member's content; return None if the header block differs or bytes are missing.
 
-    def content(self, stored: bytes) -> bytes | None:
-        """Return the content, given the header block and what follows; None if another member is there, or none."""
+        Args:
+            stored: bytes of the shard, from the block before the content to the content's end.
+        """
         if len(stored) != BLOCK + self.size or zlib.crc32(stored[:BLOCK]) != self.header:
             return None
         return stored[BLOCK:]
@@ -50,115 +52,135 @@ class Member(NamedTuple):
 def members(
     file: IO[bytes], shard: str, wanted: Callable[[str], bool] = lambda _: False
 ) -> Iterator[tuple[Member, bytes | None]]:
-    """Yield the files of a shard in their order, and the content of those whose extension is wanted, else None.
+    """Yield the members of a shard in their order, each with its content (or None if the content is not wanted).
 
-    Folders and files without an extension are left out, as in wids; also files without a name before their first dot,
-    as in webdataset, and in folders those that a Mac's tar adds (``._x.jpg`` beside ``x.jpg``).
+    Reads the file to its end. Skips folders and files without an extension, as wids does. Skips names that begin with
+    a dot, as webdataset does, and files such as ``._x.jpg`` of a Mac's tar.
 
     Args:
         file: the tar file at its start; it need not be seekable.
-        shard: its name, for errors.
-        wanted: says of an extension whether the contents of such members are wanted.
+        shard: the shard's address, for errors.
+        wanted: called with an extension; returns whether the content of such members is read.
 
     Raises:
-        DamagedShardError: not a tar file, or one that is damaged or cut short.
-        UserError: a link, a device, or a name that leads out of the folder in which the archive would be unpacked.
+        DamagedShardError: the file is not a tar file, is damaged or is cut short.
+        UserError: the shard has a link, a device, a sparse file, or a name that leads out of its folder.
     """
     archive = Archive(file, shard)
-    for found in archive.headers():
-        if found.isdir() or (found.isreg() and found.name.endswith("/")):
+    for header in archive.read_headers():
+        if header.isdir() or (header.isreg() and header.name.endswith("/")):
             continue
-        archive.refuse_unsafe(found)
-        match = SAMPLE_NAME.fullmatch(found.name)
+        archive.refuse_unsafe_member(header)
+        match = SAMPLE_NAME.fullmatch(header.name)
         if match and not is_hidden(*match.groups()):
-            member = Member(match[1], match[2], found.offset_data, found.size, found.crc)
-            yield member, archive.read(found.size) if wanted(member.extension) else None
+            member = Member(match[1], match[2], header.offset_data, header.size, header.crc)
+            yield member, archive.read(header.size) if wanted(member.extension) else None
 
 
 def is_hidden(key: str, extension: str) -> bool:
-    """Return whether a file is no member of a sample because its name begins with a dot."""
+    """Return whether a file belongs to no sample because its name begins with a dot."""
     return not key.strip("./") or (key.endswith("/") and extension.startswith("._"))
 
 
 class Header(tarfile.TarInfo):
-    """A member's header, with the CRC-32 of its block, the last one of several."""
+    """A member's header as tarfile parses it, with the CRC-32 of its block (the last block, if it has several)."""
 
     crc = 0
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Header:
-        """Return the header in a block, as tarfile does; refuse sizes that would fill the memory."""
-        found = super().frombuf(buf, encoding, errors)
-        if not 0 <= found.size <= (MOST_METADATA if found.type in METADATA else MOST_BYTES):
+        """Parse a header block and return the header with its CRC-32. tarfile calls this.
+
+        Raises:
+            HeaderError: the block is no header, or has a size that would fill the memory.
+        """
+        header = super().frombuf(buf, encoding, errors)
+        if not 0 <= header.size <= (MOST_METADATA if header.type in METADATA else MOST_BYTES):
             raise tarfile.HeaderError("size")
-        found.crc = zlib.crc32(buf)
-        return found
+        header.crc = zlib.crc32(buf)
+        return header
 
 
 class Archive:
-    """A tar file that is read from its start to its end, for tarfile; what comes next is at byte ``place``."""
+    """A tar file that is read once from start to end; ``place`` is the number of the next byte.
+
+    tarfile reads through this object, so ``read`` and ``tell`` have the names of a file's methods.
+    """
 
     def __init__(self, file: IO[bytes], shard: str) -> None:
         self.file, self.shard, self.place = file, shard, 0
 
-    def headers(self) -> Iterator[Header]:
-        """Yield the headers of all members; a member's content can be read before the next header is asked for."""
+    def read_headers(self) -> Iterator[Header]:
+        """Yield the header of each member, and read the file to its end.
+
+        The caller may read a member's content with :meth:`read` before it asks for the next header.
+
+        Raises:
+            DamagedShardError: a header is damaged or missing, or bytes follow the archive's end mark.
+        """
         try:
             archive = tarfile.TarFile(fileobj=self, tarinfo=Header, encoding="utf-8", errors="surrogateescape")  # type: ignore[arg-type]
-            found = archive.next()
-            while found is not None:
-                assert isinstance(found, Header)
-                if not 0 <= found.size <= MOST_BYTES:
-                    raise self.damaged("a header without a size")
-                yield found
-                self.skip(archive.offset - self.place)
-                found = Header.fromtarfile(archive)
-        except tarfile.EOFHeaderError:  # type: ignore[attr-defined]  # not in the documentation
+            header = archive.next()
+            while header is not None:
+                assert isinstance(header, Header)
+                if not 0 <= header.size <= MOST_BYTES:
+                    raise self.damage_error("a header without a size")
+                yield header
+                self.skip_bytes(archive.offset - self.place)
+                header = Header.fromtarfile(archive)  # unlike next(), which takes a damaged header for the end
+        except tarfile.EOFHeaderError:  # type: ignore[attr-defined]  # the end mark; not in tarfile's documentation
             pass
         except UserError:
             raise
         except MALFORMED:
-            raise self.damaged("no header, or a damaged one,") from None
+            raise self.damage_error("no header, or a damaged one,") from None
         while rest := self.file.read(1 << 20):
             if rest.strip(b"\0"):
-                raise self.damaged("there is more after the end mark, as in archives that were put together with cat")
+                raise self.damage_error("bytes follow the end mark, as in archives that were joined with cat")
 
     def read(self, length: int) -> bytes:
-        """Return the next bytes; raise DamagedShardError if there are fewer."""
+        """Read and return the next ``length`` bytes; raise DamagedShardError if the file ends before."""
         pieces, missing = [], length
         while missing and (piece := self.file.read(missing)):
             pieces.append(piece)
             missing -= len(piece)
         self.place += length - missing
         if missing:
-            raise self.damaged("cut short" if self.place else "empty")
+            raise self.damage_error("cut short" if self.place else "empty")
         return b"".join(pieces)
 
     def tell(self) -> int:
-        """Return ``place``."""
+        """Return the number of the next byte."""
         return self.place
 
-    def skip(self, length: int) -> None:
-        """Leave out so many bytes, without reading them if the file is seekable."""
+    def skip_bytes(self, length: int) -> None:
+        """Skip ``length`` bytes, by a seek if the file is seekable, else by reading them.
+
+        Raises DamagedShardError if the file ends before; after a seek, the next read raises it.
+        """
         if self.file.seekable():
-            self.file.seek(length, 1)  # beyond the end of a file that was cut short; the next header is not there then
+            self.file.seek(length, 1)
             self.place += length
             return
         while length:
             length -= len(self.read(min(length, 1 << 20)))
 
-    def refuse_unsafe(self, found: Header) -> None:
-        """Raise UserError for a member that no data set needs, and an attacker might use."""
-        if not found.isreg() or found.issparse():
-            fix = "a link, a device or a sparse file; pack plain files only (tar --dereference --hard-dereference)"
-            raise UserError(f"shard {self.shard}: has {found.name!r}, {fix}")
-        if found.name.startswith("/") or ".." in found.name.split("/"):
-            fix = "leads out of its folder; pack with relative names"
-            raise UserError(f"shard {self.shard}: the name {found.name!r} {fix}")
-        if "\0" in found.name or not found.name:
-            raise self.damaged(f"the name {found.name!r}")
+    def refuse_unsafe_member(self, header: Header) -> None:
+        """Raise UserError for a link, a device, a sparse file, or a name that leads out of its folder.
 
-    def damaged(self, what: str) -> DamagedShardError:
-        """Return the error for what is there before ``place``."""
-        why = f"not a whole, uncompressed tar file ({what} at byte {self.place:,})"
+        No data set needs such members, and an attacker could use them. Raises DamagedShardError for a name that is
+        empty or has a NUL byte.
+        """
+        if not header.isreg() or header.issparse():
+            fix = "a link, a device or a sparse file; pack plain files only (tar --dereference --hard-dereference)"
+            raise UserError(f"shard {self.shard}: has {header.name!r}, {fix}")
+        if leads_out(header.name):
+            fix = "leads out of its folder; pack with relative names"
+            raise UserError(f"shard {self.shard}: the name {header.name!r} {fix}")
+        if "\0" in header.name or not header.name:
+            raise self.damage_error(f"the name {header.name!r}")
+
+    def damage_error(self, problem: str) -> DamagedShardError:
+        """Return the error for a damaged archive, with the problem and the number of the next byte."""
+        why = f"not a whole, uncompressed tar file ({problem} at byte {self.place:,})"
         return DamagedShardError(f"shard {self.shard}: {why}; unpack or copy it again")

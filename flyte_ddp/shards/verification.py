@@ -1,4 +1,4 @@
-"""Compares shards on this machine, which nobody fetched, with what their index says of them."""
+"""Open shards that lie on this machine, and compare them with their index."""
 
 import hashlib
 import os
@@ -12,19 +12,31 @@ from flyte_ddp.locks import exclusive
 from flyte_ddp.shards.index import Shard
 from flyte_ddp.shards.tar import DamagedShardError
 
-LOCKS = 1024  # files to lock; shards that share one are fetched one after the other
+LOCKS = 1024  # number of lock files; two shards with the same lock are fetched one after the other
 
 
 def lock_name(digest: str) -> str:
-    """Return the name of the lock that goes with a shard whose name in the cache is these hexadecimal digits."""
+    """Return the name of the lock file of a shard.
+
+    Args:
+        digest: hexadecimal digits that identify the shard, such as its file's name in the cache.
+    """
     return f"{int(digest, 16) % LOCKS:04d}"
 
 
-def open_local(path: Path, shard: Shard, cache: Path) -> BinaryIO:
-    """Open a shard on this machine, at ``path``, and return its file.
+def open_local_shard(path: Path, shard: Shard, cache: Path) -> BinaryIO:
+    """Open a shard that lies on this machine, compare it with the index, and return the open file.
 
-    Raises DamagedShardError if its length or digest is not the index's, as far as the index has them, and UserError if
-    it cannot be read. ``cache`` is a folder for marks of what was compared, for all that use it.
+    Reads the whole file for the digest, unless an earlier call has verified it.
+
+    Args:
+        path: the shard's path.
+        shard: the shard's entry in the index; a size or digest that the entry lacks is not compared.
+        cache: folder of the cache, where a verified shard is marked by an empty file.
+
+    Raises:
+        DamagedShardError: the size or the digest differs from the index.
+        UserError: the path is no regular file, or cannot be read.
     """
     with ExitStack() as on_failure:
         try:
@@ -38,22 +50,25 @@ def open_local(path: Path, shard: Shard, cache: Path) -> BinaryIO:
                 )
             verify_digest_once(file, path, shard, cache)
         except OSError as error:
-            raise explain_failure(shard, error) from None
+            raise unusable_shard_error(shard, error) from None
         on_failure.pop_all()
     return file
 
 
 def verify_digest_once(file: BinaryIO, path: Path, shard: Shard, cache: Path) -> None:
-    """Verify the shard's digest, once as long as its size and times stay the same; other processes wait meanwhile.
+    """Verify the digest of an open shard, unless a file in the cache marks that this was done; then write that mark.
 
-    An empty file in the cache's folder marks what was verified; where none can be written, each call verifies. Raises
-    DamagedShardError for another digest.
+    The mark counts only while the shard's path, size and times stay the same. Other processes that open the shard wait
+    for the result. If the cache cannot be written, each call verifies.
+
+    Raises:
+        DamagedShardError: the digest differs from the index.
     """
     kind, wanted = shard.digest
     status = os.fstat(file.fileno())
-    # With the time of the last change of any kind, which copying tools do not set as they do the other one.
-    known_by = f"{path}\n{status.st_size}\n{status.st_mtime_ns}\n{status.st_ctime_ns}\n{wanted}"
-    mark = cache / "verified" / hashlib.sha256(known_by.encode("utf-8", "surrogatepass")).hexdigest()[:40]
+    # ctime too: copying tools set mtime to that of the original, but cannot set ctime.
+    identity = f"{path}\n{status.st_size}\n{status.st_mtime_ns}\n{status.st_ctime_ns}\n{wanted}"
+    mark = cache / "verified" / hashlib.sha256(identity.encode("utf-8", "surrogatepass")).hexdigest()[:40]
     if not wanted or mark.exists():
         return
     with ExitStack() as stack:
@@ -61,7 +76,7 @@ def verify_digest_once(file: BinaryIO, path: Path, shard: Shard, cache: Path) ->
             stack.enter_context(exclusive(cache / "locks", lock_name(mark.name)))
             mark.parent.mkdir(exist_ok=True)
         if not mark.exists():
-            if (found := file_digest(file, kind)) != wanted:
+            if (found := hash_open_file(file, kind)) != wanted:
                 raise DamagedShardError(
                     f"shard {shard.url}: its {kind} is {found} and not the {wanted} that the index says, so it is "
                     "damaged, or another one; copy it again, or renew the index"
@@ -71,18 +86,18 @@ def verify_digest_once(file: BinaryIO, path: Path, shard: Shard, cache: Path) ->
                 mark.touch()
 
 
-def file_digest(file: BinaryIO, kind: str) -> str:
-    """Read an open file to its end, and return its MD5 or SHA-256 (hex)."""
+def hash_open_file(file: BinaryIO, kind: str) -> str:
+    """Read an open file from its position to its end, and return the digest (hex); ``kind`` is "md5" or "sha256"."""
     return hashlib.file_digest(file, lambda: hashlib.new(kind, usedforsecurity=False)).hexdigest()  # type: ignore[arg-type]
 
 
 def has_wrong_size(file: BinaryIO, shard: Shard) -> bool:
-    """Return whether the file is not as long as the index says."""
+    """Return whether an open file has another size than the index says; False if the index has no size."""
     return shard.size >= 0 and os.fstat(file.fileno()).st_size != shard.size
 
 
-def explain_failure(shard: Shard, failure: Exception) -> UserError:
-    """Return the error for a shard that cannot be had because of an exception."""
+def unusable_shard_error(shard: Shard, failure: Exception) -> UserError:
+    """Return the UserError about a shard that cannot be read or fetched because of an exception."""
     reason = getattr(failure, "strerror", None) or str(failure)
     if isinstance(failure, storage.AlteredError):
         return UserError(f"shard {shard.url}: is not the one in the index: {reason}; copy it again, or renew the index")

@@ -52,7 +52,7 @@ def test_the_plan_of_an_epoch_is_what_happens(counts, nodes, ranks, batch_size, 
             samples[rank] += len(share)
             read[rank // ranks] |= set(shard_of[share].tolist())
     assert plan.steps == steps
-    assert [plan.share(rank) for rank in range(nodes * ranks)] == samples.tolist()
+    assert [plan.samples_of_rank(rank) for rank in range(nodes * ranks)] == samples.tolist()
     assert [shards.tolist() for shards in plan.shards_read] == [sorted(shards) for shards in read]
     assert plan.bytes_read.tolist() == [sum(int(sizes[shard]) for shard in shards) for shards in read]
 
@@ -91,7 +91,7 @@ def test_a_hundred_thousand_shards_and_ten_thousand_ranks() -> None:
 
 def test_the_published_mistake_is_refused_with_the_published_fixes() -> None:
     plan = StreamPlan(SIMDIST, np.array(PUBLISHED), np.array([10] * 10))
-    assert list(plan.describe(limit=2)) == [
+    assert list(plan.format_lines(limit=2)) == [
         "10 shards with 920 samples; nodes x ranks x workers = 1 x 3 x 3; batches of 10",
         "  rank    shards       samples    batches",
         "     0         4           373         36",
@@ -100,15 +100,15 @@ def test_the_published_mistake_is_refused_with_the_published_fixes() -> None:
         "bytes of a node's shards: 100",
         f"DDP would hang, as ranks get different numbers of batches; {plan.advice}",
     ]
-    assert plan.suggest()[:2] == [{"nbatches": 26}, {"nbatches": 36, "dsrepeat": 2}]
-    assert plan.suggest()[-2:] == [{"shards": 9}, {"shards": 18}]
+    assert plan.suggest_options()[:2] == [{"nbatches": 26}, {"nbatches": 36, "dsrepeat": 2}]
+    assert plan.suggest_options()[-2:] == [{"shards": 9}, {"shards": 18}]
     assert "take nbatches=26, or nbatches=36 with dsrepeat=2, or " in plan.advice
     with pytest.raises(UserError, match="the ranks get 26 to 36 batches: DDP hangs unless all get the same number"):
         plan.refuse_hang()
-    assert {"nbatches": 32, "dsrepeat": 2} in plan.with_options(nbatches=32).suggest()
+    assert {"nbatches": 32, "dsrepeat": 2} in plan.replace_options(nbatches=32).suggest_options()
     for way in ({"nbatches": 26}, {"nbatches": 36, "dsrepeat": 2}):
-        plan.with_options(**way).refuse_hang()
-        assert f"every rank gets {way['nbatches']} batches" in plan.with_options(**way).describe()
+        plan.replace_options(**way).refuse_hang()
+        assert f"every rank gets {way['nbatches']} batches" in plan.replace_options(**way).format_lines()
 
 
 @given(
@@ -125,43 +125,43 @@ def test_suggestions_make_it_exact(counts, ranks, batch_size, workers, nbatches,
         ranks=ranks, batch_size=batch_size, workers=workers, nbatches=nbatches, partial=partial, repeat=repeat
     )
     present = StreamPlan(request, np.array(counts))
-    for way in present.suggest():
+    for way in present.suggest_options():
         if "shards" in way:
             changed = StreamPlan(request, np.full(way["shards"], batch_size))
         else:
-            changed = present.with_options(**way)
+            changed = present.replace_options(**way)
         assert not changed.hangs
         assert changed.batches.all()
         if way.keys() == {"nbatches"} and present.hangs:
-            assert present.with_options(nbatches=way["nbatches"] + 1).hangs
+            assert present.replace_options(nbatches=way["nbatches"] + 1).hangs
         if way.get("dsrepeat", 1) > 1:
             assert way["nbatches"] == present.batches.max()
-            assert present.with_options(**way | {"dsrepeat": way["dsrepeat"] - 1}).batches.min() < way["nbatches"]
+            assert present.replace_options(**way | {"dsrepeat": way["dsrepeat"] - 1}).batches.min() < way["nbatches"]
 
 
 def test_the_nearest_workers_are_suggested() -> None:
     plan = StreamPlan(replace(SIMDIST, ranks=2, workers=4), np.array([10, 5] * 3 + [10, 15] * 3))
     assert plan.batches.tolist() == [6, 5]
-    assert [way["workers"] for way in plan.suggest() if "workers" in way] == [3]
-    assert plan.with_options(workers=3).batches.tolist() == [6, 6]
+    assert [way["workers"] for way in plan.suggest_options() if "workers" in way] == [3]
+    assert plan.replace_options(workers=3).batches.tolist() == [6, 6]
 
 
 def test_batches_that_no_worker_can_fill_and_partial_ones() -> None:
     plan = StreamPlan(replace(SIMDIST, ranks=2, batch_size=4, workers=2, dsrepeat=5), np.array([3, 3, 2, 3]))
-    assert "no rank gets a batch: every worker has fewer samples than one takes" in plan.describe()
-    assert not any("nbatches" in way for way in plan.suggest())
+    assert "no rank gets a batch: every worker has fewer samples than one takes" in plan.format_lines()
+    assert not any("nbatches" in way for way in plan.suggest_options())
     with pytest.raises(UserError, match="batch_size=4: no worker has more than 3 samples"):
         plan.refuse_hang()
-    kept = plan.with_options(partial=True)
+    kept = plan.replace_options(partial=True)
     assert kept.batches.tolist() == [10, 10]
     kept.refuse_hang()
-    assert list(kept.describe())[-1].startswith("some batches are partial: where ranks' batches differ in size")
+    assert list(kept.format_lines())[-1].startswith("some batches are partial: where ranks' batches differ in size")
 
 
 def test_bytes_of_nodes() -> None:
     sizes = np.array([1, 10, 100, 1000, 10_000, 100_000, 1_000_000, 10_000_000])
     plan = StreamPlan(PlanRequest(nodes=2, ranks=2, workers=2), np.full(8, 2), sizes)
-    assert "bytes of a node's shards: 110,011 to 11,001,100" in plan.describe()
+    assert "bytes of a node's shards: 110,011 to 11,001,100" in plan.format_lines()
 
 
 def test_the_plan_of_a_stream_comes_before_its_refusal() -> None:

@@ -45,7 +45,7 @@ def test_a_shard_is_on_the_disk_before_it_has_its_name(
     server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shard, cache = serve(server, "a.tar", blob(1)), ShardCache(tmp_path)
-    path = cache.path_of(shard)
+    path = cache.shard_path(shard)
     synced = []
     sync = os.fsync
 
@@ -155,7 +155,7 @@ def test_a_fault_that_passes_is_retried(
     server.faults["x.tar"] = [fault]
     assert content_of(cache, shard) == blob(0)
     assert server.counts == {"x.tar": 2}
-    assert sizes_in(tmp_path) == {cache.path_of(shard).name: 20_000}
+    assert sizes_in(tmp_path) == {cache.shard_path(shard).name: 20_000}
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_a_killed_download_is_cleaned_up_by_whoever_fetches_next(server: FileSer
     process = SPAWN.Process(target=fetch_only, args=(cache, stalling), daemon=True)
     process.start()
     assert server.stalled.wait(DEADLINE)
-    part = cache.path_of(stalling).with_suffix(".part")
+    part = cache.shard_path(stalling).with_suffix(".part")
     assert sizes_in(tmp_path) == {part.name: 20_000}  # its room is taken from the start
     # What another process is fetching is left alone, and who wants the same shard waits.
     assert content_of(cache, other) == blob(1)
@@ -210,7 +210,7 @@ def test_a_killed_download_is_cleaned_up_by_whoever_fetches_next(server: FileSer
     waiting.join(DEADLINE)
     assert got == [blob(0)]
     assert server.counts == {"0.tar": 2, "1.tar": 1}
-    assert sizes_in(tmp_path) == {cache.path_of(shard).name: 20_000 for shard in (stalling, other)}
+    assert sizes_in(tmp_path) == {cache.shard_path(shard).name: 20_000 for shard in (stalling, other)}
 
 
 def test_healing_fetches_only_what_is_damaged(server: FileServer, tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_healing_fetches_only_what_is_damaged(server: FileServer, tmp_path: Path
     shard = serve(server, "x.tar", blob(0))
     assert content_of(cache, shard) == blob(0)
     assert not cache.heal(shard)
-    path = cache.path_of(shard)
+    path = cache.shard_path(shard)
     path.write_bytes(b"\0" + path.read_bytes()[1:])
     assert cache.heal(shard)
     assert content_of(cache, shard) == blob(0)

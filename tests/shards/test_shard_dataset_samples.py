@@ -24,7 +24,7 @@ from flyte_ddp.shards import dataset as dataset_module
 from flyte_ddp.shards.cache import ShardCache
 from flyte_ddp.shards.dataset import ShardDataset, ShardReader
 from flyte_ddp.shards.index import ShardIndex, read_index
-from flyte_ddp.shards.scanning import create_index, tables_of
+from flyte_ddp.shards.scanning import create_index, tables_path
 
 
 def image_bytes(form: str, seed: int = 0) -> bytes:
@@ -141,7 +141,7 @@ def test_a_copy_whose_headers_are_damaged_is_fetched_again(server: FileServer, t
     cache = ShardCache(tmp_path)
     dataset = ShardDataset(served.index, cache, decode=False)
     assert all_of(dataset) == served.expected()
-    path = cache.path_of(served.index.shards[0])
+    path = cache.shard_path(served.index.shards[0])
     whole = path.read_bytes()
     for damage in (whole[:4000] + bytes(len(whole) - 4000), bytes(len(whole)), b"\xff" * len(whole)):
         path.write_bytes(damage)
@@ -158,10 +158,10 @@ def test_a_copy_whose_contents_are_damaged_is_fetched_again(server: FileServer, 
     cache = ShardCache(tmp_path)
     dataset = ShardDataset(served.index, cache)
     labels = [sample[".cls"] for sample in dataset]
-    path = cache.path_of(served.index.shards[0])
+    path = cache.shard_path(served.index.shards[0])
     content = path.read_bytes()
-    with dataset.reader.using(0) as shard:
-        _, member = shard.table.members(3)
+    with dataset.reader.open_shard(0) as shard:
+        _, member = shard.table.sample_members(3)
     assert (member.extension, content[member.offset : member.offset + member.size]) == (".cls", b"3")
     path.write_bytes(content[: member.offset] + b"?" + content[member.offset + 1 :])
     assert [sample[".cls"] for sample in dataset] == labels
@@ -226,9 +226,9 @@ def test_without_its_tables_an_index_is_as_good(
     expected = all_of(ShardDataset(index, tmp_path / "cache"))
     assert read == []  # the tables are used
     if change is None:
-        tables_of(index).unlink()
+        tables_path(index).unlink()
     else:
-        tables_of(index).write_bytes(change(tables_of(index).read_bytes()))
+        tables_path(index).write_bytes(change(tables_path(index).read_bytes()))
     assert all_of(ShardDataset(index, tmp_path / "cache")) == expected
     assert read
 
@@ -238,7 +238,7 @@ def test_tables_and_shards_of_another_time_give_no_wrong_data(tmp_path: Path) ->
     first = {f"{i}": {".a": b"%d" % i, ".b": b"%d" % (i + 1)} for i in range(5)}
     other = {f"{9 - i}": {".b": b"%d" % i, ".a": b"%d" % (i + 2)} for i in range(5)}
     old, new = indexed(tmp_path / "old", first), indexed(tmp_path / "new", other)
-    tables_of(old).write_bytes(tables_of(new).read_bytes())
+    tables_path(old).write_bytes(tables_path(new).read_bytes())
     assert all_of(ShardDataset(old, tmp_path / "cache", decode=False)) == list(first.items())
     (tmp_path / "new" / "0.tar").write_bytes(shard_bytes(first))
     with pytest.raises(UserError, match=r"new/0\.tar: damaged at byte 512, where 9\.b should be"):

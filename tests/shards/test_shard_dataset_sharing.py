@@ -159,11 +159,11 @@ def test_a_forked_child_neither_waits_for_its_parents_locks_nor_gives_them_back(
     """It is forked while another thread holds the reader's lock, closes what it has inherited, and reads itself."""
     served = serve_samples(server, 5, 5)
     cache = ShardCache(tmp_path)
-    path = cache.path_of(served.index.shards[0])
+    path = cache.shard_path(served.index.shards[0])
     reader = ShardReader(served.index, cache)
     first = reader.read(0)
     reading, writing = os.pipe()
-    with reader.using(0) as shard:
+    with reader.open_shard(0) as shard:
         with reader.open_shards.lock, shard.lock:
             child = os.fork()
             if child == 0:
@@ -173,8 +173,8 @@ def test_a_forked_child_neither_waits_for_its_parents_locks_nor_gives_them_back(
                 os._exit(0)
         assert os.read(reading, 20) == b"same"
         assert os.waitpid(child, 0)[1] == 0
-        assert cache.evict(path) == 0  # the parent's lock is still there
-        assert shard.read(0) == first
-    assert cache.evict(path) > 0
+        assert cache.evict_file(path) == 0  # the parent's lock is still there
+        assert shard.read_sample(0) == first
+    assert cache.evict_file(path) > 0
     os.close(reading)
     os.close(writing)

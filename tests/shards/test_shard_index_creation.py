@@ -10,7 +10,7 @@ from tars import samples, shard_bytes, write_shards
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.shards import scanning
-from flyte_ddp.shards.__main__ import read_lines
+from flyte_ddp.shards.__main__ import read_class_names
 from flyte_ddp.shards.dataset import ShardDataset
 from flyte_ddp.shards.index import read_index
 from flyte_ddp.shards.inspection import read_sample
@@ -76,7 +76,7 @@ def test_a_sample_of_a_server_that_gives_no_parts_or_without_tables(server: File
     server.gives_parts = False
     assert read_sample(str(index), 3) == expected
     server.gives_parts = True
-    scanning.tables_of(index).unlink()
+    scanning.tables_path(index).unlink()
     assert read_sample(str(index), 3) == expected
     create_index([f"{server.url}/0.tar"], index, progress="off")
     server.files["0.tar"] = shard_bytes(samples(5, seed=1))
@@ -159,9 +159,9 @@ def test_names_of_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     }.items():
         (tmp_path / "names.txt").write_text(text)
         with pytest.raises(UserError, match=said):
-            create_index(["0.tar"], Path("x.json"), classes=read_lines(Path("names.txt")), progress="off")
+            create_index(["0.tar"], Path("x.json"), classes=read_class_names(Path("names.txt")), progress="off")
     (tmp_path / "names.txt").write_bytes("\ufeffant\r\nbéé\r\nc\r\n\r\n".encode())
-    index = create_index(["0.tar"], Path("x.json"), classes=read_lines(Path("names.txt")), progress="off")
+    index = create_index(["0.tar"], Path("x.json"), classes=read_class_names(Path("names.txt")), progress="off")
     assert index.classes == ("ant", "béé", "c")
 
 

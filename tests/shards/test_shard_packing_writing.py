@@ -128,7 +128,7 @@ def no_links(path: Path, target: Path) -> None:
 def test_wids_reads_what_is_not_yet_in_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     letters(9, tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(packing, "move_shards", lambda *_: None)
+        patch.setattr(packing, "move_packed_shards", lambda *_: None)
         letters(5, tmp_path, letter="b")
     index = tmp_path / "train.json"
     theirs = wids.ShardListDataset(str(index), cache_dir=str(tmp_path / "wids"), transformations=[])

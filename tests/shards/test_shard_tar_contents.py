@@ -21,7 +21,7 @@ FORMATS = (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT)
 
 
 def grouped(table: SampleTable) -> list[tuple[str, list[str]]]:
-    return [(key, [member.extension for member in table.members(i)]) for i, key in enumerate(table.keys)]
+    return [(key, [member.extension for member in table.sample_members(i)]) for i, key in enumerate(table.keys)]
 
 
 def is_seen(name: str) -> bool:
@@ -44,7 +44,7 @@ def check_against_tarfile(content: bytes) -> None:
     expected = expected_of(content)
     assert [(m.key, m.extension, m.offset, m.size) for m in found] == [(k, e, o, len(c)) for k, e, o, c in expected]
     for member, (_, _, offset, inside) in zip(found, expected, strict=True):
-        assert member.content(content[offset - BLOCK : offset + len(inside)]) == inside
+        assert member.extract_content(content[offset - BLOCK : offset + len(inside)]) == inside
     given = [inside for member, inside in members(Stream(content), "x.tar", lambda extension: extension == ".b")]
     assert given == [inside if extension == ".b" else None for _, extension, _, inside in expected]
 
@@ -95,7 +95,7 @@ def test_names_that_are_long_or_not_english(form: int, name: str) -> None:
     assert table.keys == ("first", name, "z")
     again = SampleTable.from_bytes(table.to_bytes())
     assert again.keys == table.keys
-    assert [again.members(i) for i in range(3)] == [table.members(i) for i in range(3)]
+    assert [again.sample_members(i) for i in range(3)] == [table.sample_members(i) for i in range(3)]
 
 
 def test_a_tar_file_without_files_has_no_samples() -> None:
@@ -105,7 +105,7 @@ def test_a_tar_file_without_files_has_no_samples() -> None:
 def test_no_number_of_an_extension_wraps_around() -> None:
     """As names have that are numbered behind a dot."""
     found = [Member("key", f".{number}.jpg", 512 * number, 1, number) for number in range(70_000)]
-    assert tabulate(found, "x.tar").members(0) == found
+    assert tabulate(found, "x.tar").sample_members(0) == found
 
 
 def test_what_other_programs_write(tmp_path: Path) -> None:

@@ -59,7 +59,9 @@ def every(part: int, parts: int) -> Splitter:
 def dataset(urls: list[str], rank: int, request: PlanRequest, by_worker: Splitter) -> Any:
     """simdist.py's dataset, which gives keys in place of images."""
     made = (
-        wds.WebDataset(urls, shardshuffle=False, nodesplitter=every(rank, request.all_ranks), workersplitter=by_worker)
+        wds.WebDataset(
+            urls, shardshuffle=False, nodesplitter=every(rank, request.total_ranks), workersplitter=by_worker
+        )
         .shuffle(10)
         .to_tuple("__key__")
         .batched(request.batch_size, partial=request.partial)
@@ -79,7 +81,10 @@ def loaded(urls: list[str], rank: int, request: PlanRequest) -> list[list[Key]]:
 
 def dealt(urls: list[str], rank: int, request: PlanRequest) -> list[list[Key]]:
     """The same without processes: each worker's dataset is read here; their batches are dealt as the loader does."""
-    streams = [dataset(urls, rank, request, every(reader, request.readers)) for reader in range(request.readers)]
+    streams = [
+        dataset(urls, rank, request, every(reader, request.readers_per_rank))
+        for reader in range(request.readers_per_rank)
+    ]
 
     def one_pass() -> Iterator[list[Key]]:
         turns = itertools.zip_longest(*([keys for (keys,) in stream] for stream in streams))
@@ -91,7 +96,7 @@ def dealt(urls: list[str], rank: int, request: PlanRequest) -> list[list[Key]]:
 def check_against(plan: StreamPlan, batches_of: Callable[[int], list[list[Key]]]) -> None:
     """Compare the plan with what ranks get: numbers of batches, and with whole passes the samples in them."""
     request = plan.request
-    for rank in range(request.all_ranks):
+    for rank in range(request.total_ranks):
         batches = batches_of(rank)
         assert plan.batches[rank] == len(batches)
         assert {len(batch) for batch in batches} <= {request.batch_size} or request.partial
@@ -116,7 +121,7 @@ def test_the_plan_is_what_loaders_give(shards: Shards, data: st.DataObject) -> N
         repeat=draw(st.integers(1, 3)),
         dsrepeat=draw(st.integers(1, 3)),
     )
-    readers = request.all_ranks * request.readers
+    readers = request.total_ranks * request.readers_per_rank
     counts = draw(st.lists(st.integers(1, 7), min_size=readers, max_size=readers))
     counts += draw(st.lists(st.integers(0, 7), max_size=6))  # each reader has a sample, but there may be empty shards
     urls = shards(counts)
