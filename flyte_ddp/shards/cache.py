@@ -98,10 +98,10 @@ class ShardCache:
         return storage.local_path(shard.url) is not None or self.shard_path(shard).exists()
 
     def heal(self, shard: Shard, *, damaged: bool = False) -> bool:
-        """Remove a damaged shard from the cache, also if it is being read; return whether it was removed.
+        """Remove a damaged shard from the cache, even while it is read; return whether the next open fetches it again.
 
-        Reads the whole file to compute its digest. Removes nothing if the digest is right, if the shard lies on this
-        machine in its own place, or if the cache's folder cannot be written.
+        Reads the whole file to compute its digest. Removes nothing, and returns False, if the digest is right, if the
+        shard lies on this machine in its own place, or if the cache's folder cannot be written.
 
         Args:
             shard: the shard's entry in the index.
@@ -125,10 +125,10 @@ class ShardCache:
         return self.folder / f"{hashlib.sha256(identity.encode('utf-8', 'surrogatepass')).hexdigest()[:40]}{WHOLE}"
 
     def fetch_shard(self, shard: Shard) -> BinaryIO:
-        """Download a shard with retries, and return its open file with a shared lock.
+        """Download a shard into the cache with retries, and return its open file with a shared lock.
 
         Waits for the shard's lock. Downloads nothing if another process has fetched the shard meanwhile. Evicts other
-        shards to make room. Counts the download in ``fetched``.
+        shards to make room. Counts the download in ``fetched``. Removes the partial file after a failure.
 
         Raises:
             CacheFullError: the cache has no room until readers have released other shards.

@@ -52,7 +52,9 @@ class OpenShard:
 
     @contextmanager
     def keep_open(self) -> Iterator[OpenShard]:
-        """Open the shard if necessary, and keep it open and in the cache in the block.
+        """Yield this shard, open and protected from eviction in the block; open or fetch it if necessary.
+
+        Updates the time of last use of a cached shard, once a second. Waits up to 60 s for room in the cache.
 
         Raises:
             DamagedShardError: the shard is damaged.
@@ -233,9 +235,9 @@ class ShardReader:
             return shard.read_sample(inside, wanted)
 
     def heal(self, sample: int, *, damaged: bool = False) -> bool:
-        """Remove the sample's shard from the cache if it is damaged; return whether it was removed.
+        """Remove the sample's shard from the cache if it is damaged; return whether the next read fetches it again.
 
-        The next read fetches the shard again. Reads the whole shard to compute its digest, and closes the shard.
+        Reads the whole shard to compute its digest, and closes the shard.
 
         Args:
             sample: the index's number of a sample that could not be read or decoded.

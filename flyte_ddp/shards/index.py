@@ -135,7 +135,10 @@ class ShardIndex:
 
 @contextmanager
 def many_objects() -> Iterator[None]:
-    """Turn the garbage collector off in the block: it would scan the 100,000 objects of a large index many times."""
+    """Turn Python's garbage collector off in the block, and on again if it was on.
+
+    While a large index is read, the collector would scan its 100,000 objects many times.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -32,6 +32,7 @@ def read_sample(address: str, number: int) -> Sample:
     shard = index.shards[shard_number]
 
     def read_bytes(start: int, length: int) -> bytes:
+        """Read bytes of the shard, with retries, and return them."""
         return storage.retried(shard.url, partial(storage.read, span=(start, start + length)))
 
     table = read_table_or_none(shard)

@@ -126,7 +126,8 @@ def publish_packed_shards(workspace: Path, index: Path) -> None:
 
     (1) Rename an index into place that refers to the shards in the workspace: the commit point. (2) Remove the old
     shards and move the new shards to their final names. (3) Rename the final index into place. SIGINT is delayed
-    meanwhile. If the process is killed between (1) and (3), the next packing does the rest.
+    meanwhile. If the process is killed between (1) and (3), the next packing does the rest. Raises UserError if a file
+    cannot be written.
     """
     content = read_index_or_empty(workspace / index.name)
     content |= {"packed_in": workspace.name, "replaced": list_packed_shards(index)}

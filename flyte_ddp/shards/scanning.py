@@ -52,7 +52,7 @@ class HashedStream:
         return False
 
     def read(self, length: int) -> bytes:
-        """Return up to ``length`` bytes, which may be fewer before the end of the file; return b"" at its end."""
+        """Return the next bytes, at most ``length``; return b"" at the end. Adds each new chunk to the digests."""
         while not self.rest and (chunk := next(self.chunks, None)) is not None:
             self.md5.update(chunk)
             self.sha256.update(chunk)
@@ -74,6 +74,7 @@ def scan_shard(url: str, *, decode: bool = False) -> ScannedShard:
     """
 
     def scan_once(address: str) -> ScannedShard:
+        """Read the whole shard and return what was found; raise UnavailableError if it cannot be read."""
         found, damaged, labels = list[Member](), list[str](), 0
         with storage.open_file(address) as file:
             stream = HashedStream(file.chunks)
@@ -105,7 +106,7 @@ def scan_shard(url: str, *, decode: bool = False) -> ScannedShard:
 
 
 def count_unfit_samples(table: SampleTable, url: str) -> tuple[int, str]:
-    """Return the number of samples in a shard that have no image or no label, and a sentence about the first ("")."""
+    """Return the number of samples without an image or a label, and a sentence about the first; "" if there is none."""
     count, reason = 0, ""
     for number, key in enumerate(table.keys):
         try:
@@ -177,18 +178,20 @@ def index_shards(
 ) -> ShardIndex:
     """Read whole shards in 8 threads; write their index and a file with their tables of samples; return the index.
 
-    Unlike :func:`create_index`, takes no ranges of numbers, and any names of classes.
+    Prints progress to stderr, and a warning if there are samples without an image or a label. Unlike
+    :func:`create_index`, takes no ranges of numbers, and any names of classes.
 
     Args:
         urls: addresses of the shards.
         output: path of the index; the tables are written to the same path + ``.tables``.
         name: name of the data set; by default the name of the output file.
         classes: names of the classes in the order of the labels; by default "0", "1", "2" up to the highest label.
-        progress: auto, bar, lines or off; on stderr.
+        progress: auto, bar, lines or off.
         packed: whether the shards were packed with the index; the next packing of this name may then remove them.
 
     Raises:
-        UserError: as :func:`create_index`, but for names of classes.
+        UserError: a shard cannot be read, is no tar file or is given twice; a label has no class; the output is a
+            shard, or a file that is no index.
     """
     shards = [str(storage.local_path(url) or url) for url in urls]
     output = resolve_index_output(output, shards)

@@ -39,6 +39,7 @@ def make_s3_store(bucket: str) -> Any:
     credentials = session.get_credentials()
 
     def current_credentials() -> dict[str, Any]:
+        """Return botocore's credentials in obstore's form; botocore renews them if necessary."""
         frozen = credentials.get_frozen_credentials()
         names = {"access_key_id": frozen.access_key, "secret_access_key": frozen.secret_key, "token": frozen.token}
         return {**names, "expires_at": datetime.now(UTC) + CREDENTIALS_LIFETIME}
@@ -63,7 +64,7 @@ def make_s3_store(bucket: str) -> Any:
 def find_bucket_region(bucket: str, default: str, bundle: str | None) -> str:
     """Ask AWS for the region of a bucket, without credentials, and return the region; return ``default`` on failure.
 
-    Waits up to CONNECT_TIMEOUT + READ_TIMEOUT.
+    Waits up to 10 s for the connection and 30 s for the response.
 
     Args:
         bucket: name of the bucket, in any region.

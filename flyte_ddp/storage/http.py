@@ -92,10 +92,11 @@ def delete_files(addresses: Sequence[str]) -> NoReturn:
 def open_response(address: str, method: str, headers: dict[str, str]) -> Iterator[Any]:
     """Send an HTTP request, follow redirects, and yield the response with an unread body; close it after the block.
 
-    Waits up to CONNECT_TIMEOUT for the connection and up to READ_TIMEOUT for each piece of the body.
+    Waits up to 10 s for the connection and up to 30 s for each piece of the body.
 
     Raises:
-        UnavailableError: the status is not 200 or 206, or the connection fails, also while the block reads the body.
+        UnavailableError: the status is not 200 or 206; a redirect is refused; or the connection fails, also while the
+            block reads the body.
     """
     try:
         with process_session(os.getpid()).request(

@@ -71,6 +71,7 @@ def list_files(address: str) -> Iterator[Entry]:
     """
 
     def list_entries(store: Any, key: str) -> list[Entry]:
+        """Return all objects below the prefix, with names relative to it."""
         start = len(key.rstrip("/")) + 1 if key else 0
         pages = obstore.list(store, prefix=key)
         return [Entry(file["path"][start:], file["size"], parse_etag(file["e_tag"])) for page in pages for file in page]
@@ -83,7 +84,7 @@ def list_files(address: str) -> Iterator[Entry]:
 
 
 def write_file(address: str, content: bytes | Path) -> None:
-    """Upload an object, and replace an object of that name; above PART_BYTES in parts, four at a time.
+    """Upload an object, and replace an object of that name; more than 16 MiB are sent in parts, four at a time.
 
     Raises UnavailableError if the upload fails.
     """
