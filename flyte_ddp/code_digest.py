@@ -1,4 +1,4 @@
-"""Which code computes: digests of this library's sources, and the releases of what it computes with."""
+"""Digests of this library's sources, and the versions of the packages that it computes with."""
 
 import ast
 import gc
@@ -12,8 +12,8 @@ from pathlib import Path
 
 ARITHMETIC = ("torch", "torchvision", "numpy", "pillow", "torchcodec")  # torchcodec is an extra and may be missing
 
-# Folders and files that decide what a run computes. tests/test_code_digest.py names what these import beside them, and
-# why it decides nothing.
+# Folders and files that decide what a run computes. tests/test_code_digest.py lists what else they import and why that
+# decides nothing.
 DECIDING = (
     *("order", "parallel", "loading", "models", "training", "datasets"),
     *("shards/dataset.py", "shards/decoding.py", "shards/index.py", "shards/samples.py", "shards/tar.py"),
@@ -26,38 +26,41 @@ NO_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)  # what parsi
 
 @cache
 def library_digest(root: Path = Path(__file__).parent) -> str:
-    """Return a SHA-256, in 16 hexadecimal digits, over the code that decides a run's result (DECIDING).
+    """Return 16 hexadecimal digits of a SHA-256 over the code that decides a run's result (DECIDING).
 
-    Comments, docstrings and formatting do not count. Reads and parses each of the files once in a process.
+    Comments, docstrings and formatting do not count. Reads and parses all of these files, once in a process.
     """
-    return files_digest(root, [path for name in DECIDING for path in python_files(root / name)], code_in)
+    return hash_files(root, [path for name in DECIDING for path in python_files(root / name)], code_in)
 
 
 @cache
 def package_digest(root: Path = Path(__file__).parent) -> str:
-    """Return a SHA-256, in 16 hexadecimal digits, over the bytes of all Python files of the library."""
-    return files_digest(root, python_files(root), bytes)
+    """Return 16 hexadecimal digits of a SHA-256 over the bytes of the library's Python and TOML files.
+
+    Reads all of these files, once in a process.
+    """
+    return hash_files(root, [*python_files(root), *sorted(root.rglob("*.toml"))], bytes)
 
 
 def python_files(place: Path) -> list[Path]:
-    """Return the file itself, or all Python files below a folder, in an order that is always the same."""
+    """Return all Python files below a folder, sorted; for a file the file itself."""
     return sorted(place.rglob("*.py")) if place.is_dir() else [place]
 
 
-def files_digest(root: Path, paths: Iterable[Path], counting: Callable[[bytes], bytes]) -> str:
-    """Return a SHA-256 of files' names below ``root``, and of what ``counting`` returns for their contents."""
+def hash_files(root: Path, paths: Iterable[Path], normalize: Callable[[bytes], bytes]) -> str:
+    """Return 16 hexadecimal digits of a SHA-256 over the files' names below ``root`` and their normalized contents."""
     digest = hashlib.sha256()
     for path in paths:
-        content = counting(path.read_bytes())
+        content = normalize(path.read_bytes())
         digest.update(f"{path.relative_to(root).as_posix()}\0{len(content)}\0".encode())
         digest.update(content)
     return digest.hexdigest()[:16]
 
 
 def code_in(source: bytes) -> bytes:
-    """Return a source without comments, docstrings and formatting, in a form that Python 3.11 to 3.13 agree on.
+    """Return a text of a source's syntax tree, without comments, docstrings and formatting.
 
-    What is no Python, or nested too deeply, is returned as it is.
+    The text is the same under Python 3.11 to 3.13. Returns the source itself if it is no Python or nested too deeply.
     """
     words: list[str] = []
     try:
@@ -68,7 +71,10 @@ def code_in(source: bytes) -> bytes:
 
 
 def append_node(node: ast.AST, words: list[str]) -> None:
-    """Append a node's type and fields; not statements that do nothing, as docstrings do, nor empty fields."""
+    """Append the type and the fields of a syntax node and of all nodes below it to ``words``.
+
+    Leaves out empty fields, docstrings and other statements without effect.
+    """
     words.append(type(node).__name__)
     for field in node._fields:
         value = getattr(node, field)
@@ -86,10 +92,13 @@ def append_node(node: ast.AST, words: list[str]) -> None:
 
 
 def parse(source: bytes) -> ast.Module:
-    """Return the syntax tree. Warnings are ignored, and no garbage is collected meanwhile.
+    """Return the syntax tree of a source. Hides warnings, holds a lock, and turns garbage collection off meanwhile.
 
-    A collection takes as long as the parsing itself. It may also let another thread parse in between, which Python 3.11
-    takes for an error of its own (SystemError).
+    A collection takes as long as the parsing. It may also let another thread run, and Python 3.11 raises SystemError
+    when two threads parse at the same time.
+
+    Raises:
+        SyntaxError: the source is no Python; another error of NO_PYTHON: it has null bytes or is nested too deeply.
     """
     with PARSING, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -103,7 +112,10 @@ def parse(source: bytes) -> ast.Module:
 
 
 def releases() -> str:
-    """Return such as ``torch 2.15.0, torchvision 0.29.2``, for those of ARITHMETIC that are installed; imports none."""
+    """Return the versions of those ARITHMETIC packages that are installed, such as ``torch 2.15.0, numpy 2.3.1``.
+
+    Reads the packages' metadata; does not import them.
+    """
     found = []
     for name in ARITHMETIC:
         try:

@@ -1,14 +1,15 @@
 """Variables of the environment: what does not change a run's result, and so stays out of the cache key.
 
-VARIABLES is the one table of them: the readers below take defaults from it, flyte_ddp/pods/environment.py which of them
-pods are given, and docs/configuration.md shows it (``python tests/helpers/variable_table.py`` writes it).
+variables.toml is the one table of them. The functions below take defaults from it. flyte_ddp/pods/environment.py takes
+from it which variables pods are given. docs/configuration.md shows it.
 """
 
 import os
 import re
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flyte_ddp.errors import UserError
 
@@ -28,112 +29,24 @@ class Variable(NamedTuple):
     meaning: str  # in Markdown
 
 
-GROUPS: dict[str, dict[str, tuple[str, str]]] = {  # by where they apply: default and meaning of each
-    REGISTRATION: {
-        "FLYTE_DDP_PROFILE": ("gpu", "[size of pods](deployment.md): a profile's name"),
-        "FLYTE_DDP_NODES": (
-            "1",
-            "nodes for Elastic, Ray and Dask: `2`, or for Elastic `2:4`, of which the others take the larger number",
-        ),
-        "FLYTE_DDP_RETRIES": (
-            "100",
-            "new pods for a lost one that trains; [without progress](deployment.md#when-pods-are-lost) there are fewer",
-        ),
-        "FLYTE_DDP_HOURS": ("24", "hours after which Flyte stops an attempt that trains, predicts or reads all data"),
-        "FLYTE_DDP_NOTIFY": ("", "mail addresses, comma-separated, that hear of failed launch plans"),
-        "FLYTE_DDP_POD_TEMPLATE": (
-            "",
-            "[pod template](deployment.md#restricted-namespaces) for all pods to which the profile gives none",
-        ),
-        "FLYTE_DDP_WANDB_SECRET": (
-            "(`wandb/api_key` with GPUs, else `off`)",
-            "`group/key` of the Flyte secret with wandb's key, or `off`",
-        ),
-    },
-    TRAINING_PODS: {
-        "FLYTE_DDP_CHECKPOINTS": ("(beside Flyte's outputs)", "address in the blob store for pods' checkpoints"),
-        "FLYTE_DDP_CHECKPOINT_DAYS": ("14", "days after which pods' checkpoints that no run has continued are removed"),
-        "FLYTE_DDP_CHECKPOINT_SECONDS": ("60", "longest time between two checkpoints; 0 writes none"),
-        "FLYTE_DDP_SAVE_SECONDS": (
-            "30",
-            "seconds for the last checkpoint; in pods half of the [time to stop](deployment.md#when-pods-are-lost)",
-        ),
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": (
-            "(torch's)",
-            "seconds from SIGTERM to SIGKILL of Elastic's workers; in training pods 5 s less than the time to stop",
-        ),
-        "FLYTE_DDP_MEET_SECONDS": ("900", "seconds that Elastic's pods wait until all of them run"),
-        "FLYTE_DDP_TIMEOUT": (
-            "600",
-            "seconds that ranks wait for one another, and a run for nodes or workers that have not started yet",
-        ),
-        "FLYTE_DDP_RESULTS": (
-            "",
-            "folder or URL that gets a copy of the results that your own code hands in; pods are given a URL only",
-        ),
-        "FLYTE_DDP_CACHE_BYTES": (
-            "0",
-            "most bytes of fetched shards; 0: as many as fit. In pods that train or predict half of the disk",
-        ),
-        "WANDB_PROJECT": ("flyte-ddp", "as wandb uses it"),
-        "WANDB_ENTITY": ("", "as wandb uses it"),
-        "WANDB_MODE": ("(`online` with a key, else `offline`)", "as wandb uses it, or `disabled`"),
-        "WANDB_BASE_URL": ("", "as wandb uses it"),
-        "FLYTE_DDP_WANDB_TABLE_ROWS": (
-            "200",
-            "rows of the table of predictions; a score for each class, or the prediction's alone above 1,000 classes",
-        ),
-        "FLYTE_DDP_WANDB_WATCH": ("0", "`1`: histograms of all weights at each evaluation"),
-        "FLYTE_DDP_WANDB_TIMEOUT": ("30", "seconds that the end of a run waits for wandb"),
-    },
-    REGISTRY_PODS: {
-        "FLYTE_DDP_REGISTRY": (
-            "(`registry` in the runs folder)",
-            "folder or address of the [registry of models](releasing.md); pods need an address to release a model",
-        ),
-    },
-    ALL_PODS: {
-        "FLYTE_DDP_PROGRESS": (
-            "auto",
-            "`auto` (a bar on a terminal, else lines: steps at growing intervals, evaluations), `bar`, `lines`, `off`",
-        ),
-        "FLYTE_DDP_LOADER_THREADS": (
-            "0",
-            "threads of each rank that decode images, or worker processes of a stream; 0: one for each of its cores",
-        ),
-        ALLOWED: (
-            "",
-            "servers, buckets, folders (comma-separated) that indexes [may name](large-data.md#indexes-from-elsewhere)",
-        ),
-    },
-    HERE: {
-        "FLYTE_DDP_RUNS": ("runs", "folder of local runs"),
-        "FLYTE_DDP_CACHE": (
-            "(`cache` in the runs folder)",
-            "folder of fetched shards, and of marks for checked local ones",
-        ),
-        "FLYTE_DDP_ELASTIC_KEY": (
-            "(Elastic's run id)",
-            "secret by which workers of torch Elastic that you start yourself recognise each other; not for pods",
-        ),
-        "WANDB_API_KEY": ("(runs are kept offline)", "wandb's key; pods get it from `FLYTE_DDP_WANDB_SECRET`"),
-    },
-}
-TABLE = tuple(Variable(name, where, *row) for where, group in GROUPS.items() for name, row in group.items())
-VARIABLES = {variable.name: variable for variable in TABLE}
-INTERNAL = {  # what sets them
-    "FLYTE_DDP_CODE": "digest of the registered sources, set in pods",
-    REQUESTED_GPUS: "GPUs that were requested for the pod",
-    "FLYTE_DDP_SETTINGS": "digest of the settings, set by `pyflyte run --remote`",
-    "FLYTE_DDP_FROM_SCRATCH": "set by `--overwrite-cache` in pods, which use no older checkpoint then",
-    "FLYTE_DDP_POD_FOLDER": "folder of the task, set for Elastic's workers",
-    "FLYTE_DDP_HELD_FOR_CHILDREN": "run folders that are locked, set for Elastic's workers",
-}
+@cache
+def read_variable_table() -> dict[str, Variable]:
+    """Return the variables that people may set, by name, in the order of variables.toml. Read it once in a process."""
+    tables = load_variables_file()
+    del tables["internal"]
+    return {name: Variable(name, where, *row) for where, rows in tables.items() for name, row in rows.items()}
+
+
+def load_variables_file() -> dict[str, Any]:
+    """Return the tables of variables.toml, by their names."""
+    import tomllib  # takes 5 ms, which most who import this module do not need
+
+    return tomllib.loads(Path(__file__).with_name("variables.toml").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Where to log, cache and wait; VARIABLES says what each of the variables is that from_environment reads."""
+    """What a run needs beside the hyperparameters: where to log and cache, how long to wait."""
 
     progress: str = "auto"
     checkpoint_seconds: float = 60.0
@@ -154,26 +67,26 @@ class Settings:
 
 
 def read_text(name: str) -> str:
-    """Return the value of one of VARIABLES in this process, or its default; empty where there is neither."""
-    default = VARIABLES[name].default
+    """Return the value of one of variables.toml's variables in this process, else its default, else ""."""
+    default = read_variable_table()[name].default
     return os.environ.get(name) or ("" if default.startswith("(") else default)
 
 
 def runs_folder() -> Path:
-    """Return the folder that keeps local runs and data sets: FLYTE_DDP_RUNS, relative to the working directory."""
+    """Return the absolute path of FLYTE_DDP_RUNS, the folder of local runs and data sets."""
     return Path(read_text("FLYTE_DDP_RUNS")).absolute()
 
 
 def allowed_addresses() -> tuple[str, ...]:
-    """Return the addresses of servers, buckets or folders that an index or a redirect of a web server may name."""
+    """Return FLYTE_DDP_ALLOWED_ADDRESSES as a list: places that an index or an HTTP redirect may lead to."""
     return tuple(filter(None, (address.strip() for address in read_text(ALLOWED).split(","))))
 
 
 def from_environment(wandb_run_id: str = "") -> Settings:
-    """Return the settings in this process's environment; without a wandb key the mode is offline: nothing prompts.
+    """Return the settings by this process's environment. Without a wandb key wandb is offline, so that nothing prompts.
 
     Raises:
-        UserError: the value of a variable is of another kind.
+        UserError: a variable has a value that it may not have.
     """
     with_key = "online" if read_text("WANDB_API_KEY").strip() else "offline"
     return Settings(
@@ -196,10 +109,9 @@ def from_environment(wandb_run_id: str = "") -> Settings:
 
 
 def check_wandb() -> None:
-    """Raise UserError for a WANDB_PROJECT or WANDB_BASE_URL that wandb refuses.
+    """Raise UserError if wandb would refuse WANDB_PROJECT or WANDB_BASE_URL. Do nothing if wandb is disabled.
 
-    wandb looks at them when it opens its run, offline as well: nothing of the run would be logged. Where wandb is
-    disabled, they may be anything.
+    wandb checks both when it opens its run, also offline, and would then log nothing.
     """
     if read_text("WANDB_MODE") == "disabled":
         return
@@ -214,11 +126,7 @@ def check_wandb() -> None:
 
 
 def read_choice(name: str, choices: tuple[str, ...]) -> str:
-    """Return the value of a variable that is one of several words, or its default.
-
-    Raises:
-        UserError: it is another word.
-    """
+    """Return a variable's value or its default, "" if there is neither; UserError if it is none of the choices."""
     value = read_text(name)
     if value and value not in choices:
         raise UserError(f"{name}={value!r}: choose one of {', '.join(choices)}")
@@ -226,11 +134,7 @@ def read_choice(name: str, choices: tuple[str, ...]) -> str:
 
 
 def read_number(name: str, at_least: float = 0.0) -> float:
-    """Return the value of a variable that is a number, or its default.
-
-    Raises:
-        UserError: it is no finite number, or too small.
-    """
+    """Return a variable's value or its default as a number; UserError if it is not finite or less than ``at_least``."""
     text = read_text(name)
     try:
         value = float(text)
@@ -242,11 +146,7 @@ def read_number(name: str, at_least: float = 0.0) -> float:
 
 
 def read_whole_number(name: str) -> int:
-    """Return the value of a variable that is a whole number of at least 0, such as 3 or 1e9, or its default.
-
-    Raises:
-        UserError: it is another number, or none.
-    """
+    """Return a variable's value or its default as a whole number; UserError if it is negative or none (1e9 is one)."""
     value = read_number(name)
     if value != int(value):
         raise UserError(f"{name}={os.environ[name]!r}: must be a whole number")

@@ -2,6 +2,7 @@
 
 import ast
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,6 @@ from cli import ROOT
 from flyte_ddp.code_digest import DECIDING, library_digest, package_digest, python_files
 
 LIBRARY = ROOT / "flyte_ddp"
-FIRST = "from __future__ import annotations\n"
 DECIDES_NOTHING = {  # files at the root and of shards/ that are imported by those that decide
     "checked_fields config": "values of hyperparameters are in the key themselves",
     "settings": "what does not change a run's result",
@@ -29,26 +29,31 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(shutil.copytree(LIBRARY, folder, ignore=shutil.ignore_patterns("__pycache__")))
 
 
-def digests_with(library: Path, name: str, old: str, new: str) -> tuple[str, str]:
-    """Both digests of the copied library with one text replaced by another; in the end it is as before."""
+def digests_after(change: Callable[[str], str], library: Path, name: str) -> tuple[str, str]:
+    """Return both digests of the copied library with one file changed; restore the file."""
     path = library / name
     text = path.read_text()
-    assert old in text
+    assert change(text) != text
     try:
-        path.write_text(text.replace(old, new, 1))
+        path.write_text(change(text))
         return library_digest.__wrapped__(library), package_digest.__wrapped__(library)
     finally:
         path.write_text(text)
 
 
+def add_statement(text: str) -> str:
+    return f"{text}WORD = 1\n"
+
+
 @pytest.mark.parametrize(
-    ("name", "old", "new"),
+    ("name", "change"),
     [
-        pytest.param("training/train.py", FIRST, f"{FIRST}# a word\n", id="comment"),
-        pytest.param("training/train.py", '"""', '"""A word. ', id="docstring"),
-        pytest.param("order/sampling.py", ") -> ", "\n) -> ", id="formatting"),
+        pytest.param("training/train.py", lambda text: f"{text}# a word\n", id="comment"),
+        pytest.param("training/train.py", lambda text: text.replace('"""', '"""A word. ', 1), id="docstring"),
+        pytest.param("order/sampling.py", lambda text: text.replace(") -> ", "\n) -> ", 1), id="formatting"),
+        pytest.param("variables.toml", lambda text: text.replace('"60"', '"61"'), id="default of a variable"),
         *[
-            (name, FIRST, f"{FIRST}WORD = 1\n")
+            pytest.param(name, add_statement, id=name)
             for name in (
                 "launch/ray.py",
                 "report/report.py",
@@ -59,8 +64,8 @@ def digests_with(library: Path, name: str, old: str, new: str) -> tuple[str, str
         ],
     ],
 )
-def test_what_decides_no_result_retrains_nothing(library: Path, name: str, old: str, new: str) -> None:
-    deciding, whole = digests_with(library, name, old, new)
+def test_what_decides_no_result_retrains_nothing(library: Path, name: str, change: Callable[[str], str]) -> None:
+    deciding, whole = digests_after(change, library, name)
     assert deciding == library_digest()
     assert whole != package_digest()
 
@@ -68,7 +73,7 @@ def test_what_decides_no_result_retrains_nothing(library: Path, name: str, old: 
 @pytest.mark.parametrize("name", DECIDING)
 def test_a_line_of_what_decides_results_retrains(library: Path, name: str) -> None:
     changed = python_files(library / name)[-1].relative_to(library).as_posix()
-    assert digests_with(library, changed, FIRST, f"{FIRST}WORD = 1\n")[0] != library_digest()
+    assert digests_after(add_statement, library, changed)[0] != library_digest()
 
 
 def test_what_results_depend_on_is_covered() -> None:

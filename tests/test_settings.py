@@ -11,7 +11,7 @@ from variable_table import CONFIGURATION, text
 from flyte_ddp import settings
 from flyte_ddp.errors import UserError
 from flyte_ddp.pods import environment
-from flyte_ddp.settings import ALL_PODS, HERE, REGISTRATION, REGISTRY_PODS, TABLE, TRAINING_PODS, Variable
+from flyte_ddp.settings import ALL_PODS, HERE, REGISTRATION, REGISTRY_PODS, TRAINING_PODS, Variable, read_variable_table
 from tasks import pods
 
 VALUES = {
@@ -29,12 +29,12 @@ def test_the_page_has_the_table() -> None:
 
 
 def test_the_table_has_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in TABLE:
-        monkeypatch.delenv(variable.name, raising=False)
+    for name in read_variable_table():
+        monkeypatch.delenv(name, raising=False)
     assert settings.from_environment() == settings.Settings()
 
 
-@pytest.mark.parametrize("variable", TABLE, ids=lambda variable: variable.name)
+@pytest.mark.parametrize("variable", read_variable_table().values(), ids=lambda variable: variable.name)
 def test_pods_are_given_what_the_table_says(variable: Variable, monkeypatch: pytest.MonkeyPatch) -> None:
     name, value = variable.name, VALUES.get(variable.name, "some value")
     monkeypatch.setenv(name, value)

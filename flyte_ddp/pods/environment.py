@@ -11,7 +11,15 @@ from flyte_ddp.code_digest import package_digest
 from flyte_ddp.credentials import refuse_credentials
 from flyte_ddp.errors import UserError, unknown_name
 from flyte_ddp.pods.profiles import NODES_VARIABLE, PROFILE_VARIABLE, chosen_profile, parse_bytes
-from flyte_ddp.settings import ALL_PODS, HERE, INTERNAL, REQUESTED_GPUS, TRAINING_PODS, VARIABLES, read_text
+from flyte_ddp.settings import (
+    ALL_PODS,
+    HERE,
+    REQUESTED_GPUS,
+    TRAINING_PODS,
+    load_variables_file,
+    read_text,
+    read_variable_table,
+)
 
 CODE_VARIABLE = "FLYTE_DDP_CODE"
 CACHE_VARIABLE = "FLYTE_DDP_CACHE_BYTES"
@@ -68,7 +76,8 @@ def settings_for_pods(where: str) -> dict[str, str]:
     Args:
         where: ALL_PODS or TRAINING_PODS of flyte_ddp.settings.
     """
-    return {name: value for name, value in registered_settings().items() if VARIABLES[name].where == where}
+    variables = read_variable_table()
+    return {name: value for name, value in registered_settings().items() if variables[name].where == where}
 
 
 def registered_settings() -> dict[str, str]:
@@ -78,7 +87,8 @@ def registered_settings() -> dict[str, str]:
         UserError: a setting is an address with a user name or a password, which anybody who sees the pod could read.
     """
     left_here = list_settings_left_here()
-    settings = {name: os.environ[name] for name in sorted(VARIABLES) if os.environ.get(name) and name not in left_here}
+    names = sorted(read_variable_table())
+    settings = {name: os.environ[name] for name in names if os.environ.get(name) and name not in left_here}
     for name, value in settings.items():
         refuse_credentials(name, value)
     return settings
@@ -86,7 +96,7 @@ def registered_settings() -> dict[str, str]:
 
 def list_settings_left_here() -> list[str]:
     """Return the names of settings in this environment that no pod is given: secrets, and folders of this machine."""
-    local = [name for name, variable in VARIABLES.items() if variable.where == HERE]
+    local = [name for name, variable in read_variable_table().items() if variable.where == HERE]
     if "://" not in os.environ.get(RESULTS_VARIABLE, ""):
         local.append(RESULTS_VARIABLE)
     return [name for name in local if os.environ.get(name)]
@@ -98,9 +108,9 @@ def check_registration() -> None:
     Raises:
         UserError: a variable that begins with FLYTE_DDP_ is unknown.
     """
+    known = [name for name in read_variable_table() if name.startswith("FLYTE_DDP_")]
     for name in sorted(os.environ):
-        if name.startswith("FLYTE_DDP_") and name not in VARIABLES and name not in INTERNAL:
-            known = [variable for variable in VARIABLES if variable.startswith("FLYTE_DDP_")]
+        if name.startswith("FLYTE_DDP_") and name not in known and name not in load_variables_file()["internal"]:
             raise unknown_name("variable", name, known, page="docs/configuration.md")
     for name in list_settings_left_here():
         print(f"{name} is not sent to pods: see docs/configuration.md", file=sys.stderr, flush=True)

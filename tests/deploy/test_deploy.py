@@ -112,8 +112,12 @@ def test_a_dry_run_packs_all_sources_of_the_commit(clone: Path, tmp_path: Path) 
     assert package.sources is not None
     files = packaged.names(package.sources)
     assert files == sources_of(clone)
-    templates = {"flyte_ddp/report/templates/report.css", "flyte_ddp/report/templates/report.html"}
-    assert {*templates, "flyte_ddp/training/train.py", "config/schedules.yaml", "tasks/pods.py"} <= files
+    data = {
+        "flyte_ddp/report/templates/report.css",
+        "flyte_ddp/report/templates/report.html",
+        "flyte_ddp/variables.toml",
+    }
+    assert {*data, "flyte_ddp/training/train.py", "config/schedules.yaml", "tasks/pods.py"} <= files
     [variables] = [
         packaged.container(task.template).env for name, task in package.tasks.items() if name.endswith("train_model")
     ]
