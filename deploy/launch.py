@@ -1,4 +1,4 @@
-"""Launches what is registered, from the terminal: see python deploy/launch.py --help."""
+"""Launch a registered launch plan from the terminal: see python deploy/launch.py --help."""
 
 import dataclasses
 import re
@@ -32,50 +32,60 @@ from flyte_ddp.pods.environment import FROM_SCRATCH_VARIABLE
 from flyte_ddp.report.report import last_record_in
 from tasks.command_line import CALL_SECONDS, check_input_files, show_errors_in_panels
 
-AWAY_SECONDS = 600.0  # the longest that it may be unreachable while we wait for an execution
-PAUSE_SECONDS = 15.0  # the most between two looks at an execution, and the least between two at a training's figures
+AWAY_SECONDS = 600.0  # how long the cluster may be unreachable while this command waits for an execution
+PAUSE_SECONDS = 15.0  # longest time between two queries of an execution, shortest time between two reads of its deck
 FILES = {"model_state": "model.pt", "sidecar": "model.json", "report": "report.html", "metrics": "metrics.jsonl"}
 FIGURES = {"loss": "loss {:.4f}", "samples_per_second": "{:,.0f} samples/s", "test_accuracy": "test accuracy {:.2%}"}
-# How a task's error begins where the sentence after it is ours; and what Flyte puts around some of them.
-OURS = re.compile(r"^(?:UserError|UnreachableError|RankError|StoppedError|FlyteRecoverableException): (?:\S+ error=)?")
+# Prefixes, ours and Flyte's, of an error message that is a sentence of this package.
+ERROR_PREFIX = re.compile(
+    r"^(?:UserError|UnreachableError|RankError|StoppedError|FlyteRecoverableException): (?:\S+ error=)?"
+)
 
 
-class InSentences(click.Command):
-    """A command whose errors are one sentence each, like those of ``pyflyte`` with our workflows."""
+class CommandWithShortErrors(click.Command):
+    """A command that shows each known error as one sentence, as ``pyflyte`` does with this package's workflows."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Reads the arguments."""
+        """Parse the command line, after checking the files that it names for inputs."""
         with show_errors_in_panels(ctx):
             check_input_files(args)
             return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Runs the command."""
+        """Run the command; each call to the cluster may take CALL_SECONDS."""
         with show_errors_in_panels(ctx), scoped_grpc_deadline(CALL_SECONDS):
             return super().invoke(ctx)
 
 
-@click.command(cls=InSentences)
+@click.command(cls=CommandWithShortErrors)
 @click.argument("name")
 @click.option(
-    "--hp", type=JsonParamType(Hyperparameters), help="What is left out has its default; without: the plan's."
+    "--hp",
+    type=JsonParamType(Hyperparameters),
+    help="Hyperparameters; those left out have their defaults. Without the option: the plan's.",
 )
-@click.option("--config", required=True, type=click.Path(exists=True, dir_okay=False), help="Which cluster.")
+@click.option(
+    "--config", required=True, type=click.Path(exists=True, dir_okay=False), help="File that names the cluster."
+)
 @click.option("--project", default="flytesnacks", show_default=True)
 @click.option("--domain", default="development", show_default=True)
-@click.option("--service-account", help="Of the execution's pods, in Kubernetes; without: the plan's.")
-@click.option("--version", help="Of the launch plan; without: the active one, else the newest.")
+@click.option("--service-account", help="Kubernetes service account of the pods; without: the plan's.")
+@click.option("--version", help="Version of the launch plan; without: the active one, else the newest.")
 @click.option("--overwrite-cache", is_flag=True, help="Always retrain, from the first step.")
-@click.option("--no-wait", is_flag=True, help="End when it is launched.")
-@click.option("--download", "folder", type=click.Path(file_okay=False, path_type=Path), help="For model and report.")
+@click.option("--no-wait", is_flag=True, help="End when the execution is launched.")
+@click.option(
+    "--download", "folder", type=click.Path(file_okay=False, path_type=Path), help="Folder for model and report."
+)
 def launch(*, name: str, hp: Hyperparameters | None, config: str, version: str | None, **options: Any) -> None:
-    """Launch the launch plan NAME, wait for the execution, and say what it has made and where that is."""
+    """Launch the launch plan NAME, wait for the execution, and print the addresses of its outputs."""
     folder, from_scratch = options["folder"], options["overwrite_cache"]
     if options["no_wait"] and folder:
         raise UserError("--download: with --no-wait there is nothing to download yet; leave one of them out")
-    remote = FlyteRemote(configuration(config), default_project=options["project"], default_domain=options["domain"])
-    plan = registered(remote, name, version)
-    check(plan, hp, folder)
+    remote = FlyteRemote(
+        read_cluster_config(config), default_project=options["project"], default_domain=options["domain"]
+    )
+    plan = fetch_launch_plan(remote, name, version)
+    check_launch_plan(plan, hp, folder)
     execution = remote.execute(
         plan,
         inputs={} if hp is None else {"hp": hp},
@@ -89,30 +99,34 @@ def launch(*, name: str, hp: Hyperparameters | None, config: str, version: str |
     if options["no_wait"]:
         return
     try:
-        Watch(remote, execution, plan).until_done()
+        ExecutionWatch(remote, execution, plan).wait_until_done()
     except KeyboardInterrupt:
         raise click.ClickException(
             f"no longer waited for, but the execution goes on: watch it, or terminate it, at {where}; or end it with: "
             f"flytectl --config {config} delete execution {execution.id.name} -p {plan.id.project} -d {plan.id.domain}"
         ) from None
     if not execution.is_successful:
-        raise click.ClickException(f"{why(execution)}\nall of it is at {where}")
+        raise click.ClickException(f"{explain_failure(execution)}\nthe whole error is at {where}")
     outputs = remote.sync_execution(execution).outputs.literals
-    tell(outputs)
+    print_outputs(outputs)
     if folder is not None:
-        download(remote, outputs, folder)
+        download_outputs(remote, outputs, folder)
 
 
-def configuration(path: str) -> Config:
-    """A cluster's configuration from a file."""
-    with suppress(Exception):  # whatever there is in it
+def read_cluster_config(path: str) -> Config:
+    """Return the configuration in a file; UserError if it does not name a cluster's address."""
+    with suppress(Exception):  # the file may hold anything
         if yaml.safe_load(Path(path).read_text(encoding="utf-8"))["admin"]["endpoint"]:
             return Config.auto(path)
     raise UserError(f"--config {path}: must name a cluster's address, as deploy/sandbox.yaml does")
 
 
-def registered(remote: FlyteRemote, name: str, version: str | None) -> FlyteLaunchPlan:
-    """The launch plan of this version; without a version the active one, else the newest."""
+def fetch_launch_plan(remote: FlyteRemote, name: str, version: str | None) -> FlyteLaunchPlan:
+    """Return the launch plan of this version; without a version the active one, else the newest.
+
+    Raises:
+        UserError: there is no such project, launch plan or version, or nothing is registered; it lists the choices.
+    """
     project, domain = remote.default_project, remote.default_domain
     try:
         active = None if version else remote.fetch_active_launchplan(name=name)
@@ -133,8 +147,12 @@ def registered(remote: FlyteRemote, name: str, version: str | None) -> FlyteLaun
         raise unknown_name("version", str(version), [each.id.version for each in found]) from None
 
 
-def check(plan: FlyteLaunchPlan, hp: Hyperparameters | None, folder: Path | None) -> None:
-    """Refuses inputs or outputs that the registered version does not have, before anything is sent."""
+def check_launch_plan(plan: FlyteLaunchPlan, hp: Hyperparameters | None, folder: Path | None) -> None:
+    """Check that the registered version takes ``hp`` and makes the files to download; create the folder for them.
+
+    Raises:
+        UserError: it does not, or the folder cannot be created.
+    """
     what = f"{plan.id.name} of version {plan.id.version}"
     inputs, outputs = plan.interface.inputs, plan.interface.outputs
     if hp is not None and "hp" not in inputs:
@@ -156,95 +174,98 @@ def check(plan: FlyteLaunchPlan, hp: Hyperparameters | None, folder: Path | None
         raise UserError(f"--download {folder}: {error.strerror}; choose another folder") from None
 
 
-class Watch:
+class ExecutionWatch:
     """Waits for an execution, and prints what changes in it."""
 
     def __init__(self, remote: FlyteRemote, execution: FlyteWorkflowExecution, plan: FlyteLaunchPlan) -> None:
         self.client, self.execution = remote.client, execution
         self.names = {node.id: getattr(node.flyte_entity, "name", node.id) for node in plan.flyte_workflow.flyte_nodes}
-        self.told: dict[object, str] = {}
-        self.began = self.answered = self.looked = time.monotonic()
+        self.printed: dict[object, str] = {}  # the last line on each topic
+        self.began = self.answered = self.read_deck_at = time.monotonic()
 
-    def until_done(self) -> None:
-        """Returns at its end; the cluster may be unreachable for some minutes."""
+    def wait_until_done(self) -> None:
+        """Query the execution until it ends, at first every second, later every PAUSE_SECONDS; print changes.
+
+        The cluster may be unreachable for AWAY_SECONDS; then flytekit's exception is raised.
+        """
         while True:
             try:
                 self.execution._closure = self.client.get_execution(self.execution.id).closure
-                for node in self.nodes():
-                    self.show(node)
+                for node in self.iterate_nodes():
+                    self.print_changes(node)
                 self.answered = time.monotonic()
             except (FlyteSystemException, FlyteTimeout):
                 if time.monotonic() - self.answered > AWAY_SECONDS:
                     click.echo("the execution may well go on", err=True)
                     raise
-                self.tell("cluster", "the cluster does not answer; the execution may well go on")
+                self.print_if_new("cluster", "the cluster does not answer; the execution may well go on")
             if self.execution.is_done:
                 return
             time.sleep(min(PAUSE_SECONDS, 1 + (time.monotonic() - self.began) / 30))
 
-    def nodes(self, parent: str | None = None) -> Iterator[Any]:
-        """Yields the nodes that have begun, and those that they have made in turn."""
+    def iterate_nodes(self, parent: str | None = None) -> Iterator[Any]:
+        """Yield the executions of the nodes that have begun, below a parent node's or the workflow's, recursively."""
         for node in iterate_node_executions(self.client, self.execution.id, unique_parent_id=parent):
             if not node.id.node_id.endswith(("start-node", "end-node")):
                 yield node
                 if node.metadata.is_parent_node:
-                    yield from self.nodes(node.id.node_id)
+                    yield from self.iterate_nodes(node.id.node_id)
 
-    def show(self, node: Any) -> None:
-        """Prints what is new of a node: each attempt's phase, and the figures of a running training."""
+    def print_changes(self, node: Any) -> None:
+        """Print what is new of a node: each attempt's phase and error, and the metrics of a running training."""
         name = self.names.get(node.id.node_id, node.id.node_id).rpartition(".")[2]
         for attempt in iterate_task_executions(self.client, node.id):
             name = attempt.id.task_id.name.rpartition(".")[2]
             phase = TaskExecutionPhase.enum_to_string(attempt.closure.phase)
-            said = f": {sentence(attempt.closure.error.message)}" if attempt.closure.error else ""
+            error = f": {extract_sentence(attempt.closure.error.message)}" if attempt.closure.error else ""
             number = attempt.id.retry_attempt
-            self.tell((node.id.node_id, number), f"{name}, attempt {number + 1}: {phase}{said}")
-        found = node.closure.task_node_metadata
-        if found is not None and found.cache_status == CACHE_HIT:
-            self.tell(node.id.node_id, f"{name}: SUCCEEDED, from the cache")
+            self.print_if_new((node.id.node_id, number), f"{name}, attempt {number + 1}: {phase}{error}")
+        metadata = node.closure.task_node_metadata
+        if metadata is not None and metadata.cache_status == CACHE_HIT:
+            self.print_if_new(node.id.node_id, f"{name}: SUCCEEDED, from the cache")
         running = node.closure.phase == NodeExecutionPhase.RUNNING and node.closure.deck_uri
-        if running and time.monotonic() - self.looked > PAUSE_SECONDS:
-            with suppress(Exception), scoped_grpc_deadline(CALL_SECONDS / 3):  # they are a courtesy
-                self.tell("figures", f"{name}: {figures(self.page(node.id))}")
-            self.looked = time.monotonic()
+        if running and time.monotonic() - self.read_deck_at > PAUSE_SECONDS:
+            with suppress(Exception), scoped_grpc_deadline(CALL_SECONDS / 3):  # waiting works without metrics, too
+                self.print_if_new("metrics", f"{name}: {format_last_record(self.read_deck(node.id))}")
+            self.read_deck_at = time.monotonic()
 
-    def page(self, node: Any) -> str:
-        """A node's deck."""
+    def read_deck(self, node: Any) -> str:
+        """Return the HTML of a node's deck, from an address that the cluster signs."""
         run = self.execution.id
-        given = self.client.get_download_artifact_signed_url(node.node_id, run.project, run.domain, run.name)
-        return storage.read(given.signed_url[0]).decode()
+        address = self.client.get_download_artifact_signed_url(node.node_id, run.project, run.domain, run.name)
+        return storage.read(address.signed_url[0]).decode()
 
-    def tell(self, topic: object, line: str) -> None:
-        """Prints a line, unless it is the last one printed on this topic."""
-        if self.told.get(topic) != line:
+    def print_if_new(self, topic: object, line: str) -> None:
+        """Print the time and a line, unless the line is the last one printed on this topic."""
+        if self.printed.get(topic) != line:
             click.echo(f"{time.strftime('%H:%M:%S')} {line}")
-        self.told[topic] = line
+        self.printed[topic] = line
 
 
-def figures(page: str) -> str:
-    """The last record of metrics in a training's page, as text."""
-    record = last_record_in(page)
+def format_last_record(deck: str) -> str:
+    """Return the last record of metrics in the HTML of a training's deck, as text."""
+    record = last_record_in(deck)
     return ", ".join(
         [f"step {record['step']:,}", *(FIGURES[key].format(record[key]) for key in FIGURES if key in record)]
     )
 
 
-def why(execution: FlyteWorkflowExecution) -> str:
-    """Why an execution has not succeeded."""
+def explain_failure(execution: FlyteWorkflowExecution) -> str:
+    """Return phase and error of an execution that has not succeeded, as a sentence."""
     phase, closure = WorkflowExecutionPhase.enum_to_string(execution.closure.phase), execution.closure
     cause = closure.abort_metadata.cause if closure.abort_metadata else "no reason is given"
-    return f"the execution has {phase}: {sentence(closure.error.message) if closure.error else cause}"
+    return f"the execution has {phase}: {extract_sentence(closure.error.message) if closure.error else cause}"
 
 
-def sentence(message: str) -> str:
-    """The message of a task's error, without its traceback."""
-    _, mark, said = message.rpartition("\nMessage:\n")
-    lines = [line.strip() for line in said.splitlines() if line.strip()] or [message]
-    return OURS.sub("", lines[0 if mark else -1]).partition(", cause=")[0]
+def extract_sentence(message: str) -> str:
+    """Return the message of a task's error, without traceback and prefixes."""
+    _, mark, text = message.rpartition("\nMessage:\n")
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or [message]
+    return ERROR_PREFIX.sub("", lines[0 if mark else -1]).partition(", cause=")[0]
 
 
-def tell(outputs: dict[str, Any]) -> None:
-    """Prints the last accuracy, and the outputs with their addresses."""
+def print_outputs(outputs: dict[str, Any]) -> None:
+    """Print the last accuracy, and the names and addresses of the output files."""
     if (accuracies := outputs.get("epoch_accuracies")) and accuracies.collection.literals:
         click.echo(f"test accuracy {accuracies.collection.literals[-1].scalar.primitive.value:.2%}")
     for name in sorted(outputs, key=[*FILES, *sorted(outputs)].index):
@@ -252,23 +273,29 @@ def tell(outputs: dict[str, Any]) -> None:
             click.echo(f"  {name:12} {outputs[name].scalar.blob.uri}")
 
 
-def download(remote: FlyteRemote, outputs: dict[str, Any], folder: Path) -> None:
-    """Downloads all files or none, from addresses that the cluster signs: no key of its store is needed."""
+def download_outputs(remote: FlyteRemote, outputs: dict[str, Any], folder: Path) -> None:
+    """Download all of FILES or none, from addresses that the cluster signs, so that no key of its store is needed.
+
+    Raises:
+        UserError: a file cannot be downloaded or written.
+    """
     with ExitStack() as files:
         for output, name in FILES.items():
             address = outputs[output].scalar.blob.uri
             signed = remote.client.get_download_signed_url(address).signed_url
             file = files.enter_context(replacing(folder / name))
             try:
-                storage.retried(signed, partial(fetch, file=file))
+                storage.retried(signed, partial(download_file, file=file))
             except storage.UnavailableError as error:
                 server = signed.partition("://")[2].partition("/")[0]
-                raise UserError(f"{name} cannot be had from {server}: {error}; fetch {address} yourself") from None
+                raise UserError(
+                    f"{name} cannot be downloaded from {server}: {error}; fetch {address} yourself"
+                ) from None
     click.echo(f"downloaded {', '.join(FILES.values())} to {folder}")
 
 
-def fetch(address: str, file: BinaryIO) -> None:
-    """Downloads an address into a file."""
+def download_file(address: str, file: BinaryIO) -> None:
+    """Replace the content of an open file by what is at an address."""
     file.seek(0)
     file.truncate()
     with storage.open_file(address) as content:
@@ -276,7 +303,6 @@ def fetch(address: str, file: BinaryIO) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # flytekit's own handler ends the process without a message
+    # flytekit's own handler would end the process without a message.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     launch()

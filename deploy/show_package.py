@@ -1,6 +1,6 @@
-"""Lists what a package would make a cluster do: python deploy/show_package.py PACKAGE.tgz.
+"""Print the launch plans and pods of a package for a cluster: python deploy/show_package.py PACKAGE.tgz.
 
-It is read from the package itself, which is what a cluster is given; nothing is contacted.
+Reads the package only, without network.
 """
 
 import sys
@@ -24,21 +24,21 @@ KUBERNETES = {
 
 
 def main(archive: str) -> None:
-    """Prints the tables."""
-    plans, tasks = read(archive)
-    # Flyte makes a plan of the workflow's own name for each workflow, with the defaults of its inputs.
-    defaults = {plan.id.name: inputs_of(plan) for plan in plans if plan.id.name == plan.spec.workflow_id.name}
+    """Print a table of a package's launch plans, and a table of the pods of its tasks."""
+    plans, tasks = read_package(archive)
+    # Flyte makes a launch plan for each workflow, with the workflow's name and the defaults of its inputs.
+    defaults = {plan.id.name: default_inputs(plan) for plan in plans if plan.id.name == plan.spec.workflow_id.name}
     rows = [plan_row(plan, defaults[plan.spec.workflow_id.name]) for plan in plans if plan.id.name not in defaults]
     print("Launch plans (each workflow has one more, of its own name, without a schedule):")
     columns = ("name", "workflow", "schedule", "data set", "model", "epochs", "besides")
-    print(*table([columns, *rows]), sep="\n")
+    print(*align_columns([columns, *rows]), sep="\n")
     print("\nPods of each task (requests to limits, where these differ):")
-    rows = [row for task in sorted(tasks, key=short_name) for row in pods(task)]
-    print(*table([("task", "pods", "cpu", "memory", "gpu", "disk"), *rows]), sep="\n")
+    rows = [row for task in sorted(tasks, key=short_name) for row in pod_rows(task)]
+    print(*align_columns([("task", "pods", "cpu", "memory", "gpu", "disk"), *rows]), sep="\n")
 
 
-def read(archive: str) -> tuple[list[LaunchPlan], list[TaskSpec]]:
-    """Launch plans and tasks of a package, in which the digit that a file's name ends with is its kind."""
+def read_package(archive: str) -> tuple[list[LaunchPlan], list[TaskSpec]]:
+    """Return launch plans, sorted by name, and tasks of a package; the last digit of a file's name is its kind."""
     plans, tasks = [], []
     with tarfile.open(archive) as tar:
         for member in tar:
@@ -51,17 +51,17 @@ def read(archive: str) -> tuple[list[LaunchPlan], list[TaskSpec]]:
 
 
 def plan_row(plan: LaunchPlan, defaults: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return a launch plan's row, which ends with those of its other inputs that are not the workflow's defaults."""
+    """Return a launch plan's row; its last cell has the other inputs that differ from the workflow's defaults."""
     schedule = plan.spec.entity_metadata.schedule
     when = f"{schedule.cron_schedule.schedule} (UTC)" if schedule.HasField("cron_schedule") else "none"
-    inputs = inputs_of(plan)
+    inputs = default_inputs(plan)
     columns = {name: str(inputs.pop(name)) for name in ("dataset", "model", "epochs")}
     besides = ", ".join(f"{name}={value}" for name, value in inputs.items() if value != defaults.get(name))
     return plan.id.name, plan.spec.workflow_id.name.rpartition(".")[2], when, *columns.values(), besides or "-"
 
 
-def inputs_of(plan: LaunchPlan) -> dict[str, Any]:
-    """Return the defaults of a launch plan by their names: each hyperparameter, each field of a policy, and texts."""
+def default_inputs(plan: LaunchPlan) -> dict[str, Any]:
+    """Return a launch plan's default inputs by name: fields of hyperparameters and of policies, and texts."""
     found: dict[str, Any] = {}
     for name, parameter in sorted(plan.spec.default_inputs.parameters.items()):
         scalar = parameter.default.scalar
@@ -72,50 +72,53 @@ def inputs_of(plan: LaunchPlan) -> dict[str, Any]:
     return found
 
 
-def pods(task: TaskSpec) -> Iterator[tuple[str, ...]]:
-    """A task's rows: of its own pod, and of those that an engine sets up for it."""
+def pod_rows(task: TaskSpec) -> Iterator[tuple[str, ...]]:
+    """Yield a row for a task's own pod, and rows for the pods that Elastic, Dask or Ray set up for it."""
     template = task.template
     custom = MessageToDict(template.custom)
     [primary] = MessageToDict(template.k8s_pod.pod_spec)["containers"]
-    several = custom.get("elasticConfig", {"minReplicas": 1, "maxReplicas": 1})
-    number = spanned(several["minReplicas"], several["maxReplicas"])
-    yield short_name(task), number, *ranges(*by_name(primary["resources"]))
+    elastic = custom.get("elasticConfig", {"minReplicas": 1, "maxReplicas": 1})
+    # Numbers are doubles in an engine's specification.
+    number = format_range(int(elastic["minReplicas"]), int(elastic["maxReplicas"]))
+    yield short_name(task), number, *resource_cells(*rename_resources(primary["resources"]))
     for part in ("scheduler", "workers") if "workers" in custom else ():  # Dask's
         given = custom[part]["resources"]
         found = ({each["name"]: each["value"] for each in given[kind]} for kind in ("requests", "limits"))
-        yield f"  {part}", str(int(custom[part].get("numberOfWorkers", 1))), *ranges(*found)
+        yield f"  {part}", str(int(custom[part].get("numberOfWorkers", 1))), *resource_cells(*found)
     if "rayCluster" in custom:
         [nodes] = custom["rayCluster"]["workerGroupSpec"]
         for part, group in (("head", custom["rayCluster"]["headGroupSpec"]), ("nodes", nodes)):
             [container] = group["k8sPod"]["podSpec"]["containers"]
-            yield f"  {part}", str(int(group.get("replicas", 1))), *ranges(*by_name(container["resources"]))
+            yield (
+                f"  {part}",
+                str(int(group.get("replicas", 1))),
+                *resource_cells(*rename_resources(container["resources"])),
+            )
 
 
 def short_name(task: TaskSpec) -> str:
-    """Without its module."""
+    """Return a task's name without its module."""
     return str(task.template.id.name).rpartition(".")[2]
 
 
-def spanned(least: float, most: float) -> str:
-    """A range of whole numbers, which are doubles in an engine's specification."""
-    return f"{int(least)}" if least == most else f"{int(least)} to {int(most)}"
+def format_range(least: object, most: object) -> str:
+    """Return "2 to 4", or "2" if both are equal."""
+    return f"{least}" if least == most else f"{least} to {most}"
 
 
-def by_name(resources: Mapping[str, Mapping[str, str]]) -> Iterator[dict[str, str]]:
-    """Yield a container's requests and its limits, each by the names of COLUMNS."""
+def rename_resources(resources: Mapping[str, Mapping[str, str]]) -> Iterator[dict[str, str]]:
+    """Yield a container's requests, then its limits, both by the names in COLUMNS in place of Kubernetes' names."""
     for kind in ("requests", "limits"):
         yield {KUBERNETES[key]: value for key, value in resources[kind].items()}
 
 
-def ranges(requests: Mapping[str, str], limits: Mapping[str, str]) -> Iterator[str]:
-    """One text for each column."""
-    for name in COLUMNS:
-        least, most = requests.get(name, "-"), limits.get(name, "-")
-        yield least if least == most else f"{least} to {most}"
+def resource_cells(requests: Mapping[str, str], limits: Mapping[str, str]) -> Iterator[str]:
+    """Return a text for each of COLUMNS, such as "2 to 4" for a request of 2 and a limit of 4."""
+    return (format_range(requests.get(name, "-"), limits.get(name, "-")) for name in COLUMNS)
 
 
-def table(rows: list[tuple[str, ...]]) -> Iterator[str]:
-    """Aligned lines."""
+def align_columns(rows: list[tuple[str, ...]]) -> Iterator[str]:
+    """Yield each row as a line, with all columns aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

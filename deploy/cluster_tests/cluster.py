@@ -1,4 +1,4 @@
-"""A user's cluster as the checks see it: FlyteRemote, and kubectl where there is one."""
+"""Access to a user's cluster for the checks, by FlyteRemote, pyflyte and, if it is there, kubectl."""
 
 import json
 import os
@@ -35,7 +35,7 @@ HINTS: dict[str, Any] = {"hp": Hyperparameters, "policy": Policy}
 
 @dataclass
 class Cluster:
-    """Everything is registered under one version; what is launched is remembered, and aborted in the end."""
+    """A Flyte cluster, a copy of the working tree, and the executions and launch plans that :meth:`clean_up` ends."""
 
     config: Path
     image: str
@@ -51,7 +51,7 @@ class Cluster:
         configuration = Config.auto(str(self.config))
         self.remote = FlyteRemote(configuration, default_project=self.project, default_domain=self.domain)
         self.sources = self.folder / "project"
-        made = {str(ROOT): {".venv", ".git", "runs", "build"}}  # elsewhere in it these may be names of sources
+        made = {str(ROOT): {".venv", ".git", "runs", "build"}}  # below ROOT sources may have these names
         anywhere = shutil.ignore_patterns("__pycache__", ".*_cache")
         shutil.copytree(
             ROOT, self.sources, ignore=lambda folder, names: made.get(folder, set()) | anywhere(folder, names)
@@ -60,20 +60,20 @@ class Cluster:
         found = self.kubectl("get", "namespace", self.namespace, check=False) if shutil.which("kubectl") else None
         self.has_kubectl = found is not None and found.returncode == 0
 
-    def environment(self, **more: str) -> dict[str, str]:
-        """Of commands: a home and a profile of this run's own."""
+    def command_environment(self, **more: str) -> dict[str, str]:
+        """Return the environment of commands: with a home folder and a profile of this run's own, and ``more``."""
         home = self.folder / "home"
         home.mkdir(exist_ok=True)
         return {**os.environ, "HOME": str(home), "FLYTE_DDP_PROFILE": self.profile, "WANDB_MODE": "offline", **more}
 
     def pyflyte(self, *arguments: str, **environment: str) -> str:
-        """Runs a command in the copy of the sources; returns what it said."""
+        """Run pyflyte in the copy of the sources, for up to DEADLINE; check its exit status and return its output."""
         command = [str(PYFLYTE), "--config", str(self.config), *arguments]
         kept = {"KUBECONFIG": os.environ.get("KUBECONFIG", str(Path.home() / ".kube/config"))}
         ended = subprocess.run(
             command,
             cwd=self.sources,
-            env=self.environment(**kept, **environment),
+            env=self.command_environment(**kept, **environment),
             capture_output=True,
             text=True,
             timeout=DEADLINE,
@@ -83,56 +83,56 @@ class Cluster:
         return ended.stdout + ended.stderr
 
     def register(self, version: str = "", what: str = "workflows", **environment: str) -> str:
-        """Registers all, or a file of it, from the copy of the sources; nothing becomes active."""
+        """Register all workflows, or those of one file, from the copy of the sources; activate nothing."""
         where = ("--project", self.project, "--domain", self.domain, "--version", version or self.version)
         return self.pyflyte("register", *where, "--image", self.image, "--copy", "all", what, **environment)
 
     def launch(self, plan: str, inputs: dict[str, Any], version: str = "", **options: Any) -> str:
-        """Starts a launch plan; returns the execution's name."""
+        """Start an execution of a launch plan; return the execution's name."""
         found = self.remote.fetch_launch_plan(name=plan, version=version or self.version)
         execution = self.remote.execute(found, inputs=inputs, type_hints=HINTS, **options)
-        return self.remembered(execution.id.name)
+        return self.remember_execution(execution.id.name)
 
     def run_remote(self, hp: dict[str, Any], **environment: str) -> str:
-        """Starts a training by ``pyflyte run --remote``, with the sources as they are now."""
+        """Start a training by ``pyflyte run --remote`` with the present sources; return the execution's name."""
         where = ("--project", self.project, "--domain", self.domain, "--image", self.image)
         command = ("run", "--remote", *where, "workflows/training.py", "training_wf", "--hp", json.dumps(hp))
-        return self.remembered(self.pyflyte(*command, **environment).partition("/executions/")[2].split()[0])
+        return self.remember_execution(self.pyflyte(*command, **environment).partition("/executions/")[2].split()[0])
 
-    def remembered(self, name: str) -> str:
-        """Notes an execution, to be aborted if it is still there in the end."""
+    def remember_execution(self, name: str) -> str:
+        """Add an execution to those that :meth:`clean_up` aborts; return its name."""
         self.launched.append(name)
         return name
 
-    def train(self, **hp: Any) -> str:
-        """Starts a training with these hyperparameters."""
+    def launch_training(self, **hp: Any) -> str:
+        """Start a training with these hyperparameters; return the execution's name."""
         return self.launch("training_on_demand", {"hp": Hyperparameters(**hp)})
 
-    def look(self, name: str) -> FlyteWorkflowExecution:
-        """An execution as it is now, with its nodes."""
+    def fetch_execution_with_nodes(self, name: str) -> FlyteWorkflowExecution:
+        """Return the present state of an execution, with its nodes."""
         execution = self.remote.fetch_execution(name=name)
         return self.remote.sync_execution(execution, sync_nodes=True)
 
-    def ended(self, name: str) -> FlyteWorkflowExecution:
-        """An execution when it is over."""
-        self.until(lambda: self.remote.fetch_execution(name=name).is_done, f"the end of {name}")
-        return self.look(name)
+    def wait_for_end(self, name: str) -> FlyteWorkflowExecution:
+        """Wait until an execution has ended; return it with its nodes."""
+        self.wait_until(lambda: self.remote.fetch_execution(name=name).is_done, f"the end of {name}")
+        return self.fetch_execution_with_nodes(name)
 
-    def succeeded(self, name: str) -> FlyteWorkflowExecution:
-        """An execution that went well."""
-        execution = self.ended(name)
+    def wait_for_success(self, name: str) -> FlyteWorkflowExecution:
+        """Wait until an execution has ended, check that it succeeded, and return it with its nodes."""
+        execution = self.wait_for_end(name)
         phase = WorkflowExecutionPhase.enum_to_string(execution.closure.phase)
         assert phase == "SUCCEEDED", f"{name}: {phase}: {execution.error.message if execution.error else ''}"
         return execution
 
-    def failure(self, name: str) -> str:
-        """The message of an execution that has failed."""
-        execution = self.ended(name)
+    def wait_for_error(self, name: str) -> str:
+        """Wait until an execution has ended, check that it failed, and return its error's message."""
+        execution = self.wait_for_end(name)
         assert execution.error is not None, f"{name} has not failed"
         return str(execution.error.message)
 
-    def node(self, execution: FlyteWorkflowExecution, task: str) -> FlyteNodeExecution:
-        """The node of a task, by the end of its name."""
+    def find_node(self, execution: FlyteWorkflowExecution, task: str) -> FlyteNodeExecution:
+        """Return the node that ran a task, or found its result in the cache; else the last node."""
         for found in execution.node_executions.values():
             tasks = found.task_executions
             if any(each.id.task_id.name.endswith(f".{task}") for each in tasks):
@@ -142,27 +142,27 @@ class Cluster:
         last = max(name for name in execution.node_executions if name.startswith("n"))
         return execution.node_executions[last]
 
-    def is_hit(self, execution: FlyteWorkflowExecution) -> bool:
-        """Whether training was answered from the cache."""
-        metadata = self.node(execution, "train_model").closure.task_node_metadata
+    def is_from_cache(self, execution: FlyteWorkflowExecution) -> bool:
+        """Return whether the training's result came from the cache."""
+        metadata = self.find_node(execution, "train_model").closure.task_node_metadata
         return metadata is not None and metadata.cache_status == CatalogCacheStatus.Value("CACHE_HIT")
 
-    def deck(self, name: str, node: str) -> str:
-        """The page of a node, as the console gets it; empty without one, or as long as its pod has not begun."""
-        for found in self.look(name).node_executions.values():
+    def read_deck(self, name: str, node: str) -> str:
+        """Return the HTML of a node's deck; "" if there is none, or its pod has not begun."""
+        for found in self.fetch_execution_with_nodes(name).node_executions.values():
             if found.id.node_id == node and found.closure.deck_uri:
                 with suppress(urllib.error.HTTPError):
-                    return self.content(found.closure.deck_uri).decode()
+                    return self.read_blob(found.closure.deck_uri).decode()
         return ""
 
-    def content(self, address: str) -> bytes:
-        """A file in the blob store, by an address that Flyte signs."""
+    def read_blob(self, address: str) -> bytes:
+        """Return the content of a file in the blob store, from an address that Flyte signs."""
         signed = self.remote.client.get_download_signed_url(address).signed_url
         with urllib.request.urlopen(signed, timeout=60) as answer:
             return bytes(answer.read())
 
-    def until(self, condition: Callable[[], object], what: str, limit: float = DEADLINE) -> Any:
-        """What the condition returns, as soon as that is true."""
+    def wait_until(self, condition: Callable[[], object], what: str, limit: float = DEADLINE) -> Any:
+        """Call the condition until its result is true, for up to ``limit`` seconds; return the result."""
         deadline = time.monotonic() + limit
         while not (found := condition()):
             assert time.monotonic() < deadline, f"{what} did not come within {limit:g} s"
@@ -170,23 +170,23 @@ class Cluster:
         return found
 
     def kubectl(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-        """Runs kubectl in the project's namespace; once more where a busy cluster does not answer."""
+        """Run kubectl in the project's namespace; once more if it takes over 30 s, as on a busy cluster."""
         command = ["kubectl", "--namespace", getattr(self, "namespace", "default"), *arguments]
         with suppress(subprocess.TimeoutExpired):
             return subprocess.run(command, capture_output=True, text=True, timeout=30, check=check)
         return subprocess.run(command, capture_output=True, text=True, timeout=60, check=check)
 
-    def pods(self, name: str, node: str = "") -> list[dict[str, Any]]:
-        """The pods of an execution, or of one of its nodes."""
+    def list_pods(self, name: str, node: str = "") -> list[dict[str, Any]]:
+        """Return the pods of an execution, or of one of its nodes, as kubectl's objects."""
         labels = f"execution-id={name}" + (f",node-id={node}" if node else "")
         found: dict[str, Any] = json.loads(self.kubectl("get", "pods", "-l", labels, "-o", "json").stdout)
         return list(found["items"])
 
-    def training_pod(self, name: str, words: str, lost: str = "") -> str:
-        """The name of the execution's training pod, another one than was lost, once its log has these words."""
+    def wait_for_training_log(self, name: str, words: str, lost: str = "") -> str:
+        """Wait until a training pod of the execution, other than ``lost``, has logged these words; return its name."""
 
         def found() -> str:
-            for pod in self.pods(name):
+            for pod in self.list_pods(name):
                 own = str(pod["metadata"]["name"])
                 if own != lost and pod["metadata"]["labels"]["task-name"].endswith("train-model"):
                     log = self.kubectl("logs", own, check=False).stdout
@@ -194,15 +194,17 @@ class Cluster:
                         return own
             return ""
 
-        return str(self.until(found, f"{words!r} in the log of {name}"))
+        return str(self.wait_until(found, f"{words!r} in the log of {name}"))
 
-    def said(self, name: str, words: str) -> None:
-        """Returns once a pod of the execution has said this."""
+    def wait_for_log(self, name: str, words: str) -> None:
+        """Wait until any pod of the execution has logged these words."""
         everywhere = ("logs", "-l", f"execution-id={name}", "--tail=-1")
-        self.until(lambda: words in self.kubectl(*everywhere, check=False).stdout, f"{words!r} in the logs of {name}")
+        self.wait_until(
+            lambda: words in self.kubectl(*everywhere, check=False).stdout, f"{words!r} in the logs of {name}"
+        )
 
-    def schedule(self, plan: LaunchPlan) -> None:
-        """Registers and activates a launch plan of this run's own."""
+    def activate_launch_plan(self, plan: LaunchPlan) -> None:
+        """Register a launch plan and make it active."""
         images = ImageConfig(Image.look_up_image_info("default", self.image))
         settings = SerializationSettings(images, self.project, self.domain, self.version)
         self.remote.register_launch_plan(plan, self.version, serialization_settings=settings)
@@ -211,25 +213,29 @@ class Cluster:
         self.activated.append((plan.name, self.version))
 
     def clean_up(self) -> None:
-        """Deactivates its launch plans, and aborts what still runs."""
+        """Deactivate this run's launch plans, and abort its executions that still run."""
         for name, version in self.activated:
             identifier = self.remote.fetch_launch_plan(name=name, version=version).id
             self.remote.client.update_launch_plan(identifier, 0)
         for name in self.launched:
-            execution = self.remote.fetch_execution(name=name)
-            if not execution.is_done:
-                self.remote.terminate(execution, "the checks are over")
+            self.abort(name)
+
+    def abort(self, name: str) -> None:
+        """Abort an execution if it still runs."""
+        execution = self.remote.fetch_execution(name=name)
+        if not execution.is_done:
+            self.remote.terminate(execution, "a check has ended")
 
 
-def as_struct(hp: dict[str, Any]) -> Literal:
-    """As the console sends hyperparameters: numbers are doubles, and what is left out is not there."""
+def encode_as_console(hp: dict[str, Any]) -> Literal:
+    """Return hyperparameters as the console sends them: all numbers are doubles."""
     values = Struct()
     values.update(hp)
     return Literal(scalar=Scalar(generic=values))
 
 
-def as_msgpack(hp: dict[str, Any]) -> Literal:
-    """As flytekit does."""
+def encode_as_flytekit(hp: dict[str, Any]) -> Literal:
+    """Return hyperparameters as flytekit sends them: in msgpack."""
     import msgpack
 
     return Literal(scalar=Scalar(binary=Binary(value=msgpack.packb(hp), tag="msgpack")))

@@ -19,7 +19,7 @@ FINISHED: dict[str, tuple[str, float, str]] = {}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """What ``make cluster-test`` passes on."""
+    """Add the options that ``make cluster-test`` passes on."""
     parser.addoption("--flyte-config", required=True, help="which cluster: deploy/sandbox.yaml or your own")
     parser.addoption("--image", required=True, help="what pods run in, built from Dockerfile, with its tag")
     parser.addoption("--profile", default="sandbox", help="a name in flyte_ddp/pods/profiles.py")
@@ -29,7 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def cluster(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """The cluster, with all tasks, workflows and launch plans registered under a version of this run's own."""
+    """Yield the cluster; all is registered under a version of this run's own, and cleaned up in the end."""
     option = pytestconfig.getoption
     found = Cluster(
         config=Path(option("--flyte-config")).resolve(),
@@ -48,7 +48,7 @@ def cluster(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture
 def kubectl(cluster: Cluster) -> Cluster:
-    """The cluster, where its pods can be reached as well."""
+    """Return the cluster; skip the test if kubectl does not reach it."""
     if not cluster.has_kubectl:
         pytest.skip("kubectl reaches no cluster with this project's namespace")
     return cluster
@@ -67,7 +67,7 @@ def restricted(kubectl: Cluster) -> Iterator[Cluster]:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    """Remembers how each check has ended."""
+    """Store outcome, duration and first line of the error of each check in FINISHED."""
     outcome: Any = yield
     report = outcome.get_result()
     if report.when == "call" or (report.when == "setup" and report.outcome != "passed"):
@@ -80,7 +80,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """The table at the end."""
+    """Print a table of all checks."""
     terminalreporter.section("cluster")
     for name, (outcome, seconds, said) in FINISHED.items():
         check = name.removeprefix("test_").replace("_", " ")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from cluster import ROOT, Cluster, as_msgpack, as_struct
+from cluster import ROOT, Cluster, encode_as_console, encode_as_flytekit
 from flytekit import CronSchedule, LaunchPlan
 from flytekit.core.options import Options
 from flytekit.models.concurrency import ConcurrencyLimitBehavior, ConcurrencyPolicy
@@ -53,28 +53,28 @@ def model(num_classes, input_shape):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def registered(cluster: Cluster) -> str:
-    """What registration said."""
+def registration_output(cluster: Cluster) -> str:
+    """Register all workflows and return the output."""
     return cluster.register()
 
 
-def seeded(cluster: Cluster) -> int:
-    """Of hyperparameters that nobody has trained with here."""
+def unused_seed(cluster: Cluster) -> int:
+    """Return a seed that no earlier check has trained with, so that no result is in the cache."""
     return (int(time.time() * 1000) + len(cluster.launched)) % 2**31
 
 
-def address_of(execution: Any, name: str) -> str:
-    """Where in the blob store an output is."""
+def output_address(execution: Any, name: str) -> str:
+    """Return the blob store's address of an output."""
     return str(execution.outputs.literals[name].scalar.blob.uri)
 
 
 def last_line(message: str) -> str:
-    """Flyte's messages end with ours."""
+    """Return the last line of a message of Flyte's, which is this package's error."""
     return message.strip().splitlines()[-1]
 
 
-def test_registration(registered: str) -> None:
-    assert "Successfully registered" in registered
+def test_registration(registration_output: str) -> None:
+    assert "Successfully registered" in registration_output
 
 
 def test_the_form_of_a_plan_has_its_fields_in_order(cluster: Cluster) -> None:
@@ -88,21 +88,21 @@ def test_pods_have_the_service_account_that_was_asked_for(kubectl: Cluster) -> N
     account = f"{kubectl.version}-account"
     kubectl.kubectl("create", "serviceaccount", account)
     try:
-        hp = Hyperparameters(**SHORT, seed=seeded(kubectl))
+        hp = Hyperparameters(**SHORT, seed=unused_seed(kubectl))
         options = Options.default_from(k8s_service_account=account)
         name = kubectl.launch("training_on_demand", {"hp": hp}, options=options)
-        pod, *_ = kubectl.until(lambda: kubectl.pods(name), f"a pod of {name}")
+        pod, *_ = kubectl.wait_until(lambda: kubectl.list_pods(name), f"a pod of {name}")
         assert pod["spec"]["serviceAccountName"] == account
-        kubectl.remote.terminate(kubectl.remote.fetch_execution(name=name), "seen")
+        kubectl.abort(name)
     finally:
         kubectl.kubectl("delete", "serviceaccount", account)
 
 
 def test_training_gives_what_a_local_run_gives(cluster: Cluster, tmp_path: Path) -> None:
-    hp = {**SHORT, "seed": seeded(cluster)}
-    execution = cluster.succeeded(cluster.train(**hp))
+    hp = {**SHORT, "seed": unused_seed(cluster)}
+    execution = cluster.wait_for_success(cluster.launch_training(**hp))
     outputs = execution.outputs
-    (tmp_path / "model.pt").write_bytes(cluster.content(address_of(execution, "model_state")))
+    (tmp_path / "model.pt").write_bytes(cluster.read_blob(output_address(execution, "model_state")))
     data = fetch("digits", "", tmp_path / "digits", progress="off")
     quiet = Settings(progress="off", wandb_mode="disabled")
     local = run_training(Hyperparameters(**hp), data, tmp_path / "run", quiet)
@@ -114,27 +114,29 @@ def test_training_gives_what_a_local_run_gives(cluster: Cluster, tmp_path: Path)
 
 
 def test_the_same_hyperparameters_are_one_cache_entry(cluster: Cluster) -> None:
-    hp = {**SHORT, "epochs": 1, "seed": seeded(cluster)}
+    hp = {**SHORT, "epochs": 1, "seed": unused_seed(cluster)}
     whole = asdict(Hyperparameters(**hp))
-    assert not cluster.is_hit(cluster.succeeded(cluster.launch("training_on_demand", {"hp": as_struct(hp)})))
-    forms = (as_struct(whole), as_msgpack(hp), as_msgpack(whole), Hyperparameters(**hp))
+    assert not cluster.is_from_cache(
+        cluster.wait_for_success(cluster.launch("training_on_demand", {"hp": encode_as_console(hp)}))
+    )
+    forms = (encode_as_console(whole), encode_as_flytekit(hp), encode_as_flytekit(whole), Hyperparameters(**hp))
     names = [cluster.launch("training_on_demand", {"hp": form}) for form in forms]
-    assert [cluster.is_hit(cluster.succeeded(name)) for name in names] == [True] * 4
+    assert [cluster.is_from_cache(cluster.wait_for_success(name)) for name in names] == [True] * 4
 
 
 def test_pyflyte_run_remote_as_one_types_it(cluster: Cluster) -> None:
-    hp = {**SHORT, "epochs": 1, "seed": seeded(cluster)}
+    hp = {**SHORT, "epochs": 1, "seed": unused_seed(cluster)}
     names = [cluster.run_remote(hp, FLYTE_DDP_PROFILE=profile) for profile in (cluster.profile, "local")]
-    versions = {cluster.succeeded(name).spec.launch_plan.version for name in names}
+    versions = {cluster.wait_for_success(name).spec.launch_plan.version for name in names}
     assert len(versions) == 2, "another profile is another version"
 
 
 def test_a_users_own_model_and_a_change_in_it(cluster: Cluster) -> None:
-    hp = {**SHORT, "epochs": 1, "model": "mine:model", "seed": seeded(cluster)}
+    hp = {**SHORT, "epochs": 1, "model": "mine:model", "seed": unused_seed(cluster)}
     hits = []
     for bias in ("True", "True", "False"):
         (cluster.sources / "mine.py").write_text(OWN_MODEL.replace("BIAS", bias))
-        hits.append(cluster.is_hit(cluster.succeeded(cluster.run_remote(hp))))
+        hits.append(cluster.is_from_cache(cluster.wait_for_success(cluster.run_remote(hp))))
     assert hits == [False, True, False]
 
 
@@ -147,38 +149,40 @@ def test_a_users_own_model_and_a_change_in_it(cluster: Cluster) -> None:
     ],
 )
 def test_wrong_values_end_in_the_first_task(cluster: Cluster, hp: dict[str, Any], words: str) -> None:
-    message = cluster.failure(cluster.launch("training_on_demand", {"hp": as_struct(hp)}))
+    message = cluster.wait_for_error(cluster.launch("training_on_demand", {"hp": encode_as_console(hp)}))
     assert words in last_line(message)
 
 
 def test_the_page_of_a_training_while_it_goes_on_and_after_a_failure(cluster: Cluster) -> None:
-    name = cluster.train(**LONG, seed=seeded(cluster))
-    shown = cluster.until(lambda: cluster.deck(name, "n1"), "the page of n1")
+    name = cluster.launch_training(**LONG, seed=unused_seed(cluster))
+    shown = cluster.wait_until(lambda: cluster.read_deck(name, "n1"), "the page of n1")
     assert "Training" in shown
-    assert "What is trained" in cluster.deck(name, "n0")
-    cluster.remote.terminate(cluster.remote.fetch_execution(name=name), "seen")
-    failed = cluster.train(epochs=1, learning_rate=1000.0, schedule="constant", seed=seeded(cluster))
-    assert "lower learning_rate" in cluster.failure(failed)
-    assert "This attempt has failed" in cluster.deck(failed, "n1")
+    assert "What is trained" in cluster.read_deck(name, "n0")
+    cluster.abort(name)
+    failed = cluster.launch_training(epochs=1, learning_rate=1000.0, schedule="constant", seed=unused_seed(cluster))
+    assert "lower learning_rate" in cluster.wait_for_error(failed)
+    assert "This attempt has failed" in cluster.read_deck(failed, "n1")
 
 
 @pytest.mark.parametrize("how", ["deleted", "force-deleted", "a rank killed"])
 def test_a_lost_pod(kubectl: Cluster, how: str) -> None:
-    name = kubectl.train(**LONG, seed=seeded(kubectl))
-    pod = kubectl.training_pod(name, "loss")
+    name = kubectl.launch_training(**LONG, seed=unused_seed(kubectl))
+    pod = kubectl.wait_for_training_log(name, "loss")
     time.sleep(3)  # of training; there is a checkpoint after each evaluation and when a pod is told to stop
     if how == "a rank killed":
         kubectl.kubectl("exec", pod, "--", "python", "-c", KILL_RANK_1)
     else:
         force = ("--grace-period=0", "--force") if how == "force-deleted" else ()
         kubectl.kubectl("delete", "pod", pod, "--wait=false", *force)
-    kubectl.training_pod(name, "going on after step", lost=pod)
-    kubectl.remote.terminate(kubectl.remote.fetch_execution(name=name), "seen")
+    kubectl.wait_for_training_log(name, "going on after step", lost=pod)
+    kubectl.abort(name)
 
 
 def test_more_memory_than_there_is(cluster: Cluster) -> None:
     (cluster.sources / "hoarding.py").write_text(HOARDING_MODEL)
-    message = cluster.failure(cluster.run_remote({**SHORT, "model": "hoarding:model", "seed": seeded(cluster)}))
+    message = cluster.wait_for_error(
+        cluster.run_remote({**SHORT, "model": "hoarding:model", "seed": unused_seed(cluster)})
+    )
     assert "memory" in last_line(message)
 
 
@@ -189,31 +193,31 @@ def test_a_secret_that_is_there_and_one_that_is_not(kubectl: Cluster) -> None:
         if name.endswith("there"):
             words = "the server did not answer"  # to whom the key was to be shown
             kubectl.kubectl("create", "secret", "generic", name, f"--from-literal=api_key={'0' * 40}")
-        hp = {**SHORT, "epochs": 1, "seed": seeded(kubectl)}
+        hp = {**SHORT, "epochs": 1, "seed": unused_seed(kubectl)}
         try:
             execution = kubectl.run_remote(hp, FLYTE_DDP_WANDB_SECRET=f"{name}/api_key", **nowhere)
-            kubectl.succeeded(execution)
+            kubectl.wait_for_success(execution)
         finally:
             kubectl.kubectl("delete", "secret", name, "--ignore-not-found")
-        kubectl.training_pod(execution, words)
+        kubectl.wait_for_training_log(execution, words)
 
 
 def test_an_aborted_run_launched_again_goes_on(kubectl: Cluster) -> None:
-    hp = {**LONG, "seed": seeded(kubectl)}
-    first = kubectl.train(**hp)
-    kubectl.training_pod(first, "loss")
-    kubectl.remote.terminate(kubectl.remote.fetch_execution(name=first), "to be launched again")
-    kubectl.until(lambda: not kubectl.pods(first), "the end of the aborted execution's pods", 150)
-    second = kubectl.train(**hp)
-    pod = kubectl.training_pod(second, "going on after step")
+    hp = {**LONG, "seed": unused_seed(kubectl)}
+    first = kubectl.launch_training(**hp)
+    kubectl.wait_for_training_log(first, "loss")
+    kubectl.abort(first)
+    kubectl.wait_until(lambda: not kubectl.list_pods(first), "the end of the aborted execution's pods", 150)
+    second = kubectl.launch_training(**hp)
+    pod = kubectl.wait_for_training_log(second, "going on after step")
     assert f"of {first}" in kubectl.kubectl("logs", pod).stdout
-    kubectl.remote.terminate(kubectl.remote.fetch_execution(name=second), "seen")
+    kubectl.abort(second)
 
 
 def test_two_at_once_train_once(cluster: Cluster) -> None:
-    hp = {**SHORT, "epochs": 50, "seed": seeded(cluster)}
-    names = [cluster.train(**hp) for _ in range(2)]
-    assert sorted(cluster.is_hit(cluster.succeeded(name)) for name in names) == [False, True]
+    hp = {**SHORT, "epochs": 50, "seed": unused_seed(cluster)}
+    names = [cluster.launch_training(**hp) for _ in range(2)]
+    assert sorted(cluster.is_from_cache(cluster.wait_for_success(name)) for name in names) == [False, True]
 
 
 def test_a_schedule_of_every_minute(cluster: Cluster) -> None:
@@ -227,61 +231,63 @@ def test_a_schedule_of_every_minute(cluster: Cluster) -> None:
         schedule=CronSchedule(schedule="* * * * *", kickoff_time_input_arg="kickoff_time"),
         concurrency=ConcurrencyPolicy(max_concurrency=1, behavior=ConcurrencyLimitBehavior.SKIP),
     )
-    cluster.schedule(plan)
+    cluster.activate_launch_plan(plan)
 
     def started() -> list[Any]:
         found = cluster.remote.recent_executions(limit=50)
         return [each for each in found if each.spec.launch_plan.name == plan.name]
 
-    [first] = cluster.until(started, "the first tick", 150)
-    cluster.remembered(first.id.name)
+    [first] = cluster.wait_until(started, "the first tick", 150)
+    cluster.remember_execution(first.id.name)
     time.sleep(max(0.0, 70 - (datetime.now(UTC) - begin).total_seconds() % 60))  # over the next tick
     assert len(started()) == 1, "a tick is skipped while the run before goes on"
-    inputs = cluster.look(first.id.name).inputs
+    inputs = cluster.fetch_execution_with_nodes(first.id.name).inputs
     assert inputs.get("kickoff_time", as_type=datetime) >= begin.replace(second=0, microsecond=0)
     cluster.clean_up()  # what follows has the cluster for itself
 
 
 def test_shards_training_on_them_and_predictions(cluster: Cluster) -> None:
-    execution = cluster.succeeded(cluster.launch("workflows.shards.shards_wf", {"source": "digits"}))
+    execution = cluster.wait_for_success(cluster.launch("workflows.shards.shards_wf", {"source": "digits"}))
     dataset = execution.outputs.get("dataset", as_type=str)
     assert dataset.startswith("shards:")
     hp = {"dataset": dataset, "epochs": 1, "max_steps": 5, "image_size": 16}
-    trained = cluster.succeeded(cluster.train(**hp)).outputs
+    trained = cluster.wait_for_success(cluster.launch_training(**hp)).outputs
     model = {name: trained.literals[name] for name in ("model_state", "sidecar")}
-    predicted = cluster.succeeded(cluster.launch("workflows.prediction.predict_wf", {**model, "dataset": "digits"}))
-    rows = cluster.content(address_of(predicted, "table")).decode().splitlines()
+    predicted = cluster.wait_for_success(
+        cluster.launch("workflows.prediction.predict_wf", {**model, "dataset": "digits"})
+    )
+    rows = cluster.read_blob(output_address(predicted, "table")).decode().splitlines()
     assert len(rows) == 1 + 297
 
 
 def test_a_model_is_released_as_on_ones_own_machine(cluster: Cluster) -> None:
     """Promoted, kept, promoted over, and taken back; the registry is a new model's in the bucket of the outputs."""
-    execution = cluster.succeeded(cluster.train(epochs=1, seed=seeded(cluster)))
-    bucket = "/".join(address_of(execution, "sidecar").split("/")[:3])
+    execution = cluster.wait_for_success(cluster.launch_training(epochs=1, seed=unused_seed(cluster)))
+    bucket = "/".join(output_address(execution, "sidecar").split("/")[:3])
     version, name = f"{cluster.version}-release", f"cluster-test-{int(time.time())}"
     cluster.register(version, FLYTE_DDP_REGISTRY=f"{bucket}/cluster-test-models")
 
-    def released(workflow: str, **inputs: Any) -> dict[str, str]:
+    def run_release(workflow: str, **inputs: Any) -> dict[str, str]:
         inputs = {"model_name": name, **inputs}
-        found = cluster.succeeded(cluster.launch(f"workflows.release.{workflow}", inputs, version))
+        found = cluster.wait_for_success(cluster.launch(f"workflows.release.{workflow}", inputs, version))
         assert found.outputs is not None
         return {key: found.outputs.get(key, as_type=str) for key in ("version", "champion", "outcome")}
 
     weak, good = (Hyperparameters(epochs=epochs, num_ranks=1) for epochs in (3, 10))
-    first = released("release_wf", hp=weak)
+    first = run_release("release_wf", hp=weak)
     assert first["champion"] == first["version"]
     assert first["outcome"].startswith("promoted: there is no champion yet")
-    assert released("release_wf", hp=weak) == {**first, "outcome": "kept: it has the champion's weights"}
-    second = released("release_wf", hp=good, policy=Policy(latency_ratio=1000))
+    assert run_release("release_wf", hp=weak) == {**first, "outcome": "kept: it has the champion's weights"}
+    second = run_release("release_wf", hp=good, policy=Policy(latency_ratio=1000))
     assert second["outcome"].startswith("promoted: +"), second
-    back = released("rollback_wf", reason="a test")
+    back = run_release("rollback_wf", reason="a test")
     assert back == {"version": first["version"], "champion": first["version"], "outcome": "champion 3: a test"}
     predicted = cluster.launch("workflows.prediction.predict_wf", {"model_name": name, "dataset": "digits"}, version)
-    rows = cluster.content(address_of(cluster.succeeded(predicted), "table")).decode().splitlines()
+    rows = cluster.read_blob(output_address(cluster.wait_for_success(predicted), "table")).decode().splitlines()
     assert len(rows) == 1 + 297
     refused = cluster.launch("workflows.release.rollback_wf", {"model_name": name, "reason": "once more"}, version)
     said = "there is no champion before the present one; nothing was changed"
-    assert last_line(cluster.failure(refused)).endswith(said)
+    assert last_line(cluster.wait_for_error(refused)).endswith(said)
 
 
 @pytest.mark.parametrize("root", ["writable", "read-only"])
@@ -300,12 +306,12 @@ def test_podsecurity_restricted(restricted: Cluster, root: str, tmp_path: Path) 
         restricted.kubectl("apply", "--filename", str(tmp_path / "template.yaml"))
         restricted.register(version, "workflows/training.py", FLYTE_DDP_POD_TEMPLATE=template)
     try:
-        hp = Hyperparameters(**SHORT, seed=seeded(restricted))
+        hp = Hyperparameters(**SHORT, seed=unused_seed(restricted))
         name = restricted.launch("training_on_demand", {"hp": hp}, version)
-        restricted.succeeded(name)
+        restricted.wait_for_success(name)
     finally:
         restricted.kubectl("delete", "podtemplate", template, "--ignore-not-found")
-    contexts = [pod["spec"]["containers"][0]["securityContext"] for pod in restricted.pods(name)]
+    contexts = [pod["spec"]["containers"][0]["securityContext"] for pod in restricted.list_pods(name)]
     assert {context.get("readOnlyRootFilesystem", False) for context in contexts} == {root == "read-only"}
 
 
@@ -324,23 +330,23 @@ def test_an_engine(kubectl: Cluster, engine: str, resource: str, ranks: str) -> 
         pytest.skip(f"this cluster has no {resource}")
     version = f"{kubectl.version}-{engine}"
     kubectl.register(version, f"workflows/{engine}_training.py", FLYTE_DDP_NODES="2")
-    hp = Hyperparameters(epochs=800, num_ranks=2, eval_interval=100, seed=seeded(kubectl))
+    hp = Hyperparameters(epochs=800, num_ranks=2, eval_interval=100, seed=unused_seed(kubectl))
     name = kubectl.launch(f"workflows.{engine}_training.{engine}_training_wf", {"hp": hp}, version)
-    kubectl.said(name, "epoch 100/800")
+    kubectl.wait_for_log(name, "epoch 100/800")
     lost = kubectl.kubectl("get", "pods", "-l", f"execution-id={name},{ranks}", "-o", "name").stdout.split()[-1]
     kubectl.kubectl("delete", lost, "--wait=false")
-    execution = kubectl.succeeded(name)
+    execution = kubectl.wait_for_success(name)
     assert len(execution.outputs.get("epoch_accuracies", as_type=list[float])) == 8
-    records = map(json.loads, kubectl.content(address_of(execution, "metrics")).splitlines())
+    records = map(json.loads, kubectl.read_blob(output_address(execution, "metrics")).splitlines())
     starts = [record for record in records if record["kind"] == "start"]
     assert [start["num_ranks"] for start in starts] == [2] * len(starts)
     assert starts[-1]["resumed_after_step"] > 0
-    sidecar = json.loads(kubectl.content(address_of(execution, "sidecar")))
+    sidecar = json.loads(kubectl.read_blob(output_address(execution, "sidecar")))
     assert (sidecar["num_ranks"], sidecar["num_nodes"]) == (2, 2)
 
 
 def test_an_abort_leaves_no_pod(kubectl: Cluster) -> None:
-    name = kubectl.train(**LONG, seed=seeded(kubectl))
-    kubectl.training_pod(name, "loss")
-    kubectl.remote.terminate(kubectl.remote.fetch_execution(name=name), "seen")
-    kubectl.until(lambda: not kubectl.pods(name), "the end of its pods", 150)
+    name = kubectl.launch_training(**LONG, seed=unused_seed(kubectl))
+    kubectl.wait_for_training_log(name, "loss")
+    kubectl.abort(name)
+    kubectl.wait_until(lambda: not kubectl.list_pods(name), "the end of its pods", 150)

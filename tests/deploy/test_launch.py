@@ -259,7 +259,7 @@ def test_a_download_is_whole_or_not_at_all(launch: Any, admin: FakeFlyteAdmin, t
     result = launch("--download", str(tmp_path))
     assert result.exit_code == 1
     server = admin.upload_address.split("/")[2]
-    said = f"report.html cannot be had from {server}: HTTP 404 Not Found; fetch {ADDRESSES['report']} yourself"
+    said = f"report.html cannot be downloaded from {server}: HTTP 404 Not Found; fetch {ADDRESSES['report']} yourself"
     assert lines(result)[-1] == f"Error: {said}"
     assert {path.name for path in tmp_path.iterdir()} == before
     assert (tmp_path / "model.pt").read_text() == "of the run before"
@@ -284,7 +284,7 @@ def test_a_failure_is_our_sentence_and_where_the_rest_is(
     admin.course = [Moment(), moment]
     result = launch()
     assert result.exit_code == 1
-    said = [f"Error: the execution has {message}", f"all of it is at http://{admin.endpoint}{CONSOLE}"]
+    said = [f"Error: the execution has {message}", f"the whole error is at http://{admin.endpoint}{CONSOLE}"]
     assert lines(result)[1:] == said
 
 
