@@ -31,7 +31,7 @@ from flyte_ddp.hardware import bf16_support, detect
 from flyte_ddp.launch.supervise.rank import join_process_group, keep_freed_memory
 from flyte_ddp.launch.supervise.rank_process import RankInfo
 from flyte_ddp.order import sampling
-from flyte_ddp.run import identity_of
+from flyte_ddp.run import checkpoint_identity
 from flyte_ddp.runs.job import Job
 from flyte_ddp.settings import Settings
 from flyte_ddp.training.checkpointing import Run
@@ -101,7 +101,7 @@ def run_rank(rank: int, order: dict[str, Any], records: str) -> None:
         settings=Settings(progress="off"),
         data=data,
         run_folder=folder,
-        identity=identity_of(hp, data),
+        identity=checkpoint_identity(hp, data),
     )
     torch.set_num_threads(job.hardware.threads)
     keep_freed_memory()

@@ -50,7 +50,11 @@ MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """One of the names above, from where it is defined."""
+    """Import the module that MODULES gives for a public name, and return the object of that name there.
+
+    Raises:
+        AttributeError: MODULES does not have the name.
+    """
     if name not in MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module(f"{__name__}.{MODULES[name]}")

@@ -1,7 +1,7 @@
-"""The names that configuration may use, kept apart from what they stand for.
+"""Names of data sets and models that configuration may use, and the image sizes that models can take.
 
-Checking a name must not cost an import of torch and torchvision (over 2 s), so the names are written down here; tests
-compare them with what is really there.
+Checking a name must not cost an import of torch and torchvision (over 2 s). So the names are written down here, and
+tests compare them with torchvision's own.
 """
 
 from flyte_ddp.errors import UserError
@@ -11,15 +11,15 @@ DATASETS: dict[str, int] = {"digits": 8, "mnist": 28, "fashion_mnist": 28, "cifa
 
 # The other forms that a data set's name may have.
 DATASET_FORMS = ("shards:ADDRESS", "stream:ADDRESS", "image_folder:ADDRESS", "package.module:callable")
-ENCODED_KINDS = ("shards", "stream", "image_folder")  # of encoded images, which stay where they are
-ENCODED_SIDE = 224  # of the squares that they become, in pixels, if nothing else is asked for
-# How the names of image files end, and those of images in shards: of the formats that Pillow reads on its own.
+ENCODED_KINDS = ("shards", "stream", "image_folder")  # images stay encoded (JPEG, PNG) until a batch needs them
+ENCODED_SIDE = 224  # pixels: side of the squares that encoded images are resized to when image_size is 0
+# Extensions of image files, and of images in shards: the formats that Pillow reads without other packages.
 IMAGES = (
     *("jpg", "jpeg", "png", "ppm", "pgm", "pbm", "pnm", "webp", "bmp", "gif", "tif", "tiff"),
     *("jpe", "jfif", "jp2", "apng", "avif"),
 )
 
-# The two small CNNs with the smallest image side that they take.
+# The two small CNNs, each with the smallest image side that it takes, in pixels.
 SMALL_MODELS: dict[str, int] = {"small_cnn": 8, "tutorial": 16}
 
 # Side lengths that must divide the image side: transformers that cut images into patches or windows of a fixed size.
@@ -44,7 +44,7 @@ SMALLEST_SIDES: dict[str, int] = {
     "vgg": 32,
     **SIZE_MULTIPLES,
 }
-ANY_SIDE = 8  # for models that take any size: below it nothing is left to see
+ANY_SIDE = 8  # pixels: least side for models that take any size; smaller images show nothing
 
 TORCHVISION_CLASSIFIERS = """
     alexnet convnext_base convnext_large convnext_small convnext_tiny densenet121 densenet161 densenet169 densenet201
@@ -69,16 +69,15 @@ MODELS: tuple[str, ...] = (*SMALL_MODELS, *TORCHVISION_MODELS)
 
 
 def encoded_kind(dataset: str) -> str:
-    """Return the kind of encoded images that a data set's name stands for, of ``ENCODED_KINDS``; empty for others."""
+    """Return which of ENCODED_KINDS a data set's name ``kind:ADDRESS`` starts with; "" for other names."""
     kind, _, address = dataset.partition(":")
     return kind if kind in ENCODED_KINDS and address else ""
 
 
 def check_image_size(model: str, height: int, width: int) -> None:
-    """Refuse images that the model cannot take; of the user's own models nothing is known.
+    """Raise UserError if a model cannot take images of this size in pixels; the error names a size that fits.
 
-    Raises:
-        UserError: with the sizes that it can take.
+    Accepts any size for the user's own models, about which nothing is known here.
     """
     smallest = {**SMALL_MODELS, **TORCHVISION_MODELS}.get(model, 1)
     multiple = SIZE_MULTIPLES.get(model, 1)

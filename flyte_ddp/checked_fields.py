@@ -1,6 +1,6 @@
-"""Flat, frozen dataclasses that people fill in: each field has a documentation and a range, and each value is checked.
+"""Flat, frozen dataclasses that people fill in: each field has a help text and a range, and each value is checked.
 
-On every path by which a value arrives: Python, command-line JSON, the console's form, a pod's msgpack.
+Values are checked on every path by which they arrive: Python, command-line JSON, the console's form, a pod's msgpack.
 """
 
 # No "from __future__ import annotations" here: flytekit derives the console's form from real types.
@@ -17,7 +17,7 @@ from dataclasses_json import DataClassJsonMixin
 from flyte_ddp.credentials import refuse_credentials
 from flyte_ddp.errors import UserError, unknown_name
 
-# Numbers that YAML 1.1, and so flytekit when it reads a YAML file, takes for text: 1e-1, 1.5e3.
+# Numbers such as 1e-1 and 1.5e3: YAML 1.1, by which flytekit reads YAML files, takes them for text.
 YAML_NUMBER = re.compile(r"[-+]?(\d+e[-+]?\d+|(\d+\.\d*|\.\d+)e\d+)", re.IGNORECASE)
 BOUNDS = {"at_least": operator.ge, "at_most": operator.le, "above": operator.gt, "below": operator.lt}
 TYPES: dict[type, str] = {bool: "true or false", str: "text", int: "a whole number", float: "a finite number"}
@@ -25,14 +25,23 @@ LARGEST_INT = 2**53  # the console's form (protobuf Struct) carries doubles: lar
 
 
 def setting(default: Any, doc: str, *, choices: tuple[str, ...] | None = None, **bounds: float) -> Any:
-    """Return a dataclass field with its documentation and its range, by the names of ``BOUNDS``."""
+    """Return a dataclass field with a default, a help text, and the rules by which its values are checked.
+
+    Args:
+        default: also gives the type. Whole numbers are limited to LARGEST_INT unless ``at_most`` is given.
+        doc: help text in the console's form and in the documents.
+        choices: the texts that are allowed; None: any.
+        bounds: limits of a number, by the names of BOUNDS.
+    """
     if type(default) is int:
         bounds.setdefault("at_most", LARGEST_INT)
     return dataclasses.field(default=default, metadata={"doc": doc, "choices": choices, **bounds})
 
 
 class CheckedFields(DataClassJsonMixin):
-    """What such a dataclass inherits; ``called`` is what its fields are called in errors.
+    """Base of a dataclass whose fields are made by :func:`setting`: checks all values when it is instantiated.
+
+    A subclass gives ``called``, the noun for a field in errors.
 
     Raises:
         UserError: an unknown field, a value of the wrong type, or a value out of range.
@@ -45,7 +54,7 @@ class CheckedFields(DataClassJsonMixin):
         cls.called = called
 
     def __new__(cls, *_: Any, **values: Any) -> Self:
-        """Refuse an unknown name as all other paths do, with the nearest known one, before ``__init__`` does."""
+        """Raise UserError for an unknown field, with the nearest known one; ``__init__`` would raise a TypeError."""
         cls.known(values)
         return super().__new__(cls)
 
@@ -55,7 +64,7 @@ class CheckedFields(DataClassJsonMixin):
 
     @classmethod
     def known(cls, values: Any) -> dict[str, Any]:
-        """Return a copy of the mapping; UserError if it is none, or if a key is no field's name."""
+        """Return a copy of a mapping; UserError if it is no mapping, or if one of its keys is no field's name."""
         if not isinstance(values, Mapping):
             raise UserError(f"{cls.called}s must be a JSON object, got {shown(values)}")
         names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
@@ -66,12 +75,18 @@ class CheckedFields(DataClassJsonMixin):
 
     @classmethod
     def from_dict(cls, kvs: Any, **_: Any) -> Self:
-        """Build from untrusted key-value pairs, such as decoded JSON; the inherited one drops and converts."""
+        """Return an instance from untrusted key-value pairs; UserError for an unknown key or a bad value.
+
+        Replaces the inherited method, which would drop unknown keys and convert values.
+        """
         return cls(**cls.known(kvs))
 
     @classmethod
     def from_json(cls, s: Any, **_: Any) -> Self:
-        """Build from JSON, as the command line does (``--hp '{...}'``, ``--hp preset.json``, ``--inputs-file``)."""
+        """Return an instance from JSON text, for ``--hp`` and ``--inputs-file``; UserError if it is not valid.
+
+        Numbers such as 1e-1, which flytekit's YAML reader has left as texts, are converted.
+        """
         try:
             values = json.loads(s)
         except (ValueError, RecursionError) as error:
@@ -85,17 +100,18 @@ class CheckedFields(DataClassJsonMixin):
 
     @classmethod
     def __pre_deserialize__(cls, values: Any) -> dict[str, Any]:
-        """Mashumaro's hook: the only place that sees raw values on a cluster, before they are silently converted."""
+        """Return the checked fields of raw values; mashumaro calls this in pods, before it converts values."""
         return {**vars(cls.from_dict(values))}
 
 
 def checked(field: "dataclasses.Field[Any]", value: Any) -> Any:
-    """Return the value in the field's own type.
+    """Return the value, converted to the field's type.
 
-    A whole number given as ``3.0`` is taken for an int, because the console's form (protobuf Struct) has only doubles.
+    ``3.0`` is accepted for an int, because the console's form (protobuf Struct) has only doubles.
 
     Raises:
-        UserError: another type, a value out of range, or a text with an address that has a user name or a password.
+        UserError: the value has another type, is out of range, is no UTF-8, or has an address with a user name or a
+            password.
     """
     rule = field.metadata
     kind: Any = field.type
@@ -122,6 +138,6 @@ def checked(field: "dataclasses.Field[Any]", value: Any) -> Any:
 
 
 def shown(value: Any) -> str:
-    """Return a value as an error message shows it: on one line and not too long."""
+    """Return the repr of a value for an error message, cut to 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

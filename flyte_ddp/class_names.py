@@ -1,4 +1,4 @@
-"""Names of classes: text that every file of a run can hold, in one of Unicode's forms."""
+"""Names of classes: UTF-8 texts in Unicode's form NFC."""
 
 import unicodedata
 from collections.abc import Iterable
@@ -7,14 +7,14 @@ from flyte_ddp.errors import UserError
 
 
 def class_name(where: str, name: str) -> str:
-    """Return the name in Unicode's form NFC, in which macOS's and Linux's names of one folder are equal.
+    """Return the name of a class in Unicode's form NFC, in which macOS and Linux give a folder the same name.
 
     Args:
-        where: what has the class, for the error.
-        name: of the class, or of its folder, whose bytes that are no UTF-8 are surrogates in Python.
+        where: the data set, for the error.
+        name: a class's name or its folder's name. Python shows bytes of a file name that are not UTF-8 as surrogates.
 
     Raises:
-        UserError: it is not UTF-8.
+        UserError: the name is not UTF-8.
     """
     try:
         name.encode()
@@ -24,13 +24,14 @@ def class_name(where: str, name: str) -> str:
 
 
 def class_names(where: str, names: Iterable[object]) -> tuple[str, ...]:
-    """Return the names as text, each by :func:`class_name`, in their order.
+    """Return the names of classes as texts in Unicode's form NFC, in the given order.
 
     Raises:
-        UserError: one is not UTF-8, or two that differ are one in NFC: they look alike, and have two labels.
+        UserError: a name is not UTF-8, or two names differ that are equal in NFC: they would look alike but have two
+            labels.
     """
     given: dict[str, str] = {}  # the first name of each form
-    made = []
+    result = []
     for name in map(str, names):
         normal = class_name(where, name)
         if given.setdefault(normal, name) != name:
@@ -38,5 +39,5 @@ def class_names(where: str, names: Iterable[object]) -> tuple[str, ...]:
                 f"{where}: classes {given[normal]!a} and {name!a} are one name in two of Unicode's forms, and have two "
                 "labels; rename one, or make them one class"
             )
-        made.append(normal)
-    return tuple(made)
+        result.append(normal)
+    return tuple(result)

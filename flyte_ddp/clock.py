@@ -1,4 +1,4 @@
-"""Where the time goes: seconds by the name of what they were spent on."""
+"""A clock that adds up, by name, the seconds that parts of training take, also on GPUs."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ if TYPE_CHECKING:
 class Clock:
     """Adds up seconds by name; ``with clock("data"): ...`` costs about a microsecond.
 
-    A GPU, to which the host hands work without waiting until it is done, has a clock of its own: events between the
-    pieces of that work. Nothing waits for events: they are looked at when later ones come. So what the host does while
-    the GPU is at work counts for nothing, and what the GPU waits for counts in full.
+    On a GPU the time is the GPU's: events are recorded in its queue before and after the work of a block. The clock
+    never waits for an event: it asks whether earlier events are done when later ones are recorded. So time in which
+    the host works beside the GPU counts nothing, and time in which the GPU is idle counts in full.
     """
 
     def __init__(self, event: Callable[[], Any] | None = None) -> None:
-        """``event``: for a GPU, makes one with the methods of ``torch.cuda.Event``."""
+        """Start the clock. ``event`` makes a ``torch.cuda.Event`` with timing; None: the time of the host counts."""
         self.started = time.perf_counter()
         self.event = event
         self.pending: deque[tuple[str, Any, Any]] = deque()
-        self._lock = threading.Lock()  # checkpoints are taken by other threads
+        self._lock = threading.Lock()  # the thread that takes checkpoints reads seconds, too
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
     @property
     def seconds(self) -> defaultdict[str, float]:
-        """Seconds by name, of all that the device has done by now."""
+        """The seconds of each name, without work that the device has not finished yet."""
         with self._lock:
             while self.pending and self.pending[0][2].query():
                 name, begin, end = self.pending.popleft()
@@ -40,7 +40,7 @@ class Clock:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Add the time that the block takes to ``name``."""
+        """Add the seconds that the block takes to those of ``name``."""
         begin = self.mark(name)
         try:
             yield
@@ -48,28 +48,28 @@ class Clock:
             self.add(name, begin)
 
     def mark(self, name: str) -> Any:
-        """Return this moment, for :meth:`add`."""
-        if self.event is None or name == "evaluation":  # which waits for the device itself
+        """Return the present time for :meth:`add`: the host's, or an event that is recorded in the GPU's queue."""
+        if self.event is None or name == "evaluation":  # evaluation waits for the device anyway
             return time.perf_counter()
         event = self.event()
         event.record()
         return event
 
     def add(self, name: str, begin: Any) -> None:
-        """Add to ``name`` the time since ``begin``, which :meth:`mark` has returned for that name."""
+        """Add the seconds since ``begin``, which ``mark(name)`` returned, to those of ``name``."""
         if isinstance(begin, float):
             self._seconds[name] += time.perf_counter() - begin
         else:
             self.pending.append((name, begin, self.mark(name)))
-            _ = self.seconds  # so that the events of many steps do not pile up
+            _ = self.seconds  # takes finished events out, so that those of many steps do not pile up
 
     def total(self) -> float:
-        """Return the seconds since the clock was made."""
+        """Return the seconds since this clock was made, by the host's time."""
         return time.perf_counter() - self.started
 
 
 def clock_for(device: torch.device) -> Clock:
-    """Return a clock that knows when work on this device is done."""
+    """Return a clock for work on this device: by events on CUDA devices, else by the host's time."""
     if device.type != "cuda":
         return Clock()
     import torch

@@ -1,4 +1,4 @@
-"""What a training run is asked to do: one flat, frozen, validated dataclass.
+"""Hyperparameters: all that determines the result of a training run, in one flat, frozen, checked dataclass.
 
 It holds only what can change the result, because every field is part of the cache key. Other settings come from the
 environment (:mod:`flyte_ddp.settings`). Nothing heavy is imported: registration, command-line parsing and cache hits
@@ -190,12 +190,12 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_names(self)
+        check_data_and_model_names(self)
         check_combinations(self)
 
 
-def check_names(hp: Hyperparameters) -> None:
-    """Refuse unknown data sets and models, with the choices."""
+def check_data_and_model_names(hp: Hyperparameters) -> None:
+    """Raise UserError for an unknown data set or model, or a ``test_dataset`` that does not fit the data set."""
     if ":" not in hp.dataset and hp.dataset not in catalog.DATASETS:
         raise unknown_name("dataset", hp.dataset, [*catalog.DATASETS, *catalog.DATASET_FORMS])
     if hp.dataset in [f"{kind}:" for kind in catalog.ENCODED_KINDS]:
@@ -212,7 +212,7 @@ def check_names(hp: Hyperparameters) -> None:
 
 
 def check_batch_size(hp: Hyperparameters, num_ranks: int) -> None:
-    """Refuse a batch that does not have a sample for each rank in each of its parts."""
+    """Raise UserError if a batch has fewer samples than ranks x accumulation steps."""
     if hp.batch_size < num_ranks * hp.accumulation_steps:
         raise UserError(
             f"batch_size={hp.batch_size}: must be at least ranks x accumulation_steps = "
@@ -221,7 +221,7 @@ def check_batch_size(hp: Hyperparameters, num_ranks: int) -> None:
 
 
 def check_combinations(hp: Hyperparameters) -> None:
-    """Refuse fields that contradict one another."""
+    """Raise UserError for fields that contradict one another."""
     check_batch_size(hp, max(1, hp.num_ranks))
     encoded = bool(catalog.encoded_kind(hp.dataset))
     if hp.augment in (("crop", "crop_flip") if encoded else ("resized_crop",)):

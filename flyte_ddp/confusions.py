@@ -1,4 +1,4 @@
-"""Which classes were taken for which: counts of the pairs that occur, at most one a sample, however many classes."""
+"""Confusions of classes, as counts of the (truth, prediction) pairs that occur: little memory for many classes."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -7,11 +7,11 @@ Integers = NDArray[np.int64]
 
 
 def count_confusions(truth: Integers, predictions: Integers) -> Integers:
-    """Return int64 [K, 3]: each pair of truth and prediction that occurs, with its number of samples, sorted by pair.
+    """Return int64 [K, 3]: truth, prediction and number of samples of each pair that occurs, sorted by pair.
 
     Args:
-        truth: [N] the samples' labels.
-        predictions: [N] the classes that a model has predicted for them.
+        truth: [N] labels of the samples.
+        predictions: [N] predicted classes of the samples.
     """
     classes = int(predictions.max(initial=0)) + 1
     pairs, samples = np.unique(truth * classes + predictions, return_counts=True)
@@ -19,9 +19,11 @@ def count_confusions(truth: Integers, predictions: Integers) -> Integers:
 
 
 def confusion_matrix(counts: Integers, classes: int) -> Integers:
-    """Return int64 [classes, classes]: the number of samples of a truth (row) with a prediction (column).
+    """Return the int64 matrix [classes, classes] with the number of samples by truth (row) and prediction (column).
 
-    Takes memory with the square of the classes.
+    Args:
+        counts: [K, 3] from :func:`count_confusions`.
+        classes: number of classes.
     """
     matrix = np.zeros((classes, classes), dtype=np.int64)
     matrix[counts[:, 0], counts[:, 1]] = counts[:, 2]

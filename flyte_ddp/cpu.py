@@ -1,4 +1,4 @@
-"""What this machine's CPU is, and what bf16 is worth on it."""
+"""Vendor, family, model and instructions of this machine's CPU, and whether bf16 is faster on it."""
 
 import platform
 from dataclasses import dataclass
@@ -10,16 +10,16 @@ WIDEST_FIRST = (*BF16_INSTRUCTIONS, "avx512_vnni", "avx512f", "avx2", "avx", "sv
 
 
 class Bf16(IntEnum):
-    """What bf16 is worth on a device; of several devices the least is what all can do."""
+    """Whether training in bf16 is possible and faster on a device; the minimum over devices holds for all of them."""
 
     NONE = 0  # it would be emulated
     SLOWER = 1  # than fp32, or never measured
     FASTER = 2
 
 
-# Vendor, family and instructions; the first row that fits counts, and a CPU that none fits is taken for slower. What
-# was measured are samples/s of the tutorial's network, channels-last, fp32 to bf16; on one thread with batches of 128
-# if nothing else is said. `python -m benchmarks bf16` measures the machine that it runs on.
+# Vendor, family, instruction and result; the first row that matches a CPU counts. The comments have measured samples/s
+# of the tutorial's network (channels-last, batches of 128, one thread if not stated otherwise) in fp32 and in bf16.
+# `python -m benchmarks bf16` measures the present machine.
 MEASURED = (
     ("GenuineIntel", "6", "amx_bf16", Bf16.FASTER),  # 6,275 to 10,875; on 2 threads 11,413 to 18,478
     ("GenuineIntel", "6", "avx512_bf16", Bf16.SLOWER),  # model 207 without AMX: 4,881 to 3,351
@@ -30,7 +30,7 @@ MEASURED = (
 
 @dataclass(frozen=True)
 class Cpu:
-    """As Linux describes it; what that leaves out is empty."""
+    """A CPU as /proc/cpuinfo describes it; fields that it does not have are empty."""
 
     vendor: str
     family: str
@@ -38,13 +38,13 @@ class Cpu:
     flags: frozenset[str]
 
     def __str__(self) -> str:
-        """Return what decides how it rounds: vendor, family, model and the widest instructions that it offers."""
+        """Return what decides how the CPU rounds: vendor, family, model and widest vector instructions, as text."""
         widest = next((flag for flag in WIDEST_FIRST if flag in self.flags), "")
         parts = {"": self.vendor or platform.machine(), "family": self.family, "model": self.model, "with": widest}
         return " ".join(f"{name} {value}" for name, value in parts.items() if value).lstrip()
 
     def bf16(self) -> Bf16:
-        """Return what bf16 is worth in training the two small CNNs."""
+        """Return whether bf16 is faster in training the two small CNNs; SLOWER if that was never measured."""
         for vendor, family, flag, worth in MEASURED:
             if (vendor, family) == (self.vendor, self.family) and flag in self.flags:
                 return worth
@@ -52,7 +52,7 @@ class Cpu:
 
 
 def read_cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> Cpu:
-    """Return the first CPU of this machine, on x86 and ARM; elsewhere one without flags."""
+    """Return the first CPU that /proc/cpuinfo describes on x86 and ARM; without that file all fields are empty."""
     first = cpuinfo.read_text().strip().partition("\n\n")[0] if cpuinfo.exists() else ""
     facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first.splitlines())}
     on_x86_and_arm = [("vendor_id", "CPU implementer"), ("cpu family", "CPU architecture"), ("model", "CPU part")]

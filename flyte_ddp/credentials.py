@@ -1,6 +1,6 @@
-"""User names and passwords in addresses (``https://user:password@host/``), which are refused and never printed.
+"""Refuse and mask user names and passwords in addresses (``https://user:password@host/``).
 
-Addresses are kept and shown in many places: sidecars, run folders, indexes, reports, Flyte's inputs, logs.
+Addresses are stored and shown in many places: sidecars, run folders, indexes, reports, Flyte's inputs, logs.
 """
 
 import re
@@ -11,19 +11,16 @@ USER_INFO = re.compile(r"(://)[^/?#\s]*@")
 
 
 def masked(text: str) -> str:
-    """Return the text with ``***`` in place of user names and passwords in addresses."""
+    """Return a text with ``***`` in place of the user names and passwords of its addresses."""
     return USER_INFO.sub(r"\1***@", text)
 
 
 def refuse_credentials(name: str, value: str) -> None:
-    """Refuse a value that has an address with a user name or a password.
+    """Raise UserError if a text has an address with a user name or a password; the error shows ``***`` instead.
 
     Args:
-        name: what the value is called in the error.
+        name: name of the value, for the error.
         value: any text.
-
-    Raises:
-        UserError: shows the value without them.
     """
     if USER_INFO.search(value):
         raise UserError(

@@ -1,4 +1,4 @@
-"""Copies from the host to a device that the host does not wait for."""
+"""Copy tensors to a device without waiting for it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ if TYPE_CHECKING:
 
 
 def copy_to_device(values: Tensor, device: torch.device) -> Tensor:
-    """Return a CPU tensor on the device; for a CPU the tensor itself.
+    """Return a copy of a CPU tensor on the device, without waiting for the copy; for a CPU the tensor itself.
 
-    A copy of ordinary memory waits until the device has done all that it was given before: in every batch the host
-    would lose its lead. This one goes through page-locked memory, which torch keeps until it is copied.
+    A copy from ordinary memory would block the host in every batch until the device has finished all earlier work. So
+    the tensor is first copied to page-locked memory, which torch keeps until the device has read it.
     """
     if device.type == "cpu":
         return values

@@ -1,4 +1,4 @@
-"""The kinds of failure: a user's mistake, a rank that failed, and a run that was told to stop."""
+"""Exceptions: mistakes of users, failed ranks, stopped runs, failed collectives; and texts that errors share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LONGEST_MESSAGE = 600  # characters of a rank's message in a panel
 
 
 def from_here(path: Path) -> str:
-    """Return the path as a person would type it: relative if it is below the working directory, else whole."""
+    """Return a path relative to the working directory if it is below it, else unchanged."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative
 
@@ -29,56 +29,57 @@ class UserError(click.ClickException, ValueError):
 
 
 class UnreachableError(UserError):
-    """Something on another machine cannot be reached: the address is wrong, or the same run may succeed later."""
+    """Something on another machine cannot be reached: either the address is wrong, or a retry may succeed later."""
 
 
 class RankError(click.ClickException, RuntimeError):
-    """A rank failed, and not by a known mistake of the user; carries what the rank itself reported.
+    """A rank failed, not by a known mistake of the user.
 
-    ``str`` gives all of that. ``pyflyte`` prints a panel of a few lines, which names the file that holds the rest.
+    ``str`` returns message, remark and details. ``pyflyte`` prints a panel of a few lines with the name of the file
+    that holds the details.
 
     Args:
         message: what failed, in a line or two.
-        details: a traceback, or where ranks are.
-        recoverable: the machine failed, so the same run may succeed when it is tried again.
+        details: a traceback, or the stacks of ranks that hang.
+        recoverable: whether a retry may succeed, because the machine failed and not the code.
 
     """
 
     def __init__(self, message: str, *, details: str = "", recoverable: bool = False) -> None:
         super().__init__(message)
         self.details, self.recoverable = details, recoverable
-        self.remark = ""  # on the message, of who knows more than the one who raised the error
-        self.file: Path | None = None  # with the details
-        self.step: int | None = None  # of the newest checkpoint; 0: there is none; None: not known
+        self.remark = ""  # added to the message by a caller that knows more about the cause
+        self.file: Path | None = None  # the file that holds the details
+        self.step: int | None = None  # step of the newest checkpoint; 0: there is none; None: not known
 
     def __str__(self) -> str:
         return "\n\n".join(filter(None, (f"{self.message}{self.remark}", self.details)))
 
     def format_message(self) -> str:
-        """Return the text of a panel."""
+        """Return message and remark, where the details are, and from which step a retry resumes; for click's panel."""
         message = self.message if len(self.message) <= LONGEST_MESSAGE else f"{self.message[:LONGEST_MESSAGE]} ..."
         lines = [f"{message}{self.remark}"]
         if self.file is not None:
-            lines.append(f"all that it said is in {from_here(self.file)}")
+            lines.append(f"the whole error is in {from_here(self.file)}")
         if self.recoverable:
             lines.append(where_it_goes_on(self.step))
         return "\n".join(lines)
 
 
 class RankLostError(RankError):
-    """A rank's process or host was taken away; nothing says that this would happen again."""
+    """A rank's process or host disappeared; a retry may succeed."""
 
 
 class OutOfMemoryError(RankError):
-    """The kernel killed a rank because memory ran out, by the kernel's own count."""
+    """The kernel's count of out-of-memory kills grew when a rank was killed."""
 
 
 class StoppedError(click.ClickException, RuntimeError):
-    """The run was told to stop.
+    """The run was stopped by a signal.
 
     Args:
-        signal: the name of what told it.
-        step: of the newest checkpoint; 0: there is none; None: not known.
+        signal: the signal's name.
+        step: step of the newest checkpoint; 0: there is none; None: not known.
 
     """
 
@@ -91,7 +92,11 @@ class StoppedError(click.ClickException, RuntimeError):
 
 
 def where_it_goes_on(step: int | None) -> str:
-    """Return a sentence on where the same run resumes when it is started again."""
+    """Return a sentence that says from which step a new start of the same run resumes.
+
+    Args:
+        step: step of the newest checkpoint; 0: there is none; None: not known.
+    """
     if step is None:
         return "the same run will go on from its last checkpoint"
     if step == 0:
@@ -100,7 +105,7 @@ def where_it_goes_on(step: int | None) -> str:
 
 
 class CollectiveError(RuntimeError):
-    """A collective operation failed: what a rank reports that is not the cause itself."""
+    """A collective operation failed because of another rank, so this rank's error is not the root cause."""
 
 
 class CollectiveTimeoutError(CollectiveError):
@@ -108,12 +113,12 @@ class CollectiveTimeoutError(CollectiveError):
 
 
 class PeerGoneError(CollectiveError):
-    """Another rank has ended."""
+    """A collective operation failed because another rank has exited."""
 
 
 @contextmanager
 def needing(extra: str) -> Iterator[None]:
-    """Turn a failed import in the block, of what one of this package's extras installs, into a ``UserError``."""
+    """Turn a ModuleNotFoundError in the block into a UserError that says how to install this extra of the package."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -121,18 +126,18 @@ def needing(extra: str) -> Iterator[None]:
 
 
 def how_to_install(extra: str) -> str:
-    """Return the advice for a missing extra of this package."""
+    """Return the command that installs an extra of this package, as part of an error's text."""
     return f"it comes with the extra {extra!r}; in the folder of flyte-ddp: uv pip install -e '.[{extra}]'"
 
 
 def unknown_name(kind: str, name: str, choices: Iterable[str], page: str = "docs/hyperparameters.md") -> UserError:
-    """Return the error for a name that is not in a table, with the nearest choice first and then all of them.
+    """Return the error for an unknown name: it suggests the nearest choice and lists up to LONGEST_LIST choices.
 
     Args:
-        kind: What the name is.
-        name: The name.
-        choices: Names in the table.
-        page: Document that lists them, to which the error refers if they are more than LONGEST_LIST.
+        kind: what the name names, such as "model".
+        name: the unknown name.
+        choices: the known names.
+        page: the document that lists the known names; the error refers to it if they are more than LONGEST_LIST.
     """
     names = sorted(choices)
     near = difflib.get_close_matches(name, names, n=6, cutoff=0.5)

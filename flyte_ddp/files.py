@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and their digests."""
+"""Write files that appear whole or not at all, and compute SHA-256 digests of files."""
 
 import errno
 import hashlib
@@ -16,20 +16,18 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @contextmanager
 def atomic_write(path: Path, *, durable: bool = True, create: bool = False) -> Iterator[BinaryIO]:
-    """Yield a new file that gets the name ``path`` when the block succeeds, and is removed when the block fails.
+    """Yield a new temporary file; rename it to ``path`` when the block succeeds, remove it when the block fails.
 
-    Makes missing folders. Readers see the old file or the whole new one. The temporary name is unique, so several
-    threads and processes may write one path; the last one wins.
+    Creates missing folders. Readers see the old file or the whole new one. The temporary name is unique, so several
+    threads and processes may write the same path; the last one wins.
 
     Args:
-        path: of the file to write.
-        durable: whether the content is put on the disk before the file gets its name, so that a power cut leaves the
-            old file or the new one.
-        create: whether a file that has the name already is kept, and FileExistsError raised. The name is put on the
-            disk as well.
+        path: the file to create or replace.
+        durable: whether to fsync the content before the rename, so that a power cut leaves the old file or the new one.
+        create: whether to raise FileExistsError if ``path`` exists, instead of replacing it; also fsyncs the folder.
 
     Raises:
-        OSError: the file cannot be written; also what the block raises.
+        OSError: the file cannot be written.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -39,7 +37,7 @@ def atomic_write(path: Path, *, durable: bool = True, create: bool = False) -> I
             if durable:
                 sync(file)
         if create:
-            os.link(temporary, path)  # which only one process can do
+            os.link(temporary, path)  # fails if the path exists, so only one of several processes can succeed
             sync_folder(path.parent)
         else:
             temporary.replace(path)
@@ -49,16 +47,21 @@ def atomic_write(path: Path, *, durable: bool = True, create: bool = False) -> I
 
 @contextmanager
 def replacing(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
-    """Yield a new file that replaces ``path``, by :func:`atomic_write`; its OSErrors become a UserError with advice.
+    """Yield a new file that replaces ``path`` when the block succeeds, as by :func:`atomic_write`.
 
-    An OSError in the block is taken for a failure to write, so a block that also reads must turn errors of reading
-    into others.
+    Args:
+        path: the file to create or replace.
+        durable: whether to fsync the content before the rename.
+
+    Raises:
+        UserError: the block or the renaming raised an OSError, which is taken for a failure to write. So a block that
+            also reads must convert its own OSErrors.
     """
     try:
         with atomic_write(path, durable=durable) as file:
             yield file
     except (OSError, RuntimeError) as error:
-        # If a write fails, torch.save may end with an error about the position, after the one that says why.
+        # When a write fails, torch.save may raise a RuntimeError about the position whose context is the OSError.
         reason = error if isinstance(error, OSError) else error.__context__
         if not isinstance(reason, OSError):
             raise
@@ -67,9 +70,9 @@ def replacing(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
 
 
 class HashingFile:
-    """A file that computes the SHA-256 of what is written to it.
+    """Passes data on to a file and computes its SHA-256.
 
-    It has no ``fileno``, so torch writes through Python, where a full disk is an ``OSError``.
+    Has no ``fileno``, so torch.save writes through Python, where a full disk is an ``OSError``.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -77,23 +80,23 @@ class HashingFile:
         self.sha256 = hashlib.sha256()
 
     def write(self, data: bytes) -> int:
-        """Write data to the file and into the digest; return how many bytes were written."""
+        """Write data to the file and add it to the digest; return the number of bytes written."""
         self.sha256.update(data)
         return self.file.write(data)
 
     def flush(self) -> None:
-        """Flush the file that data goes to."""
+        """Flush the file, for torch.save."""
         self.file.flush()
 
 
 def sync(file: IO[Any]) -> None:
-    """Put what was written so far on the disk: a full disk is an OSError now, and a power cut loses nothing of it."""
+    """Flush and fsync a file, so that a power cut cannot lose its content; OSError if the disk is full."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:
-    """Put the names in a folder on the disk, so that a power cut does not take them back."""
+    """Fsync a folder, so that a power cut cannot undo new names of files in it."""
     opened = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(opened)
@@ -102,6 +105,6 @@ def sync_folder(folder: Path) -> None:
 
 
 def file_digest(path: Path) -> str:
-    """Return the SHA-256 of a file, in hex, as ``sha256sum`` prints it."""
+    """Return the SHA-256 of a file in hex, as ``sha256sum`` prints it; reads the whole file."""
     with path.open("rb", buffering=0) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

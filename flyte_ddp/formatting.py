@@ -1,26 +1,26 @@
-"""Figures as people read them; None, for no figure, is ``n/a``."""
+"""Format numbers for people."""
 
 import math
 import time
 
 
 def percent(share: float | None) -> str:
-    """Return 0.9142 as 91.42 %."""
+    """Return a share such as 0.9142 as "91.42 %"; None as "n/a"."""
     return "n/a" if share is None else f"{100 * share:.2f}\N{NO-BREAK SPACE}%"
 
 
 def number(value: float | None, form: str = ".4f") -> str:
-    """Return a figure in a format of Python's."""
+    """Return a number in a format of Python's; None as "n/a"."""
     return "n/a" if value is None else format(value, form)
 
 
 def counted(count: int | None, noun: str, rest: str = "") -> str:
-    """Return a count with its noun, such as ``2 threads``; empty if there is no count."""
+    """Return a count with its noun, which gets an s unless the count is 1, and ``rest``; "" for None."""
     return "" if count is None else f"{count:,} {noun}{'' if count == 1 else 's'}{rest}"
 
 
 def duration(seconds: float | None) -> str:
-    """Return a time to about three digits, from milliseconds to hours."""
+    """Return seconds as a text of about three digits, in ms, s, min or h; "n/a" for None, NaN and infinity."""
     if seconds is None or not math.isfinite(seconds):
         return "n/a"
     if seconds < 1:
@@ -35,5 +35,5 @@ def duration(seconds: float | None) -> str:
 
 
 def moment(unix: float | None) -> str:
-    """Return a point in time, in UTC."""
+    """Return Unix seconds as date and time in UTC; None as "at an unknown time"."""
     return "at an unknown time" if unix is None else time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(unix))

@@ -1,6 +1,6 @@
-"""What a run gets from the machine: every ``auto`` of the hyperparameters is decided here.
+"""Choose a run's ranks, device, backend, gradient strategy, precision, memory order and threads for a machine.
 
-Timings decide nothing: they would make results unrepeatable.
+Every ``auto`` of the hyperparameters is decided here, never by timings, which would make results unrepeatable.
 """
 
 import math
@@ -21,7 +21,7 @@ MOST_CPU_RANKS = 4
 
 @dataclass(frozen=True)
 class Hardware:
-    """The machine's side of a run, equal on all ranks."""
+    """What a run uses of the machines; equal on all ranks."""
 
     num_ranks: int
     device_type: str  # cuda or cpu
@@ -33,13 +33,13 @@ class Hardware:
 
 
 def cores() -> int:
-    """Return the CPU cores that this process may use: by its affinity mask and its cgroup's quota, at least 1."""
+    """Return how many CPU cores this process may use by its affinity mask and its cgroup's quota; at least 1."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, int(min(allowed, cgroup_quota())))
 
 
 def cgroup_quota(root: Path = Path("/sys/fs/cgroup")) -> float:
-    """Return the CPU quota of the cgroup in cores; infinity without one. Knows both versions of cgroups."""
+    """Return the CPU quota of the cgroup (version 2 or 1) below ``root``, in cores; infinity without one."""
     for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
         with suppress(OSError):
             quota, period = " ".join((root / name).read_text() for name in names).split()
@@ -48,7 +48,7 @@ def cgroup_quota(root: Path = Path("/sys/fs/cgroup")) -> float:
 
 
 def visible_gpus(devices: Path = Path("/dev")) -> int:
-    """Return how many GPUs torch sees; torch is imported only if the machine has such a device."""
+    """Return how many GPUs torch sees; imports torch only if ``devices`` has a file of a GPU driver."""
     if not any((devices / name).exists() for name in ("nvidiactl", "nvidia0", "kfd", "dxg")):
         return 0
     import torch
@@ -57,7 +57,7 @@ def visible_gpus(devices: Path = Path("/dev")) -> int:
 
 
 def bf16_support(device_type: str) -> Bf16:
-    """Return what bf16 is worth on this machine's devices of this type; imports torch for GPUs."""
+    """Return whether bf16 is possible and faster on this machine's devices of this type; imports torch for cuda."""
     if device_type == "cpu":
         return read_cpu().bf16()
     import torch
@@ -66,25 +66,27 @@ def bf16_support(device_type: str) -> Bf16:
 
 
 def detect(hp: Hyperparameters) -> Hardware:
-    """Return the ranks, device, backend, precision, memory order and threads of a run on this machine.
+    """Return the Hardware of a run whose ranks are all on this machine. Imports torch if there are GPUs.
 
     Raises:
-        UserError: the machine cannot serve the hyperparameters, or a pod's visible GPUs are not those requested.
+        UserError: the hyperparameters need what the machine does not have, or this is a pod that does not see the
+            GPUs that were requested for it.
     """
     gpus = visible_gpus()
     check_expected_gpus(gpus)
-    device_type = choose_device(hp, gpus, "this process sees")
+    device_type = choose_device_type(hp, gpus, "this process sees")
     num_ranks = hp.num_ranks or (gpus if device_type == "cuda" else min(cores(), MOST_CPU_RANKS, hp.batch_size))
     return decide(hp, device_type, num_ranks, threads=max(1, cores() // num_ranks), bf16=bf16_support(device_type))
 
 
-def choose_device(hp: Hyperparameters, gpus: int, who_has: str, other_fix: str = "") -> str:
-    """Return the ranks' type of device, cuda or cpu; UserError if there are too few GPUs.
+def choose_device_type(hp: Hyperparameters, gpus: int, who_has: str, other_fix: str = "") -> str:
+    """Return the type of the ranks' devices, "cuda" or "cpu"; UserError if there are too few GPUs.
 
     Args:
-        gpus: the number of GPUs that there are.
-        who_has: subject and verb of the sentence that says so in errors.
-        other_fix: what else the errors advise.
+        hp: gives backend and number of ranks.
+        gpus: the number of GPUs that the ranks can have.
+        who_has: subject and verb of the errors' sentence "... no GPU".
+        other_fix: more advice for the end of the errors.
     """
     if hp.backend == "nccl" and not gpus:
         raise UserError(f"backend='nccl': {who_has} no GPU; use backend='gloo' or 'auto'{other_fix}")
@@ -98,39 +100,48 @@ def choose_device(hp: Hyperparameters, gpus: int, who_has: str, other_fix: str =
 
 
 def decide(hp: Hyperparameters, device_type: str, num_ranks: int, *, threads: int, bf16: Bf16) -> Hardware:
-    """Return the Hardware of so many ranks; UserError if the batch is too small or these ranks cannot serve ``hp``.
+    """Return the Hardware of these ranks: chooses backend, gradient strategy, precision and memory order.
 
-    Chooses backend, strategy, precision and memory order; the other arguments are taken as they are.
+    Args:
+        hp: the hyperparameters.
+        device_type: "cuda" or "cpu".
+        num_ranks: number of ranks.
+        threads: CPU threads of each rank.
+        bf16: whether bf16 is possible and faster on all devices.
+
+    Raises:
+        UserError: the batch has too few samples for the ranks, or the devices cannot do what ``hp`` asks for.
     """
     check_batch_size(hp, num_ranks)
     small = hp.model in catalog.SMALL_MODELS
-    # A user's own model may rely on the usual order: `x.view(len(x), -1)` after a convolution fails in the other one.
+    # A user's own model may rely on the usual order: `x.view(len(x), -1)` after a convolution fails with channels_last.
     gains_by_order = device_type == "cuda" and hp.model in catalog.TORCHVISION_MODELS
     return Hardware(
         num_ranks=num_ranks,
         device_type=device_type,
         backend="nccl" if device_type == "cuda" else "gloo",
-        strategy=strategy(hp, device_type),
-        precision=precision(hp, device_type, small=small, bf16=bf16),
+        strategy=choose_strategy(hp, device_type),
+        precision=choose_precision(hp, device_type, small=small, bf16=bf16),
         channels_last=hp.channels_last == "on" or (hp.channels_last == "auto" and (small or gains_by_order)),
         threads=threads,
     )
 
 
 def check_requested(hp: Hyperparameters, nodes: int = 1, ranks: int = 0, capacity: int = 0) -> None:
-    """Refuse, before a pod with GPUs starts, what the requested pods cannot serve; outside pods do nothing.
+    """Raise UserError, before training pods start, if they cannot do what ``hp`` asks for; outside pods do nothing.
 
     Args:
-        nodes: the most pods of the profile's size that the ranks will be spread over.
-        ranks: the number of ranks that the engine will start. If set, ``num_ranks`` must be 0 or equal to it.
-        capacity: the most ranks that there can be without GPUs; 0: any number.
+        hp: the hyperparameters.
+        nodes: largest number of training pods.
+        ranks: number of ranks that the engine starts; ``num_ranks`` must be 0 or equal. 0: ``num_ranks`` decides.
+        capacity: largest number of ranks without GPUs; 0: no limit.
     """
     requested = os.environ.get(REQUESTED_GPUS)
     if requested is None:
         return
     gpus = nodes * int(requested)
     who = "the training pod requests" if nodes == 1 else f"the {nodes} training pods request"
-    device_type = choose_device(hp, gpus, who, other_fix=", or register with another profile")
+    device_type = choose_device_type(hp, gpus, who, other_fix=", or register with another profile")
     if ranks and hp.num_ranks not in (0, ranks):
         raise UserError(
             f"num_ranks={hp.num_ranks}: {who} {ranks} worker(s) of Elastic, each a rank; set num_ranks to {ranks}, or "
@@ -142,11 +153,15 @@ def check_requested(hp: Hyperparameters, nodes: int = 1, ranks: int = 0, capacit
             f"{capacity}, or 0, or register with more nodes (FLYTE_DDP_NODES) or a larger profile"
         )
     ranks = ranks or hp.num_ranks or (gpus if device_type == "cuda" else 1)
-    decide(hp, device_type, ranks, threads=1, bf16=Bf16.FASTER)  # what bf16 is worth is known there only
+    decide(hp, device_type, ranks, threads=1, bf16=Bf16.FASTER)  # only the training pods know whether they have bf16
 
 
-def precision(hp: Hyperparameters, device_type: str, *, small: bool, bf16: Bf16) -> str:
-    """Return the arithmetic of training; ``auto`` takes bf16 if it is faster, on CPUs for the two small CNNs only."""
+def choose_precision(hp: Hyperparameters, device_type: str, *, small: bool, bf16: Bf16) -> str:
+    """Return "fp32", "bf16" or "fp64"; auto chooses bf16 where it is faster, on CPUs only for the two small CNNs.
+
+    Raises:
+        UserError: ``hp`` asks for bf16 and the devices have none.
+    """
     if hp.precision in ("fp32", "fp64"):
         return hp.precision
     if hp.precision == "auto":
@@ -159,8 +174,12 @@ def precision(hp: Hyperparameters, device_type: str, *, small: bool, bf16: Bf16)
     return "bf16"
 
 
-def strategy(hp: Hyperparameters, device_type: str) -> str:
-    """Return how gradients are averaged: in shared memory if the ranks are CPU processes (of this machine)."""
+def choose_strategy(hp: Hyperparameters, device_type: str) -> str:
+    """Return the gradient strategy of ``hp``; auto chooses shared memory for CPU ranks on Linux, else ddp.
+
+    Raises:
+        UserError: ``hp`` asks for shared memory, and the ranks are on GPUs or not on Linux.
+    """
     possible = device_type == "cpu" and sys.platform == "linux"
     if hp.strategy == "shared_memory" and not possible:
         raise UserError(
@@ -171,7 +190,7 @@ def strategy(hp: Hyperparameters, device_type: str) -> str:
 
 
 def check_expected_gpus(visible: int) -> None:
-    """Raise UserError in a pod that does not see exactly the GPUs that were requested for it."""
+    """Raise UserError in a pod where ``visible`` is not the number of GPUs that were requested for it."""
     expected = os.environ.get(REQUESTED_GPUS)
     if expected is not None and int(expected) != visible:
         raise UserError(

@@ -1,69 +1,66 @@
-"""Files of JSON objects, one a line, that grow."""
+"""Append records to files of JSON objects, one a line, and read them."""
 
 import json
 import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from flyte_ddp.errors import UserError
 
 
-class JsonLines:
-    """Appends records to a file of JSON lines; a context manager. One writer a file.
-
-    A record is a mapping of JSON values; ``time`` (Unix seconds) is added. Numbers that JSON cannot express, NaN and
-    the infinities, become null.
+class JsonLines(AbstractContextManager["JsonLines"]):
+    """Appends records to a file of JSON lines; a context manager that closes it. A file must have one writer at a time.
 
     Raises:
-        UserError: the file cannot be written.
+        UserError: the file cannot be opened or written.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        try:
-            # Without a buffer every record is with the operating system, and so with readers, at once.
+        with self._explain_failure():
+            # Without a buffer other processes see every record at once.
             self._file = path.open("a+b", buffering=0)
-            # A writer that was killed may have left half a line, which must not swallow the next record.
+            # A writer that was killed may have left half a line: the next record must not become part of that line.
             if self.size():
                 self._file.seek(-1, os.SEEK_END)
                 if self._file.read(1) != b"\n":
                     self._file.write(b"\n")
-        except OSError as error:
-            raise self._failure(error) from error
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append one record."""
+        """Append a mapping of JSON values, with ``time`` (Unix seconds) added; NaN and the infinities become null."""
         line = json.dumps(finite({"time": time.time(), **record}), allow_nan=False).encode() + b"\n"
-        try:
-            while line:  # a disk that fills up takes a part of it first
+        with self._explain_failure():
+            while line:  # a disk that is nearly full takes a part of the line before it raises
                 line = line[self._file.write(line) :]
-        except OSError as error:
-            raise self._failure(error) from error
 
-    def _failure(self, error: OSError) -> UserError:
-        return UserError(f"cannot write {self._path}: {error.strerror}; free some space or choose another run folder")
+    @contextmanager
+    def _explain_failure(self) -> Iterator[None]:
+        """Convert an OSError in the block to a UserError with advice."""
+        try:
+            yield
+        except OSError as error:
+            raise UserError(
+                f"cannot write {self._path}: {error.strerror}; free some space or choose another run folder"
+            ) from error
 
     def size(self) -> int:
-        """Return the bytes in the file."""
+        """Return the size of the file in bytes."""
         return self._file.tell()
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a file, which is read whole, see :func:`parsed`; UserError if it cannot be read."""
+    """Return the records of a file of JSON lines, without lines that are no JSON object; UserError if unreadable."""
     try:
         return [*parsed(path.read_bytes().splitlines())]
     except OSError as error:
@@ -71,7 +68,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def parsed(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    """Yield the records in these lines; what is no JSON object, such as half a line of a killed writer, is left out."""
+    """Yield the JSON objects in these lines; skip other lines, such as half a line of a writer that was killed."""
     for line in lines:
         with suppress(ValueError):
             if isinstance(record := json.loads(line), dict):  # half a line may be a number
@@ -79,7 +76,7 @@ def parsed(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
 
 
 def finite(value: Any) -> Any:
-    """Return the value with None for every float in it that is NaN or infinite."""
+    """Return a copy of nested mappings and sequences with None in place of NaN and infinite floats."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

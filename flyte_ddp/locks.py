@@ -1,4 +1,4 @@
-"""Locks by files in a folder, which the kernel releases when a process ends."""
+"""Hold locks on files, which the kernel releases when a process ends."""
 
 import fcntl
 from collections.abc import Iterator
@@ -8,10 +8,15 @@ from pathlib import Path
 
 @contextmanager
 def exclusive(folder: Path, name: str, *, wait: bool = True) -> Iterator[None]:
-    """Hold a lock, on a file of that name in the folder, that one thread of one process can hold at a time.
+    """Hold an exclusive lock on the file ``name`` in ``folder`` during the block; create both if they are missing.
+
+    Args:
+        folder: folder of the file.
+        name: the file's name; the file is empty and stays there.
+        wait: whether to wait, without a limit, while another thread or process holds the lock.
 
     Raises:
-        BlockingIOError: another thread or process holds it, and ``wait`` is false.
+        BlockingIOError: another thread or process holds the lock, and ``wait`` is false.
         OSError: the folder cannot be written to.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -24,5 +29,5 @@ def exclusive(folder: Path, name: str, *, wait: bool = True) -> Iterator[None]:
 
 
 def unlock(file: int) -> None:
-    """Release an open file's lock; closing alone would leave the lock with a child that was forked meanwhile."""
+    """Release the lock of an open file descriptor, also for child processes that were forked while it was held."""
     fcntl.flock(file, fcntl.LOCK_UN)

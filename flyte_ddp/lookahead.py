@@ -1,4 +1,4 @@
-"""Start work on items before it is needed, and hand on the results in the order of the items."""
+"""Start work on items before their results are needed, and return the results in the order of the items."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -12,9 +12,9 @@ Result = TypeVar("Result")
 
 
 def start_ahead(start: Callable[[Item], Started], items: Iterable[Item], ahead: int) -> Iterator[Started]:
-    """Yield ``start(item)`` of each item in order, after also calling ``start`` for the ``ahead`` items that follow.
+    """Yield ``start(item)`` of each item in order; call ``start`` for up to ``ahead`` later items before each yield.
 
-    Calls ``start`` in the thread that iterates, and takes no more items than it has called ``start`` for.
+    Calls ``start``, and takes items, in the thread that iterates.
     """
     started: deque[Started] = deque()
     for item in items:
@@ -33,15 +33,16 @@ def map_in_threads(
     ahead: int | None = None,
     initializer: Callable[[], object] | None = None,
 ) -> Iterator[Iterator[Result]]:
-    """Give an iterator of ``function(item)`` of each item in order; at the end of the block, drop what has not begun.
+    """Yield an iterator over ``function(item)`` of each item, in order; the calls run in threads.
 
-    The block's end does not wait for calls that are running. An exception of ``function`` is raised for its item.
+    The end of the block cancels calls that have not begun and does not wait for running ones. An exception of
+    ``function`` is raised when the iterator reaches its item.
 
     Args:
         function: called in the threads.
-        items: taken one by one in the thread that iterates over the results.
-        threads: the number of threads.
-        ahead: how many items beyond the one that is waited for may have been started; by default 2 * threads - 1.
+        items: the arguments; they are taken one by one in the thread that iterates over the results.
+        threads: number of threads.
+        ahead: how many calls may be started before the result of an earlier item is taken; None: 2 * threads - 1.
         initializer: called in each thread before its first item.
     """
     pool = ThreadPoolExecutor(threads, initializer=initializer)

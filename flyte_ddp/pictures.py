@@ -1,4 +1,4 @@
-"""What becomes of a picture's stored values: 8 bits a channel, and white where it is transparent."""
+"""Convert pictures to 8 bits a channel, with white in place of transparent pixels."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ if TYPE_CHECKING:
 
 BACKGROUND = (255, 255, 255)
 BITS_PER_SAMPLE = 258  # TIFF's tag
-GREY_LEVELS = {"L;2": 85, "L;4": 17}  # what Pillow multiplies a PNG's greys of so many bits by
+GREY_LEVELS = {"L;2": 85, "L;4": 17}  # by layout: the factor by which Pillow scales a PNG's greys of 2 or 4 bits to 8
 
 
 def opaque_picture(image: Image.Image) -> Image.Image:
-    """Return the picture with 8 bits a channel, composited on BACKGROUND; the same object if it is so already.
+    """Return a picture with 8 bits a channel, composited on BACKGROUND; the same object if nothing must change.
 
-    Of 16 bits (or of 12, in TIFF) the upper 8 count. A transparent picture becomes RGBA whose alpha is 255 everywhere.
+    Keeps the upper 8 bits of 16-bit values, and of 12-bit values in TIFF. A picture with transparency becomes RGBA with
+    an alpha of 255 everywhere.
 
     Raises:
-        ValueError: the pixels are floating-point numbers, or integers that are signed or have 32 bits, whose range
-            nothing tells.
+        ValueError: the pixels are floating-point numbers, or integers that are signed or have 32 bits: their range is
+            not known.
     """
     if image.mode == "F":
         raise ValueError("its pixels are floating-point numbers, of no known range; store 8 or 16 bits, without a sign")
@@ -37,15 +38,15 @@ def opaque_picture(image: Image.Image) -> Image.Image:
 
 
 def eight_bit_greys(image: Image.Image) -> Image.Image:
-    """Return a grey picture of 12 or 16 bits with 8, by their upper ones; BACKGROUND where it is transparent.
+    """Return a grey picture of 12 or 16 bits with the upper 8 bits, and white in place of the transparent grey.
 
     Raises:
-        ValueError: its integers are signed or have 32 bits.
+        ValueError: the pixels are signed or have 32 bits.
     """
     from PIL import Image
 
     stored: Any = image  # Pillow's classes of formats have more attributes
-    if image.mode == "I" and image.format != "PPM":  # whose values Pillow has scaled to 16 bits
+    if image.mode == "I" and image.format != "PPM":  # Pillow scales a PPM's values to 16 bits
         raise ValueError(
             "its pixels are 32-bit or signed integers, of no known range; store 8 or 16 bits, without a sign"
         )
@@ -58,10 +59,10 @@ def eight_bit_greys(image: Image.Image) -> Image.Image:
 
 
 def scale_transparent_colour(image: Image.Image) -> None:
-    """Scale the transparent colour in the ``info`` of a PNG to 8 bits; other images stay as they are.
+    """Scale the transparent colour in a PNG's ``info`` to 8 bits; leave other images unchanged.
 
-    Pillow scales a PNG's pixels when it loads them, but not this colour, so that it finds none of them transparent.
-    The picture must not be loaded yet.
+    Pillow scales a PNG's pixels when it loads them, but not this colour, and would find no pixel transparent. Must be
+    called before the picture is loaded.
     """
     colour, layout = image.info.get("transparency"), png_layout(image)
     if colour is None:
@@ -73,6 +74,6 @@ def scale_transparent_colour(image: Image.Image) -> None:
 
 
 def png_layout(image: Image.Image) -> str:
-    """Return what Pillow calls the stored values of a PNG that is not loaded yet, such as RGB;16B; else ""."""
+    """Return Pillow's name, such as "RGB;16B", for the stored values of a PNG that is not loaded yet; else ""."""
     stored: Any = image
     return str(stored.tile[0].args) if image.format == "PNG" and stored.tile else ""

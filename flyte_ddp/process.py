@@ -1,7 +1,7 @@
-"""This process and its descendants: name, signals, death with the parent, and an end for what ranks have started.
+"""Name this process, handle its signals, let it die with its parent, and kill its descendants.
 
-What a user's model starts, such as loaders and daemons, must not outlive the run. That works on Linux only, where a
-process can adopt orphans, and ``/proc`` says whose child each process is.
+Processes that a user's model starts, such as loaders and daemons, must not outlive the run. They are killed on Linux
+only, where a process can adopt orphans and ``/proc`` lists each process's parent.
 """
 
 import ctypes
@@ -19,29 +19,29 @@ from typing import Any
 
 # linux/prctl.h
 PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 1, 15, 36, 37
-KILL_SECONDS = 5.0  # until all are gone; a process that sits in the kernel is not
+KILL_SECONDS = 5.0  # how long to wait for killed processes; one that is blocked in the kernel stays
 POLL_SECONDS = 0.005
 
 
 def prctl(option: int, argument: Any) -> None:
-    """Call Linux's prctl; do nothing on other systems."""
+    """Call Linux's prctl without checking its result; do nothing on other systems."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(option, argument)
 
 
 def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
-    """Ask Linux for this signal when the thread that started this process ends: no rank outlives its launcher."""
+    """Have Linux send this signal to this process when the thread that started it ends; do nothing elsewhere."""
     prctl(PR_SET_PDEATHSIG, number)
 
 
 def set_name(name: str) -> None:
-    """Name the process for ``ps -o comm`` and ``top``, in up to 15 characters."""
+    """Set the name that ``ps -o comm`` and ``top`` show for this process, up to 15 characters; Linux only."""
     prctl(PR_SET_NAME, name.encode())
 
 
 @contextmanager
 def signal_handlers(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
-    """Set handlers of signals for the block; does nothing outside the main thread, where Python does not allow that."""
+    """Set handlers of signals for the block and restore the earlier ones; do nothing outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -55,7 +55,7 @@ def signal_handlers(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
 
 @contextmanager
 def postponed(number: signal.Signals) -> Iterator[None]:
-    """Defer a signal until the end of a short block. Works in the main thread, which handles signals."""
+    """Defer a signal until the end of the block; do nothing outside the main thread."""
     came: list[int] = []
     try:
         with signal_handlers({number: lambda number, _: came.append(number)}):
@@ -66,7 +66,7 @@ def postponed(number: signal.Signals) -> Iterator[None]:
 
 
 def become_subreaper(wanted: bool = True) -> bool:
-    """Have Linux make this process the parent of orphaned descendants, or not; return whether it was so before."""
+    """Tell Linux whether this process adopts its orphaned descendants; return whether it did before."""
     before = ctypes.c_int()
     prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
     prctl(PR_SET_CHILD_SUBREAPER, int(wanted))
@@ -74,16 +74,17 @@ def become_subreaper(wanted: bool = True) -> bool:
 
 
 def kill_descendants() -> None:
-    """Kill all descendants of this process, but for :func:`helpers`; for a process that has nothing else to do."""
+    """SIGKILL all descendants of this process but Python's and torch's own helpers; wait up to KILL_SECONDS."""
     kill_trees(lambda: children_of(os.getpid(), ended=True) - helpers())
 
 
 @contextmanager
 def descendants_killed_at_end() -> Iterator[None]:
-    """Kill at the end what this thread has started in the block, in a process that does other things as well.
+    """SIGKILL, at the end of the block, the processes that this thread has started in it, and their descendants.
 
-    Earlier children are left alone with their descendants, and so is what other threads start. Orphaned daemons are
-    killed only if this process had no other children, since otherwise nobody could tell whose they are.
+    Waits up to KILL_SECONDS. Spares earlier children with their descendants, processes that other threads start, and
+    Python's and torch's own helpers. Kills orphaned daemons only if this is the main thread and this process had no
+    children before: otherwise nobody could tell who started them.
     """
     before = children_of(os.getpid(), ended=True)
     in_main = threading.current_thread() is threading.main_thread()
@@ -91,7 +92,7 @@ def descendants_killed_at_end() -> Iterator[None]:
     try:
         yield
     finally:
-        # Without SIGCHLD, for which torch's DataLoader would raise in the main thread that a worker of its was killed.
+        # SIGCHLD is ignored: torch's handler would raise, in the main thread, that a DataLoader's worker was killed.
         with signal_handlers({signal.SIGCHLD: signal.SIG_DFL}):
             kill_trees(lambda: children_of_this_thread() - before - helpers())
         if adopts:
@@ -99,7 +100,10 @@ def descendants_killed_at_end() -> Iterator[None]:
 
 
 def kill_trees(roots: Callable[[], Iterable[int]]) -> None:
-    """Kill the processes that ``roots`` returns, and all their descendants, until none lives or for KILL_SECONDS."""
+    """SIGKILL the processes that ``roots()`` returns, and their descendants.
+
+    Repeats this until none is alive or KILL_SECONDS have passed. Survivors are not reported.
+    """
     deadline = time.monotonic() + KILL_SECONDS
     while (found := living_trees(roots())) and time.monotonic() < deadline:
         for pid in found:
@@ -109,9 +113,9 @@ def kill_trees(roots: Callable[[], Iterable[int]]) -> None:
 
 
 def living_trees(roots: Iterable[int]) -> list[int]:
-    """Return the living processes among ``roots`` and below them.
+    """Return those of ``roots`` and their descendants that have not exited.
 
-    A zombie can still have children while other threads of it run, so those below zombies are looked at, too.
+    A zombie can still have children while other threads of it run, so the descendants of zombies count.
     """
     all_processes = processes()
     found = [pid for pid in roots if pid in all_processes]
@@ -121,12 +125,12 @@ def living_trees(roots: Iterable[int]) -> list[int]:
 
 
 def children_of(pid: int, *, ended: bool = False) -> set[int]:
-    """Return a process's living children, and zombies if ``ended``."""
+    """Return the ids of a process's children; zombies only if ``ended``."""
     return {child for child, (parent, lives) in processes().items() if parent == pid and (lives or ended)}
 
 
 def children_of_this_thread() -> set[int]:
-    """Return the children that this thread has started, or adopted as the main thread; all where Linux does not say."""
+    """Return the children, zombies too, that this thread has started, and as main thread adopted; all if unknown."""
     own = children_of(os.getpid(), ended=True)
     try:
         listed = Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()
@@ -136,20 +140,20 @@ def children_of_this_thread() -> set[int]:
 
 
 def processes() -> dict[int, tuple[int, bool]]:
-    """Return each process's parent, and whether it has not ended; empty on systems without ``/proc``."""
+    """Return each process id with its parent's id and whether it is alive; empty on systems without ``/proc``."""
     found = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            # The command's name, in parentheses, may itself contain anything.
+            # The command's name stands in parentheses and may contain spaces and parentheses.
             state, parent = path.read_text(errors="replace").rpartition(")")[2].split()[:2]
             found[int(path.parent.name)] = (int(parent), state not in "ZX")
     return found
 
 
 def out_of_memory_kills() -> int:
-    """Return how many processes of this one's memory cgroup the kernel has killed because memory ran out.
+    """Return how many processes the kernel has killed in this process's memory cgroup because memory ran out.
 
-    In a container that is the container's cgroup. 0 where the kernel does not say: not on Linux, or in no cgroup.
+    A container has a cgroup of its own. Returns 0 if there is no such count: not on Linux, or in no cgroup.
     """
     with suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
@@ -157,7 +161,7 @@ def out_of_memory_kills() -> int:
             if controllers in ("", "memory"):  # version 2 and version 1 of cgroups
                 root = Path("/sys/fs/cgroup", controllers)
                 name = "memory.oom_control" if controllers else "memory.events"
-                for folder in (root / own.lstrip("/"), root):  # a container may see its own cgroup as the root
+                for folder in (root / own.lstrip("/"), root):  # a container may see its own cgroup's files at the root
                     with suppress(OSError):
                         if count := re.search(r"^oom_kill (\d+)$", (folder / name).read_text(), re.MULTILINE):
                             return int(count[1])
@@ -165,17 +169,17 @@ def out_of_memory_kills() -> int:
 
 
 def helpers() -> set[int]:
-    """Return the children that Python and torch have started for themselves; these processes end with this one.
+    """Return the child processes that Python and torch have started for themselves; they exit with this process.
 
-    Python's counts what processes share. torch's is where its compiler compiles for GPUs: if that is killed, whatever
-    this process compiles later fails.
+    These are multiprocessing's resource tracker, and the process in which torch compiles for GPUs: if that were
+    killed, later compilations of this process would fail.
     """
-    counts = getattr(resource_tracker._resource_tracker, "_pid", None)
-    return {pid for pid in children_of(os.getpid()) if pid == counts or is_compile_worker(pid)}
+    tracker = getattr(resource_tracker._resource_tracker, "_pid", None)
+    return {pid for pid in children_of(os.getpid()) if pid == tracker or is_compile_worker(pid)}
 
 
 def is_compile_worker(pid: int) -> bool:
-    """Return whether torch's compiler has started the process from this one; reads its command line in ``/proc``."""
+    """Return whether a process is torch's compile worker for this process, by its command line in ``/proc``."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:

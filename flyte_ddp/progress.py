@@ -1,4 +1,4 @@
-"""What a person sees of long work, on standard error: a bar on a terminal, lines elsewhere."""
+"""Show the progress of long work on stderr: a bar on a terminal, lines elsewhere."""
 
 import sys
 import threading
@@ -14,23 +14,29 @@ MODES = ("auto", "bar", "lines", "off")
 
 
 class Progress:
-    """Shows how far work has come.
+    """Shows the progress of work whose steps are counted.
 
     Args:
         mode: bar, lines, off, or auto (a bar if the stream is a terminal, else lines).
-        stream: what to write to; standard error if None.
+        stream: where to write; None: stderr.
     """
 
     def __init__(self, mode: str = "auto", stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
         self._mode = mode if mode != "auto" else "bar" if self._stream.isatty() else "lines"
         if self._mode == "bar":
-            # tqdm's own lock is a semaphore shared between processes, which a killed rank would leave behind.
+            # tqdm's own lock is a semaphore shared between processes, which would stay behind when a rank is killed.
             tqdm.set_lock(threading.RLock())
 
     @contextmanager
     def track(self, label: str, total: int | None, unit: str) -> Iterator[Callable[[int], object]]:
-        """Yield the function to call with each further number of ``unit`` done; ``total`` is None if it is unknown."""
+        """Show a bar during the block, or print one line; yield the function that takes the number of units done anew.
+
+        Args:
+            label: what is done.
+            total: number of units; None: not known.
+            unit: name of what is counted; "B" for bytes.
+        """
         if self._mode == "bar":
             with tqdm(total=total, desc=label, unit=unit, unit_scale=unit == "B", file=self._stream) as bar:
                 yield bar.update
@@ -40,36 +46,38 @@ class Progress:
             yield lambda _: None
 
     def note(self, text: str) -> None:
-        """Write a text on a line of its own."""
-        with self._while_somebody_reads():
+        """Print a text on a line of its own, above a bar; nothing if progress is off."""
+        with self._turn_off_on_failure():
             if self._mode == "bar":
                 tqdm.write(text, file=self._stream)
             elif self._mode == "lines":
                 print(text, file=self._stream, flush=True)
 
     @contextmanager
-    def _while_somebody_reads(self) -> Iterator[None]:
+    def _turn_off_on_failure(self) -> Iterator[None]:
+        """Turn progress off if the block cannot write, as after ``| head``: that must not end the work."""
         try:
             yield
-        except (OSError, ValueError):  # as after `| head`; what cannot be shown must not end the work
+        except (OSError, ValueError):
             self._mode = "off"
 
 
 def size(number: int) -> str:
-    """Return bytes as people read them: 26.4MB."""
+    """Return a number of bytes as a text such as "26.4MB"."""
     return f"{tqdm.format_sizeof(number)}B"
 
 
 class TrainingProgress(Progress):
     """Shows steps and evaluations of a run.
 
-    Lines come at once, every two seconds, and then whenever the time has grown by 30 %: 12 in a minute, 28 in an hour.
-    Each evaluation has a line.
+    A bar is renewed every 0.1 s. Lines come at once, every two seconds, and then whenever the elapsed time has grown by
+    30 %: 12 in the first minute, 28 in the first hour. Each evaluation has a line.
 
     Args:
-        mode: as of :class:`Progress`; ``stream`` likewise.
+        mode: bar, lines, off, or auto (a bar if the stream is a terminal, else lines).
         total_steps: optimiser steps of the whole run.
         steps_per_epoch: optimiser steps of one epoch.
+        stream: where to write; None: stderr.
         clock: returns seconds, from any origin.
     """
 
@@ -86,27 +94,26 @@ class TrainingProgress(Progress):
         self._total_steps, self._epochs = total_steps, -(-total_steps // steps_per_epoch)
         self._clock, self._start = clock, clock()
         self._next = 0.0  # when the next step is shown, in seconds from the start
-        self._first: tuple[float, int] | None = None  # when and at which step the first line came
+        self._first: tuple[float, int] | None = None  # time of the first line, in seconds from the start, and its step
         self._last_step = 0
-        self._values: dict[str, str] = {}
+        self._values: dict[str, str] = {}  # the newest loss and rate, as texts
         if self._mode == "bar":
-            with self._while_somebody_reads():
-                self._bar = tqdm(
-                    total=total_steps, desc=self._epoch(0), bar_format=BAR, file=self._stream, mininterval=0
-                )
+            with self._turn_off_on_failure():
+                label = self._name_epoch(0)
+                self._bar = tqdm(total=total_steps, desc=label, bar_format=BAR, file=self._stream, mininterval=0)
 
     def due(self) -> bool:
-        """Return whether :meth:`step` would show something now: only then is a loss worth fetching from a device."""
-        return self._mode != "off" and self._elapsed() >= self._next
+        """Return whether :meth:`step` would show something now; if not, a loss need not be copied from the device."""
+        return self._mode != "off" and self._clock() - self._start >= self._next
 
     def step(self, epoch: int, step: int, loss: float | None, samples_per_second: float | None) -> None:
-        """Take in a finished step, and show it if that is due.
+        """Store a finished step's values, and show them if the time since the last line or renewal is long enough.
 
         Args:
             epoch: counted from 0.
             step: steps done so far, over all epochs.
-            loss: None if it is not known: the last one is shown again; ``samples_per_second`` likewise.
-            samples_per_second: of all ranks together.
+            loss: the training loss; None: the last known one is shown.
+            samples_per_second: of all ranks together; None: the last known number is shown.
         """
         self._last_step = step
         if loss is not None:
@@ -115,17 +122,17 @@ class TrainingProgress(Progress):
             self._values["rate"] = f"{samples_per_second:,.0f} samples/s"
         if not self.due():
             return
-        now = self._elapsed()
+        now = self._clock() - self._start
         if self._mode == "bar":
             self._next = now + 0.1
-            with self._while_somebody_reads():
-                self._bar.set_description_str(self._epoch(epoch), refresh=False)
+            with self._turn_off_on_failure():
+                self._bar.set_description_str(self._name_epoch(epoch), refresh=False)
                 self._move_bar()
             return
         self._next = max(1.3 * now, now + 2.0)
-        # The time left is told from the first line on, so that start-up and the steps before a resume don't count.
+        # The time left is estimated from the first line on, so that start-up and steps before a resume don't count.
         began, first_step = self._first = self._first or (now, step)
-        parts = [f"{self._epoch(epoch)}, step {step:,}/{self._total_steps:,}", *self._values.values()]
+        parts = [f"{self._name_epoch(epoch)}, step {step:,}/{self._total_steps:,}", *self._values.values()]
         parts.append(f"{tqdm.format_interval(round(now))} elapsed")
         if step > first_step:
             left = (now - began) / (step - first_step) * (self._total_steps - step)
@@ -133,29 +140,28 @@ class TrainingProgress(Progress):
         self.note(", ".join(parts))
 
     def evaluation(self, record: Mapping[str, Any]) -> None:
-        """Show an evaluation record of metrics.jsonl (its ``epoch``: epochs done so far)."""
+        """Print a line with the accuracies and losses in an evaluation record of metrics.jsonl."""
         self._last_step = record["step"]
         results = [
             f"{split} accuracy {100 * record[f'{split}_accuracy']:.2f} % (loss {record[f'{split}_loss']:.4f})"
             for split in ("validation", "test")
             if f"{split}_accuracy" in record
         ]
-        epoch = self._epoch(record["epoch"] - 1)
+        epoch = self._name_epoch(record["epoch"] - 1)  # records count the epochs that are done
         self.note(f"{epoch}, step {record['step']:,}/{self._total_steps:,}: {', '.join(results)}")
 
     def close(self) -> None:
-        """Leave the terminal in order; may be called twice."""
+        """Show the last step in the bar and end its line; may be called twice."""
         if self._mode == "bar":
-            with self._while_somebody_reads():
+            with self._turn_off_on_failure():
                 self._move_bar()
                 self._bar.close()
 
-    def _elapsed(self) -> float:
-        return self._clock() - self._start
-
-    def _epoch(self, epoch: int) -> str:
+    def _name_epoch(self, epoch: int) -> str:
+        """Return "epoch 1/3" for the epoch 0 of 3."""
         return f"epoch {epoch + 1}/{self._epochs}"
 
     def _move_bar(self) -> None:
+        """Show the newest values and the last step in the bar."""
         self._bar.set_postfix_str(", ".join(self._values.values()), refresh=False)
         self._bar.update(self._last_step - self._bar.n)

@@ -1,8 +1,8 @@
-"""A user's own intermediate results: files and events that code in any rank hands in while it trains.
+"""Let users' code hand in intermediate results, files and events, while it trains in any rank.
 
-Models, and whatever else runs in a rank, call :func:`submit` and :func:`event`. The rank writes what they give into
-``results/`` of the run folder; from a host that does not see that folder, files are sent to the launcher
-(launch/remote/file_sync.py). See result_store.py for a copy elsewhere.
+Models, and other code in a rank, call :func:`submit` and :func:`event`. The rank writes both into ``results/`` of the
+run folder. A rank on a host that does not see the run folder sends them to the launcher (launch/remote/file_sync.py).
+runs/result_store.py copies them elsewhere.
 """
 
 import fcntl
@@ -20,23 +20,24 @@ from flyte_ddp.files import replacing
 from flyte_ddp.json_lines import JsonLines, finite
 
 FOLDER = "results"  # in the run folder
-EVENTS = "events.jsonl"  # in that
-Deliver = Callable[..., None]  # (kind, **values)
+EVENTS = "events.jsonl"  # in FOLDER
+Deliver = Callable[..., None]  # called with kind ("result" or "event") and keyword arguments
 
-_delivery: tuple[int, int, Deliver] | None = None  # process, rank, and how
+_delivery: tuple[int, int, Deliver] | None = None  # process id, rank, and the function that takes results
 
 
 def submit(name: str, content: bytes) -> None:
-    """Hand in a file; one of the same name is replaced. Waits until it is written.
+    """Write a result file into ``results/`` of the run folder, in place of one of the same name; return when written.
 
-    Outside a rank's own process, as in prediction and in worker processes of streams, nothing happens.
+    Does nothing outside a rank's own process, such as in prediction and in worker processes of streams. A failure to
+    write is printed to stderr once, and training continues.
 
     Args:
         name: a path below ``results/``, such as ``maps/epoch-3.png``.
-        content: all of it.
+        content: the whole content of the file.
 
     Raises:
-        UserError: a name that leads elsewhere, or no bytes.
+        UserError: the name is no path below ``results/``, or the content is not bytes.
     """
     check_result_name(name)
     if not isinstance(content, (bytes, bytearray, memoryview)):
@@ -46,16 +47,16 @@ def submit(name: str, content: bytes) -> None:
 
 
 def event(**values: Any) -> None:
-    """Hand in a line of ``results/events.jsonl``: these values, the rank, and the time; as with :func:`submit`.
+    """Append a line to ``results/events.jsonl`` of the run folder: the values, the rank, and the time (Unix seconds).
 
-    NaN and the infinities, which JSON does not know, become null. A run that goes on from a checkpoint does some steps
-    again, and what they hand in comes again.
+    Does nothing outside a rank's own process. A failure to write is printed to stderr once, and training continues.
+    NaN and the infinities become null. A run that resumes repeats some steps and their events.
 
     Raises:
-        UserError: values that JSON does not know, or that are given.
+        UserError: a value is not of JSON, or is named ``rank`` or ``time``.
     """
     if taken := [name for name in ("rank", "time") if name in values]:
-        raise UserError(f"event: {' and '.join(taken)} is given to each event; choose another name")
+        raise UserError(f"event: {' and '.join(taken)} is added to each event; choose another name")
     record = finite(values)
     try:
         json.dumps(record)
@@ -66,7 +67,7 @@ def event(**values: Any) -> None:
 
 
 def check_result_name(name: str) -> None:
-    """Raise UserError for a name that is no path of a file below the folder of results."""
+    """Raise UserError if a name is no plain relative path of a file, has hidden parts, or is EVENTS."""
     path = PurePosixPath(name)
     wrong = not path.parts or str(path) != name or path.is_absolute() or "\\" in name or not name.isprintable()
     if wrong or any(part.startswith(".") for part in path.parts) or path.parts[0] == EVENTS:
@@ -78,7 +79,7 @@ def check_result_name(name: str) -> None:
 
 @contextmanager
 def delivered_by(deliver: Deliver, rank: int) -> Iterator[None]:
-    """Pass what this process hands in to ``deliver`` until the end of the block."""
+    """Let :func:`submit` and :func:`event` of this process call ``deliver`` during the block; sets global state."""
     global _delivery  # noqa: PLW0603 (a property of the process, as its rank is)
     _delivery = (os.getpid(), rank, deliver)
     try:
@@ -89,21 +90,24 @@ def delivered_by(deliver: Deliver, rank: int) -> Iterator[None]:
 
 @contextmanager
 def locked_events(path: Path) -> Iterator[BinaryIO]:
-    """Open the file of events to append to it, and lock it: ranks and launcher do that from processes of all hosts."""
+    """Yield the file of events, open for appending and locked until the end of the block; wait for the lock.
+
+    Ranks and launcher append to the file from processes of several hosts.
+    """
     with path.open("ab", buffering=0) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield file
 
 
 class ResultWriter:
-    """Writes what was handed in into a run folder. A failure is printed to stderr once, and training continues."""
+    """Writes results and events into a run folder. The first failure is printed to stderr, later ones are hidden."""
 
     def __init__(self, run_folder: Path) -> None:
         self.folder = run_folder / FOLDER
         self.failed = False
 
     def write(self, kind: str, **values: Any) -> None:
-        """Write a file or an event; any thread may call it."""
+        """Write a file (kind "result": name, content) or an event (kind "event": record); any thread may call this."""
         try:
             self.write_event(**values) if kind == "event" else self.write_file(**values)
         except (UserError, OSError) as error:
@@ -112,13 +116,13 @@ class ResultWriter:
             self.failed = True
 
     def write_event(self, record: dict[str, Any]) -> None:
-        """Append a line to the events."""
+        """Append a record to the file of events, under its lock."""
         self.folder.mkdir(exist_ok=True)
         with locked_events(self.folder / EVENTS), JsonLines(self.folder / EVENTS) as events:
             events.write(record)
 
     def write_file(self, name: str, content: bytes) -> None:
-        """Write a file, which appears when it is whole; raise UserError for a name that leads elsewhere."""
+        """Create or replace a result file atomically; UserError if its name or a symlink leads out of the folder."""
         check_result_name(name)
         path = self.folder / name
         if not path.resolve().is_relative_to(self.folder.resolve()):

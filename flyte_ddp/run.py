@@ -27,30 +27,30 @@ STOPPED_WANDB_SECONDS = 5.0  # a pod that is told to stop has little time left
 
 @dataclass(frozen=True)
 class Result:
-    """What a finished run left in its folder."""
+    """The folder of a finished run, and its accuracies."""
 
     run_folder: Path
-    epoch_accuracies: list[float]
-    test_accuracy: float
+    epoch_accuracies: list[float]  # on the test set, after each evaluation
+    test_accuracy: float  # of the model that is kept
 
     @property
     def model(self) -> Path:
-        """The bare state_dict."""
+        """Path of the model's state_dict."""
         return self.run_folder / "model.pt"
 
     @property
     def sidecar(self) -> Path:
-        """What makes the weights usable, as JSON."""
+        """Path of the JSON file that describes the model: architecture, input, classes, provenance."""
         return self.run_folder / "model.json"
 
     @property
     def metrics(self) -> Path:
-        """All metrics, one JSON object a line."""
+        """Path of all metrics, one JSON object a line."""
         return self.run_folder / METRICS
 
     @property
     def report(self) -> Path:
-        """The report, one HTML page."""
+        """Path of the report, one HTML page."""
         return self.run_folder / REPORT
 
 
@@ -66,21 +66,25 @@ def run_training(
     launch: Launch | None = None,
     hardware: Hardware | None = None,
 ) -> Result:
-    """Train on all ranks and write the report; return what the run left in its folder.
+    """Train a model on all ranks, write its files and the report into the run folder, and return their paths.
+
+    Resumes from the checkpoint of an interrupted run in the same folder. Locks the folder. Replaces an earlier run's
+    files only when all new ones are complete. Uploads to wandb from a process of its own, if the settings ask for it.
+    Prints warnings and progress to stderr, unless progress is off.
 
     Args:
-        hp: what to train.
-        data: a prepared data set, from ``flyte_ddp.datasets.fetch``.
-        run_folder: where results go when all of them are there; until then those of an earlier run stay. If a run was
-            cut off there, this one goes on from its checkpoint.
-        settings: what does not change the result; None: as the environment says.
-        launch: starts the ranks; None: one rank in this process, several in processes of their own.
-        hardware: what the ranks find where they are started; None: what this machine has.
+        hp: the hyperparameters.
+        data: folder of a prepared data set, from ``flyte_ddp.datasets.fetch``.
+        run_folder: folder for the results.
+        settings: logging, caching and timeouts; None: by the environment.
+        launch: function that starts the ranks and waits for them; None: one rank runs in this process, several run in
+            processes of their own.
+        hardware: devices and threads of the ranks; None: chosen for this machine.
 
     Raises:
-        UserError: a mistake that the user can fix, such as another run in the same folder; no result is left behind.
-        RankError: a rank failed; all that it said is in ``traceback.txt`` of the run folder.
-        StoppedError: this process was told to stop.
+        UserError: a mistake that the user can fix, such as another run in the same folder; no result is left.
+        RankError: a rank failed; the whole error is in ``traceback.txt`` of the run folder.
+        StoppedError: a signal stopped the run.
 
     """
     # Imported here so that importing this module stays cheap for command-line start-up.
@@ -96,14 +100,14 @@ def run_training(
     workers = settings.loader_threads or hardware.threads
     warnings = check_prepared(data, hp, ranks=hardware.num_ranks, workers=workers, cache_bytes=settings.cache_bytes)
     for warning in warnings:
-        say(settings, warning)
+        print_unless_off(warning, settings)
     with hold(run_folder):
         work = prepare_folder(run_folder)
-        identity = identity_of(hp, data)
+        identity = checkpoint_identity(hp, data)
         found = checkpoint.load_latest(work, identity)
         if found is not None:
             when = datetime.fromtimestamp(found.time).strftime("%Y-%m-%d %H:%M:%S")  # noqa: DTZ006 (local time)
-            say(settings, f"going on after step {found.step:,}, saved {when}")
+            print_unless_off(f"going on after step {found.step:,}, saved {when}", settings)
         wandb = wandb_run.start_wandb(run_folder, settings, hp.to_dict(), run_folder.name)
         wandb_limit = settings.wandb_timeout
         try:
@@ -117,25 +121,25 @@ def run_training(
         except BaseException as error:
             if isinstance(error, StoppedError):
                 wandb_limit = STOPPED_WANDB_SECONDS
-            remove_outputs(work)  # also what ranks were writing that were killed
+            remove_outputs(work)  # also files that killed ranks have written in part
             explain(error, run_folder)
             raise
         else:
-            take_over(run_folder)
+            publish_complete_run(run_folder)
         finally:
             if wandb is not None:
                 wandb.finish(wandb_limit)
         return read_result(run_folder)
 
 
-def say(settings: Settings, text: str) -> None:
-    """Print a line to stderr, unless progress is off."""
+def print_unless_off(text: str, settings: Settings) -> None:
+    """Print a line to stderr, unless the settings turn progress off."""
     if settings.progress != "off":
         print(text, file=sys.stderr, flush=True)
 
 
-def take_over(run_folder: Path) -> None:
-    """Replace the run before by the one that is complete, also if an exception such as Ctrl-C comes in between."""
+def publish_complete_run(run_folder: Path) -> None:
+    """Replace the earlier run's files by the complete ones; finish this also if Ctrl-C interrupts it, then raise."""
     try:
         settle(run_folder)
     except BaseException:
@@ -143,8 +147,11 @@ def take_over(run_folder: Path) -> None:
         raise
 
 
-def identity_of(hp: Hyperparameters, data: Path) -> checkpoint.Identity:
-    """Return what a checkpoint must belong to."""
+def checkpoint_identity(hp: Hyperparameters, data: Path) -> checkpoint.Identity:
+    """Return the identity that a checkpoint must have for this run to resume from it; reads the data set's description.
+
+    The number of ranks does not count: another number may resume.
+    """
     return checkpoint.Identity(
         {name: value for name, value in hp.to_dict().items() if name != "num_ranks"},
         data=read_description(data)["digest"],
@@ -153,6 +160,6 @@ def identity_of(hp: Hyperparameters, data: Path) -> checkpoint.Identity:
 
 
 def read_result(folder: Path) -> Result:
-    """Return the result of a finished run, whose ``model.json`` is read."""
+    """Return the result of a finished run by reading its ``model.json``."""
     metrics = json.loads((folder / "model.json").read_bytes())["metrics"]
     return Result(folder, epoch_accuracies=metrics["epoch_accuracies"], test_accuracy=metrics["test_accuracy"])

@@ -1,4 +1,4 @@
-"""Importing the user's own code, named ``package.module:callable``."""
+"""Import the user's own code, which is named ``package.module:callable``."""
 
 import importlib
 import re
@@ -14,14 +14,14 @@ SPEC = re.compile(rf"({NAME}(?:\.{NAME})*):({NAME})")
 
 
 def load_callable(spec: str) -> Callable[..., Any]:
-    """Import and return what ``spec`` names; modules in the working directory are found as with ``python -m``.
+    """Import a module and return the callable in it that ``spec``, ``package.module:callable``, names.
 
-    Args:
-        spec: ``package.module:callable``.
+    Puts the working directory first on ``sys.path``. Other exceptions that the module raises while it is imported are
+    not caught.
 
     Raises:
-        UserError: a malformed spec, or no such module, attribute or callable. What the module itself raises while it
-            is imported comes through unchanged, unless it is an import that fails, or no Python.
+        UserError: the spec is malformed, there is no such module, attribute or callable, or the module's import ends
+            with ImportError or SyntaxError.
     """
     module_name, attribute = split(spec)
     search_working_directory()
@@ -46,7 +46,7 @@ def load_callable(spec: str) -> Callable[..., Any]:
 
 
 def split(spec: str) -> tuple[str, str]:
-    """Return the module's and the attribute's name; UserError for a malformed spec."""
+    """Return module name and attribute name of ``package.module:callable``; UserError for another form."""
     match = SPEC.fullmatch(spec)
     if match is None:
         raise UserError(f"{spec!r}: must have the form package.module:callable, such as my_data.flowers:load")
@@ -54,23 +54,26 @@ def split(spec: str) -> tuple[str, str]:
 
 
 def search_working_directory() -> None:
-    """Put the working directory first on ``sys.path``, as ``python -m`` does and console scripts don't."""
+    """Put the working directory first on ``sys.path``, unless it is there, and make importlib look at folders again.
+
+    ``python -m`` does this, console scripts such as pyflyte don't.
+    """
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)
     importlib.invalidate_caches()
 
 
-def modules_hiding_pythons() -> dict[str, Path]:
-    """Return the modules in the working directory that have the name of one of Python's own, by that name.
+def find_modules_shadowing_stdlib() -> dict[str, Path]:
+    """Return the modules and packages in the working directory that have a standard library module's name, by name.
 
-    A rank's interpreter looks there first, and so may import them instead of Python's.
+    A rank imports them instead of the standard library's.
     """
     here = [*Path.cwd().glob("*.py"), *(path.parent for path in Path.cwd().glob("*/__init__.py"))]
     return {path.stem: path for path in here if path.stem in sys.stdlib_module_names}
 
 
 def not_found(spec: str, module: str) -> UserError:
-    """Return the error for a module that Python does not find."""
+    """Return the error for a module of ``spec`` that Python does not find."""
     fix = f"install it, or start from the directory that holds it (now {Path.cwd()})"
     return UserError(f"{spec!r}: no module named {module!r}; {fix}")

@@ -1,4 +1,4 @@
-"""Which files the user's own code consists of, found without importing any of it, and their digest."""
+"""Find the files of the user's own code without importing it, and compute their digest."""
 
 import ast
 import hashlib
@@ -14,38 +14,40 @@ from types import ModuleType
 from flyte_ddp.code_digest import ARITHMETIC, NO_PYTHON, code_in, parse
 from flyte_ddp.user_code import not_found, search_working_directory, split
 
-IDENTIFIED = {"flyte_ddp", *ARITHMETIC}  # by a digest and releases of their own
+IDENTIFIED = {"flyte_ddp", *ARITHMETIC}  # packages that count by library_digest() and by their versions
 INSTALLED = {"site-packages", "dist-packages"}
 STANDARD = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")]
 IMPORTERS = ("import_module", "__import__")
 
 
 def user_source_digest(spec: str) -> str:
-    """Return a SHA-256 (hex) of the user's own code behind ``spec``, see :func:`user_sources`.
+    """Return a SHA-256 (hex) of the user's own code behind ``spec``: of all files of :func:`user_sources`.
 
-    Comments, docstrings, formatting and the place of the files do not count; what is no Python counts by its bytes.
+    Comments, docstrings, formatting and the folder of the files do not count. Files that are no Python count by their
+    bytes. Reads all files, and puts the working directory first on ``sys.path``.
 
     Raises:
-        UserError: a malformed spec, or no such top-level module.
+        UserError: the spec is malformed, or there is no such top-level module.
     """
     lines = (f"{name} {hashlib.sha256(code_in(content)).hexdigest()}" for name, _, content in user_sources(spec))
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
 
 
 def own_files(spec: str) -> set[Path]:
-    """Return the files that :func:`user_sources` finds; none for what is no ``package.module:callable``."""
+    """Return the resolved paths of the files that :func:`user_sources` yields; none for a name without a colon."""
     return {path.resolve() for _, path, _ in user_sources(spec)} if ":" in spec else set()
 
 
 def not_among(known: set[Path], spec: str, modules: Iterable[str]) -> list[str]:
-    """Return files of the user's own that the loaded code of ``spec`` comes from, but for those that are known.
+    """Return files of the user's own that were imported for ``spec`` but are not ``known``, as sorted relative paths.
 
-    Looks through the module of ``spec``, the ones named, and the modules of all that these have by name. Files count
-    that are in the folder where the first one's top-level module is; they are given relative to it.
+    Starts from the module of ``spec`` and from ``modules``, and follows every object in a module's namespace to the
+    module that defines it. Only files below the folder of the spec's top-level module count; paths are relative to it.
 
     Args:
-        known: from :func:`own_files`, before the code was loaded, which may change where modules are looked for.
-        modules: names in ``sys.modules``, such as of those that the model's layers are from.
+        known: paths from :func:`own_files`. Must be taken before the code is imported, because it may change sys.path.
+        spec: ``package.module:callable``; for a name without a colon nothing is returned.
+        modules: further names in ``sys.modules``, such as those of the model's layers.
     """
     if ":" not in spec:
         return []
@@ -71,18 +73,18 @@ def not_among(known: set[Path], spec: str, modules: Iterable[str]) -> list[str]:
 
 
 def user_sources(spec: str) -> Iterator[tuple[str, Path, bytes]]:
-    """Yield names, paths and contents of the files that ``spec`` (``package.module:callable``) is made of.
+    """Yield name, path and content of each file of the code behind ``spec``, ``package.module:callable``.
 
-    These are its top-level module, wherever that is, and all top-level modules of the user's own that these files
-    import, and so on. The user's own are those that are neither Python's nor installed, nor this library or one of
-    ARITHMETIC; a project that is installed to be edited stays its user's. Of a package it is every ``.py`` file,
-    because packages also find modules of theirs in ways that are not to be seen in their source. Not seen are other
-    files, such as data beside the code, and imports of other top-level modules by names that are computed.
+    These are the files of its top-level module, wherever it is. Top-level modules that a file imports follow, if they
+    are the user's own: not Python's, not installed in site-packages (an editable install counts as own), not this
+    library, not one of ARITHMETIC. Of a package all ``.py`` files count, because packages may import their modules by
+    computed names. Misses data files, and other top-level modules that are imported by computed names. Skips files
+    that cannot be read.
 
     Puts the working directory first on ``sys.path``.
 
     Raises:
-        UserError: a malformed spec, or no such top-level module.
+        UserError: the spec is malformed, or there is no such top-level module.
     """
     top = split(spec)[0].partition(".")[0]
     search_working_directory()
@@ -105,7 +107,7 @@ def user_sources(spec: str) -> Iterator[tuple[str, Path, bytes]]:
 
 
 def find_top_level(name: str) -> ModuleSpec | None:
-    """Return where a top-level module is; None if there is none, or one without a place, such as ``__main__``."""
+    """Return the import spec of a top-level module; None if there is no such module or no spec of it."""
     try:
         return importlib.util.find_spec(name)
     except (ImportError, ValueError):
@@ -113,9 +115,13 @@ def find_top_level(name: str) -> ModuleSpec | None:
 
 
 def module_files(found: ModuleSpec, *, only_own: bool = False) -> Iterator[tuple[str, Path]]:
-    """Yield names, relative to the folder that it is in, and paths of a top-level module's file or a package's files.
+    """Yield name and path of each ``.py`` file of a top-level module or package; names begin with the module's name.
 
-    Follows links to folders, each once. Leaves out hidden files and folders.
+    Follows symlinks to folders, each once. Leaves out hidden files and folders.
+
+    Args:
+        found: where the module is.
+        only_own: whether to yield nothing for Python's own and installed modules.
     """
     packages = found.submodule_search_locations
     for place in packages if packages is not None else filter(None, [found.origin if found.has_location else None]):
@@ -123,7 +129,7 @@ def module_files(found: ModuleSpec, *, only_own: bool = False) -> Iterator[tuple
             continue
         if packages is None:
             yield Path(place).name, Path(place)
-        entered: set[str] = set()  # links may lead round in circles
+        entered: set[str] = set()  # real paths, because symlinks may lead round in circles
         for folder, folders, names in os.walk(place, followlinks=True):
             if (real := os.path.realpath(folder)) in entered:
                 folders.clear()
@@ -135,15 +141,15 @@ def module_files(found: ModuleSpec, *, only_own: bool = False) -> Iterator[tuple
 
 
 def is_own(place: str) -> bool:
-    """Return whether a file or folder is the user's own: neither in Python's library nor among installed packages."""
+    """Return whether a file or folder is outside Python's standard library and site-packages."""
     path = Path(place).resolve()
     return not INSTALLED.intersection(path.parts) and not any(path.is_relative_to(standard) for standard in STANDARD)
 
 
 def imported_modules(source: bytes) -> set[str]:
-    """Return the top-level modules that a source imports anywhere, by statements or by a literal given to IMPORTERS.
+    """Return the names of top-level modules that a source imports by statements or by a literal given to IMPORTERS.
 
-    Relative imports are left out, as they stay in the package. What is no Python imports none.
+    Leaves out relative imports, which stay in the package. Returns none for a source that is no Python.
     """
     try:
         tree = parse(source)

@@ -7,7 +7,7 @@ from pathlib import Path
 from flyte_ddp.errors import RankError, from_here, where_it_goes_on
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.run_folder import TRACEBACK, UNFINISHED
-from flyte_ddp.user_code import modules_hiding_pythons
+from flyte_ddp.user_code import find_modules_shadowing_stdlib
 
 
 def explain(error: BaseException, run_folder: Path) -> None:
@@ -32,7 +32,7 @@ def add_hiding_modules(error: RankError) -> None:
     Named are modules that the error's details mention; all of them if a rank failed before it began.
     """
     did_not_begin = not error.details and not error.recoverable
-    for name, path in modules_hiding_pythons().items():
+    for name, path in find_modules_shadowing_stdlib().items():
         if did_not_begin or f"'{name}'" in error.details or str(path) in error.details:
             error.remark += f"; {from_here(path)} hides Python's own module {name!r}, which may be the cause: rename it"
 

@@ -11,7 +11,7 @@ import pytest
 from flyte_ddp import code_digest
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.json_lines import read_records
-from flyte_ddp.run import identity_of, run_training
+from flyte_ddp.run import checkpoint_identity, run_training
 from flyte_ddp.runs.identity import run_name
 from flyte_ddp.settings import Settings
 
@@ -20,7 +20,7 @@ HP = Hyperparameters()
 
 def test_another_release_of_what_computes_is_another_run(digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An upgrade retrains, and no checkpoint of the release before is taken for its own; torchcodec may be missing."""
-    found = {(run_name(HP, "data"), identity_of(HP, digits).releases)}
+    found = {(run_name(HP, "data"), checkpoint_identity(HP, digits).releases)}
     for changed in code_digest.ARITHMETIC:
 
         def version(name: str, changed: str = changed) -> str:
@@ -29,7 +29,7 @@ def test_another_release_of_what_computes_is_another_run(digits: Path, monkeypat
             return "99.0" if name == changed else metadata.version(name)
 
         monkeypatch.setattr(code_digest, "version", version)
-        found.add((run_name(HP, "data"), identity_of(HP, digits).releases))
+        found.add((run_name(HP, "data"), checkpoint_identity(HP, digits).releases))
     assert len({name for name, _ in found}) == len({releases for _, releases in found}) == 6
 
 
@@ -43,7 +43,7 @@ def test_what_the_users_model_imports_decides_the_run(
     found = []
     for number in (1, 2):
         Path("identity_layers.py").write_text(f"Block = {number}\n")
-        found.append((run_name(hp, "data"), identity_of(hp, digits).user_code))
+        found.append((run_name(hp, "data"), checkpoint_identity(hp, digits).user_code))
     assert found[0][0] != found[1][0]
     assert found[0][1] != found[1][1]
 

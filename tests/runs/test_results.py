@@ -70,7 +70,7 @@ def test_links_that_lead_elsewhere_are_refused(kept: Path, tmp_path: Path) -> No
 def test_what_is_no_file_and_no_event() -> None:
     with pytest.raises(UserError, match=r"event \['value'\]: .* not JSON serializable; give numbers, text"):
         results.event(value=object())
-    with pytest.raises(UserError, match="event: rank is given to each event; choose another name"):
+    with pytest.raises(UserError, match="event: rank is added to each event; choose another name"):
         results.event(rank=7)
     with pytest.raises(UserError, match="result 'a': content is of type int, and must be bytes"):
         results.submit("a", 5)

@@ -111,7 +111,7 @@ ENDS: dict[str, tuple[Any, str, bool]] = {
     "before the predictions": (artifacts, "save_model", False),
     "with a model": (artifacts, "save_model", True),
     "before the report": (report, "write_report", False),
-    "before it takes over": (run, "take_over", False),
+    "before it takes over": (run, "publish_complete_run", False),
     "while it takes over": (Path, "replace", True),
     "when wandb has ended": (wandb_run, "print_to_stderr", False),
 }

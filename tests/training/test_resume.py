@@ -17,7 +17,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import RankError, UserError
 from flyte_ddp.hardware import Hardware
 from flyte_ddp.json_lines import read_records
-from flyte_ddp.run import Result, identity_of, run_training
+from flyte_ddp.run import Result, checkpoint_identity, run_training
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.arithmetic import Arithmetic
 from flyte_ddp.runs.checkpoint import Identity
@@ -321,5 +321,5 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path, other: Identity,
 
 
 def test_the_number_of_ranks_does_not_make_another_run(digits: Path) -> None:
-    one, two = (identity_of(replace(BASE, num_ranks=ranks), digits) for ranks in (1, 2))
-    assert one == two != identity_of(replace(BASE, seed=1), digits)
+    one, two = (checkpoint_identity(replace(BASE, num_ranks=ranks), digits) for ranks in (1, 2))
+    assert one == two != checkpoint_identity(replace(BASE, seed=1), digits)

@@ -225,12 +225,12 @@ def test_cpu_quota_of_a_container_counts(tmp_path: Path) -> None:
 
 
 def test_shared_memory_is_for_cpu_ranks_on_linux(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert hardware.strategy(BASE, "cpu") == "shared_memory"
-    assert hardware.strategy(BASE, "cuda") == "ddp"
+    assert hardware.choose_strategy(BASE, "cpu") == "shared_memory"
+    assert hardware.choose_strategy(BASE, "cuda") == "ddp"
     with pytest.raises(UserError, match=r"strategy='shared_memory': needs CPU ranks on Linux.*use strategy='ddp'"):
-        hardware.strategy(replace(BASE, strategy="shared_memory"), "cuda")
+        hardware.choose_strategy(replace(BASE, strategy="shared_memory"), "cuda")
     monkeypatch.setattr("sys.platform", "darwin")
-    assert hardware.strategy(BASE, "cpu") == "ddp"
+    assert hardware.choose_strategy(BASE, "cpu") == "ddp"
 
 
 @pytest.mark.slow

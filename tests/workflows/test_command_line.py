@@ -177,7 +177,7 @@ def test_a_rank_that_raises_is_one_panel(num_ranks: int, engine: str, tmp_path: 
     assert_refused(ended, tmp_path, "ArithmeticError: own words")
     assert re.match(r"rank [01]: ", ended.panel)
     [file] = (tmp_path / "home/runs").rglob("traceback.txt")
-    assert ended.panel.endswith(f"all that it said is in {os.path.relpath(file, tmp_path)}")
+    assert ended.panel.endswith(f"the whole error is in {os.path.relpath(file, tmp_path)}")
     text = file.read_text()
     assert text.count('raise ArithmeticError("own words")') == 1
     assert 'mine.py", line 11, in forward' in text
