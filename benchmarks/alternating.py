@@ -1,8 +1,8 @@
-"""Models for ``cost``: in the ranks that build them, every second epoch goes without what guards a run.
+"""Models for ``cost`` whose every second epoch runs without the guards that make resume possible.
 
-Odd epochs (counted from 0) are as always: a checkpoint of the epoch before is copied and written, each step's loss is
-looked at, the buffers are kept after each step, and changes are made under a lock. Even ones have none of that. Rank 0
-keeps an account of the processor time that its guards take, and writes it down after each epoch.
+In odd epochs (counted from 0) all guards work: the checkpoint of the previous epoch is copied and written, each step's
+loss is checked, buffers are copied after each step, and a lock is held during changes. Even epochs have no guards. Rank
+0 adds up the processor time of its guards and writes the sum to a file after each epoch.
 """
 
 import itertools

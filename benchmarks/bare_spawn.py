@@ -1,4 +1,4 @@
-"""The other side of ``startup``: ``mp.spawn`` of ranks that form a gloo group, and nothing else."""
+"""The baseline of ``startup``: ``mp.spawn`` of ranks that form a gloo group, and nothing else."""
 
 import json
 import sys

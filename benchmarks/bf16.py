@@ -1,7 +1,7 @@
-"""Whether this machine's CPU trains the two small CNNs faster in bf16 than in fp32: its row for flyte_ddp/cpu.py.
+"""Measure whether bf16 trains the two small CNNs faster than fp32 on this CPU, for its row in flyte_ddp/cpu.py.
 
-Forward and backward pass on one thread, batches of 128 grey images of 28 pixels, channels-last, in one process and in
-turn. Where ``precision=auto`` takes bf16 it must not be slower; elsewhere the ratio is only reported.
+Forward and backward pass on one thread, batches of 128 grey images of 28 pixels, channels-last, both in one process, in
+turn. The target: where ``precision=auto`` chooses bf16 it is not slower. Elsewhere the ratio is only reported.
 """
 
 import json

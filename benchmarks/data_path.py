@@ -1,9 +1,9 @@
-"""The rate of training against the same ranks doing the same step on one resident batch.
+"""Training's rate, compared with ranks that repeat the same step on one batch in memory.
 
-In the same two processes, in turn: the library's step with its data path and its records (ours); forward, backward and
-optimiser on one batch that is already prepared (resident), with the same strategy, precision and optimiser; and the
-same without synchronising gradients (alone), which gives the share of communication by subtraction. The library's own
-account of communication (what no computation hides, as in its "end" record) stands beside it. The target is for the
+In the same two processes, in turn: the library's step with its data path and its records (ours); forward pass, backward
+pass and optimiser on one prepared batch, with the same strategy, precision and optimiser (resident); the same without
+synchronising gradients (alone). The difference of the last two is the share of communication. Beside it stands the
+communication that the library itself reports in its "end" record: what no computation hides. The target is for the
 tutorial's network; small_cnn, whose step is about half as long, shows what the same milliseconds weigh there.
 """
 

@@ -1,6 +1,6 @@
-"""A proxy that keeps what a client sends for a while: ``python -m benchmarks.delay PORT SECONDS``; prints its own port.
+"""A proxy that delays what clients send: ``python -m benchmarks.delay PORT SECONDS``; prints its own port.
 
-A request that comes in one piece is so late by that time, on any number of connections; answers pass at once.
+Delays each request that arrives in one piece by that time, on any number of connections. Answers are not delayed.
 """
 
 from __future__ import annotations

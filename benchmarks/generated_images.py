@@ -1,4 +1,4 @@
-"""Images like ImageNet's, generated: in size, in bytes and in what decoding them costs; none is looked at."""
+"""Generate images that resemble ImageNet's in size, in bytes and in the time that decoding takes."""
 
 import functools
 import io

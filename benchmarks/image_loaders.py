@@ -1,9 +1,9 @@
-"""Loaders of images that are compared: ours, its peers, and what there is to do at the least.
+"""Loaders of images that are compared: this library's, its peers', and the least that any loader must do.
 
-All sides give the same images of the same shards as batches of random crops of 224 x 224 pixels, with two workers or
-threads. The peers come twice: as their documentation shows them (Pillow or torchvision decodes; crop, flip, conversion
-and normalisation for each image in the workers), and with our decoder and torchvision's transforms on uint8, the batch
-normalised by the same function as ours.
+All loaders read the same shards and return the same images in batches of random crops of 224 x 224 pixels, with two
+workers or threads. Each peer is measured twice: as in its documentation (Pillow or torchvision decodes; crop, flip,
+conversion and normalisation for each image in the workers), and with our decoder and torchvision's transforms on uint8,
+where the batch is normalised by the library's own function.
 """
 
 import json

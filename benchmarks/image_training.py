@@ -1,7 +1,7 @@
-"""ResNet50 on random crops of 224 pixels from shards, on CPU ranks: who waits for whom.
+"""ResNet50 on random crops of 224 pixels from shards, on CPU ranks: how long ranks wait for images.
 
-Decoder threads and the ranks' own share the cores. What counts is the part of the time that the run's report calls
-data: waiting until the images of the next batch are there, the first one included, and normalising them.
+Decoder threads and the ranks' own threads share the cores. The figure is the time that the run's report calls data:
+waiting for the images of the next batch, also for the first one, and normalising them.
 """
 
 from benchmarks import generated_images

@@ -1,4 +1,4 @@
-"""What ranks of ``launchers`` run; in a module of its own, so that they import nothing else."""
+"""The function that ranks of ``launchers`` run, in a module of its own, so that they import nothing else."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""One launch for ``launchers``: of ours, or of an engine's own, in a process that stands for ``pyflyte``."""
+"""One launch for ``launchers``, by this library or by an engine alone, in a process like that of ``pyflyte``."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""One run of the library in a process that stands for ``pyflyte``: flytekit and the tasks are imported, not torch."""
+"""One run of the library in a process like that of ``pyflyte``: it has imported flytekit and the tasks, not torch."""
 
 import json
 import sys

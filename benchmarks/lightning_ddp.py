@@ -1,4 +1,4 @@
-"""The other side of ``epoch``: the tutorial's network and data under Lightning's ``ddp_spawn``."""
+"""The baseline of ``epoch``: the tutorial's network and data under Lightning's ``ddp_spawn``."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Two hosts on one machine with a link of a known speed: network namespaces, joined by a veth pair behind a shaper."""
+"""Two hosts on one machine: network namespaces, joined by a veth pair with a limit on its speed."""
 
 import os
 import signal

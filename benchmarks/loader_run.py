@@ -1,4 +1,4 @@
-"""One loader in a process of its own: ``python -m benchmarks.loader_run ORDER``."""
+"""Run one loader in a process of its own: ``python -m benchmarks.loader_run ORDER``."""
 
 import json
 import sys

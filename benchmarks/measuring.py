@@ -1,4 +1,4 @@
-"""What a benchmark found: measurements, their statistics, targets, and the machine they were taken on."""
+"""Measurements, their statistics, targets, and a description of the machine."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The other side of ``epoch``: a plain DDP loop in the tutorial's way, independent of the library.
+"""The baseline of ``epoch``: a DDP loop as the tutorial has it, independent of the library.
 
-Items come one by one from torchvision's FashionMNIST through PIL and transforms, each rank has a DistributedSampler,
-and rank 0 evaluates the whole test set while the others wait at a barrier.
+Items come one by one from torchvision's FashionMNIST through PIL and transforms. Each rank has a DistributedSampler.
+Rank 0 evaluates the whole test set while the others wait at a barrier.
 """
 
 import json

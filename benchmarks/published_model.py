@@ -1,4 +1,4 @@
-"""torchvision's ResNet18 as the published runs used it, which leaves its weights behind after every epoch."""
+"""torchvision's ResNet18 as in the published runs; writes its weights to a file after every epoch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One run for ``ranks``, each rank on one core: on this machine, or as a worker of torchrun's on one of two hosts."""
+"""One run for ``ranks``, each rank on one core: on this machine, or as a worker of torchrun on one of two hosts."""
 
 import json
 import os

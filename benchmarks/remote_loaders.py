@@ -1,4 +1,4 @@
-"""Loaders of images that are far away: ours, and what one would write at once."""
+"""Loaders that read images from a server: this library's, and simple ones as a baseline."""
 
 import io
 import json

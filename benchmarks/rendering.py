@@ -1,4 +1,4 @@
-"""The table of results, made from the JSON files alone."""
+"""Make the table of results from the JSON files."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Runs what is measured: each run in processes of its own, with a known environment."""
+"""Start each run of a benchmark in processes of its own, with a known environment."""
 
 import itertools
 import json

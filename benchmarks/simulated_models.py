@@ -1,4 +1,4 @@
-"""Models that are simulated by what they get right: for measuring a gate without training anything."""
+"""Simulate models by the samples that they classify correctly, to measure a gate without training."""
 
 import numpy as np
 import torch
