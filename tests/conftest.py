@@ -83,6 +83,12 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def user_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let models of tests/helpers be found, in ranks too."""
+    monkeypatch.chdir(HELPERS)
+
+
+@pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where processes put their temporary files, which also tells them from others; user models are found."""
     monkeypatch.chdir(HELPERS)

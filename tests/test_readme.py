@@ -1,4 +1,4 @@
-"""What the README and its pages say is so: the table of hyperparameters is the code's, and the examples run."""
+"""What the README and its pages say is so: their tables are the code's, and the examples run."""
 
 import re
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from cli import ROOT, pyflyte
-from hyperparameter_table import HYPERPARAMETERS, TABLE, table
+from document_tables import PAGES, TABLE
 
 import flyte_ddp
 
@@ -15,10 +15,10 @@ README = ROOT / "README.md"
 OWN_CODE = ROOT / "docs" / "own-code.md"
 
 
-def test_the_table_of_hyperparameters_is_that_of_the_code() -> None:
-    written = TABLE.search(HYPERPARAMETERS.read_text())
-    assert written is not None
-    assert table() in written[0], "run `python tests/helpers/hyperparameter_table.py` to write it again"
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_pages_have_the_tables_of_the_code(page: Path) -> None:
+    [(_, table, _)] = TABLE.findall(page.read_text())
+    assert table.strip() == PAGES[page]().strip(), "run `python tests/helpers/document_tables.py` to write it again"
 
 
 def example(page: Path, begins: str) -> str:
@@ -71,6 +71,7 @@ def test_importing_the_package_imports_nothing_else() -> None:
 
 def test_the_public_names_are_there() -> None:
     assert all(getattr(flyte_ddp, name) for name in flyte_ddp.__all__)
-    assert sorted(flyte_ddp.MODULES) == flyte_ddp.__all__ == sorted(flyte_ddp.__all__)
+    public = sorted(["results", *(name for names in flyte_ddp.MODULES.values() for name in names)])
+    assert public == flyte_ddp.__all__
     with pytest.raises(AttributeError, match="no attribute 'fetsch'"):
         flyte_ddp.fetsch  # noqa: B018

@@ -6,7 +6,6 @@ import sys
 
 import pytest
 from cli import ROOT
-from variable_table import CONFIGURATION, text
 
 from flyte_ddp import settings
 from flyte_ddp.errors import UserError
@@ -22,10 +21,6 @@ VALUES = {
     "FLYTE_DDP_WANDB_SECRET": "some/value",
     "FLYTE_DDP_RESULTS": "s3://bucket/x",
 }
-
-
-def test_the_page_has_the_table() -> None:
-    assert text() in CONFIGURATION.read_text(), "run `python tests/helpers/variable_table.py` to write it again"
 
 
 def test_the_table_has_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,10 +16,10 @@ NOWHERE = Path("/nowhere")
 
 
 def launch(job: Job, *, num_ranks: int, retries: int = 0) -> None:
-    """Runs the job; no agent sees the launcher's run folder or its prepared data.
+    """Run the job; agents do not see the launcher's run folder and its prepared data.
 
     Args:
-        retries: how often an agent is sent once more.
+        retries: how often an agent that has failed is started again.
     """
     with ThreadPoolExecutor(num_ranks) as pool, open_rendezvous(replace(job, data=NOWHERE), "127.0.0.1") as rendezvous:
         tickets = [rendezvous.make_ticket(RankInfo(rank, num_ranks, local_rank=rank)) for rank in range(num_ranks)]
@@ -28,7 +28,7 @@ def launch(job: Job, *, num_ranks: int, retries: int = 0) -> None:
 
 
 def send(ticket: JoinTicket, retries: int) -> None:
-    """Sends an agent."""
+    """Run an agent for a ticket; start it again up to ``retries`` times."""
     try:
         agent.run_agent(ticket)
     except agent.RankEndedError:

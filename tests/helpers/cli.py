@@ -25,14 +25,14 @@ MATPLOTLIB = Path(tempfile.gettempdir()) / f"flyte-ddp-tests-matplotlib-{os.getu
 
 @dataclass(frozen=True)
 class Ended:
-    """What a process said, both streams together, and how it ended."""
+    """Exit code of a process, and its output on both streams together."""
 
     exit_code: int
     output: str
 
     @property
     def panel(self) -> str:
-        """The text in pyflyte's panel for an error; empty without one."""
+        """The text in pyflyte's panel for an error; "" without one."""
         found = re.search(r"╭─ Error ─+╮\n(.*?)╰─+╯", self.output, re.DOTALL)
         return " ".join(found[1].replace("│", " ").split()) if found else ""
 
@@ -46,7 +46,7 @@ def pyflyte(
     session: bool = False,
     **environment: str,
 ) -> Ended:
-    """Calls ``pyflyte`` with the arguments.
+    """Run ``pyflyte`` with the arguments for up to DEADLINE; return exit code and output.
 
     Args:
         home: stands for the user's home directory, in which Flyte keeps its cache.
@@ -73,12 +73,12 @@ def pyflyte(
 
 
 def is_pyflyte(pid: int) -> bool:
-    """Whether that is the process of a ``pyflyte`` command."""
+    """Return whether a process is a ``pyflyte`` command."""
     return process_name(pid) == PYFLYTE.name
 
 
 def surroundings(home: Path, runs: Path) -> dict[str, str]:
-    """The environment of a user who has this home."""
+    """Create a home folder; return the environment of a user who has it."""
     home.mkdir(parents=True, exist_ok=True)
     inherited = {
         name: value
@@ -97,7 +97,7 @@ def surroundings(home: Path, runs: Path) -> dict[str, str]:
 
 
 def train(hp: dict[str, Any], name: str = "training_wf", workflow: str = WORKFLOWS, **options: Any) -> Ended:
-    """``pyflyte run workflows/training.py NAME --hp '{...}'``."""
+    """Run ``pyflyte run WORKFLOW NAME --hp '{...}'``."""
     return pyflyte("run", workflow, name, "--hp", json.dumps(hp), **options)
 
 

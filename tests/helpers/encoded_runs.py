@@ -1,4 +1,4 @@
-"""Short runs on shards and image folders, and what they leave."""
+"""Run short trainings on shards and image folders, and read their results."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +34,7 @@ def quiet(folder: Path, **settings) -> Settings:
 
 
 def train(hp: Hyperparameters, folder: Path, settings: Settings | None = None) -> Result:
-    """Fetches what is to be fetched, and trains."""
+    """Fetch the data set, train, and return the result."""
     name = fingerprint(hp.dataset, hp.data_source, hp.test_dataset)
     data = fetch(hp.dataset, hp.data_source, folder / name, test_dataset=hp.test_dataset, progress="off")
     return run_training(hp, data, folder / "run", settings or quiet(folder))
@@ -57,7 +57,7 @@ def losses(result: Result) -> list[float]:
 
 
 def labelled(folder: Path, number: int = 30) -> Path:
-    """Images in folders of their classes: red, green and blue ones of many sizes."""
+    """Write images of many sizes into folders of three classes: red, green, blue; return the folder."""
     random = np.random.default_rng(0)
     for index in range(number):
         colour = index % 3

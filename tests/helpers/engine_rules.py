@@ -1,4 +1,4 @@
-"""How Flyte's engine makes a node's inputs from what others have given it (flytepropeller 1.16: nodes/resolve.go)."""
+"""Compute a node's inputs as Flyte's engine does (flytepropeller 1.16: nodes/resolve.go)."""
 
 from collections.abc import Iterable, Mapping
 
@@ -10,12 +10,12 @@ Outputs = Mapping[str, Mapping[str, Literal]]  # of nodes by their ids; the work
 
 
 def resolved(bindings: Iterable[Binding], outputs: Outputs) -> dict[str, Literal]:
-    """A node's inputs by their names."""
+    """Return a node's inputs by name."""
     return {binding.var: value_of(binding.binding, outputs) for binding in bindings}
 
 
 def value_of(data: BindingData, outputs: Outputs) -> Literal:
-    """A value that is given as such, or by a node.
+    """Return the value of a binding: a constant, or a node's output or a part of it.
 
     Raises:
         KeyError: a part of a value that is not in it; the engine says BindingResolutionError then.
@@ -37,7 +37,7 @@ def value_of(data: BindingData, outputs: Outputs) -> Literal:
 
 
 def packed(value: object) -> Literal:
-    """A part of a dataclass, as one hands it on."""
+    """Return a field of a dataclass as a literal."""
     literal = Literal()
     if isinstance(value, str):
         literal.scalar.primitive.string_value = value

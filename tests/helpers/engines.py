@@ -11,7 +11,7 @@ FRESH = "spawn, forks without torch as on GPUs"
 
 
 def on(*names: str, exhaustive: Sequence[str] = ()) -> pytest.MarkDecorator:
-    """Runs a test on these; on some of them only in ``make test-all``."""
+    """Parametrize a test with these launchers; with ``exhaustive`` ones only in ``make test-all``."""
     repeated = [pytest.param(name, marks=pytest.mark.exhaustive) for name in exhaustive]
     return pytest.mark.parametrize("launch", [*names, *repeated], indirect=True)
 
@@ -20,6 +20,6 @@ everywhere = on(SPAWN, FRESH, AGENTS, ELASTIC, DASK, RAY)
 
 
 def set_environment(values: dict[str, str], folder: str) -> None:
-    """For Dask's workers, which know this module by its name; there are several of the name conftest."""
+    """Set environment and working directory; Dask's workers import this function by the name of this module."""
     os.environ.update(values)
     os.chdir(folder)

@@ -1,11 +1,10 @@
-"""A Flyte cluster's side, on loopback: it takes all that is registered, and executions go as a test says."""
+"""A fake Flyte cluster on loopback: it accepts registrations, and executions take the course that a test sets."""
 
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
@@ -23,6 +22,7 @@ from flyteidl.admin import (
 from flyteidl.core import execution_pb2 as phases
 from flyteidl.core import identifier_pb2, literals_pb2
 from flyteidl.service import admin_pb2_grpc, dataproxy_pb2, dataproxy_pb2_grpc
+from loopback import QuietHandler, serving
 
 Fault = Callable[[grpc.ServicerContext], Any]  # what a call does in place of its answer
 DECKS = "deck of "  # followed by the node, names it among the blobs
@@ -43,7 +43,7 @@ class Node:
 
 @dataclass
 class Moment:
-    """What one look at an execution shows."""
+    """The state of an execution at one query."""
 
     phase: str = "RUNNING"
     nodes: list[Node] = field(default_factory=list)
@@ -52,7 +52,7 @@ class Moment:
 
 
 class FakeFlyteAdmin(admin_pb2_grpc.AdminServiceServicer, dataproxy_pb2_grpc.DataProxyServiceServicer):  # type: ignore[misc]
-    """What was registered, activated and uploaded."""
+    """Stores what is registered, activated and uploaded."""
 
     def __init__(self, upload_address: str) -> None:
         self.upload_address = upload_address
@@ -122,7 +122,7 @@ class FakeFlyteAdmin(admin_pb2_grpc.AdminServiceServicer, dataproxy_pb2_grpc.Dat
         return project_pb2.Projects(projects=[{"id": name} for name in self.projects])
 
     def found(self, created: list[Any], request: Any, context: Any) -> Any:
-        """What was created under an id."""
+        """Return the first of ``created`` that has the request's id; else answer NOT_FOUND."""
         same = [each for each in created if each.id == request.id]
         if not same:
             context.abort(grpc.StatusCode.NOT_FOUND, f"{request.id} is not there")
@@ -180,7 +180,7 @@ class FakeFlyteAdmin(admin_pb2_grpc.AdminServiceServicer, dataproxy_pb2_grpc.Dat
         return dataproxy_pb2.CreateDownloadLinkResponse(signed_url=[signed])
 
     def signed(self, address: str) -> str:
-        """Where anybody may fetch it."""
+        """Return an address with a signature."""
         return f"{self.upload_address}/{quote(address, safe='')}?signature=good"
 
     def CreateUploadLocation(self, request: Any, context: Any) -> Any:
@@ -189,7 +189,7 @@ class FakeFlyteAdmin(admin_pb2_grpc.AdminServiceServicer, dataproxy_pb2_grpc.Dat
 
 
 class Faults(grpc.ServerInterceptor):  # type: ignore[misc]
-    """Lets a call end as the test says, instead of being answered."""
+    """Replaces the answer to a call by a fault that the test has set."""
 
     def __init__(self, admin: FakeFlyteAdmin) -> None:
         self.admin = admin
@@ -202,49 +202,40 @@ class Faults(grpc.ServerInterceptor):  # type: ignore[misc]
 
 
 def slow(context: grpc.ServicerContext) -> None:
-    """A fault: no answer for as long as the caller waits."""
+    """Fault: do not answer as long as the caller waits."""
     ended = threading.Event()
     if context.add_callback(ended.set):
         ended.wait()
 
 
 def refused(code: grpc.StatusCode, details: str) -> Fault:
-    """A fault: an answer of another kind."""
+    """Return a fault that answers with an error."""
     return lambda context: context.abort(code, details)
 
 
 @contextmanager
 def fake_flyte_admin() -> Iterator[FakeFlyteAdmin]:
-    """Runs until the context ends, on ports that the system chooses."""
+    """Run a cluster until the end of the block, on ports that the system chooses."""
 
-    class Upload(BaseHTTPRequestHandler):
+    class Upload(QuietHandler):
         def do_PUT(self) -> None:
             admin.uploads.append(self.rfile.read(int(self.headers["Content-Length"])))
-            self.send_response(200)
-            self.end_headers()
+            self.answer(200, {"Content-Length": "0"}, b"")
 
         def do_GET(self) -> None:
             parts = urlsplit(self.path)
             blob = admin.blobs.get(unquote(parts.path.rpartition("/")[2]))
-            self.send_response(403 if parts.query != "signature=good" else 404 if blob is None else 200)
-            self.send_header("Content-Length", str(len(blob or b"")))
-            self.end_headers()
-            self.wfile.write(blob or b"")
+            status = 403 if parts.query != "signature=good" else 404 if blob is None else 200
+            self.answer(status, {"Content-Length": str(len(blob or b""))}, blob or b"")
 
-        def log_message(self, *_: object) -> None:
-            """Keeps quiet."""
-
-    storage = ThreadingHTTPServer(("127.0.0.1", 0), Upload)
-    admin = FakeFlyteAdmin(f"http://127.0.0.1:{storage.server_port}/upload")
-    threading.Thread(target=storage.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-    server = grpc.server(ThreadPoolExecutor(), interceptors=[Faults(admin)])
-    admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)
-    dataproxy_pb2_grpc.add_DataProxyServiceServicer_to_server(admin, server)
-    admin.endpoint = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    server.start()
-    try:
-        yield admin
-    finally:
-        server.stop(None).wait()
-        storage.shutdown()
-        storage.server_close()
+    with serving(Upload) as address:
+        admin = FakeFlyteAdmin(f"{address}/upload")
+        server = grpc.server(ThreadPoolExecutor(), interceptors=[Faults(admin)])
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)
+        dataproxy_pb2_grpc.add_DataProxyServiceServicer_to_server(admin, server)
+        admin.endpoint = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        server.start()
+        try:
+            yield admin
+        finally:
+            server.stop(None).wait()

@@ -1,4 +1,4 @@
-"""A server on loopback that stands in for wandb's: one that works, and ones that don't."""
+"""A fake wandb server on loopback, which works or fails in several ways."""
 
 import json
 import socket
@@ -6,13 +6,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from loopback import QuietHandler, serving
 
 
 @dataclass
 class FakeServer:
-    """Its address, how it behaves, and what it was sent: run names, history rows and the paths of uploaded files."""
+    """Address and behaviour of the server, and what it has received: run names, history rows, uploaded files."""
 
     behaviour: str
     url: str = ""
@@ -23,7 +24,7 @@ class FakeServer:
     requests: int = 0
 
     def stored_artifact(self, project: dict[str, Any]) -> dict[str, Any]:
-        """The last artifact, as wandb asks for it when it waits for one."""
+        """Return the answer to a query for the last artifact."""
         asked = self.artifacts[-1]
         sequence = {"name": asked["artifactCollectionName"], "project": {**project, "name": "p", "internalId": "i"}}
         times = {
@@ -41,12 +42,12 @@ class FakeServer:
         return {"id": "a", "artifactSequence": sequence, **kind, **about, **numbers, **times}
 
     def asked_for(self, name: str) -> dict[str, Any]:
-        """Where a file of an artifact is to be sent."""
+        """Return the answer with the upload address of an artifact's file."""
         at = {"name": name, "displayName": name, "uploadUrl": f"{self.url}/upload/{name}", "uploadHeaders": []}
         return {"id": name, **at, "storagePath": name, "uploadMultipartUrls": None, "artifact": {"id": "a"}}
 
     def graphql(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The least that wandb 0.31 needs to go on."""
+        """Return the least that wandb 0.31 accepts as an answer to a GraphQL query."""
         variables = body.get("variables") or {}
         project = {"id": "p", "name": variables.get("project"), "entity": {"id": "e", "name": "someone"}}
         if "query ArtifactType" in body["query"]:
@@ -69,7 +70,7 @@ class FakeServer:
         return self.about_artifact(str(body.get("operationName")), variables)
 
     def about_artifact(self, operation: str, variables: dict[str, Any]) -> dict[str, Any]:
-        """What an upload of an artifact asks for, step by step."""
+        """Return the answer to a step of an artifact's upload."""
         match operation:
             case "CreateArtifact":
                 self.artifacts.append(variables["input"])
@@ -97,7 +98,7 @@ class FakeServer:
 
 
 def accept_only(listener: socket.socket, server: FakeServer) -> None:
-    """Answers nobody, until the listener is shut down."""
+    """Accept connections without answering, until the listener is shut down."""
     with ExitStack() as connections, suppress(OSError):
         while True:
             connections.enter_context(listener.accept()[0])
@@ -106,7 +107,7 @@ def accept_only(listener: socket.socket, server: FakeServer) -> None:
 
 @contextmanager
 def fake_server(behaviour: str = "works") -> Iterator[FakeServer]:
-    """A running server.
+    """Run a server until the end of the block.
 
     Args:
         behaviour: works, refuses (connections), hangs (accepts them and never answers), fails (500), denies (401, the
@@ -128,7 +129,7 @@ def fake_server(behaviour: str = "works") -> Iterator[FakeServer]:
             silent.join()
         return
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             server.requests += 1
@@ -137,23 +138,9 @@ def fake_server(behaviour: str = "works") -> Iterator[FakeServer]:
                 content = json.dumps(server.answer(self.path, body)).encode()
             elif server.behaviour in ("fails", "denies"):
                 status = 500 if server.behaviour == "fails" else 401
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
+            self.answer(status, {"Content-Length": str(len(content))}, content)
 
         do_GET = do_PUT = do_POST
 
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.url = f"http://127.0.0.1:{http.server_port}"
-    thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.05})
-    thread.start()
-    try:
+    with serving(Handler) as server.url:
         yield server
-    finally:
-        http.shutdown()
-        thread.join()
-        http.server_close()

@@ -29,18 +29,18 @@ FAULT: dict[str, Any] = json.loads(os.environ.get("FAULTS", "{}"))
 
 
 def inject(monkeypatch: pytest.MonkeyPatch, marker: Path, **fault: Any) -> None:
-    """Has the next run fail; ranks read it from their environment."""
+    """Make the next run fail, by a variable in the environment of its ranks."""
     monkeypatch.setenv("FAULTS", json.dumps({"pass": 0, "marker": str(marker), **fault}))
 
 
 def hang() -> None:
-    """In Python code of the model's."""
+    """Hang in Python code."""
     while True:
         time.sleep(0.01)
 
 
 def hang_in_c() -> None:
-    """In a call that holds the interpreter's lock: no Python code runs in this process any more."""
+    """Hang in a C call that holds the interpreter's lock, so that no Python code runs in this process."""
     import ctypes
 
     ctypes.PyDLL(None).pause()
@@ -51,7 +51,7 @@ def fail() -> None:
 
 
 def fail_like_a_hang() -> None:
-    """With words of gloo's in an error that has nothing to do with other ranks."""
+    """Raise an error that contains gloo's words, but has nothing to do with other ranks."""
     raise RuntimeError("label service timed out: Connection closed by peer")
 
 

@@ -32,7 +32,7 @@ class Proxy:
 
 
 def forwarded(host: str, request: BaseHTTPRequestHandler, body: bytes = b"") -> tuple[int, dict[str, str], bytes]:
-    """What the real server answers: status, headers and body."""
+    """Send a request to the real server; return status, headers and body of its answer."""
     connection = HTTPConnection(host)
     connection.putrequest(request.command, request.path, skip_host=True, skip_accept_encoding=True)
     for header, value in request.headers.items():  # the host, too, as it is signed
@@ -50,7 +50,7 @@ def forwarded(host: str, request: BaseHTTPRequestHandler, body: bytes = b"") -> 
 
 @contextmanager
 def faulty_proxy(target: str) -> Iterator[Proxy]:
-    """Runs one in a thread until the context ends."""
+    """Run a proxy before ``target`` in a thread until the end of the block."""
     state, host = Proxy(), urlsplit(target).netloc
 
     class Handler(QuietHandler):

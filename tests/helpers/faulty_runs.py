@@ -2,14 +2,13 @@
 
 import os
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from processes import children_of, living_with
+from processes import children_of, processes_with, wait_until
 
 from flyte_ddp import results
 from flyte_ddp.config import Hyperparameters
@@ -24,22 +23,22 @@ INTRODUCED = replace(HP, model="user_models:introduced")
 
 
 def nothing_is_left(run: Path, temporary: Path) -> None:
-    """No process of this one's or of theirs, no temporary file, no partial file, nothing that looks like a result."""
+    """Assert that a run has left no process, no temporary file and nothing that looks like a result."""
     assert children_of(os.getpid()) == []
-    assert [command for command in living_with(str(temporary)) if "spawn_main" in command] == []
+    assert [command for command in processes_with(str(temporary)).values() if "spawn_main" in command] == []
     assert [*temporary.iterdir()] == []
     nothing_like_a_result(run)
 
 
 def nothing_like_a_result(run: Path) -> None:
-    """Nothing but what tells why it failed, and where it may go on."""
+    """Assert that a run folder holds only metrics, the traceback and checkpoints."""
     files = {path for path in run.rglob("*") if path.is_file() and results.FOLDER not in path.relative_to(run).parts}
     assert {path.name for path in files} <= {"metrics.jsonl", TRACEBACK, *checkpoint.SLOTS}
     assert [path.name for path in run.iterdir()] == [UNFINISHED]
 
 
 def saved(run: Path) -> checkpoint.Checkpoint | None:
-    """The newest checkpoint of a run that was cut off."""
+    """Return the newest checkpoint of an interrupted run; None without one."""
     return checkpoint.newest_of(run / UNFINISHED / checkpoint.FOLDER)
 
 
@@ -48,19 +47,16 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def equal(here: Path, there: Path) -> bool:
-    """Whether two runs ended in the same weights, to the last bit."""
+    """Return whether the weights of two runs are equal to the last bit."""
     mine, other = weights(here), weights(there)
     return mine.keys() == other.keys() and all(torch.equal(mine[name], other[name]) for name in mine)
 
 
 def when(marker: Path, action: Callable[[], object]) -> threading.Thread:
-    """Calls the action once the marker is there, which must not take long."""
-    deadline = time.monotonic() + 60
+    """Call the action in a thread once the marker exists, within 60 s; return the thread."""
 
     def wait() -> None:
-        while not marker.exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(marker.exists)
         action()
 
     thread = threading.Thread(target=wait, daemon=True)
@@ -69,10 +65,10 @@ def when(marker: Path, action: Callable[[], object]) -> threading.Thread:
 
 
 def in_spawned_processes(monkeypatch: pytest.MonkeyPatch, folder: Path, code: str) -> Path:
-    """Has processes of the next run do this before their first function, which may fork others.
+    """Make processes of the next run execute this code before their first function, which may fork others.
 
     Returns:
-        The file that ``NOTED`` names in their environment.
+        The file that the variable NOTED names in the environment of the processes.
     """
     site = folder / "site"
     site.mkdir()

@@ -1,4 +1,4 @@
-"""A server on loopback that gives files, parts and lists as the web, S3, Google and Azure do, and fails on request."""
+"""A server on loopback that serves files, ranges and lists as HTTP, S3, Google and Azure do, and fails on request."""
 
 import hashlib
 import re
@@ -52,13 +52,13 @@ class FileServer:
 
     @property
     def counts(self) -> Counter[str]:
-        """How often each file was asked for."""
+        """The number of requests for each file."""
         return Counter(self.requests)
 
 
 @contextmanager
 def file_server() -> Iterator[FileServer]:
-    """Runs a server in a thread until the context ends."""
+    """Run a server in a thread until the end of the block."""
     state = FileServer()
 
     class Handler(QuietHandler):
@@ -83,13 +83,13 @@ def file_server() -> Iterator[FileServer]:
 
 @dataclass
 class Answer:
-    """To one request."""
+    """The answer to one request."""
 
     handler: BaseHTTPRequestHandler
     state: FileServer
 
     def give(self) -> None:
-        """Gives a file, a part of one or a list, or fails."""
+        """Send a file, a range of it or a list, or fail."""
         address = urlsplit(self.handler.path)
         name, query = unquote(address.path).lstrip("/"), parse_qs(address.query)
         self.state.requests.append(name)
@@ -112,7 +112,7 @@ class Answer:
             self.serve(content, fault)
 
     def take(self) -> None:
-        """Puts a file in its place."""
+        """Store the file that a PUT request brings."""
         name = unquote(urlsplit(self.handler.path).path).lstrip("/")
         self.state.requests.append(name)
         self.state.headers.append(dict(self.handler.headers))
@@ -120,12 +120,12 @@ class Answer:
         self.start(200, b"", ETag='"0"', **CHANGED)
 
     def refuse(self, status: int) -> None:
-        """An error as S3 or Azure words it."""
+        """Send an error in the form of S3 and Azure."""
         code = {404: "NoSuchKey", 403: self.state.denial}.get(status, "Other")
         self.start(status, f"<Error><Code>{code}</Code></Error>".encode())
 
     def serve(self, content: bytes, fault: str | None) -> None:
-        """The content, all of it or the part that was asked for."""
+        """Send the content, or the requested range of it, with a fault."""
         tag = {"ETag": f'"{hashlib.md5(content).hexdigest()}"', **CHANGED} if self.state.tagged else {}
         asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.handler.headers.get("Range", ""))
         if asked and self.state.gives_parts:
@@ -157,7 +157,7 @@ class Answer:
     def start(
         self, status: int, content: bytes, *, given: int | None = None, announced: bool = True, **headers: str
     ) -> None:
-        """An answer with its body, or so many bytes of it."""
+        """Send status, headers and body, or the first ``given`` bytes of the body."""
         self.handler.send_response(status)
         if announced:
             self.handler.send_header("Content-Length", str(len(content)))
@@ -172,7 +172,7 @@ class Answer:
             self.handler.wfile.flush()
 
     def listed(self, bucket: str, query: dict[str, list[str]]) -> bytes:
-        """A page of the list of a bucket."""
+        """Return a page of the list of a bucket, in the form of S3."""
         bucket = bucket.rstrip("/")
         [prefix] = query.get("prefix", [""])
         keys = sorted(name[len(bucket) + 1 :] for name in self.state.files if name.startswith(f"{bucket}/{prefix}"))
@@ -192,7 +192,7 @@ class Answer:
         ).encode()
 
     def listed_by_azure(self, container: str, keys: list[str], start: int) -> bytes:
-        """The same as "List Blobs" of the Blob service's REST API words it."""
+        """Return a page of the list of a container, in the form of Azure's "List Blobs"."""
         entries = "".join(
             f"<Blob><Name>{escape(key)}</Name><Properties><Last-Modified>{CHANGED['Last-Modified']}</Last-Modified>"
             f"<Etag>{hashlib.md5(content).hexdigest()}</Etag><Content-Length>{len(content)}</Content-Length>"
@@ -205,5 +205,5 @@ class Answer:
         ).encode()
 
     def page(self, bucket: str, keys: list[str], start: int) -> list[tuple[str, bytes]]:
-        """The objects of a page."""
+        """Return names and contents of the objects of a page."""
         return [(key, self.state.files[f"{bucket}/{key}"]) for key in keys[start : start + self.state.page]]

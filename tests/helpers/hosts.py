@@ -1,4 +1,4 @@
-"""Two hosts on one machine, as benchmarks have them, in which tests start and lose processes."""
+"""Two hosts on one machine, as in benchmarks/link.py, on which tests start and kill processes."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ from benchmarks import link
 
 
 class Host(link.Host):
-    """A namespace."""
+    """A network namespace."""
 
     def start(
         self,
@@ -25,15 +25,15 @@ class Host(link.Host):
         names: Path | None = None,
         resolver: Path | None = None,
     ) -> subprocess.Popen[bytes]:
-        """Starts a command there.
+        """Start a command on this host.
 
         Args:
-            command: and its arguments.
-            log: takes what it prints.
-            environment: its own.
-            hidden: a folder of which it sees another, empty one in its place.
-            names: what it sees in place of /etc/hosts; the host is then called as its namespace is.
-            resolver: what it sees in place of /etc/resolv.conf.
+            command: the command and its arguments.
+            log: file for the output on both streams.
+            environment: the environment of the command.
+            hidden: a folder that is empty for the command.
+            names: file in place of /etc/hosts; the hostname becomes the name of the namespace.
+            resolver: file in place of /etc/resolv.conf.
         """
         mounts = [f'mount -t tmpfs none "{hidden}"'] if hidden else []
         mounts += [f'mount --bind "{names}" /etc/hosts', f'hostname "{self.name}"'] if names else []
@@ -46,7 +46,7 @@ class Host(link.Host):
             )
 
     def is_lost(self, process: subprocess.Popen[bytes]) -> None:
-        """From one moment to the next, and without a word to the other."""
+        """Cut the link, then SIGKILL all processes of this host, so that the other host hears nothing."""
         subprocess.run(
             ["ip", "netns", "exec", self.name, "ip", "link", "set", self.name, "down"], check=True, capture_output=True
         )
@@ -57,7 +57,7 @@ class Host(link.Host):
 
 @contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """Skips the test where the machine does not let it make namespaces."""
+    """Yield two linked hosts; skip the test if network namespaces are not allowed."""
     with ExitStack() as stack:
         try:
             first, second = stack.enter_context(link.linked_hosts(0))

@@ -8,25 +8,25 @@ from PIL import Image
 
 
 def pixels_of(seed: int, height: int = 9, width: int = 11) -> np.ndarray:
-    """RGB pixels."""
+    """Return random RGB pixels."""
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
 def image_bytes(form: str = "PNG", seed: int = 0) -> bytes:
-    """An image as a file's content."""
+    """Return the content of an image file."""
     buffer = io.BytesIO()
     Image.fromarray(pixels_of(seed)).save(buffer, form)
     return buffer.getvalue()
 
 
 def image_files(*names: str) -> dict[str, bytes]:
-    """An image for each name, all different."""
+    """Return the content of an image file for each name, all different."""
     forms = {"jpg": "JPEG", "jpeg": "JPEG", "png": "PNG", "bmp": "BMP"}
     return {name: image_bytes(forms[name.rpartition(".")[2].lower()], seed) for seed, name in enumerate(names)}
 
 
 def write_files(folder: Path, files: dict[str, bytes]) -> Path:
-    """The folder with these files."""
+    """Write files into a folder; return the folder."""
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)

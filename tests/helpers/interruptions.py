@@ -1,4 +1,4 @@
-"""Processes that are ended at each change that a function makes to files."""
+"""Stop a process at each change that a function makes to files."""
 
 import os
 import shutil
@@ -28,11 +28,11 @@ def ended_before_each_change(
         if status == 0:
             return
         assert (os.WTERMSIG(status) or os.WEXITSTATUS(status)) == number
-    raise AssertionError("it never ends")
+    raise AssertionError("the function never ends")
 
 
 def signalled_before_change(place: int, function: Callable[[], object], number: signal.Signals) -> int:
-    """Calls the function; the exit status is 0 where it made no more changes than that, and the signal's otherwise."""
+    """Call the function and send this process the signal before change ``place``; return 0 if there was none."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     left = place
 

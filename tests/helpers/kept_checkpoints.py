@@ -1,4 +1,4 @@
-"""Checkpoints in a blob store, as attempts of executions leave and find them."""
+"""Write and list checkpoints in a blob store, as attempts of executions do."""
 
 import time
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ ARITHMETIC = Arithmetic(1, "cpu", "fp32", 1, "off", "")
 
 
 def write(path: Path, step: int, metrics: bytes = b"") -> Path:
-    """A checkpoint, such as training leaves."""
+    """Write a checkpoint such as training does; return its path."""
     about = {"epoch": 0, "step": step, "trained_in": [vars(ARITHMETIC)], "time": time.time()}
     path.parent.mkdir(parents=True, exist_ok=True)
     checkpoint.write(path, about, IDENTITY, metrics, lambda file: file.write(str(step).encode()))
@@ -26,7 +26,7 @@ def write(path: Path, step: int, metrics: bytes = b"") -> Path:
 
 
 def begun(store: CheckpointStore, folder: Path) -> int:
-    """After which step an attempt goes on, whose ranks are then launched."""
+    """Begin an attempt and report its start; return the step after which it resumes."""
     folder.mkdir(parents=True, exist_ok=True)
     found = store.download_newest(folder / SLOTS[0])
     step = found.step if found else 0
@@ -51,13 +51,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 
 @pytest.fixture
 def base(server: S3Server, request: pytest.FixtureRequest) -> Path:
-    """The folder of a run in the bucket, of this test's own."""
+    """Return the folder in the bucket for the run of this test."""
     return server.folder / "bucket" / request.node.name.translate(str.maketrans("[]", "--")) / "run"
 
 
 @pytest.fixture
 def store(server: S3Server, base: Path, monkeypatch: pytest.MonkeyPatch) -> CheckpointStore:
-    """Of the first attempt of execution ``one``."""
+    """Return the store of the first attempt of execution ``one``."""
     for name, value in server.flyte_environment().items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(retries, "FIRST_DELAY", 0.0)

@@ -23,7 +23,7 @@ class Locking:
 
 @contextmanager
 def locking_proxy(server: S3Server) -> Iterator[Locking]:
-    """Runs one in a thread until the context ends."""
+    """Run a proxy before the server in a thread until the end of the block."""
     state, lock = Locking(), threading.Lock()
     host = urlsplit(server.endpoint).netloc
 

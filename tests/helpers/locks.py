@@ -1,4 +1,4 @@
-"""Other processes that are at a run in a folder, or would like to be."""
+"""Other processes that hold, or ask for, the lock of a run folder."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ sys.stdin.read()
 
 @contextmanager
 def another_process_asks(folder: Path) -> Iterator[bool]:
-    """Whether it gets the folder; if so it has it until the end of the block, where it is killed."""
+    """Yield whether another process gets the folder's lock; kill that process at the end of the block."""
     command = [sys.executable, "-c", RESERVE, str(folder)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -28,13 +28,13 @@ def another_process_asks(folder: Path) -> Iterator[bool]:
 
 @contextmanager
 def held_by_another_process(folder: Path) -> Iterator[None]:
-    """A process that is at a run in the folder, and in the end is killed."""
+    """Let another process hold the folder's lock during the block."""
     with another_process_asks(folder) as got:
         assert got
         yield
 
 
 def is_free(folder: Path) -> bool:
-    """Whether another process may write into the folder."""
+    """Return whether another process can get the folder's lock."""
     with another_process_asks(folder) as got:
         return got

@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class QuietHandler(BaseHTTPRequestHandler):
-    """Keeps connections open, and says nothing."""
+    """Keeps connections open, and prints nothing."""
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
@@ -16,7 +16,7 @@ class QuietHandler(BaseHTTPRequestHandler):
         del format, args
 
     def answer(self, status: int, headers: Mapping[str, str], content: bytes) -> None:
-        """Sends all of an answer."""
+        """Send status, headers and content."""
         self.send_response(status)
         for header, value in headers.items():
             self.send_header(header, value)
@@ -32,12 +32,12 @@ class Server(ThreadingHTTPServer):
     block_on_close = False
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A client that was killed, or went away, is no news."""
+        """Print nothing about clients that were killed or have disconnected."""
 
 
 @contextmanager
 def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
-    """Runs a server on a port that the system chooses until the context ends; its address."""
+    """Run a server in a thread, on a port that the system chooses, until the end of the block; yield its address."""
     with Server(("127.0.0.1", 0), handler) as listening:
         thread = threading.Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()

@@ -28,7 +28,7 @@ class Tiny:
     files: dict[str, bytes]
 
     def write(self, folder: Path) -> Path:
-        """Puts the files into a folder."""
+        """Write the files into a folder; return the folder."""
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in self.files.items():
             (folder / name).write_bytes(content)
@@ -36,12 +36,12 @@ class Tiny:
 
 
 def idx_bytes(array: NDArray[np.uint8]) -> bytes:
-    """An uncompressed IDX file."""
+    """Return the content of an uncompressed IDX file."""
     return struct.pack(f">BBBB{array.ndim}I", 0, 0, 8, array.ndim, *array.shape) + array.tobytes()
 
 
 def tiny_files(seed: int) -> tuple[tuple[NDArray[np.uint8], ...], dict[str, bytes]]:
-    """Arrays and the four files that hold them."""
+    """Return arrays, and the four files that hold them by name."""
     random = np.random.default_rng(seed)
     arrays = (
         random.integers(0, 256, (40, 5, 7), dtype=np.uint8),
@@ -54,7 +54,7 @@ def tiny_files(seed: int) -> tuple[tuple[NDArray[np.uint8], ...], dict[str, byte
 
 
 def rebuilt_fashion_mnist() -> dict[str, bytes]:
-    """The published FashionMNIST files, from Debian's: the compressed data are the same bytes after another header."""
+    """Return the published FashionMNIST files, made from Debian's by replacing the gzip header."""
     rebuilt = {}
     for path in sorted(DEBIAN.iterdir()):
         time = PUBLISHED_TIMES[path.name.partition("-")[0]]
@@ -64,17 +64,17 @@ def rebuilt_fashion_mnist() -> dict[str, bytes]:
 
 
 def sums(files: dict[str, bytes]) -> bytes:
-    """What ``sha256sum *`` prints."""
+    """Return the output of ``sha256sum *``."""
     return "".join(f"{hashlib.sha256(content).hexdigest()}  {name}\n" for name, content in files.items()).encode()
 
 
 def leftovers(folder: Path) -> list[str]:
-    """Everything in a folder, hidden files too."""
+    """Return the names of all files in a folder, hidden ones too."""
     return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
 
 
 def assert_tiny(folder: Path, tiny: Tiny) -> None:
-    """The prepared folder holds what was in the files."""
+    """Assert that a prepared folder holds the arrays of the files."""
     ours = open_arrays(folder)
     np.testing.assert_array_equal(ours.train_images[..., 0], tiny.arrays[0])
     np.testing.assert_array_equal(ours.train_labels, tiny.arrays[1])

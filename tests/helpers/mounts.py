@@ -9,7 +9,7 @@ ALONE = ("unshare", "--mount", "--map-root-user")  # before a command: it may mo
 
 
 def need_mounts(folder: Path) -> None:
-    """Skips the test where the machine does not let it mount."""
+    """Skip the test if the machine does not allow mounts in a namespace."""
     try:
         subprocess.run([*ALONE, "mount", "-t", "tmpfs", "none", str(folder)], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError):

@@ -28,7 +28,7 @@ def parental_without_daemon(num_classes: int, input_shape: tuple[int, int, int])
 
 
 def started(start: Callable[[int], None]) -> None:
-    """Starts a process and leaves a file with its number, when it is as it is to be."""
+    """Start a process; create a file named by its id once the process ignores SIGTERM."""
     reader, writer = os.pipe()
     start(writer)
     os.close(writer)
@@ -65,15 +65,8 @@ def deaf(writer: int) -> None:
 
 
 def state(pid: int) -> str:
-    """A letter, as ``ps`` has it; empty if there is no such process."""
+    """Return the letter of a process's state, as in ``ps``; "" if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return ""
-
-
-def wait(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 90  # Elastic itself waits 30 s for a worker
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)

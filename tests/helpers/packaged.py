@@ -35,7 +35,7 @@ class Package:
 
 
 def make(folder: Path, **environment: str) -> tuple[Ended, Package]:
-    """Makes one, as it is done for a registration with this environment; an empty one where that fails."""
+    """Run ``pyflyte package`` with this environment; return its output and the package, empty if that failed."""
     archive = folder / "package.tgz"
     arguments = ("--pkgs", "workflows", "package", "--image", "flyte-ddp:test", "--output", str(archive))
     ended = pyflyte(*arguments, home=folder / "home", **environment)
@@ -43,7 +43,7 @@ def make(folder: Path, **environment: str) -> tuple[Ended, Package]:
 
 
 def read(archive: Path, folder: Path) -> Package:
-    """Unpacks a package into ``folder``; a file's kind is the digit that its name ends with."""
+    """Unpack a package into ``folder`` and return it; the last digit of a file's name is its kind."""
     package = Package()
     with tarfile.open(archive) as tar:
         tar.extractall(folder, filter="data")
@@ -75,13 +75,13 @@ def container(template: TaskTemplate) -> Container:
 
 
 def names(archive: Path) -> set[str]:
-    """The files in an archive."""
+    """Return the names of the files in an archive."""
     with tarfile.open(archive) as tar:
         return {member.name for member in tar if member.isfile()}
 
 
 def hyperparameters(literal: Literal) -> Mapping[str, Any]:
-    """The fields of hyperparameters, or of a policy, as a launch plan has them."""
+    """Return the fields of the hyperparameters or of the policy in a literal."""
     assert literal.scalar.binary.tag == "msgpack"
     content: Mapping[str, Any] = msgpack.unpackb(literal.scalar.binary.value)
     return content
@@ -95,20 +95,20 @@ def form_fields(schema: Struct) -> dict[str, Any]:
 
 
 def project_files() -> list[str]:
-    """The files of the project as it is here: all that git tracks, and sources that are new."""
+    """Return the names of the project's files: those that git tracks, and new sources."""
     tracked = listed_by_git("--cached")
     new = listed_by_git("--others", "--exclude-standard", "--", "config", "flyte_ddp", "tasks", "workflows")
     return [name for name in (*tracked, *new) if (ROOT / name).is_file()]
 
 
 def listed_by_git(*options: str) -> list[str]:
-    """Files that ``git ls-files`` names."""
+    """Return the names that ``git ls-files`` prints."""
     ended = subprocess.run(["git", "ls-files", "-z", *options], cwd=ROOT, capture_output=True, text=True, check=True)
     return [name for name in ended.stdout.split("\0") if name]
 
 
 def copy_project(folder: Path) -> None:
-    """Copies those files."""
+    """Copy the project's files into a folder."""
     for name in project_files():
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -23,7 +23,7 @@ class Place:
     prefix: str
 
     def put(self, name: str, content: bytes) -> str:
-        """Puts a file there; its address."""
+        """Write a file; return its address."""
         if self.prefix:
             self.server.files[f"{self.prefix}{name}"] = content
         else:
@@ -34,7 +34,7 @@ class Place:
 
 @contextmanager
 def place_of(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    """An empty folder."""
+    """Yield an empty folder on a kind of storage, and set the variables by which clients find it."""
     with file_server() as server:
         s3_environment(server.url, monkeypatch)
         azure_environment(server.url, monkeypatch)

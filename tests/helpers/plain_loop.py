@@ -41,7 +41,7 @@ def plain_steps(
 def train_plainly(
     hp: Hyperparameters, model: nn.Module, images: Tensor, labels: Tensor, batches: Iterable
 ) -> list[float]:
-    """All epochs, without accumulation, with the linear schedule that rises in the first quarter."""
+    """Train over all batches, without accumulation, with the one_cycle schedule; return the losses."""
     batches = list(batches)
     rise = len(batches) // 4
 
@@ -54,7 +54,7 @@ def train_plainly(
 
 
 def arrays_in_fp64(data: Path, split: str) -> tuple[Tensor, Tensor]:
-    """The normalised images and the labels of a split, ``train`` or ``test``, of a grey data set."""
+    """Return the normalised images and the labels of a split, ``train`` or ``test``, of a grey data set."""
     arrays = open_arrays(data)
     images = torch.tensor(np.array(getattr(arrays, f"{split}_images"))).permute(0, 3, 1, 2).double()
     labels = torch.tensor(np.array(getattr(arrays, f"{split}_labels")))

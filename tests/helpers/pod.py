@@ -1,4 +1,4 @@
-"""Runs a packaged task as a pod does: its own command, a fresh folder, inputs and outputs in a blob store."""
+"""Run a packaged task as a pod does: its own command, a fresh folder, inputs and outputs in a blob store."""
 
 import os
 import shutil
@@ -59,12 +59,13 @@ class Cluster:
         attempt: int = 0,
         during: Callable[[subprocess.Popen[bytes], Path], None] = lambda *_: None,
     ) -> PodEnded:
-        """Runs a task to its end.
+        """Run a task to its end; return what the pod left.
 
         Args:
-            image: a folder of sources that are in the image; those of the package are not sent then.
+            image: a folder of sources that the image contains; then the package's sources are not sent.
             environment: more variables, over those of the container.
-            execution: which it belongs to, and which attempt it is there.
+            execution: name of the execution.
+            attempt: number of the attempt, from 0.
             during: called with the pod's process, and the folder of all runs' checkpoints in the blob store.
 
         """
@@ -114,7 +115,7 @@ class Cluster:
         return self.server.folder / BUCKET / "data/flyte-ddp-checkpoints/flytesnacks/development"
 
     def command(self, spec: TaskSpec, name: str, workdir: Path) -> list[str]:
-        """The container's command with what Flyte puts into it."""
+        """Return the container's command with the values that Flyte fills in."""
         store = f"s3://{BUCKET}/{name}"
         values = {
             "{{.input}}": f"{store}/inputs.pb",
@@ -131,7 +132,7 @@ class Cluster:
         return command
 
     def send_sources(self) -> str:
-        """Puts the package's sources into the blob store, where registration would have."""
+        """Copy the package's sources into the blob store, as registration does; return their address."""
         assert self.package.sources is not None
         target = self.server.folder / BUCKET / self.package.sources.name
         if not target.exists():
@@ -140,7 +141,7 @@ class Cluster:
         return f"s3://{BUCKET}/{target.name}"
 
     def environment(self, spec: TaskSpec, pod: Path) -> dict[str, str]:
-        """What Flyte, the image and the container's specification set, and nothing of this process's own."""
+        """Return the variables that Flyte, the image and the container's specification set."""
         return {
             "PATH": f"{Path(sys.executable).parent}:{os.defpath}",
             "HOME": str(pod / "root"),
@@ -156,7 +157,7 @@ class Cluster:
         }
 
     def stored(self, uri: str) -> Path:
-        """The file behind an address in the blob store."""
+        """Return the path of the file at an address in the blob store."""
         prefix = f"s3://{BUCKET}/"
         assert uri.startswith(prefix), uri
         return self.server.folder / BUCKET / uri.removeprefix(prefix)
@@ -169,7 +170,7 @@ def run_to_its_end(
     log: Path,
     during: Callable[[subprocess.Popen[bytes]], None],
 ) -> int:
-    """Runs a pod's command; one that takes too long is killed with all processes that it has started."""
+    """Run a pod's command for up to DEADLINE, then SIGKILL its process group; return the exit code."""
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
@@ -190,7 +191,7 @@ def run_to_its_end(
 
 
 def unpacked(package: Package, folder: Path) -> Path:
-    """The package's sources in a folder."""
+    """Unpack the package's sources into a folder; return the folder."""
     assert package.sources is not None
     with tarfile.open(package.sources) as tar:
         tar.extractall(folder, filter="data")

@@ -1,10 +1,12 @@
-"""What runs on this machine, from /proc."""
+"""Find processes of this machine in /proc, and wait for conditions."""
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 
 def children_of(pid: int) -> list[str]:
-    """Command lines of the living children, but for multiprocessing's own, torch's compiler's and the tests'."""
+    """Return the command lines of living children, without multiprocessing's, torch's compiler's and the tests' own."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -19,13 +21,22 @@ def children_of(pid: int) -> list[str]:
     return found
 
 
-def living_with(text: str) -> list[str]:
-    """Command lines of living processes in whose environment the text is."""
-    found = []
+def processes_with(text: str, name: str = "") -> dict[int, str]:
+    """Return id and command line of each process with ``text`` in its environment and ``name`` in its command."""
+    found = {}
     for environment in Path("/proc").glob("[0-9]*/environ"):
         try:
             if text in environment.read_text(errors="replace"):
-                found.append(environment.with_name("cmdline").read_text().replace("\0", " "))
+                command = environment.with_name("cmdline").read_text().replace("\0", " ")
+                found |= {int(environment.parent.name): command} if name in command else {}
         except OSError:
             continue
     return found
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 60.0) -> None:
+    """Call the condition until its result is true; AssertionError after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Promotes in a process of its own: ``race ADDRESS WHO ROUNDS`` for each entry of a log, ``release ADDRESS FOLDER``.
+"""A process that promotes: ``race ADDRESS WHO ROUNDS`` for each entry of a log, ``release ADDRESS FOLDER``.
 
 ``KILL_AT`` numbers the write before or after which the process is killed.
 
@@ -19,7 +19,7 @@ from flyte_ddp.release.verdict import Verdict
 
 
 def race(address: str, who: str, rounds: str) -> None:
-    """Wants to write each of the first entries, and prints who has."""
+    """Try to write each of the first entries of the log; print who has written it."""
     registry, before = Registry(address, "model"), None
     for _ in range(int(rounds)):
         try:
@@ -37,7 +37,7 @@ def race(address: str, who: str, rounds: str) -> None:
 
 
 def look(address: str, who: str, rounds: str) -> None:
-    """Compares a new pair each time, and prints the numbers of its looks."""
+    """Claim a look for a new pair in each round; print the numbers of the looks."""
     for number in range(int(rounds)):
         print(looks.claim_look(Registry(address, "model"), "t", f"{who} {number}", "champion", "superior"))
 
@@ -52,7 +52,7 @@ def release_model(address: str, folder: str) -> str:
 
 
 def killed_at(number: int, *, after: bool) -> None:
-    """Ends the process at a write, as SIGKILL does: nothing is tidied up."""
+    """Make this process exit at a write, as by SIGKILL: nothing is tidied up."""
     left = [number]
 
     def killing(write: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Runs a function of a test in the ranks of a real gloo group."""
+"""Run a function of a test in the ranks of a gloo group."""
 
 import multiprocessing
 import os
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 
 def run_ranks(function: Callable[[Path], None], folder: Path, ranks: int) -> list[int | None]:
-    """Runs a function in each rank, with one thread, and returns the exit codes."""
+    """Run a function in each rank, with one thread, for up to 120 s; return the exit codes."""
     spawn = multiprocessing.get_context("spawn")
     group = [spawn.Process(target=run_rank, args=(function, rank, ranks, folder)) for rank in range(ranks)]
     for process in group:

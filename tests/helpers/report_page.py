@@ -41,7 +41,7 @@ class Page(HTMLParser):
             inside.append(data)
 
     def texts(self, tag: str, **attributes: str) -> list[str]:
-        """The text inside all elements of a tag that have these attributes."""
+        """Return the text inside each element of a tag that has these attributes."""
         return [
             "".join(inside).strip()
             for name, found, inside in self.elements
@@ -52,22 +52,22 @@ class Page(HTMLParser):
         return [found[name] for _, found, _ in self.elements if name in found]
 
     def tiles(self) -> dict[str, tuple[str, str]]:
-        """Label to value and detail of the headline."""
+        """Return value and detail of each tile of the headline, by label."""
         return {label: (value, "".join(detail)) for label, value, *detail in self.pieces("tile")}
 
     def pieces(self, style: str) -> list[list[str]]:
-        """The texts of the pieces inside each element of a class."""
+        """Return the texts inside each element of a class."""
         return [inside for _, found, inside in self.elements if found.get("class") == style]
 
     def rows(self) -> list[list[str]]:
-        """All table rows, cell by cell."""
+        """Return all table rows as lists of cells."""
         return [inside for tag, _, inside in self.elements if tag == "tr"]
 
 
 def records(
     *, epochs: int = 3, steps: int = 100, every: int = 10, classes: list[str] | None = None, validation: bool = True
 ) -> list[Record]:
-    """A run's records, each figure another one."""
+    """Return the records of a run; no two figures are equal."""
     hp = Hyperparameters(dataset="mnist", epochs=epochs, num_ranks=2, learning_rate=0.25)
     start = {
         "kind": "start",
@@ -103,7 +103,7 @@ def records(
 
 
 def write_run(folder: Path, lines: list[Record], confusion: np.ndarray[Any, Any] | None = None) -> Path:
-    """A run folder with these records; with a confusion matrix also predictions, two of wandb's and three mistakes."""
+    """Write a run folder with these records, and predictions if a confusion matrix is given; return the folder."""
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     if confusion is not None:
@@ -121,7 +121,7 @@ def write_run(folder: Path, lines: list[Record], confusion: np.ndarray[Any, Any]
 
 
 def matrix(classes: int) -> np.ndarray[Any, Any]:
-    """A confusion matrix without two equal rows."""
+    """Return a confusion matrix without two equal rows."""
     counts = np.random.default_rng(1).integers(0, 3, (classes, classes)) + np.diag(np.arange(50, 50 + classes))
     counts[1, 0] = 40
     return counts

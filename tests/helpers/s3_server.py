@@ -26,7 +26,7 @@ class S3Server:
     secret_key: str
 
     def flyte_environment(self) -> dict[str, str]:
-        """The variables by which flytekit, and a pod, find the server."""
+        """Return the variables by which flytekit, also in a pod, finds the server."""
         return {
             "FLYTE_AWS_ENDPOINT": self.endpoint,
             "FLYTE_AWS_ACCESS_KEY_ID": self.access_key,
@@ -34,7 +34,7 @@ class S3Server:
         }
 
     def aws_environment(self) -> dict[str, str]:
-        """The variables that all of AWS's own clients know."""
+        """Return the variables by which AWS's own clients find the server."""
         return {
             "AWS_ENDPOINT_URL": self.endpoint,
             "AWS_ACCESS_KEY_ID": self.access_key,
@@ -72,7 +72,7 @@ def s3_server(folder: Path, *options: str, keyed: bool = True) -> Iterator[S3Ser
 
 
 def started(process: subprocess.Popen[bytes], log: Path) -> str:
-    """The server's address, once it says that it listens there."""
+    """Wait up to DEADLINE for the server's log to name its address; return the address."""
     deadline = time.monotonic() + DEADLINE
     while time.monotonic() < deadline and process.poll() is None:
         if match := STARTED.search(log.read_text()):

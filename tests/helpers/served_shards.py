@@ -1,4 +1,4 @@
-"""Shards on a server, and what processes of their own do with a cache of them."""
+"""Put shards on a server, and read them in other processes through a cache."""
 
 import hashlib
 import multiprocessing
@@ -28,12 +28,12 @@ SHORT = 0.001  # seconds, for pauses between tries
 
 
 def blob(seed: int, size: int = 20_000) -> bytes:
-    """Bytes that stand for a shard: a cache does not look into them."""
+    """Return bytes in place of a shard: a cache does not parse shards."""
     return np.random.default_rng(seed).bytes(size)
 
 
 def serve(server: FileServer, name: str, content: bytes, *, digest: str = "sha256") -> Shard:
-    """Puts a shard on the server; the result is how an index describes it."""
+    """Put a shard on the server; return its entry for an index."""
     server.files[name] = content
     digests = {"md5": hashlib.md5(content).hexdigest(), "sha256": hashlib.sha256(content).hexdigest()}
     known = {kind: value for kind, value in digests.items() if kind == digest}
@@ -48,12 +48,12 @@ class Served:
     contents: tuple[Samples, ...]
 
     def expected(self) -> list[tuple[str, dict[str, bytes]]]:
-        """All samples in their order."""
+        """Return all samples in order."""
         return [(key, dict(found)) for shard in self.contents for key, found in shard.items()]
 
 
 def serve_samples(server: FileServer, *counts: int, digest: str = "sha256") -> Served:
-    """Puts shards of so many samples on the server."""
+    """Put shards with these numbers of samples on the server."""
     contents = tuple(samples(count, seed, f"{seed}/") for seed, count in enumerate(counts))
     shards = [
         serve(server, f"{number}.tar", shard_bytes(found), digest=digest)._replace(samples=len(found))
@@ -63,7 +63,7 @@ def serve_samples(server: FileServer, *counts: int, digest: str = "sha256") -> S
 
 
 def open_all(cache: ShardCache, shards: Sequence[Shard], threads: int, seed: int, barrier: Barrier) -> None:
-    """A process that opens all shards in each of its threads, in an order of its own."""
+    """Open all shards in each thread, in an order of its own; exit with the number of wrong contents."""
     retries.FIRST_DELAY = SHORT
 
     def read(thread: int) -> int:
@@ -78,19 +78,19 @@ def open_all(cache: ShardCache, shards: Sequence[Shard], threads: int, seed: int
 
 
 def hold(cache: ShardCache, shard: Shard, pipe: Connection) -> None:
-    """A process that has a shard open until it is told to close it."""
+    """Keep a shard open until a message comes through the pipe."""
     with cache.open(shard):
         pipe.send("open")
         pipe.recv()
 
 
 def fetch_only(cache: ShardCache, shard: Shard) -> None:
-    """A process that fetches a shard."""
+    """Open a shard, which fetches it, and close it."""
     cache.open(shard).close()
 
 
 def read_at_random(cache: ShardCache, index: ShardIndex, digests: Sequence[str], reads: int, seed: int) -> None:
-    """A process in whose threads samples are read at random, with a reader that they share."""
+    """Read random samples in two threads through one reader; exit with the number of wrong contents."""
     retries.FIRST_DELAY = SHORT
     reader = ShardReader(index, cache, most_open=3)
 
@@ -103,13 +103,13 @@ def read_at_random(cache: ShardCache, index: ShardIndex, digests: Sequence[str],
 
 
 def end(read: Callable[[int], int], threads: int) -> NoReturn:
-    """Ends a process whose threads count what is wrong."""
+    """Call ``read`` in threads; exit with the sum of the results."""
     with ThreadPoolExecutor(threads) as pool:
         sys.exit(sum(pool.map(read, range(threads))))
 
 
 def digest_of_sample(key: str, found: dict[str, bytes]) -> str:
-    """Of all that is in a sample."""
+    """Return the SHA-256 of a sample's key and members."""
     return hashlib.sha256(repr((key, sorted(found.items()))).encode()).hexdigest()
 
 
@@ -122,7 +122,7 @@ class LabelsAndSums(ShardDataset):
 
 
 def sizes_in(folder: Path) -> dict[str, int]:
-    """What a cache's folder holds, but for its locks."""
+    """Return the sizes of the files in a cache's folder by name, without locks."""
     found = {}
     for path in folder.iterdir():
         with suppress(FileNotFoundError):  # removed meanwhile

@@ -22,7 +22,7 @@ BASE = Hyperparameters(
 
 
 def first_batches(order: sampling.Order) -> list[sampling.Indices]:
-    """Those of an epoch, the last two first."""
+    """Return the batches of an epoch, the last two first."""
     batches = [*order.batches(0, BASE.batch_size)]
     return [*batches[-2:], *batches[: STEPS - 2]]
 
@@ -36,7 +36,7 @@ def after_steps(hp: Hyperparameters, data: Path) -> TrainingState:
 
 
 def losses_of(model: torch.nn.Module, data: Path) -> Tensor:
-    """Of the test images."""
+    """Return the loss of each test image."""
     images, labels = arrays_in_fp64(data, "test")
     with torch.no_grad():
         logits = model(images.to(next(model.parameters()).dtype)).double()

@@ -1,4 +1,4 @@
-"""What tests of reading files start from."""
+"""Set the environment for tests that read files."""
 
 import os
 
@@ -8,7 +8,7 @@ from flyte_ddp.storage import retries
 
 
 def clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No proxy and no credentials of the machine's own, and pauses that nobody waits for."""
+    """Remove proxies and credentials from the environment, and make pauses between retries short."""
     for name in tuple(os.environ):
         if name.startswith(("AWS_", "FLYTE_AWS_", "GOOGLE_", "AZURE_")) or name.lower().endswith("_proxy"):
             monkeypatch.delenv(name)
@@ -17,13 +17,13 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def s3_environment(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """S3 is at this address, and nobody asks who we are."""
+    """Let S3 clients use this address."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
 
 
 def azure_environment(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Azure's Blob service is at this address, and has an account of whose key it says nothing."""
+    """Let Azure clients use this address, with an account and a made-up key."""
     monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", endpoint)
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "c2VjcmV0")

@@ -1,4 +1,4 @@
-"""What is in a tar file, read in each of the ways in which it can be read."""
+"""Read tar files as seekable files and as streams."""
 
 import io
 
@@ -20,7 +20,7 @@ class Stream(io.RawIOBase):
 
 
 def members_of(content: bytes) -> list[Member]:
-    """The members, which must be the same whichever way the file is read."""
+    """Return the members; assert that a seekable file and a stream give the same."""
     seekable, stream = (list(members(file, "x.tar")) for file in (io.BytesIO(content), Stream(content)))
     assert seekable == stream
     return [member for member, _ in seekable]

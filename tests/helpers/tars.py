@@ -13,7 +13,7 @@ BLOCK = 512
 def tar_bytes(
     files: Iterable[tuple[str | tarfile.TarInfo, bytes]], form: int = tarfile.USTAR_FORMAT, **options: str
 ) -> bytes:
-    """A tar file with these files, each a name or a header and a content."""
+    """Return a tar file with these files, each given as name or header and content."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=form, **options) as archive:  # type: ignore[call-overload]
         for named, content in files:
@@ -42,7 +42,7 @@ Samples = Mapping[str, Mapping[str, bytes]]  # members by extension, by key
 
 
 def samples(number: int, seed: int = 0, prefix: str = "") -> dict[str, dict[str, bytes]]:
-    """Samples with members of random contents and sizes; no two are equal."""
+    """Return samples with members of random contents and sizes; no two are equal."""
     random = np.random.default_rng(seed)
     return {
         f"{prefix}{sample:05d}": {".bin": random.bytes(int(random.integers(0, 3000))), ".cls": b"%d" % (sample % 7)}
@@ -51,7 +51,7 @@ def samples(number: int, seed: int = 0, prefix: str = "") -> dict[str, dict[str,
 
 
 def shard_bytes(contents: Samples, form: int = tarfile.GNU_FORMAT) -> bytes:
-    """A shard with these samples."""
+    """Return a shard with these samples."""
     return tar_bytes(
         ((f"{key}{extension}", content) for key, found in contents.items() for extension, content in found.items()),
         form,
@@ -59,7 +59,7 @@ def shard_bytes(contents: Samples, form: int = tarfile.GNU_FORMAT) -> bytes:
 
 
 def write_shards(folder: Path, *shards: Samples) -> list[Path]:
-    """Shards as files ``0.tar``, ``1.tar`` and so on."""
+    """Write shards as files ``0.tar``, ``1.tar`` and so on; return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{number}.tar" for number in range(len(shards))]
     for path, contents in zip(paths, shards, strict=True):

@@ -4,12 +4,12 @@ import json
 import multiprocessing
 import os
 import threading
-import time
 from pathlib import Path
 
 import faults
 import torch
 import torch.distributed as dist
+from processes import wait_until
 from torch import nn
 
 from flyte_ddp import results
@@ -35,15 +35,8 @@ def introduced(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module
     results.event(introduced=True)
     for folder in (temporary / "run/unfinished", temporary.parent / "run/unfinished"):
         if folder.exists():  # else this host does not see it
-            wait_for(folder / "results/ranks" / f"{dist.get_rank()}.json")
+            wait_until((folder / "results/ranks" / f"{dist.get_rank()}.json").exists)
     return faults.model(num_classes, input_shape)
-
-
-def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 30
-    while not path.exists():
-        assert time.monotonic() < deadline, path
-        time.sleep(0.01)
 
 
 def linear(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:

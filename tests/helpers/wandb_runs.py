@@ -4,8 +4,6 @@ import importlib.util
 import json
 import math
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,31 +43,12 @@ ROWS = [
 ]
 
 
-def processes(mark: str, name: str = "") -> list[int]:
-    """Processes whose environment holds the mark and whose command the name: also those that lost their parent."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if mark.encode() in (folder / "environ").read_bytes() and name in (folder / "cmdline").read_text():
-                found.append(int(folder.name))
-        except OSError:
-            continue
-    return found
-
-
-def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.02)
-
-
 def settings(mode: str, timeout: float = 60.0) -> Settings:
     return Settings(wandb_mode=mode, wandb_timeout=timeout, wandb_run_id="exec/task:7", wandb_project="a-project")
 
 
 def write_run(folder: Path) -> None:
-    """What training leaves: all records, and the predictions before the last one."""
+    """Write what training leaves: all records, and the predictions before the last one."""
     with JsonLines(folder / "metrics.jsonl") as log:
         for record in RECORDS:
             log.write(record)
@@ -91,7 +70,7 @@ def start(folder: Path, mode: str, timeout: float = 60.0) -> WandbProcess:
 
 
 def offline_records(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """What the only offline run in the folder holds, by type of record, as wandb's own reader tells it."""
+    """Return the records of the only offline run in the folder by type, read by wandb's own reader."""
     (log,) = (folder / "wandb").glob("offline-run-*/*.wandb")
     specification = importlib.util.find_spec("wandb")  # what `wandb leet` calls, which itself takes a second to import
     assert specification is not None
@@ -107,7 +86,7 @@ def offline_records(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def logged_rows(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of plain numbers, without wandb's own columns, histograms and tables."""
+    """Return the rows of plain numbers, without wandb's own columns, histograms and tables."""
     rows = [{key: value for key, value in row.items() if not key.startswith("_")} for row in history]
     return [
         row for row in rows if len(row) > 1 and not any(key.startswith(("parameters/", "predictions")) for key in row)

@@ -15,7 +15,7 @@ import faults
 import pytest
 from cli import HELPERS
 from faulty_runs import HP, saved
-from processes import living_with
+from processes import processes_with
 
 from flyte_ddp.errors import StoppedError
 from flyte_ddp.launch.supervise.rank_process import RankInfo
@@ -33,7 +33,7 @@ def test_an_agent_that_fails_early_takes_its_rank_along(tmp_path: Path, ticket: 
     ended = subprocess.run(COMMAND, input=given, env=environment, capture_output=True, timeout=60, check=False)
     assert ended.returncode == 1
     assert b"rror" in ended.stderr
-    assert [command for command in living_with(str(tmp_path)) if "spawn_main" in command] == []
+    assert [command for command in processes_with(str(tmp_path)).values() if "spawn_main" in command] == []
 
 
 @pytest.mark.slow

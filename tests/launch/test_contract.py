@@ -19,7 +19,7 @@ from engines import AGENTS, DASK, ELASTIC, FRESH, RAY, SPAWN, Launch, everywhere
 from faulty_runs import HP as FAULTY
 from faulty_runs import INTRODUCED as HP
 from faulty_runs import equal, nothing_like_a_result, saved, weights, when
-from processes import living_with
+from processes import processes_with
 
 from flyte_ddp.errors import RankError, StoppedError
 from flyte_ddp.json_lines import read_records
@@ -64,7 +64,11 @@ def unchanged(launch: Launch) -> Iterator[None]:
 
 def nothing_is_left(run: Path, temporary: Path) -> None:
     """No process that a rank or an agent was, none of their files, nothing that looks like a result."""
-    ranks = [command for command in living_with(str(temporary)) if "flyte_ddp" in command or "spawn_main" in command]
+    ranks = [
+        command
+        for command in processes_with(str(temporary)).values()
+        if "flyte_ddp" in command or "spawn_main" in command
+    ]
     assert ranks == []
     assert [path for path in temporary.iterdir() if path.name.startswith("flyte-ddp")] == []
     nothing_like_a_result(run)

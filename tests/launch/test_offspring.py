@@ -12,7 +12,7 @@ import offspring_models
 import pytest
 from engines import AGENTS, DASK, ELASTIC, FRESH, RAY, SPAWN, Launch, on
 from faulty_runs import HP, when
-from processes import living_with
+from processes import processes_with, wait_until
 
 from benchmarks.running import descendants
 from flyte_ddp.config import Hyperparameters
@@ -80,7 +80,7 @@ def test_after_a_good_end(
 ) -> None:
     """Processes that others have started stay."""
     run_training(PARENTAL, digits, tmp_path / "run", quiet, launch=launch)
-    offspring_models.wait(lambda: not survivors(temporary))  # agents see to it, after the launcher has heard of the end
+    wait_until(lambda: not survivors(temporary))  # agents see to it, after the launcher has heard of the end
     assert bystander.poll() is None
 
 
@@ -110,7 +110,7 @@ def test_after_a_failure(
     else:
         with pytest.raises(RankError):
             run_training(PARENTAL, digits, tmp_path / "run", quiet, launch=launch)
-    offspring_models.wait(lambda: not survivors(temporary))
+    wait_until(lambda: not survivors(temporary))
 
 
 def test_after_the_launcher_was_killed(
@@ -125,9 +125,9 @@ def test_after_the_launcher_was_killed(
             launcher.kill()
 
         when(tmp_path / "marker", kill).join()
-    offspring_models.wait(lambda: not any(offspring_models.state(pid) not in ("", "Z") for pid in below))
+    wait_until(lambda: not any(offspring_models.state(pid) not in ("", "Z") for pid in below))
     assert survivors(temporary) == []
-    assert living_with(str(temporary)) == []
+    assert processes_with(str(temporary)) == {}
     assert [path.name for path in temporary.iterdir()] == ["started"]
 
 

@@ -13,7 +13,6 @@ import faults
 import numpy as np
 import pytest
 import torch
-from cli import HELPERS
 from encoded_runs import BASE, SIDE, labelled, losses, notes, of, quiet, train, weights
 from faulty_proxy import faulty_proxy
 from file_server import FileServer, file_server
@@ -37,10 +36,7 @@ from flyte_ddp.runs.run_folder import OUTPUTS
 from flyte_ddp.shards.dataset import ShardDataset
 from flyte_ddp.shards.joining import join_indexes
 
-
-@pytest.fixture(autouse=True)
-def _user_models_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(HELPERS)
+pytestmark = pytest.mark.usefixtures("user_models")
 
 
 def plain_loop(hp: Hyperparameters, index: Path) -> tuple[dict[str, torch.Tensor], list[float]]:

@@ -19,7 +19,7 @@ import torch
 from cli import HELPERS
 from file_server import FileServer
 from mounts import ALONE, need_mounts
-from processes import living_with
+from processes import processes_with
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
@@ -45,9 +45,7 @@ from flyte_ddp.shards.packing import pack
 PER_SHARD = 75
 
 
-@pytest.fixture(autouse=True)
-def _user_models_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(HELPERS)
+pytestmark = pytest.mark.usefixtures("user_models")
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +186,7 @@ def test_a_killed_rank_takes_its_workers_along_and_the_retry_begins_another_stre
     assert "RankLostError" in ended.stderr
     assert "killed by SIGKILL" in ended.stderr
     deadline = time.monotonic() + 5
-    while living_with(f"MARK={tmp_path}"):
+    while processes_with(f"MARK={tmp_path}"):
         assert time.monotonic() < deadline
     result = train(hp, tmp_path, loader_threads=1)
     (note,) = (note for note in read_records(result.metrics)[-1]["notes"] if "went on from a checkpoint" in note)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from cli import HELPERS
+from processes import wait_until
 from s3_server import s3_server
-from user_models import wait_for
 
 from flyte_ddp import results, storage
 from flyte_ddp.config import Hyperparameters
@@ -113,9 +113,9 @@ def test_a_run_that_restarts_from_scratch_has_none_of_the_run_before(
 def test_a_copy_in_a_folder_is_made_while_training(kept: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copies/run"
     with result_store.mirror_results(kept.parent, str(tmp_path / "copies"), resuming=False):
-        wait_for(copy / "maps/epoch-1.png")  # what was there before
+        wait_until((copy / "maps/epoch-1.png").exists)  # what was there before
         (kept / "later").write_bytes(b"1")
-        wait_for(copy / "later")
+        wait_until((copy / "later").exists)
         (kept / "last").write_bytes(b"2")
     assert (copy / "last").read_bytes() == b"2"
     assert {path.name for path in copy.iterdir()} == {"maps", "events.jsonl", "later", "last"}

@@ -33,9 +33,7 @@ FILES = (METRICS, *OUTPUTS)
 ENTRIES = {*FILES, results.FOLDER}
 
 
-@pytest.fixture(autouse=True)
-def _user_models_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(HELPERS)
+pytestmark = pytest.mark.usefixtures("user_models")
 
 
 @pytest.fixture(scope="module")

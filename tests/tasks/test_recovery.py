@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import offspring_models
 import pytest
 from flytekit import FlyteContextManager
 from flytekit.configuration import DataConfig
 from flytekit.core.data_persistence import FileAccessProvider
 from flytekit.exceptions.user import FlyteRecoverableException
 from kept_checkpoints import names, write
+from processes import wait_until
 from s3_server import S3Server
 
 from flyte_ddp.errors import RankError, UnreachableError, UserError
@@ -73,7 +73,7 @@ class TestInAPod:
 
         def save(folder: Path) -> None:
             write(folder / SLOTS[0], 4)
-            offspring_models.wait(lambda: names(project / "run") == ["one 0 4"])
+            wait_until(lambda: names(project / "run") == ["one 0 4"])
             there.append(len(names(project / "another")))
 
         self.attempt(tmp_path / "0", save)

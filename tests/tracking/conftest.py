@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Iterator
 
 import pytest
-from wandb_runs import processes
+from processes import processes_with
 
 
 @pytest.fixture
@@ -15,5 +15,5 @@ def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     value = uuid.uuid4().hex
     monkeypatch.setenv("FLYTE_DDP_TEST_MARK", value)
     yield value
-    for pid in processes(value):
+    for pid in processes_with(value):
         os.kill(pid, signal.SIGKILL)

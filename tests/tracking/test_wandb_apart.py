@@ -4,12 +4,12 @@ import functools
 import os
 import resource
 import signal
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from fake_wandb_server import fake_server
+from processes import wait_until
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.json_lines import read_records
@@ -78,11 +78,7 @@ def test_the_weights_are_the_same(
             """Trains when wandb is where the trouble is."""
             if trouble == "is killed at once":
                 os.kill(children[0], signal.SIGKILL)
-            deadline = time.monotonic() + 60
-            while trouble in ASKED and not server.requests and time.monotonic() < deadline:
-                time.sleep(0.02)
-            if trouble in ASKED:
-                assert server.requests
+            wait_until(lambda: trouble not in ASKED or server.requests)
             if trouble == "is killed later":
                 kill_trees(lambda: children)
             single.launch(job, num_ranks=num_ranks)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from fake_wandb_server import FakeServer, fake_server
 from PIL import Image
+from processes import processes_with, wait_until
 from wandb_runs import (
     CLASSES,
     COUNTS,
@@ -29,10 +30,8 @@ from wandb_runs import (
     TRUTH,
     logged_rows,
     offline_records,
-    processes,
     settings,
     start,
-    wait_for,
     write_run,
 )
 
@@ -55,10 +54,10 @@ def files_with(text: str, *folders: Path) -> list[Path]:
 @pytest.mark.slow
 def test_an_offline_run_holds_everything(tmp_path: Path, mark: str, capsys: pytest.CaptureFixture[str]) -> None:
     wandb = start(tmp_path, "offline")
-    wait_for(wandb.receive_status)
+    wait_until(wandb.receive_status)
     write_run(tmp_path)
     wandb.finish()
-    assert processes(mark) == []
+    assert processes_with(mark) == {}
 
     records = offline_records(tmp_path)
     assert logged_rows([each["item"] for each in records["history"]]) == ROWS
@@ -138,7 +137,7 @@ def test_without_a_key_or_with_a_bad_setting_nothing_is_lost(
     wandb = start(tmp_path, mode)
     write_run(tmp_path)
     wandb.finish()
-    assert processes(mark) == []
+    assert processes_with(mark) == {}
     said = capsys.readouterr().err
     assert said.startswith("wandb: kept offline (")
     assert words in said
@@ -168,12 +167,12 @@ def test_a_bad_server_costs_bounded_time_and_no_data(
         assert time.monotonic() - begin < 0.5
         write_run(tmp_path)
         if behaviour != "refuses":
-            wait_for(lambda: server.requests)
+            wait_until(lambda: server.requests)
         written = (tmp_path / "metrics.jsonl").read_bytes()
         begin = time.monotonic()
         wandb.finish()
         assert time.monotonic() - begin < 20.5
-    assert processes(mark) == []
+    assert processes_with(mark) == {}
     assert (tmp_path / "metrics.jsonl").read_bytes() == written
     assert capsys.readouterr().err.startswith("wandb: kept offline (")
     assert logged_rows([each["item"] for each in offline_records(tmp_path)["history"]]) == ROWS
@@ -188,7 +187,7 @@ def test_the_offline_run_of_a_later_attempt_has_all_records(tmp_path: Path, mark
         for record in RECORDS[:4]:
             log.write(record)
     wandb = start(tmp_path, "offline")
-    wait_for(wandb.receive_status)
+    wait_until(wandb.receive_status)
     with JsonLines(tmp_path / "metrics.jsonl") as log:
         for record in [*RECORDS[4:], END]:
             log.write(record)
@@ -209,10 +208,10 @@ def test_a_good_server_gets_everything_and_no_file_the_key(
     with fake_server() as server:
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
         wandb = start(folder, "online")
-        wait_for(wandb.receive_status)
+        wait_until(wandb.receive_status)
         write_run(folder)
         wandb.finish()
-    assert processes(mark) == []
+    assert processes_with(mark) == {}
     check_arrived(server)
     assert capsys.readouterr().err == f"wandb: {server.url}/someone/a-project/runs/exec-task-7\n"
     assert files_with(KEY, home, folder) == []
@@ -252,9 +251,9 @@ def started_parent(folder: Path) -> subprocess.Popen[str]:
 @pytest.mark.slow
 def test_the_parents_death_ends_it(tmp_path: Path, mark: str) -> None:
     with started_parent(tmp_path) as parent:
-        assert processes(mark, "wandb-core")
+        assert processes_with(mark, "wandb-core")
         parent.kill()
-    wait_for(lambda: not processes(mark), seconds=15)
+    wait_until(lambda: not processes_with(mark), seconds=15)
     records = offline_records(tmp_path)
     assert logged_rows([each["item"] for each in records["history"]]) == [{"step": 1, "epoch": 0, "loss": 2.5}]
     assert [record["exit_code"] for record in records["exit"]] == [1]
@@ -267,15 +266,15 @@ def test_the_child_of_a_killed_launcher_leaves_a_retry_alone(
 ) -> None:
     """It comes to its end while the retry, in the same run folder, has begun already."""
     with started_parent(tmp_path) as parent:
-        late = processes(mark, "flyte_ddp.tracking.wandb_feed")
+        late = processes_with(mark, "flyte_ddp.tracking.wandb_feed")
         for pid in late:
             os.kill(pid, signal.SIGSTOP)
         parent.kill()
     retry = start(tmp_path, "offline")
-    wait_for(retry.receive_status)
+    wait_until(retry.receive_status)
     for pid in late:
         os.kill(pid, signal.SIGCONT)
-    wait_for(lambda: not {*late} & {*processes(mark, "flyte_ddp.tracking.wandb_feed")})
+    wait_until(lambda: not {*late} & {*processes_with(mark, "flyte_ddp.tracking.wandb_feed")})
     with JsonLines(tmp_path / "metrics.jsonl") as log:
         log.write(END)
     retry.finish()
@@ -285,7 +284,7 @@ def test_the_child_of_a_killed_launcher_leaves_a_retry_alone(
 
 def only_the_monitor_is_left(mark: str) -> bool:
     """Of wandb, if that: orphaned by a kill, it looks for wandb every few seconds, and ends."""
-    return processes(mark) == processes(mark, "wandb-symon")
+    return processes_with(mark) == processes_with(mark, "wandb-symon")
 
 
 @needs_proc
@@ -306,12 +305,12 @@ def test_a_killed_wandb_is_started_again_and_its_run_is_kept(
     with fake_server() as server:
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
         wandb = start(tmp_path, mode)
-        wait_for(wandb.receive_status)
-        for pid in processes(mark, killed):
+        wait_until(wandb.receive_status)
+        for pid in processes_with(mark, killed):
             os.kill(pid, signal.SIGKILL)
         write_run(tmp_path)
         wandb.finish()
-        wait_for(lambda: only_the_monitor_is_left(mark))
+        wait_until(lambda: only_the_monitor_is_left(mark))
     assert capsys.readouterr().err.startswith("wandb: kept offline")
     assert logged_rows([each["item"] for each in offline_records(tmp_path)["history"]]) == ROWS
     assert list((tmp_path / "wandb").glob("run-*")) == []
@@ -331,9 +330,9 @@ def test_a_server_that_comes_back_gets_everything(
     with fake_server("denies") as server:
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
         wandb = start(tmp_path, "online")
-        wait_for(lambda: not wandb.receive_status() and wandb.status["reason"])
+        wait_until(lambda: not wandb.receive_status() and wandb.status["reason"])
         server.behaviour = "works"
-        wait_for(wandb.receive_status)
+        wait_until(wandb.receive_status)
         write_run(tmp_path)
         wandb.finish()
     check_arrived(server)
@@ -351,7 +350,7 @@ def test_missing_wandb_is_printed(
     wandb = start(tmp_path, "offline")
     write_run(tmp_path)
     wandb.finish()
-    assert processes(mark) == []
+    assert processes_with(mark) == {}
     said = capsys.readouterr().err
     assert said.startswith("wandb: nothing was logged (ModuleNotFoundError: No module named 'wandb'); see ")
     assert "ModuleNotFoundError" in (tmp_path / "wandb/feed.log").read_text()
@@ -366,13 +365,13 @@ def test_a_process_that_hangs_is_not_waited_for(
     tmp_path: Path, mark: str, stopped: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wandb = start(tmp_path, "offline", timeout=1)
-    wait_for(wandb.receive_status)
-    for victim in processes(mark, "" if stopped == "every process" else stopped):
+    wait_until(wandb.receive_status)
+    for victim in processes_with(mark, "" if stopped == "every process" else stopped):
         os.kill(victim, signal.SIGSTOP)
     begin = time.monotonic()
     wandb.finish()
     assert time.monotonic() - begin < 2
-    wait_for(lambda: not processes(mark), seconds=15)
+    wait_until(lambda: not processes_with(mark), seconds=15)
     assert capsys.readouterr().err.startswith("wandb: kept offline")
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 import faults
 import pytest
 import torch
-from cli import HELPERS
 from faulty_runs import saved
 
 from flyte_ddp.config import Hyperparameters
@@ -18,6 +17,7 @@ from flyte_ddp.settings import Settings
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.slow,
+    pytest.mark.usefixtures("user_models"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
 
@@ -34,11 +34,6 @@ HP = Hyperparameters(
     deterministic=True,
     log_interval=1,
 )
-
-
-@pytest.fixture(autouse=True)
-def _user_models_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(HELPERS)
 
 
 def losses(metrics: Path) -> list[float]:

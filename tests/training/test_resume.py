@@ -11,7 +11,6 @@ from typing import Any
 import faults
 import pytest
 import torch
-from cli import HELPERS
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import RankError, UserError
@@ -44,9 +43,7 @@ PLAIN = Arithmetic(1, "some CPU", "fp32", threads=1, channels_last="off", strate
 OWN = Identity({"epochs": 1}, data="d", code="c", user_code="", initial_weights="", releases="torch 2")
 
 
-@pytest.fixture(autouse=True)
-def _user_models_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(HELPERS)
+pytestmark = pytest.mark.usefixtures("user_models")
 
 
 @pytest.fixture(scope="module")

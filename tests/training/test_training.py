@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cli import HELPERS
 from plain_loop import train_plainly
 from torch.nn import functional
 
@@ -30,9 +29,7 @@ QUIET = Settings(progress="off", wandb_mode="disabled")
 BASE = Hyperparameters(epochs=2, batch_size=100, num_ranks=2, precision="fp32", channels_last="off", log_interval=1)
 
 
-@pytest.fixture(autouse=True)
-def _user_models_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(HELPERS)
+pytestmark = pytest.mark.usefixtures("user_models")
 
 
 def train(hp: Hyperparameters, data: Path, folder: Path) -> Result:

@@ -1,0 +1,56 @@
+"""The tables of hyperparameters and of variables in docs/: ``python tests/helpers/document_tables.py`` writes them."""
+
+import dataclasses
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from cli import ROOT
+
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.settings import load_variables_file, read_variable_table
+
+TABLE = re.compile(r"(<!-- \w+: written by .*?-->\n)(.*?)(<!-- end -->)", re.DOTALL)
+
+
+def hyperparameter_table() -> str:
+    """Return name, default, range and help text of every hyperparameter, as Markdown."""
+    lines = ["| name | default | values | meaning |", "|---|---|---|---|"]
+    for field in dataclasses.fields(Hyperparameters):
+        default = str(field.default).lower() if field.type is bool else str(field.default)
+        cells = [f"`{field.name}`", default or "(empty)", format_rule(field), field.metadata["doc"]]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def format_rule(field: dataclasses.Field) -> str:
+    """Return the values that a hyperparameter may have."""
+    rule = field.metadata
+    if rule["choices"]:
+        return ", ".join(rule["choices"])
+    if field.type in (bool, str):
+        return "true, false" if field.type is bool else "text"
+    signs = {"at_least": "≥", "above": ">", "at_most": "≤", "below": "<"}
+    bounds = [f"{sign} {rule[key]:g}" for key, sign in signs.items() if key in rule]
+    return ", ".join([field.type.__name__, *bounds])
+
+
+def variable_table() -> str:
+    """Return the table of variables, and a sentence on those that nobody sets, as Markdown."""
+    lines = ["| variable | default | where | meaning |", "|---|---|---|---|"]
+    for variable in read_variable_table().values():
+        default = variable.default or "(empty)"
+        default = default if default.startswith("(") else f"`{default}`"
+        lines.append(f"| `{variable.name}` | {default} | {variable.where} | {variable.meaning} |")
+    internal = "; ".join(f"`{name}` ({meaning})" for name, meaning in load_variables_file()["internal"].items())
+    return "\n".join([*lines, "", f"Internal, and not to be set: {internal}.", ""])
+
+
+PAGES: dict[Path, Callable[[], str]] = {
+    ROOT / "docs/hyperparameters.md": hyperparameter_table,
+    ROOT / "docs/configuration.md": variable_table,
+}
+
+if __name__ == "__main__":
+    for page, table in PAGES.items():
+        page.write_text(TABLE.sub(lambda found, table=table: found[1] + table() + found[3], page.read_text()))
