@@ -60,30 +60,22 @@ class CommandWithShortErrors(click.Command):
 @click.command(cls=CommandWithShortErrors)
 @click.argument("name")
 @click.option(
-    "--hp",
-    type=JsonParamType(Hyperparameters),
-    help="Hyperparameters; those left out have their defaults. Without the option: the plan's.",
+    "--hp", type=JsonParamType(Hyperparameters), help="Those left out have their defaults; without: the plan's."
 )
-@click.option(
-    "--config", required=True, type=click.Path(exists=True, dir_okay=False), help="File that names the cluster."
-)
+@click.option("--config", required=True, type=click.Path(exists=True, dir_okay=False), help="The cluster's file.")
 @click.option("--project", default="flytesnacks", show_default=True)
 @click.option("--domain", default="development", show_default=True)
 @click.option("--service-account", help="Kubernetes service account of the pods; without: the plan's.")
 @click.option("--version", help="Version of the launch plan; without: the active one, else the newest.")
 @click.option("--overwrite-cache", is_flag=True, help="Always retrain, from the first step.")
 @click.option("--no-wait", is_flag=True, help="End when the execution is launched.")
-@click.option(
-    "--download", "folder", type=click.Path(file_okay=False, path_type=Path), help="Folder for model and report."
-)
+@click.option("--download", "folder", type=click.Path(file_okay=False, path_type=Path), help="For model and report.")
 def launch(*, name: str, hp: Hyperparameters | None, config: str, version: str | None, **options: Any) -> None:
     """Launch the launch plan NAME, wait for the execution, and print the addresses of its outputs."""
     folder, from_scratch = options["folder"], options["overwrite_cache"]
     if options["no_wait"] and folder:
         raise UserError("--download: with --no-wait there is nothing to download yet; leave one of them out")
-    remote = FlyteRemote(
-        read_cluster_config(config), default_project=options["project"], default_domain=options["domain"]
-    )
+    remote = FlyteRemote(read_config(config), default_project=options["project"], default_domain=options["domain"])
     plan = fetch_launch_plan(remote, name, version)
     check_launch_plan(plan, hp, folder)
     execution = remote.execute(
@@ -113,7 +105,7 @@ def launch(*, name: str, hp: Hyperparameters | None, config: str, version: str |
         download_outputs(remote, outputs, folder)
 
 
-def read_cluster_config(path: str) -> Config:
+def read_config(path: str) -> Config:
     """Return the configuration in a file; UserError if it does not name a cluster's address."""
     with suppress(Exception):  # the file may hold anything
         if yaml.safe_load(Path(path).read_text(encoding="utf-8"))["admin"]["endpoint"]:

@@ -33,29 +33,25 @@ __all__ = [
     "run_training",
 ]
 MODULES = {
-    "Hyperparameters": "config",
-    "RankError": "errors",
-    "Result": "run",
-    "Settings": "settings",
-    "StoppedError": "errors",
-    "UnreachableError": "errors",
-    "UserError": "errors",
-    "fetch": "datasets",
-    "image_arrays": "datasets",
-    "load_champion": "release.promotion",
-    "load_model": "models.artifacts",
-    "results": "results",
-    "run_training": "run",
+    "config": ["Hyperparameters"],
+    "datasets": ["fetch", "image_arrays"],
+    "errors": ["RankError", "StoppedError", "UnreachableError", "UserError"],
+    "models.artifacts": ["load_model"],
+    "release.promotion": ["load_champion"],
+    "run": ["Result", "run_training"],
+    "settings": ["Settings"],
 }
 
 
 def __getattr__(name: str) -> Any:
-    """Import the module that MODULES gives for a public name, and return the object of that name there.
+    """Import the module that defines a public name, and return the object of that name; for ``results`` the module.
 
     Raises:
-        AttributeError: MODULES does not have the name.
+        AttributeError: the name is not public.
     """
-    if name not in MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = import_module(f"{__name__}.{MODULES[name]}")
-    return module if MODULES[name] == name else getattr(module, name)
+    if name == "results":
+        return import_module(f"{__name__}.results")
+    for module, names in MODULES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

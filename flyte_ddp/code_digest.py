@@ -64,13 +64,13 @@ def code_in(source: bytes) -> bytes:
     """
     words: list[str] = []
     try:
-        append_node(parse(source), words)
+        append_node_words(parse(source), words)
     except NO_PYTHON:
         return source
     return "\n".join(words).encode()
 
 
-def append_node(node: ast.AST, words: list[str]) -> None:
+def append_node_words(node: ast.AST, words: list[str]) -> None:
     """Append the type and the fields of a syntax node and of all nodes below it to ``words``.
 
     Leaves out empty fields, docstrings and other statements without effect.
@@ -85,7 +85,7 @@ def append_node(node: ast.AST, words: list[str]) -> None:
             if isinstance(item, ast.Pass) or (isinstance(item, ast.Expr) and isinstance(item.value, ast.Constant)):
                 continue
             if isinstance(item, ast.AST):
-                append_node(item, words)
+                append_node_words(item, words)
             else:
                 words.append(repr(item))
     words.append(")")

@@ -60,7 +60,7 @@ class JsonLines(AbstractContextManager["JsonLines"]):
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a file of JSON lines, without lines that are no JSON object; UserError if unreadable."""
+    """Return the records of a file of JSON lines, without other lines. Raise UserError if it is unreadable."""
     try:
         return [*parsed(path.read_bytes().splitlines())]
     except OSError as error:

@@ -27,7 +27,7 @@ def opaque_picture(image: Image.Image) -> Image.Image:
     if image.mode == "F":
         raise ValueError("its pixels are floating-point numbers, of no known range; store 8 or 16 bits, without a sign")
     if image.mode.startswith("I"):
-        return eight_bit_greys(image)
+        return convert_to_8_bit_greys(image)
     if not image.has_transparency_data:
         return image
     from PIL import Image
@@ -37,7 +37,7 @@ def opaque_picture(image: Image.Image) -> Image.Image:
     return canvas
 
 
-def eight_bit_greys(image: Image.Image) -> Image.Image:
+def convert_to_8_bit_greys(image: Image.Image) -> Image.Image:
     """Return a grey picture of 12 or 16 bits with the upper 8 bits, and white in place of the transparent grey.
 
     Raises:

@@ -94,7 +94,7 @@ def descendants_killed_at_end() -> Iterator[None]:
     finally:
         # SIGCHLD is ignored: torch's handler would raise, in the main thread, that a DataLoader's worker was killed.
         with signal_handlers({signal.SIGCHLD: signal.SIG_DFL}):
-            kill_trees(lambda: children_of_this_thread() - before - helpers())
+            kill_trees(lambda: list_children_of_this_thread() - before - helpers())
         if adopts:
             become_subreaper(False)
 
@@ -129,8 +129,11 @@ def children_of(pid: int, *, ended: bool = False) -> set[int]:
     return {child for child, (parent, lives) in processes().items() if parent == pid and (lives or ended)}
 
 
-def children_of_this_thread() -> set[int]:
-    """Return the children, zombies too, that this thread has started, and as main thread adopted; all if unknown."""
+def list_children_of_this_thread() -> set[int]:
+    """Return the ids of the children, zombies too, that this thread started; the main thread's include adopted ones.
+
+    Returns all children of the process if Linux does not list them by thread.
+    """
     own = children_of(os.getpid(), ended=True)
     try:
         listed = Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()

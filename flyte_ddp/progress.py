@@ -30,12 +30,14 @@ class Progress:
 
     @contextmanager
     def track(self, label: str, total: int | None, unit: str) -> Iterator[Callable[[int], object]]:
-        """Show a bar during the block, or print one line; yield the function that takes the number of units done anew.
+        """Show a bar during the block, or print one line; yield a function to report progress.
 
         Args:
             label: what is done.
             total: number of units; None: not known.
             unit: name of what is counted; "B" for bytes.
+
+        The yielded function takes the number of units that were done since its last call.
         """
         if self._mode == "bar":
             with tqdm(total=total, desc=label, unit=unit, unit_scale=unit == "B", file=self._stream) as bar:
@@ -127,7 +129,7 @@ class TrainingProgress(Progress):
             self._next = now + 0.1
             with self._turn_off_on_failure():
                 self._bar.set_description_str(self._name_epoch(epoch), refresh=False)
-                self._move_bar()
+                self._update_bar()
             return
         self._next = max(1.3 * now, now + 2.0)
         # The time left is estimated from the first line on, so that start-up and steps before a resume don't count.
@@ -154,14 +156,14 @@ class TrainingProgress(Progress):
         """Show the last step in the bar and end its line; may be called twice."""
         if self._mode == "bar":
             with self._turn_off_on_failure():
-                self._move_bar()
+                self._update_bar()
                 self._bar.close()
 
     def _name_epoch(self, epoch: int) -> str:
         """Return "epoch 1/3" for the epoch 0 of 3."""
         return f"epoch {epoch + 1}/{self._epochs}"
 
-    def _move_bar(self) -> None:
+    def _update_bar(self) -> None:
         """Show the newest values and the last step in the bar."""
         self._bar.set_postfix_str(", ".join(self._values.values()), refresh=False)
         self._bar.update(self._last_step - self._bar.n)

@@ -1,7 +1,6 @@
 """One training run from prepared data to a run folder with model, metrics and report."""
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
@@ -14,6 +13,7 @@ from flyte_ddp.errors import StoppedError
 from flyte_ddp.hardware import Hardware, detect
 from flyte_ddp.launch import single, spawn
 from flyte_ddp.models import initial_weights
+from flyte_ddp.progress import Progress
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.failed_run import explain
 from flyte_ddp.runs.identity import model_identity
@@ -98,16 +98,17 @@ def run_training(
     hardware = hardware or detect(hp)
     launch = launch or (single.launch if hardware.num_ranks == 1 else spawn.launch)
     workers = settings.loader_threads or hardware.threads
+    progress = Progress(settings.progress)
     warnings = check_prepared(data, hp, ranks=hardware.num_ranks, workers=workers, cache_bytes=settings.cache_bytes)
     for warning in warnings:
-        print_unless_off(warning, settings)
+        progress.note(warning)
     with hold(run_folder):
         work = prepare_folder(run_folder)
         identity = checkpoint_identity(hp, data)
         found = checkpoint.load_latest(work, identity)
         if found is not None:
             when = datetime.fromtimestamp(found.time).strftime("%Y-%m-%d %H:%M:%S")  # noqa: DTZ006 (local time)
-            print_unless_off(f"going on after step {found.step:,}, saved {when}", settings)
+            progress.note(f"going on after step {found.step:,}, saved {when}")
         wandb = wandb_run.start_wandb(run_folder, settings, hp.to_dict(), run_folder.name)
         wandb_limit = settings.wandb_timeout
         try:
@@ -130,12 +131,6 @@ def run_training(
             if wandb is not None:
                 wandb.finish(wandb_limit)
         return read_result(run_folder)
-
-
-def print_unless_off(text: str, settings: Settings) -> None:
-    """Print a line to stderr, unless the settings turn progress off."""
-    if settings.progress != "off":
-        print(text, file=sys.stderr, flush=True)
 
 
 def publish_complete_run(run_folder: Path) -> None:

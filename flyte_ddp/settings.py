@@ -67,7 +67,7 @@ class Settings:
 
 
 def read_text(name: str) -> str:
-    """Return the value of one of variables.toml's variables in this process, else its default, else ""."""
+    """Return a variable's value in this process's environment, else its default in variables.toml, else ""."""
     default = read_variable_table()[name].default
     return os.environ.get(name) or ("" if default.startswith("(") else default)
 
@@ -78,7 +78,7 @@ def runs_folder() -> Path:
 
 
 def allowed_addresses() -> tuple[str, ...]:
-    """Return FLYTE_DDP_ALLOWED_ADDRESSES as a list: places that an index or an HTTP redirect may lead to."""
+    """Return the addresses in FLYTE_DDP_ALLOWED_ADDRESSES, to which an index or an HTTP redirect may lead."""
     return tuple(filter(None, (address.strip() for address in read_text(ALLOWED).split(","))))
 
 
@@ -126,7 +126,7 @@ def check_wandb() -> None:
 
 
 def read_choice(name: str, choices: tuple[str, ...]) -> str:
-    """Return a variable's value or its default, "" if there is neither; UserError if it is none of the choices."""
+    """Return a variable's value, else its default, else "". Raise UserError if the value is none of ``choices``."""
     value = read_text(name)
     if value and value not in choices:
         raise UserError(f"{name}={value!r}: choose one of {', '.join(choices)}")
@@ -134,7 +134,7 @@ def read_choice(name: str, choices: tuple[str, ...]) -> str:
 
 
 def read_number(name: str, at_least: float = 0.0) -> float:
-    """Return a variable's value or its default as a number; UserError if it is not finite or less than ``at_least``."""
+    """Return the number in a variable, else its default. Raise UserError if it is not finite or below ``at_least``."""
     text = read_text(name)
     try:
         value = float(text)
@@ -146,7 +146,7 @@ def read_number(name: str, at_least: float = 0.0) -> float:
 
 
 def read_whole_number(name: str) -> int:
-    """Return a variable's value or its default as a whole number; UserError if it is negative or none (1e9 is one)."""
+    """Return the whole number in a variable (1e9 is one), else its default. Raise UserError for other values."""
     value = read_number(name)
     if value != int(value):
         raise UserError(f"{name}={os.environ[name]!r}: must be a whole number")

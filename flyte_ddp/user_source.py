@@ -60,7 +60,7 @@ def not_among(known: set[Path], spec: str, modules: Iterable[str]) -> list[str]:
     while waiting:
         module = waiting.pop()
         file = getattr(module, "__file__", None)
-        if module is None or not file or module.__name__.partition(".")[0] in IDENTIFIED or not is_own(file):
+        if module is None or not file or module.__name__.partition(".")[0] in IDENTIFIED or not is_user_file(file):
             continue
         path = Path(file).resolve()
         folder = next((folder for folder in folders if path.is_relative_to(folder)), None)
@@ -92,7 +92,7 @@ def user_sources(spec: str) -> Iterator[tuple[str, Path, bytes]]:
     if found is None:
         raise not_found(spec, top)
     seen = {top, *IDENTIFIED}
-    files = [*module_files(found)]
+    files = [*list_module_files(found)]
     while files:
         name, path = files.pop()
         try:
@@ -100,10 +100,10 @@ def user_sources(spec: str) -> Iterator[tuple[str, Path, bytes]]:
         except OSError:  # a link to nowhere, say: nothing that could be imported
             continue
         yield name, path, content
-        for other in sorted(imported_modules(content) - seen):
+        for other in sorted(find_imported_modules(content) - seen):
             seen.add(other)
             if found := find_top_level(other):
-                files += module_files(found, only_own=True)
+                files += list_module_files(found, only_own=True)
 
 
 def find_top_level(name: str) -> ModuleSpec | None:
@@ -114,7 +114,7 @@ def find_top_level(name: str) -> ModuleSpec | None:
         return None
 
 
-def module_files(found: ModuleSpec, *, only_own: bool = False) -> Iterator[tuple[str, Path]]:
+def list_module_files(found: ModuleSpec, *, only_own: bool = False) -> Iterator[tuple[str, Path]]:
     """Yield name and path of each ``.py`` file of a top-level module or package; names begin with the module's name.
 
     Follows symlinks to folders, each once. Leaves out hidden files and folders.
@@ -125,7 +125,7 @@ def module_files(found: ModuleSpec, *, only_own: bool = False) -> Iterator[tuple
     """
     packages = found.submodule_search_locations
     for place in packages if packages is not None else filter(None, [found.origin if found.has_location else None]):
-        if only_own and not is_own(place):
+        if only_own and not is_user_file(place):
             continue
         if packages is None:
             yield Path(place).name, Path(place)
@@ -140,13 +140,13 @@ def module_files(found: ModuleSpec, *, only_own: bool = False) -> Iterator[tuple
                 yield f"{found.name}/{path.relative_to(place).as_posix()}", path
 
 
-def is_own(place: str) -> bool:
+def is_user_file(place: str) -> bool:
     """Return whether a file or folder is outside Python's standard library and site-packages."""
     path = Path(place).resolve()
     return not INSTALLED.intersection(path.parts) and not any(path.is_relative_to(standard) for standard in STANDARD)
 
 
-def imported_modules(source: bytes) -> set[str]:
+def find_imported_modules(source: bytes) -> set[str]:
     """Return the names of top-level modules that a source imports by statements or by a literal given to IMPORTERS.
 
     Leaves out relative imports, which stay in the package. Returns none for a source that is no Python.
