@@ -92,7 +92,7 @@ def verify_shards(index: str, decode: bool = False) -> str:
     Fails with the first 20 differences. Decodes each image if decode is set.
     """
     refuse_damaged_shards(index, decode=decode)
-    return f"{index}: all is as it says"
+    return f"{index}: no shard differs from it"
 
 
 class PackedShards(NamedTuple):

@@ -78,7 +78,7 @@ def verify(index: str, decode: bool, progress: str) -> None:
         click.echo(problem)
     if problems:
         raise UserError(f"index {index}: {counted(len(problems), 'problem')}")
-    click.echo(f"{index}: all is as it says")
+    click.echo(f"{index}: no shard differs from it")
 
 
 @shards.command()

@@ -249,7 +249,7 @@ def resolve_part(address: str, content: dict[str, Any], entry: Any) -> tuple[str
     else:
         where, listed = address, {"base": content.get("base"), **entry}
     if listed.get("datasets"):
-        raise UserError(f"index {address}: refers to {where}, which refers to others again; list those here")
+        raise UserError(f"index {address}: refers to {where}, which refers to other indexes; list those indexes here")
     return where, listed, entry
 
 
@@ -288,8 +288,8 @@ def resolve_named_address(index: str, base: str, named: Any) -> str:
         raise UserError(f"index {index}: {error.message}") from None
     if is_local and storage.local_path(index) is None:
         raise UserError(
-            f"index {index}: names {shorten_repr(named)}, a file of this machine, which an index from elsewhere may "
-            "not; copy the index here, if that is meant"
+            f"index {index}: names {shorten_repr(named)}, a file of this machine; an index from elsewhere may not "
+            "name it; copy the index here if it should"
         )
     if not is_local and storage.scheme(index) in ("http", "https") and not storage.may_be_named(whole, index):
         raise UserError(

@@ -257,12 +257,12 @@ def resolve_index_output(path: Path, inputs: Iterable[str] = ()) -> Path:
     for address in inputs:
         found = storage.local_path(address)
         if found is not None and found.resolve() in outputs:
-            raise UserError(f"{output}: would be written in place of {found}, which it is made of; choose another name")
+            raise UserError(f"{output}: would replace {found}, which it is made from; choose another name")
     if output.is_file():
         try:
             load_index_json(str(output))
         except UserError as error:
-            raise UserError(f"{output}: is there, and is no index; remove it, or choose another name") from error
+            raise UserError(f"{output}: exists and is not an index; remove it, or choose another name") from error
     return output
 
 
@@ -312,9 +312,9 @@ def verify_shard(shard: Shard, classes: int, *, decode: bool) -> list[str]:
         ("MD5", found.shard.md5, shard.md5 or None),
     ):
         if said not in (None, here):
-            problems.append(f"shard {shard.url}: {what} {here}, and {said} in the index")
+            problems.append(f"shard {shard.url}: {what} {here}, but {said} in the index")
     if classes and found.labels > classes:
-        problems.append(f"shard {shard.url}: has label {found.labels - 1}, and the index has {classes} classes")
+        problems.append(f"shard {shard.url}: has label {found.labels - 1}, but the index has {classes} classes")
     if shard.table is not None:
         try:
             same = storage.retried(shard.table[0], lambda _: read_table(shard)).to_bytes() == found.table.to_bytes()
@@ -323,5 +323,7 @@ def verify_shard(shard: Shard, classes: int, *, decode: bool) -> list[str]:
         except storage.UnavailableError as failure:
             return [*problems, f"tables of samples {shard.table[0]}: cannot be read, and were not compared ({failure})"]
         if not same:
-            problems.append(f"shard {shard.url}: the table of samples beside the index is missing or of another shard")
+            problems.append(
+                f"shard {shard.url}: the table of samples beside the index is missing or belongs to another shard"
+            )
     return problems

@@ -100,6 +100,6 @@ def unusable_shard_error(shard: Shard, failure: Exception) -> UserError:
     """Return the UserError about a shard that cannot be read or fetched because of an exception."""
     reason = getattr(failure, "strerror", None) or str(failure)
     if isinstance(failure, storage.AlteredError):
-        return UserError(f"shard {shard.url}: is not the one in the index: {reason}; copy it again, or renew the index")
+        return UserError(f"shard {shard.url}: differs from the index: {reason}; copy it again, or renew the index")
     message = f"shard {shard.url}: cannot be fetched ({reason}); check the address, and that it can be read"
     return failure.explained(message) if isinstance(failure, storage.UnavailableError) else UserError(message)

@@ -163,8 +163,8 @@ def test_a_fault_that_passes_is_retried(
     [
         (404, 1, "cannot be fetched .HTTP 404"),
         ("truncate", 4, "cannot be fetched .IncompleteRead"),
-        ("alter", 2, r"is not the one in the index: (sha256|md5) \w+ instead of \w+; copy it again, or renew"),
-        ("longer", 2, "is not the one in the index: 20,001 bytes instead of 20,000; copy it again, or renew"),
+        ("alter", 2, r"differs from the index: (sha256|md5) \w+ instead of \w+; copy it again, or renew"),
+        ("longer", 2, "differs from the index: 20,001 bytes instead of 20,000; copy it again, or renew"),
     ],
 )
 @pytest.mark.parametrize("digest", ["sha256", "md5"])

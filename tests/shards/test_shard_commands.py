@@ -60,7 +60,7 @@ def test_from_a_folder_of_images_to_a_single_sample(tmp_path: Path, monkeypatch:
     assert "weight 0.5" in shards("show", "joined.json").output
 
     verified = shards("verify", "out/val.json", "--decode")
-    assert verified == Ended(0, "out/val.json: all is as it says\n", "checking (3 shards)\n")
+    assert verified == Ended(0, "out/val.json: no shard differs from it\n", "checking (3 shards)\n")
 
     shown = shards("show", "out/val.json", "--shards").output.splitlines()
     for line in ("samples          12 (2 to 5 a shard)", "classes          2", "digests          3 shards have one"):
@@ -174,19 +174,19 @@ DAMAGE: dict[str, tuple[Damage, list[str]]] = {
     ),
     "counts in the index": (
         edit_index(lambda content: content["shardlist"][0].update(nsamples=6)),
-        ["shard .*/train-000000.tar: samples 5, and 6 in the index"],
+        ["shard .*/train-000000.tar: samples 5, but 6 in the index"],
     ),
     "sizes and digests in the index": (
         edit_index(lambda content: content["shardlist"][2].update(filesize=6, md5sum="0" * 32)),
-        ["shard .*/train-000002.tar: bytes 10240, and 6 in the index", "shard .*: MD5 .*, and 0{32} in the index"],
+        ["shard .*/train-000002.tar: bytes 10240, but 6 in the index", "shard .*: MD5 .*, but 0{32} in the index"],
     ),
     "fewer classes in the index": (
         edit_index(lambda content: content["flyte_ddp"].update(classes=["ant"])),
-        [r"shard .*: has label 1, and the index has 1 classes"] * 3,
+        [r"shard .*: has label 1, but the index has 1 classes"] * 3,
     ),
     "missing tables": (
         lambda folder: (folder / "train.json.tables").unlink(),
-        ["shard .*: the table of samples beside the index is missing or of another shard"] * 3,
+        ["shard .*: the table of samples beside the index is missing or belongs to another shard"] * 3,
     ),
     "members left out": (
         with_members_left_out,

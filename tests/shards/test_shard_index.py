@@ -161,7 +161,7 @@ def test_an_index_from_elsewhere_has_no_file_of_this_machine_read(
     server.files["index.json"] = json.dumps(content).encode()
     far = f"{server.url}/index.json"
     for address in (far, written(tmp_path / "near.json", {"datasets": [{"source_url": far}]})):
-        with pytest.raises(UserError, match=r"names 'file://.*', a file of this machine.*|refers to others"):
+        with pytest.raises(UserError, match=r"names 'file://.*', a file of this machine.*|refers to other indexes"):
             read_index(address)
     if "datasets" not in content:
         assert len(read_index(written(tmp_path / "index.json", content))) == 5
@@ -270,7 +270,7 @@ MALFORMED = {
     '{"datasets": ["a"]}': "a wrong type",
     '{"datasets": [{"name": "a"}]}': "has no shards",
     '{"datasets": [{"source_url": 5}]}': "5 is no address",
-    '{"datasets": [{"shardlist": [{"url": "a", "nsamples": 1}], "datasets": [{}]}]}': "refers to others again",
+    '{"datasets": [{"shardlist": [{"url": "a", "nsamples": 1}], "datasets": [{}]}]}': "refers to other indexes",
     json.dumps(index_of(entry("a"), wids_version=2)): "version 2",
     json.dumps(index_of(entry("a"), __kind__="wids-shard-index-v2")): "of kind 'wids-shard-index-v2'",
     json.dumps(index_of(entry("a"), base="ftp://h/x")): "must be a path, or start with",

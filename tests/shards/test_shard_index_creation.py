@@ -128,10 +128,10 @@ def test_a_label_out_of_range(tmp_path: Path, label: bytes, said: str) -> None:
         (["nothing.tar"], "x.json", "nothing.tar: has no samples"),
         (["0.tar"], "s3://bucket/x.json", "cannot be written to; choose a path on this machine"),
         (["0.tar"], "0.tar/x.json", "cannot write .*0.tar/x.json"),
-        (["0.tar"], "0.tar", "0.tar: would be written in place of .*0.tar, which it is made of"),
-        (["0.tar"], "link.tar", "link.tar: would be written in place of .*0.tar, which"),
-        (["x.json.tables"], "x.json", "would be written in place of .*x.json.tables"),
-        (["0.tar"], "nothing.tar", "nothing.tar: is there, and is no index; remove it, or choose another name"),
+        (["0.tar"], "0.tar", "0.tar: would replace .*0.tar, which it is made from"),
+        (["0.tar"], "link.tar", "link.tar: would replace .*0.tar, which"),
+        (["x.json.tables"], "x.json", "would replace .*x.json.tables"),
+        (["0.tar"], "nothing.tar", "nothing.tar: exists and is not an index; remove it, or choose another name"),
     ],
 )
 def test_other_mistakes(

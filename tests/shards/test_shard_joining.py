@@ -50,9 +50,9 @@ def test_what_it_is_made_of_is_kept(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "b")
     before = [path.read_bytes() for path in paths]
     for output in (paths[0], tmp_path / "link" / "all.json"):
-        with pytest.raises(UserError, match=r"would be written in place of .*all\.json, which it is made of"):
+        with pytest.raises(UserError, match=r"would replace .*all\.json, which it is made from"):
             join_indexes([str(path) for path in paths], output)
-    with pytest.raises(UserError, match=r"0\.tar: is there, and is no index"):
+    with pytest.raises(UserError, match=r"0\.tar: exists and is not an index"):
         join_indexes([str(path) for path in paths], tmp_path / "a" / "0.tar")
     assert [path.read_bytes() for path in paths] == before
     for _ in range(2):
@@ -65,7 +65,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], list[float], str]] = {
     "a weight too few": (lambda f: [f"{f}/a/all.json", f"{f}/b/all.json"], [1], "1 weights: must be one for each"),
     "no weight": (lambda f: [f"{f}/a/all.json", f"{f}/b/all.json"], [1, 0], "weight=0; must be a number above 0"),
     "gone": (lambda f: [f"{f}/a/all.json", f"{f}/gone.json"], [], "gone.json: cannot be read"),
-    "joined": (lambda f: [f"{f}/a/all.json", f"{f}/joined.json"], [], "refers to others again"),
+    "joined": (lambda f: [f"{f}/a/all.json", f"{f}/joined.json"], [], "refers to other indexes"),
     "other classes": (lambda f: [f"{f}/a/all.json", f"{f}/c/all.json"], [], "c/all.json has the classes ['x',"),
 }
 

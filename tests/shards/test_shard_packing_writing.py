@@ -150,7 +150,7 @@ def test_a_first_pack_that_is_killed_leaves_no_index_or_a_whole_one(tmp_path: Pa
 
 def test_other_files_in_an_indexs_place_are_kept(tmp_path: Path) -> None:
     (tmp_path / "train.json").write_text('{"annotations": []}')
-    with pytest.raises(UserError, match=r"train\.json: is there, and is no index; remove it, or choose another name"):
+    with pytest.raises(UserError, match=r"train\.json: exists and is not an index; remove it, or choose another name"):
         letters(3, tmp_path)
     assert all_files(tmp_path) == {"train.json": b'{"annotations": []}'}
 
