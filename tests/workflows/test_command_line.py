@@ -208,7 +208,7 @@ def test_a_rank_that_raises_is_one_panel(num_ranks: int, engine: str, tmp_path: 
         also(["--inputs-file", "file.json"], "", ("file.json", "object of inputs", '{"hp": {')),
         also(["--inputs-file", "file.json"], "[1]", ("file.json", "object of inputs", '{"hp": {')),
         also(["--inputs-file", "file.json"], '{"hq": {"epochs": 3}}', ("unknown input 'hq'", "'hp'")),
-        also(["--inputs-file", "file.yaml"], "a: 1\n  b: 2", ("--inputs-file", "valid JSON or YAML")),
+        also(["--inputs-file", "file.yaml"], "a: 1\n  b: 2", ("--inputs-file", "not valid YAML")),
         also(["--epochs", "3"], None, ("epochs is a hyperparameter", "--hp '{\"epochs\": 3}'")),
     ],
 )
