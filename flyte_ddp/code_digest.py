@@ -39,7 +39,12 @@ def package_digest(root: Path = Path(__file__).parent) -> str:
 
     Reads all of these files, once in a process.
     """
-    return hash_files(root, [*python_files(root), *sorted(root.rglob("*.toml"))], bytes)
+    return hash_files(root, package_files(root), bytes)
+
+
+def package_files(root: Path) -> list[Path]:
+    """Return the library's Python and TOML files, all that its code reads when it trains."""
+    return [*python_files(root), *sorted(root.rglob("*.toml"))]
 
 
 def python_files(place: Path) -> list[Path]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flyte_ddp.code_digest import python_files
+from flyte_ddp.code_digest import package_files
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.launch.remote.sources import LIBRARY, pack_sources, unpack_sources
 
@@ -27,7 +27,7 @@ def test_only_what_the_cache_key_covers_is_sent(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     sources = pack_sources(Hyperparameters(model="sources_mine:model", dataset="sources_set:make"))
-    library = {path.relative_to(LIBRARY.parent).as_posix() for path in python_files(LIBRARY)}
+    library = {path.relative_to(LIBRARY.parent).as_posix() for path in package_files(LIBRARY)}
     assert {name for _, name, _ in pickle.loads(zlib.decompress(sources))} == {*sent, *library}
     with unpack_sources(sources, str(tmp_path)) as (folder, path):
         assert (folder, {*path}) == (None, {str(tmp_path), str(LIBRARY.parent)})
@@ -35,5 +35,6 @@ def test_only_what_the_cache_key_covers_is_sent(tmp_path: Path, monkeypatch: pyt
     with unpack_sources(sources, str(tmp_path)) as (folder, path):
         assert path == [folder]
         assert Path(str(folder), "sources_set.py").read_text() == "x = 1"
-        assert {p.relative_to(str(folder)).as_posix() for p in Path(str(folder)).rglob("*.py")} == {*sent, *library}
+        there = {p.relative_to(str(folder)).as_posix() for p in Path(str(folder)).rglob("*") if p.is_file()}
+        assert there == {*sent, *library}
     assert not Path(str(folder)).exists()

@@ -35,7 +35,7 @@ def test_jobs_in_a_small_cache_read_what_is_right_within_the_limit(server: FileS
     kills = sorted(chosen.sample(range(30, 150), KILLS))  # when the server has been asked so often
     most = 0
     while any(process.is_alive() for process in running):
-        with caches[0].lock("room"):  # a file gets its final name under this lock
+        with caches[0].hold_lock("room"):  # a file gets its final name under this lock
             most = max(most, sum(sizes_in(tmp_path).values()))
         if kills and len(server.requests) >= kills[0]:
             kills.pop(0)

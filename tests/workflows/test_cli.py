@@ -241,7 +241,7 @@ def test_each_clone_has_its_own_results_and_changed_sources_retrain(tmp_path: Pa
         assert trained(ended)
         assert {path.parents[1] for path in outputs(ended).values()} == {clone / "runs"}
     source = clones[0] / "flyte_ddp/training/evaluate.py"
-    source.write_text(source.read_text().replace('"""', "'''", 2))  # of the same length
+    source.write_text(source.read_text() + "\nWORD = 1\n")
     before = state(clones[0] / "runs")
     changed = run(clones[0])
     assert trained(changed)

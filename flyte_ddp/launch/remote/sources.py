@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flyte_ddp.code_digest import python_files
+from flyte_ddp.code_digest import package_files
 from flyte_ddp.errors import UserError
 from flyte_ddp.user_source import user_sources
 
@@ -25,7 +25,7 @@ def pack_sources(hp: Hyperparameters) -> bytes:
 
     Reads all these files. The user's are found by the model and the data sets that the hyperparameters name.
     """
-    files = {path.relative_to(LIBRARY.parent).as_posix(): path for path in python_files(LIBRARY)}
+    files = {path.relative_to(LIBRARY.parent).as_posix(): path for path in package_files(LIBRARY)}
     for spec in (hp.model, hp.dataset, hp.test_dataset):
         with suppress(UserError):  # names no user's code, or a missing module, which the rank will report
             files |= {name: path for name, path, _ in user_sources(spec)}
