@@ -225,9 +225,10 @@ def compare_logits(
 
 
 def read_test_images(data: PreparedSet, channels: int, settings: Settings) -> Iterator[NDArray[np.uint8]]:
-    """Read the test split, and yield its decodable images uint8 [H, W, channels] in its order.
+    """Yield the images of the test split that can be decoded, uint8 [H, W, channels], in the split's order.
 
-    Images are neither cropped nor resized; grey ones become RGB if ``channels`` is 3.
+    Images are neither cropped nor resized; grey ones become RGB if ``channels`` is 3. Encoded images are read and
+    decoded by threads; remote shards are downloaded into the cache. Raises UserError if the data cannot be read.
     """
     if isinstance(data, ImageArrays):
         for image in data.test_images:

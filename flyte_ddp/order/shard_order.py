@@ -24,7 +24,6 @@ from flyte_ddp.order import sampling
 from flyte_ddp.order.sampling import Indices
 
 TEST_FRACTION = 0.1  # of the samples, held out for testing if there is no test set
-SPLITS = ("training", "validation", "test")
 
 
 def streams_of_rank(shuffle_streams: int, ranks: int, parts: int = 1) -> int:

@@ -4,7 +4,6 @@ A process without a group is rank 0 of 1, and waits for nobody.
 """
 
 from collections.abc import Iterable
-from datetime import timedelta
 from typing import TypeVar
 
 import torch
@@ -29,11 +28,6 @@ def set_timeout(limit: float) -> None:
 def timeout() -> float:
     """Return the time limit in seconds for waits for other ranks in this process; 600 if none was set."""
     return _timeout
-
-
-def seconds(number: float) -> timedelta:
-    """Return a number of seconds as a timedelta."""
-    return timedelta(seconds=number)
 
 
 def rank() -> int:

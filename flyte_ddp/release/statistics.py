@@ -62,7 +62,16 @@ def tango_statistic(gained: Counts, lost: Counts, samples: int, difference: floa
 
 
 def lower_bound_of_difference(gained: int, lost: int, samples: int, alpha: float) -> float:
-    """Return the lower confidence bound, at 1 - ``alpha``, of the difference in accuracy; inverts Tango's test."""
+    """Return the lower end of the one-sided 1 - ``alpha`` confidence interval of the difference in accuracy.
+
+    The difference is the first model's accuracy minus the second's; the interval inverts Tango's test.
+
+    Args:
+        gained: number of samples that only the first model classifies correctly.
+        lost: number of samples that only the second model classifies correctly.
+        samples: number of all samples.
+        alpha: significance level.
+    """
     wanted, lowest, highest = stats.norm.isf(alpha), -1 + 1e-12, (gained - lost) / samples - 1e-12
 
     def excess_of_statistic(difference: float) -> float:

@@ -26,9 +26,10 @@ def run_name(hp: Hyperparameters, data_fingerprint: str, trigger: str = "") -> s
 
 
 def model_identity(hp: Hyperparameters) -> dict[str, str]:
-    """Return what decides a result beside hyperparameters and data, by the field names of a checkpoint's identity.
+    """Return digests of the library, the user's model code and ``init_from``, and the releases of torch and the like.
 
-    Reads the code, and a local file of ``init_from`` whole; asks the server of a remote one.
+    Beside hyperparameters and data these decide a run's result. Keys are the fields of checkpoint.Identity. Reads the
+    code and a local file of ``init_from`` whole; asks the server of a remote file for its tag.
     """
     return {
         "code": library_digest(),

@@ -6,7 +6,10 @@ from pathlib import Path
 
 
 def children_of(pid: int) -> list[str]:
-    """Return the command lines of living children, without multiprocessing's, torch's compiler's and the tests' own."""
+    """Return the command lines of living children, but for multiprocessing's, torch's compiler's and the tests' own.
+
+    The tests' own are zygotes, and S3 servers (rclone) that several files of tests share.
+    """
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -15,7 +18,7 @@ def children_of(pid: int) -> list[str]:
             command = stat.with_name("cmdline").read_text().replace("\0", " ")
         except OSError:
             continue
-        own = name.endswith("(zygote") or "resource_tracker" in command or "/torch/_inductor/" in command
+        own = name.endswith(("(zygote", "(rclone")) or "resource_tracker" in command or "/torch/_inductor/" in command
         if int(fields[1]) == pid and fields[0] != "Z" and not own:
             found.append(command)
     return found

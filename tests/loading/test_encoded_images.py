@@ -18,7 +18,7 @@ from flyte_ddp.loading.encoded import BadSamples, Encoded, EncodedImages, ImageR
 from flyte_ddp.loading.files import FileReader
 from flyte_ddp.loading.opening import make_substitute_finder
 from flyte_ddp.order.sampling import Indices, ListedOrder
-from flyte_ddp.order.shard_order import SPLITS, ShardOrder, ShardSplits
+from flyte_ddp.order.shard_order import ShardOrder, ShardSplits
 
 DEADLINE = 60.0  # seconds
 
@@ -68,7 +68,7 @@ def loader(
 def orders() -> dict[str, ShardOrder]:
     """Of three shards of twenty samples."""
     splits = ShardSplits(np.full(3, 20), 0.2, 0.2, seed=0)
-    return {split: ShardOrder(splits, split, np.ones(3)) for split in SPLITS}
+    return {split: ShardOrder(splits, split, np.ones(3)) for split in ("training", "validation", "test")}
 
 
 def members(order: ShardOrder) -> list[int]:

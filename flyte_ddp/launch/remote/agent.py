@@ -90,7 +90,11 @@ def start_agent(stdin: bytes, folder: str | None = None, path: Sequence[str] = (
 
 
 def main() -> None:
-    """Start the rank, be its proxy until the run is over, kill all descendants, and exit; the agent's main function."""
+    """Run an agent: start one rank, relay its messages to and from the launcher, then kill all descendants and exit.
+
+    Reads the rank's facts and the ticket of the launcher from stdin, as pickles. Exits with 1 if the launcher is gone
+    without a word, else with 0. When stdin ends, a thread kills all descendants and exits with 1.
+    """
     become_subreaper()  # orphans of the rank become children of this process, which can then kill them
     info = pickle.load(sys.stdin.buffer)
     group: list[RankHandle] = []
