@@ -4,7 +4,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler
@@ -33,16 +33,15 @@ class Proxy:
 
 def forwarded(host: str, request: BaseHTTPRequestHandler, body: bytes = b"") -> tuple[int, dict[str, str], bytes]:
     """Send a request to the real server; return status, headers and body of its answer."""
-    connection = HTTPConnection(host)
-    connection.putrequest(request.command, request.path, skip_host=True, skip_accept_encoding=True)
-    for header, value in request.headers.items():  # the host, too, as it is signed
-        connection.putheader(header, value)
-    connection.endheaders(body or None)
-    found = connection.getresponse()
-    content = found.read()
+    with closing(HTTPConnection(host)) as connection:
+        connection.putrequest(request.command, request.path, skip_host=True, skip_accept_encoding=True)
+        for header, value in request.headers.items():  # the host, too, as it is signed
+            connection.putheader(header, value)
+        connection.endheaders(body or None)
+        found = connection.getresponse()
+        content = found.read()
     left_out = ("connection", "date", "transfer-encoding")
     headers = {key: value for key, value in found.getheaders() if key.lower() not in left_out}
-    connection.close()
     if request.command != "HEAD":
         headers["Content-Length"] = str(len(content))
     return found.status, headers, content

@@ -123,6 +123,8 @@ def _pythons_own_handler() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+# Ctrl-C may fall between open() and its with block, where Python itself leaves the file to the garbage collector.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.usefixtures("_pythons_own_handler")
 @pytest.mark.parametrize(
     ("moment", "again"),
